@@ -12,6 +12,7 @@ import argparse
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -95,18 +96,10 @@ def verdicts_of(ways: Any, aim: float | None) -> list[str]:
     return lines
 
 
-def pyramid(run: Run) -> None:
-    on_model(run, "pyramid")
-
-
-def transformer(run: Run) -> None:
-    on_model(run, "transformer")
-
-
 PARTS: dict[str, Callable[[Run], None]] = {
     "planning": planned,
-    "pyramid": pyramid,
-    "transformer": transformer,
+    "pyramid": partial(on_model, name="pyramid"),
+    "transformer": partial(on_model, name="transformer"),
 }
 
 
@@ -118,11 +111,7 @@ def options() -> argparse.Namespace:
 
 def main() -> None:
     arguments = options()
-    report = Report(
-        "mlstate: activation checkpointing",
-        arguments.json,
-        "activation" if arguments.store else None,
-    )
+    report = Report.open("mlstate: activation checkpointing", "activation", arguments)
     report.log("medians; 'x base': times as fast as the base; '/limit': times the limit's duration")
     run = Run(report, arguments.quick, arguments.repeats)
     began = time.perf_counter()

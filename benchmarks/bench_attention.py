@@ -18,17 +18,14 @@ from typing import Any
 
 import numpy as np
 from harness import Candidate, Report, Row, measure, option_parser
+from optional import optional
 
 from mlstate.checkpoint import load_file, load_metadata
 from mlstate.demo.model import CharModel
 from mlstate.demo.rolling import RollingContext
 from mlstate.kv import create_attention_size_mask, create_decode_mask
 
-try:
-    import torch
-except ImportError:
-    torch = None
-
+torch = optional("torch")
 ROOT = Path(__file__).resolve().parents[1]
 WEIGHTS = ROOT / "mlstate" / "demo" / "data" / "model.safetensors"
 HEADS, HEAD_DIM = 8, 128
@@ -302,13 +299,9 @@ def main() -> None:
         parser.error("set OPENBLAS_NUM_THREADS=1: times are CPU times of one thread")
     if torch is not None:
         torch.set_num_threads(1)
-    report = Report(
-        "mlstate: attention sizes", options.json, "attention" if options.store else None
-    )
+    report = Report.open("mlstate: attention sizes", "attention", options)
     report.log("figures are medians; 'x base': times faster than the first line of the table")
-    for name, part in PARTS.items():
-        if options.only in (None, name):
-            part(report, options.quick)
+    report.run_parts(PARTS, options.only, options.quick)
     report.close()
 
 

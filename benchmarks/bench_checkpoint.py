@@ -32,7 +32,7 @@ from checkpoint_states import (
     reload_page_cache,
     takes_direct,
 )
-from harness import Action, Candidate, Report, Row, option_parser
+from harness import Action, Candidate, Report, Row, add_rates, option_parser
 from turns import Aim, take_turns
 
 MANY = 1000  # arrays; states with more skip the slowest ways
@@ -98,10 +98,7 @@ class Run:
         self, label: str, candidates: list[Candidate], aims: list[Aim], note: str = ""
     ) -> list[Row]:
         """Time and print, with the rate and the aims."""
-        rows = take_turns(candidates, self.repeats)
-        size = bytes_of(self.state.values())
-        for row in rows:
-            row.extra["GB/s"] = f"{size / row.median * 1e-6:.2f}"
+        rows = add_rates(take_turns(candidates, self.repeats), bytes_of(self.state.values()))
         self.report.table(self.title(label), rows, note=note)
         self.judge([aim.verdict(rows) for aim in aims])
         return rows
@@ -262,9 +259,7 @@ def main() -> None:
     arguments = options()
     keep_memory()
     warnings.filterwarnings("ignore", module="torch")
-    report = Report(
-        "mlstate: checkpoints", arguments.json, "checkpoint" if arguments.store else None
-    )
+    report = Report.open("mlstate: checkpoints", "checkpoint", arguments)
     report.log(
         "medians; 'x base': times faster than the base; '/limit': times the limit's duration"
     )

@@ -9,12 +9,11 @@ Run one row with ``python benchmarks/bench_copy.py --only transition``.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 
 import numpy as np
-from forced import Server, answer, take_turns
-from harness import Candidate, Report, option_parser, rows_of
+from forced import Server, answer, server_parser, take_turns
+from harness import Candidate, Report, rows_of
 
 WAYS = ("auto", "plain", "loop", "stream1")
 SIMPLE = "NumPy"
@@ -94,16 +93,13 @@ def measure_case(case: str, servers: dict[str, Server], rounds: int) -> list:
 
 def main() -> None:
     """Measure and print."""
-    parser = option_parser(__doc__, "few rounds")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser = server_parser(__doc__)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         answer(calls_of, options.threads)
         return
-    title = "mlstate: copies with each way to store"
-    report = Report(title, options.json, "copy" if options.store else None)
+    report = Report.open("mlstate: copies with each way to store", "copy", options)
     for case in CASES:
         if options.only in case:
             servers = {way: server_of(way, options.threads) for way in (SIMPLE, *WAYS)}

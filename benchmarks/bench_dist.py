@@ -240,9 +240,7 @@ def interrupted(*_: object) -> None:
 def main() -> None:
     arguments = options()
     signal.signal(signal.SIGTERM, interrupted)
-    report = Report(
-        "mlstate: gradients across ranks", arguments.json, "dist" if arguments.store else None
-    )
+    report = Report.open("mlstate: gradients across ranks", "dist", arguments)
     report.log("medians; 'x base': times as fast as the base; '/limit': times the limit's duration")
     chosen = [arguments.only] if arguments.only else list(PARTS)
     repeats = arguments.repeats or (2 if arguments.quick else 5)

@@ -13,15 +13,12 @@ from pathlib import Path
 
 import numpy as np
 from checkpoint_states import sync
-from harness import Candidate, Report, measure, option_parser
+from harness import Candidate, Report, add_rates, measure, option_parser
+from optional import optional
 
 import mlstate
 
-try:
-    import safetensors.numpy as safetensors
-except ImportError:
-    safetensors = None
-
+safetensors = optional("safetensors.numpy")
 TENSORS = 16
 TENSOR_BYTES = 16 << 20
 
@@ -98,16 +95,13 @@ def loading(report: Report, state: dict[str, np.ndarray], folder: Path, repeats:
 def show(report: Report, title: str, candidates: list[Candidate], repeats: int) -> None:
     """Time and print, with the rate."""
     size = TENSORS * TENSOR_BYTES
-    rows = measure(candidates, repeats)
-    for row in rows:
-        row.extra = {"GB/s": f"{size / row.median * 1e-6:.2f}"}
+    rows = add_rates(measure(candidates, repeats), size)
     report.table(f"{title}: {TENSORS} tensors, {size >> 20} MiB", rows)
 
 
 def main() -> None:
-    parser = option_parser(__doc__, "3 repeats instead of 9")
-    options = parser.parse_args()
-    report = Report("mlstate: one state file", options.json, "file" if options.store else None)
+    options = option_parser(__doc__, "3 repeats instead of 9").parse_args()
+    report = Report.open("mlstate: one state file", "file", options)
     random = np.random.default_rng(1)
     state = {
         f"layer.{i}": random.standard_normal(TENSOR_BYTES // 4, np.float32) for i in range(TENSORS)

@@ -20,16 +20,13 @@ from pathlib import Path
 
 import numpy as np
 from harness import Candidate, Report, Row, count_threads, measure, met, option_parser
+from optional import optional
 
 from mlstate import _core
 from mlstate.follow import Follower, Publisher
 from mlstate.threads import set_num_threads
 
-try:
-    import torch
-except ImportError:
-    torch = None
-
+torch = optional("torch")
 ELEMENTS = 128 << 20
 NUMPY = "NumPy: != + flatnonzero + take"
 COLUMNS = 4096  # of the tensor, for the filter
@@ -212,17 +209,13 @@ def verdicts_of(rows: dict[str, Row], number: int) -> list[str]:
 
 def main() -> None:
     """Measure and print."""
-    parser = option_parser(__doc__, "few rounds, 16 Mi elements")
-    options = parser.parse_args()
+    options = option_parser(__doc__, "few rounds, 16 Mi elements").parse_args()
     elements, repeats = (ELEMENTS >> 3, 3) if options.quick else (ELEMENTS, 9)
     set_num_threads(1)
     if torch is not None:
         torch.set_num_threads(1)
-    report = Report(
-        f"mlstate: deltas of {elements >> 20} Mi bfloat16 elements, {count_threads(1)}",
-        options.json,
-        "follow" if options.store else None,
-    )
+    title = f"mlstate: deltas of {elements >> 20} Mi bfloat16 elements, {count_threads(1)}"
+    report = Report.open(title, "follow", options)
     for number, part in enumerate((0.01, 0.03)):
         base, new = changed_pair(elements, part)
         target = base.copy()

@@ -193,7 +193,7 @@ def main(
                     print(f"{'':<34}+{operation.fixed_us:g} us: {operation.why}")
             return 0
         warm_memory(operations, options)
-        report = Report("mlstate: guard", options.json, "guard" if options.store else None)
+        report = Report.open("mlstate: guard", "guard", options)
         report.log("ratio: simple time / our time, median of the rounds with its 95 % interval")
         report.log(
             "extra us: ours over the simple way, and how much is allowed, where that is judged"

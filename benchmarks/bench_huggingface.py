@@ -20,7 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Candidate, Report, Row, option_parser
+from checkpoint_states import files_below
+from checkpoint_states import sync as sync_file
+from harness import Candidate, Report, Row, add_rates, option_parser
 from resident import forget_peak, peak, trim
 from spawned import Spawned, answer
 from turns import Aim, take_turns
@@ -45,10 +47,8 @@ OUR_ROWS = "mlstate.load of 1/8 of the rows"
 
 def sync(folder: Path) -> None:
     """Wait until all files of a folder are on the disk."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+    for path in files_below(folder):
+        sync_file(path)
 
 
 def remove(folder: Path) -> None:
@@ -140,16 +140,20 @@ def by_ranks(report: Report, folder: Path, rows: int, repeats: int) -> None:
         rows_measured = take_turns(candidates, repeats)
     finally:
         ranks.close()
-    for row in rows_measured:
-        add_rate(row, nbytes)
+    for row in add_rates(rows_measured, nbytes):
         if row.name in grown:
             row.extra["MiB/rank"] = f"{sorted(grown[row.name])[len(grown[row.name]) // 2]:.0f}"
     report.table(f"export by {RANKS} ranks: {TENSORS} tensors, {nbytes >> 20} MiB", rows_measured)
     report.judge([Aim(OURS, 2.0, DCP, faster=True).verdict(rows_measured)])
 
 
-def add_rate(row: Row, nbytes: int) -> None:
-    row.extra["GB/s"] = f"{nbytes / row.median * 1e-6:.2f}"
+def compare(
+    report: Report, title: str, candidates: list[Candidate], repeats: int, nbytes: int
+) -> list[Row]:
+    """Time and print, with the rate."""
+    rows = add_rates(take_turns(candidates, repeats), nbytes)
+    report.table(title, rows)
+    return rows
 
 
 def raw_write(folder: Path, nbytes: int) -> Candidate:
@@ -199,26 +203,16 @@ def by_one_process(report: Report, folder: Path, quick: bool, repeats: int) -> N
         model.save_pretrained(synced)
         sync(synced)
 
-    rows_measured = take_turns(
-        [
-            Candidate(
-                OURS,
-                partial(export_huggingface, mlstate_folder, model),
-                partial(remove, mlstate_folder),
-            ),
-            Candidate(
-                PRETRAINED,
-                partial(model.save_pretrained, peer_folder),
-                partial(remove, peer_folder),
-            ),
-            Candidate(f"{PRETRAINED} + fsync", pretrained_synced, partial(remove, synced), True),
-            raw_write(folder, nbytes),
-        ],
-        repeats,
-    )
-    for row in rows_measured:
-        add_rate(row, nbytes)
-    report.table(f"export by one process: Llama, {nbytes >> 20} MiB", rows_measured)
+    export = partial(export_huggingface, mlstate_folder, model)
+    save = partial(model.save_pretrained, peer_folder)
+    candidates = [
+        Candidate(OURS, export, partial(remove, mlstate_folder)),
+        Candidate(PRETRAINED, save, partial(remove, peer_folder)),
+        Candidate(f"{PRETRAINED} + fsync", pretrained_synced, partial(remove, synced), True),
+        raw_write(folder, nbytes),
+    ]
+    title = f"export by one process: Llama, {nbytes >> 20} MiB"
+    rows_measured = compare(report, title, candidates, repeats, nbytes)
     report.judge([Aim(OURS, 1.0, f"{PRETRAINED} + fsync", faster=True).verdict(rows_measured)])
 
 
@@ -250,31 +244,21 @@ def reading(report: Report, folder: Path, rows: int, repeats: int) -> None:
         return parts
 
     part = {"rank": 1, "world_size": 8, "layout": "rows"}
-    rows_measured = take_turns(
-        [
-            Candidate(f"{LOAD}, with checksums", partial(mlstate.load, source)),
-            Candidate(f"{LOAD}, files without checksums", partial(mlstate.load, copied_folder)),
-            Candidate(LOAD_PLAIN, partial(mlstate.load, copied_folder, mmap=True)),
-            Candidate(SAFETENSORS, lambda: [load_file(path) for path in files], baseline=True),
-        ],
-        repeats,
-    )
-    for row in rows_measured:
-        add_rate(row, nbytes)
-    report.table(
-        f"load: {len(files)} files, {nbytes >> 20} MiB, in the system's cache", rows_measured
-    )
-    rank = take_turns(
-        [
-            Candidate(f"{OUR_ROWS}, with checksums", partial(mlstate.load, source, **part)),
-            Candidate(OUR_ROWS, partial(mlstate.load, copied_folder, **part)),
-            Candidate(SLICES, slices, baseline=True),
-        ],
-        repeats,
-    )
-    for row in rank:
-        add_rate(row, nbytes // 8)
-    report.table(f"one of 8 ranks: {nbytes >> 23} MiB, in the system's cache", rank)
+    candidates = [
+        Candidate(f"{LOAD}, with checksums", partial(mlstate.load, source)),
+        Candidate(f"{LOAD}, files without checksums", partial(mlstate.load, copied_folder)),
+        Candidate(LOAD_PLAIN, partial(mlstate.load, copied_folder, mmap=True)),
+        Candidate(SAFETENSORS, lambda: [load_file(path) for path in files], baseline=True),
+    ]
+    title = f"load: {len(files)} files, {nbytes >> 20} MiB, in the system's cache"
+    compare(report, title, candidates, repeats, nbytes)
+    candidates = [
+        Candidate(f"{OUR_ROWS}, with checksums", partial(mlstate.load, source, **part)),
+        Candidate(OUR_ROWS, partial(mlstate.load, copied_folder, **part)),
+        Candidate(SLICES, slices, baseline=True),
+    ]
+    title = f"one of 8 ranks: {nbytes >> 23} MiB, in the system's cache"
+    compare(report, title, candidates, repeats, nbytes // 8)
     checksum(copied_folder)
     for threads, bound in CHECKED_BOUNDS.items():
         checked(report, copied_folder, threads, bound, nbytes, repeats)
@@ -286,17 +270,13 @@ def checked(
     """Time a load of a folder with checksums of `checksum`, with and without comparing them."""
     before = mlstate.get_num_threads()
     mlstate.set_num_threads(threads)
-    rows_measured = take_turns(
-        [
-            Candidate(CHECKED, partial(mlstate.load, folder)),
-            Candidate(UNCHECKED, partial(mlstate.load, folder, verify=False), baseline=True),
-        ],
-        2 * repeats,
-    )
+    candidates = [
+        Candidate(CHECKED, partial(mlstate.load, folder)),
+        Candidate(UNCHECKED, partial(mlstate.load, folder, verify=False), baseline=True),
+    ]
+    title = f"load with checksums of `checksum`, {threads} threads"
+    rows_measured = compare(report, title, candidates, 2 * repeats, nbytes)
     mlstate.set_num_threads(before)
-    for row in rows_measured:
-        add_rate(row, nbytes)
-    report.table(f"load with checksums of `checksum`, {threads} threads", rows_measured)
     report.judge([Aim(CHECKED, bound, UNCHECKED).verdict(rows_measured)])
 
 
@@ -304,8 +284,7 @@ def main() -> None:
     parser = option_parser(__doc__, "a few MB and 3 repeats")
     parser.add_argument("--only", choices=("ranks", "save", "load"))
     options = parser.parse_args()
-    name = "huggingface" if options.store else None
-    report = Report("mlstate: Hugging Face folders", options.json, name)
+    report = Report.open("mlstate: Hugging Face folders", "huggingface", options)
     rows, repeats = (QUICK_ROWS, 3) if options.quick else (ROWS, 7)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)

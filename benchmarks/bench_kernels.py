@@ -9,13 +9,12 @@ Run one row with ``python benchmarks/bench_kernels.py --only diff``.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
-from forced import Server, answer, take_turns
-from harness import Candidate, Report, option_parser, rows_of
+from forced import Server, answer, server_parser, take_turns
+from harness import Candidate, Report, rows_of
 
 from mlstate import _core
 
@@ -90,15 +89,11 @@ def call_of(case: str) -> Callable[[], object]:
 
 def main() -> None:
     """Measure and print."""
-    parser = option_parser(__doc__, "few rounds")
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = server_parser(__doc__).parse_args()
     if options.serve:
         answer(lambda case: {"ours": call_of(case)}, threads=1, repeats=REPEATS)
         return
-    title = "mlstate: kernels with each instruction set"
-    report = Report(title, options.json, "kernels" if options.store else None)
+    report = Report.open("mlstate: kernels with each instruction set", "kernels", options)
     sets = _core.cpu_offered()
     servers = {name: Server(__file__, {"MLSTATE_CPU": name}) for name in sets}
     candidates = [Candidate(n, lambda: None, baseline=n == sets[0]) for n in sets]

@@ -78,7 +78,7 @@ def main() -> None:
     """Time all kinds whose libraries are installed."""
     options = option_parser(__doc__, "small models").parse_args()
     warnings.simplefilter("ignore")
-    report = Report("Checkpoints of twelve kinds", options.json, "kinds" if options.store else None)
+    report = Report.open("Checkpoints of twelve kinds", "kinds", options)
     width, repeats = (QUICK_WIDTH, 2) if options.quick else (WIDTH, 7)
     for name, kind in import_from_tests("checkpoint_kinds").KINDS.items():
         missing = kind.missing()

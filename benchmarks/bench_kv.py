@@ -18,19 +18,12 @@ import numpy as np
 import peers
 from first_call import CALLS
 from harness import Candidate, MemoryLimit, Report, count_threads, measure, option_parser, rows_of
+from optional import optional
 
 import mlstate
 from mlstate.kv import compact_kv_state, transition_kv_state
 
-try:
-    import torch
-except ImportError:
-    torch = None
-try:
-    import ml_dtypes
-except ImportError:
-    ml_dtypes = None
-
+torch, ml_dtypes = optional("torch"), optional("ml_dtypes")
 THREADS = mlstate.get_num_threads()
 TORCH_THREADS = torch.get_num_threads() if torch else 1
 SMALL = (36, 1, 256, 256)
@@ -223,14 +216,11 @@ PARTS: dict[str, Callable[[Report, int], None]] = {
 
 
 def main() -> None:
-    parser = option_parser(__doc__, "3 repeats instead of 9", PARTS)
-    options = parser.parse_args()
-    report = Report("mlstate: KV-cache transitions", options.json, "kv" if options.store else None)
+    options = option_parser(__doc__, "3 repeats instead of 9", PARTS).parse_args()
+    report = Report.open("mlstate: KV-cache transitions", "kv", options)
     report.log("figures are medians; 'x base': times faster than the first line of the table")
     report.log("'/limit': times the duration of what the C library needs for the same bytes")
-    for name, part in PARTS.items():
-        if options.only in (None, name):
-            part(report, 3 if options.quick else 9)
+    report.run_parts(PARTS, options.only, 3 if options.quick else 9)
     report.close()
 
 

@@ -243,9 +243,8 @@ PARTS_OF_REPORT: dict[str, Callable[[Report, Aims, Path, int], None]] = {
 
 def main() -> None:
     """Print the tables."""
-    parser = option_parser(__doc__, "3 repeats instead of 15", PARTS_OF_REPORT)
-    options = parser.parse_args()
-    report = Report("mlstate: prompt store", options.json, "prompts" if options.store else None)
+    options = option_parser(__doc__, "3 repeats instead of 15", PARTS_OF_REPORT).parse_args()
+    report = Report.open("mlstate: prompt store", "prompts", options)
     aims = Aims()
     for name, part in PARTS_OF_REPORT.items():
         if options.only in (None, name):

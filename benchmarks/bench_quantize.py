@@ -18,23 +18,12 @@ import harness
 import numpy as np
 import peers
 from harness import Candidate, Report, Row, option_parser
+from optional import optional
 
 import mlstate
 from mlstate.kv import CacheEntry, CacheSpec, CacheState
 
-try:
-    import torch
-except ImportError:
-    torch = None
-try:
-    import mlx.core as mx
-except ImportError:
-    mx = None
-try:
-    import ml_dtypes
-except ImportError:
-    ml_dtypes = None
-
+torch, mx, ml_dtypes = map(optional, ("torch", "mlx.core", "ml_dtypes"))
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP = 64
 SHAPE = (4, 8, 1024, 128)  # 4 Mi elements
@@ -236,8 +225,7 @@ def main() -> None:
     mlstate.set_num_threads(1)
     if torch is not None:
         torch.set_num_threads(1)
-    results = "quantize" if options.store else None
-    report = Report("mlstate: quantized caches, one thread", options.json, results)
+    report = Report.open("mlstate: quantized caches, one thread", "quantize", options)
     load = ", ".join(f"{number:.1f}" for number in os.getloadavg())
     report.log(f"load of the machine (1, 5, 15 minutes): {load}")
     report.log("processor time; 'x base': times faster than the faster one of mlx and torch")

@@ -183,10 +183,8 @@ def measure_size(
 
 
 def main() -> None:
-    parser = option_parser(__doc__, "one round of 16 MiB")
-    options = parser.parse_args()
-    title = "mlstate: checkpoints in an object store"
-    report = Report(title, options.json, "remote" if options.store else None)
+    options = option_parser(__doc__, "one round of 16 MiB").parse_args()
+    report = Report.open("mlstate: checkpoints in an object store", "remote", options)
     warnings.filterwarnings("ignore", module="torch")
     kinds = kinds_of(report)
     missing = server_missing()

@@ -14,21 +14,14 @@ from functools import partial
 
 import numpy as np
 from guard_rows import numpy_diff
-from harness import Candidate, Report, count_threads, measure, option_parser
+from harness import Candidate, Report, add_rates, count_threads, measure, option_parser
+from optional import optional
 
 import mlstate
 from mlstate import StateDict
 from mlstate.state import check_compatibility, diff, keys_match, load_into, shapes_match
 
-try:
-    import torch
-except ImportError:
-    torch = None
-try:
-    import ml_dtypes
-except ImportError:
-    ml_dtypes = None
-
+torch, ml_dtypes = optional("torch"), optional("ml_dtypes")
 NAMES = 10_000
 PARTS = ["w", "b", "q", "k", "v", "o", "up", "down", "norm"]
 
@@ -98,14 +91,6 @@ def by_threads(function: Callable[..., object], jobs: list[Job], threads: int) -
 
 def thread_counts() -> list[int]:
     return sorted({1, mlstate.get_num_threads()})
-
-
-def rated(nbytes: int, candidates: list[Candidate], repeats: int) -> list:
-    """Time, and add the rate of `nbytes` for each call."""
-    rows = measure(candidates, repeats)
-    for row in rows:
-        row.extra = {"GB/s": f"{nbytes / row.median * 1e-6:.1f}"}
-    return rows
 
 
 # ---- names and shapes ----
@@ -218,7 +203,7 @@ def elements(report: Report, repeats: int) -> None:
                 candidates.append(Candidate("NumPy", partial(numpy_diff, a, near)))
             report.table(
                 f"differences of two states of 1 GB, {dtype}, {count_threads(threads)}",
-                rated(nbytes, candidates, repeats),
+                add_rates(measure(candidates, repeats), nbytes, digits=1),
             )
         del a, same, near, limit, candidates
 
@@ -268,7 +253,7 @@ def loading(report: Report, repeats: int) -> None:
         if torch is not None:
             torch.set_num_threads(threads)
             candidates.append(Candidate("torch: module.load_state_dict", by_torch(target, source)))
-        rows = rated(bytes_of(source), candidates, repeats)
+        rows = add_rates(measure(candidates, repeats), bytes_of(source), digits=1)
         report.table(f"load_into, 1 GB in 1,008 tensors, {count_threads(threads)}", rows)
 
 
@@ -276,12 +261,9 @@ ALL = {"comparison": comparison, "elements": elements, "loading": loading}
 
 
 def main() -> None:
-    parser = option_parser(__doc__, "3 repeats instead of 9", ALL)
-    options = parser.parse_args()
-    report = Report("mlstate: state dicts", options.json, "state" if options.store else None)
-    for name, part in ALL.items():
-        if options.only in (None, name):
-            part(report, 3 if options.quick else 9)
+    options = option_parser(__doc__, "3 repeats instead of 9", ALL).parse_args()
+    report = Report.open("mlstate: state dicts", "state", options)
+    report.run_parts(ALL, options.only, 3 if options.quick else 9)
     report.close()
 
 

@@ -12,7 +12,6 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import training_async
@@ -21,36 +20,10 @@ import training_tiers
 from checkpoint_states import keep_memory
 from harness import Report, option_parser, show
 
-
-@dataclass
-class Run:
-    """The options, and a folder on a disk."""
-
-    report: Report
-    repeats: int
-    quick: bool
-    folder: Path
-
-
-def saving(run: Run) -> None:
-    """Compare how long saves block two training ranks."""
-    training_async.blocking(run.report, run.folder, run.repeats, run.quick)
-
-
-def moving(run: Run) -> None:
-    """Compare moves of one unit between tiers with raw copies and files."""
-    training_tiers.moving(run.report, run.folder, run.repeats, run.quick)
-
-
-def compressing(run: Run) -> None:
-    """Compare saves and loads with each codec."""
-    training_compression.measuring(run.report, run.folder, run.repeats, run.quick)
-
-
-PARTS: dict[str, Callable[[Run], None]] = {
-    "async": saving,
-    "tiers": moving,
-    "compress": compressing,
+PARTS: dict[str, Callable[[Report, Path, int, bool], None]] = {
+    "async": training_async.blocking,  # how long saves block two training ranks
+    "tiers": training_tiers.moving,  # moves of one unit, and raw copies and files
+    "compress": training_compression.measuring,  # saves and loads with each codec
 }
 
 
@@ -65,16 +38,14 @@ def main() -> None:
     arguments = options()
     keep_memory()
     warnings.filterwarnings("ignore", module="torch")
-    report = Report("mlstate: training", arguments.json, "training" if arguments.store else None)
+    report = Report.open("mlstate: training", "training", arguments)
     report.log(
         "medians; 'x base': times faster than the base; '/limit': times the limit's duration"
     )
     repeats = arguments.repeats or (1 if arguments.quick else 5)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=arguments.folder or Path.cwd(), prefix="bench-") as folder:
-        run = Run(report, repeats, arguments.quick, Path(folder))
-        for part in [arguments.only] if arguments.only else PARTS:
-            PARTS[part](run)
+        report.run_parts(PARTS, arguments.only, Path(folder), repeats, arguments.quick)
     report.log(f"\n{show(time.perf_counter() - began)} s in all")
     report.close()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Candidate, Report, Row, met
+from harness import Candidate, Report, Row, add_rates, met
 from turns import take_turns
 
 from mlstate import _core
@@ -145,7 +145,6 @@ def measure_crc(report: Report, folder: Path, quick: bool) -> list[str]:
     """Time and print; return the verdicts."""
     mib = 1 if quick else 64
     rows = take_turns(candidates(folder, mib), 1 if quick else 15)
-    for row in rows:
-        row.extra["GB/s"] = f"{(mib << 20) / row.median * 1e-6:.1f}"
+    add_rates(rows, mib << 20, digits=1)
     report.table(f"CRC32C of {mib} MiB, {_core.cpu_name()}", rows)
     return verdicts(rows, mib)

@@ -6,7 +6,6 @@ Each method follows the documentation of its package.
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from checkpoint_states import STATES, Arrays, sync, touch
-from spawned import Spawned, answer
+from spawned import SpawnedRanks, answer
 
 import mlstate
 
@@ -168,23 +167,17 @@ class Dcp(Torch):
     lazy = None  # type: ignore[assignment]
 
 
-class Ranks(Spawned):
+class Ranks(SpawnedRanks):
     """Torch DCP with the rows of each tensor divided among the ranks."""
 
     def __init__(self, letter: str, quick: bool, world: int) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        meeting = f"file://{self.folder.name}/ranks"
-        super().__init__(serve, [(letter, quick, rank, world, meeting) for rank in range(world)])
+        super().__init__(serve, world, letter, quick)
 
     def save(self, path: Path) -> None:
         self.ask("save", path)
 
     def load(self, path: Path) -> None:
         self.ask("load", path)
-
-    def close(self) -> None:
-        super().close()
-        self.folder.cleanup()
 
 
 def join(rank: int, world: int, meeting: str) -> None:

@@ -226,8 +226,9 @@ class Raw:
 def reload_page_cache(path: Path) -> None:
     """Read all files below a folder, or one file, into the page cache from the disk.
 
-    The read speed depends on the kind of pages in the cache, and that on how they got there: this
-    way files written with direct I/O and others are read at the same speed.
+    A write leaves large folios in the cache, and a direct write leaves none. Copies from large
+    folios are up to twice as fast: this way files that were written in any way are read at the same
+    speed.
     """
     for file in files_below(path) if path.is_dir() else [path]:
         fd = os.open(file, os.O_RDONLY)

@@ -21,6 +21,25 @@ WORLD = 2
 NAMES = {"local": "LocalGroup", "gloo": "gloo", "mpich": "MPICH", "openmpi": "Open MPI"}
 
 
+def rank_environment(**variables: str) -> dict[str, str]:
+    """Return the variables of a rank's process: it finds mlstate, and torch uses one thread."""
+    paths = [str(Path(mlstate.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    path = os.pathsep.join(filter(None, paths))
+    return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **variables}
+
+
+def start_process(command: list[str], environment: dict[str, str], log: Any) -> Any:
+    """Start a process in a new session; its output goes to the file `log`."""
+    return subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+
+
 class JobError(Exception):
     """A rank failed, ended, or took too long; the job has ended."""
 
@@ -67,12 +86,7 @@ class Job:
 
     def _start(self, job: str, address: str, folder: Path) -> None:
         script = str(HERE / "dist_rank.py")
-        paths = [str(Path(mlstate.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "OMP_NUM_THREADS": "1",
-        }
+        environment = rank_environment()
         rest = [job, "0", address, str(folder)]
         commands = []
         if self.engine in ("local", "gloo"):
@@ -85,15 +99,7 @@ class Job:
             commands.append(mpi_jobs.command(self.engine, WORLD, script, self.engine, *rest))
         with self.log.open("wb") as log:
             for command in commands:
-                process = subprocess.Popen(
-                    command,
-                    env=environment,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    start_new_session=True,
-                )
-                self.processes.append(process)
+                self.processes.append(start_process(command, environment, log))
 
     def _meet(self, listener: Listener) -> None:
         """Wait for both ranks, as long as their processes live."""

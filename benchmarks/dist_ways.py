@@ -246,21 +246,31 @@ class OursCompressed(Ours):
 # ---- torch.distributed ----
 
 
-class GlooEach(Way):
-    """A reduce_scatter for each parameter."""
+Reduce = Callable[[torch.Tensor, torch.Tensor], None]
+MakeReduce = Callable[[torch.dtype], Reduce]
 
-    def __init__(self, rank: Rank) -> None:
+
+def gloo_reduce(dtype: torch.dtype) -> Reduce:
+    """Return the reduce-scatter of torch.distributed."""
+    from torch.distributed import reduce_scatter_tensor
+
+    return lambda packed, out: reduce_scatter_tensor(out, packed)
+
+
+class Each(Way):
+    """A reduce-scatter for each parameter."""
+
+    def __init__(self, rank: Rank, make_reduce: MakeReduce) -> None:
         super().__init__(rank)
+        self.reduce = make_reduce(rank.dtype)
         self.out = {
             name: torch.zeros(g.numel() // WORLD, dtype=rank.dtype)
             for name, g in rank.gradients.items()
         }
 
     def call(self) -> None:
-        import torch.distributed as dist
-
         for name, gradient in self.rank.gradients.items():
-            dist.reduce_scatter_tensor(self.out[name], gradient.view(-1))
+            self.reduce(gradient.view(-1), self.out[name])
 
     def parts(self) -> Tensors:
         return self.out
@@ -269,8 +279,9 @@ class GlooEach(Way):
 class Bucketed(Way):
     """Gradients packed rank after rank into one buffer, bucket by bucket."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, make_reduce: MakeReduce) -> None:
         super().__init__(rank)
+        self.reduce = make_reduce(rank.dtype)
         self.buckets = buckets_of(rank.shapes, rank.dtype.itemsize, BUCKET_BYTES)
         sizes = [sum(rank.gradients[n].numel() for n in bucket) for bucket in self.buckets]
         self.buffer = torch.zeros(max(sizes), dtype=rank.dtype)
@@ -288,11 +299,6 @@ class Bucketed(Way):
     def call(self) -> None:
         for bucket, out in zip(self.buckets, self.out, strict=True):
             self.reduce(self.pack(bucket), out)
-
-    def reduce(self, packed: torch.Tensor, out: torch.Tensor) -> None:
-        import torch.distributed as dist
-
-        dist.reduce_scatter_tensor(out, packed)
 
     def parts(self) -> Tensors:
         parts: Tensors = {}
@@ -384,43 +390,19 @@ def _add_bfloat16(inputs: Any, results: Any, _: Any) -> None:
     )
 
 
-class MpiBucketed(Bucketed):
-    """mpi4py's Reduce_scatter_block; bfloat16 by a user-defined operation, because MPI has none."""
-
-    def __init__(self, rank: Rank) -> None:
-        super().__init__(rank)
-        self.sum = mpi_sum(rank.dtype)
-
-    def reduce(self, packed: torch.Tensor, out: torch.Tensor) -> None:
-        mpi_reduce(packed, out, self.sum)
-
-
-class MpiEach(GlooEach):
-    """The same for each parameter."""
-
-    def __init__(self, rank: Rank) -> None:
-        super().__init__(rank)
-        self.sum = mpi_sum(rank.dtype)
-
-    def call(self) -> None:
-        for name, gradient in self.rank.gradients.items():
-            mpi_reduce(gradient.view(-1), self.out[name], self.sum)
-
-
-def mpi_sum(dtype: torch.dtype) -> Any:
-    """Return the operation for sums of a dtype."""
+def mpi_reduce(dtype: torch.dtype) -> Reduce:
+    """Return mpi4py's Reduce_scatter_block; bfloat16 by an operation of ours: MPI has none."""
     from mpi4py import MPI
 
-    return MPI.SUM if dtype == torch.float32 else MPI.Op.Create(_add_bfloat16, commute=True)
+    is_wide = dtype == torch.float32
+    op = MPI.SUM if is_wide else MPI.Op.Create(_add_bfloat16, commute=True)
 
+    def reduce(packed: torch.Tensor, out: torch.Tensor) -> None:
+        integers = packed if is_wide else packed.view(torch.uint16)
+        place = out if is_wide else out.view(torch.uint16)
+        MPI.COMM_WORLD.Reduce_scatter_block(integers.numpy(), place.numpy(), op)
 
-def mpi_reduce(packed: torch.Tensor, out: torch.Tensor, op: Any) -> None:
-    """One reduce-scatter of equal blocks."""
-    from mpi4py import MPI
-
-    integers = packed if packed.dtype == torch.float32 else packed.view(torch.uint16)
-    place = out if out.dtype == torch.float32 else out.view(torch.uint16)
-    MPI.COMM_WORLD.Reduce_scatter_block(integers.numpy(), place.numpy(), op)
+    return reduce
 
 
 # ---- by name ----
@@ -443,8 +425,8 @@ def ways_of(rank: Rank) -> dict[str, Callable[[], Way]]:
 
         group = TorchGroup(torch.distributed.new_group())
         ways = {
-            "each": partial(GlooEach, rank),
-            "bucketed": partial(Bucketed, rank),
+            "each": partial(Each, rank, gloo_reduce),
+            "bucketed": partial(Bucketed, rank, gloo_reduce),
             "alone": partial(Alone, rank),
             "ddp": partial(Backward, rank, ddp),
             "ddp ours": partial(Backward, rank, partial(ddp_with, rank.local)),
@@ -456,7 +438,10 @@ def ways_of(rank: Rank) -> dict[str, Callable[[], Way]]:
     else:
         from mlstate.integrations.mpi import MPIGroup
 
-        ways = {"each": partial(MpiEach, rank), "bucketed": partial(MpiBucketed, rank)}
+        ways = {
+            "each": partial(Each, rank, mpi_reduce),
+            "bucketed": partial(Bucketed, rank, mpi_reduce),
+        }
         ways |= mlstate_ways(rank, MPIGroup())
     return ways
 

@@ -166,17 +166,19 @@ class RawGloo:
         self.rank = rank
 
     def reduce(self, gradients: Gradients, fault: str = "") -> Gradients:
-        import torch
-        import torch.distributed as dist
-
         parts: Gradients = {}
         self.parts = parts
         for name, gradient in gradients.items():
-            flat = torch.from_numpy(np.ascontiguousarray(gradient).reshape(-1))
-            out = flat.new_empty(flat.numel() // WORLD)
-            dist.reduce_scatter_tensor(out, flat)
-            parts[name] = out.numpy()
+            parts[name] = self.scatter(np.ascontiguousarray(gradient).reshape(-1))
         return parts
+
+    def scatter(self, flat: np.ndarray) -> np.ndarray:
+        import torch
+        import torch.distributed as dist
+
+        out = np.empty(flat.size // WORLD, flat.dtype)
+        dist.reduce_scatter_tensor(torch.from_numpy(out), torch.from_numpy(flat))
+        return out
 
     def kept(self) -> Gradients:
         return getattr(self, "parts", {})
@@ -189,17 +191,12 @@ class RawGloo:
 class RawMPI(RawGloo):
     """Each gradient by MPI's reduce-scatter, in the order of arrival."""
 
-    def reduce(self, gradients: Gradients, fault: str = "") -> Gradients:
+    def scatter(self, flat: np.ndarray) -> np.ndarray:
         from mpi4py import MPI
 
-        parts: Gradients = {}
-        self.parts = parts
-        for name, gradient in gradients.items():
-            flat = np.ascontiguousarray(gradient).reshape(-1)
-            out = np.empty(flat.size // WORLD, flat.dtype)
-            MPI.COMM_WORLD.Reduce_scatter_block(flat, out)
-            parts[name] = out
-        return parts
+        out = np.empty(flat.size // WORLD, flat.dtype)
+        MPI.COMM_WORLD.Reduce_scatter_block(flat, out)
+        return out
 
 
 # ---- one run ----

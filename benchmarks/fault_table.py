@@ -15,7 +15,6 @@ import json
 import os
 import platform
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,10 +23,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from dist_jobs import rank_environment, start_process
 from fault_rank import LEFT_OUT, ODD, SECONDS, WORLD
 from from_tests import import_from_tests
-
-import mlstate
 
 HERE = Path(__file__).resolve().parent
 ENGINES = {
@@ -75,14 +73,7 @@ def reason_against(engine: str) -> str:
 
 def started(engine: str, arguments: list[str], job: str, log: Any) -> list[Any]:
     """Start the processes of a job, each in a new session."""
-    paths = [str(Path(mlstate.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "OMP_NUM_THREADS": "1",
-        "MLSTATE_JOB": job,
-        "WORLD_SIZE": str(WORLD),
-    }
+    environment = rank_environment(MLSTATE_JOB=job, WORLD_SIZE=str(WORLD))
     command = [sys.executable, *arguments]
     if engine == "threads":
         commands = [(command, environment)]
@@ -92,17 +83,7 @@ def started(engine: str, arguments: list[str], job: str, log: Any) -> list[Any]:
         commands = [(mpi_jobs.command(name, WORLD, *arguments), mpi_jobs.environment(name))]
     else:
         commands = [(command, {**environment, "RANK": str(rank)}) for rank in range(WORLD)]
-    return [
-        subprocess.Popen(
-            arguments_of_job,
-            env=variables,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-        for arguments_of_job, variables in commands
-    ]
+    return [start_process(command, variables, log) for command, variables in commands]
 
 
 def read(folder: Path) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from harness import load
-from remote_server import BUCKET, RemoteServer
+from remote_server import BUCKET, RemoteServer, storage_options
 from spawned import Spawned, answer
 
 from mlstate.follow import Follower, Publisher
@@ -165,13 +165,7 @@ def main() -> None:
         print_table("local folder", "reads", rows, followers)
         request = urllib.request.Request(f"{server.endpoint}/{BUCKET}", method="PUT")
         urllib.request.urlopen(request).close()
-        options = {
-            "endpoint": server.endpoint,
-            "access_key_id": "key",
-            "secret_access_key": "secret",
-            "region": "us-east-1",
-            "client_options": {"allow_http": True},
-        }
+        options = storage_options(server.endpoint)
         rows = run(f"s3://{BUCKET}/weights", followers, options, server)
         print_table("object store", "requests", rows, followers)
         rows = run(f"s3://{BUCKET}/cached", followers, options, server, f"{folder}/cache")

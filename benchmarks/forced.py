@@ -5,6 +5,7 @@ mlstate reads `MLSTATE_COPY` and `MLSTATE_CPU` at import, so a variant needs its
 
 from __future__ import annotations
 
+import argparse
 import os
 import random
 import subprocess
@@ -12,7 +13,17 @@ import sys
 import time
 from collections.abc import Callable
 
+from harness import option_parser
+
 WARM_UP = 2  # rounds
+
+
+def server_parser(text: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of the benchmarks and of their servers."""
+    parser = option_parser(text, "few rounds")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    return parser
 
 
 def answer(

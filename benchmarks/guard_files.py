@@ -15,35 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoint_states import sync
+from checkpoint_states import reload_page_cache, sync
 from guard_rows import GIB, MIB, SIZES, Arrays, Operation, state_of, touched_state
+from optional import optional
 from paired import Case
 
 import mlstate
 from mlstate.checkpoint import Staging, save_async
 
-try:
-    import safetensors.numpy as safetensors
-except ImportError:
-    safetensors = None
-
+safetensors = optional("safetensors.numpy")
 FILE_SIZES = tuple(size for size in SIZES if size < GIB)
 PARTS = 4  # arrays of a checkpoint, unless it has 1,000
-
-
-def read_from_disk(folder: Path) -> None:
-    """Read the files below a folder from the disk into the page cache.
-
-    A write leaves large folios in the cache, and a direct write leaves none. Copies from large
-    folios are up to twice as fast, so without this the two sides would start from different states.
-    """
-    for path in folder.rglob("*"):
-        if path.is_file():
-            sync(path)
-            with path.open("rb", buffering=0) as file:
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                while file.read(1 << 20):
-                    pass
 
 
 def replace_durably(path: Path, temporary: Path) -> None:
@@ -159,7 +141,7 @@ def loading_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
     path, npy = folder / "ours.safetensors", folder / "simple.npy"
     mlstate.save_file(state, path)
     np.save(npy, next(iter(state.values())))
-    read_from_disk(folder)
+    reload_page_cache(folder)
     sums = {name: zlib.crc32(array) for name, array in state.items()}
     ways = {
         "numpy": (
@@ -203,7 +185,7 @@ def loading(root: Path, how: str, nbytes: int, tensors: int) -> Case:
     simple, mlstate_folder = folder / "simple", folder / "ours"
     write_each(state, simple, sums=how in ("fresh", "into="))
     mlstate.save(mlstate_folder, state)
-    read_from_disk(folder)
+    reload_page_cache(folder)
     ways: dict[str, Any] = {
         "fresh": (partial(read_each, simple), partial(mlstate.load, mlstate_folder)),
         "verify=False": (
@@ -257,87 +239,66 @@ def operations(root: Path) -> tuple[Operation, ...]:
     each = "for each tensor: array.tofile, fsync; then a JSON manifest in the same way"
     read = "json.load of the manifest; for each tensor: np.fromfile"
     check = ", zlib.crc32 compared with the stored value"
-    have = safetensors
+
+    def of_files(name: str, simple: str, build: Any, *arguments: Any, **options: Any) -> Operation:
+        options = {"sizes": FILE_SIZES} | options
+        return Operation(name, simple, partial(build, *arguments), **options)
+
+    save, load = partial(saving_file, root), partial(loading_file, root)
+    tensors: dict[str, Any] = {"many": True, "needs": safetensors}
+    read_first = "commit record, index and manifest are read and checked"
+    checked_targets = "the same, and the targets are checked against the manifest; threads start"
     return (
-        Operation(
-            "save_file", f"np.save, {durable}", partial(saving_file, root, "numpy"), FILE_SIZES
-        ),
-        Operation(
+        of_files("save_file", f"np.save, {durable}", save, "numpy"),
+        of_files(
             "save_file, safetensors",
             f"safetensors.save_file, {durable}",
-            partial(saving_file, root, "safetensors"),
-            FILE_SIZES,
-            many=True,
-            needs=have,
+            save,
+            "safetensors",
+            **tensors,
         ),
-        Operation("load_file", f"np.load{check}", partial(loading_file, root, "numpy"), FILE_SIZES),
-        Operation(
-            "load_file verify=False",
-            "np.load",
-            partial(loading_file, root, "verify=False"),
-            FILE_SIZES,
-        ),
-        Operation(
+        of_files("load_file", f"np.load{check}", load, "numpy"),
+        of_files("load_file verify=False", "np.load", load, "verify=False"),
+        of_files(
             "load_file, safetensors",
             f"safetensors.load_file; for each tensor{check}",
-            partial(loading_file, root, "safetensors"),
-            FILE_SIZES,
-            many=True,
-            needs=have,
+            load,
+            "safetensors",
+            **tensors,
         ),
-        Operation(
-            "load_file mmap=True",
-            'np.load(mmap_mode="r")',
-            partial(loading_file, root, "mmap"),
-            FILE_SIZES,
-        ),
-        Operation(
+        of_files("load_file mmap=True", 'np.load(mmap_mode="r")', load, "mmap"),
+        of_files(
             "save",
             each,
-            partial(saving, root),
-            FILE_SIZES,
+            saving,
+            root,
             many=True,
             fixed_us=4000.0,
             why="lock, index, manifest and commit record: extra syncs",
         ),
-        Operation(
-            "load",
-            read + check,
-            partial(loading, root, "fresh"),
-            FILE_SIZES,
-            many=True,
-            fixed_us=30.0,
-            why="commit record, index and manifest are read and checked",
+        of_files(
+            "load", read + check, loading, root, "fresh", many=True, fixed_us=30.0, why=read_first
         ),
-        Operation(
-            "load verify=False",
-            read,
-            partial(loading, root, "verify=False"),
-            FILE_SIZES,
-            fixed_us=60.0,
-            why="commit record, index and manifest are read and checked",
+        of_files(
+            "load verify=False", read, loading, root, "verify=False", fixed_us=60.0, why=read_first
         ),
-        Operation(
+        of_files(
             "load into=",
             f"the same, file.readinto(target){check}",
-            partial(loading, root, "into="),
-            FILE_SIZES,
+            loading,
+            root,
+            "into=",
             many=True,
             fixed_us=180.0,
-            why="the same, and the targets are checked against the manifest; threads start",
+            why=checked_targets,
         ),
-        Operation(
-            "load mmap=True",
-            "the same, np.memmap",
-            partial(loading, root, "mmap"),
-            FILE_SIZES,
-            many=True,
-        ),
-        Operation(
+        of_files("load mmap=True", "the same, np.memmap", loading, root, "mmap", many=True),
+        of_files(
             "save_async, staged",
             "for each tensor: np.copyto(kept, tensor)",
-            partial(staging, shared),
-            tuple(size for size in FILE_SIZES if size <= 64 * MIB),
+            staging,
+            shared,
+            sizes=tuple(size for size in FILE_SIZES if size <= 64 * MIB),
             many=True,
             fixed_us=550.0,
             why="a thread starts that writes, and the memory for it is shared out",

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import peers
+from optional import optional
 from paired import Case
 
 from mlstate import StateDict
@@ -33,17 +34,8 @@ from mlstate.kv import (
 )
 from mlstate.state import diff, load_into
 
-try:
-    import torch
-except ImportError:
-    torch = None
-try:
-    import ml_dtypes
-
-    BFLOAT16: Any = np.dtype(ml_dtypes.bfloat16)
-except ImportError:
-    BFLOAT16 = None
-
+torch, ml_dtypes = optional("torch"), optional("ml_dtypes")
+BFLOAT16 = ml_dtypes and np.dtype(ml_dtypes.bfloat16)
 HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
 HEAD_DIM = 128
 GROUP = 64
@@ -477,35 +469,26 @@ MEMORY = (
     Operation(
         "kv.expand low_memory", SMALL_PAGES, partial(expanding, HALF, "low_memory"), UP_TO_256
     ),
-    Operation("kv.expand f32-f16 fresh", ZEROS, partial(expanding, SINGLE, "fresh"), UP_TO_256),
-    Operation("kv.expand f32-f16 out=", INTO, partial(expanding, SINGLE, "out="), UP_TO_256),
-    Operation(
-        "kv.expand bf16-f16 fresh",
-        ZEROS,
-        partial(expanding, BFLOAT16, "fresh"),
-        UP_TO_256,
-        needs=BFLOAT16,
+    *(
+        Operation(
+            f"kv.expand {dtypes} {how}",
+            simple,
+            partial(expanding, dtype, how),
+            UP_TO_256,
+            needs=dtype,
+        )
+        for dtypes, dtype in (("f32-f16", SINGLE), ("bf16-f16", BFLOAT16))
+        for how, simple in (("fresh", ZEROS), ("out=", INTO))
     ),
-    Operation(
-        "kv.expand bf16-f16 out=",
-        INTO,
-        partial(expanding, BFLOAT16, "out="),
-        UP_TO_256,
-        needs=BFLOAT16,
-    ),
-    Operation(
-        "kv.expand torch f32-f16 out=",
-        TORCH_INTO,
-        partial(torch_expanding, "float32"),
-        UP_TO_256,
-        needs=torch,
-    ),
-    Operation(
-        "kv.expand torch bf16-f16 out=",
-        TORCH_INTO,
-        partial(torch_expanding, "bfloat16"),
-        UP_TO_256,
-        needs=torch,
+    *(
+        Operation(
+            f"kv.expand torch {dtypes} out=",
+            TORCH_INTO,
+            partial(torch_expanding, dtype),
+            UP_TO_256,
+            needs=torch,
+        )
+        for dtypes, dtype in (("f32-f16", "float32"), ("bf16-f16", "bfloat16"))
     ),
     Operation("kv.expand innermost out=", INNERMOST, innermost, UP_TO_256),
     Operation("kv.rotate_keys f16", ROTATE, partial(rotating, HALF), UP_TO_256),

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from importlib import metadata
+from typing import Any
 
 import numpy as np
 import stored
@@ -161,6 +162,13 @@ def rows_of(candidates: list[Candidate], samples: dict[str, list[float]]) -> lis
     return rows
 
 
+def add_rates(rows: list[Row], nbytes: int, digits: int = 2) -> list[Row]:
+    """Add the rate of `nbytes` for each call; the unit of the rows is a millisecond."""
+    for row in rows:
+        row.extra["GB/s"] = f"{nbytes / row.median * 1e-6:.{digits}f}"
+    return rows
+
+
 class MemoryLimit:
     """The machine's time for a result's bytes with the C library alone, in one thread.
 
@@ -196,6 +204,19 @@ class Report:
         for name, value in machine().items():
             self.log(f"{name:<8} {value}")
         self.log(f"{'busy':<8} {load()}")
+
+    @classmethod
+    def open(cls, title: str, name: str, options: argparse.Namespace) -> Report:
+        """Start the report of the benchmark `name`, with the options of `option_parser`."""
+        return cls(title, options.json, name if options.store else None)
+
+    def run_parts(
+        self, parts: dict[str, Callable[..., None]], only: str | None, *arguments: Any
+    ) -> None:
+        """Call all parts, or `only` one, with this report and the arguments."""
+        for name, part in parts.items():
+            if only in (None, name):
+                part(self, *arguments)
 
     def log(self, text: str = "") -> None:
         """Print a line unless the output is JSON."""

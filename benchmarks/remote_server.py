@@ -17,6 +17,17 @@ from spawned import Spawned, answer
 BUCKET = "bucket"
 
 
+def storage_options(endpoint: str) -> dict[str, Any]:
+    """Return the options for a client of the server at `endpoint`."""
+    return {
+        "endpoint": endpoint,
+        "region": "us-east-1",
+        "access_key_id": "key",
+        "secret_access_key": "secret",
+        "client_options": {"allow_http": True},
+    }
+
+
 class CountingApplication:
     """A WSGI application that counts another one's requests and bytes."""
 

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from remote_server import BUCKET
+from remote_server import BUCKET, storage_options
 
 import mlstate
 from mlstate import checkpoint
 
-REGION, KEY, SECRET = "us-east-1", "key", "secret"
 RANK, RANKS = 3, 8  # the eighth of the rows that partial loads read
 
 Arrays = dict[str, np.ndarray]
@@ -41,7 +40,8 @@ class Way:
     needs: tuple[str, ...] = ()
 
     def __init__(self, state: Arrays, endpoint: str, folder: Path) -> None:
-        self.state, self.endpoint, self.folder = state, endpoint, folder
+        self.state, self.folder = state, folder
+        self.access = storage_options(endpoint)
 
     @classmethod
     def missing(cls) -> str:
@@ -68,13 +68,7 @@ class Mlstate(Way):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.url = f"s3://{BUCKET}/mlstate"
-        self.options = {
-            "endpoint": self.endpoint,
-            "region": REGION,
-            "access_key_id": KEY,
-            "secret_access_key": SECRET,
-            "client_options": {"allow_http": True},
-        }
+        self.options = self.access
 
     def save(self) -> None:
         mlstate.save(self.url, self.state, storage_options=self.options)
@@ -107,16 +101,7 @@ class Obstore(Way):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.engine = import_module("obstore")
-        self.store = import_module("obstore.store").S3Store(
-            BUCKET,
-            config={
-                "endpoint": self.endpoint,
-                "region": REGION,
-                "access_key_id": KEY,
-                "secret_access_key": SECRET,
-            },
-            client_options={"allow_http": True},
-        )
+        self.store = import_module("obstore.store").S3Store(BUCKET, **self.access)
         self.data = b"".join(array.tobytes() for array in self.state.values())
 
     def save(self) -> None:
@@ -156,10 +141,10 @@ class Boto3(Way):
         super().__init__(*arguments)
         self.client = import_module("boto3").client(
             "s3",
-            endpoint_url=self.endpoint,
-            region_name=REGION,
-            aws_access_key_id=KEY,
-            aws_secret_access_key=SECRET,
+            endpoint_url=self.access["endpoint"],
+            region_name=self.access["region"],
+            aws_access_key_id=self.access["access_key_id"],
+            aws_secret_access_key=self.access["secret_access_key"],
         )
         self.source, self.target = self.folder / "source", self.folder / "target"
         with self.source.open("wb") as file:
@@ -188,9 +173,12 @@ class Dcp(Way):
         self.into = {name: torch.ones_like(tensor) for name, tensor in self.tensors.items()}
         self.url = f"s3://{BUCKET}/dcp"
         self.options = {
-            "key": KEY,
-            "secret": SECRET,
-            "client_kwargs": {"endpoint_url": self.endpoint, "region_name": REGION},
+            "key": self.access["access_key_id"],
+            "secret": self.access["secret_access_key"],
+            "client_kwargs": {
+                "endpoint_url": self.access["endpoint"],
+                "region_name": self.access["region"],
+            },
         }
 
     def save(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import resource
 import sys
@@ -16,14 +17,10 @@ def status_mib(field: str) -> float:
 
 def forget_peak() -> float:
     """Reset the peak of resident memory, if the system can, and return it."""
-    if sys.platform != "linux":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
-    try:
-        with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:  # noqa: PTH123
-            file.write("5")
-    except OSError:
-        pass  # a kernel without it: the peak so far is nearly the resident memory
-    return status_mib("VmHWM")
+    # elsewhere, or on a kernel without it, the peak so far is nearly the resident memory
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:  # noqa: PTH123
+        file.write("5")
+    return peak()
 
 
 def peak() -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import tempfile
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -56,6 +57,19 @@ class Spawned:
             process.join(END_SECONDS)
             if process.is_alive():
                 process.kill()
+
+
+class SpawnedRanks(Spawned):
+    """The ranks of a job; `serve` gets the arguments, the rank, the world and where ranks meet."""
+
+    def __init__(self, serve: Callable[..., None], world: int, *arguments: Any) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        meeting = f"file://{self.folder.name}/ranks"
+        super().__init__(serve, [(*arguments, rank, world, meeting) for rank in range(world)])
+
+    def close(self) -> None:
+        super().close()
+        self.folder.cleanup()
 
 
 def answer(pipe: Connection, commands: dict[str, Callable[..., Any]]) -> None:

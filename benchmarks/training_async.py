@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import random
 import statistics
-import tempfile
 from pathlib import Path
 
 import training_rank
 from checkpoint_states import clear, clear_and_wait
 from harness import Candidate, Report, no_op, rows_of
-from spawned import Spawned
+from spawned import SpawnedRanks
 from training_rank import DCP, DCP_KEPT, SHARES
 from turns import Aim
 
@@ -33,24 +32,9 @@ NAMES = {
 }
 
 
-class Ranks(Spawned):
-    """Both ranks."""
-
-    def __init__(self) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        meeting = f"file://{self.folder.name}/ranks"
-        ranks = range(WORLD)
-        arguments = [(LETTER, rank, WORLD, meeting) for rank in ranks]
-        super().__init__(training_rank.serve, arguments)
-
-    def close(self) -> None:
-        super().close()
-        self.folder.cleanup()
-
-
 def blocking(report: Report, folder: Path, repeats: int, quick: bool) -> None:
     """Time until ranks may continue, and until their checkpoint is complete."""
-    ranks = Ranks()
+    ranks = SpawnedRanks(training_rank.serve, WORLD, LETTER)
     try:
         size = sum(ranks.ask("load", quick))
         staged, done = take_turns(ranks, folder, repeats, quick)
@@ -71,7 +55,7 @@ def blocking(report: Report, folder: Path, repeats: int, quick: bool) -> None:
 
 
 def take_turns(
-    ranks: Ranks, folder: Path, repeats: int, quick: bool
+    ranks: SpawnedRanks, folder: Path, repeats: int, quick: bool
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Milliseconds until all ranks may continue, and until all is done, by name."""
     staged: dict[str, list[float]] = {name: [] for name in NAMES}

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from checkpoint_states import Raw, read, read_all, read_through, takes_direct, written
-from harness import Candidate, Report, Row, met
+from harness import Candidate, Report, Row, add_rates, met
 from turns import Aim, take_turns
 
 from mlstate import TieredState
@@ -90,9 +90,7 @@ class Moves:
         self, report: Report, title: str, candidates: list[Candidate], repeats: int, note: str
     ) -> list[Row]:
         """Time and print, with the rate."""
-        rows = take_turns(candidates, repeats)
-        for row in rows:
-            row.extra["GB/s"] = f"{self.nbytes / row.median * 1e-6:.2f}"
+        rows = add_rates(take_turns(candidates, repeats), self.nbytes)
         title = f"{title}: a unit of {self.nbytes / (1 << 20):.0f} MiB"
         report.table(title, rows, note=note)
         return rows

@@ -6,6 +6,7 @@ import signal
 import sys
 
 import hypothesis
+import pytest
 from tries import tries
 
 # Keep compiled modules: each worker and each command would compile the same files again.
@@ -33,3 +34,9 @@ def pytest_collection_finish():
     """Exempt modules and tests from garbage collection, so that `gc.collect()` takes no time."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def torch():
+    """The module torch; tests that take it are skipped if it is not installed."""
+    return pytest.importorskip("torch")

@@ -133,8 +133,7 @@ def test_threads_share_a_tracker():
 
 
 @pytest.mark.torch
-def test_torch_without_cuda_falls_back_to_process():
-    torch = pytest.importorskip("torch", reason="asks torch's devices")
+def test_torch_without_cuda_falls_back_to_process(torch):
     if torch.cuda.is_available():
         pytest.skip("there is a device")
     assert MemoryTracker().get_stats().source == "process"
@@ -143,8 +142,7 @@ def test_torch_without_cuda_falls_back_to_process():
 
 
 @pytest.mark.torch
-def test_a_device_is_measured_once_torch_uses_it():
-    torch = pytest.importorskip("torch", reason="asks torch's devices")
+def test_a_device_is_measured_once_torch_uses_it(torch):
     if not torch.cuda.is_available():
         pytest.skip("there is no device")
     torch.zeros(1, device="cuda")

@@ -508,8 +508,7 @@ def test_sizes_follow_shape_and_dtype(activation, nbytes):
     assert SizeBasedStrategy(nbytes + 1).should_checkpoint("a", activation, 0) is False
 
 
-def test_torch_tensors_are_measured_on_every_device():
-    torch = pytest.importorskip("torch", reason="measures torch tensors")
+def test_torch_tensors_are_measured_on_every_device(torch):
     for tensor, nbytes in [
         (torch.zeros(3, 4, dtype=torch.bfloat16), 24),
         (torch.zeros(3, 4, requires_grad=True), 48),
@@ -536,9 +535,7 @@ def measured(activation):
     return nbytes
 
 
-def test_subclasses_of_torch_tensors_are_measured_by_shape_and_dtype():
-    torch = pytest.importorskip("torch", reason="measures torch tensors")
-
+def test_subclasses_of_torch_tensors_are_measured_by_shape_and_dtype(torch):
     class Plain(torch.Tensor):
         pass
 
@@ -562,8 +559,7 @@ def test_subclasses_of_torch_tensors_are_measured_by_shape_and_dtype():
             assert measured(torch.zeros(3).as_subclass(cls)) == nbytes
 
 
-def test_torch_function_mode_sees_measured_tensors():
-    torch = pytest.importorskip("torch", reason="measures torch tensors")
+def test_torch_function_mode_sees_measured_tensors(torch):
     from torch.overrides import TorchFunctionMode
 
     class Count(TorchFunctionMode):

@@ -49,6 +49,18 @@ def run(capsys):
 
 
 @pytest.fixture
+def refused(run):
+    """A function that calls the command line, which must fail; returns the line of its error."""
+
+    def call(*arguments):
+        status, out, err = run(*arguments)
+        assert (status, out, len(err)) == (2, [], 1)
+        return err[0]
+
+    return call
+
+
+@pytest.fixture
 def run_json(run):
     def call(*arguments):
         status, out, err = run(*arguments, "--json")

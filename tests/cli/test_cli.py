@@ -1,6 +1,5 @@
 """The command line: output and exit status."""
 
-import json
 import re
 
 import numpy as np
@@ -9,7 +8,6 @@ from command_table import COMMANDS
 from mlpackage_writer import KV, spec_bytes, state, write_package
 
 import mlstate
-from mlstate.cli import main
 
 
 @pytest.fixture
@@ -31,48 +29,44 @@ def packages(tmp_path):
     return {"small": str(small), "large": str(large), "both": str(both)}
 
 
-def plan(*arguments):
-    return main(["coreml", "plan", *arguments])
+PLAN = ("coreml", "plan")
 
 
-def test_plan_that_fits(packages, capsys):
-    assert plan(packages["small"], packages["large"], "--at", "200") == 0
-    out, err = capsys.readouterr()
-    assert "expand" in out
-    assert "200 tokens: fits" in out
-    assert err == ""
+@pytest.mark.parametrize(
+    ("source", "target", "position", "status", "texts"),
+    [
+        ("small", "large", 200, 0, ["expand", "200 tokens: fits"]),
+        ("large", "small", 300, 1, ["problem: kv_cache: 300 tokens do not fit"]),
+    ],
+)
+def test_plan_tells_whether_the_tokens_fit(packages, run, source, target, position, status, texts):
+    result, out, err = run(*PLAN, packages[source], packages[target], "--at", position)
+    assert (result, err) == (status, [])
+    assert all(text in "\n".join(out) for text in texts)
 
 
-def test_plan_that_does_not_fit(packages, capsys):
-    assert plan(packages["large"], packages["small"], "--at", "300") == 1
-    out, err = capsys.readouterr()
-    assert "problem: kv_cache: 300 tokens do not fit" in out
-    assert err == ""
-
-
-def test_plan_as_json(packages, capsys):
-    assert plan(packages["large"], packages["small"], "--at", "180", "--json") == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["fits"] is True
+def test_plan_as_json(packages, run_json):
+    status, data = run_json(*PLAN, packages["large"], packages["small"], "--at", 180)
+    assert (status, data["fits"]) == (0, True)
     assert data["moves"][0]["direction"] == "compact"
     assert data["moves"][0]["source_shape"] == [36, 1, 512, 256]
     assert data["copied_bytes"] == 36 * 180 * 256 * 2
 
 
-def test_plan_between_functions(packages, capsys):
+def test_plan_between_functions(packages, run, refused):
+    both = [*PLAN, packages["both"], packages["both"]]
     functions = ["--source-function", "long", "--target-function", "short"]
-    assert plan(packages["both"], packages["both"], "--at", "256", *functions) == 0
-    assert plan(packages["both"], packages["both"], "--at", "257", *functions) == 1
-    assert plan(packages["both"], packages["both"], "--at", "1", "--source-function", "no") == 2
-    assert "no function 'no'" in capsys.readouterr().err
-    assert plan(packages["both"], packages["both"], "--at", "1", "--source-function", "shirt") == 2
-    assert "; did you mean 'short'?" in capsys.readouterr().err
+    assert run(*both, "--at", 256, *functions)[0] == 0
+    assert run(*both, "--at", 257, *functions)[0] == 1
+    assert "no function 'no'" in refused(*both, "--at", 1, "--source-function", "no")
+    error = refused(*both, "--at", 1, "--source-function", "shirt")
+    assert "; did you mean 'short'?" in error
 
 
-def test_states(packages, capsys):
-    assert main(["coreml", "states", packages["both"]]) == 0
-    out = capsys.readouterr().out
-    assert out.splitlines() == [
+def test_states(packages, run):
+    status, out, _ = run("coreml", "states", packages["both"])
+    assert status == 0
+    assert out == [
         "short (default)",
         "  kv_cache  float16  36x1x256x256  4.50 MiB",
         "long",
@@ -80,10 +74,9 @@ def test_states(packages, capsys):
     ]
 
 
-def test_states_as_json(packages, capsys):
-    assert main(["coreml", "states", packages["both"], "--json"]) == 0
-    data = json.loads(capsys.readouterr().out)
-    assert data["default_function"] == "short"
+def test_states_as_json(packages, run_json):
+    status, data = run_json("coreml", "states", packages["both"])
+    assert (status, data["default_function"]) == (0, "short")
     assert data["functions"]["long"] == [
         {
             "name": "kv_cache",
@@ -94,23 +87,22 @@ def test_states_as_json(packages, capsys):
     ]
 
 
-def test_states_of_a_model_without_any_and_without_default(tmp_path, capsys):
+def test_states_of_a_model_without_any_and_without_default(tmp_path, run):
     package = write_package(tmp_path / "m", spec_bytes(functions=[("a", []), ("b", [])]))
-    assert main(["coreml", "states", str(package)]) == 0
-    assert capsys.readouterr().out == "a\n  no states\nb\n  no states\n"
+    expected = ["a", "  no states", "b", "  no states"]
+    assert run("coreml", "states", package)[:2] == (0, expected)
 
 
-def test_warnings_are_one_line_each(tmp_path, capsys):
+def test_warnings_are_one_line_each(tmp_path, run):
     package = write_package(tmp_path / "m", spec_bytes(state("kv", (2, 1, 100, 32))))
-    assert main(["coreml", "states", str(package)]) == 0
-    err = capsys.readouterr().err.splitlines()
-    assert len(err) == 1
-    assert err[0].startswith("mlstate: warning: state 'kv' has the shape (2, 1, 100, 32)")
+    status, _, [error] = run("coreml", "states", package)
+    assert status == 0
+    assert error.startswith("mlstate: warning: state 'kv' has the shape (2, 1, 100, 32)")
 
 
 @pytest.mark.parametrize("command", ["states", "plan"])
 @pytest.mark.parametrize("fault", ["missing", "folder", "damaged", "newline"])
-def test_unreadable_input_is_one_line_and_status_2(tmp_path, capsys, fault, command):
+def test_unreadable_input_is_one_line_and_status_2(tmp_path, refused, fault, command):
     package = tmp_path / "bad.mlpackage"
     if fault == "folder":
         package.mkdir()
@@ -118,14 +110,10 @@ def test_unreadable_input_is_one_line_and_status_2(tmp_path, capsys, fault, comm
         write_package(package, spec_bytes(state("kv", KV))[:-3])
     elif fault == "newline":
         package = tmp_path / "a\nb"
-    extra = [str(package), "--at", "3"] if command == "plan" else []
-    assert main(["coreml", command, str(package), *extra]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("mlstate: ")
-    assert err.count("\n") == 1
-    assert "bad.mlpackage" in err or fault == "newline"
-    assert "Traceback" not in err
+    extra = [package, "--at", 3] if command == "plan" else []
+    error = refused("coreml", command, package, *extra)
+    assert error.startswith("mlstate: ")
+    assert "bad.mlpackage" in error or fault == "newline"
 
 
 @pytest.mark.parametrize(
@@ -136,23 +124,22 @@ def test_unreadable_input_is_one_line_and_status_2(tmp_path, capsys, fault, comm
     ],
     ids=" ".join,
 )
-def test_wrong_usage_is_one_line_and_status_2(capsys, arguments):
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("mlstate: ")
-    assert err.count("\n") == 1
-    assert "--help" in err
+def test_wrong_usage_is_one_line_and_status_2(refused, arguments):
+    error = refused(*arguments)
+    assert error.startswith("mlstate: ")
+    assert "--help" in error
 
 
-def test_the_program_alone_prints_its_help(capsys):
-    assert main([]) == 0
-    assert "inspect" in capsys.readouterr().out
+def test_the_program_alone_prints_its_help(run):
+    status, out, _ = run()
+    assert status == 0
+    assert any("inspect" in line for line in out)
 
 
-def test_the_table_of_commands_is_complete(capsys):
-    assert main(["--help"]) == 0
-    names = re.findall(r"^    (\w+) ", capsys.readouterr().out, re.MULTILINE)
+def test_the_table_of_commands_is_complete(run):
+    status, out, _ = run("--help")
+    assert status == 0
+    names = re.findall(r"^    (\w+) ", "\n".join(out), re.MULTILINE)
     assert names == list(COMMANDS) and all(row.wrong for row in COMMANDS.values())
 
 
@@ -178,33 +165,29 @@ def folder(tmp_path, monkeypatch):
         (["reshard", "ckpt", "x", "--layout", "axes:1=2"], "axis"),
     ],
 )
-def test_a_misspelled_word_is_answered_with_the_one_meant(folder, capsys, arguments, meant):
-    assert main(arguments) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
-    assert f"; did you mean '{meant}'?" in err
+def test_a_misspelled_word_is_answered_with_the_one_meant(folder, refused, arguments, meant):
+    assert f"; did you mean '{meant}'?" in refused(*arguments)
     assert [path.name for path in folder.iterdir()] == ["ckpt"]
 
 
-def test_dissimilar_word_gets_no_suggestion(folder, capsys):
+def test_dissimilar_word_gets_no_suggestion(folder, refused):
     for arguments in (["xyzzy"], ["inspect", "ckpt", "--xyzzy"], ["inspect", "ckpt", "other"]):
-        assert main(arguments) == 2
-        err = capsys.readouterr().err
-        assert "did you mean" not in err and "there are" not in err and err.count("\n") == 1
-    assert "see mlstate inspect --help" in err
+        error = refused(*arguments)
+        assert "did you mean" not in error and "there are" not in error
+    assert "see mlstate inspect --help" in error
 
 
-def test_a_negative_position_is_status_2(packages, capsys):
-    assert plan(packages["small"], packages["large"], "--at", "-1") == 2
-    assert "position -1 is negative" in capsys.readouterr().err
+def test_a_negative_position_is_status_2(packages, refused):
+    error = refused(*PLAN, packages["small"], packages["large"], "--at", "-1")
+    assert "position -1 is negative" in error
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["coreml", "--help"], ["coreml", "plan", "-h"]])
-def test_help_is_good(capsys, arguments):
-    assert main(arguments) == 0
-    assert "usage: mlstate" in capsys.readouterr().out
+def test_help_is_good(run, arguments):
+    status, out, _ = run(*arguments)
+    assert status == 0
+    assert "usage: mlstate" in out[0]
 
 
-def test_version(capsys):
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"mlstate {mlstate.__version__}\n"
+def test_version(run):
+    assert run("--version") == (0, [f"mlstate {mlstate.__version__}"], [])

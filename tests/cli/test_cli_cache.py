@@ -21,13 +21,6 @@ def output_of(run, *arguments):
     return "\n".join(out)
 
 
-def refusal_of(run, *arguments):
-    """The line of an error."""
-    status, out, err = run(*arguments)
-    assert (status, out, len(err)) == (2, [], 1)
-    return err[0]
-
-
 @pytest.fixture
 def prompt(run, tmp_path):
     """A file of 0.32 with a ring and full attention."""
@@ -87,52 +80,52 @@ def test_files_are_shown_and_converted_without_mlx(run, prompt, tmp_path, monkey
     assert load_metadata(target)["2.1"] == "KVCache"
 
 
-def test_damaged_arrays_are_not_excused_by_metadata(run, prompt, tmp_path):
+def test_damaged_arrays_are_not_excused_by_metadata(refused, prompt, tmp_path):
     content = bytearray(prompt.read_bytes())
     content[-3] ^= 1
     prompt.write_bytes(content)
-    text = refusal_of(run, "cache", "convert", prompt, tmp_path / "target.safetensors")
+    text = refused("cache", "convert", prompt, tmp_path / "target.safetensors")
     assert "its bytes have changed" in text and "--no-verify" not in text
 
 
-def test_convert_replaces_a_target_only_by_force(run, prompt, tmp_path):
+def test_convert_replaces_a_target_only_by_force(run, refused, prompt, tmp_path):
     target = tmp_path / "other.safetensors"
     target.write_bytes(b"other")
-    text = refusal_of(run, "cache", "convert", prompt, target)
+    text = refused("cache", "convert", prompt, target)
     assert "exists" in text and target.read_bytes() == b"other"
     data = json.loads(output_of(run, "cache", "convert", prompt, target, "--force", "--json"))
     assert data["source_mlx_lm"] == data["target_mlx_lm"] == "0.32"
     assert data["target"] == str(target) and data["layers"] == 2
     assert load_metadata(target) == load_metadata(prompt)
-    text = refusal_of(run, "cache", "convert", prompt, prompt, "--force")
+    text = refused("cache", "convert", prompt, prompt, "--force")
     assert "the target must be another path than the source" in text
 
 
 @pytest.mark.parametrize("action", ["show", "convert"])
-def test_other_files_are_refused(run, tmp_path, action):
+def test_other_files_are_refused(refused, tmp_path, action):
     path, target = tmp_path / "weights.safetensors", tmp_path / "target.safetensors"
     save_file({"w": np.zeros(3)}, path)
     more = [target] if action == "convert" else []
-    text = refusal_of(run, "cache", action, path, *more)
+    text = refused("cache", action, path, *more)
     assert "does not have the class names of a prompt cache of mlx-lm" in text
     path.write_bytes(b"no header")
-    assert refusal_of(run, "cache", action, path, *more).startswith(f"mlstate: {path}: ")
-    text = refusal_of(run, "cache", action, tmp_path / "absent", *more)
+    assert refused("cache", action, path, *more).startswith(f"mlstate: {path}: ")
+    text = refused("cache", action, tmp_path / "absent", *more)
     assert "No such file" in text
     assert not target.exists() and len(list(tmp_path.iterdir())) == 1
 
 
-def test_texts_of_a_file_cannot_control_the_terminal(run, tmp_path):
+def test_texts_of_a_file_cannot_control_the_terminal(run, refused, tmp_path):
     path = tmp_path / "prompt.safetensors"
     texts = {"2.0": "", "1.0": "\x1b[31mred", "0.x": "\x1b]0;title\x07"}
     save_file({}, path, texts)
-    text = refusal_of(run, "cache", "show", path)
+    text = refused("cache", "show", path)
     assert "\x1b" not in text
     save_file({}, path, {"2.0": "", "0.x": "\x1b]0;title\x07"})
     assert "\x1b" not in output_of(run, "cache", "show", path)
 
 
-def test_layers_that_0_31_does_not_store_are_refused(run, tmp_path):
+def test_layers_that_0_31_does_not_store_are_refused(refused, tmp_path):
     def scalars(*names):
         return {f"2.{i + 1}.{j}": text for i, n in enumerate(names) for j, text in enumerate(n)}
 
@@ -141,21 +134,21 @@ def test_layers_that_0_31_does_not_store_are_refused(run, tmp_path):
     empty = {"0.0": none, "0.1": none, "0.2": np.int32(0)}
     kinds = scalars(("0.0", "none"), ("0.1", "none"), ("0.2", "scalar"))
     save_file(empty, path, {"2.0": "", "1.0": "KVCache", **kinds})
-    text = refusal_of(run, "cache", "convert", path, target, "--to", "0.31")
+    text = refused("cache", "convert", path, target, "--to", "0.31")
     assert "mlx-lm 0.31 does not store a layer without tokens" in text
     rows = np.zeros((1, 1, 8, 2), np.float16)
     chunks = {"0.0": rows, "0.1": rows, "0.2": np.int32(9), "0.3": np.int32(4), "0.4": np.int32(5)}
     kinds = scalars(*((f"0.{i}", "scalar") for i in (2, 3, 4)))
     save_file(chunks, path, {"2.0": "", "1.0": "ChunkedKVCache", **kinds})
-    text = refusal_of(run, "cache", "convert", path, target, "--to", "0.31")
+    text = refused("cache", "convert", path, target, "--to", "0.31")
     assert "does not store the number of tokens of a layer that dropped some" in text
     states = {"0.0.0": rows, "0.1": np.zeros(1, np.int32), "0.2": none}
     save_file(states, path, {"2.0": "", "1.0": "ArraysCache", **scalars(("0.2", "none"))})
-    text = refusal_of(run, "cache", "convert", path, target, "--to", "0.31")
+    text = refused("cache", "convert", path, target, "--to", "0.31")
     assert "does not store left_padding or lengths" in text
     states = {"0.0.0": none, "0.1": none, "0.2": none}
     kinds = scalars(*((name, "none") for name in states))
     save_file(states, path, {"2.0": "", "1.0": "ArraysCache", **kinds})
-    text = refusal_of(run, "cache", "convert", path, target, "--to", "0.31")
+    text = refused("cache", "convert", path, target, "--to", "0.31")
     assert "does not store a state that is None" in text
     assert not target.exists()

@@ -3,10 +3,10 @@
 import io
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import child
 import numpy as np
 import pytest
 from checkpoint_model import flip
@@ -350,12 +350,11 @@ OTHER_KINDS = {
 
 @pytest.mark.parametrize("command", [["verify"], ["inspect"], ["diff", "ckpt"]], ids=" ".join)
 @pytest.mark.parametrize("name", OTHER_KINDS)
-def test_a_good_file_of_another_kind_is_not_damaged(place, run, name, command):
+def test_a_good_file_of_another_kind_is_not_damaged(place, refused, name, command):
     (place / name).write_bytes(OTHER_KINDS[name][0])
-    status, out, err = run(*command, name)
-    assert (status, out) == (2, [])
-    assert err[0].startswith(f"mlstate: {name} is not a .safetensors file: ")
-    assert OTHER_KINDS[name][1] in err[0]
+    error = refused(*command, name)
+    assert error.startswith(f"mlstate: {name} is not a .safetensors file: ")
+    assert OTHER_KINDS[name][1] in error
 
 
 def test_verify_names_the_reader_of_a_folder_of_another_kind(place, run):
@@ -472,11 +471,9 @@ def test_diff_puts_few_tensors_together_at_a_time(place, monkeypatch):
     assert [len(b) for b in checkpoint_diff._batches(0, [sides[0], sides[0]])] == [8]
 
 
-def test_diff_with_a_file_that_is_gone(place, run):
+def test_diff_with_a_file_that_is_gone(place, refused):
     shard_file("ckpt", "layer.b")[0].unlink()
-    status, out, err = run("diff", "ckpt", "run")
-    assert (status, out, len(err)) == (2, [], 1)
-    assert "layer.b" in err[0]
+    assert "layer.b" in refused("diff", "ckpt", "run")
 
 
 # ---- reshard ----
@@ -521,22 +518,18 @@ def test_reshard_a_step(place, run_json):
         (["--layout", "rows=2", "--step", "5"], "step 5 does not exist"),
     ],
 )
-def test_reshard_refuses(place, run, arguments, text):
-    status, out, err = run("reshard", "ckpt", "cut", *arguments)
-    assert (status, out, len(err)) == (2, [], 1)
-    assert text in err[0]
+def test_reshard_refuses(place, refused, arguments, text):
+    assert text in refused("reshard", "ckpt", "cut", *arguments)
     assert not Path("cut").exists()
 
 
-def test_reshard_refuses_a_damaged_source_and_the_source_itself(place, run):
+def test_reshard_refuses_a_damaged_source_and_the_source_itself(place, refused):
     options = ["--layout", "rows=2"]
-    assert "another folder" in run("reshard", "ckpt", "ckpt", *options)[2][0]
-    assert "mlstate convert" in run("reshard", "w.safetensors", "cut", *options)[2][0]
+    assert "another folder" in refused("reshard", "ckpt", "ckpt", *options)
+    assert "mlstate convert" in refused("reshard", "w.safetensors", "cut", *options)
     path, shard = shard_file("ckpt", "layer.w")
     flip(path, shard.offset)
-    status, _, err = run("reshard", "ckpt", "cut", *options)
-    assert (status, len(err)) == (2, 1)
-    assert "altered" in err[0]
+    assert "altered" in refused("reshard", "ckpt", "cut", *options)
     assert not Path("cut").exists()
 
 
@@ -573,11 +566,10 @@ def test_convert_to_torch_and_back(place, run):
     assert run("diff", "ckpt", "back")[0] == 0
 
 
-def test_convert_without_torch_names_the_extra(place, run, monkeypatch):
+def test_convert_without_torch_names_the_extra(place, refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    status, out, err = run("convert", "ckpt", "state.pt")
-    assert (status, out) == (2, [])
-    assert err == ["mlstate: files of torch need torch: pip install 'mlstate[torch]'"]
+    error = refused("convert", "ckpt", "state.pt")
+    assert error == "mlstate: files of torch need torch: pip install 'mlstate[torch]'"
 
 
 @pytest.mark.parametrize(
@@ -591,10 +583,8 @@ def test_convert_without_torch_names_the_extra(place, run, monkeypatch):
         (["ckpt", "state.npz", "--to", "onnx"], "onnx"),
     ],
 )
-def test_convert_refuses(place, run, arguments, text):
-    status, out, err = run("convert", *arguments)
-    assert (status, out, len(err)) == (2, [], 1)
-    assert text in err[0]
+def test_convert_refuses(place, refused, arguments, text):
+    assert text in refused("convert", *arguments)
 
 
 @pytest.mark.parametrize(
@@ -608,7 +598,7 @@ def test_convert_refuses(place, run, arguments, text):
     ids=" ".join,
 )
 @pytest.mark.parametrize("target_kind", ["file", "folder", "dangling link"])
-def test_a_target_that_exists_is_refused_alike(place, run, command, target_kind):
+def test_a_target_that_exists_is_refused_alike(place, refused, command, target_kind):
     target = Path("target")
     if target_kind == "file":
         target.write_text("mine")
@@ -617,25 +607,21 @@ def test_a_target_that_exists_is_refused_alike(place, run, command, target_kind)
         (target / "notes").write_text("mine")
     else:
         target.symlink_to("nowhere")
-    status, out, err = run(*command)
-    assert (status, out, len(err)) == (2, [], 1)
-    assert "target: cannot write the target: it exists already" in err[0]
-    assert "--force" in err[0]
+    error = refused(*command)
+    assert "target: cannot write the target: it exists already" in error
+    assert "--force" in error
     assert not Path("nowhere").exists()
 
 
-def test_force_names_targets_it_cannot_replace(place, run):
+def test_force_names_targets_it_cannot_replace(place, refused):
     Path("file").write_text("mine")
     Path("folder.npz").mkdir()
     for command in (["convert", "run", "file", "--to", "mlstate"],
                     ["reshard", "run", "file", "--layout", "whole"]):  # fmt: skip
-        status, _, err = run(*command, "--force")
-        assert (status, len(err)) == (2, 1)
-        assert "file: " in err[0] and "delete it first" in err[0]
+        error = refused(*command, "--force")
+        assert "file: " in error and "delete it first" in error
     assert Path("file").read_text() == "mine"
-    status, _, err = run("convert", "run", "folder.npz")
-    assert status == 2
-    assert err[0].endswith("/folder.npz: Is a directory")
+    assert refused("convert", "run", "folder.npz").endswith("/folder.npz: Is a directory")
 
 
 # ---- prune ----
@@ -669,28 +655,21 @@ def test_prune_gives_up_steps(place, run, run_json):
 
 
 @needs("obstore")
-def test_prune_of_a_url_names_its_options(place, run):
-    status, _, err = run("prune", "s3://bucket/run", "--dry-run")
-    assert status == 2 and "pass --orphan-seconds N to delete" in err[0]
+def test_prune_of_a_url_names_its_options(place, refused):
+    assert "pass --orphan-seconds N to delete" in refused("prune", "s3://bucket/run", "--dry-run")
 
 
-def test_an_abbreviated_choice_names_the_choice(place, run):
+def test_an_abbreviated_choice_names_the_choice(place, refused):
     for word, choice in (("hf", "huggingface"), ("st", "safetensors"), ("tensor", "safetensors")):
-        status, _, err = run("convert", "ckpt", "new", "--to", word)
-        assert status == 2 and f"did you mean {choice!r}?" in err[0]
-    assert "did you mean" not in run("convert", "ckpt", "new", "--to", "xyz")[2][0]
+        assert f"did you mean {choice!r}?" in refused("convert", "ckpt", "new", "--to", word)
+    assert "did you mean" not in refused("convert", "ckpt", "new", "--to", "xyz")
 
 
-def test_prune_refuses(place, run):
-    assert run("prune", "run", "--keep", 0)[0::2] == (
-        2,
-        ["mlstate: --keep must be 1 or more, got 0"],
-    )
-    assert "nothing to prune" in run("prune", "w.safetensors")[2][0]
+def test_prune_refuses(place, run, refused):
+    assert refused("prune", "run", "--keep", 0) == "mlstate: --keep must be 1 or more, got 0"
+    assert "nothing to prune" in refused("prune", "w.safetensors")
     with LocalFolder("ckpt").claim():
-        status, out, err = run("prune", "ckpt")
-        assert (status, out, len(err)) == (2, [], 1)
-        assert "is writing it" in err[0]
+        assert "is writing it" in refused("prune", "ckpt")
         assert run("prune", "ckpt", "--dry-run")[0] == 0
     flip("ckpt/manifest.json", 40)
     assert run("prune", "ckpt")[0] == 2
@@ -713,22 +692,19 @@ def test_a_path_that_cannot_be_printed_takes_one_line(place, run):
 
 @pytest.mark.parametrize("command", CHECKPOINT_COMMANDS)
 @pytest.mark.parametrize("place_kind", ["missing", "empty folder"])
-def test_missing_checkpoint_is_one_line_and_status_2(place, run, command, place_kind):
+def test_missing_checkpoint_is_one_line_and_status_2(place, refused, command, place_kind):
     path = "nothing"
     if place_kind == "empty folder":
         Path(path).mkdir()
-    status, out, err = run(*call_of(command, source=path, other="ckpt", target="cut"))
-    assert (status, out, len(err)) == (2, [], 1)
-    assert err[0].replace(f"{place}/", "").startswith("mlstate: nothing: ")
+    error = refused(*call_of(command, source=path, other="ckpt", target="cut"))
+    assert error.replace(f"{place}/", "").startswith("mlstate: nothing: ")
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify", "convert"])
-def test_a_file_has_no_steps_and_a_run_not_any(place, run, command):
+def test_a_file_has_no_steps_and_a_run_not_any(place, refused, command):
     extra = ["x.npz"] if command == "convert" else []
     for path, text in (("w.safetensors", "no steps"), ("run", "step 11 does not exist")):
-        status, out, err = run(command, path, *extra, "--step", 11)
-        assert (status, out, len(err)) == (2, [], 1)
-        assert text in err[0]
+        assert text in refused(command, path, *extra, "--step", 11)
 
 
 @pytest.mark.parametrize("command", CHECKPOINT_COMMANDS)
@@ -756,9 +732,7 @@ def test_closed_pipe_is_ignored(place):
     many = f'"{place / "many"}"'
     for command in (f"inspect {many}", f"inspect {many} --json", f"diff {many} '{place}/ckpt'"):
         line = f'"{sys.executable}" -m mlstate {command} | head -1'
-        done = subprocess.run(
-            line, shell=True, capture_output=True, text=True, timeout=60, cwd=ROOT
-        )
+        done = child.finished(["sh", "-c", line], folder=ROOT)
         assert len(done.stdout.splitlines()) == 1
         assert done.stderr == ""
 

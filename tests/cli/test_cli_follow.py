@@ -124,12 +124,11 @@ def test_follow_keeps_a_folder_with_its_other_files(versions, run, run_json):
     assert all(np.array_equal(loaded[name], model[name]) for name in model)
 
 
-def test_follow_leaves_a_folder_of_other_files_as_it_is(versions, run):
+def test_follow_leaves_a_folder_of_other_files_as_it_is(versions, refused):
     Path("hf").mkdir()
     Path("hf/notes.txt").write_text("mine")
-    status, _, err = run("follow", "weights", "--into", "hf", "--once")
-    assert status == 2
-    assert "not a Hugging Face folder" in err[0]
+    error = refused("follow", "weights", "--into", "hf", "--once")
+    assert "not a Hugging Face folder" in error
     assert [path.name for path in Path("hf").iterdir()] == ["notes.txt"]
 
 
@@ -137,15 +136,14 @@ def test_follow_leaves_a_folder_of_other_files_as_it_is(versions, run):
     "name",
     ["1_Pooling/config.json", "optimizer.pt", ".git/HEAD", "adapter_model.safetensors"],
 )
-def test_follow_refuses_a_folder_with_files_that_would_be_lost(versions, run, name):
+def test_follow_refuses_a_folder_with_files_that_would_be_lost(versions, run, refused, name):
     Path("hf/.cache").mkdir(parents=True)
     mlstate.save_file({"w": np.zeros(2)}, "hf/model.safetensors")
     Path("hf", name).parent.mkdir(exist_ok=True)
     Path("hf", name).write_text("{}")
-    status, _, err = run("follow", "weights", "--into", "hf", "--once")
-    assert status == 2
-    assert name.partition("/")[0] in err[0]
-    assert "--files-from" in err[0]
+    error = refused("follow", "weights", "--into", "hf", "--once")
+    assert name.partition("/")[0] in error
+    assert "--files-from" in error
     assert Path("hf", name).exists()
     words = ["--into", "hf", "--files-from", "hf", "--once"]
     assert run("follow", "weights", *words)[0] == 0
@@ -206,8 +204,7 @@ def test_follow_continues_after_a_damaged_version(versions):
         assert process.wait(20) == 130
 
 
-def test_commands_refuse_other_checkpoints(place, run):
+def test_commands_refuse_other_checkpoints(place, refused):
     for words in (["publish", "ls", "ckpt"], ["follow", "ckpt", "--into", "hf", "--once"]):
-        status, _, err = run(*words)
-        assert status == 2
-        assert "no Publisher wrote" in err[0] or "not a version" in err[0]
+        error = refused(*words)
+        assert "no Publisher wrote" in error or "not a version" in error

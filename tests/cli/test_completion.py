@@ -1,9 +1,9 @@
 """Completion scripts: shells parse them, and complete the parser's options."""
 
 import shutil
-import subprocess
 import sys
 
+import child
 import pytest
 
 from mlstate.cli import main
@@ -48,13 +48,7 @@ def test_bash_completes(script, tmp_path, words, completion):
         pytest.skip("no bash here")
     script("bash")
     (tmp_path / "checkpoint").mkdir()
-    done = subprocess.run(
-        ["bash", "-c", COMPLETE.format(words=words)],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    done = child.finished(["bash", "-c", COMPLETE.format(words=words)], folder=tmp_path)
     assert (done.stdout.split(), done.stderr) == ([completion], "")
 
 
@@ -64,20 +58,14 @@ def test_scripts_for_other_shells(script, tmp_path, shell, start):
     assert text.startswith(start)
     assert "inspect" in text and "all-steps" in text
     if shutil.which(shell):
-        command = [shell, "-n", "script"]
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+        assert child.finished([shell, "-n", "script"], folder=tmp_path).returncode == 0
 
 
-def test_missing_shtab_names_the_extra(capsys, monkeypatch):
+def test_missing_shtab_names_the_extra(refused, monkeypatch):
     monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["--print-completion", "bash"]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err) == (
-        "",
-        "mlstate: shell completion needs shtab: pip install 'mlstate[completion]'\n",
-    )
+    error = refused("--print-completion", "bash")
+    assert error == "mlstate: shell completion needs shtab: pip install 'mlstate[completion]'"
 
 
-def test_an_unknown_shell_is_wrong_usage(capsys):
-    assert main(["--print-completion", "bsh"]) == 2
-    assert "; did you mean 'bash'?" in capsys.readouterr().err
+def test_an_unknown_shell_is_wrong_usage(refused):
+    assert "; did you mean 'bash'?" in refused("--print-completion", "bsh")

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import child
 import numpy as np
 import pytest
 from command_table import COMMANDS, call_of
@@ -50,8 +51,7 @@ def place(tmp_path):
 def environment(*folders, **variables):
     """Variables for a process that finds the package, after the modules in `folders`."""
     path = os.pathsep.join(map(str, [*folders, ROOT]))
-    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-    return {**buffered, "PYTHONPATH": path, **variables}
+    return {**os.environ, "PYTHONPATH": path, **variables}
 
 
 def start(command, place, *folders, **variables):
@@ -68,14 +68,8 @@ def start(command, place, *folders, **variables):
 def shell(line, place, **variables):
     """Run `mlstate ...` in a shell."""
     line = line.replace("mlstate", f'"{sys.executable}" -m mlstate')
-    return subprocess.run(
-        ["bash", "-o", "pipefail", "-c", line],
-        cwd=place,
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    command = ["bash", "-o", "pipefail", "-c", line]
+    return child.finished(command, folder=place, **environment(**variables))
 
 
 # ---- Ctrl-C ----

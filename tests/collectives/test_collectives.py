@@ -288,8 +288,7 @@ def test_work_raises_its_error_on_every_wait():
 # ---- torch tensors on one process ----
 
 
-def test_tensors_stay_tensors():
-    torch = pytest.importorskip("torch", reason="moves torch tensors")
+def test_tensors_stay_tensors(torch):
     tensor = torch.arange(6.0, dtype=torch.bfloat16, requires_grad=True)
     for name in MOVING:
         result = moved(name, tensor)

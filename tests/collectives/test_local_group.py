@@ -40,11 +40,6 @@ def ranks(function, world):
     return without_errors(run_local(function, world, timeout=SECONDS))
 
 
-def needs(dtype):
-    if dtype.startswith(("bfloat", "float8")):
-        pytest.importorskip("ml_dtypes", reason="NumPy has no such dtype by itself")
-
-
 def divided(length, world, seed):
     """Counts for each rank, some of them 0, whose sum is `length`."""
     cuts = np.sort(np.random.default_rng(seed).integers(0, length + 1, world - 1)).tolist()
@@ -83,7 +78,7 @@ def test_scenarios_of_every_engine(name, world):
 
 
 def test_sums_that_the_core_does_not_round_are_refused_by_all():
-    needs("float8_e5m2")
+    pytest.importorskip("ml_dtypes", reason="NumPy has no such dtype by itself")
 
     def work(group):
         contribution = np.ones(9, dtype_of("float8_e5m2"))
@@ -331,8 +326,7 @@ def test_empty_refuses_invalid_arguments():
 
 
 @pytest.mark.torch
-def test_empty_makes_tensors_for_dtypes_of_torch():
-    torch = pytest.importorskip("torch", reason="tensors are torch's")
+def test_empty_makes_tensors_for_dtypes_of_torch(torch):
     (group,) = LocalGroup.threads(1)
     for dtype in (torch.float32, torch.bfloat16, torch.int64):
         tensor = group.empty((4, 6), dtype)

@@ -62,8 +62,7 @@ def test_torch_names_a_module_for_every_protocol_and_for_no_other():
 
 
 @pytest.mark.torch
-def test_tensors_modules_and_optimizers_have_a_backend():
-    torch = pytest.importorskip("torch")
+def test_tensors_modules_and_optimizers_have_a_backend(torch):
     module = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(module.parameters())
     for value in (module.weight, torch.ones(1), module, optimizer):

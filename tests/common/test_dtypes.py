@@ -266,8 +266,7 @@ def test_formats_keep_dtypes_both_ways(tmp_path, state, monkeypatch, suffix):
     assert {array.dtype.type.__module__ for array in model.values()} == {"ml_dtypes"}
 
 
-def test_torch_files_and_tensors_keep_dtypes(tmp_path, state, without):
-    torch = pytest.importorskip("torch")
+def test_torch_files_and_tensors_keep_dtypes(torch, tmp_path, state, without):
     torch_dtypes = {key: name for key, name in TRUE.items() if hasattr(torch, name)}
     assert {"bfloat16", "float8_e4m3fn", "float8_e5m2"} <= set(torch_dtypes.values())
     state = StateDict({key: state[key] for key in torch_dtypes})

@@ -45,6 +45,14 @@ class Cloning:
         self.lists.clear()
 
 
+def sums_of(*batches, **options):
+    """The sums of micro-batches."""
+    accumulator = GradientAccumulator(**options)
+    for batch in batches:
+        accumulator.add_gradients(batch)
+    return accumulator.get_and_clear_gradients()
+
+
 def same_bits(a, b):
     """Equal to the bit, except that all NaNs are equal."""
     a, b = np.atleast_1d(a), np.atleast_1d(b)
@@ -117,34 +125,25 @@ def test_bfloat16_is_rounded_after_each_addition():
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="NumPy's bfloat16")
     rng = np.random.default_rng(2)
     batches = [rng.standard_normal(5001).astype(ml_dtypes.bfloat16) for _ in range(4)]
-    accumulator = GradientAccumulator(4)
-    for gradient in batches:
-        accumulator.add_gradients({"w": gradient})
     expected = batches[0].copy()
     for gradient in batches[1:]:
         expected += gradient
-    total = accumulator.get_and_clear_gradients()["w"]
+    total = sums_of(*({"w": gradient} for gradient in batches))["w"]
     assert total.dtype == ml_dtypes.bfloat16
     assert (total.view(np.uint16) == expected.view(np.uint16)).all()
 
 
 def test_float32_sums_keep_narrow_gradients_exact():
     narrow = np.full(3, 2048, np.float16)  # 2048 + 1 is 2048 in float16
-    accumulator = GradientAccumulator(dtype="float32")
-    accumulator.add_gradients({"w": narrow, "wide": np.ones(2), "count": np.ones(2, np.int32)})
-    for _ in range(3):
-        accumulator.add_gradients({"w": np.ones(3, np.float16)})
-    sums = accumulator.get_and_clear_gradients()
+    first = {"w": narrow, "wide": np.ones(2), "count": np.ones(2, np.int32)}
+    sums = sums_of(first, *[{"w": np.ones(3, np.float16)}] * 3, dtype="float32")
     assert sums["w"].dtype == np.float32 and sums["w"].tolist() == [2051] * 3
     assert sums["wide"].dtype == np.float64 and sums["count"].dtype == np.int32
 
 
-def test_dtype_argument_forms_are_checked():
-    torch = pytest.importorskip("torch", reason="torch's dtype")
+def test_dtype_argument_forms_are_checked(torch):
     for dtype in ("float32", np.float32, np.dtype("float32"), torch.float32):
-        accumulator = GradientAccumulator(dtype=dtype)
-        accumulator.add_gradients({"w": np.ones(1, np.float16)})
-        assert accumulator.get_and_clear_gradients()["w"].dtype == np.float32
+        assert sums_of({"w": np.ones(1, np.float16)}, dtype=dtype)["w"].dtype == np.float32
     with pytest.raises(ValueError, match="dtype is float64"):
         GradientAccumulator(dtype="float64")
     with pytest.raises(TypeError):
@@ -156,10 +155,7 @@ def test_eight_bit_floats_add_up_in_float32_only():
     gradient = np.array([1.5, -2], ml_dtypes.float8_e4m3fn)
     with pytest.raises(CompatibilityError, match="'w': gradients of dtype float8_e4m3fn"):
         GradientAccumulator().add_gradients({"w": gradient})
-    accumulator = GradientAccumulator(dtype=np.float32)
-    accumulator.add_gradients({"w": gradient})
-    accumulator.add_gradients({"w": gradient})
-    assert accumulator.get_and_clear_gradients()["w"].tolist() == [3, -4]
+    assert sums_of(*[{"w": gradient}] * 2, dtype=np.float32)["w"].tolist() == [3, -4]
 
 
 def test_gradients_are_read_and_never_kept():
@@ -343,21 +339,13 @@ def test_threads_add_without_losing_any():
 # ---- torch ----
 
 
-@pytest.fixture(name="torch")
-def torch_module():
-    return pytest.importorskip("torch", reason="accumulates torch tensors")
-
-
 @pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64", "int32"])
 def test_tensors_add_up_as_torch_adds_them(torch, name):
     dtype = getattr(torch, name)
     generator = torch.Generator().manual_seed(1)
     batches = [(torch.randn(301, 7, generator=generator) * 50).to(dtype) for _ in range(3)]
-    accumulator = GradientAccumulator(3)
-    for gradient in batches:
-        accumulator.add_gradients({"w": gradient.t(), "b": gradient[0]})
     expected = (batches[0] + batches[1]) + batches[2]
-    sums = accumulator.get_and_clear_gradients()
+    sums = sums_of(*({"w": gradient.t(), "b": gradient[0]} for gradient in batches))
     assert sums["w"].dtype == dtype and sums["w"].is_contiguous()
     assert torch.equal(sums["w"], expected.t()) and torch.equal(sums["b"], expected[0])
 
@@ -382,10 +370,9 @@ def test_a_real_model_accumulates_as_torch_itself(torch):
 
 
 def test_float32_sums_of_brains(torch):
-    accumulator = GradientAccumulator(dtype=torch.float32)
-    accumulator.add_gradients({"w": torch.full((3,), 256, dtype=torch.bfloat16)})
-    accumulator.add_gradients({"w": torch.ones(3, dtype=torch.bfloat16, requires_grad=True)})
-    total = accumulator.get_and_clear_gradients()["w"]
+    first = torch.full((3,), 256, dtype=torch.bfloat16)
+    second = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    total = sums_of({"w": first}, {"w": second}, dtype=torch.float32)["w"]
     assert total.dtype == torch.float32 and total.tolist() == [257] * 3
     assert not total.requires_grad
 
@@ -444,10 +431,7 @@ def test_sparse_and_double_complex_tensors_are_left_to_torch(torch):
 
 def test_negated_and_conjugated_views_are_resolved(torch):
     z = torch.tensor([1 + 2j, 3 - 1j])
-    accumulator = GradientAccumulator()
-    for _ in range(2):
-        accumulator.add_gradients({"neg": z.conj().imag, "conj": z.conj(), "plain": z})
-    sums = accumulator.get_and_clear_gradients()
+    sums = sums_of(*[{"neg": z.conj().imag, "conj": z.conj(), "plain": z}] * 2)
     assert sums["neg"].tolist() == [-4, 2]
     assert sums["conj"].tolist() == [2 - 4j, 6 + 2j]
 

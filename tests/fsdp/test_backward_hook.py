@@ -12,6 +12,7 @@ from gradient_model import (
     backward,
     check_parts,
     gradients_of,
+    hook_of,
     run,
     units_of,
 )
@@ -76,18 +77,15 @@ def test_a_model_without_units_gets_no_hooks(units):
     assert model.functions
 
 
-def test_a_hook_without_a_gradient_fails_on_all_ranks():
-    def work(group):
-        model = Model()
-        units = units_of(group.rank, {"w": (3,), "x": (2,)})
-        with FSDPBackwardHook(FSDP(group)) as hook:
-            hook.register_hooks(model, units)
-            with pytest.raises(CollectiveError, match="'w': rank 1: no gradient") as caught:
-                model.functions["w"](None if group.rank else np.ones(3, np.float32))
-            assert (caught.value.name, caught.value.rank) == ("w", 1)
-            return model.functions["x"](np.ones(2, np.float32)).tolist()
-
-    assert run(work) == [[2.0]] * 2
+def test_a_hook_without_a_gradient_fails_on_all_ranks(group):
+    model = Model()
+    units = units_of(group.rank, {"w": (3,), "x": (2,)})
+    with FSDPBackwardHook(FSDP(group)) as hook:
+        hook.register_hooks(model, units)
+        with pytest.raises(CollectiveError, match="'w': rank 1: no gradient") as caught:
+            model.functions["w"](None if group.rank else np.ones(3, np.float32))
+        assert (caught.value.name, caught.value.rank) == ("w", 1)
+        assert model.functions["x"](np.ones(2, np.float32)).tolist() == [2.0]
 
 
 def other_unit(rank, **keywords):
@@ -128,21 +126,18 @@ def test_invalid_hooks_are_refused_before_registration(which):
             hook.verify_gradients(units, {"w": np.ones(4, np.float32)})
 
 
-def test_the_part_of_another_rank_is_refused():
-    def work(group):
-        hook = FSDPBackwardHook(FSDP(group))
-        unit = other_unit(1 - group.rank)
-        for refused in (
-            lambda: hook.scatter_gradient(unit, np.ones(4, np.float32)),
-            lambda: hook.scatter_multiple({"w": unit}, {"w": np.ones(4, np.float32)}),
-            lambda: hook.use_units({"w": unit}),
-            lambda: ReduceScatterOperation(group, (4,), "float32", 1 - group.rank),
-        ):
-            with pytest.raises(ValueError, match=f"rank {group.rank} keeps shard {group.rank}"):
-                refused()
-        return len(group.calls)
-
-    assert run(work) == [0, 0]
+def test_the_part_of_another_rank_is_refused(group):
+    hook = FSDPBackwardHook(FSDP(group))
+    unit = other_unit(1 - group.rank)
+    for refused in (
+        lambda: hook.scatter_gradient(unit, np.ones(4, np.float32)),
+        lambda: hook.scatter_multiple({"w": unit}, {"w": np.ones(4, np.float32)}),
+        lambda: hook.use_units({"w": unit}),
+        lambda: ReduceScatterOperation(group, (4,), "float32", 1 - group.rank),
+    ):
+        with pytest.raises(ValueError, match=f"rank {group.rank} keeps shard {group.rank}"):
+            refused()
+    assert not group.calls
 
 
 def test_an_object_has_one_set_of_hooks():
@@ -248,8 +243,7 @@ def test_buckets_are_reduced_during_the_backward_pass(bucket_bytes):
     The rank announces a full bucket in its next message; if there are at most four, at once.
     """
     units = units_of(0, dict.fromkeys("abcdef", (4,)))
-    hook = FSDPBackwardHook(FSDP(SingleGroup(), bucket_bytes=bucket_bytes, nonfinite="allow"))
-    hook.use_units(units)
+    hook = hook_of(SingleGroup(), units, bucket_bytes=bucket_bytes, nonfinite="allow")
     for name in "fedcb":
         hook.add_gradient(name, np.ones(4, np.float32))
     deadline = 5.0 if bucket_bytes == 0 else 0.05
@@ -274,8 +268,7 @@ def test_a_small_last_bucket_wakes_no_thread(elements, threads, monkeypatch):
         threading.Thread, "start", lambda thread: (started.append(thread.name), start(thread))[1]
     )
     units = units_of(0, {"w": (elements,)})
-    hook = FSDPBackwardHook(FSDP(SingleGroup(), record=True))
-    hook.use_units(units)
+    hook = hook_of(SingleGroup(), units, record=True)
     for _ in range(2):
         del started[:]
         backward(hook, {"w": np.ones(elements, np.float32)})
@@ -285,29 +278,26 @@ def test_a_small_last_bucket_wakes_no_thread(elements, threads, monkeypatch):
         assert bucket.names == ("w",) and bucket.ready <= hook.report().backward
 
 
-def test_gradients_may_come_from_several_threads():
-    def work(group):
-        names = [f"p{i}" for i in range(40)]
-        units = units_of(group.rank, dict.fromkeys(names, (6,)))
-        hook = FSDPBackwardHook(FSDP(group, bucket_bytes=50))
-        hook.use_units(units)
+def test_gradients_may_come_from_several_threads(group):
+    names = [f"p{i}" for i in range(40)]
+    units = units_of(group.rank, dict.fromkeys(names, (6,)))
+    hook = hook_of(group, units, bucket_bytes=50)
 
-        def add(number):
-            for name in names[number::4]:
-                hook.add_gradient(name, np.full(6, int(name[1:]), np.float32))
+    def add(number):
+        for name in names[number::4]:
+            hook.add_gradient(name, np.full(6, int(name[1:]), np.float32))
 
-        run_in_threads(add, 4)
-        hook.finish()
-        return [unit.local_gradient.tolist() for unit in units.values()]
-
-    assert run(work) == [[[2.0 * i] * 3 for i in range(40)]] * 2
+    run_in_threads(add, 4)
+    hook.finish()
+    assert [unit.local_gradient.tolist() for unit in units.values()] == [
+        [2.0 * i] * 3 for i in range(40)
+    ]
 
 
 def test_full_gradients_are_let_go_as_soon_as_their_bucket_is_stored():
     """The rank announces a full bucket in its next message; if there are at most four, at once."""
     units = units_of(0, dict.fromkeys("abcdef", (4,)))
-    hook = FSDPBackwardHook(FSDP(SingleGroup(), bucket_bytes=0))
-    hook.use_units(units)
+    hook = hook_of(SingleGroup(), units, bucket_bytes=0)
     gradient = np.ones(4, np.float32)
     gradient_ref = weakref.ref(gradient)
     hook.add_gradient("f", gradient)
@@ -355,26 +345,21 @@ def test_readiness_messages_have_64_bytes(count, bucket_bytes):
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-def test_buckets_that_only_one_rank_has_ready_wait_for_the_other(slow):
+def test_buckets_that_only_one_rank_has_ready_wait_for_the_other(group, slow):
     """Rank 1 fills one bucket at a time; only the last messages can name several."""
-
-    def work(group):
-        sizes = sizes_of_messages(group)
-        shapes = {f"p{i:02}": (1 << 17,) for i in range(9)}
-        units = units_of(group.rank, shapes)
-        hook = FSDPBackwardHook(FSDP(group, bucket_bytes=0))
-        hook.use_units(units)
-        for name in reversed(units):
-            hook.add_gradient(name, np.full(1 << 17, float(group.rank), np.float32))
-            if group.rank == slow:
-                for work in hook._pass._works:
-                    work.wait()
-        hook.finish()
-        assert all((unit.local_gradient == 1).all() for unit in units.values())
-        assert set(sizes) == {64}
-        return len(sizes), group.calls.count("all_to_all")
-
-    assert run(work) == [(10, 9)] * 2
+    sizes = sizes_of_messages(group)
+    shapes = {f"p{i:02}": (1 << 17,) for i in range(9)}
+    units = units_of(group.rank, shapes)
+    hook = hook_of(group, units, bucket_bytes=0)
+    for name in reversed(units):
+        hook.add_gradient(name, np.full(1 << 17, float(group.rank), np.float32))
+        if group.rank == slow:
+            for work in hook._pass._works:
+                work.wait()
+    hook.finish()
+    assert all((unit.local_gradient == 1).all() for unit in units.values())
+    assert set(sizes) == {64}
+    assert (len(sizes), group.calls.count("all_to_all")) == (10, 9)
 
 
 def test_broken_group_clears_gradients_of_the_previous_step():
@@ -404,25 +389,22 @@ def test_broken_group_clears_gradients_of_the_previous_step():
     assert all(unit.local_gradient is None for unit in units.values())
 
 
-def test_one_message_announces_four_queued_buckets():
-    def work(group):
-        sizes = sizes_of_messages(group)
-        shapes = {f"p{i:02}": (10,) for i in range(10)}
-        units = units_of(group.rank, shapes)
-        fsdp = FSDP(group, bucket_bytes=0)
-        hook = FSDPBackwardHook(fsdp)
-        hook.use_units(units)
-        with fsdp._reducer.queue._running:  # no bucket is reduced before all are full
-            for name in reversed(units):
-                hook.add_gradient(name, np.full(10, float(group.rank), np.float32))
-        hook.finish()
-        assert all((unit.local_gradient == 1).all() for unit in units.values())
-        assert set(sizes) == {64}
-        return len(sizes), group.calls.count("all_to_all")
-
+def test_one_message_announces_four_queued_buckets(group):
+    sizes = sizes_of_messages(group)
+    shapes = {f"p{i:02}": (10,) for i in range(10)}
+    units = units_of(group.rank, shapes)
+    fsdp = FSDP(group, bucket_bytes=0)
+    hook = FSDPBackwardHook(fsdp)
+    hook.use_units(units)
+    with fsdp._reducer.queue._running:  # no bucket is reduced before all are full
+        for name in reversed(units):
+            hook.add_gradient(name, np.full(10, float(group.rank), np.float32))
+    hook.finish()
+    assert all((unit.local_gradient == 1).all() for unit in units.values())
+    assert set(sizes) == {64}
     # messages: two for four buckets each, one for the thread's last bucket, one for a bucket below
     # 1 MiB, and the end
-    assert run(work) == [(5, 10)] * 2
+    assert (len(sizes), group.calls.count("all_to_all")) == (5, 10)
 
 
 def test_another_reduction_inside_a_backward_pass_is_refused_and_does_it_no_harm():
@@ -444,25 +426,21 @@ def test_another_reduction_inside_a_backward_pass_is_refused_and_does_it_no_harm
     hook.scatter_multiple(other, {"v": np.ones(2, np.float32)})
 
 
-def test_closing_hooks_ends_an_abandoned_pass():
+def test_closing_hooks_ends_an_abandoned_pass(group):
     """On all ranks: the next pass starts from scratch, and nothing of the old one remains."""
-
-    def work(group):
-        fsdp = FSDP(group, bucket_bytes=0)
-        units = units_of(group.rank, SHAPES)
-        gradients = gradients_of(group.rank, SHAPES)
-        with pytest.raises(ZeroDivisionError), FSDPBackwardHook(fsdp) as hook:
-            hook.use_units(units)
-            for name in ("e", "d", "c"):
-                hook.add_gradient(name, gradients[name])
-            raise ZeroDivisionError
-        assert all(unit.local_gradient is None for unit in units.values())
-        with FSDPBackwardHook(fsdp) as hook:
-            hook.use_units(units)
-            backward(hook, gradients)
-        check_parts(units, 2, SHAPES)
-
-    run(work)
+    fsdp = FSDP(group, bucket_bytes=0)
+    units = units_of(group.rank, SHAPES)
+    gradients = gradients_of(group.rank, SHAPES)
+    with pytest.raises(ZeroDivisionError), FSDPBackwardHook(fsdp) as hook:
+        hook.use_units(units)
+        for name in ("e", "d", "c"):
+            hook.add_gradient(name, gradients[name])
+        raise ZeroDivisionError
+    assert all(unit.local_gradient is None for unit in units.values())
+    with FSDPBackwardHook(fsdp) as hook:
+        hook.use_units(units)
+        backward(hook, gradients)
+    check_parts(units, 2, SHAPES)
 
 
 def test_gradients_of_an_abandoned_pass_are_freed():
@@ -478,24 +456,21 @@ def test_gradients_of_an_abandoned_pass_are_freed():
     assert gradient_ref() is None
 
 
-def test_abandoned_pass_of_one_rank_fails_on_the_others():
-    def work(group):
-        fsdp = FSDP(group, bucket_bytes=0)
-        units = units_of(group.rank, {"w": (2,), "x": (2,)})
-        hook = FSDPBackwardHook(fsdp)
+def test_abandoned_pass_of_one_rank_fails_on_the_others(group):
+    fsdp = FSDP(group, bucket_bytes=0)
+    units = units_of(group.rank, {"w": (2,), "x": (2,)})
+    hook = FSDPBackwardHook(fsdp)
+    hook.use_units(units)
+    hook.add_gradient("x", np.ones(2, np.float32))
+    if group.rank:
+        hook.close()
         hook.use_units(units)
         hook.add_gradient("x", np.ones(2, np.float32))
-        if group.rank:
-            hook.close()
-            hook.use_units(units)
-            hook.add_gradient("x", np.ones(2, np.float32))
-        hook.add_gradient("w", np.ones(2, np.float32))
-        with pytest.raises(CollectiveError, match="different places of a run"):
-            hook.finish()
-        hook.scatter_multiple(units, dict.fromkeys(units, np.ones(2, np.float32)))
-        return [unit.local_gradient.tolist() for unit in units.values()]
-
-    assert run(work) == [[[2.0], [2.0]]] * 2
+    hook.add_gradient("w", np.ones(2, np.float32))
+    with pytest.raises(CollectiveError, match="different places of a run"):
+        hook.finish()
+    hook.scatter_multiple(units, dict.fromkeys(units, np.ones(2, np.float32)))
+    assert [unit.local_gradient.tolist() for unit in units.values()] == [[2.0], [2.0]]
 
 
 # ---- asynchronous calls ----
@@ -519,20 +494,17 @@ def test_a_hostile_mapping_of_gradients_is_refused():
         hook.accumulate_gradients(units_of(0, {"w": (2,)}), [np.ones(2, np.float32)])
 
 
-def test_overlapping_calls_run_in_await_order():
-    def work(group):
-        hook = FSDPBackwardHook(FSDP(group))
-        each = [units_of(group.rank, SHAPES) for _ in range(4)]
+def test_overlapping_calls_run_in_await_order(group):
+    hook = FSDPBackwardHook(FSDP(group))
+    each = [units_of(group.rank, SHAPES) for _ in range(4)]
 
-        async def all_of_them():
-            gradients = gradients_of(group.rank, SHAPES)
-            await asyncio.gather(*(hook.scatter_multiple_async(u, gradients) for u in each))
+    async def all_of_them():
+        gradients = gradients_of(group.rank, SHAPES)
+        await asyncio.gather(*(hook.scatter_multiple_async(u, gradients) for u in each))
 
-        asyncio.run(all_of_them())
-        for units in each:
-            check_parts(units, 2, SHAPES)
-
-    run(work)
+    asyncio.run(all_of_them())
+    for units in each:
+        check_parts(units, 2, SHAPES)
 
 
 def test_event_loop_runs_while_gradients_are_scattered():
@@ -563,26 +535,23 @@ def test_event_loop_runs_while_gradients_are_scattered():
     run(work)
 
 
-def test_failure_is_raised_by_its_await_and_next_call_works():
-    def work(group):
-        hook = FSDPBackwardHook(FSDP(group))
-        units = units_of(group.rank, SHAPES)
-        gradients = gradients_of(group.rank, SHAPES)
+def test_failure_is_raised_by_its_await_and_next_call_works(group):
+    hook = FSDPBackwardHook(FSDP(group))
+    units = units_of(group.rank, SHAPES)
+    gradients = gradients_of(group.rank, SHAPES)
 
-        async def both():
-            bad = {**gradients, "b": None} if group.rank else gradients
-            first = asyncio.ensure_future(hook.scatter_multiple_async(units, bad))
-            again = units_of(group.rank, SHAPES)
-            second = asyncio.ensure_future(hook.scatter_multiple_async(again, gradients))
-            with pytest.raises(CollectiveError, match="'b': rank 1: no gradient"):
-                await first
-            await second
-            check_parts(again, 2, SHAPES)
-            assert all(unit.local_gradient is None for unit in units.values())
+    async def both():
+        bad = {**gradients, "b": None} if group.rank else gradients
+        first = asyncio.ensure_future(hook.scatter_multiple_async(units, bad))
+        again = units_of(group.rank, SHAPES)
+        second = asyncio.ensure_future(hook.scatter_multiple_async(again, gradients))
+        with pytest.raises(CollectiveError, match="'b': rank 1: no gradient"):
+            await first
+        await second
+        check_parts(again, 2, SHAPES)
+        assert all(unit.local_gradient is None for unit in units.values())
 
-        asyncio.run(both())
-
-    run(work)
+    asyncio.run(both())
 
 
 def test_cancelled_await_still_completes_the_scatter():

@@ -67,21 +67,17 @@ class Compressed:
 @pytest.mark.parametrize("length", [1, 255, 1030])
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize("compression", WIRES)
-def test_sums_and_residuals_have_the_bits_of_the_model(compression, world, length, engine):
+def test_sums_and_residuals_have_the_bits_of_the_model(group, compression, world, length, engine):
     """Over several steps, with op="mean"."""
-
-    def work(group):
-        model = Compressed(world, length, compression)
-        unit = FSDPShardingUnit("w", (length,), "float32", group.rank)
-        hook = FSDPBackwardHook(FSDP(group, op="mean", compression=compression))
-        for step in range(4):
-            each = [gradient_of([step, rank], (length,), "float32") for rank in range(world)]
-            hook.scatter_gradient(unit, each[group.rank])
-            total = model.step(each, world)
-            assert_same(unit.local_gradient, part_of(total, "flat", group.rank, world), str(step))
-            assert_same(unit.residual(), model.lost[group.rank], str(step))
-
-    run(work, world, engine)
+    model = Compressed(world, length, compression)
+    unit = FSDPShardingUnit("w", (length,), "float32", group.rank)
+    hook = FSDPBackwardHook(FSDP(group, op="mean", compression=compression))
+    for step in range(4):
+        each = [gradient_of([step, rank], (length,), "float32") for rank in range(world)]
+        hook.scatter_gradient(unit, each[group.rank])
+        total = model.step(each, world)
+        assert_same(unit.local_gradient, part_of(total, "flat", group.rank, world), str(step))
+        assert_same(unit.residual(), model.lost[group.rank], str(step))
 
 
 @pytest.mark.parametrize("bucket_bytes", [0, 25 << 20])
@@ -150,20 +146,16 @@ def test_fewer_bytes_travel(codec, share):
         assert less < share * uncompressed
 
 
-def test_only_float32_gradients_are_compressed():
+def test_only_float32_gradients_are_compressed(group):
     shapes = {"a": (30,), "b": (9, 2), "c": (5,), "d": (300,)}
     dtypes = {"a": "float64", "b": "float16", "c": "int32", "d": "float32"}
-
-    def work(group):
-        units = units_of(group.rank, shapes, dtypes)
-        gradients = gradients_of(group.rank, shapes, dtypes)
-        FSDPBackwardHook(FSDP(group, compression="int8")).scatter_multiple(units, gradients)
-        others = {name: unit for name, unit in units.items() if name != "d"}
-        check_parts(others, 2, shapes, dtypes)
-        assert not any(unit.residual().any() for unit in others.values())
-        assert units["d"].residual().any()
-
-    run(work)
+    units = units_of(group.rank, shapes, dtypes)
+    gradients = gradients_of(group.rank, shapes, dtypes)
+    FSDPBackwardHook(FSDP(group, compression="int8")).scatter_multiple(units, gradients)
+    others = {name: unit for name, unit in units.items() if name != "d"}
+    check_parts(others, 2, shapes, dtypes)
+    assert not any(unit.residual().any() for unit in others.values())
+    assert units["d"].residual().any()
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
@@ -180,51 +172,42 @@ def test_unknown_compressions_are_refused(wrong):
 
 @pytest.mark.parametrize("compression", WIRES)
 @pytest.mark.parametrize("spoiled", [np.nan, np.inf])
-def test_non_finite_gradients_are_named_and_not_stored(compression, spoiled):
-    def work(group):
-        units = units_of(group.rank, {"v": (300,), "w": (300,)})
-        gradients = gradients_of(group.rank, {"v": (300,), "w": (300,)})
-        bad = {name: gradient.copy() for name, gradient in gradients.items()}
-        if group.rank == 1:
-            bad["w"][7] = spoiled
-        hook = FSDPBackwardHook(FSDP(group, compression=compression))
-        with pytest.raises(CollectiveError, match=r"'w': NaN or infinite elements \(rank 1: 1\)"):
-            hook.scatter_multiple(units, bad)
-        assert units["w"].local_gradient is None
-        assert np.isfinite(units["v"].local_gradient).all()
-        for unit in units.values():
-            assert np.isfinite(unit.residual()).all()
-        hook.scatter_multiple(units, gradients)
-        assert all(np.isfinite(unit.local_gradient).all() for unit in units.values())
-
-    run(work)
+def test_non_finite_gradients_are_named_and_not_stored(group, compression, spoiled):
+    units = units_of(group.rank, {"v": (300,), "w": (300,)})
+    gradients = gradients_of(group.rank, {"v": (300,), "w": (300,)})
+    bad = {name: gradient.copy() for name, gradient in gradients.items()}
+    if group.rank == 1:
+        bad["w"][7] = spoiled
+    hook = FSDPBackwardHook(FSDP(group, compression=compression))
+    with pytest.raises(CollectiveError, match=r"'w': NaN or infinite elements \(rank 1: 1\)"):
+        hook.scatter_multiple(units, bad)
+    assert units["w"].local_gradient is None
+    assert np.isfinite(units["v"].local_gradient).all()
+    for unit in units.values():
+        assert np.isfinite(unit.residual()).all()
+    hook.scatter_multiple(units, gradients)
+    assert all(np.isfinite(unit.local_gradient).all() for unit in units.values())
 
 
-def test_gradient_beyond_16_bits_arrives_in_later_steps():
-    def work(group):
-        unit = FSDPShardingUnit("w", (4,), "float32", group.rank)
-        hook = FSDPBackwardHook(FSDP(group, compression="float16"))
-        sums = []
-        for value in (150_000, 0, 0, 0):
-            hook.scatter_gradient(unit, np.full(4, value, np.float32))
-            sums.append(float(unit.local_gradient[0]))
-        assert sums == [2 * 65504, 2 * 65504, 2 * (150_000 - 2 * 65504), 0.0]
-
-    run(work)
+def test_gradient_beyond_16_bits_arrives_in_later_steps(group):
+    unit = FSDPShardingUnit("w", (4,), "float32", group.rank)
+    hook = FSDPBackwardHook(FSDP(group, compression="float16"))
+    sums = []
+    for value in (150_000, 0, 0, 0):
+        hook.scatter_gradient(unit, np.full(4, value, np.float32))
+        sums.append(float(unit.local_gradient[0]))
+    assert sums == [2 * 65504, 2 * 65504, 2 * (150_000 - 2 * 65504), 0.0]
 
 
-def test_residuals_that_were_saved_resume_to_the_same_bits():
-    def work(group):
-        hook = FSDPBackwardHook(FSDP(group, compression="int8"))
-        unit = FSDPShardingUnit("w", (700,), "float32", group.rank)
-        for step in range(3):
-            hook.scatter_gradient(unit, gradient_of([step, group.rank], (700,), "float32"))
-        resumed = FSDPShardingUnit("w", (700,), "float32", group.rank)
-        resumed.residual()[:] = unit.residual()
-        last = gradient_of([9, group.rank], (700,), "float32")
-        assert_same(hook.scatter_gradient(resumed, last), hook.scatter_gradient(unit, last))
-        fresh = FSDPShardingUnit("w", (700,), "float32", group.rank)
-        hook.scatter_gradient(fresh, last)
-        assert fresh.local_gradient.tobytes() != unit.local_gradient.tobytes()
-
-    run(work)
+def test_residuals_that_were_saved_resume_to_the_same_bits(group):
+    hook = FSDPBackwardHook(FSDP(group, compression="int8"))
+    unit = FSDPShardingUnit("w", (700,), "float32", group.rank)
+    for step in range(3):
+        hook.scatter_gradient(unit, gradient_of([step, group.rank], (700,), "float32"))
+    resumed = FSDPShardingUnit("w", (700,), "float32", group.rank)
+    resumed.residual()[:] = unit.residual()
+    last = gradient_of([9, group.rank], (700,), "float32")
+    assert_same(hook.scatter_gradient(resumed, last), hook.scatter_gradient(unit, last))
+    fresh = FSDPShardingUnit("w", (700,), "float32", group.rank)
+    hook.scatter_gradient(fresh, last)
+    assert fresh.local_gradient.tobytes() != unit.local_gradient.tobytes()

@@ -8,7 +8,7 @@ import re
 
 import numpy as np
 import pytest
-from gradient_model import backward
+from gradient_model import backward, hook_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from rank_threads import run_ranks
@@ -180,60 +180,48 @@ def test_mismatch_on_one_rank_is_refused_on_all(which, bucket_bytes, world):
     assert issubclass(own_error, ValueError)
 
 
-def test_one_gradient_alone_is_refused_in_the_same_way():
-    def work(group):
-        hook = FSDPBackwardHook(FSDP(group))
-        unit = units_of(group)["b"]
-        hook.scatter_gradient(unit, np.ones(7, np.float32))
-        with pytest.raises(
-            CollectiveError, match=r"scatter_gradient .* nothing was .*'b'"
-        ) as caught:
-            hook.scatter_gradient(unit, np.ones(7 + group.rank, np.float32))
-        assert unit.local_gradient is None
-        return type(caught.value)
-
-    assert run_ranks(work) == [CollectiveError, GradientMismatchError]
+def test_one_gradient_alone_is_refused_in_the_same_way(group):
+    hook = FSDPBackwardHook(FSDP(group))
+    unit = units_of(group)["b"]
+    hook.scatter_gradient(unit, np.ones(7, np.float32))
+    with pytest.raises(CollectiveError, match=r"scatter_gradient .* nothing was .*'b'") as caught:
+        hook.scatter_gradient(unit, np.ones(7 + group.rank, np.float32))
+    assert unit.local_gradient is None
+    assert type(caught.value) is [CollectiveError, GradientMismatchError][group.rank]
 
 
 @pytest.mark.parametrize("bucket_bytes", SIZES)
 @pytest.mark.parametrize("sent", [None, 0, 1, 4])
-def test_refused_call_fails_the_pass_of_other_ranks(sent, bucket_bytes):
+def test_refused_call_fails_the_pass_of_other_ranks(group, sent, bucket_bytes):
     """All ranks leave at the same header, so the next call works; without units (None), too."""
-
-    def work(group):
-        units = units_of(group)
-        gradients = gradients_of(group, units)
-        hook = FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes))
-        hook.scatter_multiple(units, gradients)  # the step before
-        if sent is not None:
-            hook.use_units(units)
-        with pytest.raises(CollectiveError, match=r"(?s)nothing was .*'b': .*rank 1: no "):
-            if group.rank == 1:
-                hook.scatter_multiple(units, gradients | {"b": None})
-            else:
-                for name in list(reversed(gradients))[: sent or 0]:
-                    hook.add_gradient(name, gradients[name])
-                hook.finish()
-        if group.rank == 1 or sent is not None:
-            assert set(parts(units).values()) == {None}
-        hook.scatter_multiple(units, gradients)
-        return parts(units) == expected_parts(units, 2, ())
-
-    assert run_ranks(work) == [True, True]
-
-
-def test_a_mismatch_is_reported_even_if_settings_differ():
-    def work(group):
-        units = units_of(group)
-        gradients = gradients_of(group, units)
+    units = units_of(group)
+    gradients = gradients_of(group, units)
+    hook = FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes))
+    hook.scatter_multiple(units, gradients)  # the step before
+    if sent is not None:
+        hook.use_units(units)
+    with pytest.raises(CollectiveError, match=r"(?s)nothing was .*'b': .*rank 1: no "):
         if group.rank == 1:
-            gradients["b"] = None
-        hook = FSDPBackwardHook(FSDP(group, op="max" if group.rank else "sum"))
-        with pytest.raises(CollectiveError, match=r"'b': rank 1: no gradient") as caught:
-            hook.scatter_multiple(units, gradients)
-        return type(caught.value)
+            hook.scatter_multiple(units, gradients | {"b": None})
+        else:
+            for name in list(reversed(gradients))[: sent or 0]:
+                hook.add_gradient(name, gradients[name])
+            hook.finish()
+    if group.rank == 1 or sent is not None:
+        assert set(parts(units).values()) == {None}
+    hook.scatter_multiple(units, gradients)
+    assert parts(units) == expected_parts(units, 2, ())
 
-    assert run_ranks(work) == [CollectiveError, GradientMismatchError]
+
+def test_a_mismatch_is_reported_even_if_settings_differ(group):
+    units = units_of(group)
+    gradients = gradients_of(group, units)
+    if group.rank == 1:
+        gradients["b"] = None
+    hook = FSDPBackwardHook(FSDP(group, op="max" if group.rank else "sum"))
+    with pytest.raises(CollectiveError, match=r"'b': rank 1: no gradient") as caught:
+        hook.scatter_multiple(units, gradients)
+    assert type(caught.value) is [CollectiveError, GradientMismatchError][group.rank]
 
 
 def test_consistent_ranks_raise_no_error():
@@ -271,52 +259,39 @@ def test_several_bad_gradients_are_all_named(names, bucket_bytes, kind):
         assert parts(units) == expected_parts(units, 2, set(SHAPES if refused else names))
 
 
-def test_a_long_list_of_failures_is_cut():
+def test_a_long_list_of_failures_is_cut(group):
     shapes = {f"w{i}": (2,) for i in range(9)}
 
-    def work(group):
-        units = units_of(group, shapes)
+    units = units_of(group, shapes)
+    with pytest.raises(CollectiveError, match="9 gradients were refused") as caught:
         FSDPBackwardHook(FSDP(group)).scatter_multiple(units, dict.fromkeys(units, None))
-
-    for error in run_ranks(work):
-        assert "9 gradients were refused" in str(error)
-        assert "'w4': " in str(error)
-        assert "'w5': " not in str(error)
-        assert "… 4 more" in str(error)
+    assert "'w4': " in str(caught.value)
+    assert "'w5': " not in str(caught.value)
+    assert "… 4 more" in str(caught.value)
 
 
-def test_overflowed_sum_differs_from_infinite_gradients():
-    def work(group):
-        unit = FSDPShardingUnit("b", (4,), "float16", group.rank)
-        gradient = np.array([1, 2, 60000, 3], np.float16)
-        try:
-            FSDPBackwardHook(FSDP(group)).scatter_gradient(unit, gradient)
-        except CollectiveError as error:
-            return error, unit.local_gradient
-
-    for error, local in run_ranks(work):
-        assert "'b': the sum is not finite, all gradients are (shard of rank 1: 1)" in str(error)
-        assert (error.name, error.rank, local) == ("b", 1, None)
+def test_overflowed_sum_differs_from_infinite_gradients(group):
+    unit = FSDPShardingUnit("b", (4,), "float16", group.rank)
+    gradient = np.array([1, 2, 60000, 3], np.float16)
+    text = r"'b': the sum is not finite, all gradients are \(shard of rank 1: 1\)"
+    with pytest.raises(CollectiveError, match=text) as caught:
+        FSDPBackwardHook(FSDP(group)).scatter_gradient(unit, gradient)
+    assert (caught.value.name, caught.value.rank, unit.local_gradient) == ("b", 1, None)
 
 
 @pytest.mark.parametrize("bucket_bytes", SIZES)
-def test_infinity_outside_the_minimum_is_accepted(bucket_bytes):
+def test_infinity_outside_the_minimum_is_accepted(group, bucket_bytes):
     """Whether a gradient fails must not depend on the other gradients in its bucket."""
-
-    def work(group):
-        units = units_of(group)
-        gradients = gradients_of(group, units)
-        if group.rank == 1:
-            gradients["a"][0, 0] = np.inf  # 1 on the other rank
-            gradients["b"][0] = np.nan
-        hook = FSDPBackwardHook(FSDP(group, op="min", bucket_bytes=bucket_bytes))
-        with pytest.raises(CollectiveError, match=r"a gradient was not .* 'b': NaN"):
-            hook.scatter_multiple(units, gradients)
-        return parts(units)
-
-    for parts_of_rank in run_ranks(work):
-        assert parts_of_rank["b"] is None
-        assert set(parts_of_rank["a"]) == {1.0}
+    units = units_of(group)
+    gradients = gradients_of(group, units)
+    if group.rank == 1:
+        gradients["a"][0, 0] = np.inf  # 1 on the other rank
+        gradients["b"][0] = np.nan
+    hook = FSDPBackwardHook(FSDP(group, op="min", bucket_bytes=bucket_bytes))
+    with pytest.raises(CollectiveError, match=r"a gradient was not .* 'b': NaN"):
+        hook.scatter_multiple(units, gradients)
+    assert parts(units)["b"] is None
+    assert set(parts(units)["a"]) == {1.0}
 
 
 def test_nonfinite_allow_accepts_nan_and_infinity():
@@ -429,20 +404,15 @@ def test_every_rank_is_named_if_many_differ():
     ]
 
 
-def test_dtypes_that_differ_do_not_make_other_gradients_fail():
+def test_dtypes_that_differ_do_not_make_other_gradients_fail(group):
     """A dtype decides whether reduce_dtype applies; it does not affect other gradients."""
-
-    def work(group):
-        units = units_of(group)
-        if group.rank:
-            units["a"] = FSDPShardingUnit("a", (5, 3), "float16", group.rank)
-        hook = FSDPBackwardHook(FSDP(group, reduce_dtype="float32"))
-        with pytest.raises(CollectiveError, match=r"a gradient was not reduced.*'a' float16"):
-            hook.scatter_multiple(units, gradients_of(group, units))
-        assert parts(units) == expected_parts(units, 2, {"a"})
-        return True
-
-    assert run_ranks(work) == [True, True]
+    units = units_of(group)
+    if group.rank:
+        units["a"] = FSDPShardingUnit("a", (5, 3), "float16", group.rank)
+    hook = FSDPBackwardHook(FSDP(group, reduce_dtype="float32"))
+    with pytest.raises(CollectiveError, match=r"a gradient was not reduced.*'a' float16"):
+        hook.scatter_multiple(units, gradients_of(group, units))
+    assert parts(units) == expected_parts(units, 2, {"a"})
 
 
 # ---- one rank makes another call ----
@@ -468,20 +438,17 @@ def test_missing_rank_ends_the_wait_of_the_others(mode, bucket_bytes):
     assert run_ranks(work) == [1, None]
 
 
-def test_rank_in_gather_bytes_is_named():
-    def work(group):
-        units = units_of(group)
-        hook = FSDPBackwardHook(FSDP(group))
-        if group.rank == 1:
-            assert len(group.gather_bytes(b"something else")) == 2
-        else:
-            with pytest.raises(CollectiveError, match="rank 1 calls gather_bytes") as caught:
-                hook.scatter_multiple(units, gradients_of(group, units))
-            assert caught.value.rank == 1
-        hook.scatter_multiple(units, gradients_of(group, units))
-        return parts(units) == expected_parts(units, 2, ())
-
-    assert run_ranks(work) == [True, True]
+def test_rank_in_gather_bytes_is_named(group):
+    units = units_of(group)
+    hook = FSDPBackwardHook(FSDP(group))
+    if group.rank == 1:
+        assert len(group.gather_bytes(b"something else")) == 2
+    else:
+        with pytest.raises(CollectiveError, match="rank 1 calls gather_bytes") as caught:
+            hook.scatter_multiple(units, gradients_of(group, units))
+        assert caught.value.rank == 1
+    hook.scatter_multiple(units, gradients_of(group, units))
+    assert parts(units) == expected_parts(units, 2, ())
 
 
 def test_aborted_pass_leaves_no_failure_for_the_next():
@@ -550,8 +517,7 @@ def test_units_in_another_order_are_an_error_or_go_in_one_order(bucket_bytes):
         units = units_of(group)
         if group.rank == 1:
             units = dict(reversed(units.items()))
-        hook = FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes))
-        hook.use_units(units)
+        hook = hook_of(group, units, bucket_bytes=bucket_bytes)
         for name, gradient in gradients_of(group, units).items():
             hook.add_gradient(name, gradient)
         try:
@@ -570,77 +536,64 @@ def test_units_in_another_order_are_an_error_or_go_in_one_order(bucket_bytes):
 # ---- unused parameters ----
 
 
-def test_allow_unused_counts_missing_gradients_as_zero():
-    def work(group):
-        units = units_of(group)
-        gradients = gradients_of(group, units)
-        if group.rank == 1:
-            gradients["a"] = None
-            del gradients["b"]
-        FSDPBackwardHook(FSDP(group, allow_unused=True)).scatter_multiple(units, gradients)
-        assert set(units["d"].local_gradient.flat) == {3.0}
-        return [float(x) for name in "ab" for x in set(units[name].local_gradient.flat)]
-
-    assert run_ranks(work) == [[1.0, 1.0]] * 2
+def test_allow_unused_counts_missing_gradients_as_zero(group):
+    units = units_of(group)
+    gradients = gradients_of(group, units)
+    if group.rank == 1:
+        gradients["a"] = None
+        del gradients["b"]
+    FSDPBackwardHook(FSDP(group, allow_unused=True)).scatter_multiple(units, gradients)
+    assert set(units["d"].local_gradient.flat) == {3.0}
+    assert [float(x) for name in "ab" for x in set(units[name].local_gradient.flat)] == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("path", ["together", "one by one", "a pass", "a pass with None"])
 @pytest.mark.parametrize("compression", [None, "int8"])
-def test_a_parameter_that_no_rank_used_has_no_gradient(path, compression):
-    def work(group):
-        units = units_of(group)
-        hook = FSDPBackwardHook(FSDP(group, allow_unused=True, compression=compression))
-        first = gradients_of(group, units)
-        hook.scatter_multiple(units, first)
-        residuals = {name: unit.residual().copy() for name, unit in units.items()}
-        gradients = {**first, "a": None, "b": None if group.rank else first["b"]}
-        if path == "together":
-            hook.scatter_multiple(units, gradients)
-        elif path == "one by one":
-            parts = [hook.scatter_gradient(unit, gradients[n]) for n, unit in units.items()]
-            assert parts[list(units).index("a")] is None
-        else:
-            hook.use_units(units)
-            for name in reversed(units):
-                if path == "a pass with None" or gradients[name] is not None:
-                    hook.add_gradient(name, gradients[name])
-            hook.finish()
-        assert (units["a"].residual() == residuals["a"]).all()
-        return {n for n, unit in units.items() if unit.local_gradient is None}
-
-    assert run_ranks(work) == [{"a"}] * 2
+def test_a_parameter_that_no_rank_used_has_no_gradient(group, path, compression):
+    units = units_of(group)
+    hook = FSDPBackwardHook(FSDP(group, allow_unused=True, compression=compression))
+    first = gradients_of(group, units)
+    hook.scatter_multiple(units, first)
+    residuals = {name: unit.residual().copy() for name, unit in units.items()}
+    gradients = {**first, "a": None, "b": None if group.rank else first["b"]}
+    if path == "together":
+        hook.scatter_multiple(units, gradients)
+    elif path == "one by one":
+        parts = [hook.scatter_gradient(unit, gradients[n]) for n, unit in units.items()]
+        assert parts[list(units).index("a")] is None
+    else:
+        hook.use_units(units)
+        for name in reversed(units):
+            if path == "a pass with None" or gradients[name] is not None:
+                hook.add_gradient(name, gradients[name])
+        hook.finish()
+    assert (units["a"].residual() == residuals["a"]).all()
+    assert {n for n, unit in units.items() if unit.local_gradient is None} == {"a"}
 
 
 @pytest.mark.parametrize("op", ["sum", "mean", "min", "max"])
-def test_accumulated_gradient_of_unused_parameter_stays(op):
-    def work(group):
-        units = units_of(group)
-        hook = FSDPBackwardHook(FSDP(group, allow_unused=True, op=op))
-        hook.use_units(units, accumulate=True)
-        hook.finish()
-        assert not any(unit.local_gradient is not None for unit in units.values())
-        for name, gradient in gradients_of(group, units).items():
-            hook.add_gradient(name, gradient)
-        hook.finish()
-        before = parts(units)
-        hook.finish()
-        assert parts(units) == before
-        return all(unit.local_gradient is not None for unit in units.values())
-
-    assert run_ranks(work) == [True] * 2
+def test_accumulated_gradient_of_unused_parameter_stays(group, op):
+    units = units_of(group)
+    hook = hook_of(group, units, accumulate=True, allow_unused=True, op=op)
+    hook.finish()
+    assert not any(unit.local_gradient is not None for unit in units.values())
+    for name, gradient in gradients_of(group, units).items():
+        hook.add_gradient(name, gradient)
+    hook.finish()
+    before = parts(units)
+    hook.finish()
+    assert parts(units) == before
+    assert all(unit.local_gradient is not None for unit in units.values())
 
 
-def test_failed_gradient_leaves_unused_gradients_absent():
-    def work(group):
-        units = units_of(group)
-        gradients = {**gradients_of(group, units), "a": None}
-        if group.rank:
-            gradients["b"] = gradients["b"] * np.nan
-        with pytest.raises(CollectiveError, match="'b': NaN"):
-            FSDPBackwardHook(FSDP(group, allow_unused=True)).scatter_multiple(units, gradients)
-        return {n for n, unit in units.items() if unit.local_gradient is None}
-
-    assert run_ranks(work) == [{"a", "b"}] * 2
+def test_failed_gradient_leaves_unused_gradients_absent(group):
+    units = units_of(group)
+    gradients = {**gradients_of(group, units), "a": None}
+    if group.rank:
+        gradients["b"] = gradients["b"] * np.nan
+    with pytest.raises(CollectiveError, match="'b': NaN"):
+        FSDPBackwardHook(FSDP(group, allow_unused=True)).scatter_multiple(units, gradients)
+    assert {n for n, unit in units.items() if unit.local_gradient is None} == {"a", "b"}
 
 
 # ---- random faults ----

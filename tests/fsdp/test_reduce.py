@@ -183,8 +183,7 @@ def test_an_op_is_its_whole_name():
             _core.reduce([np.ones(3)], np.ones(3), op, 1.0)
 
 
-def test_torch_parameters_are_added_to_in_place():
-    torch = pytest.importorskip("torch", reason="adds to torch tensors")
+def test_torch_parameters_are_added_to_in_place(torch):
     parameter = torch.nn.Parameter(torch.ones(6, dtype=torch.bfloat16))
     _core.accumulate(["p"], [parameter], [torch.arange(6.0)], 2.0, False)
     assert parameter.tolist() == [1, 3, 5, 7, 9, 11]

@@ -37,12 +37,9 @@ def test_each_rank_gets_its_part_of_the_reduced_gradient(dtype, op, layout, engi
     run(work, 3, engine)
 
 
-def test_default_operation_is_the_sum():
-    def work(group):
-        operation = ReduceScatterOperation(group, [4], np.float64, group.rank)
-        return operation.reduce_scatter(np.arange(4.0)).tolist()
-
-    assert run(work) == [[0.0, 2.0], [4.0, 6.0]]
+def test_default_operation_is_the_sum(group):
+    operation = ReduceScatterOperation(group, [4], np.float64, group.rank)
+    assert operation.reduce_scatter(np.arange(4.0)).tolist() == [[0.0, 2.0], [4.0, 6.0]][group.rank]
 
 
 def test_each_result_is_a_new_array():
@@ -53,8 +50,7 @@ def test_each_result_is_a_new_array():
     assert first.tolist() == [1.0] * 3
 
 
-def test_a_torch_tensor_gives_a_torch_tensor():
-    torch = pytest.importorskip("torch", reason="the gradient is torch's")
+def test_a_torch_tensor_gives_a_torch_tensor(torch):
     operation = ReduceScatterOperation(SingleGroup(), (2, 2), torch.bfloat16, 0, layout="rows")
     full = torch.ones(2, 2, dtype=torch.bfloat16, requires_grad=True)
     part = operation.reduce_scatter(full.T)
@@ -94,17 +90,14 @@ def test_invalid_operations_are_refused(arguments, error, text):
         (np.array([1, np.nan, 1, 1], np.float32), r"NaN or infinite elements \(rank 1: 1\)"),
     ],
 )
-def test_misshapen_gradient_fails_on_all_ranks(bad, text):
-    def work(group):
-        operation = ReduceScatterOperation(group, (4,), "float32", group.rank)
-        good = np.ones(4, np.float32)
-        with pytest.raises(CollectiveError, match=text) as caught:
-            operation.reduce_scatter(bad if group.rank else good)
-        assert str(caught.value).startswith(f"reduce_scatter on rank {group.rank}: a gradient was")
-        assert (caught.value.name, caught.value.rank) == ("gradient", 1)
-        return operation.reduce_scatter(good).tolist()  # usable after the error
-
-    assert run(work) == [[2.0, 2.0]] * 2
+def test_misshapen_gradient_fails_on_all_ranks(group, bad, text):
+    operation = ReduceScatterOperation(group, (4,), "float32", group.rank)
+    good = np.ones(4, np.float32)
+    with pytest.raises(CollectiveError, match=text) as caught:
+        operation.reduce_scatter(bad if group.rank else good)
+    assert str(caught.value).startswith(f"reduce_scatter on rank {group.rank}: a gradient was")
+    assert (caught.value.name, caught.value.rank) == ("gradient", 1)
+    assert operation.reduce_scatter(good).tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -115,14 +108,11 @@ def test_misshapen_gradient_fails_on_all_ranks(bad, text):
         (((4,), "float64", 1), "do not reduce the same .*float64"),
     ],
 )
-def test_operations_that_differ_between_ranks_are_an_error_on_all(arguments, text):
-    def work(group):
-        own_arguments = arguments if group.rank else ((4,), "float32", 0)
-        operation = ReduceScatterOperation(group, *own_arguments)
-        with pytest.raises(CollectiveError, match=text):
-            operation.reduce_scatter(np.ones(own_arguments[0], own_arguments[1]))
-
-    run(work)
+def test_operations_that_differ_between_ranks_are_an_error_on_all(group, arguments, text):
+    own_arguments = arguments if group.rank else ((4,), "float32", 0)
+    operation = ReduceScatterOperation(group, *own_arguments)
+    with pytest.raises(CollectiveError, match=text):
+        operation.reduce_scatter(np.ones(own_arguments[0], own_arguments[1]))
 
 
 def test_closed_operation_raises():

@@ -4,7 +4,7 @@ import time
 
 import numpy as np
 import pytest
-from gradient_model import Model, backward, run, units_of
+from gradient_model import Model, backward, hook_of, run, units_of
 
 from mlstate import CollectiveError
 from mlstate.collectives import SingleGroup
@@ -127,32 +127,26 @@ def test_record_true_records_a_pass():
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_report_lists_gradients_and_buckets_in_order(world):
+def test_report_lists_gradients_and_buckets_in_order(group, world):
     shapes = {"a": (4,), "b": (100,), "c": (3,), "d": (5,)}
-
-    def work(group):
-        units = units_of(group.rank, shapes)
-        hook = FSDPBackwardHook(FSDP(group, record=True, bucket_bytes=30))
-        hook.use_units(units)
-        for _ in range(2):
-            for name in ("d", "b", "c", "a"):
-                hook.add_gradient(name, np.ones(shapes[name], np.float32))
-            hook.finish()
-        return hook.report()
-
-    for report in run(work, world):
-        assert [name for name, _ in report.gradients] == ["d", "b", "c", "a"]
-        assert [b.names for b in report.buckets] == [("d", "c"), ("b",), ("a",)]
-        assert [b.bytes for b in report.buckets] == [32, 400, 16]
-        times = [at for _, at in report.gradients]
-        assert times == sorted(times)
-        assert times[0] == 0.0
-        for bucket in report.buckets:
-            assert 0 <= bucket.ready <= bucket.started <= bucket.agreed <= bucket.ended
-            assert bucket.ready >= max(at for n, at in report.gradients if n in bucket.names)
-            assert len(bucket.waits) == world
-        assert times[-1] <= report.backward <= report.total == report.buckets[-1].ended
-        assert 0 <= report.overlap <= 1
+    hook = hook_of(group, units_of(group.rank, shapes), record=True, bucket_bytes=30)
+    for _ in range(2):
+        for name in ("d", "b", "c", "a"):
+            hook.add_gradient(name, np.ones(shapes[name], np.float32))
+        hook.finish()
+    report = hook.report()
+    assert [name for name, _ in report.gradients] == ["d", "b", "c", "a"]
+    assert [b.names for b in report.buckets] == [("d", "c"), ("b",), ("a",)]
+    assert [b.bytes for b in report.buckets] == [32, 400, 16]
+    times = [at for _, at in report.gradients]
+    assert times == sorted(times)
+    assert times[0] == 0.0
+    for bucket in report.buckets:
+        assert 0 <= bucket.ready <= bucket.started <= bucket.agreed <= bucket.ended
+        assert bucket.ready >= max(at for n, at in report.gradients if n in bucket.names)
+        assert len(bucket.waits) == world
+    assert times[-1] <= report.backward <= report.total == report.buckets[-1].ended
+    assert 0 <= report.overlap <= 1
 
 
 def test_buckets_moved_during_backward_count_as_overlap():
@@ -174,8 +168,7 @@ def test_buckets_moved_during_backward_count_as_overlap():
 def test_a_rank_that_is_late_is_named_on_all_ranks():
     def work(group):
         units = units_of(group.rank, {"a": (4,), "b": (4,)})
-        hook = FSDPBackwardHook(FSDP(group, record=True, bucket_bytes=0))
-        hook.use_units(units)
+        hook = hook_of(group, units, record=True, bucket_bytes=0)
         for name in "ba":
             if group.rank == 1:
                 time.sleep(0.2)
@@ -203,8 +196,7 @@ def test_a_pass_that_failed_is_reported_too():
 
 def test_reduction_outside_a_pass_keeps_its_report():
     units = units_of(0, {"a": (4,)})
-    hook = FSDPBackwardHook(FSDP(SingleGroup(), record=True))
-    hook.use_units(units)
+    hook = hook_of(SingleGroup(), units, record=True)
     backward(hook, {"a": np.ones(4, np.float32)})
     before = str(hook.report())
     hook.scatter_multiple(units_of(0, {"v": (3,)}), {"v": np.ones(3, np.float32)})

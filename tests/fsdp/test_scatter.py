@@ -16,6 +16,7 @@ from gradient_model import (
     check_parts,
     gradient_of,
     gradients_of,
+    hook_of,
     part_of,
     reduced,
     run,
@@ -182,19 +183,16 @@ VIEWS = {
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", [d for d in FLOATS if d != "bfloat16"] + ["int32"])
 @pytest.mark.parametrize("view", VIEWS)
-def test_strided_and_swapped_gradients_are_reduced(view, dtype, engine):
-    def work(group):
-        each = [VIEWS[view](gradient_of(rank, (6, 5), dtype)) for rank in range(2)]
-        total = reduced([np.array(g, g.dtype.newbyteorder("=")) for g in each])
-        for layout in ("flat", "rows"):
-            unit = FSDPShardingUnit("w", (6, 5), dtype, group.rank, layout=layout)
-            gradient = each[group.rank]
-            before = gradient.tobytes()
-            FSDPBackwardHook(FSDP(group)).scatter_gradient(unit, gradient)
-            assert_same(unit.local_gradient, part_of(total, layout, group.rank, 2))
-            assert gradient.tobytes() == before
-
-    run(work, 2, engine)
+def test_strided_and_swapped_gradients_are_reduced(group, view, dtype, engine):
+    each = [VIEWS[view](gradient_of(rank, (6, 5), dtype)) for rank in range(2)]
+    total = reduced([np.array(g, g.dtype.newbyteorder("=")) for g in each])
+    for layout in ("flat", "rows"):
+        unit = FSDPShardingUnit("w", (6, 5), dtype, group.rank, layout=layout)
+        gradient = each[group.rank]
+        before = gradient.tobytes()
+        FSDPBackwardHook(FSDP(group)).scatter_gradient(unit, gradient)
+        assert_same(unit.local_gradient, part_of(total, layout, group.rank, 2))
+        assert gradient.tobytes() == before
 
 
 @pytest.mark.parametrize("layout", ["flat", "rows"])
@@ -241,25 +239,19 @@ def test_float32_accumulation_of_narrow_gradients(dtype):
     run(work, 3)
 
 
-def test_reduce_dtype_leaves_wide_gradients_alone():
-    def work(group):
-        dtypes = {"a": "float64", "b": "int8", "c": "float32", "d": "float16", "e": "float64"}
-        units = units_of(group.rank, SHAPES, dtypes)
-        gradients = gradients_of(group.rank, SHAPES, dtypes)
-        FSDPBackwardHook(FSDP(group, reduce_dtype="float32")).scatter_multiple(units, gradients)
-        check_parts(units, 2, SHAPES, dtypes, reduce_dtype="float32")
-
-    run(work)
+def test_reduce_dtype_leaves_wide_gradients_alone(group):
+    dtypes = {"a": "float64", "b": "int8", "c": "float32", "d": "float16", "e": "float64"}
+    units = units_of(group.rank, SHAPES, dtypes)
+    gradients = gradients_of(group.rank, SHAPES, dtypes)
+    FSDPBackwardHook(FSDP(group, reduce_dtype="float32")).scatter_multiple(units, gradients)
+    check_parts(units, 2, SHAPES, dtypes, reduce_dtype="float32")
 
 
-def test_complex_gradients_have_sums_and_means():
-    def work(group):
-        unit = FSDPShardingUnit("w", (4,), "complex64", group.rank)
-        gradient = np.array([1 + 2j, 3, 4j, -1], np.complex64) * (group.rank + 1)
-        FSDPBackwardHook(FSDP(group)).scatter_gradient(unit, gradient)
-        return unit.local_gradient.tolist()
-
-    assert run(work) == [[3 + 6j, 9], [12j, -3]]
+def test_complex_gradients_have_sums_and_means(group):
+    unit = FSDPShardingUnit("w", (4,), "complex64", group.rank)
+    gradient = np.array([1 + 2j, 3, 4j, -1], np.complex64) * (group.rank + 1)
+    FSDPBackwardHook(FSDP(group)).scatter_gradient(unit, gradient)
+    assert unit.local_gradient.tolist() == [[3 + 6j, 9], [12j, -3]][group.rank]
 
 
 @pytest.mark.parametrize(
@@ -270,42 +262,35 @@ def test_complex_gradients_have_sums_and_means():
         ("complex64", "max", "complex64"),
     ],
 )
-def test_reductions_that_a_dtype_does_not_have_fail_alone_and_on_all_ranks(dtype, op, text):
-    def work(group):
-        units = units_of(group.rank, {"a": (4,), "bad": (4,), "c": (2,)}, {
-            "a": "float32", "bad": dtype, "c": "float32"
-        })  # fmt: skip
-        gradients = {name: np.ones(unit.shape, unit.dtype) for name, unit in units.items()}
-        with pytest.raises(CollectiveError, match=text) as caught:
-            FSDPBackwardHook(FSDP(group, op=op)).scatter_multiple(units, gradients)
-        assert caught.value.name == "bad"
-        assert units["bad"].local_gradient is None
-        assert len(units["a"].local_gradient) == 2
-        assert len(units["c"].local_gradient) == 1
-
-    run(work)
+def test_reductions_that_a_dtype_does_not_have_fail_alone_and_on_all_ranks(group, dtype, op, text):
+    units = units_of(group.rank, {"a": (4,), "bad": (4,), "c": (2,)}, {
+        "a": "float32", "bad": dtype, "c": "float32"
+    })  # fmt: skip
+    gradients = {name: np.ones(unit.shape, unit.dtype) for name, unit in units.items()}
+    with pytest.raises(CollectiveError, match=text) as caught:
+        FSDPBackwardHook(FSDP(group, op=op)).scatter_multiple(units, gradients)
+    assert caught.value.name == "bad"
+    assert units["bad"].local_gradient is None
+    assert len(units["a"].local_gradient) == 2
+    assert len(units["c"].local_gradient) == 1
 
 
 # ---- memory ----
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_next_pass_writes_into_the_same_memory(engine):
-    def work(group):
-        units = units_of(group.rank, SHAPES)
-        hook = FSDPBackwardHook(FSDP(group))
-        hook.use_units(units)
-        before = {}
-        for step in range(3):
-            backward(hook, gradients_of(group.rank, SHAPES))
-            check_parts(units, 2, SHAPES)
-            if step:
-                assert all(units[name].local_gradient is before[name] for name in units)
-            before = {name: unit.local_gradient for name, unit in units.items()}
-            for unit in units.values():
-                unit.local_gradient[...] = 99  # as an optimizer may do
-
-    run(work, 2, engine)
+def test_the_next_pass_writes_into_the_same_memory(group, engine):
+    units = units_of(group.rank, SHAPES)
+    hook = hook_of(group, units)
+    before = {}
+    for step in range(3):
+        backward(hook, gradients_of(group.rank, SHAPES))
+        check_parts(units, 2, SHAPES)
+        if step:
+            assert all(units[name].local_gradient is before[name] for name in units)
+        before = {name: unit.local_gradient for name, unit in units.items()}
+        for unit in units.values():
+            unit.local_gradient[...] = 99  # as an optimizer may do
 
 
 def test_preallocated_results_need_no_memory_lookup(monkeypatch):
@@ -402,45 +387,40 @@ def sums_of(shapes, world, seeds):
 
 @pytest.mark.parametrize("bucket_bytes", [0, 1 << 20])
 @pytest.mark.parametrize("hooks", ["loop", "model"])
-def test_passes_add_up_in_the_local_gradients(hooks, bucket_bytes):
-    def work(group):
-        units = units_of(group.rank, SHAPES)
-        hook = FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes))
-        model = Model()
-        if hooks == "loop":
-            hook.use_units(units, accumulate=True)
+def test_passes_add_up_in_the_local_gradients(group, hooks, bucket_bytes):
+    units = units_of(group.rank, SHAPES)
+    hook = FSDPBackwardHook(FSDP(group, bucket_bytes=bucket_bytes))
+    model = Model()
+    if hooks == "loop":
+        hook.use_units(units, accumulate=True)
+    else:
+        hook.register_hooks(model, units, accumulate=True)
+    for seed in range(3):
+        gradients = {
+            name: gradient_of([seed, group.rank], shape, "float32")
+            for name, shape in SHAPES.items()
+        }
+        if hooks == "model":
+            returned = model.backward(gradients)
+            assert all(returned[name] is units[name].local_gradient for name in units)
         else:
-            hook.register_hooks(model, units, accumulate=True)
-        for seed in range(3):
-            gradients = {
-                name: gradient_of([seed, group.rank], shape, "float32")
-                for name, shape in SHAPES.items()
-            }
-            if hooks == "model":
-                returned = model.backward(gradients)
-                assert all(returned[name] is units[name].local_gradient for name in units)
-            else:
-                backward(hook, gradients)
-        for name, total in sums_of(SHAPES, 2, range(3)).items():
-            assert_same(units[name].local_gradient, part_of(total, "flat", group.rank, 2), name)
-        hook.clear_gradients(units)
-        assert not any(unit.local_gradient.any() for unit in units.values())
-
-    run(work)
+            backward(hook, gradients)
+    for name, total in sums_of(SHAPES, 2, range(3)).items():
+        assert_same(units[name].local_gradient, part_of(total, "flat", group.rank, 2), name)
+    hook.clear_gradients(units)
+    assert not any(unit.local_gradient.any() for unit in units.values())
 
 
-def test_narrow_gradients_of_several_passes_add_up_in_float32():
+def test_narrow_gradients_of_several_passes_add_up_in_float32(group):
     """As reduce_dtype requests: 4096 + 1 is 4096 in float16."""
-
-    def work(group):
-        unit = FSDPShardingUnit("w", (4,), "float16", group.rank)
-        hook = FSDPBackwardHook(FSDP(group, reduce_dtype="float32"))
-        hook.use_units({"w": unit}, accumulate=True)
-        for value in (2048, 0.5, 0.5):
-            backward(hook, {"w": np.full(4, value, np.float16)})
-        return unit.local_gradient.dtype.name, unit.local_gradient.tolist()
-
-    assert run(work) == [("float32", [4098.0] * 2)] * 2
+    unit = FSDPShardingUnit("w", (4,), "float16", group.rank)
+    hook = hook_of(group, {"w": unit}, accumulate=True, reduce_dtype="float32")
+    for value in (2048, 0.5, 0.5):
+        backward(hook, {"w": np.full(4, value, np.float16)})
+    assert (unit.local_gradient.dtype.name, unit.local_gradient.tolist()) == (
+        "float32",
+        [4098.0] * 2,
+    )
 
 
 @pytest.mark.parametrize(
@@ -456,8 +436,7 @@ def test_unaccumulatable_gradient_on_one_rank_fails_on_all(previous, text):
         unit = FSDPShardingUnit("w", (8,), "float32", group.rank)
         other = FSDPShardingUnit("x", (8,), "float32", group.rank)
         unit.local_gradient = previous if group.rank else np.zeros(4, np.float32)
-        hook = FSDPBackwardHook(FSDP(group))
-        hook.use_units({"w": unit, "x": other}, accumulate=True)
+        hook = hook_of(group, {"w": unit, "x": other}, accumulate=True)
         for name in ("x", "w"):
             hook.add_gradient(name, np.ones(8, np.float32))
         with pytest.raises(CollectiveError, match=f"'w': rank 1: .*{text}"):
@@ -469,98 +448,80 @@ def test_unaccumulatable_gradient_on_one_rank_fails_on_all(previous, text):
     assert not previous.any()
 
 
-def test_strided_and_swapped_sums_are_updated():
-    def work(group):
-        units = units_of(group.rank, {"w": (8,), "x": (8,)})
-        units["w"].local_gradient = np.ones(8, np.float32)[::2]
-        units["x"].local_gradient = np.ones(4, ">f4")
-        hook = FSDPBackwardHook(FSDP(group))
-        hook.use_units(units, accumulate=True)
-        backward(hook, dict.fromkeys(units, np.ones(8, np.float32)))
-        return [unit.local_gradient.tolist() for unit in units.values()]
-
-    assert run(work) == [[[3.0] * 4] * 2] * 2
+def test_strided_and_swapped_sums_are_updated(group):
+    units = units_of(group.rank, {"w": (8,), "x": (8,)})
+    units["w"].local_gradient = np.ones(8, np.float32)[::2]
+    units["x"].local_gradient = np.ones(4, ">f4")
+    hook = hook_of(group, units, accumulate=True)
+    backward(hook, dict.fromkeys(units, np.ones(8, np.float32)))
+    assert [unit.local_gradient.tolist() for unit in units.values()] == [[3.0] * 4] * 2
 
 
 @pytest.mark.parametrize("hooks", ["loop", "model"])
-def test_passes_inside_no_sync_add_up_before_they_travel(hooks):
+def test_passes_inside_no_sync_add_up_before_they_travel(group, hooks):
     """One exchange for all of them: each rank adds its own passes first."""
+    named = {"w": (9,), "x": (2, 3)}
+    units = units_of(group.rank, named)
+    hook, model = FSDPBackwardHook(FSDP(group)), Model()
+    if hooks == "loop":
+        hook.use_units(units)
+    else:
+        hook.register_hooks(model, units)
 
-    def work(group):
-        named = {"w": (9,), "x": (2, 3)}
-        units = units_of(group.rank, named)
-        hook, model = FSDPBackwardHook(FSDP(group)), Model()
-        if hooks == "loop":
-            hook.use_units(units)
-        else:
-            hook.register_hooks(model, units)
-
-        def give(seed):
-            for i, (name, shape) in enumerate(reversed(named.items())):
-                gradient = gradient_of([seed, group.rank, i], shape, "float32")
-                if hooks == "loop":
-                    hook.add_gradient(name, gradient)
-                else:
-                    model.functions[name](gradient)
-                if hooks == "loop" or not hook._sync:
-                    gradient = gradient if seed == 2 else gradient.fill(99)  # it was copied
-
-        with hook.no_sync():
-            give(0)
-            hook.finish()  # as in a loop that treats all passes alike
-            with hook.no_sync():
-                give(1)
-            assert all(unit.local_gradient is None for unit in units.values())
-        calls = len(group.calls)
-        assert calls == 0
-        give(2)
-        if hooks == "loop":
-            hook.finish()
+    def give(seed):
         for i, (name, shape) in enumerate(reversed(named.items())):
-            each = [
-                sum(
-                    (gradient_of([seed, rank, i], shape, "float32") for seed in (1, 2)),
-                    gradient_of([0, rank, i], shape, "float32"),
-                )
-                for rank in range(2)
-            ]
-            assert_same(
-                units[name].local_gradient, part_of(reduced(each), "flat", group.rank, 2), name
-            )
+            gradient = gradient_of([seed, group.rank, i], shape, "float32")
+            if hooks == "loop":
+                hook.add_gradient(name, gradient)
+            else:
+                model.functions[name](gradient)
+            if hooks == "loop" or not hook._sync:
+                gradient = gradient if seed == 2 else gradient.fill(99)  # it was copied
 
-    run(work)
-
-
-def test_no_sync_gradient_is_sent_without_a_new_gradient():
-    def work(group):
-        units = units_of(group.rank, {"w": (2,), "x": (2,)})
-        hook = FSDPBackwardHook(FSDP(group))
-        hook.use_units(units)
+    with hook.no_sync():
+        give(0)
+        hook.finish()  # as in a loop that treats all passes alike
         with hook.no_sync():
-            hook.add_gradient("w", np.ones(2, np.float32))
-            hook.add_gradient("x", None)  # an unused branch
-        hook.add_gradient("x", np.ones(2, np.float32))
+            give(1)
+        assert all(unit.local_gradient is None for unit in units.values())
+    calls = len(group.calls)
+    assert calls == 0
+    give(2)
+    if hooks == "loop":
         hook.finish()
-        return [unit.local_gradient.tolist() for unit in units.values()]
+    for i, (name, shape) in enumerate(reversed(named.items())):
+        each = [
+            sum(
+                (gradient_of([seed, rank, i], shape, "float32") for seed in (1, 2)),
+                gradient_of([0, rank, i], shape, "float32"),
+            )
+            for rank in range(2)
+        ]
+        assert_same(units[name].local_gradient, part_of(reduced(each), "flat", group.rank, 2), name)
 
-    assert run(work) == [[[2.0], [2.0]]] * 2
+
+def test_no_sync_gradient_is_sent_without_a_new_gradient(group):
+    units = units_of(group.rank, {"w": (2,), "x": (2,)})
+    hook = hook_of(group, units)
+    with hook.no_sync():
+        hook.add_gradient("w", np.ones(2, np.float32))
+        hook.add_gradient("x", None)  # an unused branch
+    hook.add_gradient("x", np.ones(2, np.float32))
+    hook.finish()
+    assert [unit.local_gradient.tolist() for unit in units.values()] == [[2.0], [2.0]]
 
 
-def test_gradient_mismatching_the_no_sync_sum_fails_on_all():
-    def work(group):
-        units = units_of(group.rank, {"w": (2,), "x": (2,)})
-        hook = FSDPBackwardHook(FSDP(group))
-        hook.use_units(units)
-        with hook.no_sync():
-            hook.add_gradient("w", np.ones(2, np.float32))
-        hook.add_gradient("x", np.ones(2, np.float32))
-        hook.add_gradient("w", np.ones(3 if group.rank else 2, np.float32))
-        with pytest.raises(CollectiveError, match=r"'w': rank 1: .*\(3,\)"):
-            hook.finish()
-        assert units["w"].local_gradient is None
-        assert units["x"].local_gradient.tolist() == [2.0]
-
-    run(work)
+def test_gradient_mismatching_the_no_sync_sum_fails_on_all(group):
+    units = units_of(group.rank, {"w": (2,), "x": (2,)})
+    hook = hook_of(group, units)
+    with hook.no_sync():
+        hook.add_gradient("w", np.ones(2, np.float32))
+    hook.add_gradient("x", np.ones(2, np.float32))
+    hook.add_gradient("w", np.ones(3 if group.rank else 2, np.float32))
+    with pytest.raises(CollectiveError, match=r"'w': rank 1: .*\(3,\)"):
+        hook.finish()
+    assert units["w"].local_gradient is None
+    assert units["x"].local_gradient.tolist() == [2.0]
 
 
 def test_accumulate_gradients_adds_local_parts_and_copies_the_first():

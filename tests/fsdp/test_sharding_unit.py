@@ -56,9 +56,8 @@ def test_the_parts_of_all_ranks_make_up_the_parameter(shape, world, layout):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-def test_dtypes_that_numpy_lacks_have_names(dtype):
+def test_dtypes_that_numpy_lacks_have_names(torch, dtype):
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="has the dtypes")
-    torch = pytest.importorskip("torch", reason="has the dtypes")
     size = 2 if dtype == "bfloat16" else 1
     for given_dtype in (dtype, getattr(torch, dtype), np.dtype(getattr(ml_dtypes, dtype))):
         unit = FSDPShardingUnit("w", (3,), given_dtype, 0, world_size=1)
@@ -133,8 +132,7 @@ def test_local_gradients_are_saved_as_shards(tmp_path, layout):
     np.testing.assert_array_equal(mlstate.load(path).model["w"], array)
 
 
-def test_module_units_cover_trainable_parameters():
-    torch = pytest.importorskip("torch", reason="the module is torch's")
+def test_module_units_cover_trainable_parameters(torch):
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
     model[0].bias.requires_grad_(False)
     model.scale = torch.nn.Parameter(torch.tensor(2.0))

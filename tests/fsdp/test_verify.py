@@ -38,27 +38,24 @@ def verified(actual, expected, **keywords):
 @pytest.mark.parametrize("layout", ["flat", "rows"])
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS)
 @pytest.mark.parametrize("world", [1, 2, 5])
-def test_verify_passes_and_reports_a_changed_element(world, dtype, layout):
-    def work(group):
-        units = units_of(group.rank, SHAPES, dtype, layout)
-        gradients = [gradients_of(rank, SHAPES, dtype) for rank in range(world)]
-        full = {name: reduced([g[name] for g in gradients]) for name in SHAPES}
-        hook = FSDPBackwardHook(FSDP(group, nonfinite="allow"))  # of float16
-        hook.scatter_multiple(units, gradients[group.rank])
-        full = {name: np.nan_to_num(gradient) for name, gradient in full.items()}
-        for unit in units.values():
-            np.nan_to_num(unit.local_gradient, copy=False)
-        report = hook.verify_gradients(units, full)
-        assert report, report
-        assert (report.compared, report.mismatches) == (5, [])
-        local = units["d"].local_gradient.reshape(-1)
-        local[-1] = local[-1] / 2 + 3
-        (mismatch,) = hook.verify_gradients(units, full).mismatches
-        part = part_of(full["d"], layout, group.rank, world).reshape(-1)
-        assert mismatch[:3] == ("d", group.rank, len(local) - 1)
-        assert (mismatch.expected, mismatch.actual) == (part[-1], local[-1])
-
-    run(work, world)
+def test_verify_passes_and_reports_a_changed_element(group, world, dtype, layout):
+    units = units_of(group.rank, SHAPES, dtype, layout)
+    gradients = [gradients_of(rank, SHAPES, dtype) for rank in range(world)]
+    full = {name: reduced([g[name] for g in gradients]) for name in SHAPES}
+    hook = FSDPBackwardHook(FSDP(group, nonfinite="allow"))  # of float16
+    hook.scatter_multiple(units, gradients[group.rank])
+    full = {name: np.nan_to_num(gradient) for name, gradient in full.items()}
+    for unit in units.values():
+        np.nan_to_num(unit.local_gradient, copy=False)
+    report = hook.verify_gradients(units, full)
+    assert report, report
+    assert (report.compared, report.mismatches) == (5, [])
+    local = units["d"].local_gradient.reshape(-1)
+    local[-1] = local[-1] / 2 + 3
+    (mismatch,) = hook.verify_gradients(units, full).mismatches
+    part = part_of(full["d"], layout, group.rank, world).reshape(-1)
+    assert mismatch[:3] == ("d", group.rank, len(local) - 1)
+    assert (mismatch.expected, mismatch.actual) == (part[-1], local[-1])
 
 
 @pytest.mark.parametrize(
@@ -193,18 +190,15 @@ def test_scattered_gradients_verify_by_their_sketch(world, keywords, dtype):
     assert report.compared == 4
 
 
-def test_sums_of_integers_are_compared_as_well():
-    def work(group):
-        unit = FSDPShardingUnit("w", (1000,), "int64", group.rank)
-        gradient = np.arange(1000) * (group.rank + 1) ** 9
-        hook = FSDPBackwardHook(FSDP(group))
-        hook.scatter_gradient(unit, gradient)
-        assert hook.verify_gradients({"w": unit}, unreduced={"w": gradient})
-        unit.local_gradient[7] += 1 - group.rank
-        return hook.verify_gradients({"w": unit}, unreduced={"w": gradient})
-
-    for report in run(work):
-        assert [m.rank for m in report.mismatches] == [0]
+def test_sums_of_integers_are_compared_as_well(group):
+    unit = FSDPShardingUnit("w", (1000,), "int64", group.rank)
+    gradient = np.arange(1000) * (group.rank + 1) ** 9
+    hook = FSDPBackwardHook(FSDP(group))
+    hook.scatter_gradient(unit, gradient)
+    assert hook.verify_gradients({"w": unit}, unreduced={"w": gradient})
+    unit.local_gradient[7] += 1 - group.rank
+    report = hook.verify_gradients({"w": unit}, unreduced={"w": gradient})
+    assert [m.rank for m in report.mismatches] == [0]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -281,9 +275,7 @@ def test_incomparable_parameter_is_reported_and_others_compared(fault, expected,
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int64"])
-def test_tensors_are_verified_as_arrays_are(dtype):
-    torch = pytest.importorskip("torch", reason="the gradients are torch's")
-
+def test_tensors_are_verified_as_arrays_are(torch, dtype):
     def work(group):
         unit = FSDPShardingUnit("w", (31, 3), dtype, group.rank, layout="rows")
         gradients = [(torch.arange(93).reshape(3, 31).T - 40) * (rank + 2) for rank in range(2)]

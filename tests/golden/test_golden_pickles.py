@@ -107,8 +107,7 @@ def test_every_public_class_has_a_stored_pickle():
 
 @pytest.mark.torch
 @pytest.mark.parametrize("name", STATES)
-def test_a_stored_torch_file_loads(name):
-    torch = pytest.importorskip("torch")
+def test_a_stored_torch_file_loads(torch, name):
     import mlstate.integrations.torch  # noqa: F401  # lets weights_only read state dicts
 
     path = FOLDER / f"{name}.pt"

@@ -1,9 +1,9 @@
 """If mlstate cannot be built on this machine, one line names the missing tool."""
 
 import os
-import subprocess
 import sys
 
+import child
 import house
 import pytest
 
@@ -13,12 +13,8 @@ pytestmark = pytest.mark.skipif(os.name == "nt", reason="a POSIX shell script")
 
 
 def check(**environment):
-    done = subprocess.run(
-        ["sh", str(SCRIPT)],
-        env={**os.environ, "PYTHON": sys.executable, "CC": "cc", **environment},
-        capture_output=True,
-        text=True,
-    )
+    variables = {"PYTHON": sys.executable, "CC": "cc"} | environment
+    done = child.finished(["sh", SCRIPT], **variables)
     return done.returncode, done.stderr
 
 

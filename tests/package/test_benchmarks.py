@@ -3,11 +3,11 @@
 import importlib
 import json
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
 
+import child
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,9 +172,9 @@ def test_a_row_that_is_slow_only_once_passes(module, tmp_path):
 
 
 def test_the_guard_runs_as_a_script(tmp_path):
-    command = [sys.executable, str(FOLDER / "bench_guard.py"), "--quick", "--json"]
-    command += ["--only", "kv.decode_mask", "--sizes", "65536", "--folder", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    command = [sys.executable, FOLDER / "bench_guard.py", "--quick", "--json"]
+    command += ["--only", "kv.decode_mask", "--sizes", "65536", "--folder", tmp_path]
+    done = child.finished(command, folder=ROOT)
     assert done.returncode in (0, 1), done.stderr  # times on a busy machine may vary either way
     document = json.loads(done.stdout)
     assert [table["title"] for table in document["tables"]] == ["kv.decode_mask"]
@@ -265,8 +265,8 @@ def test_both_ways_of_each_operation_run_at_its_smallest_size(module, tmp_path):
 def test_store_benchmark_counts_bytes_and_requests():
     for package in ("moto.server", "obstore"):
         pytest.importorskip(package)
-    command = [sys.executable, str(FOLDER / "bench_remote.py"), "--quick", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    command = [sys.executable, FOLDER / "bench_remote.py", "--quick", "--json"]
+    done = child.finished(command, folder=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     save, load, part = json.loads(done.stdout)["tables"]
     for table, moved, requests in ((save, "sent MiB", "PUT"), (load, "received MiB", "GET")):

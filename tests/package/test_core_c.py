@@ -1,8 +1,8 @@
 """The C tests of the core: one pytest test for each file of tests/core."""
 
-import subprocess
 import sys
 
+import child
 import core_build
 import pytest
 from core_build import ROOT
@@ -29,5 +29,5 @@ def test_core(path, built):
     lines = [line for line in log.splitlines() if path.name in line or "csrc/" in line]
     assert program.exists(), "not built:\n" + "\n".join(lines)
     assert program.stat().st_mtime >= path.stat().st_mtime, "not rebuilt:\n" + "\n".join(lines)
-    done = subprocess.run([program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = child.finished([program], folder=ROOT)
     assert done.returncode == 0, f"exit {done.returncode}\n{done.stdout}{done.stderr}"

@@ -67,8 +67,7 @@ def prompt() -> str:
 
 
 @pytest.fixture(scope="module")
-def torch_models():
-    torch = pytest.importorskip("torch", reason="the peer that trained the weights")
+def torch_models(torch):
     tool = import_tool("demo_torch_model")
     arrays, metadata = read_fixture()
     peer = tool.CharTransformer(tool.Config(**json.loads(metadata["config"]))).eval()

@@ -1,25 +1,18 @@
 """What a package index and a machine without a compiler see of the package."""
 
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
+import child
 import pytest
 
 SOURCES = Path(__file__).parents[2]
 
 
 def setup(*arguments, **variables):
-    return subprocess.run(
-        [sys.executable, "setup.py", *map(str, arguments)],
-        cwd=SOURCES,
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "setup.py", *arguments]
+    return child.finished(command, folder=SOURCES, **variables)
 
 
 def test_page_of_the_index_has_absolute_links_to_files_that_exist():

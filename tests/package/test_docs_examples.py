@@ -22,11 +22,11 @@ import os
 import re
 import shlex
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import child
 import forked
 import pytest
 
@@ -93,16 +93,10 @@ def run_script(words):
     start = {"python": [], "torchrun": ["-m", "torch.distributed.run"]}[words[0]]
     package = str(Path(mlstate.__file__).parents[1])
     paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    variables = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     if words[:2] == ["torchrun", "--nproc-per-node"] and int(words[2]) > 1:
-        return run_ranks(int(words[2]), words[3], words[4:], environment)
-    process = subprocess.run(
-        [sys.executable, *start, *words[1:]],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+        return run_ranks(int(words[2]), words[3], words[4:], os.environ | variables)
+    process = child.finished([sys.executable, *start, *words[1:]], timeout=200, **variables)
     assert process.returncode == 0, process.stderr
     return process.stdout
 

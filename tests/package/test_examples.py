@@ -5,13 +5,10 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
+import child
 import pytest
-
-import mlstate
 
 pytestmark = pytest.mark.long
 
@@ -44,19 +41,9 @@ def execute(path, folder):
         pytest.importorskip(name, reason="notebooks are run with nbclient and ipykernel")
     done = folder / "done.ipynb"
     # The package under test, which may not be installed; no configuration of the user's IPython.
-    package = str(Path(mlstate.__file__).parents[1])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "IPYTHONDIR": str(folder / "ipython"),
-    }
-    process = subprocess.run(
-        [sys.executable, "-c", EXECUTE, EXAMPLES.parent / "tools", path, done, folder],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    variables = child.PATHS | {"IPYTHONDIR": str(folder / "ipython")}
+    arguments = [EXAMPLES.parent / "tools", path, done, folder]
+    process = child.attempt(EXECUTE, *arguments, timeout=200, **variables)
     return process, read(done)["cells"] if done.exists() else []
 
 

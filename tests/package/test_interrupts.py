@@ -6,10 +6,10 @@ MLSTATE_FAULTS sets the amount: "few" (the default) tries some lines and signals
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
+import child
 import pytest
 
 AMOUNT = os.environ.get("MLSTATE_FAULTS", "few")
@@ -39,14 +39,8 @@ pytestmark = [
 
 def attempt(*arguments):
     """Run interrupts.py, which must end with status 0, and return its result."""
-    command = [sys.executable, str(Path(__file__).with_name("interrupts.py"))]
-    done = subprocess.run(
-        [*command, *map(str, arguments)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-    )
+    command = [sys.executable, Path(__file__).with_name("interrupts.py"), *arguments]
+    done = child.finished(command, timeout=SECONDS, **child.PATHS)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -2,10 +2,10 @@
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
+import child
 import numpy as np
 import pytest
 
@@ -25,15 +25,8 @@ def folder(tmp_path):
 
 def started(folder, *arguments):
     """Run Python in that folder, with NumPy, and without an editable installation of mlstate."""
-    paths = [str(folder), str(Path(np.__file__).parents[1])]
-    return subprocess.run(
-        [sys.executable, "-S", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
+    paths = os.pathsep.join([str(folder), str(Path(np.__file__).parents[1])])
+    return child.finished([sys.executable, "-S", *arguments], folder=folder, PYTHONPATH=paths)
 
 
 @pytest.mark.parametrize("how", [("-c", "import mlstate"), ("-m", "mlstate", "info")])

@@ -72,8 +72,7 @@ def test_8_bit_floats_are_converted_by_value(dtype, target):
 
 @pytest.mark.parametrize("target", FLOATS)
 @pytest.mark.parametrize("dtype", [*FLOATS, *EIGHT_BITS])
-def test_tensors_stay_tensors_with_the_bits_of_torch(dtype, target):
-    torch = pytest.importorskip("torch")
+def test_tensors_stay_tensors_with_the_bits_of_torch(torch, dtype, target):
     tensor = torch.from_numpy(numbers(dtype, 999).view(np.uint8)).view(getattr(torch, dtype))
     state = StateDict(w=tensor, parameter=torch.nn.Parameter(torch.ones(2)))
     result = state.astype(getattr(torch, target))

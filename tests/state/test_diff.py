@@ -136,8 +136,7 @@ def test_findings_of_callers_count_too():
     assert "<b>other" not in result._repr_html_()
 
 
-def test_tensors_without_memory_can_be_compared():
-    torch = pytest.importorskip("torch", reason="meta tensors are torch's")
+def test_tensors_without_memory_can_be_compared(torch):
     source = {"w": np.zeros((2, 3), np.float32), "h": np.zeros(2, ml_dtypes.bfloat16)}
     meta = {
         "w": torch.empty((2, 3), device="meta"),
@@ -286,8 +285,7 @@ def test_the_worst_tensors_come_first_and_the_table_is_cut():
     )  # listed although many changes come first
 
 
-def test_memory_that_cannot_be_read_is_named():
-    torch = pytest.importorskip("torch", reason="meta tensors are torch's")
+def test_memory_that_cannot_be_read_is_named(torch):
     a, b = ({"w": torch.empty(2, device="meta")} for _ in range(2))
     with pytest.raises((CompatibilityError, BufferError, NotImplementedError, RuntimeError)):
         diff(a, b)

@@ -157,8 +157,7 @@ def test_tensor_with_children_shows_its_shape():
     assert tree.texts[3:5] == ["b", "float64 (2,)"] and tree.tensors == 4
 
 
-def test_tensors_without_memory_are_shown():
-    torch = pytest.importorskip("torch", reason="meta tensors are torch's")
+def test_tensors_without_memory_are_shown(torch):
     state = StateDict(w=torch.empty(2, 3, dtype=torch.bfloat16, device="meta"))
     assert page(state).texts[1:] == ["w", "bfloat16 (2, 3)"]
     assert repr(state) == "StateDict: 1 tensor, 12 B\n  w  bfloat16  (2, 3)"
@@ -189,8 +188,7 @@ def test_a_subclass_without_attributes_can_be_shown():
     assert repr(Bare()) == "Bare: 0 tensors, 0 B, other, step 0, learning rate 0"
 
 
-def test_tensors_without_cpu_memory_are_printed():
-    torch = pytest.importorskip("torch", reason="such tensors are torch's")
+def test_tensors_without_cpu_memory_are_printed(torch):
     lazy = torch.nn.parameter.UninitializedParameter()
     for odd in (torch.eye(2).to_sparse(), lazy, torch.empty((2, 2), device="meta")):
         state = StateDict(a=odd, b=np.zeros(2))

@@ -30,8 +30,14 @@ def run(code, *arguments, timeout=120, **variables):
 
 def attempt(code, *arguments, timeout=120, **variables):
     """Run `code` and return the finished process, however it ended."""
+    return finished([sys.executable, "-c", code, *arguments], timeout=timeout, **variables)
+
+
+def finished(command, *, folder=None, timeout=120, **variables):
+    """Run a command, in a folder, and return the finished process, however it ended."""
     return subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
+        list(map(str, command)),
+        cwd=folder,
         env={**os.environ, **variables},
         capture_output=True,
         text=True,

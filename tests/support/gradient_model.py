@@ -6,7 +6,7 @@ import numpy as np
 from rank_threads import run_local, run_ranks
 from thread_team import without_errors
 
-from mlstate.fsdp import FSDPShardingUnit
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
 
 try:
     from ml_dtypes import bfloat16
@@ -96,6 +96,13 @@ def assert_same(actual, expected, name=""):
     assert (actual.shape, actual.dtype) == (expected.shape, expected.dtype), name
     assert actual.flags.c_contiguous, name
     assert actual.tobytes() == np.ascontiguousarray(expected).tobytes(), name
+
+
+def hook_of(group, units, *, accumulate=False, **settings):
+    """A hook that takes the gradients of units one by one; `settings` are those of FSDP."""
+    hook = FSDPBackwardHook(FSDP(group, **settings))
+    hook.use_units(units, accumulate=accumulate)
+    return hook
 
 
 def backward(hook, gradients):
