@@ -12,6 +12,7 @@
 #include "planning/plan_dp_fronts.h"
 
 #include "base/memory.h"
+#include "base/search.h"
 
 #include <math.h>
 #include <stdatomic.h>
@@ -80,16 +81,9 @@ static bool reserve_points(points *p, size_t room)
  * and its first point needs no more than that. */
 static size_t find_point(const mls_plan_front *f, int64_t memory)
 {
-    size_t low = 0, high = f->count;
-    while (high - low > 1) {
-        const size_t middle = low + (high - low) / 2;
-        if (f->points[middle].memory <= memory) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
+    size_t after;
+    MLS_FIND_FIRST(after, f->count, f->points[after].memory > memory);
+    return after - 1;
 }
 
 /* Returns the extra seconds of s .. t within `memory`; infinity if it does not fit. Less

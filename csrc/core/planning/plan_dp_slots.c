@@ -11,6 +11,7 @@
 #include "planning/plan_dp_slots.h"
 
 #include "base/memory.h"
+#include "base/search.h"
 #include "base/size.h"
 #include "planning/plan_dp_slots_kernels.h"
 
@@ -270,16 +271,9 @@ static void try_save(const solver *v, size_t s, size_t t, int64_t moved, double 
  * some memory fits more, so all later entries are finite too. */
 static size_t first_finite(const float *values, size_t count)
 {
-    size_t low = 0, high = count;
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-        if (isfinite(values[middle])) {
-            high = middle;
-        } else {
-            low = middle + 1;
-        }
-    }
-    return low;
+    size_t at;
+    MLS_FIND_FIRST(at, count, isfinite(values[at]));
+    return at;
 }
 
 /* Completes segment s .. t, for which all restarts outside its own small tiles have been

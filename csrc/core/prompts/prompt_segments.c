@@ -2,6 +2,7 @@
 #include "prompts/prompt_log_state.h"
 
 #include "base/memory.h"
+#include "base/search.h"
 #include "io/file.h"
 
 #include <dirent.h>
@@ -31,17 +32,10 @@ const char *mls_prompt_segment_name(char *name, uint32_t number)
  * number. */
 mls_prompt_segment *mls_prompt_segment_find(const mls_prompt_log *log, uint32_t number)
 {
-    size_t low = 0, high = log->segment_count;
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-        if (log->segments[middle].number < number) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    const bool exists = low < log->segment_count && log->segments[low].number == number;
-    return exists ? &log->segments[low] : NULL;
+    size_t at;
+    MLS_FIND_FIRST(at, log->segment_count, log->segments[at].number >= number);
+    const bool exists = at < log->segment_count && log->segments[at].number == number;
+    return exists ? &log->segments[at] : NULL;
 }
 
 /* ---- the folder ---- */

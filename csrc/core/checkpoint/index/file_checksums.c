@@ -2,6 +2,7 @@
 #include "checkpoint/index/file_checksums.h"
 
 #include "base/memory.h"
+#include "base/search.h"
 #include "base/size.h"
 #include "io/file.h"
 #include "safetensors/safetensors.h"
@@ -148,18 +149,11 @@ mls_code mls_file_checksums_compare(const mls_file_checksums *records, const cha
  */
 static size_t find_part(const mls_file_checksums *r, const mls_index_shard *shard)
 {
-    size_t low = 0, high = r->count;
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-        if (r->starts[middle] < shard->offset) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low < r->count && r->starts[low] == shard->offset &&
-                   part_end(r, low) - r->starts[low] == shard->bytes
-               ? low
+    size_t at;
+    MLS_FIND_FIRST(at, r->count, r->starts[at] >= shard->offset);
+    return at < r->count && r->starts[at] == shard->offset &&
+                   part_end(r, at) - r->starts[at] == shard->bytes
+               ? at
                : SIZE_MAX;
 }
 

@@ -6,6 +6,7 @@
 #include "checkpoint/ranks/index_pattern.h"
 
 #include "base/memory.h"
+#include "base/search.h"
 
 /* Return whether two shards have the same layout and part. Shapes may differ, so tensors
  * of all sizes with the same layout form one group. */
@@ -130,16 +131,10 @@ void mls_index_pattern_bytes(const mls_index *index, const mls_index_pattern *pa
  * shard of a later tensor, or `shard_count`. */
 static size_t find_shard(const mls_index *index, const mls_tensor_id *id)
 {
-    size_t low = 0, high = index->shard_count;
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-        if (mls_tensor_id_compare(&index->shards[middle].id, id) < 0) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
+    size_t at;
+    MLS_FIND_FIRST(at, index->shard_count,
+                   mls_tensor_id_compare(&index->shards[at].id, id) >= 0);
+    return at;
 }
 
 /* Append a mls_index_pattern_place for each shard of a tensor in the indexes. Shards of

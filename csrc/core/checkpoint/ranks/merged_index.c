@@ -6,6 +6,7 @@
 #include "checkpoint/ranks/merged_index.h"
 
 #include "base/memory.h"
+#include "base/search.h"
 #include "base/size.h"
 
 #include <stdlib.h>
@@ -181,20 +182,12 @@ void mls_merged_index_fini(mls_merged_index *merged)
  * Each loaded tensor is looked up once, so a hash table would not pay off. */
 size_t mls_merged_index_find(const mls_merged_index *merged, const mls_tensor_id *id)
 {
-    size_t low = 0, high = merged->tensor_count;
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-        const int order = mls_tensor_id_compare(&merged->tensors[middle].facts->id, id);
-        if (order == 0) {
-            return middle;
-        }
-        if (order < 0) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return SIZE_MAX;
+    size_t at;
+    MLS_FIND_FIRST(at, merged->tensor_count,
+                   mls_tensor_id_compare(&merged->tensors[at].facts->id, id) >= 0);
+    const bool exists = at < merged->tensor_count &&
+                        mls_tensor_id_compare(&merged->tensors[at].facts->id, id) == 0;
+    return exists ? at : SIZE_MAX;
 }
 
 /* Return whether a shard, which stores part `a` of its tensor, has any element of part

@@ -6,6 +6,7 @@
 #include "checkpoint/read/verify.h"
 
 #include "base/memory.h"
+#include "base/search.h"
 #include "base/size.h"
 #include "io/file.h"
 #include "safetensors/safetensors.h"
@@ -204,23 +205,16 @@ static bool is_header_recorded(const verifier *v, const mls_safetensors *header,
         if (place.file != file) {
             break;
         }
-        size_t low = 0, high = header->count; /* tensors are sorted by offset */
-        while (low < high) {
-            const size_t middle = low + (high - low) / 2;
-            if (header->tensors[middle].offset < place.offset) {
-                low = middle + 1;
-            } else {
-                high = middle;
-            }
-        }
+        size_t at; /* tensors are sorted by offset */
+        MLS_FIND_FIRST(at, header->count, header->tensors[at].offset >= place.offset);
         /* an empty tensor has the offset of the next one, so several may match */
-        while (low < header->count && header->tensors[low].offset == place.offset &&
-               (header->tensors[low].bytes != place.bytes ||
-                (header->tensors[low].dtype != dtype &&
-                 !is_listed_as_bytes(dtype, header->tensors[low].dtype)))) {
-            low++;
+        while (at < header->count && header->tensors[at].offset == place.offset &&
+               (header->tensors[at].bytes != place.bytes ||
+                (header->tensors[at].dtype != dtype &&
+                 !is_listed_as_bytes(dtype, header->tensors[at].dtype)))) {
+            at++;
         }
-        if (low == header->count || header->tensors[low].offset != place.offset) {
+        if (at == header->count || header->tensors[at].offset != place.offset) {
             return false;
         }
     }

@@ -6,6 +6,8 @@
  * most twice the number of row ranges, plus one. */
 #include "checkpoint/storage/shard_layers.h"
 
+#include "base/search.h"
+
 /* Return the number of elements that a layer stores; a full layer (`row` 0) stores all
  * `elements` of the shard. */
 size_t mls_layer_element_count(const mls_layer *layer, size_t elements)
@@ -88,17 +90,10 @@ size_t mls_layers_room(const mls_layers *layers)
 static inline size_t find_range(const mls_row_range *list, size_t count, size_t element,
                                 bool by_layer)
 {
-    size_t low = 0, high = count;
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-        const size_t begin = by_layer ? list[middle].at : list[middle].begin;
-        if (begin + list[middle].count <= element) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
+    size_t i;
+    MLS_FIND_FIRST(i, count,
+                   (by_layer ? list[i].at : list[i].begin) + list[i].count > element);
+    return i;
 }
 
 size_t mls_row_ranges_find(const mls_row_range *list, size_t count, size_t element)

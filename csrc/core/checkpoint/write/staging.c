@@ -6,6 +6,7 @@
 
 #include "array/copy/pack_range.h"
 #include "base/memory.h"
+#include "base/search.h"
 #include "base/size.h"
 #include "checkpoint/storage/compressed_frames.h"
 #include "sharding/layout.h"
@@ -116,16 +117,9 @@ static int compare_chosen(const void *a, const void *b)
  * item with at least `bytes` bytes; `count` if there is none. */
 static size_t find_item_of_size(const staged_item *order, size_t count, size_t bytes)
 {
-    size_t low = 0, high = count;
-    while (low < high) {
-        const size_t middle = low + (high - low) / 2;
-        if (order[middle].bytes < bytes) {
-            low = middle + 1;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
+    size_t at;
+    MLS_FIND_FIRST(at, count, order[at].bytes >= bytes);
+    return at;
 }
 
 /* Choose items with at least `excess` bytes in total, and set their `place` to SIZE_MAX,
@@ -225,16 +219,9 @@ static void copy_bytes(const copy_state *c, const staged_item *staged, size_t st
  * staging memory. It always exists, since the items start at 0. */
 static size_t find_item(const copy_state *c, size_t place)
 {
-    size_t low = 0, high = c->count;
-    while (high - low > 1) {
-        const size_t middle = low + (high - low) / 2;
-        if (c->order[middle].place <= place) {
-            low = middle;
-        } else {
-            high = middle;
-        }
-    }
-    return low;
+    size_t after;
+    MLS_FIND_FIRST(after, c->count, c->order[after].place > place);
+    return after - 1;
 }
 
 /* Return the offset, in the item that `staged` describes, of the first element boundary
