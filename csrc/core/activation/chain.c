@@ -204,6 +204,13 @@ typedef struct refusal {
     size_t index;
 } refusal;
 
+/* Puts the reason why a step is invalid into `*why`; returns false. */
+static bool refuse(refusal *why, const char *object, const char *reason, size_t index)
+{
+    *why = (refusal){object, reason, index};
+    return false;
+}
+
 /* Returns whether activation k is held on the device: in its own memory, or inside the
  * saved tensors of the block before it. */
 static bool activation_is_stored(const machine *m, size_t k)
@@ -217,16 +224,13 @@ static bool activation_is_stored(const machine *m, size_t k)
 static bool can_run(const machine *m, size_t i, refusal *why)
 {
     if (i >= m->left) {
-        *why = (refusal){"backward", "has run already", i};
-        return false;
+        return refuse(why, "backward", "has run already", i);
     }
     if (!activation_is_stored(m, i)) {
-        *why = (refusal){"activation", "does not exist", i};
-        return false;
+        return refuse(why, "activation", "does not exist", i);
     }
     if (activation_is_stored(m, i + 1)) {
-        *why = (refusal){"activation", "already exists", i + 1};
-        return false;
+        return refuse(why, "activation", "already exists", i + 1);
     }
     return true;
 }
@@ -250,8 +254,7 @@ static bool run_forward(machine *m, size_t i, effect *e, refusal *why)
 static bool run_save(machine *m, size_t i, effect *e, refusal *why)
 {
     if (m->saved[i] != NOWHERE) {
-        *why = (refusal){"saved", "already exists", i};
-        return false;
+        return refuse(why, "saved", "already exists", i);
     }
     if (!can_run(m, i, why)) {
         return false;
@@ -270,17 +273,14 @@ static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
     const mls_chain *c = m->chain;
     const bool first = i + 1 == c->blocks;
     if (m->left != i + 1) {
-        *why = (refusal){"gradient", "does not exist", i + 1};
-        return false;
+        return refuse(why, "gradient", "does not exist", i + 1);
     }
     if (m->saved[i] != ON_DEVICE) {
         const char *reason = m->saved[i] == ON_HOST ? "is on the host" : "does not exist";
-        *why = (refusal){"saved", reason, i};
-        return false;
+        return refuse(why, "saved", reason, i);
     }
     if (!activation_is_stored(m, i)) {
-        *why = (refusal){"activation", "does not exist", i};
-        return false;
+        return refuse(why, "activation", "does not exist", i);
     }
     m->left = i;
     m->saved[i] = NOWHERE;
@@ -296,12 +296,10 @@ static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
 static bool run_drop(machine *m, size_t k, effect *e, refusal *why)
 {
     if (k == 0) {
-        *why = (refusal){"activation", "is the input and stays", k};
-        return false;
+        return refuse(why, "activation", "is the input and stays", k);
     }
     if (m->alone[k] == 0) {
-        *why = (refusal){"activation", "is not a separate tensor", k};
-        return false;
+        return refuse(why, "activation", "is not a separate tensor", k);
     }
     m->alone[k] = 0;
     *e = (effect){.frees = m->chain->activation_bytes[k]};
@@ -314,12 +312,10 @@ static bool run_offload(machine *m, size_t i, effect *e, refusal *why)
 {
     const mls_chain *c = m->chain;
     if (c->offload_rate <= 0) {
-        *why = (refusal){"saved", "cannot be offloaded: the chain has no rates", i};
-        return false;
+        return refuse(why, "saved", "cannot be offloaded: the chain has no rates", i);
     }
     if (m->saved[i] != ON_DEVICE) {
-        *why = (refusal){"saved", "is not on the device", i};
-        return false;
+        return refuse(why, "saved", "is not on the device", i);
     }
     m->saved[i] = ON_HOST;
     m->alone[i + 1] = 1;
@@ -334,12 +330,10 @@ static bool run_load(machine *m, size_t i, effect *e, refusal *why)
 {
     const mls_chain *c = m->chain;
     if (m->saved[i] != ON_HOST) {
-        *why = (refusal){"saved", "is not on the host", i};
-        return false;
+        return refuse(why, "saved", "is not on the host", i);
     }
     if (activation_is_stored(m, i + 1)) {
-        *why = (refusal){"activation", "already exists", i + 1};
-        return false;
+        return refuse(why, "activation", "already exists", i + 1);
     }
     m->saved[i] = ON_DEVICE;
     *e = (effect){.makes = c->saved_bytes[i],
