@@ -88,19 +88,11 @@ MLS_INLINED size_t compare_items(const unsigned char *a, const unsigned char *b,
     return changed;
 }
 
-#    define DEFINE_COMPARE(size)                                                         \
-        MLS_TARGET static size_t compare_##size(const unsigned char *a,                  \
-                                                const unsigned char *b, size_t count,    \
-                                                uint16_t *numbers)                       \
-        {                                                                                \
-            return compare_items(a, b, count, numbers, size);                            \
-        }
-
-DEFINE_COMPARE(1)
-DEFINE_COMPARE(2)
-DEFINE_COMPARE(4)
-DEFINE_COMPARE(8)
-DEFINE_COMPARE(16)
+MLS_DEFINE_COMPARE(1)
+MLS_DEFINE_COMPARE(2)
+MLS_DEFINE_COMPARE(4)
+MLS_DEFINE_COMPARE(8)
+MLS_DEFINE_COMPARE(16)
 
 const mls_delta_kernels mls_delta_avx2 = {
     .compare = {compare_1, compare_2, compare_4, compare_8, compare_16}};

@@ -105,18 +105,10 @@ MLS_INLINED size_t compare_items(const unsigned char *a, const unsigned char *b,
     return changed;
 }
 
-#    define DEFINE_COMPARE(size)                                                         \
-        MLS_TARGET static size_t compare_##size(const unsigned char *a,                  \
-                                                const unsigned char *b, size_t count,    \
-                                                uint16_t *numbers)                       \
-        {                                                                                \
-            return compare_items(a, b, count, numbers, size);                            \
-        }
-
-DEFINE_COMPARE(1)
-DEFINE_COMPARE(2)
-DEFINE_COMPARE(4)
-DEFINE_COMPARE(8)
+MLS_DEFINE_COMPARE(1)
+MLS_DEFINE_COMPARE(2)
+MLS_DEFINE_COMPARE(4)
+MLS_DEFINE_COMPARE(8)
 
 /* Compare items of 16 bytes as pairs of 8 bytes. A pair that differs in both halves is
  * stored once. */

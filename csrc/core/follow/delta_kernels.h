@@ -18,6 +18,15 @@ enum {
 typedef size_t (*mls_delta_compare)(const unsigned char *a, const unsigned char *b,
                                     size_t count, uint16_t *numbers);
 
+/* Define compare_SIZE, the kernel for elements of `size` bytes, in a file whose function
+ * compare_items has the size as last parameter. */
+#define MLS_DEFINE_COMPARE(size)                                                         \
+    MLS_TARGET static size_t compare_##size(                                             \
+        const unsigned char *a, const unsigned char *b, size_t count, uint16_t *numbers) \
+    {                                                                                    \
+        return compare_items(a, b, count, numbers, size);                                \
+    }
+
 struct mls_delta_kernels {
     mls_delta_compare compare[MLS_DELTA_SIZES]; /* by the exponent of the element size */
 };

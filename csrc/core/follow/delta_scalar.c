@@ -10,31 +10,6 @@ typedef struct item16 {
     uint64_t low, high;
 } item16;
 
-static bool differs_1(uint8_t a, uint8_t b)
-{
-    return a != b;
-}
-
-static bool differs_2(uint16_t a, uint16_t b)
-{
-    return a != b;
-}
-
-static bool differs_4(uint32_t a, uint32_t b)
-{
-    return a != b;
-}
-
-static bool differs_8(uint64_t a, uint64_t b)
-{
-    return a != b;
-}
-
-static bool differs_16(item16 a, item16 b)
-{
-    return a.low != b.low || a.high != b.high;
-}
-
 /* Return whether the GROUP bytes at `a` and `b` are equal. */
 static bool same_group(const unsigned char *a, const unsigned char *b)
 {
@@ -47,10 +22,10 @@ static bool same_group(const unsigned char *a, const unsigned char *b)
     return bits == 0;
 }
 
-/* Define compare_SIZE, the kernel (see mls_delta_compare) for elements of `size` bytes. A
- * number is always stored, and counted only if its elements differ: a branch would often
- * be mispredicted. */
-#define DEFINE_COMPARE(size, type)                                                       \
+/* Define compare_SIZE, the kernel (see mls_delta_compare) for elements of `size` bytes,
+ * which differ if `x` and `y` are `unequal`. A number is always stored, and counted only
+ * if its elements differ: a branch would often be mispredicted. */
+#define DEFINE_COMPARE(size, type, unequal)                                              \
     static size_t compare_##size(const unsigned char *a, const unsigned char *b,         \
                                  size_t count, uint16_t *numbers)                        \
     {                                                                                    \
@@ -67,17 +42,17 @@ static bool same_group(const unsigned char *a, const unsigned char *b)
                 memcpy(&x, a + i * (size), sizeof x);                                    \
                 memcpy(&y, b + i * (size), sizeof y);                                    \
                 numbers[changed] = (uint16_t)i;                                          \
-                changed += differs_##size(x, y);                                         \
+                changed += (unequal);                                                    \
             }                                                                            \
         }                                                                                \
         return changed;                                                                  \
     }
 
-DEFINE_COMPARE(1, uint8_t)
-DEFINE_COMPARE(2, uint16_t)
-DEFINE_COMPARE(4, uint32_t)
-DEFINE_COMPARE(8, uint64_t)
-DEFINE_COMPARE(16, item16)
+DEFINE_COMPARE(1, uint8_t, x != y)
+DEFINE_COMPARE(2, uint16_t, x != y)
+DEFINE_COMPARE(4, uint32_t, x != y)
+DEFINE_COMPARE(8, uint64_t, x != y)
+DEFINE_COMPARE(16, item16, x.low != y.low || x.high != y.high)
 
 const mls_delta_kernels mls_delta_scalar = {
     .compare = {compare_1, compare_2, compare_4, compare_8, compare_16}};
