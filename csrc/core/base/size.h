@@ -16,55 +16,26 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* Set `*out` to a + b, sizes in memory. Returns false on overflow; `*out` is then
- * unchanged. The compiler's builtins read the processor's carry or overflow flag, so the
- * check costs no extra comparison. */
-static inline bool mls_size_add(size_t a, size_t b, size_t *out)
-{
-    size_t sum;
-    if (__builtin_add_overflow(a, b, &sum)) {
-        return false;
+/* Define a function that sets `*out` to the sum or product of two numbers of `type`.
+ * Returns false on overflow; `*out` is then unchanged. The compiler's builtins read the
+ * processor's carry or overflow flag, so the check costs no extra comparison. */
+#define MLS_DEFINE_CHECKED(name, type, builtin)                                          \
+    static inline bool name(type a, type b, type *out)                                   \
+    {                                                                                    \
+        /* a local result: the builtin stores the wrapped value even if it overflows */  \
+        type result;                                                                     \
+        if (builtin(a, b, &result)) {                                                    \
+            return false;                                                                \
+        }                                                                                \
+        *out = result;                                                                   \
+        return true;                                                                     \
     }
-    *out = sum;
-    return true;
-}
 
-/* Set `*out` to a * b, sizes in memory. Returns false on overflow; `*out` is then
- * unchanged. */
-static inline bool mls_size_mul(size_t a, size_t b, size_t *out)
-{
-    size_t product;
-    if (__builtin_mul_overflow(a, b, &product)) {
-        return false;
-    }
-    *out = product;
-    return true;
-}
-
-/* Set `*out` to a + b, sizes in files. Returns false on overflow; `*out` is then
- * unchanged. */
-static inline bool mls_u64_add(uint64_t a, uint64_t b, uint64_t *out)
-{
-    /* a local result: the builtin stores the wrapped value even if it overflows */
-    uint64_t sum;
-    if (__builtin_add_overflow(a, b, &sum)) {
-        return false;
-    }
-    *out = sum;
-    return true;
-}
-
-/* Set `*out` to a * b, sizes in files. Returns false on overflow; `*out` is then
- * unchanged. */
-static inline bool mls_u64_mul(uint64_t a, uint64_t b, uint64_t *out)
-{
-    uint64_t product;
-    if (__builtin_mul_overflow(a, b, &product)) {
-        return false;
-    }
-    *out = product;
-    return true;
-}
+/* Sizes in memory, and sizes in files. */
+MLS_DEFINE_CHECKED(mls_size_add, size_t, __builtin_add_overflow)
+MLS_DEFINE_CHECKED(mls_size_mul, size_t, __builtin_mul_overflow)
+MLS_DEFINE_CHECKED(mls_u64_add, uint64_t, __builtin_add_overflow)
+MLS_DEFINE_CHECKED(mls_u64_mul, uint64_t, __builtin_mul_overflow)
 
 /* Set `*out` to the sum of `count` sizes in memory. Returns false on overflow; `*out` is
  * then unchanged. */
