@@ -69,49 +69,45 @@ static size_t mark_row(unsigned char *bits, size_t row)
     return (__atomic_fetch_or(&bits[row / 8], bit, __ATOMIC_RELAXED) & bit) == 0;
 }
 
-/* Set the bit of each row that has a non-zero byte in `data`, and return the number of
- * newly set bits. The first and last row may be incomplete here: other threads may
- * process the rest of them. */
-size_t mls_rows_mark_filled(const mls_row_cut *rows, unsigned char *bits, size_t first,
-                            size_t count, const unsigned char *data)
+/* Set the bit of each row of `now` that differs from `before`, or from zeros if that is
+ * NULL, and return the number of newly set bits. The first and last row may be incomplete
+ * here: other threads may process the rest of them. */
+static size_t mark_rows(const mls_row_cut *rows, unsigned char *bits, size_t first,
+                        size_t count, const unsigned char *now,
+                        const unsigned char *before)
 {
-    size_t marked = 0;
+    size_t marked = 0, at = 0; /* `at`: bytes done */
     while (count > 0) {
         const size_t left = rows->row - first % rows->row;
-        const size_t n = count < left ? count : left;
-        if (!mls_rows_zero(data, n * rows->item)) {
-            marked += mark_row(bits, first / rows->row);
-        }
+        const size_t n = count < left ? count : left, bytes = n * rows->item;
+        const bool same = before == NULL ? mls_rows_zero(now + at, bytes)
+                                         : memcmp(now + at, before + at, bytes) == 0;
+        marked += same ? 0 : mark_row(bits, first / rows->row);
         first += n;
         count -= n;
-        data += n * rows->item;
+        at += bytes;
     }
     return marked;
 }
 
+/* Set the bit of each row that has a non-zero byte in `data`, and return the number of
+ * newly set bits. */
+size_t mls_rows_mark_filled(const mls_row_cut *rows, unsigned char *bits, size_t first,
+                            size_t count, const unsigned char *data)
+{
+    return mark_rows(rows, bits, first, count, data, NULL);
+}
+
 /* Set the bit of each row that differs between `now` and `before`, and return the number
  * of newly set bits. The whole range is compared first, then row by row only if it
- * differs. */
+ * differs, which is rare. */
 size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_t first,
                              size_t count, const unsigned char *now,
                              const unsigned char *before)
 {
-    size_t marked = 0;
-    if (memcmp(now, before, count * rows->item) == 0) {
-        return 0; /* the usual case */
-    }
-    while (count > 0) {
-        const size_t left = rows->row - first % rows->row;
-        const size_t n = count < left ? count : left;
-        if (memcmp(now, before, n * rows->item) != 0) {
-            marked += mark_row(bits, first / rows->row);
-        }
-        first += n;
-        count -= n;
-        now += n * rows->item;
-        before += n * rows->item;
-    }
-    return marked;
+    return memcmp(now, before, count * rows->item) == 0
+               ? 0
+               : mark_rows(rows, bits, first, count, now, before);
 }
 
 /* Return the first row in `row` .. `end` whose bit equals `set`, or `end`. Skips eight
