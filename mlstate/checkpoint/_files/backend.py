@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
     from ..._common.atomic_file import Target
@@ -18,18 +17,10 @@ class FileBackend(Protocol):
     def read_pt(self, path: Path) -> Parts:
         """Return the content of a ``torch.save`` file without running code from it."""
 
-    def write_pt(
-        self,
-        target: Target,
-        model: Any,
-        optimizer: Any,
-        metadata: Mapping[str, Any],
-        states: Mapping[str, Any],
-    ) -> None:
+    def write_pt(self, target: Target, parts: Parts) -> None:
         """Write a file that ``torch.load`` reads with ``weights_only``, atomically.
 
-        `model`, `optimizer`: arrays by name, or None to leave them out. `metadata`: JSON values,
-        and `states`: other values, by name; these are entries of the file beside the two.
+        A model or an optimizer that is None is left out. The states are entries beside the two.
         """
 
     def read_tree(self, path: Path) -> Any:
@@ -50,15 +41,5 @@ class FileBackend(Protocol):
     def read_dcp(self, path: Path, selection: Selection) -> Parts:
         """Read a checkpoint of torch.distributed.checkpoint, written by any number of ranks."""
 
-    def write_dcp(
-        self,
-        target: Target,
-        model: Any,
-        optimizer: Any,
-        metadata: Mapping[str, Any],
-        states: Mapping[str, Any],
-    ) -> None:
-        """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one.
-
-        The parameters are as for `write_pt`.
-        """
+    def write_dcp(self, target: Target, parts: Parts) -> None:
+        """Write a checkpoint that torch.distributed.checkpoint reads, in place of an old one."""

@@ -622,7 +622,7 @@ def _read_torch(path: Path) -> Parts:
 
 
 def _write_torch(target: Target, parts: Parts) -> None:
-    torch_backend("files of torch", FileBackend).write_pt(target, *parts)
+    torch_backend("files of torch", FileBackend).write_pt(target, parts)
 
 
 def _read_dcp(path: Path) -> Parts:
@@ -630,7 +630,7 @@ def _read_dcp(path: Path) -> Parts:
 
 
 def _write_dcp(target: Target, parts: Parts) -> None:
-    torch_backend("files of torch", FileBackend).write_dcp(target, *parts)
+    torch_backend("files of torch", FileBackend).write_dcp(target, parts)
 
 
 def _read_entries(path: Path) -> Parts:

@@ -26,7 +26,6 @@ from ....errors import CompatibilityError, FormatError
 from ....state._compatibility import join
 from ....state._kind import describe
 from ....state._optimizer_state import OptimizerStateDict
-from ....state._state_dict import StateDict
 from .._tensors.state import tensors_of
 from .file_parts import RECORD, Choice, choose_keys, format_error
 from .file_parts import parts_of as parts_of
@@ -128,18 +127,14 @@ def _state_value(value: Any, where: str) -> Any:
     return value
 
 
-def tree_of(
-    model: StateDict | None,
-    optimizer: OptimizerStateDict | None,
-    metadata: Mapping[str, Any],
-    states: Mapping[str, Any],
-) -> dict[str, Any]:
+def tree_of(parts: Parts) -> dict[str, Any]:
     """Return a tree that torch can store, of the parts of a state.
 
     For a model alone: its tensors by name, for ``module.load_state_dict``. Otherwise the entries
     ``model``, ``optimizer``, ``metadata``, one for each named state, and ``mlstate``, which records
     the classes of the states. Raises ValueError if a state has the name of another entry.
     """
+    model, optimizer, metadata, states = parts
     kinds = {"model": describe(model), "optimizer": describe(optimizer)}
     texts = {kind: text for kind, text in kinds.items() if text is not None}
     if model is not None and optimizer is None and not metadata and not states and not texts:
@@ -314,18 +309,12 @@ def _describe_refusal(text: str) -> str:
     )
 
 
-def write_pt(
-    target: Target,
-    model: StateDict | None,
-    optimizer: OptimizerStateDict | None,
-    metadata: Mapping[str, Any],
-    states: Mapping[str, Any],
-) -> None:
+def write_pt(target: Target, parts: Parts) -> None:
     """Atomically write a file that ``torch.load`` reads with ``weights_only``.
 
     `target`: the path. Parts that are None or empty are left out.
     """
-    tree = tree_of(model, optimizer, metadata, states)
+    tree = tree_of(parts)
     with replacing(target.path, target) as file:
         write_tree(tree, file)
 
@@ -380,13 +369,7 @@ def read_dcp(path: Path, selection: Selection) -> Parts:
     return parts_of(entries, path)
 
 
-def write_dcp(
-    target: Target,
-    model: StateDict | None,
-    optimizer: OptimizerStateDict | None,
-    metadata: Mapping[str, Any],
-    states: Mapping[str, Any],
-) -> None:
+def write_dcp(target: Target, parts: Parts) -> None:
     """Write a directory that torch.distributed.checkpoint reads, in place of an old one.
 
     Parts that are None or empty are left out. Raises ValueError if `target` exists and is not such
@@ -394,7 +377,7 @@ def write_dcp(
     """
     import torch.distributed.checkpoint as dcp
 
-    tree = tree_of(model, optimizer, metadata, states)
+    tree = tree_of(parts)
     if not (target.is_vacant or os.path.isfile(os.path.join(target.path, ".metadata"))):
         raise ValueError(
             f"{target.path}: exists already and is not a torch checkpoint; delete it first: a "
