@@ -23,6 +23,21 @@ class OptimizerRecord(NamedTuple):
     axes: tuple[int | None, ...] | None
 
 
+class OptimizerRequest(NamedTuple):
+    """What a load wants of the states of an optimizer. `strict` and `cast` are as for `load`."""
+
+    module: Any  # has the parameters, or None
+    records: dict[str, OptimizerRecord]  # the stored states by key
+    saved: Any  # their parameter groups and learning rate
+    read: Callable[[list[str]], dict[str, Any]]  # returns stored arrays by key
+    names: Any  # of the parameters in the optimizer's order, or the module that gives them
+    meant: Callable[[list[str]], list[str]]  # returns those of its keys that the user chose
+    shapes: Mapping[str, tuple[int, ...]]  # of the stored parameters, by name
+    strict: bool
+    complete: bool  # the user chose all names
+    cast: bool
+
+
 class CheckpointBackend(Protocol):
     """Operations on a framework's modules and optimizers as parts of a checkpoint."""
 
@@ -67,26 +82,5 @@ class CheckpointBackend(Protocol):
         by name. `metadata`: of torch's modules, None if it was not saved. `units`: the submodules.
         """
 
-    def fill_optimizer(
-        self,
-        optimizer: Any,
-        module: Any,
-        records: dict[str, OptimizerRecord],
-        saved: Any,
-        read: Callable[[list[str]], dict[str, Any]],
-        names: Any,
-        meant: Callable[[list[str]], list[str]],
-        *,
-        shapes: Mapping[str, tuple[int, ...]],
-        strict: bool,
-        complete: bool,
-        cast: bool,
-    ) -> Any:
-        """Return this rank's memory for an optimizer's states, and create those that it lacks.
-
-        `module`: has the parameters, or None. `records`: the stored states by key. `saved`: their
-        parameter groups and learning rate. `read`: returns stored arrays by key. `names`: names of
-        the parameters in the optimizer's order, or the module that gives them. `meant`: returns
-        those of its keys that the user chose. `shapes`: of the stored parameters, by name.
-        `complete`: the user chose all names. `strict`, `cast`: as for `load`.
-        """
+    def fill_optimizer(self, optimizer: Any, request: OptimizerRequest) -> Any:
+        """Return this rank's memory for an optimizer's states, and create those that it lacks."""

@@ -25,6 +25,7 @@ from ..collectives._arguments import optional_group
 from ..collectives._consensus import agree
 from ..errors import MLStateError, StoreError, TensorNotFoundError
 from ._folder.names import SECTIONS
+from ._folder.protocol import TensorParts
 from ._load_targets import ALL_NAMES, check_into, names_error, needs_all_ranks, prepare
 from ._options import LOAD_DEFAULTS, complete_options, show_options
 from ._quantized.pairs import find_pairs
@@ -279,8 +280,8 @@ class Loader:
     ) -> dict[str, Any]:
         """Read tensors into new arrays, by key; `mmap`: into unverified views of the files."""
         progress, verify = self.options["progress"], self.verify and not mmap
-        folder = self.request.files.folder
-        return folder.load(self.merged_index, section, keys, cutting, verify, mmap, progress)
+        parts = TensorParts(self.merged_index, section, keys, cutting)
+        return self.request.files.folder.load(parts, verify, mmap, progress)
 
     def facts(self, section: Section, names: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return dtype and shape of the tensors `names` of a section, by name, after conversion."""
@@ -708,9 +709,8 @@ def _check_request(
 
 def open_loader(where: RootPath, options: LoadOptions) -> Loader:
     """Return a loader of all tensors of a root, for a caller that reads one after the other."""
-    request, manifest = _check_request(
-        where, None, None, None, complete_options(load, options, LOAD_DEFAULTS)
-    )
+    options = complete_options(load, options, LOAD_DEFAULTS)
+    request, manifest = _check_request(where, None, None, None, options)
     if manifest is None:
         manifest = request.files.read_manifest(request.root)
     return Loader(request, manifest)

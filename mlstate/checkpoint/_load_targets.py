@@ -21,8 +21,9 @@ from ..errors import CompatibilityError
 from ..state._compatibility import LISTED, join, rename_hint
 from ..state._load_into import load_into
 from ..state._optimizer_state import OptimizerStateDict
-from ._backend import CheckpointBackend, OptimizerRecord
+from ._backend import CheckpointBackend, OptimizerRecord, OptimizerRequest
 from ._folder.names import SECTIONS
+from ._folder.protocol import TensorParts
 from ._sections import OPTIMIZER
 from ._states.collect import modules_of, owner_of
 from ._states.modules import prepare_units, stored_entries
@@ -270,9 +271,9 @@ def _fill(loader: Loader, ready_target: _Ready) -> None:
         section.keys(ready_target.names),
         section.by_key(filling.arrays, ready_target.names),
     )
-    selection = loader.merged_index, section.number, keys, ready_target.cuts
+    parts = TensorParts(loader.merged_index, section.number, keys, ready_target.cuts)
     folder, progress = loader.request.files.folder, loader.options["progress"]
-    folder.load_into(*selection, arrays, loader.verify, progress)
+    folder.load_into(parts, arrays, loader.verify, progress)
     if ready_target.casts:
         stored = {name: filling.arrays[name] for name in ready_target.casts}
         filling.arrays.update(ready_target.casts)
@@ -351,8 +352,7 @@ def _optimizer_target(
         return chosen_names.select(others, OPTIMIZER)[0]
 
     request = loader.request
-    return backend_of(optimizer, CheckpointBackend).fill_optimizer(
-        optimizer,
+    optimizer_request = OptimizerRequest(
         module,
         records,
         saved,
@@ -364,6 +364,7 @@ def _optimizer_target(
         complete=request.names is None,
         cast=request.cast,
     )
+    return backend_of(optimizer, CheckpointBackend).fill_optimizer(optimizer, optimizer_request)
 
 
 # ---- all targets ----

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from .._common.arguments import check_flags, check_int
-from .._sharding.layout import Cutting, Layout, Shard, Steps, steps_of
+from .._sharding.layout import Layout, Shard, Steps, steps_of
 from ._checkpoint import Checkpoint, TensorRecord
 from ._commit import Commit
 from ._folder.names import MANIFEST, SECTIONS
+from ._folder.protocol import TensorParts
 from ._options import PACK_BELOW, complete_save_options
 from ._save import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
@@ -111,20 +112,11 @@ def _folders(
     return files
 
 
-def _load(
-    files: CheckpointFiles,
-    merged: _core.MergedIndex,
-    section: int,
-    keys: list[str],
-    cutting: Cutting,
-) -> dict[str, Any]:
-    """Return the parts `cutting` of the tensors `keys` of a section, which were verified.
-
-    Local ones are views of mapped files.
-    """
+def _load(files: CheckpointFiles, parts: TensorParts) -> dict[str, Any]:
+    """Return parts of tensors that were verified; local ones are views of mapped files."""
     mmap = files.folder.is_local
     # objects may be replaced after the verification, so their checksums are compared again
-    return files.folder.load(merged, section, keys, cutting, not mmap, mmap, None)
+    return files.folder.load(parts, not mmap, mmap, None)
 
 
 def reshard(
@@ -251,7 +243,7 @@ def reshard(
             cutting = (steps, rank, world_size) if steps else (None, 0, 0)
 
             def shards(section: int, keys: list[str]) -> dict[str, Shard]:
-                arrays = _load(old, merged, section, keys, cutting)
+                arrays = _load(old, TensorParts(merged, section, keys, cutting))
                 return cut.shards(SECTIONS[section], arrays, rank)
 
             # the keys of this root, not of a newer one in the folder
@@ -263,8 +255,8 @@ def reshard(
                 for section, kind in enumerate(kinds)
             ]
             if replicated_keys and rank == 0:
-                kept_arrays = _load(old, merged, STATES, sorted(replicated_keys), (None, 0, 0))
-                whole_shards = {key: Shard(array) for key, array in kept_arrays.items()}
+                kept = TensorParts(merged, STATES, sorted(replicated_keys), (None, 0, 0))
+                whole_shards = {key: Shard(array) for key, array in _load(old, kept).items()}
                 section_shards[STATES] = {**(section_shards[STATES] or {}), **whole_shards}
             return section_shards[0], section_shards[1], section_shards[2]
 

@@ -13,6 +13,7 @@ from .._common.store_error import store_error
 from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError, StoreNotFoundError
 from ._folder.names import MANIFEST, Root
+from ._folder.protocol import TensorParts
 from ._folder.weight_names import is_index, is_weights_root
 from ._sections import STATES
 from ._step_choice import choose_root
@@ -437,7 +438,8 @@ def _verify_names(
             for key in keys:
                 report.checksums = report.checksums and checksums[key]
                 try:
-                    read = files.folder.load(merged, number, [key], every, True, False, progress)
+                    parts = TensorParts(merged, number, [key], every)
+                    read = files.folder.load(parts, True, False, progress)
                 except (ChecksumError, FormatError, StoreError) as error:
                     if files.folder.is_outage(error) or isinstance(error, StoreNotFoundError):
                         raise  # `read_root` starts again if a writer has replaced the checkpoint

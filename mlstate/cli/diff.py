@@ -13,6 +13,7 @@ from .._common.text import printable
 from ..checkpoint._checkpoint import TensorRecord
 from ..checkpoint._files.convert import read_file
 from ..checkpoint._folder.names import SECTIONS
+from ..checkpoint._folder.protocol import TensorParts
 from ..checkpoint._load_whole import WholePath
 from ..checkpoint._store.checkpoint_files import TRIES
 from ..state import diff
@@ -100,9 +101,9 @@ class _CheckpointSide:
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
         """Return the existing tensors among `keys`, by name: mapped if possible."""
         have = [key for key in keys if (SECTIONS[section], key) in self._sizes]
-        verify, full_cut = not self._mmap, (None, 0, 0)  # mapped arrays are not verified
-        folder = self._files.folder
-        return folder.load(self._merged_index, section, have, full_cut, verify, self._mmap, None)
+        parts = TensorParts(self._merged_index, section, have, (None, 0, 0))
+        verify = not self._mmap  # mapped arrays are not verified
+        return self._files.folder.load(parts, verify, self._mmap, None)
 
 
 class _FileSide:

@@ -22,8 +22,7 @@ from .writer_lock import WriterLock
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from ..._sharding.layout import Cuts, Cutting
-    from .protocol import Folder
+    from .protocol import Folder, TensorParts
 
 _MOST_BYTES = 512 << 20  # of a manifest or an index
 _HUB_NAME = re.compile(r"(\w[\w.-]*)/(\w[\w.-]*)\Z", re.ASCII)
@@ -281,36 +280,20 @@ class LocalFolder:
         return False
 
     def load(
-        self,
-        merged: _core.MergedIndex,
-        section: int,
-        keys: list[str],
-        cuts: Cutting,
-        verify: bool,
-        mmap: bool,
-        progress: Callable[[int], object] | None,
+        self, parts: TensorParts, verify: bool, mmap: bool, progress: Callable[[int], object] | None
     ) -> dict[str, Any]:
-        """Return the tensors `keys` of a section by key; `mmap`: as views of the files.
-
-        `Folder.load` describes the other parameters.
-        """
-        return merged.load(self.path, section, keys, cuts, verify, mmap, progress)
+        """Return the tensors by key; `mmap`: as views of the files. See `Folder.load`."""
+        return parts.merged.load(self.path, *parts[1:], verify, mmap, progress)
 
     def load_into(
         self,
-        merged: _core.MergedIndex,
-        section: int,
-        keys: list[str],
-        cuts: Cuts,
+        parts: TensorParts,
         targets: dict[str, Any],
         verify: bool,
         progress: Callable[[int], object] | None,
     ) -> None:
-        """Read the tensors `keys` into `targets`, arrays by key that have their shapes and dtypes.
-
-        `Folder.load_into` describes the other parameters.
-        """
-        merged.load_into(self.path, section, keys, cuts, targets, verify, progress)
+        """Read the tensors into `targets`, which fit them; see `Folder.load_into`."""
+        parts.merged.load_into(self.path, *parts[1:], targets, verify, progress)
 
     def verify(
         self, merged: _core.MergedIndex, progress: Callable[[int], object] | None

@@ -26,11 +26,10 @@ from .weight_names import weights_root
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from ..._sharding.layout import Cuts, Cutting
     from .._remote.object_store import ObjectInfo, ObjectStore, Tag
     from .._remote.options import StoreOptions
     from .._remote.root_claim import RootClaim
-    from .protocol import Folder
+    from .protocol import Folder, TensorParts
     from .range_load import Answer, Range, Unit
 
 _MOST_BYTES = 512 << 20  # of a manifest or an index
@@ -396,39 +395,24 @@ class ObjectFolder:
             self._copy_range(local, path, begin, end)
 
     def load(
-        self,
-        merged: _core.MergedIndex,
-        section: int,
-        keys: list[str],
-        cuts: Cutting,
-        verify: bool,
-        mmap: bool,
-        progress: Callable[[int], object] | None,
+        self, parts: TensorParts, verify: bool, mmap: bool, progress: Callable[[int], object] | None
     ) -> dict[str, Any]:
-        """Return the tensors `keys` of a section as new arrays; `mmap` is ignored.
-
-        `Folder.load` describes the parameters.
-        """
+        """Return the tensors as new arrays, as `Folder.load`; `mmap` is ignored."""
         # The core creates the arrays, zeroed, and reads nothing: it gets no answers yet.
         source = self.path, (), True
-        arrays = merged.load(source, section, keys, cuts, verify, False, progress)
-        call = LoadCall(merged, self.path, section, keys, cuts, arrays, verify, is_zeroed=True)
-        self._fill(call, progress)
+        arrays = parts.merged.load(source, *parts[1:], verify, False, progress)
+        self._fill(LoadCall(self.path, *parts, arrays, verify, is_zeroed=True), progress)
         return arrays
 
     def load_into(
         self,
-        merged: _core.MergedIndex,
-        section: int,
-        keys: list[str],
-        cuts: Cuts,
+        parts: TensorParts,
         targets: dict[str, Any],
         verify: bool,
         progress: Callable[[int], object] | None,
     ) -> None:
-        """Read the tensors `keys` into `targets`, as `Folder.load_into`."""
-        call = LoadCall(merged, self.path, section, keys, cuts, targets, verify, is_zeroed=False)
-        self._fill(call, progress)
+        """Read the tensors into `targets`, as `Folder.load_into`."""
+        self._fill(LoadCall(self.path, *parts, targets, verify, is_zeroed=False), progress)
 
     def _fill(self, call: LoadCall, progress: Callable[[int], object] | None) -> None:
         """Read the tensors of a call into its targets; `progress` gets numbers of bytes."""

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ... import _core
-    from ..._sharding.layout import Cuts, Cutting
 
 
 class FileInfo(NamedTuple):
@@ -41,6 +40,15 @@ class NewFiles(NamedTuple):
     path: str
     mode: int  # permissions of the files
     is_temporary: bool  # the files are copied elsewhere: they need not be durable
+
+
+class TensorParts(NamedTuple):
+    """Parts of the tensors `keys` of one section that are read together."""
+
+    merged: _core.MergedIndex  # of all ranks
+    section: int  # 0 for the model, 1 for the optimizer, 2 for named states
+    keys: list[str]
+    cuts: Any  # the part of each tensor: a `Cutting`; to read into targets, any `Cuts`
 
 
 class Exclusion(Protocol):
@@ -179,38 +187,25 @@ class Folder(Protocol):
         """Return whether an error tells nothing about the checkpoint: the store failed."""
 
     def load(
-        self,
-        merged: _core.MergedIndex,
-        section: int,
-        keys: list[str],
-        cuts: Cutting,
-        verify: bool,
-        mmap: bool,
-        progress: Callable[[int], object] | None,
+        self, parts: TensorParts, verify: bool, mmap: bool, progress: Callable[[int], object] | None
     ) -> dict[str, Any]:
-        """Return the tensors `keys` of a section as new arrays, by key.
+        """Return the tensors `parts` as new arrays, by key; all have the same cut.
 
-        `section`: 0 for the model, 1 for the optimizer, 2 for named states. `cuts`: the part of
-        each tensor. `verify`: compare the bytes with their checksums. `mmap`: return read-only
-        views of the files if possible. `progress`: called with numbers of bytes that were read.
+        `verify`: compare the bytes with their checksums. `mmap`: return read-only views of the
+        files if possible. `progress`: called with numbers of bytes that were read.
         """
 
     def load_into(
         self,
-        merged: _core.MergedIndex,
-        section: int,
-        keys: list[str],
-        cuts: Cuts,
+        parts: TensorParts,
         targets: dict[str, Any],
         verify: bool,
         progress: Callable[[int], object] | None,
     ) -> None:
-        """Read parts of tensors into existing arrays or torch tensors, `targets` by key.
+        """Read the tensors `parts` into existing arrays or torch tensors, `targets` by key.
 
-        `merged` is the index of all ranks, `section` the number of its section (0 model, 1
-        optimizer, 2 named states), `keys` the names in it, and `cuts` the part of each that is
-        read. `progress` is called with numbers of bytes as they arrive. After an error, the content
-        of the targets is undefined.
+        `progress` is called with numbers of bytes as they arrive. After an error, the content of
+        the targets is undefined.
         """
 
     def verify(

@@ -32,14 +32,14 @@ Answer = tuple[str, int, int, int, Any]  # path, begin, end, bytes of the object
 
 @dataclass(frozen=True)
 class LoadCall:
-    """Arguments of `MergedIndex.load_into`, and the URL for errors.
+    """The URL for errors, a `TensorParts`, and the other arguments of `MergedIndex.load_into`.
 
     `is_zeroed` tells that `MergedIndex.load` created the targets: they have the zeros that are not
     stored, and these use no memory.
     """
 
-    merged: _core.MergedIndex
     url: str
+    merged: _core.MergedIndex
     section: int
     keys: list[str]
     cuts: Cuts

@@ -18,6 +18,7 @@ from ..._common.store_error import format_error, store_error
 from ..._common.text import names_hint
 from ...errors import FormatError, StoreNotFoundError, TensorNotFoundError
 from ...state._kind import KEY, kind_of_text
+from .._folder.protocol import TensorParts
 from .._folder.weight_names import SUFFIX, is_set, set_files, set_of
 from .name_globs import Names
 from .weight_checksums import records_of
@@ -295,7 +296,7 @@ def _compare_copies(folder: Folder, merged: _core.MergedIndex) -> None:
             with folder.header_files((file,)) as local:
                 indexes[file] = _core.MergedIndex.of_files(local, (file,))
         arrays = (
-            folder.load(index, 0, [key], _WHOLE, False, True, None)[key]
+            folder.load(TensorParts(index, 0, [key], _WHOLE), False, True, None)[key]
             for index in (merged, indexes[file])
         )
         if bytes_of(next(arrays)) != bytes_of(next(arrays)):

@@ -46,13 +46,13 @@ from .optimizer_groups import Scope, match_groups, set_state
 from .optimizer_slots import ParameterSlot, parameter_slots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
 
     import torch
 
     from ...._sharding.layout import Steps
     from ...._types import NDArray
-    from ....checkpoint._backend import OptimizerRecord
+    from ....checkpoint._backend import OptimizerRecord, OptimizerRequest
 
 
 class Place(NamedTuple):
@@ -387,42 +387,25 @@ def _new_state(
 class OptimizerFilling(Filling):
     """Memory of this rank for the states of an optimizer.
 
-    Missing states are created; `done` adds them to the optimizer. `read` returns the arrays of some
-    keys of the checkpoint, `meant` those keys that the load includes; other states do not change.
+    Missing states are created; `done` adds them to the optimizer. States that the load does not
+    include do not change.
     """
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        module: torch.nn.Module | None,
-        records: dict[str, OptimizerRecord],
-        saved: Any,
-        read: Callable[[list[str]], dict[str, NDArray]],
-        names: Any,
-        meant: Callable[[list[str]], list[str]],
-        *,
-        shapes: Mapping[str, tuple[int, ...]],
-        strict: bool,
-        complete: bool,
-        cast: bool,
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, request: OptimizerRequest) -> None:
         """Check that the checkpoint's states fit the optimizer, and prepare memory for them.
 
-        `records`: the stored states by key. `saved`: their parameter groups and learning rate.
-        `names`: of the parameters, if the module is None. `shapes`: of the saved parameters.
-        `strict`, `complete`, `cast`: as in `load`. Raises CompatibilityError; nothing is changed
-        then.
+        Raises CompatibilityError; nothing is changed then.
         """
-        if module is None:
+        records, saved = request.records, request.saved
+        if request.module is None:
             _check_optimizer(optimizer, 1 << 62)
         check_contract(optimizer)
         self.optimizer = optimizer
-        self.records = records
-        self.cast = cast
-        self.slots, members = parameter_slots(optimizer, module, names)
-        if not strict:  # only the states that both have
+        self.cast = request.cast
+        self.slots, members = parameter_slots(optimizer, request.module, request.names)
+        if not request.strict:  # only the states that both have
             records = {key: each for key, each in records.items() if each.parameter in self.slots}
-            self.records = records
+        self.records = records
         self.own_loader = has_own_loader(optimizer)
         if self.own_loader and any(slot.run for slot in self.slots.values()):
             raise TypeError(
@@ -435,8 +418,9 @@ class OptimizerFilling(Filling):
         }
         self.packed = packed_states(saved.param_groups) & records.keys()
         have = {key: () if key in self.packed else r.shape for key, r in records.items()}
-        refuse_unfit(have, shapes_needed, shapes)
-        scope = Scope(strict, complete, frozenset(r.parameter for r in records.values()))
+        refuse_unfit(have, shapes_needed, request.shapes)
+        parameters = frozenset(r.parameter for r in records.values())
+        scope = Scope(request.strict, request.complete, parameters)
         self.groups = match_groups(
             saved.param_groups, saved.learning_rate, optimizer, members, scope
         )
@@ -449,14 +433,14 @@ class OptimizerFilling(Filling):
         # by id of a parameter: the parameter, and the states that this load has created
         self.made: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
         places, alone = self._sort_states(saved)
-        self.numbers = self._read_scalars(read(sorted(alone)) if alone else {}, alone)
+        self.numbers = self._read_scalars(request.read(sorted(alone)) if alone else {}, alone)
         super().__init__(places)
         self._convert_exactly()
         self.unsaved = self._list_unsaved()
-        self.rest = {key: self.unsaved[key] for key in meant(list(self.unsaved))}
+        self.rest = {key: self.unsaved[key] for key in request.meant(list(self.unsaved))}
         self.known = {**records, **self.rest}.keys()
         if not self.own_loader and not any(slot.run for slot in self.slots.values()):
-            self._set_state(is_whole=strict and complete)
+            self._set_state(is_whole=request.strict and request.complete)
 
     def _find_state(
         self, key: str, slot: ParameterSlot, record: OptimizerRecord, like: torch.Tensor
