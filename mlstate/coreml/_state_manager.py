@@ -11,7 +11,7 @@ import numpy as np
 from ..kv._arguments import incompatible
 from ..kv._state_manager import StateManagerBase
 from ._specs import StateSpec, StateSpecs, choose, choose_states, read_functions, states_of_contexts
-from ._transfer import move_state, written_dtype
+from ._transfer import Move, read_moved, written_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -220,13 +220,6 @@ class StateManager(StateManagerBase):
         are equal. `compact`: whether the target's context is smaller.
         """
         have, want = specs
-        move_state(
-            source,
-            target,
-            name,
-            positions or 0,  # `move_state` copies equal shapes whole
-            {name: want},
-            compact=compact,
-            seq_axis=self._seq_axis,
-            declared=have.shape,
-        )
+        move = Move(positions or 0, compact, self._seq_axis)  # equal shapes are copied whole
+        value, _ = read_moved(source, target, name, {name: want}, move, have.shape)
+        target.write_state(name=name, value=value)

@@ -115,7 +115,7 @@ def written_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     return native
 
 
-class _Move(NamedTuple):
+class Move(NamedTuple):
     """How states move: the arguments that all states have in common."""
 
     position: int  # number of tokens
@@ -124,12 +124,12 @@ class _Move(NamedTuple):
     pad_value: float = 0.0  # of positions without a token; not used to compact
 
 
-def _read_moved(
+def read_moved(
     source: MLStateLike,
     target: MLStateLike,
     name: str,
     specs: Mapping[str, StateSpec | Sequence[int]] | None,
-    move: _Move,
+    move: Move,
     declared: tuple[int, ...] | None = None,
 ) -> tuple[NDArray, tuple[int, ...]]:
     """Read the state `name`, and return the array to write to `target`, and the source's shape.
@@ -176,27 +176,6 @@ def _read_moved(
                 value, length, positions, move.pad_value, dtype, seq_axis=seq_axis
             )
     return np.require(moved, dtype, ["C", "W"]), value.shape
-
-
-def move_state(
-    source: MLStateLike,
-    target: MLStateLike,
-    name: str,
-    position: int,
-    specs: Mapping[str, StateSpec | Sequence[int]] | None,
-    *,
-    compact: bool,
-    seq_axis: int,
-    declared: tuple[int, ...] | None = None,
-) -> None:
-    """Move the state `name` with `position` tokens from `source` to `target`.
-
-    Everything is checked before the write, so after an error of a check the target is unchanged.
-    The other parameters are as for `_Move` and `_read_moved`.
-    """
-    move = _Move(as_position(position), compact, valid_axis(seq_axis))
-    value, _ = _read_moved(source, target, name, specs, move, declared)
-    target.write_state(name=name, value=value)
 
 
 class _Pair(NamedTuple):
@@ -256,7 +235,7 @@ def _state_pairs(sources: tuple[Any, ...], targets: tuple[Any, ...], specs: Any)
 
 
 def _move_all(
-    sources: Any, targets: Any, names: str | Sequence[str], specs: Any, move: _Move
+    sources: Any, targets: Any, names: str | Sequence[str], specs: Any, move: Move
 ) -> None:
     """Move the states `names` of all chunks: read and check all, then write all.
 
@@ -268,7 +247,7 @@ def _move_all(
         pairs = _state_pairs(_as_tuple(sources), _as_tuple(targets), specs)
     each_name = [_check_names(names, pair.specs) for pair in pairs]
     writes = [
-        _Write(pair, name, *_read_moved(pair.source, pair.target, name, pair.specs, move))
+        _Write(pair, name, *read_moved(pair.source, pair.target, name, pair.specs, move))
         for pair, listed in zip(pairs, each_name, strict=True)
         for name in listed
     ]
@@ -424,7 +403,7 @@ def transition_coreml_state(
     >>> larger = [FakeMLState({"k": (2, 1, 512, 32), "v": (2, 1, 512, 32)}) for _ in range(2)]
     >>> transition_coreml_state(chunks, larger, ["k", "v"], 200)
     """
-    move = _Move(as_position(current_position), False, valid_axis(seq_axis), pad_value)
+    move = Move(as_position(current_position), False, valid_axis(seq_axis), pad_value)
     _move_all(source_mlstate, target_mlstate, state_name, specs, move)
 
 
@@ -469,7 +448,7 @@ positions; choose a model with at least 300
     >>> large = FakeMLState({"k_cache": (2, 1, 64, 1, 512)})
     >>> compact_coreml_state(large, small, "k_cache", 180, seq_axis=-1)
     """
-    move = _Move(as_position(current_position), True, valid_axis(seq_axis))
+    move = Move(as_position(current_position), True, valid_axis(seq_axis))
     _move_all(source_mlstate, target_mlstate, state_name, specs, move)
 
 

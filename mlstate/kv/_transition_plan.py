@@ -5,6 +5,7 @@ Shared by `mlstate.coreml`, which exports the classes, and `mlstate.coreai`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .._common.set_module import set_module
@@ -162,31 +163,6 @@ def as_position(position: int) -> int:
     return number
 
 
-def _problem(
-    name: str,
-    source: Any | None,
-    target: Any | None,
-    position: int,
-    seq_axis: int | None,
-    contexts: tuple[int, int] | None,
-) -> tuple[str | None, int | None]:
-    """Return why the state `name` cannot move, or None, and how many of its positions move.
-
-    `moved_positions` returns the second: None if the state is copied whole. It is None too if the
-    state cannot move. The parameters are as for `_plan_state`.
-    """
-    if source is None or target is None:
-        which = "source" if source is None else "target"
-        return f"{name}: the {which} model has no state of this name", None
-    if source.dtype.kind != target.dtype.kind:
-        return f"{name}: {source.dtype} in the source model, {target.dtype} in the target", None
-    shapes = tuple(source.shape), tuple(target.shape)
-    try:
-        return None, moved_positions(name, *shapes, position, seq_axis, contexts=contexts)
-    except (CapacityError, CompatibilityError) as error:
-        return str(error), None
-
-
 def _plan_state(
     name: str,
     source: Any | None,
@@ -202,9 +178,17 @@ def _plan_state(
     target; None: unknown.
     """
     shapes = (source and source.shape, target and target.shape)
-    problem, positions = _problem(name, source, target, position, seq_axis, contexts)
-    if source is None or target is None or problem is not None:
-        return StateMove(name, "none", *shapes, 0, 0, problem)
+    stays = partial(StateMove, name, "none", *shapes, 0, 0)  # called with the problem
+    if source is None or target is None:
+        which = "source" if source is None else "target"
+        return stays(f"{name}: the {which} model has no state of this name")
+    if source.dtype.kind != target.dtype.kind:
+        return stays(f"{name}: {source.dtype} in the source model, {target.dtype} in the target")
+    both = tuple(source.shape), tuple(target.shape)
+    try:
+        positions = moved_positions(name, *both, position, seq_axis, contexts=contexts)
+    except (CapacityError, CompatibilityError) as error:
+        return stays(str(error))
     if positions is None or seq_axis is None:
         return StateMove(name, "same", *shapes, target.nbytes, 0, None)
     lengths = source.shape[seq_axis], target.shape[seq_axis]
