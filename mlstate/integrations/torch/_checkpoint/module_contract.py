@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ....errors import CompatibilityError
 from .._tensors.state import refuse_unstorable
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 EXTRA = "_extra_state"
 # Hooks of torch's wrappers. They gather parameters and change names, which `dtensor_shards` and
 # `module_names` do too.
+# Of a load: missing keys, unexpected keys, texts of errors.
+_Problems: TypeAlias = "tuple[list[str], list[str], list[str]]"
 _WRAPPER_HOOKS = ("torch.distributed.fsdp.", "torch.distributed.algorithms._checkpoint.")
 _HIDDEN = "_checkpoint_wrapped_module."  # a hook of the wrapper omits it from the keys
 
@@ -428,11 +430,10 @@ class OwnLoad:
 
         After an error, some units may be loaded: call `undo`.
         """
-        missing: list[str] = []
-        unexpected: list[str] = []
-        errors: list[str] = []
+        problems: _Problems = ([], [], [])
         for unit, state in zip(self.units, self._new, strict=True):
-            self._load(unit, dict(state), self._metadata, missing, unexpected, errors)
+            self._load(unit, dict(state), self._metadata, problems)
+        missing, unexpected, errors = problems
         lines = list(errors)
         if self.strict and unexpected:
             lines.insert(0, f"Unexpected key(s) in checkpoint: {_quoted(unexpected)}.")
@@ -457,7 +458,7 @@ class OwnLoad:
             errors: list[str] = []
             try:
                 copies = {key: _copy_of(key, value) for key, value in state.items()}
-                self._load(unit, copies, metadata, [], [], errors)
+                self._load(unit, copies, metadata, ([], [], errors))
             except CompatibilityError as error:
                 errors.append(str(error))
             if errors:
@@ -477,14 +478,12 @@ class OwnLoad:
         unit: Unit,
         state: dict[str, Any],
         metadata: dict[str, dict[str, Any]],
-        missing: list[str],
-        unexpected: list[str],
-        errors: list[str],
+        problems: _Problems,
     ) -> None:
         """Let one unit load its entries `state`, by torch's keys.
 
-        Keys that do not fit are added to `missing` and `unexpected`, texts to `errors`. An
-        exception of the unit's own method becomes a CompatibilityError.
+        Keys that do not fit are added to `problems`. An exception of the unit's own method becomes
+        a CompatibilityError.
         """
         ordered: Any = OrderedDict(state)
         ordered._metadata = metadata
@@ -495,7 +494,6 @@ class OwnLoad:
             if unit.module is root and not _is_torch_method(root, "load_state_dict"):
                 unit.module.load_state_dict(ordered, **({} if self.strict else {"strict": False}))
                 return
-            problems = (missing, unexpected, errors)
             _load_module(unit.module, ordered, unit.prefix, metadata, problems, unit.is_whole)
         except Exception as error:
             text = f"{_name_of(unit)!r}: {type(error).__name__}: {error}"
@@ -515,13 +513,12 @@ def _load_module(
     state: dict[str, object],
     prefix: str,
     metadata: Mapping[str, dict[str, object]],
-    problems: tuple[list[str], list[str], list[str]],
+    problems: _Problems,
     is_whole: bool,
 ) -> None:
     """Load one module as `torch.nn.Module.load_state_dict` does; its children too if `is_whole`.
 
-    `prefix`: of its keys in `state`. `metadata`: by prefix. `problems`: lists of missing keys,
-    unexpected keys and errors, which are extended.
+    `prefix`: of its keys in `state`. `metadata`: by prefix. `problems`: lists that are extended.
     """
     from torch.nn.modules.module import _IncompatibleKeys
 

@@ -180,12 +180,18 @@ class ModuleHooks(Hooks):
     ) -> None:
         """Gather the reduced gradients of all ranks, and add them to each parameter's gradient.
 
-        `buckets`: units that are gathered together. `timeout`: seconds, or None. A parameter that
-        no rank used has no part; it keeps its gradient.
+        `buckets`: units that are gathered together; parameters of one dtype and device are sent in
+        one message. `timeout`: seconds, or None. A parameter that no rank used has no part; it
+        keeps its gradient.
         """
         for units in buckets:
-            used = [unit for unit in units if unit.local_gradient is not None]
-            _gather_bucket(group, used, self.parameters, timeout)
+            kinds: dict[object, list[tuple[FSDPShardingUnit, torch.nn.Parameter]]] = {}
+            for unit in units:
+                if unit.local_gradient is not None:
+                    used = self.parameters[unit.parameter_name]
+                    kinds.setdefault((used.dtype, used.device), []).append((unit, used))
+            for pairs in kinds.values():
+                _gather_pairs(group, pairs, timeout)
         for name, earlier in self._earlier.items():
             parameter: torch.Tensor = self.parameters[name]
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
@@ -388,24 +394,6 @@ def reduce_on_device(
     flat.copy_(total if terms.divisor == 1 else total / terms.divisor)
     squares = float(flat.double().square().sum())
     return squares, int((~flat.isfinite()).sum()) if flat.dtype.is_floating_point else 0
-
-
-def _gather_bucket(
-    group: ProcessGroup,
-    units: Sequence[FSDPShardingUnit],
-    parameters: Mapping[str, torch.nn.Parameter],
-    timeout: float | None,
-) -> None:
-    """Gather the parts of reduced gradients from all ranks into ``parameter.grad``.
-
-    `parameters`: by name. Parameters of one dtype and device are sent in one message.
-    """
-    kinds: dict[object, list[tuple[FSDPShardingUnit, torch.nn.Parameter]]] = {}
-    for unit in units:
-        parameter = parameters[unit.parameter_name]
-        kinds.setdefault((parameter.dtype, parameter.device), []).append((unit, parameter))
-    for pairs in kinds.values():
-        _gather_pairs(group, pairs, timeout)
 
 
 def _gather_pairs(
