@@ -11,9 +11,7 @@ PyObject *mlspy_str_of(mls_str text)
 PyObject *mlspy_sizes_tuple(const size_t *sizes, Py_ssize_t count)
 {
     PyObject *tuple = PyTuple_New(count);
-    for (Py_ssize_t i = 0; tuple != NULL && i < count; i++) {
-        mlspy_put(&tuple, i, PyLong_FromSize_t(sizes[i]));
-    }
+    MLSPY_PUT_EACH(tuple, i, count, PyLong_FromSize_t(sizes[i]));
     return tuple;
 }
 

@@ -19,6 +19,13 @@ PyObject *mlspy_sizes_tuple(const size_t *sizes, Py_ssize_t count);
 /* Set entry `i` of a new list or tuple, which is empty there. */
 void mlspy_put(PyObject **out, Py_ssize_t i, PyObject *item);
 
+/* Set entries 0 .. `count` - 1 of a new list or tuple to `item`, an expression that reads
+ * the number of the entry, `i`; until `out` is NULL. */
+#define MLSPY_PUT_EACH(out, i, count, item)                                              \
+    for (size_t i = 0, end_ = (size_t)(count); (out) != NULL && i < end_; i++) {         \
+        mlspy_put(&(out), (Py_ssize_t)i, (item));                                        \
+    }
+
 /* Append to a list. */
 void mlspy_append(PyObject **out, PyObject *item);
 

@@ -347,9 +347,8 @@ static PyObject *merged_index_tensors(mlspy_merged_index *self, PyObject *unused
 {
     (void)unused;
     PyObject *list = PyList_New((Py_ssize_t)self->merged.tensor_count);
-    for (size_t i = 0; list != NULL && i < self->merged.tensor_count; i++) {
-        mlspy_put(&list, (Py_ssize_t)i, tensor_tuple(self, &self->merged.tensors[i]));
-    }
+    MLSPY_PUT_EACH(list, i, self->merged.tensor_count,
+                   tensor_tuple(self, &self->merged.tensors[i]));
     return list;
 }
 

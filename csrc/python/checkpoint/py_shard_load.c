@@ -721,9 +721,7 @@ PyObject *mlspy_merged_index_patterns(mlspy_merged_index *self, PyObject *unused
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     (void)unused;
     PyObject *list = PyList_New((Py_ssize_t)self->index_count);
-    for (size_t i = 0; list != NULL && i < self->index_count; i++) {
-        mlspy_put(&list, (Py_ssize_t)i, pattern_tuple(state, &self->indexes[i]));
-    }
+    MLSPY_PUT_EACH(list, i, self->index_count, pattern_tuple(state, &self->indexes[i]));
     return list;
 }
 
@@ -764,10 +762,8 @@ PyObject *mlspy_merged_index_places(mlspy_merged_index *self, PyObject *unused)
     mls_index_pattern *patterns = find_patterns(self, mlspy_state_of_type(Py_TYPE(self)));
     PyObject *list =
         patterns == NULL ? NULL : PyList_New((Py_ssize_t)self->merged.tensor_count);
-    for (size_t i = 0; list != NULL && i < self->merged.tensor_count; i++) {
-        mlspy_put(&list, (Py_ssize_t)i,
-                  places_bytes(self, patterns, &self->merged.tensors[i]));
-    }
+    MLSPY_PUT_EACH(list, i, self->merged.tensor_count,
+                   places_bytes(self, patterns, &self->merged.tensors[i]));
     mls_index_patterns_free(patterns, self->index_count);
     return list;
 }

@@ -532,9 +532,7 @@ PyObject *mlspy_norm_pair(const mls_norm_partial *partial)
 PyObject *mlspy_bucket_norm_partials(const mls_bucket *b)
 {
     PyObject *list = PyList_New((Py_ssize_t)b->count);
-    for (size_t i = 0; list != NULL && i < b->count; i++) {
-        mlspy_put(&list, (Py_ssize_t)i, mlspy_norm_pair(&b->segments[i].norm_partial));
-    }
+    MLSPY_PUT_EACH(list, i, b->count, mlspy_norm_pair(&b->segments[i].norm_partial));
     return list;
 }
 

@@ -121,9 +121,7 @@ static void raise_for_array(const mlspy_state *state, const named_views *v, Py_s
 static PyObject *list_partials(const mls_norm_partial *partials, Py_ssize_t count)
 {
     PyObject *list = PyList_New(count);
-    for (Py_ssize_t i = 0; list != NULL && i < count; i++) {
-        mlspy_put(&list, i, mlspy_norm_pair(&partials[i]));
-    }
+    MLSPY_PUT_EACH(list, i, count, mlspy_norm_pair(&partials[i]));
     return list;
 }
 

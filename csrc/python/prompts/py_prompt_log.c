@@ -391,9 +391,7 @@ static int take_limit(const mlspy_state *state, PyObject *object, uint64_t *out)
 static PyObject *put_results(const put_items *all)
 {
     PyObject *list = PyList_New((Py_ssize_t)all->count);
-    for (size_t i = 0; list != NULL && i < all->count; i++) {
-        mlspy_put(&list, (Py_ssize_t)i, PyLong_FromLong(all->items[i].result));
-    }
+    MLSPY_PUT_EACH(list, i, all->count, PyLong_FromLong(all->items[i].result));
     return list;
 }
 

@@ -105,9 +105,8 @@ static PyObject *records_tuple(const mls_prompt_match *match)
 static PyObject *damage_tuple(const mls_prompt_match *match)
 {
     PyObject *tuple = PyTuple_New((Py_ssize_t)match->damage_count);
-    for (size_t i = 0; tuple != NULL && i < match->damage_count; i++) {
-        mlspy_put(&tuple, (Py_ssize_t)i, mlspy_prompt_damage_text(&match->damage[i]));
-    }
+    MLSPY_PUT_EACH(tuple, i, match->damage_count,
+                   mlspy_prompt_damage_text(&match->damage[i]));
     return tuple;
 }
 
@@ -174,10 +173,8 @@ static PyObject *meta_bytes(const mls_prompt_header *header)
 static PyObject *part_sizes(const mls_prompt_header *header)
 {
     PyObject *tuple = PyTuple_New((Py_ssize_t)header->part_count);
-    for (size_t i = 0; tuple != NULL && i < header->part_count; i++) {
-        mlspy_put(&tuple, (Py_ssize_t)i,
-                  PyLong_FromUnsignedLongLong(mls_prompt_header_part(header, i).bytes));
-    }
+    MLSPY_PUT_EACH(tuple, i, header->part_count,
+                   PyLong_FromUnsignedLongLong(mls_prompt_header_part(header, i).bytes));
     return tuple;
 }
 

@@ -302,9 +302,7 @@ static int tied_find(tied_job *job)
 static PyObject *tied_result(const tied_job *job, Py_ssize_t sections)
 {
     PyObject *result = PyList_New(sections);
-    for (Py_ssize_t i = 0; result != NULL && i < sections; i++) {
-        mlspy_put(&result, i, PyList_New(0));
-    }
+    MLSPY_PUT_EACH(result, i, sections, PyList_New(0));
     for (size_t i = 0; result != NULL && i < job->count; i++) {
         const tied_target *t = &job->targets[i];
         if (job->tied[i] &&
