@@ -357,17 +357,12 @@ static size_t list_places(const mls_index *x, shard_place *out)
     size_t count = 0;
     for (size_t i = 0; i < x->shard_count; i++) {
         const mls_index_shard *shard = &x->shards[i];
-        const size_t layers = shard->layers == NULL ? 0 : shard->layers->count;
-        if (shard->layers == NULL && shard->bytes > 0) {
+        const bool has_layers = shard->layers != NULL;
+        const size_t places = has_layers ? shard->layers->count : shard->bytes > 0;
+        for (size_t j = 0; j < places; j++, count++) {
             if (out != NULL) {
-                out[count] = (shard_place){.shard = shard}; /* plain */
-            }
-            count++;
-        }
-        for (size_t j = 0; j < layers; j++, count++) {
-            if (out != NULL) {
-                out[count] =
-                    (shard_place){.shard = shard, .layer = &shard->layers->list[j]};
+                out[count] = (shard_place){
+                    .shard = shard, .layer = has_layers ? &shard->layers->list[j] : NULL};
             }
         }
     }
