@@ -709,9 +709,8 @@ def _check_request(
 
 def open_loader(where: RootPath, options: LoadOptions) -> Loader:
     """Return a loader of all tensors of a root, for a caller that reads one after the other."""
-    request, manifest = _check_request(
-        where, None, None, None, complete_options(load, options, LOAD_DEFAULTS)
-    )
+    options = complete_options(load, options, LOAD_DEFAULTS)
+    request, manifest = _check_request(where, None, None, None, options)
     if manifest is None:
         manifest = request.files.read_manifest(request.root)
     return Loader(request, manifest)

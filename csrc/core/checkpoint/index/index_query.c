@@ -357,12 +357,12 @@ static size_t list_places(const mls_index *x, shard_place *out)
     size_t count = 0;
     for (size_t i = 0; i < x->shard_count; i++) {
         const mls_index_shard *shard = &x->shards[i];
-        const bool plain = shard->layers == NULL;
-        const size_t places = plain ? shard->bytes > 0 : shard->layers->count;
+        const bool has_layers = shard->layers != NULL;
+        const size_t places = has_layers ? shard->layers->count : shard->bytes > 0;
         for (size_t j = 0; j < places; j++, count++) {
             if (out != NULL) {
                 out[count] = (shard_place){
-                    .shard = shard, .layer = plain ? NULL : &shard->layers->list[j]};
+                    .shard = shard, .layer = has_layers ? &shard->layers->list[j] : NULL};
             }
         }
     }
