@@ -59,28 +59,39 @@ TEST(headers_of_other_writers_are_read)
     mls_safetensors_fini(&f);
 }
 
-TEST(overlaps_and_gaps_name_the_later_tensor)
+TEST(errors_name_the_tensor)
 {
-    static const char *const headers[] = {
-        "{" T("a", "U8", "2", 0, 2) "," T("b", "U8", "2", 1, 3) "}",
-        "{" T("a", "U8", "1", 0, 1) "," T("b", "U8", "1", 2, 3) "}"};
-    for (size_t i = 0; i < 2; i++) {
-        const image file = image_of(headers[i], 3);
+    static const struct {
+        const char *header;
+        size_t payload;
+        const char *name;
+    } cases[] = {
+        {"{" T("a", "U8", "2", 0, 2) "," T("b", "U8", "2", 1, 3) "}", 3, "b"},
+        {"{" T("a", "U8", "1", 0, 1) "," T("b", "U8", "1", 2, 3) "}", 3, "b"},
+        {"{" T("a", "U8", "9223372036854775807,2,0", 0, 0) "}", 0, "a"},
+        {"{\"a\":[[[[[[[[[[[[[[[[[[[[]]]]]]]]]]]]]]]]]]]]}", 0, ""}, /* too deep */
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+        const image file = image_of(cases[i].header, cases[i].payload);
         mls_safetensors f;
-        CHECK(parse(&file, &f, &status) == MLS_E_FORMAT);
-        CHECK_TEXT(status.name, "b");
-        CHECK(status.offset == file.head + 1);
+        CHECK(parse(&file, &f, &status) == MLS_E_FORMAT && status.has_offset);
+        CHECK_TEXT(status.name, cases[i].name);
     }
 }
 
-TEST(an_opaque_tensor_is_reported_at_its_dtype)
+TEST(an_opaque_tensor_is_bytes_and_reported_at_its_dtype)
 {
-    const image file = image_of("{" T("a", "F3_X", "8", 0, 3) "}", 3);
-    mls_safetensors f;
-    REQUIRE(parse(&file, &f, &status) == MLS_OK);
-    CHECK(mls_safetensors_check(&f, &status) == MLS_E_FORMAT && status.has_offset);
-    CHECK(status.offset == 8 + strlen("{\"a\":{\"dtype\":"));
-    mls_safetensors_fini(&f);
+    static const char *const headers[] = {"{" T("a", "F3_X", "8", 0, 3) "}",
+                                          "{" T("a", "F4", "2,3", 0, 3) "}"};
+    for (size_t i = 0; i < 2; i++) {
+        const image file = image_of(headers[i], 3);
+        mls_safetensors f;
+        REQUIRE(parse(&file, &f, &status) == MLS_OK);
+        CHECK(f.tensors[0].dtype == MLS_U8 && f.tensors[0].bytes == 3);
+        CHECK(mls_safetensors_check(&f, &status) == MLS_E_FORMAT && status.has_offset);
+        CHECK(status.offset == 8 + strlen("{\"a\":{\"dtype\":"));
+        mls_safetensors_fini(&f);
+    }
 }
 
 TEST(more_than_64_dimensions_are_refused)
