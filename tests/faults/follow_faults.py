@@ -134,10 +134,15 @@ def judge_next(folder):
         if ended[-1][0] != "done" or ended[-1][2] not in kinds:
             return [*complaints, f"a new publisher: {ended[-1]}"]
         complaints += advance_all(folder.copies, {number}, f"after version {number}")
-    report = mlstate.verify(folder.path)
+    return complaints + judge_files(folder.path)
+
+
+def judge_files(path):
+    """Complain about a damaged file, and about one that no version needs."""
+    report = mlstate.verify(path)
     if not report or report.leftover or report.strange:
-        complaints.append(f"files: {report.problems} {report.leftover} {report.strange}")
-    return complaints
+        return [f"files: {report.problems} {report.leftover} {report.strange}"]
+    return []
 
 
 def judge(folder, allowed, seed):
@@ -273,17 +278,24 @@ def fail_follower(seed, root):
 PARTS = ("/mlstate/", "/mlstate/follow/")  # all code, or its part that changes the arrays
 
 
+def choose_lines(folder, chance, call, *arguments):
+    """Lines that a call executes, and the part of the code in which they are counted."""
+    counts, faults = {}, []
+    for part in PARTS:  # in separate processes, because a second call may have nothing to do
+        act = lambda report, part=part: report(count_lines(part, call, *arguments))  # noqa: E731
+        counts[part] = run_child(act)[0][0][0]
+        folder.restore()
+    for _ in range(FAULTS):
+        part = chance.choice(PARTS)
+        faults.append(f"line {chance.randint(1, counts[part])} {part}")
+    return faults
+
+
 def interrupt_follower(seed, root):
     """Ctrl-C at a line of a follower's code."""
 
-    def choose(_, copy, chance):
-        # the second advance has nothing to do, so each count has a separate process
-        counts = [
-            run_child(lambda report, part=part: report(count_lines(part, copy.follower.advance)))[0]
-            for part in PARTS
-        ]
-        parts = [chance.randrange(len(PARTS)) for _ in range(FAULTS)]
-        return [f"line {chance.randint(1, counts[part][0][0])} {PARTS[part]}" for part in parts]
+    def choose(folder, copy, chance):
+        return choose_lines(folder, chance, copy.follower.advance)
 
     def disturb(copy, fault):
         _, number, part = fault.split()
@@ -305,16 +317,6 @@ def interrupt_publisher(seed, root):
     def publish(report):
         return folder.publish([first], report, publisher)
 
-    counts = []
-    for part in PARTS:
-        act = lambda report, part=part: report(count_lines(part, publish, lambda *_: 0))  # noqa: E731
-        counts.append(run_child(act)[0][0][0])
-        folder.restore()
-    faults = []
-    for _ in range(FAULTS):
-        part = chance.randrange(len(PARTS))
-        faults.append(f"line {chance.randint(1, counts[part])} {PARTS[part]}")
-
     def try_one(number, fault):
         _, line, part = fault.split()
 
@@ -327,6 +329,7 @@ def interrupt_publisher(seed, root):
         result = judge_end("line", ended, status)
         return True, result + judge_apart(lambda: judge(folder, allowed, seed + number))
 
+    faults = choose_lines(folder, chance, publish, lambda *_: 0)
     return try_each(folder, faults, try_one)
 
 
@@ -652,10 +655,7 @@ def judge_race(path, root, everything, allowed):
     for number in (len(everything.models) - 2, len(everything.models) - 1):
         publisher.publish(everything.steps[number], everything.models[number])
         complaints += advance_all(copies, {number}, "after the race, next")
-    report = mlstate.verify(path)
-    if not report or report.leftover or report.strange:
-        complaints.append(f"files: {report.problems} {report.leftover} {report.strange}")
-    return complaints
+    return complaints + judge_files(path)
 
 
 KINDS = {

@@ -212,17 +212,21 @@ class SaveCheckpoint(SaveFile):
         """Manifests that must exist, except the newest."""
         return []
 
-    def strangers(self, root, was_killed):
-        folder = root / self.folder
-        if not folder.exists():
-            return sorted(p.name for p in root.iterdir())
+    def expected_files(self, folder):
+        """The files that the manifests need."""
         expected_names = {"lock", "manifest.json"}
         for name in ["manifest.json", *self.roots(folder)]:
             with contextlib.suppress(OSError, ValueError):  # judge_content reports it
                 expected_names |= {name, *named_by(folder, name)}
+        return expected_names
+
+    def strangers(self, root, was_killed):
+        folder = root / self.folder
+        if not folder.exists():
+            return sorted(p.name for p in root.iterdir())
         files = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if not p.is_dir()}
         others = {p.name for p in root.iterdir()} - {self.folder}
-        return sorted(files - expected_names) + sorted(others)
+        return sorted(files - self.expected_files(folder)) + sorted(others)
 
 
 def together(model, optimizer):
@@ -529,12 +533,10 @@ class MoveTiers(SaveFile):
         wrong = differences(arrays, self.states[which])
         return [f"opens as {which} with other content: {wrong}"] if wrong else []
 
-    def strangers(self, root, was_killed):
-        folder = root / self.folder
-        if not folder.exists():
-            return sorted(p.name for p in root.iterdir())
-        names = {p.name for p in folder.iterdir()} - {"lock", f"{self.unit}.safetensors"}
-        return sorted(names | ({p.name for p in root.iterdir()} - {self.folder}))
+    strangers = SaveCheckpoint.strangers
+
+    def expected_files(self, folder):
+        return {"lock", f"{self.unit}.safetensors"}
 
 
 # ---- defective scenarios, which the harness must detect ----

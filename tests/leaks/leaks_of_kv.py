@@ -237,6 +237,12 @@ def combined_strategy(_):
     return run, [stage]
 
 
+def rolled_back(state):
+    """The state, restored from a snapshot of itself."""
+    state.restore(state.snapshot())
+    return state
+
+
 @case("from_cache", "to_cache")
 def caches_of_transformers(_):
     pytest.importorskip("transformers", reason="its caches are moved")
@@ -261,19 +267,13 @@ def caches_of_transformers(_):
 
     cache, target, other = filled(StaticLayer(16)), filled(StaticLayer(32)), filled(DynamicLayer())
 
-    def rollback():
-        state = from_cache(cache)
-        before = state.snapshot()
-        state.restore(before)
-        to_cache(state, into=cache)
-
     few = Cache(layers=cache.layers[:1])
     return each(
         lambda: to_cache(from_cache(cache)),
         lambda: to_cache(from_cache(cache), into=target),
         lambda: to_cache(from_cache(other).copy()),
         lambda: pickle.loads(pickle.dumps(from_cache(other))),
-        rollback,
+        lambda: to_cache(rolled_back(from_cache(cache)), into=cache),
         raises(errors.CompatibilityError, lambda: to_cache(from_cache(cache), into=few)),
         raises(errors.CompatibilityError, lambda: from_cache(Cache(layers=[DynamicLayer()]))),
         raises(TypeError, from_cache, "no cache"),
@@ -303,19 +303,13 @@ def caches_of_mlx(folder):
     cache, target, path = filled(KVCache()), filled(KVCache()), folder / "prompt.safetensors"
     save_prompt_cache(path, cache)
 
-    def rollback():
-        state = from_cache(cache)
-        before = state.snapshot()
-        state.restore(before)
-        to_cache(state, into=target)
-
     return each(
         lambda: to_cache(from_cache(cache)),
         lambda: to_cache(from_cache(cache).copy()),
         lambda: pickle.loads(pickle.dumps(from_cache(cache))),
         lambda: save_prompt_cache(path, cache, {"model": "tiny"}),
         lambda: load_prompt_cache(path, return_metadata=True),
-        rollback,
+        lambda: to_cache(rolled_back(from_cache(cache)), into=target),
         raises(errors.CompatibilityError, lambda: to_cache(from_cache(cache), into=target[:1])),
         raises(errors.CompatibilityError, lambda: from_cache([KVCache()])),
         raises(errors.CompatibilityError, lambda: save_prompt_cache(path, [object()])),

@@ -326,13 +326,11 @@ def test_a_hybrid_falls_back_to_the_newest_complete_position(store, tmp_path, po
     rng, before = np.random.default_rng(5), {}
     for stop in (20, 64, 90):
         prefill(state, TOKENS[:stop])
-        state.arrays["0.keys"][:, :, :stop] += 0  # the tokens of earlier puts stay as they are
         if stop == 20:
             state.arrays["0.keys"][...] = rng.random(state.arrays["0.keys"].shape)
         store.put(TOKENS[:stop], state)
         before[stop] = state.copy()
     keys = state.arrays["0.keys"]
-    assert position < 90
     needle = np.ascontiguousarray(keys[0, 1, position - 1 : position + 1]).tobytes()
     flip(tmp_path, needle)
     after = prefilled(HYBRID, TOKENS)
