@@ -12,7 +12,8 @@ from .._common.budget import parse_size
 from .._common.text import count_text
 from .._sharding.layout import Layout, Shard, steps_of
 from ._folder.names import MANIFEST, SECTIONS
-from ._load import chosen_names, ranks_of
+from ._load import chosen_names
+from ._load_arguments import ranks_of
 from ._options import PACK_BELOW
 from ._replica_assignment import by_section, whole_names
 from ._save import refuse_empty_save, states_of

@@ -14,18 +14,19 @@ from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.arguments import check_flags, check_int, is_flag
+from .._common.arguments import check_flags, is_flag
 from .._common.backend import TensorBackend, is_module, torch_backend
 from .._common.caller import find_caller
 from .._common.converted import converted, is_converted
-from .._common.dtypes import FLOATS, dtype_name, numpy_dtype
+from .._common.dtypes import numpy_dtype
 from .._common.text import names_hint
-from .._sharding.layout import Cuts, Cutting, Layout, steps_of
+from .._sharding.layout import Cuts, Cutting
 from ..collectives._arguments import optional_group
 from ..collectives._consensus import agree
 from ..errors import MLStateError, StoreError, TensorNotFoundError
 from ._folder.names import SECTIONS
 from ._folder.protocol import TensorParts
+from ._load_arguments import checked_cast, checked_device, ranks_of
 from ._load_targets import ALL_NAMES, check_into, names_error, needs_all_ranks, prepare
 from ._options import LOAD_DEFAULTS, complete_options, show_options
 from ._quantized.pairs import find_pairs
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from ._options import LoadOptions
     from ._quantized.pairs import Pairs
     from ._sections import Section
+    from ._states.restore import Action
     from ._store.manifest import Manifest
     from ._store.weight_files import WeightFiles
 
@@ -514,10 +516,13 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
                 error = other
         return agree(group, generation, error, again=again)
 
+    applied: list[Action] = []
     for attempt in range(TRIES):
         loader = manifest = prepared = None
         error: BaseException | None = None
         try:
+            undo_all(applied, StoreError("the checkpoint was replaced"))
+            applied = []
             manifest = request.files.read_manifest(request.root)
             loader = Loader(request, manifest)
             prepared = prepare(loader)
@@ -527,10 +532,9 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
             continue
         assert loader is not None
         assert prepared is not None
-        is_applied = False
         try:
             apply_all(prepared.actions)
-            is_applied = True
+            applied = prepared.actions
         except BaseException as caught:
             error = caught
         try:
@@ -542,85 +546,9 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
             if agree_on(manifest, error, attempt):
                 return _result(loader, prepared)
         except BaseException as caught:
-            if is_applied:
-                undo_all(prepared.actions, caught)
+            undo_all(applied, caught)
             raise
     raise StoreError(f"the checkpoint was replaced at each of {TRIES} attempts to load it")
-
-
-def ranks_of(
-    rank: int | None,
-    world_size: int | None,
-    layout: Layout | str | None,
-    group: ProcessGroup | None,
-) -> Cutting:
-    """Return the part to load: steps of a layout, index, number of ranks (0: whole tensors).
-
-    Steps of None: as the tensors were saved. Raises if the arguments contradict each other.
-    """
-    if group is not None:
-        if rank is not None or world_size is not None:
-            raise TypeError("give group= or rank= and world_size=, not both")
-        rank, world_size = group.rank, group.world_size
-    if (rank is None) != (world_size is None) and not isinstance(layout, Layout):
-        raise TypeError("pass rank= and world_size= together, or neither")
-    if rank is None:
-        if layout is None or layout == "whole":
-            return None, 0, 0
-        raise TypeError("layout= requires rank= (which part to load)")
-    if world_size is None:
-        assert isinstance(layout, Layout)
-        world_size = layout.parts
-    world_size = check_int("world_size", world_size, 1)
-    if not 0 <= check_int("rank", rank, -1 << 63) < world_size:
-        raise ValueError(f"rank {rank} of {world_size} does not exist")
-    steps = steps_of(layout, world_size)
-    if steps == ():
-        return steps, 0, 0
-    if isinstance(layout, Layout) and layout.parts != world_size:
-        raise ValueError(f"{layout!r} has {layout.parts} parts for {world_size} ranks")
-    return steps, rank, world_size
-
-
-def _checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
-    """Check the user's ``cast=``; return whether to convert to the dtypes of `into`, and a dtype.
-
-    The dtype is for the floats of new arrays; "" keeps the stored ones. A dtype excludes `mmap`.
-    """
-    if is_flag(cast):
-        if cast and into is None:
-            raise ValueError(
-                "cast=True converts to the dtypes of into=, which is not given: pass a dtype, such "
-                "as cast='bfloat16'"
-            )
-        return bool(cast), ""
-    dtype = dtype_name(cast)
-    if dtype not in FLOATS:
-        choices = ", ".join(sorted(FLOATS))
-        raise TypeError(f"cast must be True, False or one of the dtypes {choices}, got {cast!r}")
-    if into is not None:
-        raise ValueError(
-            f"cast={dtype!r} is the dtype of new arrays, and the targets of into= have their own: "
-            "pass cast=True to convert to these"
-        )
-    if mmap:
-        raise ValueError(
-            "mmap=True returns views of the files, which have the stored dtypes: pass either "
-            "mmap=True or a dtype as cast="
-        )
-    return False, dtype
-
-
-def _checked_device(device: object, *, mmap: bool) -> Any:
-    """Return ``device=`` as a device of torch, or None; raise if it is none, or with `mmap`."""
-    if device is None:
-        return None
-    if mmap:
-        raise ValueError(
-            "mmap=True returns read-only views of the files, which are NumPy arrays: pass either "
-            "mmap=True or device="
-        )
-    return torch_backend("tensors on a device=", TensorBackend).device_of(device)
 
 
 def _verify_all(files: CheckpointFiles, manifest: Manifest, merged: _core.MergedIndex) -> None:
@@ -669,7 +597,7 @@ def _check_request(
     rank, world_size, layout = options["rank"], options["world_size"], options["layout"]
     check_flags(mmap=mmap, strict=options["strict"])
     group = optional_group(options["group"])
-    cast, dtype = _checked_cast(options["cast"], into, mmap=mmap)
+    cast, dtype = checked_cast(options["cast"], into, mmap=mmap)
     files, root, manifest = open_root_path(path, options["storage_options"])
     if mmap:
         files.folder.require_local("mmap=True", "load without it")
@@ -680,7 +608,7 @@ def _check_request(
     files = files if verify else CheckpointFiles(files.folder, checked=False)
     if not isinstance(missing, str) or missing not in MISSING:
         raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
-    options["device"] = _checked_device(options["device"], mmap=mmap)
+    options["device"] = checked_device(options["device"], mmap=mmap)
     if into is not None:
         check_into(into)
         if mmap:

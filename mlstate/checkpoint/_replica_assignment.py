@@ -149,7 +149,7 @@ def _compare_names(rank: int, first: _Summary, other: int, other_summary: _Summa
 def _compare_arrays(summaries: dict[int, _Summary]) -> None:
     """Raise ValueError if a whole array has two dtypes or shapes on the ranks.
 
-    `summaries`: by rank.
+    `summaries`: each different one, by the first rank that has it.
     """
     seen: dict[str, tuple[int, str]] = {}
     for other, summary in summaries.items():
@@ -166,7 +166,7 @@ def _compare_arrays(summaries: dict[int, _Summary]) -> None:
 def _compare(summaries: dict[int, _Summary], *, has_layout: bool) -> None:
     """Raise ValueError if ranks save different states; every rank raises the same error.
 
-    `summaries`: by rank, one for each different summary. `has_layout`: the save has a layout, which
+    `summaries`: each different one, by its first rank. `has_layout`: the save has a layout, which
     requires the same whole arrays on all ranks.
     """
     (rank, first), *others = summaries.items()

@@ -422,7 +422,8 @@ def _verify_names(
 
     `root`: path of the root. No step is marked.
     """
-    from ._load import chosen_names, ranks_of
+    from ._load import chosen_names
+    from ._load_arguments import ranks_of
 
     def verify_tensors(manifest: Manifest) -> None:
         """Read the named tensors through their checksums, and put problems and bytes into `report`.

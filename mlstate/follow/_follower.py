@@ -21,7 +21,7 @@ from .._common.log import log as write_log
 from .._common.store_error import format_error, store_error
 from .._common.text import steps_text
 from .._sharding.layout import Layout, Shard
-from ..checkpoint._load import ranks_of
+from ..checkpoint._load_arguments import ranks_of
 from ..checkpoint._store.open_path import open_files
 from ..errors import (
     CheckpointWarning,

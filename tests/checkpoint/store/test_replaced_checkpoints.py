@@ -2,20 +2,34 @@
 
 import json
 import os
+import threading
 
 import numpy as np
 import pytest
+from rank_threads import run_local
 
 import mlstate
-from mlstate.checkpoint import CheckpointManager, inspect, plan_load, prune, reshard
+from mlstate.checkpoint import CheckpointManager, _load_targets, inspect, plan_load, prune, reshard
 from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
 from mlstate.cli import main
+from mlstate.errors import MLStateError
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="checkpoints need POSIX")
 
 
 def state(step):
     return {"w": np.full(40, step, np.float32), "b": np.full(3, step)}
+
+
+class Counter:
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
 
 
 class Writer:
@@ -180,3 +194,29 @@ def test_frequent_replacement_is_not_reported_as_damage(writer):
     writer.begin("indexes").times = 10**6
     with pytest.raises(mlstate.StoreError, match="replaced at each of 20 attempts to verify"):
         mlstate.verify(writer.folder)
+
+
+def test_ranks_that_begin_again_keep_the_state_from_before_the_first_attempt(tmp_path, monkeypatch):
+    """The second attempt fails; a failure restores the objects' state before the load."""
+    path = tmp_path / "ckpt"
+    mlstate.save(path, states={"counter": Counter(1)})
+    attempts, lock = [], threading.Lock()
+
+    def fill(prepared, loader):
+        with lock:  # the other rank waits for the save
+            attempts.append(prepared)
+            if len(attempts) == 1:
+                mlstate.save(path, states={"counter": Counter(2)})
+        raise FileNotFoundError("a file of the replaced checkpoint")
+
+    monkeypatch.setattr(_load_targets.Prepared, "fill", fill)
+    counters = [Counter(7), Counter(8)]
+
+    def load(group):
+        into = {"states": {"counter": counters[group.rank]}}
+        with pytest.raises(MLStateError):
+            mlstate.load(path, into=into, group=group)
+
+    run_local(load)
+    assert len(attempts) == 4
+    assert [counter.value for counter in counters] == [7, 8]
