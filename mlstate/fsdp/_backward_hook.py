@@ -357,7 +357,9 @@ class FSDPBackwardHook:
         """End a backward pass: wait until all gradients are scattered.
 
         Hooks of a torch module call this when ``backward`` ends. Inside `no_sync`, without a
-        started pass, it does nothing.
+        started pass, it does nothing. Parameters without a gradient take part too, with their sums
+        from `no_sync` if they have one, also if this rank has computed no gradient at all. With
+        ``gradients="full"``, the full gradients are gathered afterwards.
 
         Raises
         ------

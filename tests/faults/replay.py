@@ -9,7 +9,7 @@ The model is a conservative one of ext4 and similar file systems:
 - Synced data survive: the bytes of a synced file, the names in a synced folder.  A
   synced file's own name is not, until its folder is synced.
 - Other writes may be lost, kept or torn, page by page, in any order; the bytes
-  between kept ones reads as zeros, and the length may have grown without the bytes.
+  between kept ones read as zeros, and the length may have grown without the bytes.
 - Of the other changes of names in a folder, any prefix survives: they keep their order.  A
   rename between two folders happens in both or in neither.
 """

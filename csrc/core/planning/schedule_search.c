@@ -275,15 +275,17 @@ typedef struct outcome {
     bool away;
 } outcome;
 
-/* Adds the result `o` of a step from `m`, unless it exceeds limits->budget_bytes, or its
- * seconds are not below limits->below; a search `by_peak` has neither limit. Useless
- * activations are removed first: those whose block is done, and those that are also
- * inside saved tensors. MLS_E_MEMORY. */
+/* Adds the result `o` of a step from `m` to the paths of `s`, unless it exceeds
+ * limits->budget_bytes, or its seconds are not below limits->below; a search `by_peak`
+ * has neither limit. Useless activations are removed first: those whose block is done,
+ * and those that are also inside saved tensors. MLS_E_MEMORY. */
 static mls_code add_outcome(search *s, const moment *m, const outcome *o)
 {
     if (!s->by_peak && o->peak > s->limits->budget_bytes) {
         return MLS_OK;
     }
+    /* a save or load has no extra seconds, so if its block goes `away`, only the offload
+     * counts */
     const mls_compute_step run = {.kind = (int32_t)(o->away ? MLS_STEP_OFFLOAD : o->kind),
                                   .index = (int32_t)o->block};
     const double cost = m->cost + mls_step_extra(s->chain, &run);

@@ -1,6 +1,5 @@
-/* prompt_writer: one writer at a time.
- *
- * Who gets the lock first repairs what a killed writer or a power failure left. */
+/* prompt_writer: lock a log for one writer, and repair what a killed writer or a power
+ * failure left. */
 #include "prompts/prompt_log_state.h"
 
 #include "base/memory.h"
@@ -31,9 +30,8 @@ static int sync_newest(mls_prompt_log *log, const mls_prompt_segment *newest, in
     return reason;
 }
 
-/* Cut the bytes after the last complete record off the newest segment: a killed writer
- * left them.
- * MLS_E_IO. */
+/* Cut the bytes after the last complete record off the newest segment, which a killed
+ * writer left. MLS_E_IO. */
 static mls_code cut_newest(mls_prompt_log *log, mls_status *st)
 {
     char name[MLS_PROMPT_NAME];

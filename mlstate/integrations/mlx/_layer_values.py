@@ -218,7 +218,10 @@ def _fit_bits(layer: LayerValues, codes: Any, scales: Any, biases: Any) -> bool:
 
 
 def _find_count_problem(layer: LayerValues) -> tuple[str, str] | None:
-    """Return a counter of a layer that exceeds its positions, with the reason, or None."""
+    """Return the name of a number of a layer that is impossible, with the reason, or None.
+
+    That is a counter that is negative or exceeds the positions, or a ``max_size`` of no token.
+    """
     values, positions = layer.values, layer.positions
     used, name = (values["_idx"], "_idx") if "_idx" in values else (values["offset"], "offset")
     if "start_position" in values:

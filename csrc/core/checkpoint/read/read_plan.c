@@ -59,8 +59,8 @@ typedef struct zero_fill {
     size_t first;     /* element of the shard at byte `from` */
 } zero_fill;
 
-/* Return the number of elements in the visible ranges of a place; 0 if it has no such
- * ranges, since all its elements are visible then. */
+/* Return the number of elements in the visible ranges of `shard`, a stored place; 0 if it
+ * has no such ranges, since all its elements are visible then. */
 static size_t count_visible(const mls_stored_shard *shard)
 {
     size_t count = 0;

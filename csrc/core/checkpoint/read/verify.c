@@ -253,11 +253,11 @@ static mls_code read_head(int fd, uint64_t end, unsigned char **out, size_t *len
     return MLS_OK;
 }
 
-/* Read the header of the open file `fd`, which ends at or before byte `end`, into
- * `*head`, parse it into `header`, and check it. Its own checksum detects damage.
- * MLS_E_VALUE: it is valid but not the one in `record`, so it belongs to a file of
- * another save: a copy went wrong, but the disk is fine. The caller releases both
- * outputs, also after a failure. */
+/* Read the header, which ends at or before byte `end` of the open file `fd`, into
+ * `*head`, parse it into `header`, and check its own checksum. The caller has zeroed both
+ * outputs, and releases them also after an error. MLS_E_IO, MLS_E_MEMORY; MLS_E_FORMAT,
+ * MLS_E_CHECKSUM: it is damaged; MLS_E_VALUE: it is valid but not the one in `record`, so
+ * it belongs to a file of another save: a copy went wrong, but the disk is fine. */
 static mls_code read_header(int fd, uint64_t end, const mls_index_file *record,
                             const mls_crc_kernels *crc, unsigned char **head,
                             mls_safetensors *header, mls_status *st)

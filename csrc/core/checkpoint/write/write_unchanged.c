@@ -266,11 +266,11 @@ static void compare_compressed(compare_state *c, compared_shard *shard,
 }
 
 /* Compare the elements in piece `p` that no layer stores (`layers->zeros`) with zero. The
- * piece is in bytes of the shard, not of a place; nothing is read from files. */
+ * piece is in bytes of the shard, not of a place. Nothing is read from files: `r` lends
+ * its memory for zeros. */
 static void compare_zeros(const compare_state *c, compared_shard *shard,
                           const mls_layers *layers, const piece *p, file_reader *r)
 {
-    /* here the piece is in bytes of the shard; nothing is read from files */
     const size_t item = shard->rows.item, from = p->from / item, to = p->to / item;
     memset(r->read, 0, c->buffer);
     for (size_t i = mls_row_ranges_find(layers->zeros, layers->zero_count, from);

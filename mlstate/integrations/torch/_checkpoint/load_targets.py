@@ -744,10 +744,11 @@ class OptimizerFilling(Filling):
         return {"state": states, "param_groups": groups}
 
     def _drop_state(self, slot: ParameterSlot, state: str, value: Any) -> None:
-        """Remove the `state` of the parameter of `slot`, which was not saved.
+        """Remove the state named `state` of the parameter of `slot`, which was not saved.
 
         The optimizer creates it again if needed. `value`: its present value. In a flat parameter
-        whose other parameters keep the state, its run becomes zeros instead.
+        whose other parameters keep the state, its run becomes zeros instead; a state that is not of
+        the flat parameter's size, such as a step, stays.
         """
         if slot.run is not None and self._is_shared(slot, state):
             if hasattr(value, "numel") and value.numel() == slot.owner.numel():
