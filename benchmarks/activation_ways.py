@@ -13,6 +13,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median
 from types import FunctionType
 from typing import Any
 
@@ -250,18 +251,12 @@ class Ways:
 
     def again(self, name: str) -> float:
         """Seconds of the recomputed modules, with the median over all ways for each module."""
-        return sum(middle(self.module_seconds[place]) for place in self.ways[name].again)
+        return sum(median(self.module_seconds[place]) for place in self.ways[name].again)
 
     def extra(self, name: str) -> float:
         """Median of the extra time over the plain step of the same round, in seconds."""
         pairs = zip(self.ways[name].seconds, self.ways[PLAIN].seconds, strict=True)
-        return middle([a - b for a, b in pairs])
-
-
-def middle(values: list[float]) -> float:
-    """Return the median."""
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+        return median([a - b for a, b in pairs])
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

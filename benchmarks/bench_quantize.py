@@ -41,13 +41,6 @@ def random_values(dtype: np.dtype[Any]) -> Any:
     return np.random.default_rng(1).standard_normal(SHAPE, np.float32).astype(dtype)
 
 
-def to_torch(values: Any) -> Any:
-    """Return a tensor over the array's memory, also for bfloat16."""
-    if values.dtype.name == "bfloat16":
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(values)
-
-
 def to_mlx(values: Any) -> Any:
     """Return an mlx array with the same bits."""
     if values.dtype.name == "bfloat16":
@@ -116,7 +109,7 @@ def quantizing(report: Report, repeats: int) -> None:
                 call = partial(run_mlx, mx.quantize, [to_mlx(values)], bits)
                 candidates.append(Candidate("mlx.core.quantize", call))
             if torch is not None:
-                call = partial(peers.torch_quantize, to_torch(values), bits, GROUP)
+                call = partial(peers.torch_quantize, peers.to_torch(values), bits, GROUP)
                 candidates.append(Candidate("torch operations", call))
             candidates += [
                 Candidate(
@@ -147,7 +140,7 @@ def dequantizing(report: Report, repeats: int) -> None:
                 candidates.append(Candidate("mlx.core.dequantize", call))
             if torch is not None:
                 tensors = [
-                    to_torch(a.view(np.int32) if i == 0 else a) for i, a in enumerate(arrays)
+                    peers.to_torch(a.view(np.int32) if i == 0 else a) for i, a in enumerate(arrays)
                 ]
                 call = partial(peers.torch_dequantize, *tensors, bits, GROUP)
                 candidates.append(Candidate("torch operations", call))
