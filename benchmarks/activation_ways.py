@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import math
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 from activation_models import Clock, Model, Timed, step_of
-from harness import Candidate, Row, rows_of, settle
+from harness import Candidate, Row, rows_of, settle, shuffled_turns
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -204,25 +203,23 @@ class Ways:
 
     def measure(self, repeats: int) -> None:
         """Let the ways take turns; the first round warms up."""
-        order = random.Random(20)
         ways = list(self.ways.values())
         gc.collect()
         gc.disable()
         try:
-            for number in range(1 + repeats):
-                for way in order.sample(ways, len(ways)):
+            for number, way in shuffled_turns(ways, 1 + repeats):
+                if way.clock is not None:
+                    way.clock.reset()
+                settle()
+                began = time.perf_counter()
+                way.step()
+                seconds = time.perf_counter() - began
+                if number:
+                    way.seconds.append(seconds)
                     if way.clock is not None:
-                        way.clock.reset()
-                    settle()
-                    began = time.perf_counter()
-                    way.step()
-                    seconds = time.perf_counter() - began
-                    if number:
-                        way.seconds.append(seconds)
-                        if way.clock is not None:
-                            way.again = [place for place, _ in way.clock.again]
-                            for place, took in way.clock.again:
-                                self.module_seconds[place].append(took)
+                        way.again = [place for place, _ in way.clock.again]
+                        for place, took in way.clock.again:
+                            self.module_seconds[place].append(took)
         finally:
             gc.enable()
 
