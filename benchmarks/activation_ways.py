@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import gc
 import math
-import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from statistics import median
 from types import FunctionType
 from typing import Any
 
 import torch
 from activation_models import Clock, Model, Timed, step_of
-from harness import Candidate, Row, rows_of, settle
+from harness import Candidate, Row, rows_of, settle, shuffled_turns
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -203,25 +203,23 @@ class Ways:
 
     def measure(self, repeats: int) -> None:
         """Let the ways take turns; the first round warms up."""
-        order = random.Random(20)
         ways = list(self.ways.values())
         gc.collect()
         gc.disable()
         try:
-            for number in range(1 + repeats):
-                for way in order.sample(ways, len(ways)):
+            for number, way in shuffled_turns(ways, 1 + repeats):
+                if way.clock is not None:
+                    way.clock.reset()
+                settle()
+                began = time.perf_counter()
+                way.step()
+                seconds = time.perf_counter() - began
+                if number:
+                    way.seconds.append(seconds)
                     if way.clock is not None:
-                        way.clock.reset()
-                    settle()
-                    began = time.perf_counter()
-                    way.step()
-                    seconds = time.perf_counter() - began
-                    if number:
-                        way.seconds.append(seconds)
-                        if way.clock is not None:
-                            way.again = [place for place, _ in way.clock.again]
-                            for place, took in way.clock.again:
-                                self.module_seconds[place].append(took)
+                        way.again = [place for place, _ in way.clock.again]
+                        for place, took in way.clock.again:
+                            self.module_seconds[place].append(took)
         finally:
             gc.enable()
 
@@ -250,18 +248,12 @@ class Ways:
 
     def again(self, name: str) -> float:
         """Seconds of the recomputed modules, with the median over all ways for each module."""
-        return sum(middle(self.module_seconds[place]) for place in self.ways[name].again)
+        return sum(median(self.module_seconds[place]) for place in self.ways[name].again)
 
     def extra(self, name: str) -> float:
         """Median of the extra time over the plain step of the same round, in seconds."""
         pairs = zip(self.ways[name].seconds, self.ways[PLAIN].seconds, strict=True)
-        return middle([a - b for a, b in pairs])
-
-
-def middle(values: list[float]) -> float:
-    """Return the median."""
-    ordered = sorted(values)
-    return (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
+        return median([a - b for a, b in pairs])
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

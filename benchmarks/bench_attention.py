@@ -217,14 +217,13 @@ def effect(report: Report, quick: bool) -> None:
         ]
         starts = [same_start(a, b) for a, b in zip(written, reference[1], strict=True)]
         name = "full" if size is None else f"{size}" + (f", {sinks} sinks" if sinks else "")
-        row = Row(name, bits)
-        row.extra = {
+        extra: dict[str, object] = {
             "mean": f"{statistics.mean(bits):.3f}",
             "next agrees": f"{100 * statistics.mean(agreed):.1f} %",
             "same start": f"{statistics.median(starts):.0f}",
             "all same": f"{100 * statistics.mean(s == CONTEXT - PROMPT for s in starts):.0f} %",
         }
-        rows.append(row)
+        rows.append(Row(name, bits, extra=extra))
     report.table(
         f"attention size, {len(texts)} prompts of {PROMPT} characters, {CONTEXT - PROMPT} more",
         rows,
@@ -273,9 +272,7 @@ def rolling(report: Report, quick: bool) -> None:
     )
     for name, way in ways:
         bits = [way(tokens) for tokens in texts]
-        row = Row(name, bits)
-        row.extra = {"mean": f"{statistics.mean(bits):.3f}"}
-        rows.append(row)
+        rows.append(Row(name, bits, extra={"mean": f"{statistics.mean(bits):.3f}"}))
     report.table(
         f"characters {CONTEXT} to {ROLLED} of {len(texts)} texts, rolling cache of {CAPACITY}",
         rows,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import random
 import signal
 import tempfile
 import time
@@ -24,7 +23,7 @@ from typing import Any
 import dist_accumulator
 from dist_jobs import NAMES, Job, JobError, reason_against
 from dist_model import DTYPES, shapes_of
-from harness import Candidate, Report, Row, option_parser, rows_of, settle, show
+from harness import Candidate, Report, Row, option_parser, rows_of, settle, show, shuffled_turns
 from turns import Aim
 
 COMMAND_SECONDS = 120.0
@@ -119,13 +118,11 @@ class Run:
 
     def _take_turns(self, turns: list[Turn]) -> dict[str, list[float]]:
         samples: dict[str, list[float]] = {turn.name: [] for turn in turns}
-        order = random.Random(20)
-        for number in range(1 + self.repeats):
-            for turn in order.sample(turns, len(turns)):
-                settle()
-                answer = self.ask(turn.engine, "time", turn.way)
-                if answer is not None and number > 0:
-                    samples[turn.name].append(max(answer))
+        for number, turn in shuffled_turns(turns, 1 + self.repeats):
+            settle()
+            answer = self.ask(turn.engine, "time", turn.way)
+            if answer is not None and number > 0:
+                samples[turn.name].append(max(answer))
         return samples
 
     def show(self, title: str, rows: dict[str, Row], aims: list[Aim], *, note: str = "") -> None:

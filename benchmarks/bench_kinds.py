@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkpoint_states import read
 from from_tests import import_from_tests
 from harness import Candidate, Report, Row, option_parser
 from turns import Aim, take_turns
@@ -33,12 +34,6 @@ def touch(state: dict[str, Any]) -> None:
         array = tensor.detach().numpy() if hasattr(tensor, "detach") else np.asarray(tensor)
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         flat[: flat.size // 8 * 8].view(np.uint64).max(initial=0)
-
-
-def bytes_read() -> int:
-    """Return the bytes that this process has read by system calls."""
-    text = Path("/proc/self/io").read_text(encoding="ascii")
-    return int(text.partition("rchar: ")[2].partition("\n")[0])
 
 
 def time_kind(
@@ -62,9 +57,9 @@ def time_kind(
             Candidate(MAPPED, lambda: touch(dict(mlstate.load(path, mmap=True).model)))
         )
     rows = take_turns(candidates, repeats)
-    before = bytes_read()
+    before = read()
     load_part()  # mapped bytes are not counted
-    share = (bytes_read() - before) / size
+    share = (read() - before) / size
     for row in rows:
         row.extra["MB"] = f"{size / 1e6:.0f}"
     rows[2].extra["read"] = f"{share:.3f}"

@@ -51,20 +51,13 @@ def random_cache(shape: tuple[int, ...], dtype: object) -> np.ndarray:
     return values.astype(dtype)
 
 
-def torch_source(source: np.ndarray) -> object:
-    """Make a tensor over the array's memory, also for bfloat16."""
-    if source.dtype.name == "bfloat16":
-        return torch.from_numpy(source.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(source)
-
-
 def torch_rows(
     how: str, source: np.ndarray, length: int, position: int, dtype: object
 ) -> list[Candidate]:
     """Make torch's candidates: one thread and, if different, its default."""
     if torch is None:
         return []
-    tensor = torch_source(source)
+    tensor = peers.to_torch(source)
     target_dtype = getattr(torch, np.dtype(dtype).name)
     call = peers.torch_compact if how == "zeros" else peers.torch_expand
     return [

@@ -17,7 +17,7 @@ from typing import Any
 import harness
 import numpy as np
 import peers
-from harness import Candidate, Report, Row, option_parser
+from harness import Action, Candidate, Report, Row, option_parser
 from optional import optional
 
 import mlstate
@@ -41,13 +41,6 @@ def random_values(dtype: np.dtype[Any]) -> Any:
     return np.random.default_rng(1).standard_normal(SHAPE, np.float32).astype(dtype)
 
 
-def to_torch(values: Any) -> Any:
-    """Return a tensor over the array's memory, also for bfloat16."""
-    if values.dtype.name == "bfloat16":
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(values)
-
-
 def to_mlx(values: Any) -> Any:
     """Return an mlx array with the same bits."""
     if values.dtype.name == "bfloat16":
@@ -66,6 +59,11 @@ def quantized_state(values: Any, bits: int) -> CacheState:
     state = full_state(values)
     state.quantize(bits, GROUP)
     return state
+
+
+def dequantize_copy(state: CacheState) -> None:
+    """Dequantize a cache of the same arrays; `state` stays quantized."""
+    CacheState(state.spec, state.arrays, state.length).dequantize()
 
 
 def run_mlx(operation: Callable[..., Any], arrays: list[Any], bits: int) -> None:
@@ -105,33 +103,33 @@ def title(name: str, values: Any, bits: int) -> str:
     return f"{name} {values.dtype.name}, {bits} bits, groups of {GROUP}: {size:.4g} MiB of values"
 
 
+def compare(
+    report: Report, title: str, values: Any, calls: dict[str, Action], repeats: int
+) -> None:
+    """Time calls by name, and a copy of the values; mlstate's have the aim."""
+    candidates = [
+        Candidate(name, call, at_least=AIM if name.startswith("mlstate") else None)
+        for name, call in calls.items()
+    ]
+    candidates.append(Candidate("limit: memcpy of the values", copying(values), limit=True))
+    report.table(title, measure(with_base(candidates), repeats))
+
+
 def quantizing(report: Report, repeats: int) -> None:
     """Time quantize for every dtype and width."""
     for dtype in dtypes():
         values = random_values(dtype)
         for bits in BITS:
             arrays = [array.copy() for array in quantized_state(values, bits).arrays.values()]
-            candidates = []
+            calls: dict[str, Action] = {}
             if mx is not None:
-                call = partial(run_mlx, mx.quantize, [to_mlx(values)], bits)
-                candidates.append(Candidate("mlx.core.quantize", call))
+                calls["mlx.core.quantize"] = partial(run_mlx, mx.quantize, [to_mlx(values)], bits)
             if torch is not None:
-                call = partial(peers.torch_quantize, to_torch(values), bits, GROUP)
-                candidates.append(Candidate("torch operations", call))
-            candidates += [
-                Candidate(
-                    "mlstate, new arrays",
-                    lambda bits=bits, values=values: full_state(values).quantize(bits, GROUP),
-                    at_least=AIM,
-                ),
-                Candidate(
-                    "mlstate, arrays that exist",
-                    partial(core_quantize, values, arrays, bits),
-                    at_least=AIM,
-                ),
-                Candidate("limit: memcpy of the values", copying(values), limit=True),
-            ]
-            report.table(title("quantize", values, bits), measure(with_base(candidates), repeats))
+                tensor = peers.to_torch(values)
+                calls["torch operations"] = partial(peers.torch_quantize, tensor, bits, GROUP)
+            calls["mlstate, new arrays"] = partial(quantized_state, values, bits)
+            calls["mlstate, arrays that exist"] = partial(core_quantize, values, arrays, bits)
+            compare(report, title("quantize", values, bits), values, calls, repeats)
 
 
 def dequantizing(report: Report, repeats: int) -> None:
@@ -141,30 +139,18 @@ def dequantizing(report: Report, repeats: int) -> None:
         for bits in BITS:
             state = quantized_state(values, bits)
             arrays = list(state.arrays.values())
-            candidates = []
+            calls: dict[str, Action] = {}
             if mx is not None:
-                call = partial(run_mlx, mx.dequantize, [to_mlx(a) for a in arrays], bits)
-                candidates.append(Candidate("mlx.core.dequantize", call))
+                mlx_arrays = [to_mlx(array) for array in arrays]
+                calls["mlx.core.dequantize"] = partial(run_mlx, mx.dequantize, mlx_arrays, bits)
             if torch is not None:
-                tensors = [
-                    to_torch(a.view(np.int32) if i == 0 else a) for i, a in enumerate(arrays)
-                ]
-                call = partial(peers.torch_dequantize, *tensors, bits, GROUP)
-                candidates.append(Candidate("torch operations", call))
-            candidates += [
-                Candidate(
-                    "mlstate, new array",
-                    lambda s=state: CacheState(s.spec, s.arrays, s.length).dequantize(),
-                    at_least=AIM,
-                ),
-                Candidate(
-                    "mlstate, array that exists",
-                    partial(core_dequantize, np.ones_like(values), arrays, bits),
-                    at_least=AIM,
-                ),
-                Candidate("limit: memcpy of the values", copying(values), limit=True),
-            ]
-            report.table(title("dequantize", values, bits), measure(with_base(candidates), repeats))
+                codes, *others = arrays
+                tensors = [peers.to_torch(array) for array in (codes.view(np.int32), *others)]
+                calls["torch operations"] = partial(peers.torch_dequantize, *tensors, bits, GROUP)
+            calls["mlstate, new array"] = partial(dequantize_copy, state)
+            out = np.ones_like(values)
+            calls["mlstate, array that exists"] = partial(core_dequantize, out, arrays, bits)
+            compare(report, title("dequantize", values, bits), values, calls, repeats)
 
 
 def two_steps(values: Any, bits: int) -> None:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import numpy as np
-from guard_rows import numpy_diff
+from guard_rows import copy_each, numpy_diff
 from harness import Candidate, Report, add_rates, count_threads, measure, option_parser
 from optional import optional
 
@@ -233,11 +233,6 @@ def by_torch(target: Arrays, source: Arrays) -> Callable:
     return partial(module_of(target).load_state_dict, tensors_over(named))
 
 
-def copy_numpy(target: Arrays, source: Arrays) -> None:
-    for name, array in target.items():
-        np.copyto(array, source[name], casting="same_kind")
-
-
 def loading(report: Report, repeats: int) -> None:
     """Copy a gigabyte into existing arrays."""
     source = large("float32")
@@ -247,7 +242,7 @@ def loading(report: Report, repeats: int) -> None:
         memcpy = copying(threads, target, source)
         candidates = [
             Candidate("memcpy", memcpy, baseline=True, limit=True),
-            Candidate("np.copyto, 1 thread", partial(copy_numpy, target, source)),
+            Candidate("np.copyto, 1 thread", partial(copy_each, target, source)),
             Candidate("load_into", partial(load_into, target, source), at_least=0.9),
         ]
         if torch is not None:

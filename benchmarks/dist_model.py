@@ -22,20 +22,15 @@ def shapes_of(quick: bool) -> Shapes:
     shapes: Shapes = {"wte": (tokens, width), "wpe": (1024, width)}
     for block in range(12):
         for name, shape in (
-            ("ln_1.weight", (width,)),
-            ("ln_1.bias", (width,)),
-            ("attn.c_attn.weight", (width, 3 * width)),
-            ("attn.c_attn.bias", (3 * width,)),
-            ("attn.c_proj.weight", (width, width)),
-            ("attn.c_proj.bias", (width,)),
-            ("ln_2.weight", (width,)),
-            ("ln_2.bias", (width,)),
-            ("mlp.c_fc.weight", (width, 4 * width)),
-            ("mlp.c_fc.bias", (4 * width,)),
-            ("mlp.c_proj.weight", (4 * width, width)),
-            ("mlp.c_proj.bias", (width,)),
+            ("ln_1", (width,)),
+            ("attn.c_attn", (width, 3 * width)),
+            ("attn.c_proj", (width, width)),
+            ("ln_2", (width,)),
+            ("mlp.c_fc", (width, 4 * width)),
+            ("mlp.c_proj", (4 * width, width)),
         ):
-            shapes[f"h.{block}.{name}"] = shape
+            shapes[f"h.{block}.{name}.weight"] = shape
+            shapes[f"h.{block}.{name}.bias"] = shape[-1:]
     return shapes | {"ln_f.weight": (width,), "ln_f.bias": (width,)}
 
 

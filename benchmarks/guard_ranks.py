@@ -109,17 +109,11 @@ def on_two_ranks(operation: str, nbytes: int, tensors: int) -> Case:
 # ---- the table ----
 
 WAKING = "the threads sleep until both are there, and wake each other"
-FIXED_US = {
-    "reduce_scatter out=": 250.0,
-    "all_reduce out=": 250.0,
-    "all_gather out=": 180.0,
-    "broadcast": 90.0,
-}
-SIMPLE = {
-    "reduce_scatter out=": "np.add(a, b, out=)",
-    "all_reduce out=": "np.add(a, b, out=); np.copyto",
-    "all_gather out=": "np.copyto to each rank",
-    "broadcast": "np.copyto",
+COLLECTIVES = {  # the simple code, and the fixed microseconds
+    "reduce_scatter out=": ("np.add(a, b, out=)", 250.0),
+    "all_reduce out=": ("np.add(a, b, out=); np.copyto", 250.0),
+    "all_gather out=": ("np.copyto to each rank", 180.0),
+    "broadcast": ("np.copyto", 90.0),
 }
 
 RANKS = tuple(
@@ -129,8 +123,8 @@ RANKS = tuple(
         partial(on_two_ranks, name.partition(" ")[0]),
         UP_TO_256,
         threads=(2,),
-        fixed_us=FIXED_US[name],
+        fixed_us=fixed_us,
         why=WAKING,
     )
-    for name, simple in SIMPLE.items()
+    for name, (simple, fixed_us) in COLLECTIVES.items()
 )

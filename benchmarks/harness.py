@@ -19,15 +19,16 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import stored
 
 Action = Callable[[], object]
+Item = TypeVar("Item")
 
 SETTLE_SECONDS = 0.003
 
@@ -118,6 +119,14 @@ class Row:
         return ""
 
 
+def shuffled_turns(items: Sequence[Item], rounds: int) -> Iterator[tuple[int, Item]]:
+    """Yield each item once in every round, in a new random order, with the round's number."""
+    order = random.Random(20)
+    for number in range(rounds):
+        for item in order.sample(items, len(items)):
+            yield number, item
+
+
 def measure(
     candidates: list[Candidate],
     repeats: int,
@@ -131,19 +140,17 @@ def measure(
     `clock` may be `time.thread_time_ns`, for work of one thread on a busy machine.
     """
     samples: dict[str, list[float]] = {c.name: [] for c in candidates}
-    order = random.Random(20)
     gc.collect()
     gc.disable()
     try:
-        for turn in range(warm_up + repeats):
-            for candidate in order.sample(candidates, len(candidates)):
-                candidate.before()
-                settle()
-                start = clock()
-                candidate.call()
-                elapsed = clock() - start
-                if turn >= warm_up:
-                    samples[candidate.name].append(elapsed * unit)
+        for turn, candidate in shuffled_turns(candidates, warm_up + repeats):
+            candidate.before()
+            settle()
+            start = clock()
+            candidate.call()
+            elapsed = clock() - start
+            if turn >= warm_up:
+                samples[candidate.name].append(elapsed * unit)
     finally:
         gc.enable()
     return rows_of(candidates, samples)

@@ -95,6 +95,15 @@ def numpy_dequantize(codes: Any, scales: Any, biases: Any) -> Any:
     return x.astype(scales.dtype).reshape(*codes.shape[:-1], -1)
 
 
+def to_torch(values: Any) -> Any:
+    """Return a tensor over the array's memory, also for bfloat16."""
+    import torch
+
+    if values.dtype.name == "bfloat16":
+        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(values)
+
+
 def torch_quantize(values: Any, bits: int, group: int) -> tuple[Any, Any, Any]:
     """Quantize groups of the last axis as mlx does, with torch."""
     import torch

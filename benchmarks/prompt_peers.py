@@ -11,16 +11,15 @@ from threading import Thread
 from typing import Any
 
 import numpy as np
+from checkpoint_states import sync
 
 STEP = 1 << 20  # bytes of one system call that reads
 
 
-def sync(path: Path) -> None:
+def sync_with_name(path: Path) -> None:
     """Make a file and its name durable."""
-    for place, flags in ((path, os.O_RDONLY), (path.parent, os.O_RDONLY | os.O_DIRECTORY)):
-        descriptor = os.open(place, flags)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    sync(path)
+    sync(path.parent)
 
 
 class RawFile:
@@ -77,7 +76,7 @@ class Safetensors:
 
         path = self.folder / f"{self.count}.safetensors"
         save_file(self.tensors, path)
-        sync(path)
+        sync_with_name(path)
         self.count += 1
 
     def read(self, cache: list[np.ndarray], blocks: int) -> None:
@@ -122,7 +121,7 @@ class MlxCache:
 
         self.count += 1
         save_prompt_cache(str(self._path()), self.cache)
-        sync(self._path())
+        sync_with_name(self._path())
 
     def _path(self) -> Path:
         return self.folder / f"cache-{self.count}.safetensors"

@@ -6,13 +6,12 @@ state.
 
 from __future__ import annotations
 
-import random
 import statistics
 from pathlib import Path
 
 import training_rank
 from checkpoint_states import clear, clear_and_wait
-from harness import Candidate, Report, no_op, rows_of
+from harness import Candidate, Report, no_op, rows_of, shuffled_turns
 from spawned import SpawnedRanks
 from training_rank import DCP, DCP_KEPT, SHARES
 from turns import Aim
@@ -60,13 +59,11 @@ def take_turns(
     """Milliseconds until all ranks may continue, and until all is done, by name."""
     staged: dict[str, list[float]] = {name: [] for name in NAMES}
     done: dict[str, list[float]] = {name: [] for name in NAMES}
-    order = random.Random(20)
-    for turn in range(1 + repeats):
-        for name in order.sample(list(NAMES), len(NAMES)):
-            (clear if quick else clear_and_wait)(folder)
-            answers = ranks.ask("time", NAMES[name], folder / "x")
-            if turn > 0:
-                staged[name].append(max(blocked for blocked, _ in answers))
-                done[name].append(max(seconds for _, seconds in answers))
+    for turn, name in shuffled_turns(list(NAMES), 1 + repeats):
+        (clear if quick else clear_and_wait)(folder)
+        answers = ranks.ask("time", NAMES[name], folder / "x")
+        if turn > 0:
+            staged[name].append(max(blocked for blocked, _ in answers))
+            done[name].append(max(seconds for _, seconds in answers))
     clear(folder)
     return staged, done

@@ -29,6 +29,13 @@ def shard_file(folder, key, step=None):
     return Path(folder, shard.path), shard
 
 
+def alter(folder, key, step=None):
+    """Change a byte of a shard; return the shard."""
+    path, shard = shard_file(folder, key, step)
+    flip(path, shard.offset)
+    return shard
+
+
 def words(lines):
     return [line.split() for line in lines]
 
@@ -234,8 +241,7 @@ def test_verify_lists_files_left_over_and_files_of_others_and_is_content(place, 
 
 
 def test_verify_one_step_or_all(place, run, run_json):
-    path, shard = shard_file("run", "w", 20)
-    flip(path, shard.offset)
+    shard = alter("run", "w", 20)
     assert run("verify", "run")[0] == 0
     assert run("verify", "run", "--step", 20)[0] == 1
     assert run("verify", "run", "--step", 10)[0] == 0
@@ -297,8 +303,7 @@ def test_verify_all_steps_looks_at_a_manifest_that_is_none_of_them(place, run_js
 
 def test_repair_puts_the_newest_good_step_in_place(place, run, run_json):
     for step in (20, 30):
-        path, shard = shard_file("run", "w", step)
-        flip(path, shard.offset)
+        alter("run", "w", step)
     status, data = run_json("verify", "run", "--repair")
     assert (status, data["good"]) == (0, True)
     assert data["repaired"] == CheckpointManager("run").checkpoint(10).generation
@@ -307,14 +312,12 @@ def test_repair_puts_the_newest_good_step_in_place(place, run, run_json):
 
 
 def test_repair_reports_its_outcome(place, run):
-    path, shard = shard_file("run", "w", 30)
-    flip(path, shard.offset)
+    alter("run", "w", 30)
     status, out, _ = run("verify", "run", "--repair")
     assert status == 0
     assert "1 problem" in out[0]
     assert out[-1].startswith("repaired: step 20, generation ")
-    shared, shard = shard_file("run", "frozen")  # a shard that all steps need
-    flip(shared, shard.offset)
+    alter("run", "frozen")  # a shard that all steps need
     status, out, _ = run("verify", "run", "--repair")
     assert status == 1
     assert out[-1] == "not repaired: there is no older step that is good"
@@ -527,8 +530,7 @@ def test_reshard_refuses_a_damaged_source_and_the_source_itself(place, refused):
     options = ["--layout", "rows=2"]
     assert "another folder" in refused("reshard", "ckpt", "ckpt", *options)
     assert "mlstate convert" in refused("reshard", "w.safetensors", "cut", *options)
-    path, shard = shard_file("ckpt", "layer.w")
-    flip(path, shard.offset)
+    alter("ckpt", "layer.w")
     assert "altered" in refused("reshard", "ckpt", "cut", *options)
     assert not Path("cut").exists()
 

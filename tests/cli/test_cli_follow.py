@@ -38,11 +38,12 @@ def damage(step):
 
 @contextlib.contextmanager
 def following():
-    """The process of a command that follows; it is killed at the end."""
+    """The process of a command that follows, after its first step; it is killed at the end."""
     words = ["follow", "weights", "--into", "hf", "--every", "0.05"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-m", "mlstate", *words], **pipes) as process:
         try:
+            assert process.stdout.readline() == "hf: step 5\n"
             yield process
         finally:
             process.kill()
@@ -153,7 +154,6 @@ def test_follow_refuses_a_folder_with_files_that_would_be_lost(versions, run, re
 def test_follow_writes_each_version_until_it_is_interrupted(versions):
     publisher, model = versions
     with following() as process:
-        assert process.stdout.readline() == "hf: step 5\n"
         for step in (6, 7):
             model["w"][30] = step
             publisher.publish(step, model)
@@ -171,7 +171,6 @@ def test_follow_writes_each_version_until_it_is_interrupted(versions):
 def test_follow_writes_a_version_that_could_not_be_written_before(versions):
     publisher, model = versions
     with following() as process:
-        assert process.stdout.readline() == "hf: step 5\n"
         Path("hf").rename("away")
         Path("hf").write_text("in the way")
         model["w"][30] = 6
@@ -186,7 +185,6 @@ def test_follow_writes_a_version_that_could_not_be_written_before(versions):
 def test_follow_continues_after_a_damaged_version(versions):
     publisher, model = versions
     with following() as process:
-        assert process.stdout.readline() == "hf: step 5\n"
         process.send_signal(signal.SIGSTOP)
         for step in (6, 7):
             model["w"][step] = step

@@ -82,6 +82,13 @@ def interrupt(process):
     return process.returncode, err
 
 
+def interrupt_import(command, place, folder):
+    """Interrupt a command when it imports a module of `folder`."""
+    with start(command, place, folder) as process:
+        assert process.stdout.readline() == "importing\n"
+        return interrupt(process)
+
+
 @pytest.fixture
 def slow(place):
     """Make a module that prints when it is imported, and sleeps."""
@@ -98,23 +105,19 @@ def slow(place):
 @pytest.mark.parametrize("command", [COMMAND, SCRIPT], ids=["module", "script"])
 @pytest.mark.parametrize("module", ["numpy", "argparse", pytest.param("json", marks=NOT_MEASURED)])
 def test_an_interrupt_while_modules_are_imported(place, slow, command, module):
-    with start([*command, "inspect", "ckpt"], place, slow(module)) as process:
-        assert process.stdout.readline() == "importing\n"
-        assert interrupt(process) == (130, "")
+    assert interrupt_import([*command, "inspect", "ckpt"], place, slow(module)) == (130, "")
 
 
 def test_interrupt_swallowed_by_an_import_ends_the_process(place, slow):
     lines = SLOW.replace("\n", "\n    ")
     code = f"try:\n    pass{lines}\nexcept BaseException: pass"
-    with start([*COMMAND, "inspect", "ckpt"], place, slow("argparse", code)) as process:
-        assert process.stdout.readline() == "importing\n"
-        assert interrupt(process) == (130, "")
+    command = [*COMMAND, "inspect", "ckpt"]
+    assert interrupt_import(command, place, slow("argparse", code)) == (130, "")
 
 
 def test_an_interrupt_while_a_command_imports_its_framework(place, slow):
-    with start([*COMMAND, "convert", "ckpt", "out.pt"], place, slow("torch")) as process:
-        assert process.stdout.readline() == "importing\n"
-        assert interrupt(process) == (130, "")
+    command = [*COMMAND, "convert", "ckpt", "out.pt"]
+    assert interrupt_import(command, place, slow("torch")) == (130, "")
     assert not (place / "out.pt").exists()
 
 
@@ -138,9 +141,7 @@ def test_an_interrupt_while_python_exits(place, slow):
 def test_an_ignored_interrupt_stays_ignored(place, slow):
     folder = slow("torch", SLOW.replace("600", "5") + "raise ImportError")
     command = ["bash", "-c", "trap '' INT; exec \"$@\"", "-", *COMMAND, "convert", "ckpt", "x.pt"]
-    with start(command, place, folder) as process:
-        assert process.stdout.readline() == "importing\n"
-        status, err = interrupt(process)
+    status, err = interrupt_import(command, place, folder)
     assert status == 2
     assert "mlstate[torch]" in err
 

@@ -151,16 +151,21 @@ def without_exchange(monkeypatch):
     monkeypatch.setattr(_core, "path_rename", refuse)
 
 
-@pytest.mark.parametrize("lacks_exchange", [False, True])
+@pytest.fixture(params=[False, True], ids=["exchange", "no exchange"])
+def _exchange(request, monkeypatch):
+    """A file system that has these renames, and one that lacks them."""
+    if request.param:
+        without_exchange(monkeypatch)
+
+
+@pytest.mark.usefixtures("_exchange")
 @pytest.mark.parametrize("change", CHANGES)
-def test_concurrently_changed_folder_is_not_replaced(tmp_path, monkeypatch, change, lacks_exchange):
+def test_concurrently_changed_folder_is_not_replaced(tmp_path, change):
     target = tmp_path / "m"
     (target / "sub").mkdir(parents=True)
     (target / "a").write_bytes(b"old")
     (target / "sub" / "b").write_bytes(b"old")
     start = Target.of(target)
-    if lacks_exchange:
-        without_exchange(monkeypatch)
     with pytest.raises(mlstate.StoreError, match="was changed while"), new_path(start) as new:
         Path(new).mkdir()
         change(target)
@@ -173,12 +178,10 @@ def test_concurrently_changed_folder_is_not_replaced(tmp_path, monkeypatch, chan
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
 
 
-@pytest.mark.parametrize("lacks_exchange", [False, True])
-def test_concurrently_changed_file_is_not_replaced(tmp_path, monkeypatch, lacks_exchange):
+@pytest.mark.usefixtures("_exchange")
+def test_concurrently_changed_file_is_not_replaced(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"old")
-    if lacks_exchange:
-        without_exchange(monkeypatch)
     for text in (b"new", b"longer"):
         start = Target.of(path)
         with (
@@ -220,16 +223,12 @@ def test_file_system_without_exchange_keeps_the_new_target(tmp_path, monkeypatch
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
 
-@pytest.mark.parametrize("lacks_exchange", [False, True])
+@pytest.mark.usefixtures("_exchange")
 @pytest.mark.parametrize("step", range(3))
-def test_interrupt_between_renames_restores_the_old_folder(
-    tmp_path, monkeypatch, step, lacks_exchange
-):
+def test_interrupt_between_renames_restores_the_old_folder(tmp_path, monkeypatch, step):
     target = tmp_path / "m"
     make_folder(target)
     start = Target.of(target)
-    if lacks_exchange:
-        without_exchange(monkeypatch)
     steps = []
 
     def interrupted(function):

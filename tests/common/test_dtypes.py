@@ -10,6 +10,7 @@ import child
 import ml_dtypes
 import numpy as np
 import pytest
+from rank_threads import run_local
 
 import mlstate
 from mlstate import ModelStateDict, OptimizerStateDict, StateDict, load_file, save_file
@@ -26,7 +27,7 @@ from mlstate._common.dtypes import (
 from mlstate.checkpoint import CheckpointManager, Layout, Shard, save_async
 from mlstate.checkpoint._files.convert import read_any, write_any
 from mlstate.cli import main
-from mlstate.collectives import LocalGroup, SingleGroup
+from mlstate.collectives import SingleGroup
 from mlstate.collectives._memory import reduce_parts
 from mlstate.coreml import FakeMLState, transition_coreml_state
 from mlstate.distributed import DistributedStateCollector
@@ -414,7 +415,7 @@ def test_ranks_exchange_and_add_the_true_dtype(state, without):
         full = DistributedStateCollector(group).gather_full_state(state)
         return added, full
 
-    for added, full in run_threads(work):
+    for added, full in run_local(work):
         wide = {"w": np.zeros(4, np.float32)}
         load_into(wide, {"w": added}, cast=True)
         assert wide["w"].tolist() == [2, 2, 2, 2]
@@ -457,11 +458,3 @@ def test_core_ml_gets_the_numbers(without):
     source.read_state = lambda name: np.zeros((1, 1, 4, 2), stored_dtype("float8_e5m2"))
     with pytest.raises(mlstate.CompatibilityError, match="gave float8_e5m2"):
         transition_coreml_state(source, target, "kv", 4)
-
-
-def run_threads(work):
-    from concurrent.futures import ThreadPoolExecutor
-
-    groups = LocalGroup.threads(2)
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(work, groups, timeout=60))

@@ -203,17 +203,28 @@ def test_both_ranks_report_bad_gradients_and_keep_others(demo_run):
     assert part.endswith("reduced on both ranks: hidden.bias, out.weight")
 
 
+class Embedded:
+    """The demo's model and embedding."""
+
+    def __init__(self):
+        demo = story._Story(Path(story.__file__).parent / "data", lambda line: None)
+        self.model = demo.model
+        self.embedding = mlstate.load_file(demo.data / "model.safetensors")["embed.weight"]
+
+    def shows_a_difference(self, show):
+        """Check that a part of the demo reports one difference."""
+        lines = []
+        assert not show(self.model, self.embedding, lines.append).identical
+        assert sum("DIFFERENT" in line for line in lines) == 1
+
+
 @pytest.fixture
 def embedded(demo_run):
-    """The demo's model and embedding, and its output."""
-    demo = story._Story(Path(story.__file__).parent / "data", lambda line: None)
-    weights = mlstate.load_file(demo.data / "model.safetensors")
-    return demo.model, weights["embed.weight"], []
+    return Embedded()
 
 
 @pytest.mark.parametrize("where", ["_reduce", "_train"])
 def test_other_bits_on_a_rank_would_be_noticed(monkeypatch, embedded, where):
-    model, embedding, lines = embedded
     real = getattr(gradients, where)
 
     def other(group, network, *size):
@@ -224,9 +235,7 @@ def test_other_bits_on_a_rank_would_be_noticed(monkeypatch, embedded, where):
         return digests
 
     monkeypatch.setattr(gradients, where, other)
-    reduced = gradients.show_gradients(model, embedding, lines.append)
-    assert not reduced.identical
-    assert sum("DIFFERENT" in line for line in lines) == 1
+    embedded.shows_a_difference(gradients.show_gradients)
 
 
 def test_plans_take_the_memory_that_they_predict_and_give_the_same_bits(demo_run):
@@ -248,7 +257,6 @@ def test_plans_take_the_memory_that_they_predict_and_give_the_same_bits(demo_run
 
 
 def test_other_gradients_by_a_plan_would_be_noticed(monkeypatch, embedded):
-    model, embedding, lines = embedded
     real = activations._run
 
     def other(schedule, blocks, x):
@@ -258,8 +266,7 @@ def test_other_gradients_by_a_plan_would_be_noticed(monkeypatch, embedded):
         return peak
 
     monkeypatch.setattr(activations, "_run", other)
-    assert not activations.show_activations(model, embedding, lines.append).identical
-    assert sum("DIFFERENT" in line for line in lines) == 1
+    embedded.shows_a_difference(activations.show_activations)
 
 
 def test_experts_learn_while_they_are_saved_and_training_resumes(demo_run):
@@ -285,7 +292,6 @@ def test_expert_is_demoted_to_disk_and_promoted(demo_run):
 
 
 def test_a_save_that_holds_other_bits_would_be_noticed(monkeypatch, embedded):
-    model, embedding, lines = embedded
     real = training.CheckpointManager.save_async
 
     def torn(manager, step, model, optimizer):
@@ -294,13 +300,11 @@ def test_a_save_that_holds_other_bits_would_be_noticed(monkeypatch, embedded):
         return real(manager, step, late, optimizer)
 
     monkeypatch.setattr(training.CheckpointManager, "save_async", torn)
-    assert not training.show_training(model, embedding, lines.append).identical
-    assert sum("DIFFERENT" in line for line in lines) == 1
+    embedded.shows_a_difference(training.show_training)
 
 
 @pytest.mark.parametrize("victim", ["digit.weight", "sign.weight"])
 def test_other_bits_of_an_expert_would_be_noticed(monkeypatch, embedded, victim):
-    model, embedding, lines = embedded
     real = training.TieredState.demote
 
     def damaging(tiers, name, to):
@@ -309,8 +313,7 @@ def test_other_bits_of_an_expert_would_be_noticed(monkeypatch, embedded, victim)
         return real(tiers, name, to)
 
     monkeypatch.setattr(training.TieredState, "demote", damaging)
-    assert not training.show_training(model, embedding, lines.append).identical
-    assert sum("DIFFERENT" in line for line in lines) == 1
+    embedded.shows_a_difference(training.show_training)
 
 
 # ---- reduced attention and rolling caches ----
@@ -334,7 +337,7 @@ def test_rolling_cache_passes_the_context_in_constant_memory(demo_run):
 
 
 def test_attention_to_other_positions_would_be_noticed(embedded):
-    model = embedded[0]
+    model = embedded.model
     real = model.step
 
     def other(token, position, cache, *, attention_size=None, **options):
@@ -352,7 +355,7 @@ def test_attention_to_other_positions_would_be_noticed(embedded):
 
 
 def test_partly_filled_ring_has_the_logits_of_a_linear_cache(embedded):
-    model = embedded[0]
+    model = embedded.model
     tokens = model.encode("class Ring:\n    def __init__(self):\n")
     for sinks in (0, 4):
         context, cache = rolling.RollingContext(model, 64, sinks), model.new_cache(64)
@@ -364,7 +367,7 @@ def test_partly_filled_ring_has_the_logits_of_a_linear_cache(embedded):
 @pytest.mark.parametrize("sinks", [0, 1, 4])
 def test_full_ring_gives_the_logits_of_contiguous_tokens(embedded, sinks):
     """The same entries in order, at positions from 0 on: keys depend on distances only."""
-    model, capacity = embedded[0], 32
+    model, capacity = embedded.model, 32
     layers = model.config["layers"]
     text = "def copy(self):\n    return type(self)(self.items, self.size)\n\n    def get"
     context = rolling.RollingContext(model, capacity, sinks)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import itertools
 import json
@@ -56,9 +57,14 @@ def import_tool(name: str):
         sys.path.remove(str(TOOLS))
 
 
+@functools.cache
+def shared_model() -> CharModel:
+    return CharModel(*read_fixture())
+
+
 @pytest.fixture(scope="module")
 def model() -> CharModel:
-    return CharModel(*read_fixture())
+    return shared_model()
 
 
 @pytest.fixture(scope="module")
@@ -198,15 +204,6 @@ def test_generation_has_the_same_bits_at_any_context(contexts, seed):
         out += [model.step(token, 30 + k, cache).tobytes() for k, token in enumerate(tokens[:10])]
         results.add(b"".join(out) + cache[:, :, :40].tobytes())
     assert len(results) == 1
-
-
-_SHARED: list[CharModel] = []
-
-
-def shared_model() -> CharModel:
-    if not _SHARED:
-        _SHARED.append(CharModel(*read_fixture()))
-    return _SHARED[0]
 
 
 def test_step_writes_only_its_position(model):

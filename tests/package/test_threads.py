@@ -10,7 +10,7 @@ import child
 import numpy as np
 import pytest
 from kv_model import assert_same_bits, expand
-from thread_team import calling_in_background, run_in_threads
+from thread_team import calling_in_background, num_threads, run_in_threads
 
 import mlstate
 from mlstate import get_num_threads, set_num_threads
@@ -26,9 +26,8 @@ def source():
 
 @pytest.fixture(autouse=True)
 def threads_as_before():
-    before = get_num_threads()
-    yield
-    set_num_threads(before)
+    with num_threads(get_num_threads()):
+        yield
 
 
 def test_the_default_is_the_processors_but_at_most_four():

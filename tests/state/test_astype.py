@@ -3,8 +3,8 @@
 import ml_dtypes
 import numpy as np
 import pytest
+from thread_team import num_threads
 
-import mlstate
 from mlstate import ModelStateDict, OptimizerStateDict, StateDict
 from mlstate.checkpoint import Layout, Shard
 
@@ -23,10 +23,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid")
 
 @pytest.fixture(params=[1, 2])
 def _threads(request):
-    before = mlstate.get_num_threads()
-    mlstate.set_num_threads(request.param)
-    yield
-    mlstate.set_num_threads(before)
+    with num_threads(request.param):
+        yield
 
 
 def numpy_type(name):
