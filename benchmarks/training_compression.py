@@ -26,7 +26,7 @@ CODECS = (None, "zlib", "zstd")
 def measuring(report: Report, folder: Path, repeats: int, quick: bool) -> None:
     """Train; save and load the upper halves of the numbers with each codec."""
     trained = training_words.train(quick)
-    report.say(f"\n{described(trained)}")
+    report.log(f"\n{described(trained)}")
     state = {n: (a.view(np.uint32) >> 16).astype(np.uint16) for n, a in trained.moments.items()}
     empty = partial(clear if quick else clear_and_wait, folder)
     target = folder / "x"
