@@ -110,16 +110,16 @@ def test_positions_follow_the_definition(size, sinks, length, next_slot):
 
 @pytest.mark.parametrize("length", range(23))
 def test_default_slot_follows_a_rolling_cache(length):
-    ring = RollingKVState((1, 6, 1), dtype=np.float32, sinks=2)
-    ring.append(np.arange(23, dtype=np.float32).reshape(1, 23, 1)[:, :length])
-    entry = CacheEntry("k", "sliding", (1, 6, 1), "float32", sinks=2)
-    state = CacheState(CacheSpec([entry]), {"k": ring.array}, length)
+    ring = RollingKVState((2, 6, 5), dtype=np.float32, sinks=2)
+    ring.append(np.arange(230, dtype=np.float32).reshape(2, 23, 5)[:, :length])
     slot = length if length < 2 else 2 + (length - 2) % 4
-    assert state.next_slot("k") == slot
-    slot_entry = CacheEntry("k", "sliding", (1, 6, 1), "float32", sinks=2, next_slot=slot)
-    same = CacheState(CacheSpec([slot_entry]), {"k": ring.array}, length)
-    np.testing.assert_array_equal(same.positions("k"), ring.positions())
-    assert_same_bits(same.ordered("k"), ring.ordered())
+    for next_slot in (None, slot):
+        entry = CacheEntry("k", "sliding", (2, 6, 5), "float32", 1, sinks=2, next_slot=next_slot)
+        state = CacheState(CacheSpec([entry]), {"k": ring.array}, length)
+        assert state.next_slot("k") == slot
+        np.testing.assert_array_equal(state.positions("k"), ring.positions())
+        assert_same_bits(state.ordered("k"), ring.ordered())
+    assert state.view("k").shape == (2, min(length, 6), 5)
 
 
 def test_tokens_in_order_are_returned_without_a_copy():

@@ -11,7 +11,7 @@ from kv_model import LAYOUTS, assert_refused, assert_same_bits, layout, random_b
 from tries import tries
 
 from mlstate import CapacityError, CompatibilityError, TensorNotFoundError
-from mlstate.kv import CacheEntry, CacheSpec, CacheState, RollingKVState
+from mlstate.kv import CacheEntry, CacheSpec, CacheState
 
 FULL = CacheEntry("0.keys", "full", (2, 3, 16, 8), "float16", layer=0)
 INNER = CacheEntry("0.values", "full", (4, 16), "int8", -1, layer=0)
@@ -146,17 +146,6 @@ def test_full_and_quantized_tokens_are_views():
     np.testing.assert_array_equal(state.positions("0.values"), [*range(7)] + [-1] * 9)
     assert_same_bits(state.ordered("0.values"), state.view("0.values"))
     assert not np.shares_memory(state.ordered("0.values"), state.arrays["0.values"])
-
-
-@pytest.mark.parametrize("length", range(23))
-def test_a_sliding_entry_is_stored_as_a_rolling_cache(length):
-    ring = RollingKVState((2, 6, 5), dtype=np.float32, sinks=2)
-    tokens = np.arange(2 * 23 * 5, dtype=np.float32).reshape(2, 23, 5)
-    ring.append(tokens[:, :length])
-    state = CacheState(CacheSpec([RING]), {"1.values": ring.array}, length)
-    np.testing.assert_array_equal(state.positions("1.values"), ring.positions())
-    assert_same_bits(state.ordered("1.values"), ring.ordered())
-    assert state.view("1.values").shape == (2, min(length, 6), 5)
 
 
 def test_an_array_below_its_window_never_wraps():

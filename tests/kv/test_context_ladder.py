@@ -173,65 +173,6 @@ def test_a_refill_keeps_the_tokens_of_the_formula(ladder, position, new_tokens, 
     check_shrink(ladder, position + new_tokens, size)
 
 
-def next_token(tokens):
-    """A model whose output depends on every token and its position."""
-    return hash(tuple(tokens)) % 50021
-
-
-def generate_by_formula(prompt, refills, keep_prompt, reserve):
-    """Tokens after each refill, and the positions of growth: a loop without a ladder."""
-    context, tokens, grown, seen = SIZES[0], list(prompt), [], []
-    while len(seen) < refills:
-        while len(tokens) > context and context < SIZES[-1]:
-            context = SIZES[SIZES.index(context) + 1]
-            grown.append((len(tokens), context))
-        if len(tokens) > context:
-            tokens = refilled(tokens, context, 64, reserve, prompt if keep_prompt else [])
-            seen.append(list(tokens))
-        tokens.append(next_token(tokens))
-    return grown, seen
-
-
-@pytest.mark.parametrize("reserve", [2, 8])
-@pytest.mark.parametrize("keep_prompt", [False, True])
-def test_a_generation_with_eight_refills(keep_prompt, reserve):
-    prompt = [(17 * i) % 911 for i in range(97)]
-    grown, seen = generate_by_formula(prompt, 8, keep_prompt, reserve)
-    assert [size for _, size in grown] == list(SIZES[1:])
-    assert len({tuple(tokens) for tokens in seen}) == 8
-
-    ladder = ContextLadder(
-        SIZES,
-        overflow="shift_refill",
-        batch_size=64,
-        reserve_batches=reserve,
-        prompt_tokens=97 if keep_prompt else 0,
-    )
-    # `cache` has an entry for every token that the model has processed
-    size, cache, tokens, my_grown, tokens_read = SIZES[0], list(prompt), list(prompt), [], []
-    assert ladder.next_step(0, size, new_tokens=97).action == "stay"
-    while len(tokens_read) < 8:
-        tokens.append(next_token(tokens))
-        step = ladder.next_step(len(cache), size)
-        assert (step.size == size) == (step.action != "grow")
-        size = step.size
-        if step.action == "grow":
-            my_grown.append((len(tokens), size))
-        if step.action == "refill":
-            tokens, cache = taken(step, tokens), []
-            for start, stop in step.batches:
-                assert len(cache) == start
-                cache += tokens[start:stop]
-            tokens_read.append(list(tokens))
-        else:
-            cache.append(tokens[-1])
-        assert cache == tokens and len(cache) <= size
-    assert my_grown == grown
-    assert tokens_read == seen
-    if keep_prompt:
-        assert all(tokens[:97] == prompt for tokens in tokens_read)
-
-
 def test_ladder_stops_without_droppable_tokens():
     ladder = ContextLadder([256, 512], batch_size=64, prompt_tokens=200, reserve_batches=6)
     for position in (0, 200, 264):

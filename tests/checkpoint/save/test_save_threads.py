@@ -144,6 +144,10 @@ DIFFERENT = {
         lambda rank: {"model": {"w": ROWS}, "layout": "rows" if rank else None},
         [r"layout= cuts by None on rank 0, and by Layout\(.* on rank 1"] * 2,
     ),
+    "unknown layout": (
+        lambda rank: {"model": {"w": ROWS}, "layout": "cols" if rank else None},
+        ["rank 1: ValueError: layout must be", "^layout must be"],
+    ),
     "optimizer": (
         lambda rank: {"model": {"w": ROWS}, "optimizer": {"w.m": ROWS} if rank else None},
         ["ranks 0 and 1 do not save the same: rank 1 gives optimizer=, and rank 0 does not"] * 2,
@@ -155,6 +159,8 @@ DIFFERENT = {
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_rank_mismatch_names_the_difference(path, case, asynchronous):
     arguments, texts = DIFFERENT[case]
+    mlstate.save(path, {"w": ROWS + 1})
+    before = set(files_of(path))
 
     def save(group):
         if asynchronous:
@@ -169,7 +175,8 @@ def test_rank_mismatch_names_the_difference(path, case, asynchronous):
     for error, text in zip((first, second), texts, strict=True):
         with pytest.raises((TypeError, ValueError, mlstate.CollectiveError), match=text):
             raise error
-    assert set(files_of(path)) == {"lock"}
+    assert set(files_of(path)) == before
+    np.testing.assert_array_equal(mlstate.load(path).model["w"], ROWS + 1)
 
 
 def full(name, *_):  # the text is longer than a message between ranks

@@ -7,15 +7,16 @@ from test_tiers import bits, given_bits, states
 import mlstate
 from mlstate.checkpoint import TieredState
 
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
 
 @pytest.fixture
 def folder(tmp_path):
     return tmp_path / "tiers"
 
 
-@pytest.mark.torch
 def test_tensors_stay_the_objects_they_are(folder):
-    torch = pytest.importorskip("torch")
     model = {"w": torch.arange(6.0).reshape(2, 3), "b": torch.ones(2, dtype=torch.bfloat16)}
     adam = {"w.exp_avg": torch.full((2, 3), 2.0), "w.step": torch.tensor(4.0)}
     tensors = {**model, **adam}
@@ -38,9 +39,7 @@ def test_tensors_stay_the_objects_they_are(folder):
         assert torch.equal(unit.states["step"], expected["w.step"])
 
 
-@pytest.mark.torch
 def test_numpy_arrays_become_tensors_on_a_device(folder):
-    torch = pytest.importorskip("torch")
     model, adam = states(1)
     (name,) = model
     expected = given_bits(model, adam)
@@ -58,9 +57,7 @@ def test_numpy_arrays_become_tensors_on_a_device(folder):
         assert bits(tiers) == expected
 
 
-@pytest.mark.torch
 def test_copies_own_their_memory_and_bits():
-    torch = pytest.importorskip("torch")
     from mlstate.integrations.torch._checkpoint.tiers import in_memory
 
     conjugated = torch.tensor([1 + 2j, 3 - 1j]).conj()
@@ -74,7 +71,7 @@ def test_copies_own_their_memory_and_bits():
         assert not tensor.numel() or copied.data_ptr() != tensor.data_ptr()
 
 
-def experts_and_adam(torch):
+def experts_and_adam():
     """Experts used in turn, two of them never; an Adam optimizer; inputs."""
     torch.manual_seed(3)
     experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
@@ -88,7 +85,7 @@ def train_step(expert, adam, x):
     adam.zero_grad(set_to_none=True)
 
 
-def assert_equal(torch, first, second):
+def assert_equal(first, second):
     for a, b in zip(first[0].parameters(), second[0].parameters(), strict=True):
         assert torch.equal(a, b)
         first_state, second_state = first[1].state.get(a, {}), second[1].state.get(b, {})
@@ -96,14 +93,12 @@ def assert_equal(torch, first, second):
         assert all(torch.equal(state, second_state[name]) for name, state in first_state.items())
 
 
-@pytest.mark.torch
 @pytest.mark.parametrize("to", [None, "hot"])
 def test_a_module_and_its_optimizer_train_in_tiers(tmp_path, to):
-    torch = pytest.importorskip("torch")
-    reference, plain_adam, inputs = experts_and_adam(torch)
+    reference, plain_adam, inputs = experts_and_adam()
     for k, x in inputs:
         train_step(reference[k], plain_adam, x)
-    experts, adam, inputs = experts_and_adam(torch)
+    experts, adam, inputs = experts_and_adam()
     with TieredState(experts, adam, tmp_path / "tiers", device="cpu") as tiers:
         for k, x in inputs:
             with tiers.use(f"{k}.weight", to), tiers.use(f"{k}.bias", to):
@@ -115,12 +110,10 @@ def test_a_module_and_its_optimizer_train_in_tiers(tmp_path, to):
         assert used == [["parameter", "step", "exp_avg", "exp_avg_sq"]] * 4
         for name in tiers:
             tiers.promote(name)
-    assert_equal(torch, (reference, plain_adam), (experts, adam))
+    assert_equal((reference, plain_adam), (experts, adam))
 
 
-@pytest.mark.torch
 def test_a_torch_optimizer_needs_its_module(folder):
-    torch = pytest.importorskip("torch")
     layer = torch.nn.Linear(2, 2)
     adam = torch.optim.Adam(layer.parameters())
     with pytest.raises(TypeError, match="needs its module"):
@@ -129,9 +122,7 @@ def test_a_torch_optimizer_needs_its_module(folder):
         tiers.add(layer, adam)
 
 
-@pytest.mark.torch
 def test_hot_is_the_memory_of_an_accelerator(folder):
-    torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device here")
     model = {"w": torch.arange(1024.0), "n": torch.ones(3)}
@@ -151,9 +142,7 @@ def test_hot_is_the_memory_of_an_accelerator(folder):
         assert not w.is_cuda
 
 
-@pytest.mark.torch
 def test_cold_units_are_not_saved_as_empty(tmp_path, folder):
-    torch = pytest.importorskip("torch")
     module = torch.nn.Linear(3, 2)
     expected = module.weight.detach().clone()
     module.register_buffer("nothing", torch.empty(0))  # intended usage
@@ -178,9 +167,7 @@ def test_cold_units_are_not_saved_as_empty(tmp_path, folder):
     tiers.close()
 
 
-@pytest.mark.torch
 def test_a_lazy_parameter_is_not_taken_for_a_cold_one():
-    torch = pytest.importorskip("torch")
     from mlstate.integrations.torch._tensors import give_memory, has_given_away, is_given_away
 
     weight = torch.nn.Parameter(torch.ones(2))
@@ -189,9 +176,7 @@ def test_a_lazy_parameter_is_not_taken_for_a_cold_one():
     assert not is_given_away(torch.nn.LazyLinear(3).weight)
 
 
-@pytest.mark.torch
 def test_groups_are_current_and_states_that_are_not_tensors_are_refused(folder):
-    torch = pytest.importorskip("torch")
     module = torch.nn.Linear(2, 2)
     sgd = torch.optim.SGD(module.parameters(), lr=0.5, momentum=0.9)
     with TieredState(module, sgd, folder, device="cpu") as tiers:

@@ -148,23 +148,6 @@ def a_rank_that_fails_leaves_the_old_checkpoint(group, folder):
 
 
 @scenario
-def different_saves_of_ranks_are_refused(group, folder):
-    mlstate.save(folder, shards(group, "rows", 1), group=group)
-    first = group.rank == 0
-    whole_ones = {"w": np.ones(4)}
-    for keywords in (
-        {"model": whole_ones, "layout": "rows" if first else None},
-        {"model": whole_ones, "optimizer": {"w.m": np.ones(4)} if first else None},
-        {"model": whole_ones, "layout": "cols" if first else None},
-        {"model": whole_ones, "metadata": {"a": {1}} if first else None},
-    ):
-        errors = (ValueError, TypeError, mlstate.CollectiveError)
-        raises(errors, "", mlstate.save, folder, **keywords, group=group)
-        same(mlstate.load(folder).model, whole(1))
-        no_litter(group, folder)
-
-
-@scenario
 def a_writer_elsewhere_stops_all_ranks(group, folder):
     from mlstate.checkpoint._folder.local import LocalFolder
 
