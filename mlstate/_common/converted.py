@@ -1,4 +1,4 @@
-"""Conversion of floats to another dtype, in new memory."""
+"""Which floats are converted to another dtype, and their conversion in new memory."""
 
 from __future__ import annotations
 

@@ -313,8 +313,10 @@ def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) 
 def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
     """Read the file or folder `where`; return the selected tensors, or this rank's parts of them.
 
-    `request`: the checked arguments of the load. Arrays are copies if the file was mapped, so that
-    a later writer cannot change them.
+    `request`: the checked arguments of the load. Its `into` is filled and returned, without named
+    states; otherwise arrays are copies if the file was mapped, so that a later writer cannot change
+    them. Its dtype is that of the model's floats. `progress` is called once, with all bytes. Raises
+    ValueError for options that need an index, before anything is read.
     """
     from .._common.converted import converted_value
     from ._load import LoadedState, chosen_names, expects_parts, warn_of_whole_tensors

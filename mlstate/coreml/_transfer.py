@@ -287,7 +287,7 @@ def _read_former(write: _Write) -> NDArray:
 
 
 def _restore(former: Sequence[_Write], error: BaseException) -> None:
-    """Write former values back, the last one of `former` first; return if all were written.
+    """Write former values back, the last one of `former` first.
 
     `error`: the exception that ended the move. If a value cannot be written, raises MLStateError,
     or the interrupt among the exceptions, such as KeyboardInterrupt, with a note.

@@ -32,8 +32,8 @@ static inline int64_t mls_live_gradient(const mls_chain *chain, size_t left)
     return left < chain->blocks ? chain->gradient_bytes[left] : 0;
 }
 
-/* Returns the bytes that the backward pass of block i makes,
- * including temporary memory. */
+/* Returns the bytes that the backward pass of block i makes, including temporary
+ * memory. */
 int64_t mls_backward_makes(const mls_chain *chain, size_t i);
 
 /* Returns the seconds of a step that not all schedules have in common: the time of a

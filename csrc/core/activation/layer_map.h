@@ -54,8 +54,8 @@ typedef struct mls_layer_map {
     size_t text_bytes, text_room;
 } mls_layer_map;
 
-/* Returns the layer with this name, or NULL. The pointer is valid
- * until a layer is added. */
+/* Returns the layer with this name, or NULL. The pointer is valid until a layer is
+ * added. */
 mls_table_layer *mls_layer_find(const mls_layer_map *table, const mls_layer_key *key);
 
 /* Returns the layer with this name; adds a plain, zeroed one if there is none. The

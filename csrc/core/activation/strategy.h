@@ -90,8 +90,8 @@ mls_code mls_strategy_init(mls_strategy *out, const int64_t *number,
 /* Resets the state at time `now`; keeps the settings. */
 void mls_strategy_reset(mls_strategy *s, int64_t now);
 
-/* Restores the state. MLS_E_VALUE: no sequence of decisions reaches
- * it; `s` is unchanged. */
+/* Restores the state. MLS_E_VALUE: no sequence of decisions reaches it; `s` is
+ * unchanged. */
 mls_code mls_strategy_restore(mls_strategy *s, int64_t checkpointed, int64_t interval,
                               int64_t adjusted_at, int64_t high, mls_status *st);
 

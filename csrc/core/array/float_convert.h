@@ -158,8 +158,8 @@ static inline double mls_f64_from_f8(uint8_t bits, unsigned digits, int bias)
 {
     const unsigned exponent = (bits & 0x7FU) >> digits;
     const unsigned mantissa = bits & ((1U << digits) - 1);
-    /* a subnormal number has no implicit 1 and the exponent of the
-     * smallest normal number */
+    /* a subnormal number has no implicit 1 and the exponent of the smallest normal
+     * number */
     const unsigned significand = exponent == 0 ? mantissa : mantissa | 1U << digits;
     const int place = (exponent == 0 ? 1 : (int)exponent) - bias - (int)digits;
     const double value = (double)significand * mls_f64_power(place);

@@ -307,8 +307,8 @@ static mls_shm *create_handle(const mls_shm_shape *shape, size_t rank,
     g->fd = -1;
     g->kernels = kernels;
     g->process = getpid();
-    /* with fewer processors than ranks, spinning would delay the
-     * rank that is waited for */
+    /* with fewer processors than ranks, spinning would delay the rank that is waited
+     * for */
     g->spins = mls_cpu_count() < shape->world ? 0 : SPIN_NANOSECONDS;
     g->piece_bytes =
         shape->slot_bytes / peers_of(shape->world) / MLS_SHM_LINE * MLS_SHM_LINE;

@@ -75,8 +75,8 @@ mls_code mls_shm_threads(const mls_shm_shape *shape, const mls_kernels *kernels,
                          mls_shm **out, mls_status *st);
 
 /* Leaves the group: ranks that still need this rank fail with "closed". Accepts NULL. In
- * a forked child it only frees the memory. No operation may be in
- * progress on this rank. */
+ * a forked child it only frees the memory. No operation may be in progress on this
+ * rank. */
 void mls_shm_free(mls_shm *g);
 
 /* Breaks the group: the operations of all ranks fail. Any thread may call it, also during

@@ -114,8 +114,8 @@ struct mls_shm {
 
 /* ---- shm_group.c: the memory ---- */
 
-/* The shared structures of the group and of rank `rank`; valid until
- * the handle is freed. */
+/* The shared structures of the group and of rank `rank`; valid until the handle is
+ * freed. */
 mls_shm_header *mls_shm_header_of(const mls_shm *g);
 mls_shm_area *mls_shm_area_of(const mls_shm *g, size_t rank);
 
@@ -232,8 +232,8 @@ static inline unsigned char *mls_shm_address(const mls_shm *g, size_t rank, uint
     return address;
 }
 
-/* Returns the description for fcntl of a write lock on byte `rank`
- * of the group's file. */
+/* Returns the description for fcntl of a write lock on byte `rank` of the group's
+ * file. */
 static inline struct flock mls_shm_lock_on(size_t rank)
 {
     struct flock lock;

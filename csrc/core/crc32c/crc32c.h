@@ -18,8 +18,8 @@ typedef struct mls_crc_kernels {
     /* Return the checksum of the bytes that gave `crc`, followed by `bytes` bytes at
      * `data`. */
     uint32_t (*update)(uint32_t crc, const void *data, size_t bytes);
-    /* The same, and copy the bytes to `dst`. The ranges must not
-     * overlap; any alignment. */
+    /* The same, and copy the bytes to `dst`. The ranges must not overlap; any
+     * alignment. */
     uint32_t (*copy)(uint32_t crc, void *dst, const void *src, size_t bytes,
                      mls_store store);
     unsigned copy_variants; /* the set of mls_store that `copy` implements */

@@ -85,8 +85,8 @@ static inline void write_logged(application *a, size_t end, size_t gap_bytes, si
 }
 
 /* Write the elements with numbers below `end` without an undo log; a gap has `gap_bytes`
- * bytes, an element `size`. Nothing is loaded, so
- * no store waits for its cache line, and batches would only cost time. */
+ * bytes, an element `size`. Nothing is loaded, so no store waits for its cache line, and
+ * batches would only cost time. */
 static inline void write_alone(application *a, size_t end, size_t gap_bytes, size_t size)
 {
     const size_t escape = mls_delta_escape(gap_bytes);

@@ -162,8 +162,8 @@ void mls_gradient_compression_decode(const mls_kernels *kernels,
 }
 
 /* Encode n elements block by block, and update the residual. It is computed from the
- * decoded output, so it is exact with all kernels. The three blocks
- * take 3 KiB of stack. */
+ * decoded output, so it is exact with all kernels. The three blocks take 3 KiB of
+ * stack. */
 void mls_gradient_compression_encode(const mls_kernels *kernels,
                                      mls_gradient_compression compression,
                                      const float *src, float *residual,
@@ -265,8 +265,8 @@ void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kerne
 /* Sum segment `s` over all ranks, in rank order, into `s->out`. The segment begins `at`
  * bytes into each message of `message` bytes. All ranks of a block come before the next
  * block, so that the block stays in the L1 cache. `s->out` may be this rank's part of the
- * array, which is not read any more: `local` holds it as the other
- * ranks would decode it. */
+ * array, which is not read any more: `local` holds it as the other ranks would decode
+ * it. */
 static void sum_segment(const mls_bucket *b, const mls_kernels *kernels,
                         mls_gradient_compression compression, const unsigned char *local,
                         const unsigned char *received, size_t message, size_t at,

@@ -427,11 +427,11 @@ static mls_code open_folder(const char *path, int *out, mls_status *st)
 
 /* Check that the file to be replaced is regular and writable. Sets `*exists` to whether
  * it exists, and fills `info` then. Renaming would also replace a file without write
- * permission, but users rely on that protection. MLS_E_IO, MLS_E_VALUE. */
+ * permission, but users protect files by that. MLS_E_IO, MLS_E_VALUE. */
 static mls_code examine_target(const mls_atomic_file *file, struct stat *info,
                                bool *exists, mls_status *st)
 {
-    if (file->name[0] == '\0') {
+    if (file->name[0] == '\0') { /* the path ends with a slash */
         return mls_fail_os(st, EISDIR, "cannot write the file");
     }
     *exists = fstatat(file->folder, file->name, info, AT_SYMLINK_NOFOLLOW) == 0;

@@ -173,8 +173,7 @@ mls_code mls_file_replace(const char *path, unsigned mode, const void *data, siz
                           mls_status *st);
 
 /* mls_file_replace for the file `name` in the open folder `folder`. A symbolic link is
- * refused with
- * MLS_E_VALUE. */
+ * refused with MLS_E_VALUE. */
 mls_code mls_file_replace_at(int folder, const char *name, unsigned mode,
                              const void *data, size_t bytes, mls_status *st);
 

@@ -262,8 +262,8 @@ mls_code mls_kv_ring_append(mls_kv_ring *ring, const mls_kernels *kernels,
     const size_t window = capacity_of(ring) - ring->sinks;
     const size_t stored_count = end - start < window ? end - start : window;
     store_tokens(ring, kernels, tokens, base, end - stored_count, stored_count);
-    /* `oldest` may be beyond `end` while sinks are missing, so
-     * compare before subtracting */
+    /* `oldest` may be beyond `end` while sinks are missing, so compare before
+     * subtracting */
     if (end > ring->oldest && end - ring->oldest > window) {
         ring->evicted += end - window - ring->oldest;
         ring->oldest = end - window;

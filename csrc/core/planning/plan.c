@@ -300,8 +300,8 @@ static mls_code make_coarse(const mls_chain *chain, const mls_plan_request *r,
 }
 
 /* Returns the number of slots to use if planning to the byte is too expensive: fewer if
- * the table would be too large. At least 1, so that check_table can
- * fail with a message. */
+ * the table would be too large. At least 1, so that check_table can fail with a
+ * message. */
 static size_t fallback_slots(size_t blocks)
 {
     const size_t slots = slots_that_fit(blocks, MLS_PLAN_AUTO_SLOTS);

@@ -44,8 +44,8 @@ mls_code mls_plan_dp_fronts(const mls_plan_costs *costs, size_t most_points,
                             mls_status *st);
 void mls_plan_fronts_fini(mls_plan_fronts *fronts); /* accepts a zeroed one; zeroes it */
 
-/* The mls_plan_value of solved fronts: the extra seconds of s .. t
- * within `memory` bytes. */
+/* The mls_plan_value of solved fronts: the extra seconds of s .. t within `memory`
+ * bytes. */
 double mls_plan_dp_fronts_value(const void *fronts, size_t s, size_t t, int64_t memory);
 
 #endif

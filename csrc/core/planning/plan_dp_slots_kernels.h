@@ -22,8 +22,8 @@ enum {
 /* A tile of segments s .. s + 3 by t .. t + 3, and the restarts k from `first` to before
  * `last` to try for all of them. Entry m of segment s .. t is at rows[s] + t * stride +
  * m. Restart k applies from entry begin[k - first] on, a multiple of MLS_PLAN_LANES that
- * is at least shift[k]. It costs plus[k - first], and rest[i] more
- * for row i of the tile. */
+ * is at least shift[k]. It costs plus[k - first], and rest[i] more for row i of the
+ * tile. */
 typedef struct mls_plan_tile {
     float *values;
     const size_t *rows;

@@ -165,8 +165,8 @@ static uint32_t pop_first(search *s)
 
 /* ---- nodes ---- */
 
-/* Returns a hash of a key: the finaliser of splitmix64, because
- * keys differ in few bits. */
+/* Returns a hash of a key: the finaliser of splitmix64, because keys differ in few
+ * bits. */
 static uint64_t hash_key(uint64_t z)
 {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
@@ -664,8 +664,8 @@ static mls_code fail_budget(const mls_chain *chain, int64_t budget, const char *
 }
 
 /* Fails after an incomplete search, with the budget of a persistent schedule, which is
- * known to be sufficient. Returns MLS_E_CAPACITY, or the error of
- * computing that budget. */
+ * known to be sufficient. Returns MLS_E_CAPACITY, or the error of computing that
+ * budget. */
 static mls_code fail_incomplete(const mls_chain *chain, const mls_best_options *o,
                                 mls_status *st)
 {

@@ -128,8 +128,8 @@ mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
                                 mls_status *st);
 
 /* Bytes of invalid long headers that a scan of `length` bytes may read. A hostile segment
- * can claim a long header at each place; behind this limit they
- * count as damage unread. */
+ * can claim a long header at each place; behind this limit they count as damage
+ * unread. */
 static inline uint64_t mls_prompt_effort(uint64_t length)
 {
     return (64 << 20) + 4 * length;

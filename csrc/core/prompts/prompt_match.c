@@ -75,8 +75,8 @@ static mls_code add_damage(mls_prompt_match *match, const mls_prompt_hit *hit,
 
 /* Add entry `number` of the index as a hit, with the key of its parent and its first
  * token `start`; the header is checked later. If its segment is gone or damaged, the hit
- * has no file. MLS_E_MEMORY;
- * MLS_E_IO: the segment cannot be opened for another reason. */
+ * has no file. MLS_E_MEMORY; MLS_E_IO: the segment cannot be opened for another
+ * reason. */
 static mls_code propose(search *s, uint32_t number, const mls_prompt_key *parent,
                         size_t start, mls_status *st)
 {

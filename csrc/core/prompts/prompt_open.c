@@ -131,8 +131,8 @@ static int sync_parent(int folder)
     return reason;
 }
 
-/* Open the folder `path`, and create it before if `create` and it
- * is missing. MLS_E_IO. */
+/* Open the folder `path`, and create it before if `create` and it is missing.
+ * MLS_E_IO. */
 static mls_code open_folder(mls_prompt_log *log, const char *path, bool create,
                             mls_status *st)
 {

@@ -78,8 +78,8 @@ static size_t item_start(const put_work *w, const mls_prompt_item *item)
     return item->kind == 0 ? item->end - block : item->end / block * block;
 }
 
-/* Fail with MLS_E_VALUE if the item's end is beyond the prompt or
- * not the end of a block. */
+/* Fail with MLS_E_VALUE if the item's end is beyond the prompt or not the end of a
+ * block. */
 static mls_code check_item(const put_work *w, const mls_prompt_item *item, mls_status *st)
 {
     const size_t block = w->prefix->block_tokens;

@@ -364,8 +364,8 @@ mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status 
 
 /* ---- eviction ---- */
 
-/* A record that may be evicted: time of its last use, its end in
- * tokens, and its entry. */
+/* A record that may be evicted: time of its last use, its end in tokens, and its
+ * entry. */
 typedef struct candidate {
     uint32_t used, end, number;
 } candidate;

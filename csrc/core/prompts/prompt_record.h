@@ -79,8 +79,8 @@ typedef struct mls_prompt_part {
     uint32_t crc;
 } mls_prompt_part;
 
-/* A header. Pointers are borrowed: from the caller, or from the
- * bytes that were parsed. */
+/* A header. Pointers are borrowed: from the caller, or from the bytes that were
+ * parsed. */
 typedef struct mls_prompt_header {
     mls_prompt_type type;
     unsigned kind;

@@ -14,8 +14,8 @@ enum { WINDOW = 16384 }; /* bytes that a scan reads at once: many small records 
 
 /* ---- entries ---- */
 
-/* Add the bytes of an entry's record to the live bytes of its
- * segment, or subtract them. */
+/* Add the bytes of an entry's record to the live bytes of its segment, or subtract
+ * them. */
 static void change_live(mls_prompt_log *log, const mls_prompt_entry *entry, bool more)
 {
     mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);

@@ -5,8 +5,8 @@
 
 #define MLS_INLINED MLS_TARGET static inline __attribute__((always_inline))
 
-/* Loops over arrays of registers must be unrolled; otherwise the
- * array is kept in memory. */
+/* Loops over arrays of registers must be unrolled; otherwise the array is kept in
+ * memory. */
 #if defined(__clang__)
 #    define MLS_UNROLLED _Pragma("unroll")
 #else

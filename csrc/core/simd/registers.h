@@ -43,8 +43,8 @@ MLS_INLINED void store_f64(unsigned char *items, doubles values)
     memcpy(items, &values, sizeof values);
 }
 
-/* Returns a register with one number in all lanes; the difference
- * keeps a negative zero. */
+/* Returns a register with one number in all lanes; the difference keeps a negative
+ * zero. */
 MLS_INLINED floats repeat(float value)
 {
     return value - (floats){0};

@@ -48,8 +48,8 @@ struct mls_load_into {
 /* ---- dividing a pair ---- */
 
 /* Describe both views of a pair with as few axes as possible, outermost first, in `dst`
- * and `src`. Negative strides stay negative. Returns false if the
- * views have no elements. */
+ * and `src`. Negative strides stay negative. Returns false if the views have no
+ * elements. */
 static bool simplify_axes(const mls_load_into_pair *pair, mls_tensor *dst,
                           mls_tensor *src)
 {
@@ -209,8 +209,8 @@ static bool is_single_copy(const mls_load_into_pair *pair)
 }
 
 /* Append the address range of a view to `spans`, and count it in `*count`, if the view
- * has elements. `pair` is the number of its pair; `written` tells a
- * target from a source. */
+ * has elements. `pair` is the number of its pair; `written` tells a target from a
+ * source. */
 static void add_range(mls_address_range *spans, size_t *count, const mls_tensor *t,
                       size_t pair, bool written)
 {

@@ -45,8 +45,8 @@ static uint32_t hash_segment(uint32_t parent, mls_str segment)
 }
 
 /* Return the slot of the child of `parent` with this segment, or the empty slot for it.
- * `hash` is from hash_segment. The table is at most half full, so
- * an empty slot exists. */
+ * `hash` is from hash_segment. The table is at most half full, so an empty slot
+ * exists. */
 static name_slot *find_slot(const mls_name_tree *names, uint32_t hash, uint32_t parent,
                             mls_str segment)
 {
@@ -91,8 +91,8 @@ static bool ends_at(const mls_name_tree *names, uint32_t node, mls_str name)
     return node != 0 && names->nodes[node].path.length == name.length;
 }
 
-/* Return the segment of `name` that follows `node`, which is on its
- * path and not its end. */
+/* Return the segment of `name` that follows `node`, which is on its path and not its
+ * end. */
 static mls_str segment_after(const mls_name_tree *names, uint32_t node, mls_str name)
 {
     const size_t start = node == 0 ? 0 : names->nodes[node].path.length + 1;

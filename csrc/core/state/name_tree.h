@@ -61,8 +61,8 @@ size_t mls_name_tree_under(const mls_name_tree *names, uint32_t node, uint32_t *
 /* Computes the nodes that are layers, in the order of their first names. With depth 0, a
  * layer is the parent of a name's last segment. With another depth, a layer is a node of
  * that depth with at least one name below it. The root counts as a node. `*out` receives
- * `*count` node numbers; free it with mls_free. MLS_E_MEMORY: both
- * results are unchanged. */
+ * `*count` node numbers; free it with mls_free. MLS_E_MEMORY: both results are
+ * unchanged. */
 mls_code mls_name_tree_layers(const mls_name_tree *names, uint32_t depth, uint32_t **out,
                               size_t *count, mls_status *st);
 

@@ -28,8 +28,8 @@ typedef struct held_chain {
 enum { ARRAYS = 8, ITEMS = 10 }; /* of the tuple that a Chain keeps */
 
 /* Returns whether array `i` of a chain's tuple has an entry more than the chain has
- * blocks: the bytes of activations and of gradients have one at
- * each end of every block. */
+ * blocks: the bytes of activations and of gradients have one at each end of every
+ * block. */
 static bool is_long(size_t i)
 {
     return i == 2 || i == 3;
@@ -171,8 +171,8 @@ PyObject *core_chain_check(mlspy_state *state, PyObject *const *args)
 
 /* Returns the result of a detailed simulation, a new tuple (seconds, peak bytes, before,
  * peaks, after, times): the totals, then four arrays with an entry for each of the
- * `count` records: bytes held before the step, at its peak and after
- * it, and its seconds. */
+ * `count` records: bytes held before the step, at its peak and after it, and its
+ * seconds. */
 static PyObject *arrays_of(const mls_step_record *records, npy_intp count,
                            const mls_totals *totals)
 {
@@ -276,8 +276,8 @@ typedef struct job {
 
 /* Zeroes `*j` and fills its chain and its request from the arguments that planners share.
  * `slots` (an int, 0: the planner chooses) may be NULL for planners without slots.
- * Returns -1 with an exception set, and nothing to release;
- * otherwise end with job_end. */
+ * Returns -1 with an exception set, and nothing to release; otherwise end with
+ * job_end. */
 static int job_init(job *j, mlspy_state *state, PyObject *chain, PyObject *slots,
                     PyObject *offload)
 {
@@ -308,8 +308,8 @@ static int job_init(job *j, mlspy_state *state, PyObject *chain, PyObject *slots
     } while (0)
 
 /* Releases the chain, and raises the error of a failed call. If a signal stopped the
- * call, the exception of its handler is already set. Returns
- * whether the call succeeded. */
+ * call, the exception of its handler is already set. Returns whether the call
+ * succeeded. */
 static bool job_end(job *j)
 {
     release_chain(&j->chain);

@@ -47,8 +47,8 @@ int mlspy_take_bool(PyObject *object, bool *out);
  * for another object, ValueError for half of a surrogate pair, or MemoryError. */
 int mlspy_take_text(PyObject *object, const char *label, mls_str *out);
 
-/* Raise TypeError unless `object` is a dict; `label` names it in
- * errors. Returns 0 or -1. */
+/* Raise TypeError unless `object` is a dict; `label` names it in errors. Returns 0 or
+ * -1. */
 int mlspy_take_dict(PyObject *object, const char *label);
 
 #endif

@@ -90,8 +90,8 @@ static int next_block(mlspy_room *room, size_t index)
         return -1;
     }
     const uintptr_t begin = (uintptr_t)PyArray_DATA((PyArrayObject *)room->block);
-    /* the first array starts at a multiple of MLS_BLOCK_LINE; the
-     * block has room for that */
+    /* the first array starts at a multiple of MLS_BLOCK_LINE; the block has room for
+     * that */
     room->used = (MLS_BLOCK_LINE - begin % MLS_BLOCK_LINE) % MLS_BLOCK_LINE;
     return 0;
 }

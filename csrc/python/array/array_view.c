@@ -267,8 +267,9 @@ static void fill_view(PyArrayObject *array, mls_dtype dtype, mlspy_view *out)
     out->owner = Py_NewRef((PyObject *)array);
 }
 
-/* As mlspy_view_of, for an ndarray, which becomes the owner. Only its dtype can be
- * refused: any shape and strides are accepted. */
+/* Set `*out` to a view of an ndarray, which becomes the owner; `label` names it in
+ * errors. Returns -1 with an exception set for a dtype of no tensor; any shape and
+ * strides are accepted. */
 static int view_of_ndarray(const mlspy_state *state, PyArrayObject *array,
                            const char *label, mlspy_view *out)
 {

@@ -12,8 +12,8 @@
 int mlspy_open_folder(const mlspy_state *state, PyObject *path, int *out);
 
 /* Raise `st`, about the file `relative` (NULL: unknown) in the folder `path`. After
- * MLS_E_STOPPED, keeps the exception of the callback that stopped
- * the work. Returns NULL. */
+ * MLS_E_STOPPED, keeps the exception of the callback that stopped the work. Returns
+ * NULL. */
 PyObject *mlspy_raise_under(const mlspy_state *state, const mls_status *st,
                             PyObject *path, const char *relative);
 

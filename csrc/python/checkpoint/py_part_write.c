@@ -40,8 +40,8 @@ static void layout_fini(file_layout *f)
 }
 
 /* Convert (name, dtype, shape) to a tensor of a header, and check it. `shape` has room
- * for MLS_LAYOUT_RANK dimensions, and `out` borrows it. Returns -1
- * with an exception set. */
+ * for MLS_LAYOUT_RANK dimensions, and `out` borrows it. Returns -1 with an exception
+ * set. */
 static int take_tensor(const mlspy_state *state, PyObject *object, size_t *shape,
                        mls_header_tensor *out)
 {

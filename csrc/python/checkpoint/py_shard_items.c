@@ -316,8 +316,8 @@ static int set_state_axes(mlspy_shard_items *g, PyObject *model)
 }
 
 /* Add all entries of the sections' dicts (parameters first; None: no such section), so
- * that a state finds its parameter in the first dict. Returns -1
- * with an exception set. */
+ * that a state finds its parameter in the first dict. Returns -1 with an exception
+ * set. */
 static int add_dicts(mlspy_shard_items *g, PyObject *const *dicts)
 {
     for (int s = 0; s < MLS_SECTION_COUNT; s++) {

@@ -47,8 +47,8 @@ int mlspy_check(const mlspy_state *state, mls_code code, const mls_status *st);
 PyObject *mlspy_none(const mlspy_state *state, mls_code code, const mls_status *st);
 
 /* Raise the exception for a code with a printf-style text: (state, code, format, ...).
- * Returns -1, as do the others. These are macros, so that the
- * compiler knows the result. */
+ * Returns -1, as do the others. These are macros, so that the compiler knows the
+ * result. */
 #define MLSPY_FAIL(...) (mlspy_raise_text(__VA_ARGS__), -1)
 void mlspy_raise_text(const mlspy_state *state, mls_code code, const char *format, ...)
     MLS_PRINTF(3, 4);

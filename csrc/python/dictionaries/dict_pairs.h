@@ -24,8 +24,8 @@ typedef struct mlspy_pairs {
 } mlspy_pairs;
 
 /* Pair the items of two dicts by their names, and compare shapes and dtypes. The caller
- * releases `*p` with mlspy_pairs_fini. Returns -1 with an exception
- * set, and `*p` zeroed. */
+ * releases `*p` with mlspy_pairs_fini. Returns -1 with an exception set, and `*p`
+ * zeroed. */
 int mlspy_pairs_init(const mlspy_state *state, PyObject *source, PyObject *target,
                      mlspy_pairs *p);
 
@@ -45,8 +45,8 @@ int mlspy_view_item(const mlspy_state *state, const mlspy_item *item, const char
                     bool writable, mlspy_view *out);
 
 /* Return the bytes of an array whose dtype the core does not know, packed and in this
- * machine's byte order; NULL with an exception set. The item must
- * have its key and facts. */
+ * machine's byte order; NULL with an exception set. The item must have its key and
+ * facts. */
 PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item);
 
 /* Return whether the core knows the dtype of an item, which must have its facts. */

@@ -30,8 +30,8 @@ typedef struct named_views {
     uint64_t bytes; /* of all arrays, to decide whether to release the GIL */
 } named_views;
 
-/* Releases the views and zeroes `*v`. Accepts views that
- * named_views_of left incomplete. */
+/* Releases the views and zeroes `*v`. Accepts views that named_views_of left
+ * incomplete. */
 static void named_views_release(named_views *v)
 {
     mlspy_views_release(v->views, (size_t)v->count);

@@ -378,8 +378,8 @@ typedef struct parcel {
  * sizes[rank] bytes for each rank, and stores the address of its memory in out[rank].
  * Acquires the GIL briefly. Returns false with an exception set in this thread. A bytes
  * object may be written while no other code has seen it. Sizes come from other ranks and
- * may be invalid: a size beyond a bytes object's limit is reported
- * as a lack of memory. */
+ * may be invalid: a size beyond a bytes object's limit is reported as a lack of
+ * memory. */
 static bool make_places(void *context, const size_t *sizes, unsigned char **out)
 {
     parcel *p = context;

@@ -80,8 +80,8 @@ static void close_number(descriptor_object *self)
     errno = error;
 }
 
-/* Deallocation closes the file. It runs no Python code, so no
- * exception can prevent it. */
+/* Deallocation closes the file. It runs no Python code, so no exception can prevent
+ * it. */
 static void descriptor_dealloc(descriptor_object *self)
 {
     close_number(self);

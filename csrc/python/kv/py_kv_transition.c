@@ -268,8 +268,8 @@ static int take_target(const mlspy_state *state, PyObject *source, PyObject *out
 }
 
 /* Encode the padding and move the tokens. The views hold references, so the memory stays
- * valid while other threads run. Returns -1 with an exception set,
- * and nothing written. */
+ * valid while other threads run. Returns -1 with an exception set, and nothing
+ * written. */
 static int run_transition(const mlspy_state *state, transition *t)
 {
     mls_status st;

@@ -122,8 +122,8 @@ static bool same_sizes(PyObject *a, PyObject *b)
 
 /* Returns whether two tensors (of torch, for example) certainly have the same shape and,
  * if `dtypes`, the identical dtype object. False, without an exception, means that a full
- * comparison is needed. Most of the time is spent in the tensors'
- * creation of the shapes. */
+ * comparison is needed. Most of the time is spent in the tensors' creation of the
+ * shapes. */
 static bool same_attributes(const mlspy_state *state, PyObject *a, PyObject *b,
                             bool dtypes)
 {

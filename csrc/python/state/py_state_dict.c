@@ -512,8 +512,8 @@ static PyObject *empty_like(PyObject *self)
     PyObject *empty =
         no_arguments == NULL ? NULL : type->tp_new(type, no_arguments, NULL);
     Py_XDECREF(no_arguments);
-    /* __new__ of a subclass may return any object, so its type is
-     * checked before writing */
+    /* __new__ of a subclass may return any object, so its type is checked before
+     * writing */
     if (empty != NULL && (!is_statedict(empty) || PyDict_GET_SIZE(empty) != 0)) {
         PyErr_Format(PyExc_TypeError,
                      "%.100s.__new__ must give an empty state dict, got %.100s",

@@ -226,8 +226,8 @@ PyObject *core_state_layer(mlspy_state *state, PyObject *const *args)
     return layer;
 }
 
-/* Returns whether layer_name accepts the path: "a..b" has a layer
- * "a.", which it refuses. */
+/* Returns whether layer_name accepts the path: "a..b" has a layer "a.", which it
+ * refuses. */
 static bool is_layer_name(mls_str path)
 {
     return path.length > 0 && path.data[path.length - 1] != '.';
@@ -353,8 +353,8 @@ static bool ends_with_dot(mls_str text)
 
 /* Raises ValueError because the rules made `new_name`, with an empty part such as in
  * "layers..w", of `old_name`. Shows the rule that was probably meant: one without a dot
- * after `old`, but with one after `new`. Names that had an empty
- * part before may keep it. */
+ * after `old`, but with one after `new`. Names that had an empty part before may keep
+ * it. */
 static void raise_empty_part(PyObject *old_name, PyObject *new_name,
                              const mls_rename_rule *rules, size_t rule_count)
 {

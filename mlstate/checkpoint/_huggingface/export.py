@@ -444,7 +444,8 @@ def take_export(
 ) -> Export:
     """Return the checked request of an export; the parameters are of `export_huggingface`.
 
-    No array is copied. With a group, errors about the model are kept in the result.
+    No array is copied. With a group, an error about the model is kept in ``content.error`` of the
+    result, so that all ranks raise together; errors about other arguments are raised at once.
     """
     target = check_target(local_path(path), {**SAVE_DEFAULTS, "group": group})
     most = parse_size("max_shard_bytes", max_shard_bytes, 1)

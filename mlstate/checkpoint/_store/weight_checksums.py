@@ -49,17 +49,17 @@ def changed_text(data: bytes, record: Record) -> str:
     return f"bytes {ranges[0][0]} to {sum(ranges[0])} have changed" if ranges else ""
 
 
-def require_index(folder: Folder, root: str, data: bytes) -> None:
-    """Raise ChecksumError if the index file `root` differs from its checksum.
+def require_index(folder: Folder, name: str, data: bytes) -> None:
+    """Raise ChecksumError if the index file `name` in `folder` differs from its checksum.
 
     `data`: its bytes. Nothing happens without a checksum.
     """
     checksums = find_checksums(folder)
-    if checksums is not None and root in checksums.records:
-        text = changed_text(data, checksums.records[root])
+    if checksums is not None and name in checksums.records:
+        text = changed_text(data, checksums.records[name])
         if text:
-            error = ChecksumError(f"{root}: {text} since {checksums.path} was written")
-            error.path = os.path.join(folder.path, root)
+            error = ChecksumError(f"{name}: {text} since {checksums.path} was written")
+            error.path = os.path.join(folder.path, name)
             raise error
 
 

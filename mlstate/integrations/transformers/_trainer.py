@@ -471,7 +471,9 @@ class MLStateCallback:
     ) -> None:
         """Save the state of a step, after the Trainer has written its checkpoint.
 
-        All ranks must call it. The position is the one in the Trainer's folder, as rank 0 reads it.
+        All ranks must call it. The saved position of the training is the text of
+        ``trainer_state.json`` in the Trainer's folder, as rank 0 reads it, or of `state` if that
+        file cannot be read. Step 0 is not saved. Raises what `CheckpointManager.save` raises.
         """
         manager = self._manager
         if manager is None:

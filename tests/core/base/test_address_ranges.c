@@ -84,8 +84,8 @@ TEST(partial_overlaps_are_reported)
           pair[0] == 1 && pair[1] == 0);
 }
 
-/* The range of owner 0 contains the others; only the last one
- * shares an element with it. */
+/* The range of owner 0 contains the others; only the last one shares an element with
+ * it. */
 TEST(overlap_is_detected_behind_interleaved_ranges)
 {
     const mls_address_range sorted[] = {{.low = 10, .high = 90, .owner = 0},

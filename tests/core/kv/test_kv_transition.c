@@ -92,8 +92,8 @@ static void number_bytes(unsigned char *bytes, size_t count)
 
 enum { MOST_ROW = 96, MOST_ROWS = 5, MARGIN = 32 };
 
-/* Whether the kernel writes the rows as the scalar loops would, and
- * nothing around them. */
+/* Whether the kernel writes the rows as the scalar loops would, and nothing around
+ * them. */
 static bool rows_are_padded(const mls_kernels *kernels, size_t used, size_t row,
                             size_t rows, size_t src_step, size_t src_shift, mls_store how)
 {

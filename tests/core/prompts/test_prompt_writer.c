@@ -42,8 +42,8 @@ TEST(the_damaged_part_of_the_last_put_is_stored_again)
     mls_prompt_log_free(log);
 }
 
-/* A put that finds its records stored by a killed writer returns
- * that they are durable. */
+/* A put that finds its records stored by a killed writer returns that they are
+ * durable. */
 TEST(records_of_another_writer_are_synced)
 {
     mls_prompt_log *log = open_log(), *other = open_log();

@@ -1,4 +1,4 @@
-"""FSDP2 and DDP whose gradients mlstate reduces: two to four processes over gloo."""
+"""Run the scenarios of data_parallel_ranks.py: FSDP2 and DDP in two to four processes over gloo."""
 
 from pathlib import Path
 

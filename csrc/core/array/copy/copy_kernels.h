@@ -9,8 +9,7 @@
 
 #include "array/copy/copy.h"
 
-/* Constant tables. No entry is NULL except `pad_rows` and the diagonal
- * of `convert`. */
+/* Constant tables. No entry is NULL except `pad_rows` and the diagonal of `convert`. */
 MLS_CPU_TABLES(mls_kernels, mls_kernels);
 
 /* The scalar runs, used for the ends of vector runs and for pairs without a vector

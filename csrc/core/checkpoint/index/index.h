@@ -87,8 +87,8 @@ typedef struct mls_index_file {
 
 /* One shard. A plain shard stores its place in this struct, since there may be a million
  * of them. A sparse or compressed shard has `layers`; its `file`, `offset`, `crc` and
- * `crcs` are unused and zero. In both cases `bytes` is the
- * uncompressed size of the part. */
+ * `crcs` are unused and zero. In both cases `bytes` is the uncompressed size of the
+ * part. */
 typedef struct mls_index_shard {
     mls_tensor_id id;
     mls_dtype dtype;

@@ -122,8 +122,8 @@ static int compare_shards(const void *a, const void *b)
 
 /* Sort the shards by name, and move further copies of a tensor behind the first shard of
  * each name: `shard_count` then counts only the first ones, `copy_count` the others.
- * MLS_E_FORMAT: a copy has another dtype or shape; `*failed` is
- * the number of its file. */
+ * MLS_E_FORMAT: a copy has another dtype or shape; `*failed` is the number of its
+ * file. */
 static mls_code sort_shards(mls_index *x, size_t *failed, mls_status *st)
 {
     size_t kept = 0;

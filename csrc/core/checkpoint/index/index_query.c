@@ -87,8 +87,8 @@ int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b)
     return a->has_state ? mls_str_compare(a->state, b->state) : 0;
 }
 
-/* Order by tensor, then by part number, so that the parts of one
- * tensor are neighbours. */
+/* Order by tensor, then by part number, so that the parts of one tensor are
+ * neighbours. */
 int mls_index_compare(const mls_index_shard *a, const mls_index_shard *b)
 {
     const int ids = mls_tensor_id_compare(&a->id, &b->id);

@@ -131,8 +131,8 @@ static void put_frames(mls_json_writer *b, const mls_compressed_frames *frames)
 
 /* Append the row ranges of a layer as one string: "0,2,17,1" means skip 0 rows, hold 2,
  * skip 17, hold 1. Rows behind the last range are omitted. One string instead of many
- * JSON numbers, because there may be thousands of them and JSON
- * values are slow to parse. */
+ * JSON numbers, because there may be thousands of them and JSON values are slow to
+ * parse. */
 static void put_rows(mls_json_writer *b, const mls_layer *layer)
 {
     size_t end = 0; /* end of the previous range */
@@ -341,8 +341,8 @@ static size_t count_rows(table_column column, const mls_index_shard *s)
     return column < FILE_NUMBER ? 1 : mls_index_place_count(s);
 }
 
-/* Return the layer in row `number` of shard `s`; zeroed for
- * columns of the shard table. */
+/* Return the layer in row `number` of shard `s`; zeroed for columns of the shard
+ * table. */
 static mls_layer layer_of(table_column column, const mls_index_shard *s, size_t number)
 {
     return column < FILE_NUMBER ? (mls_layer){0} : mls_index_place(s, number);

@@ -19,8 +19,8 @@
 #include <stdint.h>
 
 /* How to cut a tensor: into part `index` of `layout`; without a layout, in the way that
- * it is stored, but for `world` ranks; if `world` is 0 too, the
- * whole tensor is loaded. */
+ * it is stored, but for `world` ranks; if `world` is 0 too, the whole tensor is
+ * loaded. */
 typedef struct mls_cutting {
     bool has_layout;
     mls_layout layout;

@@ -12,8 +12,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* For qsort: by id, part and rank, so that the lowest rank comes
- * first among equal parts. */
+/* For qsort: by id, part and rank, so that the lowest rank comes first among equal
+ * parts. */
 static int compare_shards(const void *a, const void *b)
 {
     const mls_merged_index_shard *x = a, *y = b;

@@ -223,8 +223,8 @@ static void sort_spans(mls_read_plan *plan)
 }
 
 /* Group neighbours in `order` into tasks that cost at most one full span, or have a
- * single span. `tasks[i]` is the first span of task i; one further
- * entry marks the end. */
+ * single span. `tasks[i]` is the first span of task i; one further entry marks the
+ * end. */
 static void group_tasks(mls_read_plan *plan)
 {
     uint64_t cost = 0;

@@ -297,8 +297,8 @@ static size_t find_group_end(const run_reader *r)
 
 /* Read all runs of a span without verification: long runs directly, short runs together
  * through a buffer that stays in the cache. Long runs are read in steps, because systems
- * read ahead further, and into larger pages, for many short calls
- * than for one long call. */
+ * read ahead further, and into larger pages, for many short calls than for one long
+ * call. */
 static mls_code read_unverified(read_worker *w, run_reader *r, mls_status *st)
 {
     mls_code code = MLS_OK;

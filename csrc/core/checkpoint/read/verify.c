@@ -379,8 +379,8 @@ static void verify_block(verifier *v, int fd, size_t number, size_t start,
 }
 
 /* Return how many places from `first` on, at most `most`, are adjacent in the file and
- * fit the buffer together; `*bytes` is their total size. 0: the
- * first one does not fit. */
+ * fit the buffer together; `*bytes` is their total size. 0: the first one does not
+ * fit. */
 static size_t count_adjacent(const verifier *v, size_t first, size_t most, size_t *bytes)
 {
     const uint64_t start = place_of(v, first).offset;

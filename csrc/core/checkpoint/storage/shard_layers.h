@@ -21,8 +21,8 @@
 enum { MLS_LAYERS_MOST = 16 };
 
 /* Elements `begin` .. `begin + count` of a shard. `at` is the position of the first
- * element in its layer, in elements; for elements that no layer
- * stores it equals `begin`. */
+ * element in its layer, in elements; for elements that no layer stores it equals
+ * `begin`. */
 typedef struct mls_row_range {
     size_t begin, count;
     size_t at;
@@ -74,8 +74,8 @@ mls_rows mls_layer_rows(size_t row, size_t elements);
  * between two ranges, no rows are stored, or the shard has too few rows. */
 bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_row_range *out);
 
-/* Maximum number of ranges in a text such as "0,2,17,1", which has
- * two numbers for each. */
+/* Maximum number of ranges in a text such as "0,2,17,1", which has two numbers for
+ * each. */
 size_t mls_layer_rows_count(mls_str text);
 
 /* Parse all ranges of such a text into `runs`, which has space for mls_layer_rows_count

@@ -239,8 +239,8 @@ static mls_code write_file(const mls_parts_job *job, const mls_placed_item *item
 }
 
 /* Return whether the file, block and result numbers of an item are within the job's
- * arrays, and its offset is not negative. The caller's numbers are
- * signed and unchecked. */
+ * arrays, and its offset is not negative. The caller's numbers are signed and
+ * unchecked. */
 static bool is_inside(const mls_parts_job *job, const mls_placed_item *placed)
 {
     const mls_shard_item *item = placed->item;

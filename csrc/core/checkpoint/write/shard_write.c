@@ -49,8 +49,8 @@ typedef struct output {
     size_t tasks; /* unfinished tasks */
 } output;
 
-/* A task: all tensors of a file, or bytes `start` .. `start +
- * bytes` of its only tensor. */
+/* A task: all tensors of a file, or bytes `start` .. `start + bytes` of its only
+ * tensor. */
 typedef struct task {
     size_t file;
     size_t start, bytes;
@@ -544,8 +544,8 @@ static void record_failure(writer *w, size_t index, const mls_status *st)
 }
 
 /* Thread function: run task `w->begun + index` with a buffer, and record its failure
- * under the name of the file's first tensor. After a failure no
- * further task is started. */
+ * under the name of the file's first tensor. After a failure no further task is
+ * started. */
 static void write_task(void *context, size_t index)
 {
     writer *w = context;
@@ -581,8 +581,8 @@ static size_t first_bytes(const mls_write_plan *plan, size_t number)
 
 /* Divide planned file `number` into tasks in `out`, which has room, and return their
  * number. A single large shard is cut at block boundaries; every other file is one task.
- * So is a compressed shard, since the position of each byte depends
- * on the previous ones. */
+ * So is a compressed shard, since the position of each byte depends on the previous
+ * ones. */
 static size_t cut_file(const mls_write_plan *plan, size_t number, task *out)
 {
     const size_t bytes = first_bytes(plan, number);

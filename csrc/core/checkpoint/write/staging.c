@@ -246,8 +246,8 @@ static void copy_task(void *context, size_t index)
     const size_t from = index * PIECE_BYTES;
     const size_t to = c->bytes - from < PIECE_BYTES ? c->bytes : from + PIECE_BYTES;
     for (size_t i = find_item(c, from); i < c->count && c->order[i].place < to; i++) {
-        /* both ends are rounded in the same way, so exactly one
-         * task copies each element */
+        /* both ends are rounded in the same way, so exactly one task copies each
+         * element */
         const size_t start = element_offset(c, &c->order[i], from);
         const size_t end = element_offset(c, &c->order[i], to);
         if (start < end) {

@@ -15,8 +15,8 @@
 
 #include <stddef.h>
 
-/* Destination of the copies. Everything is borrowed; the memory
- * must outlive the items. */
+/* Destination of the copies. Everything is borrowed; the memory must outlive the
+ * items. */
 typedef struct mls_staging {
     unsigned char *memory;
     size_t bytes;

@@ -22,8 +22,8 @@ enum {
 /* ---- access to elements ---- */
 
 /* Return elements `first` .. `first + count` of the shard's new layer, which omits rows
- * that are not written: a pointer into the caller's memory, or a
- * packed copy in `room`. */
+ * that are not written: a pointer into the caller's memory, or a packed copy in
+ * `room`. */
 static const unsigned char *packed_elements(const mls_write_plan *plan,
                                             const mls_planned *planned, size_t first,
                                             size_t count, unsigned char *room)

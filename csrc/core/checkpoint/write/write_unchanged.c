@@ -508,8 +508,8 @@ static void list_pieces(compare_state *c)
     }
 }
 
-/* Group consecutive pieces into batches of at least BATCH bytes;
- * each batch is one task. */
+/* Group consecutive pieces into batches of at least BATCH bytes; each batch is one
+ * task. */
 static void make_batches(compare_state *c)
 {
     size_t bytes = 0;

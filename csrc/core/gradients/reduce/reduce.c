@@ -217,9 +217,8 @@ static void add_squares(mls_norm_partial *partial, double squares)
 }
 
 /* Run a job, and add the sum of squares of its output and the number of its elements that
- * are not finite to `partial`. Each round of blocks is
- * divided among the threads; then the blocks' sums are added in order, so that no bit
- * depends on the threads. */
+ * are not finite to `partial`. Each round of blocks is divided among the threads; then
+ * the blocks' sums are added in order, so that no bit depends on the threads. */
 static void job_norm(const job *j, mls_pool *pool, mls_norm_partial *partial)
 {
     const size_t blocks = divide_up(j->count, j->block);

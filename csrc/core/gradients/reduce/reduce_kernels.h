@@ -28,8 +28,8 @@ typedef void (*mls_add_kernel)(void *dst, const void *src, size_t n, double scal
 /* Computes items *= factor. */
 typedef void (*mls_scale_kernel)(void *items, size_t n, double factor);
 
-/* Returns the sum of squares of one block; item i is added to lane
- * i % MLS_SQUARE_LANES. */
+/* Returns the sum of squares of one block; item i is added to lane i %
+ * MLS_SQUARE_LANES. */
 typedef double (*mls_squares_kernel)(const void *items, size_t n);
 
 /* Computes the sum of one block in its own dtype, and returns the sum of its squares. */
@@ -59,8 +59,8 @@ void mls_sum_f32_avx2(void *out, const void *const *sources, size_t count, size_
 #endif
 
 /* Returns how many of n elements are infinite or NaN. It has only a scalar version: it is
- * called only for blocks whose squares do not add up to a finite
- * number, which are rare. */
+ * called only for blocks whose squares do not add up to a finite number, which are
+ * rare. */
 uint64_t mls_reduce_nonfinite(mls_dtype dtype, const void *items, size_t n);
 
 /* Returns the sum of the MLS_SQUARE_LANES lanes of a block, and overwrites them. They are

@@ -65,8 +65,8 @@ mls_code mls_diff(const mls_diff_kernels *kernels, mls_pool *pool,
                   mls_status *st);
 
 /* Returns whether all elements of all `count` pairs are equal, as defined above; stops at
- * the first difference. The threads of the pool (NULL: none) share
- * the work. Cannot fail. */
+ * the first difference. The threads of the pool (NULL: none) share the work. Cannot
+ * fail. */
 bool mls_diff_same(const mls_diff_kernels *kernels, mls_pool *pool,
                    const mls_diff_pair *pairs, size_t count);
 
