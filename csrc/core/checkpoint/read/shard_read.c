@@ -688,6 +688,7 @@ mls_code mls_shards_read(const mls_read_request *request, size_t *failed, mls_st
     const mls_read_plan *plan = &shared.plan;
     if (code != MLS_E_MEMORY &&
         !mls_work_queues_init(&shared.queues, plan->queues, plan->queue_count)) {
+        failed_piece = 0;
         code = mls_fail(st, MLS_E_MEMORY, "no memory to read %zu parts", plan->count);
     }
     if (code != MLS_E_MEMORY) {
