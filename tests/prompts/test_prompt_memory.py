@@ -39,7 +39,8 @@ def test_parts_that_are_read_in_pieces_come_back(store, monkeypatch, spec, most)
 
 
 def test_damage_in_a_part_that_is_read_in_pieces_is_noticed(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(_transfer, "_STAGED", 100)
+    monkeypatch.setattr(_transfer, "_STAGED", 16)
+    monkeypatch.setattr(_transfer.Request, "target", lambda _: None)
     before = prefilled(HYBRID, TOKENS)
     before.arrays["1.state"][...] = np.random.default_rng(1).random((1, 3, 5))
     store.put(TOKENS, before)
