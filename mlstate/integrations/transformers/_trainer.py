@@ -437,11 +437,19 @@ class MLStateCallback:
         _set_states(self._restored)
         self._restored = []
 
+    def on_pre_optimizer_step(
+        self, args: object, state: object, control: object, **objects: object
+    ) -> None:
+        """Save the step if a signal has made the Trainer save here."""
+        self._save_after_signal(args, state, control, objects)
+
     def on_step_end(self, args: object, state: object, control: object, **objects: object) -> None:
         """Save the step if a signal has made the Trainer save here."""
         self._save_after_signal(args, state, control, objects)
 
-    on_pre_optimizer_step = on_epoch_end = on_step_end
+    def on_epoch_end(self, args: object, state: object, control: object, **objects: object) -> None:
+        """Save the step if a signal has made the Trainer save here."""
+        self._save_after_signal(args, state, control, objects)
 
     def _save_after_signal(self, args: Any, state: Any, control: Any, objects: Any) -> None:
         """Save the step if ``enable_jit_checkpoint`` has just saved, which sends no event.
