@@ -1,4 +1,7 @@
-"""Dependencies point one way: core <- bindings <- package <- integrations <- command line."""
+"""Dependencies point one way: core <- bindings <- package <- integrations <- command line.
+
+Inside each, folders have an order too: `CORE_ORDER`, `BINDING_ORDER`, `PACKAGE_ORDER`.
+"""
 
 import ast
 import re

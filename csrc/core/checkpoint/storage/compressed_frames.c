@@ -145,9 +145,8 @@ mls_code mls_block_changed(uint64_t offset, size_t start, size_t length,
                            uint32_t checksum, uint32_t expected, mls_status *st)
 {
     mls_fail(st, MLS_E_CHECKSUM,
-             "its bytes have changed since they were written (checksum %08lx, expected "
-             "%08lx, "
-             "over %zu bytes from %zu on): the file is damaged",
+             "its bytes have changed since they were written (checksum %08lx, "
+             "expected %08lx, over %zu bytes from %zu on): the file is damaged",
              (unsigned long)checksum, (unsigned long)expected, length, start);
     st->has_offset = true;
     st->offset = offset + start;

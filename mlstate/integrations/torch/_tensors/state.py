@@ -107,7 +107,7 @@ def explain_unsupported_tensor(tensor: torch.Tensor) -> str:
     return ""
 
 
-def _view_as_array(name: str, tensor: torch.Tensor) -> NDArray:
+def _view_as_array(tensor: torch.Tensor) -> NDArray:
     """Return an array over the memory of a plain CPU tensor.
 
     It is read-only if elements share memory.
@@ -144,7 +144,7 @@ def _array_of(name: str, value: Any) -> Any:
     if reason:
         raise _unstorable(name, "", reason, value)
     detached = value.detach()
-    return detached if detached.device.type != "cpu" else _view_as_array(name, detached)
+    return detached if detached.device.type != "cpu" else _view_as_array(detached)
 
 
 @set_module("mlstate.integrations.torch")
