@@ -108,9 +108,10 @@ class ConsistencyCheck:
         """Exchange headers before a bucket; `facts` describe its parameters.
 
         Returns the headers by rank, and how many buckets all ranks reduce now: 0 if they disagree
-        on the first one, more than one if all ranks have these ready and have equal plans. If the
-        group can exchange bytes without this thread, `pack` runs meanwhile. `settings`: of this
-        bucket. `nonfinite`, `flags`, `ready`, `plan`: members of this rank's header.
+        on the first one or a rank refuses or has ended, more than one if all ranks have these ready
+        and have equal plans. If the group can exchange bytes without this thread, `pack` runs
+        meanwhile. `settings`: of this bucket. `nonfinite`, `flags`, `ready`, `plan`: members of
+        this rank's header.
         """
         digest = digest_of(facts, {**self._settings, **settings})
         header = Header(flags, self.sequence, digest, nonfinite, self._waited, ready, plan)
@@ -138,6 +139,7 @@ class ConsistencyCheck:
     ) -> Result:
         """Exchange descriptions with all ranks and return the parameters that differ.
 
+        They are in `failures` of the result; `good` has the names that are equal on all ranks.
         `entries` describe this rank's next gradients: (name, fact, problem or "") of each
         parameter. `settings`: of the bucket. `has_ended`: this rank has no next gradient.
         """
@@ -407,8 +409,9 @@ class Session:
     def finish(self, operation: str) -> None:
         """Wait until all ranks end their session, and raise the failures, on all ranks.
 
-        `operation`: its name, for the error. The error is a CollectiveError, or on a rank that
-        refused the call of the class `refusal`.
+        Gradients of parameters that no rank used get their earlier values back. `operation`: its
+        name, for the error. The error is a CollectiveError, or on a rank that refused the call of
+        the class `refusal`.
         """
         has_ended = self._is_refused
         while not has_ended:
@@ -505,7 +508,9 @@ class Reducer:
     def scatter(self, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any]) -> None:
         """Reduce full `gradients` and store this rank's parts in `units`; both dicts are by name.
 
-        If a name is in only one dict, all ranks refuse the call; this one by GradientNamesError.
+        If a gradient does not fit, or a name is in only one dict (unless `allow_unused` permits a
+        missing gradient), all ranks refuse the call and store nothing. The rank at fault raises
+        GradientMismatchError or, for names, GradientNamesError; the others CollectiveError.
         """
         entries, has_same_names = [], True
         for name, unit in units.items():
@@ -654,7 +659,11 @@ class Reducer:
         return handle
 
     def _handle(self, segments: list[Any], terms: Terms) -> _core.Bucket:
-        """Return the core's handle of a bucket of segments; raise if one does not fit."""
+        """Return the core's handle of a bucket of segments; raise if one does not fit.
+
+        A segment is a tuple: gradient, number of elements of each rank's part, output (this rank's
+        part), dtype of the sum, shape of the output.
+        """
         return _core.bucket(segments, self.world_size, self.rank, terms.op, terms.divisor)
 
     def pack(self, handle: _core.Bucket) -> tuple[list[int], int]:

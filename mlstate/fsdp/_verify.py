@@ -231,13 +231,15 @@ def _find_obstacle(unit: FSDPShardingUnit, full: Array) -> str:
 
 
 def _rounding_bound(world: int, dtype: str, count: int, norms: float, atol: float) -> float:
-    """Return the largest difference of signed sums that rounding, or `atol`, explains.
+    """Return the largest difference of two sketches that rounding and `atol` together explain.
 
-    `world`: number of ranks. `dtype`: of the gradients. `count`: elements of the part. `norms`: sum
-    of the L2 norms of all summands. `atol`: tolerance of each element. Rounding errors of elements
-    have random signs, so their sum grows with the square root of their number.
+    A sketch is the sum of a part's elements with pseudo-random signs (`_ams_sketch`). `world`:
+    number of ranks. `dtype`: of the gradients. `count`: elements of the part. `norms`: sum of the
+    L2 norms of all summands. `atol`: tolerance of each element. Rounding errors of elements have
+    random signs, so their sum grows with the square root of their number.
     """
     wide = 2.0**-24 if dtype in _ROUNDING else 2.0**-53
+    # one rounding of the result to `dtype`, and one for each rank's summand in the wider type
     rounding = _ROUNDING.get(dtype, 0.0) + world * wide
     # the factors 10 and 6 are large, so that rounding alone is very unlikely to exceed the bound
     return 10 * rounding * norms + atol * min(count, 6 * sqrt(count))

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class LaidOutState(CacheState):
     """A state that knows the classes of the cache that it was made from.
 
-    A checkpoint stores it as a `CacheState`. `unstored` is the text about values of the layers
-    without which the arrays would get another meaning.
+    A checkpoint stores it as a `CacheState`. `unstored` says which values of the layers a
+    checkpoint would lose, although the arrays mean something else without them: `mlstate.save`
+    refuses such a state with this text.
     """
 
     __slots__ = ("_layouts", "_unstored")

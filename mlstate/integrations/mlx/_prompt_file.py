@@ -212,7 +212,12 @@ class _NewParser(_Parser):
         return parts
 
     def values(self, cls: LayerClass, where: str) -> dict[str, Any]:
-        """Return the values of a layer, whose field number `i` is stored as ``where.<i>``."""
+        """Return the values of a layer, whose field number `i` is stored as ``where.<i>``.
+
+        States, and the codes, scales and biases of a quantized layer, are lists of arrays
+        ``where.<i>.0`` and so on. An empty quantized layer has one array in their place, for None.
+        Raises FormatError for a missing array, or a scalar that does not fit its kind.
+        """
         values: dict[str, Any] = {}
         for i, (name, kind) in enumerate(cls.fields.items()):
             place = f"{where}.{i}"

@@ -21,7 +21,7 @@ class Layout(NamedTuple):
 
     @property
     def has_padding(self) -> bool:
-        """Whether sequences of a batch differ in padding or length.
+        """Whether a sequence of a batch has padding, or the layer counts lengths by sequence.
 
         Masks and positions need these numbers, so another class of layer cannot take the tokens.
         """
@@ -62,7 +62,8 @@ class Reader(EntryReader):
         """Check the layers together, and leave out positions that not all of them have.
 
         Call it after the last `read`. Raises CompatibilityError for an empty cache or different
-        numbers of tokens.
+        numbers of tokens. The number of a full window of a batch, which may be too low, counts only
+        if the cache has fewer tokens than the window has positions, or no other layer counts them.
         """
         self.require_entries()
         counts = [(layer.tokens or 0, where) for where, layer in self._full_windows]

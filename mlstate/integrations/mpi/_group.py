@@ -159,7 +159,7 @@ class MPIGroup(Engine):
         return work
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
-        """Run one operation: `perform` is called with a link to the ranks.
+        """Run one operation: call `perform` with a link to the ranks, and return its result.
 
         An error after communication began makes the group unusable, and the other ranks are
         notified.
@@ -182,7 +182,8 @@ class MPIGroup(Engine):
     def abort(self) -> None:
         """Make operations of this group fail, on this rank and on ranks that wait for it.
 
-        The job continues; ``MPI.COMM_WORLD.Abort()`` would end it.
+        Does nothing if the group was closed, aborted or broken before. The job continues;
+        ``MPI.COMM_WORLD.Abort()`` would end it.
         """
         if self._ended:
             return
@@ -201,7 +202,8 @@ class MPIGroup(Engine):
     def close(self) -> None:
         """Wait for queued operations, and free the group's communicator.
 
-        Every rank must call this. Later calls do nothing.
+        Every rank must call this. Later calls do nothing. The communicator of a broken or aborted
+        group is not freed, since that needs all ranks.
         """
         from mpi4py import MPI
 

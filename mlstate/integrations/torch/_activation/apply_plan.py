@@ -25,7 +25,8 @@ def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, 
     """Return the blocks of a model with their names, in order.
 
     `blocks`: a pattern, a list, or None. `count`: their number; None: any. Raises ValueError if
-    there are more or fewer, or the choice is ambiguous; see `apply_plan`.
+    there are none, more or fewer, or the choice is ambiguous; see `apply_plan`. Raises TypeError
+    if a block is not callable.
     """
     import torch
 
@@ -84,7 +85,8 @@ class _Entry(partial[Any]):
 class Interceptor:
     """Intercepts the calls of modules, before their hooks, until `remove`.
 
-    Calls `enter` with the positions of the called block, its original call, and the arguments.
+    Calls `enter` with the positions of the called block (a tuple of its indexes in the list of
+    blocks), its original call, and the arguments.
     """
 
     def __init__(self, blocks: Sequence[tuple[str, Any]], enter: Callable[..., Any]) -> None:
@@ -257,8 +259,9 @@ class PlannedModel:
     ) -> Any:
         """Run a called block: by the plan if gradients are enabled, otherwise directly.
 
-        Arguments are as for `_enter`. A call of the first block starts a new pass in this thread.
-        Raises ValueError for a call out of order.
+        It also runs directly if the plan only runs each block once and nothing observes the steps.
+        Arguments are as for `_enter`. A call of the first block starts a new pass in this thread,
+        unless it continues the one under way. Raises ValueError for a call out of order.
         """
         import torch
 
@@ -357,6 +360,8 @@ def apply_plan(
         If the number of blocks differs from the plan's, the choice of blocks is ambiguous, or
         the blocks have a plan already. While the model runs: if a block is called out of order
         or after the backward pass, or its input is not the output of the previous block.
+    TypeError
+        If `module` and `blocks` are both None, or a block is not callable.
     MLStateError
         While the model runs: if a block changes its input in place, recomputed tensors differ
         from the first run's, or there is a second backward pass or ``create_graph=True``.

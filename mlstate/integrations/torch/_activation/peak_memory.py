@@ -82,6 +82,7 @@ class Allocations:
         self._profile: Any = None
         self._marks = 0
         self._read: list[tuple[int, int]] = []  # by mark: bytes held, peak since the last mark
+        # seconds since the first mark, and bytes held from then on; only on the CPU
         self.curve: list[tuple[float, int]] = []
 
     def __enter__(self) -> Allocations:
