@@ -259,7 +259,8 @@ class PlannedModel:
     ) -> Any:
         """Run a called block: by the plan if gradients are enabled, otherwise directly.
 
-        It also runs directly if the plan only runs each block once and nothing observes the steps.
+        It also runs directly if the plan runs each block once and keeps all of its saved tensors,
+        and nothing observes the steps.
         Arguments are as for `_enter`. A call of the first block starts a new pass in this thread,
         unless it continues the one under way. Raises ValueError for a call out of order.
         """

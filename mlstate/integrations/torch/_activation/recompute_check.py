@@ -369,12 +369,20 @@ def check_recompute(
     sample : torch.Tensor, tuple or dict
         Arguments of the model.
     blocks : str or sequence of callables, optional
-        The modules of the blocks.
+        The modules of the blocks, see `Plan.apply`.
 
     Returns
     -------
     RecomputeReport
         The findings.
+
+    Raises
+    ------
+    ValueError
+        If the choice of blocks is ambiguous, their number is not the plan's, or the model does not
+        call each block once and in order.
+    TypeError
+        If `sample` contains no tensor.
 
     Examples
     --------
