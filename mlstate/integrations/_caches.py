@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class LaidOutState(CacheState):
     """A state that knows the classes of the cache that it was made from.
 
-    A checkpoint stores it as a `CacheState`. `unstored` says which values of the layers a
-    checkpoint would lose, although the arrays mean something else without them: `mlstate.save`
+    A checkpoint stores it as a `CacheState`. `unstored` is a text on the values of the layers that
+    a checkpoint would lose, although the arrays have another meaning without them: `mlstate.save`
     refuses such a state with this text.
     """
 

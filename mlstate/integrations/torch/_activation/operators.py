@@ -155,8 +155,8 @@ class OperatorProfile:
             fraction refers to the sum of all outputs that can be kept.
         by : {"call", "operator"}
             Choose single calls, or all calls of an operator together. The latter is coarser, but
-            also valid for another number of calls. It considers only operators of which every call
-            can be kept.
+            also valid for another number of calls. It considers an operator only if every call of
+            it can be kept.
 
         Returns
         -------

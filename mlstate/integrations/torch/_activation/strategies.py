@@ -131,8 +131,8 @@ def apply_strategy(
     TypeError
         If `module` is not a module, or a pattern is not a str.
     ValueError
-        If there are no blocks, a pattern matches nothing, or a block is inside another one, has a
-        manager already, or is a ModuleList or ModuleDict. Nothing is changed then.
+        If `module` has no blocks, a pattern matches nothing, or a block is inside another one, has
+        a manager already, or is a ModuleList or ModuleDict. Nothing is changed then.
 
     Examples
     --------

@@ -144,8 +144,9 @@ def saved_module(
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return a module's tensors as `module_state` does, its other entries, and torch's metadata.
 
-    `ranks`: number of processes that save together. Raises ValueError if the module is spread over
-    more ranks.
+    All three are by name; the metadata are of submodules that load their own entries, as
+    `ModuleContract.own_metadata` has them. `ranks`: number of processes that save together. Raises
+    ValueError if the module is spread over more ranks.
     """
     _check_ranks(module, ranks)
     if flat_wrappers(module):
@@ -202,8 +203,8 @@ class Filling:
         self.contract = contract
         self.optional = frozenset(optional)
         self.arrays = {name: _on_host(place.tensor) for name, place in places.items()}
-        self.known: Collection[str] = places.keys()
-        self.zeros: list[torch.Tensor] = []
+        self.known: Collection[str] = places.keys()  # names to compare with the stored ones
+        self.zeros: list[torch.Tensor] = []  # of entries that the checkpoint lacks
 
     def loads_itself(self, name: str) -> bool:
         """Return whether an entry belongs to a submodule that loads its entries itself."""
@@ -363,8 +364,9 @@ def _new_state(
 ) -> torch.Tensor:
     """Return a new tensor of zeros for the state `key`, sharded like its parameter.
 
-    `record`: the stored state. `like`: a tensor with the dtype. Raises BufferError for parameters
-    on the meta device.
+    `slot`: of the parameter. `record`: the stored state; if it has another shape than the
+    parameter, `record.axes` tells which axes of the parameter it has, and so how it is sharded.
+    `like`: a tensor with the dtype. Raises BufferError for parameters on the meta device.
     """
     import torch
 
@@ -398,7 +400,9 @@ class OptimizerFilling(Filling):
     def __init__(self, optimizer: torch.optim.Optimizer, request: OptimizerRequest) -> None:
         """Check that the checkpoint's states fit the optimizer, and prepare memory for them.
 
-        Raises CompatibilityError; nothing is changed then.
+        `request`: the stored states, and the options of the load. Raises CompatibilityError if they
+        do not fit, and TypeError for an optimizer of FSDP1 without its module, or with its own load
+        methods; nothing is changed then.
         """
         records, saved = request.records, request.saved
         if request.module is None:
@@ -420,6 +424,7 @@ class OptimizerFilling(Filling):
             name: (slot.shape, {} if slot.run else optimizer.state.get(slot.owner, {}))
             for name, slot in self.slots.items()
         }
+        # keys of states that are stored as nested values
         self.packed = packed_states(saved.param_groups) & records.keys()
         have = {key: () if key in self.packed else r.shape for key, r in records.items()}
         refuse_unfit(have, shapes_needed, request.shapes)
@@ -428,12 +433,13 @@ class OptimizerFilling(Filling):
         self.groups = match_groups(
             saved.param_groups, saved.learning_rate, optimizer, members, scope
         )
+        # values of the group of each parameter, by the parameter's name
         self.group_of = {
             name: group
             for group, names_of in zip(self.groups, members, strict=True)
             for name in names_of
         }
-        self.likes: dict[Any, torch.Tensor] = {}
+        self.likes: dict[Any, torch.Tensor] = {}  # results of `_like`, by dtypes, device and group
         # by id of a parameter: the parameter, and the states that this load has created
         self.made: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
         places, alone = self._sort_states(saved)
@@ -441,6 +447,7 @@ class OptimizerFilling(Filling):
         super().__init__(places)
         self._convert_exactly()
         self.unsaved = self._list_unsaved()
+        # the unsaved states that the user chose: `zero` or `done` resets them
         self.rest = {key: self.unsaved[key] for key in request.meant(list(self.unsaved))}
         self.known = {**records, **self.rest}.keys()
         if not self.own_loader and not any(slot.run for slot in self.slots.values()):

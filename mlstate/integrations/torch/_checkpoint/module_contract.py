@@ -128,7 +128,10 @@ def _joined(name: str) -> str:
 def _entries_match(
     entries: Mapping[str, object], names: Collection[str], expected: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Return whether the entries `names` are the memory of `expected`, which has the same names."""
+    """Return whether the entries `names` are the memory of the tensors `expected`, by name.
+
+    A name that only one of them has makes it False.
+    """
     return set(names) == expected.keys() and all(
         _memory_of(entries[name]) == _memory_of(expected[name]) for name in names
     )
@@ -245,6 +248,8 @@ class ModuleContract:
         """Return whether the entries below `name` are the memory of `module`, under its names.
 
         All its parameters and persistent buffers count, also of its children; extra states do not.
+        Each must have an entry over the same elements (equal values are not enough), and there must
+        be no further entries.
         """
         start = _joined(name)
         expected, extra = {}, set()
@@ -369,7 +374,8 @@ def refuse_units(module: torch.nn.Module, wrapper: str) -> None:
 class OwnLoad:
     """A load of some units by their own methods, which `undo` reverts.
 
-    `entries` are the entries to load, by name. The earlier entries and memory are copied here.
+    `entries` are the entries to load, by name; each must be of one of the units. The earlier
+    entries and memory are copied here.
     """
 
     def __init__(
@@ -494,7 +500,6 @@ class OwnLoad:
         root = self.contract.module
         try:
             # the root's own load_state_dict raises for keys itself
-            # the root's own load_state_dict raises for keys itself
             if unit.module is root and not _is_torch_method(root, "load_state_dict"):
                 unit.module.load_state_dict(ordered, **({} if self.strict else {"strict": False}))
                 return
@@ -522,7 +527,9 @@ def _load_module(
 ) -> None:
     """Load one module as `torch.nn.Module.load_state_dict` does; its children too if `is_whole`.
 
-    `prefix`: of its keys in `state`. `metadata`: by prefix. `problems`: lists that are extended.
+    `prefix`: of its keys in `state`. `metadata`: by prefix. `problems`: lists of missing keys,
+    unexpected keys and texts of errors, which are extended. Exceptions of the module's methods and
+    hooks are not caught.
     """
     from torch.nn.modules.module import _IncompatibleKeys
 

@@ -181,8 +181,10 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
 def _state_forms(values: list[Mapping[str, object]]) -> dict[str, Any]:
     """Return the entries of a group that list numbers and nested values among its states.
 
-    `values`: states by name, of each parameter of the group. Values other than tensors and numbers
-    are stored as nested values, and so are numbers if another parameter has a tensor as this state.
+    `NUMBERS` has the names of states that are numbers, `PACKED` for each state with nested values
+    the positions of their parameters in the group; an empty one is left out. `values`: states by
+    name, of each parameter of the group. Values other than tensors and numbers are stored as nested
+    values, and so are numbers if another parameter has a tensor as this state.
     """
     others: dict[str, list[int]] = {}
     tensors: set[str] = set()
@@ -230,6 +232,7 @@ def stored_states(
 
     Numbers become 0-d arrays, and nested values arrays of bytes; the groups list both. `named`:
     names of the parameters in the order of the groups. `states`: by ``"<parameter>.<state>"``.
+    Raises TypeError or ValueError for a value that cannot be stored or would not be restored equal.
     """
     by_parameter: dict[str, dict[str, Any]] = {}
     for key, value in states.items():
@@ -338,6 +341,13 @@ def optimizer_state(
         The other arguments of `mlstate.OptimizerStateDict`: ``optimizer_type``, ``step`` (the
         largest), ``learning_rate`` (of the first group), ``param_groups``. The groups list the
         states that were numbers or nested values.
+
+    Raises
+    ------
+    TypeError
+        If `optimizer` or a name has another type, or a value cannot be stored.
+    ValueError
+        If names do not match the parameters, or state belongs to none of them.
     """
     named = _name_parameters(optimizer, names)
     groups, arrays = stored_states(optimizer.param_groups, named, _collect_states(named, optimizer))
@@ -445,7 +455,8 @@ def _torch_groups(
 ) -> list[dict[str, Any]]:
     """Return the groups of `osd` for torch's state dict, with numbers in place of names.
 
-    `named`: the optimizer's parameters by name, in its order.
+    `named`: the optimizer's parameters by name, in its order. Raises CompatibilityError if the
+    groups do not match.
     """
     names = iter(named)
     members = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
@@ -487,7 +498,10 @@ def optimizer_dict(
     Raises
     ------
     CompatibilityError
-        If parameters are unknown, or shapes do not fit. The message lists all of them.
+        If parameters are unknown, or shapes or groups do not fit. The message lists all unknown
+        parameters and wrong shapes.
+    TypeError, ValueError
+        If `optimizer` is another object, or names do not match its parameters.
     """
     named = _name_parameters(optimizer, names)
     packed_keys = packed_states(osd.param_groups) & osd.keys()

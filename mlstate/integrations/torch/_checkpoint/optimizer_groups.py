@@ -238,9 +238,10 @@ def match_groups(
 ) -> list[dict[str, Any]]:
     """Return the values of each group of an optimizer after a load, without parameters.
 
-    `saved`: groups of the checkpoint. `members`: names of the parameters of each group. Without
-    saved groups, a `learning_rate` other than 0 is set if the optimizer has one group. Raises
-    CompatibilityError for groups that do not match.
+    `saved`: groups of the checkpoint. `members`: names of the parameters of each group of the
+    optimizer. `scope`: included groups. Without saved groups, a saved `learning_rate` other than 0
+    is set if the optimizer has one group. Raises CompatibilityError for groups that do not match;
+    warns if a group keeps own values, or groups match only by position.
     """
     groups = optimizer.param_groups
     if not saved:

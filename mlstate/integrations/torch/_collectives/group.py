@@ -169,7 +169,7 @@ class TorchGroup(Engine):
         return call.device is not None and call.device.type != "cpu"
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
-        """Run one operation over a link to the ranks: `perform` is called with the link.
+        """Run one operation: call `perform` with a link to the ranks, and return its result.
 
         An error after communication began, or of torch, makes the group unusable, and becomes a
         CollectiveError if torch raised it.

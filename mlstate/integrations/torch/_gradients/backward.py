@@ -309,7 +309,10 @@ def _warn_of_taken_gradients(optimizer: torch.optim.Optimizer, *_: object) -> No
 def check_reduction(
     group: ProcessGroup, nonfinite: str, timeout: float | None
 ) -> tuple[Any, float | None]:
-    """Check the arguments of a reduction; return the process group, and the timeout in seconds."""
+    """Check the arguments of a reduction; return the process group, and the timeout in seconds.
+
+    `nonfinite` must be "error" or "allow". Raises TypeError or ValueError for a wrong argument.
+    """
     group = check_group(group)
     if nonfinite not in ("error", "allow"):
         raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")

@@ -23,6 +23,8 @@ _CRC_BYTES = 64 << 20  # copied to main memory at a time
 def encode_delta(base: torch.Tensor, new: torch.Tensor) -> tuple[NDArray, NDArray]:
     """Return gaps and values of the changed elements, as `_core.delta_encode` does.
 
+    A gap is the number of unchanged elements before a changed one, in units of `_gaps_of`; values
+    are the new elements. Both are arrays in main memory.
     `base`, `new`: on one device, with equal shapes and dtypes; else CompatibilityError is raised.
     """
     _check_pair(base, new)
