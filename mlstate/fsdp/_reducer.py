@@ -7,6 +7,9 @@ ranks exchange headers once more after the last bucket. So all ranks learn of a 
 rank, and a bad gradient does not prevent the reduction of the others. If the headers differ, a
 second, longer exchange finds the rank and the parameter (`_disagreement`). If a rank passes a wrong
 gradient to a call, its first header has the flag CALL_REFUSED, and all ranks refuse the call.
+
+An *entry* is one gradient with its sharding unit: the name of its parameter, and this rank's part
+of the sum. The *terms* of a bucket are the operation, the divisor, dtypes and options of the sums.
 """
 
 from __future__ import annotations
@@ -474,7 +477,8 @@ class Reducer:
     def terms(self, unit: FSDPShardingUnit, *, accumulate: bool = False) -> Terms:
         """Return the reduction terms of a unit's gradient; they depend on its dtype.
 
-        `reduce_dtype` applies to floats below 32 bits, compression to float32.
+        `reduce_dtype` applies to floats below 32 bits, compression to float32. `accumulate`: a
+        member of the terms: the sum is added to an existing local gradient.
         """
         terms = self._terms_of.get((unit.dtype, accumulate))
         if terms is None:
@@ -640,8 +644,9 @@ class Reducer:
     def _reuse_outputs(self, entries: Sequence[Entry], terms: Terms) -> _core.Bucket | None:
         """Return the handle of a bucket of plain gradients that reuses local gradients as outputs.
 
-        Returns None if a local gradient is absent or does not fit. Only the core checks them,
-        which is faster than Python.
+        Also sets each entry's `out` to its local gradient. Returns None, and sets nothing, if a
+        local gradient is absent or does not fit. Only the core checks them, which is faster than
+        Python.
         """
         segments = []
         for entry in entries:
@@ -661,8 +666,8 @@ class Reducer:
     def _handle(self, segments: list[Any], terms: Terms) -> _core.Bucket:
         """Return the core's handle of a bucket of segments; raise if one does not fit.
 
-        A segment is a tuple: gradient, number of elements of each rank's part, output (this rank's
-        part), dtype of the sum, shape of the output.
+        A segment is a tuple: gradient, number of elements of each rank's part, and output, which is
+        this rank's part. If the core is to check the output, its dtype and shape follow.
         """
         return _core.bucket(segments, self.world_size, self.rank, terms.op, terms.divisor)
 

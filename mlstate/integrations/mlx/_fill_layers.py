@@ -366,6 +366,7 @@ def _plan_batch_rotating(at: _Place) -> dict[str, Any]:
     return {**arrays, **_padding(at, entries), **counters}
 
 
+# By class: checks the entries for the layer `at`, and returns its new attributes by name.
 _PLANS = {
     "KVCache": _plan_full,
     "QuantizedKVCache": _plan_quantized,

@@ -393,8 +393,9 @@ def _add_value(
 def _flatten_old(layer: LayerValues, where: str, arrays: dict[str, Any]) -> Any:
     """Add the arrays of a layer for 0.31 to `arrays`, and return its numbers as texts.
 
-    The return value is a tree of lists, or "" for a layer without numbers. Free positions are left
-    out: 0.31 takes the length of the arrays as the number of tokens.
+    `where`: place of the layer, which begins the arrays' names. Returns a list, or "" for a layer
+    without numbers; for a CacheList (class names of its layers, list of their results). Free
+    positions are left out: 0.31 takes the length of the arrays as the number of tokens.
     """
     cls, values = layer.cls, layer.values
     if cls.name == "CacheList":
@@ -433,7 +434,7 @@ def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
 
 
 def _check_old(layer: LayerValues, where: str) -> None:
-    """Raise CompatibilityError if a file of 0.31 cannot hold a layer's values."""
+    """Raise CompatibilityError if a file of 0.31 cannot hold the values of the layer at `where`."""
     values, text = layer.values, ""
     if layer.cls.name == "ArraysCache":
         if any(state is None for state in values["cache"]):

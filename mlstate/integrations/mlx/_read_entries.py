@@ -115,7 +115,7 @@ class _Place(NamedTuple):
     def unknown(self, attribute: str, text: str) -> CompatibilityError:
         """Return the exception for a value that contradicts the layer's other values.
 
-        `text`: the contradiction.
+        `attribute`: name of the value. `text`: the contradiction.
         """
         value = self.layer.values[attribute]
         text = f"layer {self.where}: {self.layer.cls.name}.{attribute} is {value}, and {text}"
@@ -178,6 +178,7 @@ def _read_chunked(at: _Place) -> None:
         at.add_both("sliding", window=size, next_slot=stored)
 
 
+# By class: adds the entries of the layer `at` to its reader.
 _READ = {
     "KVCache": _read_full,
     "QuantizedKVCache": _read_quantized,

@@ -145,7 +145,8 @@ class MPIGroup(Engine):
     def _run(self, call: Call, task: Callable[[], Any]) -> Any:
         """Run an operation; an asynchronous one at once if MPI forbids calls from another thread.
 
-        Then it returns a completed `Work`, which has the result or the exception.
+        Then it returns a completed `Work`, which has the result or the exception. Otherwise it
+        returns the result, or a `Work` if `call` is asynchronous. `task`: runs the operation.
         """
         from mpi4py import MPI
 

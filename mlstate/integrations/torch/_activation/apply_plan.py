@@ -152,8 +152,9 @@ def run_blocks(
 ) -> Any:
     """Run blocks in sequence, each on the output of the one before; return the last output.
 
-    `args`: the first block's input, and further arguments of all blocks. `enter`: runs the blocks
-    that are not modules, whose calls no hook can replace; None: call them.
+    `args`: the first block's input, and further arguments of all blocks. `kwargs`: keywords of all
+    blocks. `enter`: runs the blocks that are not modules, whose calls no hook can replace, from
+    their positions, the block and its arguments; None: call them.
     """
     import torch
 

@@ -113,7 +113,8 @@ class SampledModel:
     def run(self, enter: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
         """Call the model with gradients enabled, and return its output.
 
-        `enter`: runs the blocks of a model that is a list; None: they are called.
+        `args`, `kwargs`: of the model. `enter`: runs the blocks of a model that is a list, as for
+        `run_blocks`; None: they are called.
         """
         import torch
 

@@ -77,6 +77,7 @@ class Allocations:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Prepare to record the allocator of `device`, which is the CPU or a CUDA device."""
         self._device = device
         self._on_cpu = device.type == "cpu"
         self._profile: Any = None

@@ -356,7 +356,8 @@ class Run:
         """Run block `i` for the first time and return its output.
 
         Its saved tensors become slots: with their values for a ``save`` step, empty for a
-        ``forward`` step.
+        ``forward`` step. `call`: its record, which gets the slots. `leaves`: the arguments `args`
+        and `kwargs`, flattened.
         """
         import torch
 
@@ -382,7 +383,7 @@ class Run:
     def _refuse_changes(self, block: Block, leaves: list[Any], versions: list[int]) -> None:
         """Raise MLStateError if a block changed its arguments in place; recomputation needs them.
 
-        `versions`: of the tensors among the arguments before the block ran.
+        `leaves`: the arguments, flattened. `versions`: of the tensors among them before it ran.
         """
         changed = [
             k
@@ -398,8 +399,9 @@ class Run:
             )
 
     def _keep_output(self, i: int, out: object, call: _Call) -> None:
-        """Keep a block's output if the plan needs it, and hook its gradient.
+        """Keep the output `out` of block `i` if the plan needs it, and hook its gradient.
 
+        `call`: its record, which gets the form of the output if the block runs again.
         The hook runs the steps before the block's backward pass. Also frees the activations that
         the plan uses here last. Raises TypeError if the output has no tensor.
         """

@@ -309,7 +309,8 @@ def optimizer_parts(
     Also returns the other arguments of `mlstate.OptimizerStateDict`, and a function that writes
     numbers back, which are 0-d arrays among the states; None without numbers. For FSDP1, whose
     states are copies, all ranks must call this, and the function is None. `fill`: the states will
-    be filled in place; raises TypeError if that is impossible.
+    be filled in place; raises TypeError if that is impossible. `module`: gives the names of the
+    parameters; None: the names in the optimizer's groups, or numbers.
     """
     wrappers = [] if module is None else flat_wrappers(module)
     if module is not None and wrappers:

@@ -168,7 +168,8 @@ def saved_optimizer(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the states and keywords of `optimizer_parts`, to save by `ranks` processes.
 
-    Raises ValueError if the parameters are spread over more ranks.
+    `module`: has the parameters; None: unknown. Raises ValueError if the parameters are spread over
+    more ranks.
     """
     if module is None:
         _check_optimizer(optimizer, ranks)
@@ -493,7 +494,8 @@ class OptimizerFilling(Filling):
         """Return the places of states to read in place, and the keys of those that `done` sets.
 
         The second maps each key to True if its value is a Python number, and to False for tensors
-        of one element and nested values.
+        of one element and nested values. `saved`: groups and learning rate of the checkpoint. A
+        state to read in place that the optimizer lacks is created.
         """
         numbers = number_states(saved.param_groups)
         places: dict[str, Place] = {}
@@ -652,8 +654,9 @@ class OptimizerFilling(Filling):
     def _set_state(self, *, is_whole: bool) -> None:
         """Convert numbers as the optimizer's ``__setstate__`` does at the end of a load.
 
-        Raises CompatibilityError if that fails, unless the load is not whole: then states that the
-        optimizer requires may be missing, and the numbers stay as read.
+        The optimizer itself is unchanged. `is_whole`: the load includes all of its states. Raises
+        CompatibilityError if that fails; if the load is not whole, states that the optimizer
+        requires may be missing, and the numbers stay as read.
         """
         states: dict[Any, dict[str, Any]] = {}
         for slot, state, value in self.unsaved.values():

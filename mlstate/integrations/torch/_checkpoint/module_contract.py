@@ -492,8 +492,8 @@ class OwnLoad:
     ) -> None:
         """Let one unit load its entries `state`, by torch's keys.
 
-        Keys that do not fit are added to `problems`. An exception of the unit's own method becomes
-        a CompatibilityError.
+        `metadata`: of all modules, by prefix. Keys that do not fit are added to `problems`. An
+        exception of the unit's own method becomes a CompatibilityError.
         """
         ordered: Any = OrderedDict(state)
         ordered._metadata = metadata

@@ -192,7 +192,8 @@ class TorchGroup(Engine):
     def _compare_calls(self, link: Link, call: Call) -> None:
         """Compare the calls of all ranks; raise CollectiveError on every rank if they differ.
 
-        For operations with counts, each pair of ranks must also agree on the rows between them.
+        For operations with counts, each pair of ranks must also agree on the rows between them:
+        `call.rows` has the rows that this rank sends to each rank, and those that it expects.
         """
         own_call = f"{call.name} {call.text}".strip()
         replies = link.gather_bytes(json.dumps([own_call, *call.rows]).encode(), None)
@@ -240,7 +241,8 @@ class TorchGroup(Engine):
     def _target(self, operation: str, place: Any, *, reduced: bool) -> torch.Tensor:
         """Return a flat tensor for a result; it is over `place` if its memory allows that.
 
-        Else it is new memory, and `_put` copies it to `place`.
+        Else it is new memory, and `_put` copies it to `place`. `operation`, `reduced`: as for
+        `_flat`.
         """
         import torch
 
