@@ -172,7 +172,7 @@ def compare(
     """Compare local gradients with the matching parts of reduced full gradients.
 
     `gradients`: full gradients by parameter; units without one are not compared. `atol`: largest
-    difference of an element.
+    difference of an element. Returns the report, with the first differing element of each part.
     """
     names = [name for name in units if gradients.get(name) is not None]
     mismatches = (_find_mismatch(units[name], gradients[name], atol) for name in names)
@@ -252,8 +252,9 @@ def compare_sums(
 
     The number is an AMS sketch: the sum of the elements, each with a pseudo-random sign that its
     index determines. So ranks exchange no gradients, and errors of several elements rarely cancel.
-    All ranks must call this. `gradients`: this rank's unreduced full gradients by parameter.
-    `atol`: absolute tolerance of an element. Raises ValueError for minima and maxima.
+    All ranks must call this; with one `atol` they get equal reports. `gradients`: this rank's
+    unreduced full gradients by parameter. `atol`: absolute tolerance of an element. Raises
+    ValueError for minima and maxima.
     """
     if fsdp.op not in ("sum", "mean"):
         raise ValueError(f"unreduced= needs op='sum' or 'mean', got op={fsdp.op!r}")

@@ -75,8 +75,9 @@ class EntryReader:
     ) -> None:
         """Add an array of a layer as an entry with the name ``"<where>.<part>"``.
 
-        `where`: place of the layer, such as "3" or "3.0". `layer`: its index in the cache. `kind`,
-        `seq_axis`, `options`: arguments of `CacheEntry`.
+        `where`: place of the layer, such as "3" or "3.0". `layer`: its index in the cache. `part`:
+        name of the array in the layer, such as "keys" or "states.0"; the role is its first piece.
+        `kind`, `seq_axis`, `options`: arguments of `CacheEntry`.
         """
         name, role = f"{where}.{part}", part.partition(".")[0]
         shape = tuple(array.shape)

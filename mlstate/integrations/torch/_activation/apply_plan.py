@@ -109,7 +109,8 @@ class Interceptor:
     def _intercept(self, name: str, block: Any, enter: Callable[..., Any]) -> Callable[..., Any]:
         """Replace the call of one block by `enter`, and return the block's own function.
 
-        `name`: of the block, for errors. A callable that is not a module is returned itself.
+        `name`: of the block, for the ValueError if it has a plan already. A callable that is not a
+        module is returned itself. The first argument of `enter` is a tuple of the block's indexes.
         """
         import torch
 
@@ -240,7 +241,7 @@ class PlannedModel:
     def _enter(
         self, positions: tuple[int, ...], original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a called block by the plan; torch.compile does not trace this.
+        """Run a called block by the plan, and return its output; torch.compile does not trace this.
 
         `positions`: of the block in the plan; several if it is listed more than once. `original`:
         its own call.
@@ -258,10 +259,10 @@ class PlannedModel:
     def _run(
         self, positions: tuple[int, ...], original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run a called block: by the plan if gradients are enabled, otherwise directly.
+        """Run a called block, by the plan if gradients are enabled; return its output.
 
-        It also runs directly if the plan runs each block once and keeps all of its saved tensors,
-        and nothing observes the steps.
+        Otherwise it runs directly, also if the plan runs each block once and keeps all of its saved
+        tensors, and nothing observes the steps.
         Arguments are as for `_enter`. A call of the first block starts a new pass in this thread,
         unless it continues the one under way. Raises ValueError for a call out of order.
         """

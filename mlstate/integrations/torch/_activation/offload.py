@@ -57,7 +57,7 @@ class Host:
     def get(self, away: Offloaded) -> torch.Tensor:
         """Return a tensor that was offloaded, on its original device, with its strides.
 
-        Tensors that shared memory share it again.
+        `away`: a result of `put`. Tensors that shared memory share it again.
         """
         import torch
 

@@ -92,7 +92,7 @@ def enter_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_objects(values: object) -> Any:
-    """Copy nested arguments, including objects such as KV caches.
+    """Return a copy of nested arguments, including objects such as KV caches.
 
     A block may change an object that it receives. Each further run gets a copy, so that it sees
     the object as the first run did. Tensors in objects are detached and share their memory with

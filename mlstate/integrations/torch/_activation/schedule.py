@@ -545,7 +545,7 @@ class Run:
     def _load(self, i: int, output: bool) -> None:
         """Bring the saved tensors of block `i` that `_offload` moved back to the device.
 
-        `output`: the block's output too.
+        `output`: the block's output too. Raises MLStateError if they were freed.
         """
         call = self._call_of(i)
         host = call.host

@@ -181,7 +181,8 @@ def read_ranks(paths: list[Path]) -> Any:
     """Read the value that each rank of a job saved to one of `paths`, in rank order, as one value.
 
     Files are read as by `read_tree`. Parts of a DTensor are joined to whole tensors; all other
-    values must be equal.
+    values must be equal. Raises CompatibilityError if they differ or a part is missing, FormatError
+    for damage.
     """
     import logging
 

@@ -234,7 +234,8 @@ class Filling:
     def done(self) -> None:
         """Complete the load after all reads: copy to devices, set zeros.
 
-        The checkpoint can cause no error here.
+        Also increments the versions of the tensors, so that a backward pass that needs the old
+        content raises. The checkpoint can cause no error here.
         """
         import torch
 
@@ -261,7 +262,8 @@ def fill_module(module: torch.nn.Module) -> Filling:
     """Return this rank's memory for a module's state, by the names of `saved_module`.
 
     Gathered parameters of FSDP are freed first: a load into them would be lost. Raises
-    CompatibilityError for submodules of FSDP1 that load themselves.
+    CompatibilityError for submodules of FSDP1 that load themselves, and for a tensor whose elements
+    share memory.
     """
     wrappers = flat_wrappers(module)
     if not wrappers:
