@@ -372,9 +372,9 @@ class Session:
     def _find_nonfinite(self, entries: Sequence[Entry]) -> dict[str, tuple[int | None, str]]:
         """Return the failures of sums that are not finite: by name, rank at fault and reason.
 
-        If all gradients of a sum are finite, it is the first rank whose part of the sum is not. All
-        ranks must call this: they exchange, for each entry, the number of non-finite elements in
-        their gradient and in their part of the sum.
+        That is the first rank with a non-finite gradient, or if all gradients are finite, the first
+        one whose part of the sum is not. All ranks must call this: they exchange, for each entry,
+        the number of non-finite elements in their gradient and in their part of the sum.
         """
         own_counts = {}
         for entry in entries:
@@ -618,7 +618,7 @@ class Reducer:
         """Find memory for all entries of one bucket; return the core's handle of the bucket.
 
         None if an entry has a problem, or is not in main memory. An error of the core becomes the
-        problem of the entry that causes it.
+        problem of the entry that causes it, and is raised if no entry alone causes one.
         """
         if not terms.accumulate and not terms.compression:
             handle = self._reuse_outputs(entries, terms)

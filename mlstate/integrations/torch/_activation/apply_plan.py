@@ -56,7 +56,8 @@ def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, 
 def _children(module: torch.nn.Module, count: int | None) -> list[tuple[str, Any]]:
     """Return the blocks of a module by name: the elements of its list of `count` modules.
 
-    `count` None: of any number. Raises ValueError unless it has exactly one such list, or is one.
+    `count` None: of any number. Raises ValueError unless it has exactly one such list, or is one,
+    and TypeError if it is not a module.
     """
     import torch
 

@@ -779,7 +779,7 @@ def _empty_slots(call: _Call | None) -> None:
 
 
 def _persistent_storages(module: Any) -> set[int]:
-    """Return the storages of parameters and buffers, which a plan does not offload.
+    """Return the identities of the storages of parameters and buffers; a plan does not offload them.
 
     DTensors among them are left out.
     """

@@ -202,7 +202,7 @@ def tied_names(module: torch.nn.Module) -> set[str]:
 
     Ranks of a sharded module agree on it, also if they hold no element of a tensor. Entries of
     submodules that save by their own methods are left out: they need not be the module's memory.
-    So a module that itself does has none.
+    The set is empty if the module itself saves by its own methods.
     """
     others = [f"{path}." for path, child in module.named_modules() if path and saves_itself(child)]
     if saves_itself(module):

@@ -556,8 +556,9 @@ class OptimizerFilling(Filling):
         """Return the memory for the state `key`, whose parameter has the `slot`.
 
         `record`: the stored state. `current`: the optimizer's own tensor; None: create one like
-        `like`, and add it. Raises CompatibilityError for a state of FSDP1 that has another shape
-        than its parameter.
+        `like`, and add it. A flat parameter without elements on this rank gets empty memory. Raises
+        CompatibilityError for a state of FSDP1 that has another shape than its parameter, and
+        BufferError for a new state of a parameter on the meta device.
         """
         state = record.state or ""
         run = slot.run

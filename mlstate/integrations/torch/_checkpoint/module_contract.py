@@ -194,8 +194,8 @@ class ModuleContract:
     def __init__(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         """Find the submodules that load their own entries, and those that are tied to them.
 
-        `state`: see the class. If a module saves by its own methods, its entries are compared with
-        the modules' memory too.
+        `state`: see the class. If a module saves by its own methods, the modules whose entries are
+        not their memory become units too.
         """
         self.module = module
         self._keys = by_name(module, {key: key for key in state})
@@ -236,7 +236,8 @@ class ModuleContract:
     def _is_whole(self, module: torch.nn.Module, name: str) -> bool:
         """Return whether a module's own methods must load its children too.
 
-        This is so if it overrides its load, or its entries are not its memory.
+        This is so if it overrides its load, has hooks on it, or its entries are not its memory.
+        `name`: of the module in the entries.
         """
         if module is self.module and not _is_torch_method(module, "load_state_dict"):
             return True

@@ -56,8 +56,9 @@ class ModuleHooks(Hooks):
     ) -> None:
         """Check the parameters that have units, and hook each of them.
 
-        `units`: by name of the parameter. `receive`, `is_full`, `keep`: see the class. Raises
-        ValueError if a unit does not fit its parameter.
+        Also sets each unit's `like` to its parameter, and lets torch check the parameters before
+        every optimizer step. `units`: by name of the parameter. `receive`, `is_full`, `keep`: see
+        the class. Raises ValueError if a unit does not fit its parameter.
         """
         parameters = parameters_of(module)
         for name, unit in units.items():
@@ -151,7 +152,8 @@ class ModuleHooks(Hooks):
     def _set_aside(self, name: str, _: object = None) -> None:
         """Move a reduced gradient of an earlier pass away before torch adds an unreduced one.
 
-        `gather_full` adds it again. A gradient of `no_sync` passes stays: it is not reduced.
+        `gather_full` adds it again. A gradient of `no_sync` passes stays: it is not reduced. The
+        second argument, which torch passes to hooks, is ignored.
         """
         parameter = self.parameters[name]
         self._drop_zeroed(name)
@@ -384,8 +386,8 @@ def reduce_on_device(
 ) -> tuple[float, int]:
     """Reduce a gradient on a device over the ranks of `group` to `entry.out`, this rank's part.
 
-    Return its sum of squares and its number of non-finite elements. `terms`: operation and divisor.
-    `timeout`: seconds, or None.
+    Return the part's sum of squares and number of non-finite elements. `entry`: the gradient and
+    its memory. `terms`: operation and divisor. `timeout`: seconds, or None for the group's.
     """
     import torch
 

@@ -67,7 +67,10 @@ def apply_delta(target: torch.Tensor, gaps: NDArray, values: NDArray, log: UndoL
 
 
 def tensor_crc32c(tensor: torch.Tensor) -> int:
-    """Return the CRC32C of the elements in C order; parts are copied to main memory."""
+    """Return the CRC32C of the elements in C order; parts are copied to main memory.
+
+    Raises CompatibilityError for elements of another size than 1, 2, 4 or 8 bytes.
+    """
     import torch
 
     crc = 0
