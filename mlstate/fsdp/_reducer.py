@@ -542,8 +542,8 @@ class Reducer:
     ) -> Any:
         """Reduce `gradient`, the full gradient of `unit`, and return this rank's part.
 
-        `problem`: why it cannot be reduced, or ""; then all ranks raise it. `accumulate`: add to
-        an existing local gradient.
+        `problem`: why it cannot be reduced, or ""; with one, all ranks refuse the call and raise
+        it. `accumulate`: add to an existing local gradient.
         """
         entry = Entry(unit, gradient, problem, allow_unused=self.allow_unused)
         self.reduce_now("scatter_gradient", [entry], accumulate=accumulate)

@@ -234,7 +234,8 @@ def _check_window(at: _Place, entries: list[CacheEntry], window: int, keep: int)
     """Raise CompatibilityError if a layer needs tokens that the state has evicted.
 
     `entries`: of keys and values. `window`: number of newest tokens that the layer needs. `keep`:
-    number of first tokens that stay.
+    number of first tokens that the layer never evicts; the state's must be equal if it has evicted
+    any.
     """
     stored, length = at.stored(entries), at.length
     for entry in entries:

@@ -355,8 +355,8 @@ class Run:
     def _run_first(self, i: int, call: _Call, leaves: list[Any], args: Any, kwargs: Any) -> Any:
         """Run block `i` for the first time and return its output.
 
-        Its saved tensors become slots: with their values for a ``save`` step, empty for a
-        ``forward`` step. `call`: its record, which gets the slots. `leaves`: the arguments `args`
+        If block `i` is `hooked`, its saved tensors become slots: with their values for a ``save``
+        step, empty for a ``forward`` step. Otherwise the graph keeps them. `call`: its record, which gets the slots. `leaves`: the arguments `args`
         and `kwargs`, flattened.
         """
         import torch
@@ -779,7 +779,7 @@ def _empty_slots(call: _Call | None) -> None:
 
 
 def _persistent_storages(module: Any) -> set[int]:
-    """Return the identities of the storages of parameters and buffers; a plan does not offload them.
+    """Return the storages, by identity, of parameters and buffers, which a plan does not offload.
 
     DTensors among them are left out.
     """

@@ -386,9 +386,10 @@ def refuse_unfit(
     """Raise one CompatibilityError for all states that do not fit the optimizer's parameters.
 
     `states` has shapes by ``"<parameter>.<state name>"``, `named` the shape and the existing states
-    of each parameter, `saved` the shapes of saved parameters. If a parameter has its saved shape, a
-    new state of it may have any shape. If the saved shape is unknown, a state must have the
-    parameter's shape if the same state of another parameter has that parameter's shape.
+    of each parameter, `saved` the shapes of saved parameters. States of one element always fit. If
+    a parameter has its saved shape, a new state of it may have any shape. If the saved shape is
+    unknown, a state must have the parameter's shape (or one that `_is_valid_shape` allows) if the
+    same state of another parameter has that parameter's shape.
     """
     unknown: dict[str, None] = {}
     shapes = []
