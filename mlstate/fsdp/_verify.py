@@ -183,10 +183,10 @@ def compare(
 
 
 def _ams_sketch(array: Any, start: int) -> tuple[float, float]:
-    """Return the signed sum of packed elements (an AMS sketch), and their norm.
+    """Return the sum of elements with pseudo-random signs (an AMS sketch), and their L2 norm.
 
     `array`: flat and packed. `start`: index of its first element in the flattened parameter, which
-    determines the signs; a part has the same signs on every rank. The norm is L2.
+    determines the signs; a part has the same signs on every rank.
     """
     near = array.cpu() if is_torch(array) else array
     ((squares, _),) = _core.norm_partials(["gradient"], [near])

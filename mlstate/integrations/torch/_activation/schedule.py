@@ -356,8 +356,8 @@ class Run:
         """Run block `i` for the first time and return its output.
 
         If block `i` is `hooked`, its saved tensors become slots: with their values for a ``save``
-        step, empty for a ``forward`` step. Otherwise the graph keeps them. `call`: its record, which gets the slots. `leaves`: the arguments `args`
-        and `kwargs`, flattened.
+        step, empty for a ``forward`` step. Otherwise the graph keeps them. `call`: its record,
+        which gets the slots. `leaves`: the arguments `args` and `kwargs`, flattened.
         """
         import torch
 

@@ -331,7 +331,8 @@ def optimizer_state(
     optimizer : torch.optim.Optimizer
         An optimizer whose state is tensors and numbers by parameter.
     names : torch.nn.Module, iterable of str or None
-        The source of names.
+        The module that has the parameters, or a name for each in the order of the groups. None:
+        the names in the groups, or else ``param_0`` and so on.
 
     Returns
     -------
@@ -486,7 +487,7 @@ def optimizer_dict(
     optimizer : torch.optim.Optimizer
         The optimizer that will load it; it is not changed.
     names : torch.nn.Module, iterable of str or None
-        The source of names.
+        As for `optimizer_state`.
     copy : bool, default False
         Copy every array. Arrays that an optimizer cannot change in place, because they are
         read-only or share memory, are always copied.

@@ -39,8 +39,9 @@ def encode_delta(base: torch.Tensor, new: torch.Tensor) -> tuple[NDArray, NDArra
 def apply_delta(target: torch.Tensor, gaps: NDArray, values: NDArray, log: UndoLog | None) -> None:
     """Write `values` to the elements of `target` that `gaps` selects, as `_core.delta_apply` does.
 
-    `log`: gets the old values, as arrays in main memory; None: they are lost. Raises
-    CompatibilityError for another dtype, FormatError for a damaged delta; nothing is written then.
+    `log`: gets a tuple of target, gaps and old values, which are in main memory; None: they are
+    lost. Raises CompatibilityError for another dtype, FormatError for a damaged delta; nothing is
+    written then.
     """
     import torch
 
