@@ -7,6 +7,9 @@ ranks exchange headers once more after the last bucket. So all ranks learn of a 
 rank, and a bad gradient does not prevent the reduction of the others. If the headers differ, a
 second, longer exchange finds the rank and the parameter (`_disagreement`). If a rank passes a wrong
 gradient to a call, its first header has the flag CALL_REFUSED, and all ranks refuse the call.
+
+An *entry* is one gradient with its sharding unit: the name of its parameter, and this rank's part
+of the sum. The *terms* of a bucket are the operation, the divisor, dtypes and options of the sums.
 """
 
 from __future__ import annotations
@@ -108,9 +111,10 @@ class ConsistencyCheck:
         """Exchange headers before a bucket; `facts` describe its parameters.
 
         Returns the headers by rank, and how many buckets all ranks reduce now: 0 if they disagree
-        on the first one, more than one if all ranks have these ready and have equal plans. If the
-        group can exchange bytes without this thread, `pack` runs meanwhile. `settings`: of this
-        bucket. `nonfinite`, `flags`, `ready`, `plan`: members of this rank's header.
+        on the first one or a rank refuses or has ended, more than one if all ranks have these ready
+        and have equal plans. If the group can exchange bytes without this thread, `pack` runs
+        meanwhile. `settings`: of this bucket. `nonfinite`, `flags`, `ready`, `plan`: members of
+        this rank's header.
         """
         digest = digest_of(facts, {**self._settings, **settings})
         header = Header(flags, self.sequence, digest, nonfinite, self._waited, ready, plan)
@@ -138,6 +142,7 @@ class ConsistencyCheck:
     ) -> Result:
         """Exchange descriptions with all ranks and return the parameters that differ.
 
+        They are in `failures` of the result; `good` has the names that are equal on all ranks.
         `entries` describe this rank's next gradients: (name, fact, problem or "") of each
         parameter. `settings`: of the bucket. `has_ended`: this rank has no next gradient.
         """
@@ -367,9 +372,9 @@ class Session:
     def _find_nonfinite(self, entries: Sequence[Entry]) -> dict[str, tuple[int | None, str]]:
         """Return the failures of sums that are not finite: by name, rank at fault and reason.
 
-        If all gradients of a sum are finite, it is the first rank whose part of the sum is not. All
-        ranks must call this: they exchange, for each entry, the number of non-finite elements in
-        their gradient and in their part of the sum.
+        That is the first rank with a non-finite gradient, or if all gradients are finite, the first
+        one whose part of the sum is not. All ranks must call this: they exchange, for each entry,
+        the number of non-finite elements in their gradient and in their part of the sum.
         """
         own_counts = {}
         for entry in entries:
@@ -407,8 +412,9 @@ class Session:
     def finish(self, operation: str) -> None:
         """Wait until all ranks end their session, and raise the failures, on all ranks.
 
-        `operation`: its name, for the error. The error is a CollectiveError, or on a rank that
-        refused the call of the class `refusal`.
+        Gradients of parameters that no rank used get their earlier values back. `operation`: its
+        name, for the error. The error is a CollectiveError, or on a rank that refused the call of
+        the class `refusal`.
         """
         has_ended = self._is_refused
         while not has_ended:
@@ -471,7 +477,8 @@ class Reducer:
     def terms(self, unit: FSDPShardingUnit, *, accumulate: bool = False) -> Terms:
         """Return the reduction terms of a unit's gradient; they depend on its dtype.
 
-        `reduce_dtype` applies to floats below 32 bits, compression to float32.
+        `reduce_dtype` applies to floats below 32 bits, compression to float32. `accumulate`: a
+        member of the terms: the sum is added to an existing local gradient.
         """
         terms = self._terms_of.get((unit.dtype, accumulate))
         if terms is None:
@@ -505,7 +512,9 @@ class Reducer:
     def scatter(self, units: Mapping[str, FSDPShardingUnit], gradients: Mapping[str, Any]) -> None:
         """Reduce full `gradients` and store this rank's parts in `units`; both dicts are by name.
 
-        If a name is in only one dict, all ranks refuse the call; this one by GradientNamesError.
+        If a gradient does not fit, or a name is in only one dict (unless `allow_unused` permits a
+        missing gradient), all ranks refuse the call and store nothing. The rank at fault raises
+        GradientMismatchError or, for names, GradientNamesError; the others CollectiveError.
         """
         entries, has_same_names = [], True
         for name, unit in units.items():
@@ -533,8 +542,8 @@ class Reducer:
     ) -> Any:
         """Reduce `gradient`, the full gradient of `unit`, and return this rank's part.
 
-        `problem`: why it cannot be reduced, or ""; then all ranks raise it. `accumulate`: add to
-        an existing local gradient.
+        `problem`: why it cannot be reduced, or ""; with one, all ranks refuse the call and raise
+        it. `accumulate`: add to an existing local gradient.
         """
         entry = Entry(unit, gradient, problem, allow_unused=self.allow_unused)
         self.reduce_now("scatter_gradient", [entry], accumulate=accumulate)
@@ -609,7 +618,7 @@ class Reducer:
         """Find memory for all entries of one bucket; return the core's handle of the bucket.
 
         None if an entry has a problem, or is not in main memory. An error of the core becomes the
-        problem of the entry that causes it.
+        problem of the entry that causes it, and is raised if no entry alone causes one.
         """
         if not terms.accumulate and not terms.compression:
             handle = self._reuse_outputs(entries, terms)
@@ -635,8 +644,9 @@ class Reducer:
     def _reuse_outputs(self, entries: Sequence[Entry], terms: Terms) -> _core.Bucket | None:
         """Return the handle of a bucket of plain gradients that reuses local gradients as outputs.
 
-        Returns None if a local gradient is absent or does not fit. Only the core checks them,
-        which is faster than Python.
+        Also sets each entry's `out` to its local gradient. Returns None, and sets nothing, if a
+        local gradient is absent or does not fit. Only the core checks them, which is faster than
+        Python.
         """
         segments = []
         for entry in entries:
@@ -654,7 +664,11 @@ class Reducer:
         return handle
 
     def _handle(self, segments: list[Any], terms: Terms) -> _core.Bucket:
-        """Return the core's handle of a bucket of segments; raise if one does not fit."""
+        """Return the core's handle of a bucket of segments; raise if one does not fit.
+
+        A segment is a tuple: gradient, number of elements of each rank's part, and output, which is
+        this rank's part. If the core is to check the output, its dtype and shape follow.
+        """
         return _core.bucket(segments, self.world_size, self.rank, terms.op, terms.divisor)
 
     def pack(self, handle: _core.Bucket) -> tuple[list[int], int]:

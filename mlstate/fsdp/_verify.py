@@ -172,7 +172,7 @@ def compare(
     """Compare local gradients with the matching parts of reduced full gradients.
 
     `gradients`: full gradients by parameter; units without one are not compared. `atol`: largest
-    difference of an element.
+    difference of an element. Returns the report, with the first differing element of each part.
     """
     names = [name for name in units if gradients.get(name) is not None]
     mismatches = (_find_mismatch(units[name], gradients[name], atol) for name in names)
@@ -183,10 +183,10 @@ def compare(
 
 
 def _ams_sketch(array: Any, start: int) -> tuple[float, float]:
-    """Return the signed sum of packed elements (an AMS sketch), and their norm.
+    """Return the sum of elements with pseudo-random signs (an AMS sketch), and their L2 norm.
 
     `array`: flat and packed. `start`: index of its first element in the flattened parameter, which
-    determines the signs; a part has the same signs on every rank. The norm is L2.
+    determines the signs; a part has the same signs on every rank.
     """
     near = array.cpu() if is_torch(array) else array
     ((squares, _),) = _core.norm_partials(["gradient"], [near])
@@ -231,13 +231,15 @@ def _find_obstacle(unit: FSDPShardingUnit, full: Array) -> str:
 
 
 def _rounding_bound(world: int, dtype: str, count: int, norms: float, atol: float) -> float:
-    """Return the largest difference of signed sums that rounding, or `atol`, explains.
+    """Return the largest difference of two sketches that rounding and `atol` together explain.
 
-    `world`: number of ranks. `dtype`: of the gradients. `count`: elements of the part. `norms`: sum
-    of the L2 norms of all summands. `atol`: tolerance of each element. Rounding errors of elements
-    have random signs, so their sum grows with the square root of their number.
+    A sketch is the sum of a part's elements with pseudo-random signs (`_ams_sketch`). `world`:
+    number of ranks. `dtype`: of the gradients. `count`: elements of the part. `norms`: sum of the
+    L2 norms of all summands. `atol`: tolerance of each element. Rounding errors of elements have
+    random signs, so their sum grows with the square root of their number.
     """
     wide = 2.0**-24 if dtype in _ROUNDING else 2.0**-53
+    # one rounding of the result to `dtype`, and one for each rank's summand in the wider type
     rounding = _ROUNDING.get(dtype, 0.0) + world * wide
     # the factors 10 and 6 are large, so that rounding alone is very unlikely to exceed the bound
     return 10 * rounding * norms + atol * min(count, 6 * sqrt(count))
@@ -250,8 +252,9 @@ def compare_sums(
 
     The number is an AMS sketch: the sum of the elements, each with a pseudo-random sign that its
     index determines. So ranks exchange no gradients, and errors of several elements rarely cancel.
-    All ranks must call this. `gradients`: this rank's unreduced full gradients by parameter.
-    `atol`: absolute tolerance of an element. Raises ValueError for minima and maxima.
+    All ranks must call this; with one `atol` they get equal reports. `gradients`: this rank's
+    unreduced full gradients by parameter. `atol`: absolute tolerance of an element. Raises
+    ValueError for minima and maxima.
     """
     if fsdp.op not in ("sum", "mean"):
         raise ValueError(f"unreduced= needs op='sum' or 'mean', got op={fsdp.op!r}")

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 class LaidOutState(CacheState):
     """A state that knows the classes of the cache that it was made from.
 
-    A checkpoint stores it as a `CacheState`. `unstored` is the text about values of the layers
-    without which the arrays would get another meaning.
+    A checkpoint stores it as a `CacheState`. `unstored` is a text on the values of the layers that
+    a checkpoint would lose, although the arrays have another meaning without them: `mlstate.save`
+    refuses such a state with this text.
     """
 
     __slots__ = ("_layouts", "_unstored")
@@ -74,8 +75,9 @@ class EntryReader:
     ) -> None:
         """Add an array of a layer as an entry with the name ``"<where>.<part>"``.
 
-        `where`: place of the layer, such as "3" or "3.0". `layer`: its index in the cache. `kind`,
-        `seq_axis`, `options`: arguments of `CacheEntry`.
+        `where`: place of the layer, such as "3" or "3.0". `layer`: its index in the cache. `part`:
+        name of the array in the layer, such as "keys" or "states.0"; the role is its first piece.
+        `kind`, `seq_axis`, `options`: arguments of `CacheEntry`.
         """
         name, role = f"{where}.{part}", part.partition(".")[0]
         shape = tuple(array.shape)

@@ -121,7 +121,7 @@ class MLStateCheckpointIO:
         checkpoint : dict
             Lightning's checkpoint. ``state_dict`` becomes the model, the rest a named state.
         path : str or os.PathLike
-            Folder to write.
+            Folder to write. A checkpoint, a file or a link at this path is replaced.
         storage_options : None
             Not supported.
 

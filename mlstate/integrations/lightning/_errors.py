@@ -37,7 +37,7 @@ def name_conversion_in_errors() -> None:
     """Name `mlstate convert` in errors of readers without the plugin, in this process.
 
     Lightning offers no hook there: its reader opens the path as a file. Only the text of the error
-    changes, and only for folders of the plugin.
+    changes, and only for folders of the plugin. Readers that are not imported yet are left out.
     """
     for name in _READERS:
         module = sys.modules.get(name)

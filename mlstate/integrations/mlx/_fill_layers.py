@@ -234,7 +234,8 @@ def _check_window(at: _Place, entries: list[CacheEntry], window: int, keep: int)
     """Raise CompatibilityError if a layer needs tokens that the state has evicted.
 
     `entries`: of keys and values. `window`: number of newest tokens that the layer needs. `keep`:
-    number of first tokens that stay.
+    number of first tokens that the layer never evicts; the state's must be equal if it has evicted
+    any.
     """
     stored, length = at.stored(entries), at.length
     for entry in entries:
@@ -366,6 +367,7 @@ def _plan_batch_rotating(at: _Place) -> dict[str, Any]:
     return {**arrays, **_padding(at, entries), **counters}
 
 
+# By class: checks the entries for the layer `at`, and returns its new attributes by name.
 _PLANS = {
     "KVCache": _plan_full,
     "QuantizedKVCache": _plan_quantized,

@@ -212,7 +212,12 @@ class _NewParser(_Parser):
         return parts
 
     def values(self, cls: LayerClass, where: str) -> dict[str, Any]:
-        """Return the values of a layer, whose field number `i` is stored as ``where.<i>``."""
+        """Return the values of a layer, whose field number `i` is stored as ``where.<i>``.
+
+        States, and the codes, scales and biases of a quantized layer, are lists of arrays
+        ``where.<i>.0`` and so on. An empty quantized layer has one array in their place, for None.
+        Raises FormatError for a missing array, or a scalar that does not fit its kind.
+        """
         values: dict[str, Any] = {}
         for i, (name, kind) in enumerate(cls.fields.items()):
             place = f"{where}.{i}"
@@ -388,8 +393,9 @@ def _add_value(
 def _flatten_old(layer: LayerValues, where: str, arrays: dict[str, Any]) -> Any:
     """Add the arrays of a layer for 0.31 to `arrays`, and return its numbers as texts.
 
-    The return value is a tree of lists, or "" for a layer without numbers. Free positions are left
-    out: 0.31 takes the length of the arrays as the number of tokens.
+    `where`: place of the layer, which begins the arrays' names. Returns a list, or "" for a layer
+    without numbers; for a CacheList (class names of its layers, list of their results). Free
+    positions are left out: 0.31 takes the length of the arrays as the number of tokens.
     """
     cls, values = layer.cls, layer.values
     if cls.name == "CacheList":
@@ -428,7 +434,7 @@ def _parts(value: Any, where: str) -> list[tuple[str, Any]]:
 
 
 def _check_old(layer: LayerValues, where: str) -> None:
-    """Raise CompatibilityError if a file of 0.31 cannot hold a layer's values."""
+    """Raise CompatibilityError if a file of 0.31 cannot hold the values of the layer at `where`."""
     values, text = layer.values, ""
     if layer.cls.name == "ArraysCache":
         if any(state is None for state in values["cache"]):

@@ -21,7 +21,7 @@ class Layout(NamedTuple):
 
     @property
     def has_padding(self) -> bool:
-        """Whether sequences of a batch differ in padding or length.
+        """Whether a sequence of a batch has padding, or the layer counts lengths by sequence.
 
         Masks and positions need these numbers, so another class of layer cannot take the tokens.
         """
@@ -62,7 +62,8 @@ class Reader(EntryReader):
         """Check the layers together, and leave out positions that not all of them have.
 
         Call it after the last `read`. Raises CompatibilityError for an empty cache or different
-        numbers of tokens.
+        numbers of tokens. The number of a full window of a batch, which may be too low, counts only
+        if the cache has fewer tokens than the window has positions, or no other layer counts them.
         """
         self.require_entries()
         counts = [(layer.tokens or 0, where) for where, layer in self._full_windows]
@@ -114,7 +115,7 @@ class _Place(NamedTuple):
     def unknown(self, attribute: str, text: str) -> CompatibilityError:
         """Return the exception for a value that contradicts the layer's other values.
 
-        `text`: the contradiction.
+        `attribute`: name of the value. `text`: the contradiction.
         """
         value = self.layer.values[attribute]
         text = f"layer {self.where}: {self.layer.cls.name}.{attribute} is {value}, and {text}"
@@ -177,6 +178,7 @@ def _read_chunked(at: _Place) -> None:
         at.add_both("sliding", window=size, next_slot=stored)
 
 
+# By class: adds the entries of the layer `at` to its reader.
 _READ = {
     "KVCache": _read_full,
     "QuantizedKVCache": _read_quantized,

@@ -145,7 +145,8 @@ class MPIGroup(Engine):
     def _run(self, call: Call, task: Callable[[], Any]) -> Any:
         """Run an operation; an asynchronous one at once if MPI forbids calls from another thread.
 
-        Then it returns a completed `Work`, which has the result or the exception.
+        Then it returns a completed `Work`, which has the result or the exception. Otherwise it
+        returns the result, or a `Work` if `call` is asynchronous. `task`: runs the operation.
         """
         from mpi4py import MPI
 
@@ -159,7 +160,7 @@ class MPIGroup(Engine):
         return work
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
-        """Run one operation: `perform` is called with a link to the ranks.
+        """Run one operation: call `perform` with a link to the ranks, and return its result.
 
         An error after communication began makes the group unusable, and the other ranks are
         notified.
@@ -182,7 +183,8 @@ class MPIGroup(Engine):
     def abort(self) -> None:
         """Make operations of this group fail, on this rank and on ranks that wait for it.
 
-        The job continues; ``MPI.COMM_WORLD.Abort()`` would end it.
+        Does nothing if the group was closed, aborted or broken before. The job continues;
+        ``MPI.COMM_WORLD.Abort()`` would end it.
         """
         if self._ended:
             return
@@ -201,7 +203,8 @@ class MPIGroup(Engine):
     def close(self) -> None:
         """Wait for queued operations, and free the group's communicator.
 
-        Every rank must call this. Later calls do nothing.
+        Every rank must call this. Later calls do nothing. The communicator of a broken or aborted
+        group is not freed, since that needs all ranks.
         """
         from mpi4py import MPI
 

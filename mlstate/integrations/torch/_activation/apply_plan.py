@@ -25,7 +25,8 @@ def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, 
     """Return the blocks of a model with their names, in order.
 
     `blocks`: a pattern, a list, or None. `count`: their number; None: any. Raises ValueError if
-    there are more or fewer, or the choice is ambiguous; see `apply_plan`.
+    there are none, more or fewer, or the choice is ambiguous; see `apply_plan`. Raises TypeError
+    if a block is not callable.
     """
     import torch
 
@@ -55,7 +56,8 @@ def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, 
 def _children(module: torch.nn.Module, count: int | None) -> list[tuple[str, Any]]:
     """Return the blocks of a module by name: the elements of its list of `count` modules.
 
-    `count` None: of any number. Raises ValueError unless it has exactly one such list, or is one.
+    `count` None: of any number. Raises ValueError unless it has exactly one such list, or is one,
+    and TypeError if it is not a module.
     """
     import torch
 
@@ -84,7 +86,8 @@ class _Entry(partial[Any]):
 class Interceptor:
     """Intercepts the calls of modules, before their hooks, until `remove`.
 
-    Calls `enter` with the positions of the called block, its original call, and the arguments.
+    Calls `enter` with the positions of the called block (a tuple of its indexes in the list of
+    blocks), its original call, and the arguments.
     """
 
     def __init__(self, blocks: Sequence[tuple[str, Any]], enter: Callable[..., Any]) -> None:
@@ -107,7 +110,8 @@ class Interceptor:
     def _intercept(self, name: str, block: Any, enter: Callable[..., Any]) -> Callable[..., Any]:
         """Replace the call of one block by `enter`, and return the block's own function.
 
-        `name`: of the block, for errors. A callable that is not a module is returned itself.
+        `name`: of the block, for the ValueError if it has a plan already. A callable that is not a
+        module is returned itself. The first argument of `enter` is a tuple of the block's indexes.
         """
         import torch
 
@@ -150,8 +154,9 @@ def run_blocks(
 ) -> Any:
     """Run blocks in sequence, each on the output of the one before; return the last output.
 
-    `args`: the first block's input, and further arguments of all blocks. `enter`: runs the blocks
-    that are not modules, whose calls no hook can replace; None: call them.
+    `args`: the first block's input, and further arguments of all blocks. `kwargs`: keywords of all
+    blocks. `enter`: runs the blocks that are not modules, whose calls no hook can replace, from
+    their positions, the block and its arguments; None: call them.
     """
     import torch
 
@@ -237,7 +242,7 @@ class PlannedModel:
     def _enter(
         self, positions: tuple[int, ...], original: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a called block by the plan; torch.compile does not trace this.
+        """Run a called block by the plan, and return its output; torch.compile does not trace this.
 
         `positions`: of the block in the plan; several if it is listed more than once. `original`:
         its own call.
@@ -255,10 +260,12 @@ class PlannedModel:
     def _run(
         self, positions: tuple[int, ...], original: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Run a called block: by the plan if gradients are enabled, otherwise directly.
+        """Run a called block, by the plan if gradients are enabled; return its output.
 
-        Arguments are as for `_enter`. A call of the first block starts a new pass in this thread.
-        Raises ValueError for a call out of order.
+        Otherwise it runs directly, also if the plan runs each block once and keeps all of its saved
+        tensors, and nothing observes the steps.
+        Arguments are as for `_enter`. A call of the first block starts a new pass in this thread,
+        unless it continues the one under way. Raises ValueError for a call out of order.
         """
         import torch
 
@@ -357,6 +364,8 @@ def apply_plan(
         If the number of blocks differs from the plan's, the choice of blocks is ambiguous, or
         the blocks have a plan already. While the model runs: if a block is called out of order
         or after the backward pass, or its input is not the output of the previous block.
+    TypeError
+        If `module` and `blocks` are both None, or a block is not callable.
     MLStateError
         While the model runs: if a block changes its input in place, recomputed tensors differ
         from the first run's, or there is a second backward pass or ``create_graph=True``.

@@ -97,7 +97,8 @@ class SampledModel:
         """Find the blocks of a model that is to run on `sample`.
 
         `sample`: a tensor, a tuple of arguments, or a dict of keywords. `blocks`: a pattern or list
-        as in `Chain.from_torch`; None: the only list of `count` modules.
+        as in `Chain.from_torch`; None: the only list of `count` modules. Raises TypeError if the
+        sample has no tensor, and else as `find_blocks`.
         """
         args, self.kwargs = ((), sample) if isinstance(sample, dict) else (sample, {})
         self.args = args if isinstance(args, tuple) else (args,)
@@ -113,7 +114,8 @@ class SampledModel:
     def run(self, enter: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
         """Call the model with gradients enabled, and return its output.
 
-        `enter`: runs the blocks of a model that is a list; None: they are called.
+        `args`, `kwargs`: of the model. `enter`: runs the blocks of a model that is a list, as for
+        `run_blocks`; None: they are called.
         """
         import torch
 

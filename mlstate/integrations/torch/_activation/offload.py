@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Offloaded(NamedTuple):
-    """An offloaded tensor: the number of its copy, and its geometry."""
+    """An offloaded tensor: the index of its copy in a `Host`, and its geometry in elements."""
 
     copy: int
     dtype: Any
@@ -33,11 +33,11 @@ class Host:
         self.outputs: list[Offloaded] = []  # the block's output, if it is needed again
         self._folder = folder
         self._copies: list[tuple[torch.Tensor, torch.device]] = []
-        self._index: dict[int, int] = {}
-        self._back: dict[int, torch.Tensor] = {}
+        self._index: dict[int, int] = {}  # index in `_copies`, by identity of the storage
+        self._back: dict[int, torch.Tensor] = {}  # bytes on the device again, by the same index
 
     def put(self, tensor: torch.Tensor) -> Offloaded:
-        """Copy a tensor's storage to the host, unless it was copied; return its position there.
+        """Copy a tensor's storage to the host, unless it was copied; return what `get` needs.
 
         Other tensors of the storage share this copy.
         """
@@ -57,7 +57,7 @@ class Host:
     def get(self, away: Offloaded) -> torch.Tensor:
         """Return a tensor that was offloaded, on its original device, with its strides.
 
-        Tensors that shared memory share it again.
+        `away`: a result of `put`. Tensors that shared memory share it again.
         """
         import torch
 

@@ -155,7 +155,8 @@ class OperatorProfile:
             fraction refers to the sum of all outputs that can be kept.
         by : {"call", "operator"}
             Choose single calls, or all calls of an operator together. The latter is coarser, but
-            also valid for another number of calls.
+            also valid for another number of calls. It considers an operator only if every call of
+            it can be kept.
 
         Returns
         -------
@@ -321,7 +322,8 @@ def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> Operator
 def _split_names(names: Iterable[str]) -> tuple[set[str], set[str]]:
     """Return names of operators, whose calls are all saved, and names of single calls.
 
-    A single call has its number after a space: "aten.mm.default 3".
+    A single call has its number after a space: "aten.mm.default 3" is the fourth call of this
+    operator.
     """
     kinds, single = set(), set()
     for name in names:
@@ -344,7 +346,8 @@ def operator_contexts(saved: Iterable[str]) -> tuple[Any, Any]:
     ----------
     saved : iterable of str
         Overloads of operators, to keep the outputs of all calls, or single calls:
-        ``"aten.mm.default"``, ``"aten.mm.default 3"``.
+        ``"aten.mm.default"``, ``"aten.mm.default 3"``. The number counts the calls of this
+        operator from 0. Names of operators that are not called have no effect.
 
     Returns
     -------

@@ -77,11 +77,13 @@ class Allocations:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Prepare to record the allocator of `device`, which is the CPU or a CUDA device."""
         self._device = device
         self._on_cpu = device.type == "cpu"
         self._profile: Any = None
         self._marks = 0
         self._read: list[tuple[int, int]] = []  # by mark: bytes held, peak since the last mark
+        # seconds since the first mark, and bytes held from then on; only on the CPU
         self.curve: list[tuple[float, int]] = []
 
     def __enter__(self) -> Allocations:

@@ -54,7 +54,7 @@ class _Times:
         self._repeats = repeats
         self._device = device
         self._runs: list[list[tuple[float, float]]] = []  # by block: forward, backward
-        self._keys: list[tuple[Any, ...]] = []
+        self._keys: list[tuple[Any, ...]] = []  # by block: `_call_key` of its call
 
     def __call__(self, call: BlockCall) -> None:
         """Run a block forward and backward several times, and add the seconds of each run.
@@ -106,6 +106,7 @@ class _Bytes:
 
     def __init__(self, watched: Allocations) -> None:
         self._watched = watched
+        # bytes of the first block's input, then of each block's output; and of their gradients
         self.activations: list[int] = []
         self.gradients: list[int] = []
 

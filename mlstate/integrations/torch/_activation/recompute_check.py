@@ -102,7 +102,8 @@ class _Run:
     def __init__(self, call: BlockCall, where: _Where) -> None:
         """Run a block; record its outputs and saved tensors, and the submodule that saved each.
 
-        `written`: numbers of saved tensors that were changed in place later in the run.
+        `call`: runs the block. `where`: tracks the running submodule. The attribute `written` gets
+        the numbers of saved tensors that were changed in place later in the run.
         """
         import torch
 
@@ -284,8 +285,8 @@ class _Trace:
     ) -> None:
         """Prepare to trace one run.
 
-        `record`: operators of the first run to compare with, as (submodule, operator, results);
-        None: record this run.
+        `where`: tracks the running submodule. `record`: operators of the first run to compare with,
+        as (submodule, operator, results); None: record this run.
         """
         self.made: list[tuple[str, str, list[torch.Tensor]]] = []
         self.found: tuple[str, str] | None = None  # first operator with other results, and how
@@ -369,12 +370,20 @@ def check_recompute(
     sample : torch.Tensor, tuple or dict
         Arguments of the model.
     blocks : str or sequence of callables, optional
-        The modules of the blocks.
+        The modules of the blocks, see `Plan.apply`.
 
     Returns
     -------
     RecomputeReport
         The findings.
+
+    Raises
+    ------
+    ValueError
+        If the choice of blocks is ambiguous, their number is not the plan's, or the model does not
+        call each block once and in order.
+    TypeError
+        If `sample` contains no tensor.
 
     Examples
     --------

@@ -23,8 +23,9 @@ _Place = tuple[Any, str]  # a module, and the name of a buffer in it
 def refusal(
     name: str, text: str, expected: str | None = None, got: str | None = None
 ) -> MLStateError:
-    """Return an MLStateError with these attributes; `name`: of the block.
+    """Return an MLStateError with the message `text`, and the other arguments as attributes.
 
+    `name`: of the block. `expected`, `got`: texts of the first run's value and of the present one.
     The caller must keep no reference to it, which would be a cycle with its traceback.
     """
     error = MLStateError(text)
@@ -91,7 +92,7 @@ def enter_graph(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_objects(values: object) -> Any:
-    """Copy nested arguments, including objects such as KV caches.
+    """Return a copy of nested arguments, including objects such as KV caches.
 
     A block may change an object that it receives. Each further run gets a copy, so that it sees
     the object as the first run did. Tensors in objects are detached and share their memory with

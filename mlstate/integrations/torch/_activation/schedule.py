@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
     import torch
 
+# Kinds of steps: run a block without or with keeping its saved tensors, run it backward, free its
+# input, move its saved tensors to the host, and bring them back. Activation number `k` is the
+# input of block `k`; the last one is the output of the last block.
 _KINDS = ("forward", "save", "backward", "drop", "offload", "load")
 
 
@@ -49,8 +52,8 @@ class Program:
         self._read_steps()
         self.keeps = [False] * len(self.steps)  # whether a later step uses the step's output
         self.free_after: list[list[int]] = [[] for _ in self.steps]  # activations to free, by step
-        self.keeps_input = self._find_last_uses()
-        self.acts_before = self._find_active_steps()
+        self.keeps_input = self._find_last_uses()  # whether a later step uses the chain's input
+        self.acts_before = self._find_active_steps()  # by block: work precedes its backward run
         self.runs_blocks_once = not any(self.hooked(i) or self.runs[i] > 1 for i in range(n))
 
     def _read_steps(self) -> None:
@@ -230,11 +233,11 @@ class Run:
         self._calls: list[_Call | None] = [None] * program.blocks
         self._activations: list[list[_SavedTensor] | None] = [None] * (program.blocks + 1)
         self._came_out: list[tuple[weakref.ref[Any], int]] = []  # last outputs, with versions
-        self._position = 0
+        self._position = 0  # next step of the program
         self._under_way = program.blocks  # block whose backward pass is running; initially none
-        self._free_later: list[int] = []
-        self._watching = False
-        self._spent = False
+        self._free_later: list[int] = []  # activations that a running backward pass may still use
+        self._watching = False  # a backward pass has begun
+        self._spent = False  # the backward pass has ended, and all is freed
 
     # The forward pass
 
@@ -290,7 +293,9 @@ class Run:
     def _link_arguments(self, i: int, leaves: Sequence[Any]) -> list[int | None]:
         """Return for each argument of block `i` its number in the activation before it, or None.
 
-        `leaves`: the arguments, flattened. For the first block, all tensors are the activation.
+        `leaves`: the arguments, flattened. For the first block, all tensors are the activation,
+        which this also keeps if a later step uses it. Raises MLStateError if a recomputed
+        activation was changed in place since the block before returned it.
         """
         import torch
 
@@ -350,8 +355,9 @@ class Run:
     def _run_first(self, i: int, call: _Call, leaves: list[Any], args: Any, kwargs: Any) -> Any:
         """Run block `i` for the first time and return its output.
 
-        Its saved tensors become slots: with their values for a ``save`` step, empty for a
-        ``forward`` step.
+        If block `i` is `hooked`, its saved tensors become slots: with their values for a ``save``
+        step, empty for a ``forward`` step. Otherwise the graph keeps them. `call`: its record,
+        which gets the slots. `leaves`: the arguments `args` and `kwargs`, flattened.
         """
         import torch
 
@@ -377,7 +383,7 @@ class Run:
     def _refuse_changes(self, block: Block, leaves: list[Any], versions: list[int]) -> None:
         """Raise MLStateError if a block changed its arguments in place; recomputation needs them.
 
-        `versions`: of the tensors among the arguments before the block ran.
+        `leaves`: the arguments, flattened. `versions`: of the tensors among them before it ran.
         """
         changed = [
             k
@@ -393,10 +399,11 @@ class Run:
             )
 
     def _keep_output(self, i: int, out: object, call: _Call) -> None:
-        """Keep a block's output if the plan needs it, and hook its gradient.
+        """Keep the output `out` of block `i` if the plan needs it, and hook its gradient.
 
-        The hook runs the steps before the block's backward pass. Raises TypeError if the output has
-        no tensor.
+        `call`: its record, which gets the form of the output if the block runs again.
+        The hook runs the steps before the block's backward pass. Also frees the activations that
+        the plan uses here last. Raises TypeError if the output has no tensor.
         """
         tensors = tensors_in(out)
         if not tensors:
@@ -447,7 +454,8 @@ class Run:
     def _run_again(self, i: int, save: bool, keep: bool) -> None:
         """Recompute block `i`; store its output if `keep`, and its saved tensors if `save`.
 
-        Raises MLStateError if they differ in form from the first run's.
+        Does nothing if neither is to be stored. Raises MLStateError if they differ in form from the
+        first run's.
         """
         import torch
 
@@ -537,7 +545,7 @@ class Run:
     def _load(self, i: int, output: bool) -> None:
         """Bring the saved tensors of block `i` that `_offload` moved back to the device.
 
-        `output`: the block's output too.
+        `output`: the block's output too. Raises MLStateError if they were freed.
         """
         call = self._call_of(i)
         host = call.host
@@ -567,7 +575,9 @@ class Run:
     def prepare(self, i: int) -> None:
         """Run the plan's steps up to the backward pass of block `i`, which torch is about to run.
 
-        Does nothing if they have run.
+        Does nothing if they have run. First frees the saved memory of later blocks that are done,
+        and skips the steps of later blocks that the pass does not visit. The first call lets torch
+        free everything at the end of the backward pass.
         """
         import torch
 
@@ -769,7 +779,7 @@ def _empty_slots(call: _Call | None) -> None:
 
 
 def _persistent_storages(module: Any) -> set[int]:
-    """Return the storages of parameters and buffers, which a plan does not offload.
+    """Return the storages, by identity, of parameters and buffers, which a plan does not offload.
 
     DTensors among them are left out.
     """
@@ -780,9 +790,10 @@ def _persistent_storages(module: Any) -> set[int]:
 
 
 def _difference_error(name: str, label: str, first: list[Any], now: list[Any]) -> MLStateError:
-    """Return the error for a recomputation that saves another tensor than the first run.
+    """Return the error for a recomputation that makes another tensor than the first run.
 
-    `label`: of the tensor. `first`, `now`: forms of both runs from this tensor on; may be empty.
+    `label`: of the tensor. `first`, `now`: (dtype, shape, device) of this tensor and those after
+    it, in each run; empty if a run has none.
     """
     texts = [_text(looks[0]) if looks else "none" for looks in (first, now)]
     return refusal(

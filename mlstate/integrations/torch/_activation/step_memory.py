@@ -205,7 +205,10 @@ class _StepSimulation:
         self._alone: set[int] = set()  # activations that the plan counts separately
 
     def _is_live(self, k: int) -> bool:
-        """Return whether activation `k`, the input of block `k`, is in memory."""
+        """Return whether activation `k`, the input of block `k`, is in memory.
+
+        The input of the first block always is: the caller has it.
+        """
         if k in self._live_activations or k == self._passing or k == 0:
             return True
         if k - 1 in self._saved_bytes and self._again[k - 1].keeps_output:

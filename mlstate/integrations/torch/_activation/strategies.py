@@ -20,6 +20,10 @@ class AppliedStrategy:
     """Blocks whose forward pass queries a manager, until `remove`."""
 
     def __init__(self, manager: ActivationManager, blocks: dict[str, torch.nn.Module]) -> None:
+        """Replace the forward of each block; `blocks`: by name, in order.
+
+        `manager` decides at each call, and gets the block's index in this order.
+        """
         self.blocks: tuple[str, ...] = tuple(blocks)
         self._modules = list(blocks.values())
         # Hooks of torch cannot replace a block's forward pass; its own `forward` can.
@@ -121,6 +125,14 @@ def apply_strategy(
     -------
     AppliedStrategy
         A handle; ``remove()`` undoes all changes.
+
+    Raises
+    ------
+    TypeError
+        If `module` is not a module, or a pattern is not a str.
+    ValueError
+        If `module` has no blocks, a pattern matches nothing, or a block is inside another one, has
+        a manager already, or is a ModuleList or ModuleDict. Nothing is changed then.
 
     Examples
     --------

@@ -169,6 +169,7 @@ def planner() -> Any:
         def load_bytes(self, read_item: Any, value: Any) -> None:
             """Put a value that is not a tensor into the state dict.
 
+            `read_item`: torch's, with the name. `value`: stream of the bytes that torch saved.
             Raises FormatError if the value needs other classes than plain ones.
             """
             name = read_item.dest_index.fqn

@@ -202,6 +202,7 @@ def tied_names(module: torch.nn.Module) -> set[str]:
 
     Ranks of a sharded module agree on it, also if they hold no element of a tensor. Entries of
     submodules that save by their own methods are left out: they need not be the module's memory.
+    The set is empty if the module itself saves by its own methods.
     """
     others = [f"{path}." for path, child in module.named_modules() if path and saves_itself(child)]
     if saves_itself(module):
@@ -306,8 +307,10 @@ def optimizer_parts(
     """Return this rank's part of an optimizer's states, by ``"<parameter>.<state name>"``.
 
     Also returns the other arguments of `mlstate.OptimizerStateDict`, and a function that writes
-    numbers back, which are 0-d arrays among the states; None without numbers. `fill`: the states
-    will be filled in place; raises TypeError if that is impossible.
+    numbers back, which are 0-d arrays among the states; None without numbers. For FSDP1, whose
+    states are copies, all ranks must call this, and the function is None. `fill`: the states will
+    be filled in place; raises TypeError if that is impossible. `module`: gives the names of the
+    parameters; None: the names in the optimizer's groups, or numbers.
     """
     wrappers = [] if module is None else flat_wrappers(module)
     if module is not None and wrappers:

@@ -454,8 +454,9 @@ class Choice(NamedTuple):
 def choose_keys(paths: Mapping[str, tuple[Any, ...]], selection: Selection) -> Choice:
     """Return the keys of a distributed checkpoint to read.
 
-    `paths`: of each key in the tree, as tuples of keys and list indices. Without a model or
-    optimizer in the tree, all keys are read.
+    `paths`: of each key in the tree, as tuples of keys and list indices. `selection`: names of the
+    entries that the caller wants. Without a model or optimizer in the tree, all keys are read, and
+    always the entry `RECORD`. Raises FormatError for too many levels.
     """
     if any(len(path) > _DEEPEST for path in paths.values()):
         raise FormatError(f".metadata has a value more than {_DEEPEST} levels deep")

@@ -132,7 +132,8 @@ def tree_of(parts: Parts) -> dict[str, Any]:
 
     For a model alone: its tensors by name, for ``module.load_state_dict``. Otherwise the entries
     ``model``, ``optimizer``, ``metadata``, one for each named state, and ``mlstate``, which records
-    the classes of the states. Raises ValueError if a state has the name of another entry.
+    the classes of the states. Raises ValueError if a state has the name of another entry, and
+    CompatibilityError for a value that torch's files cannot hold without pickle.
     """
     model, optimizer, metadata, states = parts
     kinds = {"model": describe(model), "optimizer": describe(optimizer)}
@@ -160,7 +161,8 @@ def tree_of(parts: Parts) -> dict[str, Any]:
 def read_pt(path: Path) -> Parts:
     """Read a ``torch.save`` file without running code from it, and divide it into parts.
 
-    Files in the zip format are memory-mapped, and the arrays share this memory.
+    Files in the zip format are memory-mapped, and the arrays share this memory. Raises FormatError
+    for damage, and for objects that are not plain.
     """
     return parts_of(_load_pickle(path, maps=True), path)
 
@@ -179,7 +181,8 @@ def read_ranks(paths: list[Path]) -> Any:
     """Read the value that each rank of a job saved to one of `paths`, in rank order, as one value.
 
     Files are read as by `read_tree`. Parts of a DTensor are joined to whole tensors; all other
-    values must be equal.
+    values must be equal. Raises CompatibilityError if they differ or a part is missing, FormatError
+    for damage.
     """
     import logging
 
@@ -296,7 +299,10 @@ def _first_line(error: object) -> str:
 
 
 def _describe_refusal(text: str) -> str:
-    """Return the text for a user whose file has an object that torch's reader refused."""
+    """Return the text for a user whose file has an object that torch's reader refused.
+
+    `text`: torch's message, which names the class of the object, unless the file is damaged.
+    """
     import re
 
     match = re.search(r"GLOBAL ([\w.]+)", text)
@@ -312,8 +318,8 @@ def _describe_refusal(text: str) -> str:
 def write_pt(target: Target, parts: Parts) -> None:
     """Atomically write a file that ``torch.load`` reads with ``weights_only``.
 
-    `target`: the path; its old content is replaced. `states`: further states by name. Parts that
-    are None or empty are left out.
+    `target`: the path; its old content is replaced. `parts`: those that are None or empty are left
+    out. Raises as `tree_of` does, before anything is written.
     """
     tree = tree_of(parts)
     with replacing(target.path, target) as file:
@@ -373,8 +379,8 @@ def read_dcp(path: Path, selection: Selection) -> Parts:
 def write_dcp(target: Target, parts: Parts) -> None:
     """Write a directory that torch.distributed.checkpoint reads, in place of an old one.
 
-    `states`: further states by name. Parts that are None or empty are left out. Raises ValueError
-    if `target` exists and is not such a checkpoint.
+    `parts`: those that are None or empty are left out. Raises ValueError if `target` exists and is
+    not such a checkpoint.
     """
     import torch.distributed.checkpoint as dcp
 

@@ -144,8 +144,9 @@ def saved_module(
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
     """Return a module's tensors as `module_state` does, its other entries, and torch's metadata.
 
-    `ranks`: number of processes that save together. Raises ValueError if the module is spread over
-    more ranks.
+    All three are by name; the metadata are of submodules that load their own entries, as
+    `ModuleContract.own_metadata` has them. `ranks`: number of processes that save together. Raises
+    ValueError if the module is spread over more ranks.
     """
     _check_ranks(module, ranks)
     if flat_wrappers(module):
@@ -167,7 +168,8 @@ def saved_optimizer(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the states and keywords of `optimizer_parts`, to save by `ranks` processes.
 
-    Raises ValueError if the parameters are spread over more ranks.
+    `module`: has the parameters; None: unknown. Raises ValueError if the parameters are spread over
+    more ranks.
     """
     if module is None:
         _check_optimizer(optimizer, ranks)
@@ -202,8 +204,8 @@ class Filling:
         self.contract = contract
         self.optional = frozenset(optional)
         self.arrays = {name: _on_host(place.tensor) for name, place in places.items()}
-        self.known: Collection[str] = places.keys()
-        self.zeros: list[torch.Tensor] = []
+        self.known: Collection[str] = places.keys()  # names to compare with the stored ones
+        self.zeros: list[torch.Tensor] = []  # of entries that the checkpoint lacks
 
     def loads_itself(self, name: str) -> bool:
         """Return whether an entry belongs to a submodule that loads its entries itself."""
@@ -232,7 +234,8 @@ class Filling:
     def done(self) -> None:
         """Complete the load after all reads: copy to devices, set zeros.
 
-        The checkpoint can cause no error here.
+        Also increments the versions of the tensors, so that a backward pass that needs the old
+        content raises. The checkpoint can cause no error here.
         """
         import torch
 
@@ -259,7 +262,8 @@ def fill_module(module: torch.nn.Module) -> Filling:
     """Return this rank's memory for a module's state, by the names of `saved_module`.
 
     Gathered parameters of FSDP are freed first: a load into them would be lost. Raises
-    CompatibilityError for submodules of FSDP1 that load themselves.
+    CompatibilityError for submodules of FSDP1 that load themselves, and for a tensor whose elements
+    share memory.
     """
     wrappers = flat_wrappers(module)
     if not wrappers:
@@ -363,8 +367,9 @@ def _new_state(
 ) -> torch.Tensor:
     """Return a new tensor of zeros for the state `key`, sharded like its parameter.
 
-    `record`: the stored state. `like`: a tensor with the dtype. Raises BufferError for parameters
-    on the meta device.
+    `slot`: of the parameter. `record`: the stored state; if it has another shape than the
+    parameter, `record.axes` tells which axes of the parameter it has, and so how it is sharded.
+    `like`: a tensor with the dtype. Raises BufferError for parameters on the meta device.
     """
     import torch
 
@@ -398,7 +403,9 @@ class OptimizerFilling(Filling):
     def __init__(self, optimizer: torch.optim.Optimizer, request: OptimizerRequest) -> None:
         """Check that the checkpoint's states fit the optimizer, and prepare memory for them.
 
-        Raises CompatibilityError; nothing is changed then.
+        `request`: the stored states, and the options of the load. Raises CompatibilityError if they
+        do not fit, and TypeError for an optimizer of FSDP1 without its module, or with its own load
+        methods; nothing is changed then.
         """
         records, saved = request.records, request.saved
         if request.module is None:
@@ -420,6 +427,7 @@ class OptimizerFilling(Filling):
             name: (slot.shape, {} if slot.run else optimizer.state.get(slot.owner, {}))
             for name, slot in self.slots.items()
         }
+        # keys of states that are stored as nested values
         self.packed = packed_states(saved.param_groups) & records.keys()
         have = {key: () if key in self.packed else r.shape for key, r in records.items()}
         refuse_unfit(have, shapes_needed, request.shapes)
@@ -428,12 +436,13 @@ class OptimizerFilling(Filling):
         self.groups = match_groups(
             saved.param_groups, saved.learning_rate, optimizer, members, scope
         )
+        # values of the group of each parameter, by the parameter's name
         self.group_of = {
             name: group
             for group, names_of in zip(self.groups, members, strict=True)
             for name in names_of
         }
-        self.likes: dict[Any, torch.Tensor] = {}
+        self.likes: dict[Any, torch.Tensor] = {}  # results of `_like`, by dtypes, device and group
         # by id of a parameter: the parameter, and the states that this load has created
         self.made: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
         places, alone = self._sort_states(saved)
@@ -441,6 +450,7 @@ class OptimizerFilling(Filling):
         super().__init__(places)
         self._convert_exactly()
         self.unsaved = self._list_unsaved()
+        # the unsaved states that the user chose: `zero` or `done` resets them
         self.rest = {key: self.unsaved[key] for key in request.meant(list(self.unsaved))}
         self.known = {**records, **self.rest}.keys()
         if not self.own_loader and not any(slot.run for slot in self.slots.values()):
@@ -486,7 +496,8 @@ class OptimizerFilling(Filling):
         """Return the places of states to read in place, and the keys of those that `done` sets.
 
         The second maps each key to True if its value is a Python number, and to False for tensors
-        of one element and nested values.
+        of one element and nested values. `saved`: groups and learning rate of the checkpoint. A
+        state to read in place that the optimizer lacks is created.
         """
         numbers = number_states(saved.param_groups)
         places: dict[str, Place] = {}
@@ -545,8 +556,9 @@ class OptimizerFilling(Filling):
         """Return the memory for the state `key`, whose parameter has the `slot`.
 
         `record`: the stored state. `current`: the optimizer's own tensor; None: create one like
-        `like`, and add it. Raises CompatibilityError for a state of FSDP1 that has another shape
-        than its parameter.
+        `like`, and add it. A flat parameter without elements on this rank gets empty memory. Raises
+        CompatibilityError for a state of FSDP1 that has another shape than its parameter, and
+        BufferError for a new state of a parameter on the meta device.
         """
         state = record.state or ""
         run = slot.run
@@ -645,8 +657,9 @@ class OptimizerFilling(Filling):
     def _set_state(self, *, is_whole: bool) -> None:
         """Convert numbers as the optimizer's ``__setstate__`` does at the end of a load.
 
-        Raises CompatibilityError if that fails, unless the load is not whole: then states that the
-        optimizer requires may be missing, and the numbers stay as read.
+        The optimizer itself is unchanged. `is_whole`: the load includes all of its states. Raises
+        CompatibilityError if that fails; if the load is not whole, states that the optimizer
+        requires may be missing, and the numbers stay as read.
         """
         states: dict[Any, dict[str, Any]] = {}
         for slot, state, value in self.unsaved.values():

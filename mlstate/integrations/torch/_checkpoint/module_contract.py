@@ -128,7 +128,10 @@ def _joined(name: str) -> str:
 def _entries_match(
     entries: Mapping[str, object], names: Collection[str], expected: Mapping[str, torch.Tensor]
 ) -> bool:
-    """Return whether the entries `names` are the memory of `expected`, which has the same names."""
+    """Return whether the entries `names` are the memory of the tensors `expected`, by name.
+
+    A name that only one of them has makes it False.
+    """
     return set(names) == expected.keys() and all(
         _memory_of(entries[name]) == _memory_of(expected[name]) for name in names
     )
@@ -191,8 +194,8 @@ class ModuleContract:
     def __init__(self, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
         """Find the submodules that load their own entries, and those that are tied to them.
 
-        `state`: see the class. If a module saves by its own methods, its entries are compared with
-        the modules' memory too.
+        `state`: see the class. If a module saves by its own methods, the modules whose entries are
+        not their memory become units too.
         """
         self.module = module
         self._keys = by_name(module, {key: key for key in state})
@@ -233,7 +236,8 @@ class ModuleContract:
     def _is_whole(self, module: torch.nn.Module, name: str) -> bool:
         """Return whether a module's own methods must load its children too.
 
-        This is so if it overrides its load, or its entries are not its memory.
+        This is so if it overrides its load, has hooks on it, or its entries are not its memory.
+        `name`: of the module in the entries.
         """
         if module is self.module and not _is_torch_method(module, "load_state_dict"):
             return True
@@ -245,6 +249,8 @@ class ModuleContract:
         """Return whether the entries below `name` are the memory of `module`, under its names.
 
         All its parameters and persistent buffers count, also of its children; extra states do not.
+        Each must have an entry over the same elements (equal values are not enough), and there must
+        be no further entries.
         """
         start = _joined(name)
         expected, extra = {}, set()
@@ -369,7 +375,8 @@ def refuse_units(module: torch.nn.Module, wrapper: str) -> None:
 class OwnLoad:
     """A load of some units by their own methods, which `undo` reverts.
 
-    `entries` are the entries to load, by name. The earlier entries and memory are copied here.
+    `entries` are the entries to load, by name; each must be of one of the units. The earlier
+    entries and memory are copied here.
     """
 
     def __init__(
@@ -486,14 +493,13 @@ class OwnLoad:
     ) -> None:
         """Let one unit load its entries `state`, by torch's keys.
 
-        Keys that do not fit are added to `problems`. An exception of the unit's own method becomes
-        a CompatibilityError.
+        `metadata`: of all modules, by prefix. Keys that do not fit are added to `problems`. An
+        exception of the unit's own method becomes a CompatibilityError.
         """
         ordered: Any = OrderedDict(state)
         ordered._metadata = metadata
         root = self.contract.module
         try:
-            # the root's own load_state_dict raises for keys itself
             # the root's own load_state_dict raises for keys itself
             if unit.module is root and not _is_torch_method(root, "load_state_dict"):
                 unit.module.load_state_dict(ordered, **({} if self.strict else {"strict": False}))
@@ -522,7 +528,9 @@ def _load_module(
 ) -> None:
     """Load one module as `torch.nn.Module.load_state_dict` does; its children too if `is_whole`.
 
-    `prefix`: of its keys in `state`. `metadata`: by prefix. `problems`: lists that are extended.
+    `prefix`: of its keys in `state`. `metadata`: by prefix. `problems`: lists of missing keys,
+    unexpected keys and texts of errors, which are extended. Exceptions of the module's methods and
+    hooks are not caught.
     """
     from torch.nn.modules.module import _IncompatibleKeys
 

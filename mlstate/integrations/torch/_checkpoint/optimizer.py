@@ -181,8 +181,10 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
 def _state_forms(values: list[Mapping[str, object]]) -> dict[str, Any]:
     """Return the entries of a group that list numbers and nested values among its states.
 
-    `values`: states by name, of each parameter of the group. Values other than tensors and numbers
-    are stored as nested values, and so are numbers if another parameter has a tensor as this state.
+    `NUMBERS` has the names of states that are numbers, `PACKED` for each state with nested values
+    the positions of their parameters in the group; an empty one is left out. `values`: states by
+    name, of each parameter of the group. Values other than tensors and numbers are stored as nested
+    values, and so are numbers if another parameter has a tensor as this state.
     """
     others: dict[str, list[int]] = {}
     tensors: set[str] = set()
@@ -230,6 +232,7 @@ def stored_states(
 
     Numbers become 0-d arrays, and nested values arrays of bytes; the groups list both. `named`:
     names of the parameters in the order of the groups. `states`: by ``"<parameter>.<state>"``.
+    Raises TypeError or ValueError for a value that cannot be stored or would not be restored equal.
     """
     by_parameter: dict[str, dict[str, Any]] = {}
     for key, value in states.items():
@@ -328,7 +331,8 @@ def optimizer_state(
     optimizer : torch.optim.Optimizer
         An optimizer whose state is tensors and numbers by parameter.
     names : torch.nn.Module, iterable of str or None
-        The source of names.
+        The module that has the parameters, or a name for each in the order of the groups. None:
+        the names in the groups, or else ``param_0`` and so on.
 
     Returns
     -------
@@ -338,6 +342,13 @@ def optimizer_state(
         The other arguments of `mlstate.OptimizerStateDict`: ``optimizer_type``, ``step`` (the
         largest), ``learning_rate`` (of the first group), ``param_groups``. The groups list the
         states that were numbers or nested values.
+
+    Raises
+    ------
+    TypeError
+        If `optimizer` or a name has another type, or a value cannot be stored.
+    ValueError
+        If names do not match the parameters, or state belongs to none of them.
     """
     named = _name_parameters(optimizer, names)
     groups, arrays = stored_states(optimizer.param_groups, named, _collect_states(named, optimizer))
@@ -376,9 +387,10 @@ def refuse_unfit(
     """Raise one CompatibilityError for all states that do not fit the optimizer's parameters.
 
     `states` has shapes by ``"<parameter>.<state name>"``, `named` the shape and the existing states
-    of each parameter, `saved` the shapes of saved parameters. If a parameter has its saved shape, a
-    new state of it may have any shape. If the saved shape is unknown, a state must have the
-    parameter's shape if the same state of another parameter has that parameter's shape.
+    of each parameter, `saved` the shapes of saved parameters. States of one element always fit. If
+    a parameter has its saved shape, a new state of it may have any shape. If the saved shape is
+    unknown, a state must have the parameter's shape (or one that `_is_valid_shape` allows) if the
+    same state of another parameter has that parameter's shape.
     """
     unknown: dict[str, None] = {}
     shapes = []
@@ -445,7 +457,8 @@ def _torch_groups(
 ) -> list[dict[str, Any]]:
     """Return the groups of `osd` for torch's state dict, with numbers in place of names.
 
-    `named`: the optimizer's parameters by name, in its order.
+    `named`: the optimizer's parameters by name, in its order. Raises CompatibilityError if the
+    groups do not match.
     """
     names = iter(named)
     members = [[next(names) for _ in group["params"]] for group in optimizer.param_groups]
@@ -474,7 +487,7 @@ def optimizer_dict(
     optimizer : torch.optim.Optimizer
         The optimizer that will load it; it is not changed.
     names : torch.nn.Module, iterable of str or None
-        The source of names.
+        As for `optimizer_state`.
     copy : bool, default False
         Copy every array. Arrays that an optimizer cannot change in place, because they are
         read-only or share memory, are always copied.
@@ -487,7 +500,10 @@ def optimizer_dict(
     Raises
     ------
     CompatibilityError
-        If parameters are unknown, or shapes do not fit. The message lists all of them.
+        If parameters are unknown, or shapes or groups do not fit. The message lists all unknown
+        parameters and wrong shapes.
+    TypeError, ValueError
+        If `optimizer` is another object, or names do not match its parameters.
     """
     named = _name_parameters(optimizer, names)
     packed_keys = packed_states(osd.param_groups) & osd.keys()

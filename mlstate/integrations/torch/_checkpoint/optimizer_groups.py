@@ -132,9 +132,10 @@ def _by_name(
 ) -> list[int | None]:
     """Return the number of the saved group for each group of an optimizer, by parameter names.
 
-    `members`: names of the parameters of each group. Raises CompatibilityError if no saved group
-    fits. If the load is not strict, or the saved groups lack parameters that have states (old
-    checkpoints of several ranks), this warns instead, and the number is None.
+    `members`: names of the parameters of each group. `scope`: the parameters that the load
+    includes. Raises CompatibilityError if no saved group fits. If the load is not strict, or the
+    saved groups lack parameters that have states (old checkpoints of several ranks), this warns
+    instead, and the number is None.
     """
     groups_of = {str(name): i for i, group in enumerate(saved) for name in group["params"]}
     present = set(chain.from_iterable(members))
@@ -214,7 +215,8 @@ def _refuse_ambiguous_rate(optimizer: torch.optim.Optimizer, rate: float) -> Non
 def _restore_value(form: Any, current: Any, where: str, *, tensors: tuple[type, ...]) -> Any:
     """Return the saved value of a group's key; `form`: stored, `current`: the optimizer's value.
 
-    Old checkpoints store tensors as numbers and lists as tuples, so `current` decides the type.
+    `where`: name of the value, for the FormatError if `form` is malformed. Old checkpoints store
+    tensors as numbers and lists as tuples, so `current` decides the type.
     `tensors`: types of forms that may have been tensors, which CUDA graphs need.
     """
     import torch
@@ -238,9 +240,10 @@ def match_groups(
 ) -> list[dict[str, Any]]:
     """Return the values of each group of an optimizer after a load, without parameters.
 
-    `saved`: groups of the checkpoint. `members`: names of the parameters of each group. Without
-    saved groups, a `learning_rate` other than 0 is set if the optimizer has one group. Raises
-    CompatibilityError for groups that do not match.
+    `saved`: groups of the checkpoint. `members`: names of the parameters of each group of the
+    optimizer. `scope`: included groups. Without saved groups, a saved `learning_rate` other than 0
+    is set if the optimizer has one group. Raises CompatibilityError for groups that do not match;
+    warns if a group keeps own values, or groups match only by position.
     """
     groups = optimizer.param_groups
     if not saved:

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 class ParameterSlot(NamedTuple):
     """A parameter in the optimizer: its own tensor, or a run of a flat parameter."""
 
-    owner: torch.Tensor
-    shape: tuple[int, ...]
-    run: FlatRun | None
+    owner: torch.Tensor  # the tensor in the optimizer's groups, which is the key of its states
+    shape: tuple[int, ...]  # of the whole parameter
+    run: FlatRun | None  # this rank's elements in FSDP1's flat parameter; None for others
 
 
 def parameter_slots(

@@ -36,7 +36,10 @@ def join_ranks(trees: list[Any], path: Path) -> Any:
 
 
 def _join(values: list[Any], keys: tuple[Any, ...], path: Path) -> Any:
-    """Return the `values` of all ranks as one; `keys`: their path in the trees, for errors."""
+    """Return the `values` of all ranks as one; `keys`: their path in the trees, for errors.
+
+    `path`: the first rank's file, for errors. Raises CompatibilityError as `join_ranks` does.
+    """
     first = values[0]
     if any(type(value) is not type(first) for value in values):
         raise _difference(keys, path)

@@ -27,9 +27,12 @@ def module_target(
 ) -> tuple[Filling, dict[str, Any], OwnLoad | None]:
     """Return the memory to load a module into: (filling, memory of units, load of units).
 
-    A unit is a submodule that loads its own entries; without units to load, the last two are {} and
-    None. Nothing is changed. `source`: the entries to load. `strict`: load all units, not only
-    those with entries in `source`. Raises TypeError for a module with parts of tensors.
+    The filling has the memory of all entries that a load copies to, by name. A unit is a submodule
+    that loads its own entries. The memory of units has by name their entries that are present
+    tensors, to compare their dtypes with the source. The load calls the units' own methods, and has
+    not run. Without units to load, the last two are {} and None. Nothing is changed.
+    `source`: the entries to load. `strict`: load all units, not only those with entries in
+    `source`. Raises TypeError for a module with parts of tensors.
     """
     filling = fill_module(module)
     for name, place in filling.places.items():

@@ -169,7 +169,7 @@ class TorchGroup(Engine):
         return call.device is not None and call.device.type != "cpu"
 
     def _perform(self, call: Call, perform: Callable[[Any], Any]) -> Any:
-        """Run one operation over a link to the ranks: `perform` is called with the link.
+        """Run one operation: call `perform` with a link to the ranks, and return its result.
 
         An error after communication began, or of torch, makes the group unusable, and becomes a
         CollectiveError if torch raised it.
@@ -192,7 +192,8 @@ class TorchGroup(Engine):
     def _compare_calls(self, link: Link, call: Call) -> None:
         """Compare the calls of all ranks; raise CollectiveError on every rank if they differ.
 
-        For operations with counts, each pair of ranks must also agree on the rows between them.
+        For operations with counts, each pair of ranks must also agree on the rows between them:
+        `call.rows` has the rows that this rank sends to each rank, and those that it expects.
         """
         own_call = f"{call.name} {call.text}".strip()
         replies = link.gather_bytes(json.dumps([own_call, *call.rows]).encode(), None)
@@ -240,7 +241,8 @@ class TorchGroup(Engine):
     def _target(self, operation: str, place: Any, *, reduced: bool) -> torch.Tensor:
         """Return a flat tensor for a result; it is over `place` if its memory allows that.
 
-        Else it is new memory, and `_put` copies it to `place`.
+        Else it is new memory, and `_put` copies it to `place`. `operation`, `reduced`: as for
+        `_flat`.
         """
         import torch
 

@@ -56,8 +56,9 @@ class ModuleHooks(Hooks):
     ) -> None:
         """Check the parameters that have units, and hook each of them.
 
-        `units`: by name of the parameter. `receive`, `is_full`, `keep`: see the class. Raises
-        ValueError if a unit does not fit its parameter.
+        Also sets each unit's `like` to its parameter, and lets torch check the parameters before
+        every optimizer step. `units`: by name of the parameter. `receive`, `is_full`, `keep`: see
+        the class. Raises ValueError if a unit does not fit its parameter.
         """
         parameters = parameters_of(module)
         for name, unit in units.items():
@@ -151,7 +152,8 @@ class ModuleHooks(Hooks):
     def _set_aside(self, name: str, _: object = None) -> None:
         """Move a reduced gradient of an earlier pass away before torch adds an unreduced one.
 
-        `gather_full` adds it again. A gradient of `no_sync` passes stays: it is not reduced.
+        `gather_full` adds it again. A gradient of `no_sync` passes stays: it is not reduced. The
+        second argument, which torch passes to hooks, is ignored.
         """
         parameter = self.parameters[name]
         self._drop_zeroed(name)
@@ -309,7 +311,10 @@ def _warn_of_taken_gradients(optimizer: torch.optim.Optimizer, *_: object) -> No
 def check_reduction(
     group: ProcessGroup, nonfinite: str, timeout: float | None
 ) -> tuple[Any, float | None]:
-    """Check the arguments of a reduction; return the process group, and the timeout in seconds."""
+    """Check the arguments of a reduction; return the process group, and the timeout in seconds.
+
+    `nonfinite` must be "error" or "allow". Raises TypeError or ValueError for a wrong argument.
+    """
     group = check_group(group)
     if nonfinite not in ("error", "allow"):
         raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
@@ -381,8 +386,8 @@ def reduce_on_device(
 ) -> tuple[float, int]:
     """Reduce a gradient on a device over the ranks of `group` to `entry.out`, this rank's part.
 
-    Return its sum of squares and its number of non-finite elements. `terms`: operation and divisor.
-    `timeout`: seconds, or None.
+    Return the part's sum of squares and number of non-finite elements. `entry`: the gradient and
+    its memory. `terms`: operation and divisor. `timeout`: seconds, or None for the group's.
     """
     import torch
 

@@ -118,7 +118,7 @@ class _Reduction:
         self._group = group
         self._terms = Terms(nonfinite=nonfinite)
         self._reducer = Reducer(group, self._terms, {"nonfinite": nonfinite}, timeout=timeout)
-        self._free: dict[Any, torch.Tensor] = {}
+        self._free: dict[Any, torch.Tensor] = {}  # buffer to use again, by dtype
         self._errors: weakref.ref[PassErrors] | None = None  # dead after the backward pass
 
     def take(self, count: int, dtype: Any) -> torch.Tensor:
@@ -222,7 +222,7 @@ class _Done:
 
 
 def _divisor(op: Any, ranks: int) -> float:
-    """Return the divisor of the sums, for a torch.distributed reduce operation `op`.
+    """Return the divisor of the sums over `ranks` ranks, for a torch.distributed operation `op`.
 
     Raises ValueError for operations other than SUM, AVG and PREMUL_SUM.
     """

@@ -23,6 +23,8 @@ _CRC_BYTES = 64 << 20  # copied to main memory at a time
 def encode_delta(base: torch.Tensor, new: torch.Tensor) -> tuple[NDArray, NDArray]:
     """Return gaps and values of the changed elements, as `_core.delta_encode` does.
 
+    A gap is the number of unchanged elements before a changed one, in units of `_gaps_of`; values
+    are the new elements. Both are arrays in main memory.
     `base`, `new`: on one device, with equal shapes and dtypes; else CompatibilityError is raised.
     """
     _check_pair(base, new)
@@ -37,8 +39,9 @@ def encode_delta(base: torch.Tensor, new: torch.Tensor) -> tuple[NDArray, NDArra
 def apply_delta(target: torch.Tensor, gaps: NDArray, values: NDArray, log: UndoLog | None) -> None:
     """Write `values` to the elements of `target` that `gaps` selects, as `_core.delta_apply` does.
 
-    `log`: gets the old values, as arrays in main memory; None: they are lost. Raises
-    CompatibilityError for another dtype, FormatError for a damaged delta; nothing is written then.
+    `log`: gets a tuple of target, gaps and old values, which are in main memory; None: they are
+    lost. Raises CompatibilityError for another dtype, FormatError for a damaged delta; nothing is
+    written then.
     """
     import torch
 
@@ -65,7 +68,10 @@ def apply_delta(target: torch.Tensor, gaps: NDArray, values: NDArray, log: UndoL
 
 
 def tensor_crc32c(tensor: torch.Tensor) -> int:
-    """Return the CRC32C of the elements in C order; parts are copied to main memory."""
+    """Return the CRC32C of the elements in C order; parts are copied to main memory.
+
+    Raises CompatibilityError for elements of another size than 1, 2, 4 or 8 bytes.
+    """
     import torch
 
     crc = 0
