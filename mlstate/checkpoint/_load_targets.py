@@ -162,13 +162,15 @@ def _fit_names(
     """Return the names to read into a target; raise if its names and the stored ones differ.
 
     `selected`: stored names. `filling`: the target's memory. `names`: the user's choice; each of
-    these must exist in both. With ``strict=False``, only shared names are returned.
+    these must exist in both. With ``strict=False``, only shared names are returned. Notes states
+    that become zero, for ``missing="zeros"``. Raises CompatibilityError.
     """
     request = loader.request
     have = set(selected)
     target_names = filling.known
     unfilled = [name for name in target_names if name not in have and name not in filling.optional]
     missing = _without_tied(loader, unfilled, selected, filling)
+    # a choice of names has two sections only, and all names of a named state are chosen
     lacking, _ = names.select(missing, min(section.number, OPTIMIZER))
     unexpected = [name for name in selected if name not in target_names]
     # States that an optimizer lacks are created, zeroed or left out, as `missing` requests.
@@ -318,9 +320,11 @@ def _optimizer_target(
     """Return memory for the states of a torch optimizer; states that it lacks are created.
 
     `selected`: stored names. `module`: has the parameters, or None. `chosen_names`: the user's
-    choice.
+    choice. The saved param_groups, the dtype and shape of each selected state, and the shapes of
+    the model's parameters go to the backend, which fits them to `optimizer`. Raises
+    CompatibilityError if the stored states cannot be matched to parameters.
     """
-    names = module
+    names = module  # the source of the parameters' names
     if _is_numbered(section, loader.folder, optimizer, module):
         # torch numbers the parameters of all groups in their order.
         names = [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
@@ -377,7 +381,8 @@ def _choose_entries(
 ) -> tuple[StoredEntries, list[str]]:
     """Return a module's stored entries that are not tensors, and the chosen names of these.
 
-    Raises if `target` cannot take them: it is not a module, and the load is strict.
+    Raises CompatibilityError if `target` is not a module, and the load is strict or a chosen name
+    is one of its arrays.
     """
     stored = stored_entries(loader, section)
     chosen = names.select(list(stored.entries), section.number)[0]
@@ -510,9 +515,9 @@ def _prepare_state(
 
 
 def prepare(loader: Loader) -> Prepared:
-    """Check all targets of ``into``, and read the nested values; raise if one does not match.
+    """Check all targets of ``into``; raise if one does not match. No target is changed yet.
 
-    No target is changed yet.
+    Nested values, and states of optimizers with their own load methods, are read to new memory.
     """
     prepared = _targets(loader)
     names, chosen = loader.chosen()

@@ -237,7 +237,10 @@ class CheckpointManager:
         return self._lock if getattr(group, "world_size", 1) == 1 else nullcontext()
 
     def _settle(self) -> None:
-        """Wait for the running save; raise its error unless a call has raised it before."""
+        """Wait for the running save; raise its error unless a call has raised it before.
+
+        After a success, warn if its model has no new bytes.
+        """
         under_way = self._under_way
         if under_way is not None:
             under_way._settle()
@@ -340,7 +343,10 @@ class CheckpointManager:
         return Checkpoint(RootPath(self._checkpoints, root.path, manifest))
 
     def _number_of(self, step: Any) -> int:
-        """Return the number of `step`, also for "latest" and "best"; an int is not looked up."""
+        """Return the number of `step`, also for "latest" and "best"; an int is not looked up.
+
+        Raises StoreError without steps, ValueError without a best one, TypeError for other types.
+        """
         if isinstance(step, str) and step in ("latest", "best"):
             number = self.best_step() if step == "best" else self.latest_step()
             if number is not None:
@@ -590,7 +596,10 @@ class CheckpointManager:
         return any(answer == b"1" for answer in replies)
 
     def _warn_if_unchanged(self, saved: Checkpoint, rank: int) -> None:
-        """Warn once, on rank 0, if `saved` has no new file of the model: another may be trained."""
+        """Warn once, on rank 0, if `saved` has no new file of the model: another may be trained.
+
+        `rank`: of this process. Compares only local folders and two successive saves with a model.
+        """
         before, self._last_model = self._last_model, saved.step if saved.model else None
         if not self._warns_unchanged or rank > 0 or None in (before, self._last_model):
             return
@@ -730,7 +739,11 @@ class CheckpointManager:
         return self._checkpoints.folder.has_files(sizes)
 
     def _note_damage(self, generation: str, root: str, error: MLStateError | None) -> None:
-        """Do not count a step any more; also in other processes if its bytes are damaged."""
+        """Do not count a step any more; also in other processes if its bytes are damaged.
+
+        `generation`, `root`: of the step, and the path of its manifest. `error`: the reason; only a
+        ChecksumError marks the step for other processes.
+        """
         self._damaged.add(generation)
         if isinstance(error, ChecksumError):
             self._checkpoints.mark(root)

@@ -239,14 +239,18 @@ def reshard(
         replicated_keys = {key for key in merged.keys(STATES) if key.startswith(trees)}
 
         def states(rank: int) -> tuple[Any, Any, Any]:
-            """Return the new rank's shards by key: model, optimizer, named states, each or None."""
+            """Return the new rank's shards by key: model, optimizer, named states, each or None.
+
+            The layout does not cut arrays of nested values, which a load reads whole: rank 0
+            stores all of them, and the other ranks none.
+            """
             cutting = (steps, rank, world_size) if steps else (None, 0, 0)
 
             def shards(section: int, keys: list[str]) -> dict[str, Shard]:
                 arrays = _load(old, TensorParts(merged, section, keys, cutting))
                 return cut.shards(SECTIONS[section], arrays, rank)
 
-            # the keys of this root, not of a newer one in the folder
+            # of each section; None if it was not saved
             kinds = (manifest.model, manifest.optimizer, manifest.states)
             section_shards = [
                 None

@@ -86,7 +86,8 @@ class SaveTarget(NamedTuple):
     rank: int
     world_size: int
     layout: Layout | str | None  # for arrays that are not a `Shard`
-    how: tuple[int, bool, bool, str | None]  # options of `_core.shards_write`
+    # options of `_core.shards_write`: pack_below_bytes, sparse, incremental, compress
+    how: tuple[int, bool, bool, str | None]
     keep_root: bool  # keep the root under roots/, as `CheckpointManager` does
     replace_steps: bool
     content: FolderContent | None  # as of `SaveFolder`
@@ -114,7 +115,7 @@ def check_target(
     """Check the arguments and return where and how to save; the claim is not acquired yet.
 
     `path` may be a `SaveFolder`, of a manager. `options` has all keywords, as
-    `complete_save_options` returns them.
+    `complete_save_options` returns them. Raises TypeError or ValueError for a wrong argument.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(

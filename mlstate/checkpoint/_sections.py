@@ -58,7 +58,10 @@ class Section:
         return [self._prefix + self._stored.get(name, name) for name in names]
 
     def by_key(self, arrays: dict[str, object], names: Iterable[str]) -> dict[str, Any]:
-        """Return the arrays of the tensors `names` by their index keys."""
+        """Return the arrays of the tensors `names` by their index keys.
+
+        If names and keys are equal, this is `arrays` itself, which may have other tensors too.
+        """
         if not self._stored and not self._prefix:
             return arrays
         names = list(names)
@@ -135,7 +138,8 @@ def sections_of(merged: _core.MergedIndex, manifest: Manifest) -> list[Section]:
 def rename_sections(sections: list[Section], rules: Mapping[str, str]) -> None:
     """Rename the tensors of all sections by `rules` (pattern to replacement).
 
-    Raises if a rule matches no name of any section.
+    Raises ValueError if a rule matches no name of any section, CompatibilityError if two names
+    become the same.
     """
     check_rules(rules)
     before = {name: None for section in sections for name in section.names}

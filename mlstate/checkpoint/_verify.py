@@ -707,9 +707,10 @@ def verify(
 
 
 def _find_whole(files: CheckpointFiles) -> WholePath | None:
-    """Return the path of another program's file or folder that has no index; else None.
+    """Return path and format of another program's file or folder that must be read whole.
 
-    Such files are read whole to verify them.
+    Returns None for all others: a folder with a checkpoint or steps, a store, and one file of a
+    folder (`folder.file`), which `verify_root` reads.
     """
     folder = files.folder
     if not folder.is_local or folder.file:
@@ -724,7 +725,8 @@ def _find_whole(files: CheckpointFiles) -> WholePath | None:
 def _root_to_verify(files: CheckpointFiles, root: str) -> str:
     """Return the path of the root to verify; raise StoreError if the folder has no checkpoint.
 
-    A missing manifest is a problem, not an error, if there are steps.
+    `root`: of the chosen step, or `MANIFEST` for the current checkpoint. A missing manifest is a
+    problem, not an error, if there are steps.
     """
     folder = files.folder
     folder.require_folder()

@@ -177,10 +177,10 @@ def find_any(path: str, step: int | None) -> RootPath | WholePath | None:
 def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | WholePath | None:
     """Return the checkpoint or file that commands read at `path`.
 
-    A RootPath for a checkpoint (a run, a step, a bucket, a Hugging Face folder), a WholePath for
-    one file without an index, such as a ``.npz``, if `reads_whole`, and None for one safetensors
-    file. `step`: number; None: the newest. Raises StoreError if nothing can be read, and ValueError
-    for a `step` of one file.
+    A RootPath for a checkpoint (a run, a step, a URL, a Hugging Face folder), a WholePath for a
+    file or folder without an index, such as a ``.npz``, if `reads_whole`, and None for any other
+    file, such as a safetensors file. `step`: number; None: the newest. Raises StoreError if nothing
+    can be read, and ValueError for a `step` of one file or of a Hugging Face folder.
     """
     if is_url(path):
         store = open_files(path, reads=True)

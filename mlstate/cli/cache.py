@@ -50,9 +50,9 @@ def add(commands: Commands) -> None:
 
 
 def _flat(layers: list[LayerValues], where: str = "") -> list[tuple[str, LayerValues]]:
-    """Return all layers with their places, such as "3" or "3.1", and the layers of lists too.
+    """Return all layers with their places: "3", and "3.1" for layer 1 in layer 3, a list of layers.
 
-    `where`: start of the places.
+    A list comes before its layers. `where`: start of the places.
     """
     listed = []
     for i, layer in enumerate(layers):
@@ -61,7 +61,7 @@ def _flat(layers: list[LayerValues], where: str = "") -> list[tuple[str, LayerVa
 
 
 def _numbers_of(layer: LayerValues) -> dict[str, Any]:
-    """Return the values of a layer that are not arrays of tokens, by field; vectors as lists."""
+    """Return a layer's counts, flags and vectors (as lists) by field; None is left out."""
     numbers = {}
     for name, kind in layer.cls.fields.items():
         value = layer.values[name]

@@ -48,7 +48,10 @@ _STORED_AXES = {0: 0, 1: 2, 2: 1}
 
 
 class Box(NamedTuple):
-    """A part of a tensor: a box and, if it is flat, a range of the box's elements."""
+    """A part of a tensor: a box, and a range of the box's elements if the part is flat.
+
+    A flat part is a range of the elements of the tensor in C order. `elements` is None otherwise.
+    """
 
     starts: Shape
     lengths: Shape
@@ -217,7 +220,10 @@ class Pairs:
         self._hidden = hidden  # keys of codes, scales, and facts about activations
 
     def renamed(self, keys: Iterable[str]) -> dict[str, str]:
-        """Return the key of each new name: codes get the names of their weights, scales none."""
+        """Return the stored key for each name to load: codes get the names of their weights.
+
+        `keys`: of all stored tensors. Scales and facts about activations get no name.
+        """
         names: dict[str, str] = {}
         for key in keys:
             pair = self.by_codes.get(key)

@@ -432,7 +432,8 @@ def _refusal_text(error: Exception) -> str:
 def _time_limits(options: StoreOptions, nbytes: int) -> dict[str, str]:
     """Return the time limits of an engine whose requests send at most `nbytes` bytes.
 
-    Small requests are limited only by a silent server: after two silent attempts, or one attempt
+    The result has texts such as "500ms" by the names of the engine's options. Requests of at most
+    `_SMALL` bytes are limited only by a silent server: after two silent attempts, or one attempt
     and its stalled answer, `timeout_seconds` are over.
     """
     silence = max(options.timeout_seconds / 2, _LEAST_SILENCE)

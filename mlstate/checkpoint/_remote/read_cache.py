@@ -130,7 +130,7 @@ class ReadCache:
         """Return the cached pieces of bytes `begin` to `end`, and the object's size.
 
         Each piece is its offset in the object and a view; in order they have all bytes of the
-        range. None if a byte is missing.
+        range. None if a byte is missing or an entry is damaged. An empty range gives ([], 0).
         """
         entries, at = self._entries(path), begin
         chosen: list[_Entry] = []

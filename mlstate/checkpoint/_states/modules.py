@@ -196,6 +196,7 @@ def _read_tensors(
     """Return the stored tensors of `names` as new ones, by name.
 
     `earlier`: the module's tensors now, which determine the devices, and for DTensors the layout.
+    Raises TypeError for a DTensor if the load requests another part (rank or layout).
     """
     request, number = loader.request, section.number
     sharded = [name for name in names if hasattr(earlier.get(name), "device_mesh")]
@@ -226,8 +227,10 @@ def prepare_units(
 ) -> list[Action]:
     """Read the entries of submodules that load themselves; return the action that loads them.
 
-    `target`: the module. `filling`: the result of `fill_module` for it. `chosen`: names that the
-    load selects, from the user's choice `names`. `stored`: entries that are not tensors.
+    [] if there are none. The module is not changed yet. `target`: the module. `filling`: the result
+    of `fill_module` for it. `chosen`: names that the load selects, from the user's choice `names`.
+    `stored`: entries that are not tensors. Raises CompatibilityError for another dtype, or a choice
+    of only some entries of a submodule.
     """
     contract = filling.contract
     if contract is None or not contract.units:

@@ -295,7 +295,10 @@ class TierMoves:
             return budget is not None and used > budget
 
     def _enforce_budget(self, unit: Unit) -> None:
-        """After `unit` grew, free its tier: move less used units, or else this one, away."""
+        """After `unit` grew, free its tier: move less used units, or else this one, away.
+
+        Raises BufferError if this one must move and is in use, and errors of writing a cold unit.
+        """
         while self._is_over(unit):
             try:
                 self._make_room(unit, unit.tier)
@@ -393,7 +396,8 @@ class TierMoves:
     def _make_room(self, unit: Unit, to: Tier) -> None:
         """Move the least used units out of the tier `to` until `unit` fits.
 
-        Raises CapacityError if it cannot fit.
+        `unit` itself does not move. Raises CapacityError if it cannot fit, and errors of writing
+        the file of a unit that becomes cold.
         """
         with self._making_room:
             for _ in range(_TRIES):
@@ -463,7 +467,7 @@ class TierMoves:
     def _take_back_arrays(self, unit: Unit, used: TieredUnit) -> None:
         """After a use, keep the arrays that the user replaced or added in the handle `used`.
 
-        A torch optimizer's new states are added, too.
+        A torch optimizer's new states are added, too. Raises as `take_back`; nothing changes then.
         """
         with self._changed:
             states = {}

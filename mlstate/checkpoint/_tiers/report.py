@@ -188,9 +188,10 @@ def _totals(report: TierReport) -> str:
 
 
 def _units(units: Sequence[TierRecord], most: int) -> str:
-    """Return the foldable HTML table of the `most` units with the most recent uses.
+    """Return the foldable HTML table of the `most` units that were used most often lately.
 
-    A line below it counts the others.
+    They are sorted by `lately`, a count with less weight for older uses. A line below counts the
+    other units.
     """
     listed = sorted(units, key=lambda unit: -unit.lately)[:most]
     rows = "".join(
