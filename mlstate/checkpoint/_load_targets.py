@@ -188,7 +188,8 @@ def _without_tied(
 ) -> list[str]:
     """Return the names of `unfilled` whose memory receives no value under another name.
 
-    `selected`: stored names. Hugging Face folders store tied weights under one of their names.
+    `selected`: stored names. `filling`: the target's memory. Hugging Face folders store tied
+    weights, several names of one memory, under one name only.
     """
     if not unfilled or loader.manifest.weights is None:
         return unfilled
@@ -234,8 +235,8 @@ def _cuts(loader: Loader, filling: Any, names: list[str]) -> Cuts:
 def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> dict[str, Any]:
     """Replace targets in `filling` that have another float dtype by arrays of the stored one.
 
-    Returns the replaced targets by name; they receive the converted values after the read. Without
-    ``cast=True`` nothing is replaced.
+    `names`: of the tensors to read. Returns the replaced targets by name; they receive the
+    converted values after the read. Without ``cast=True`` nothing is replaced: {}.
     """
     casts: dict[str, Any] = {}
     if not loader.request.cast:
@@ -398,7 +399,8 @@ def _prepare_tensors(
     """Return the checked target of a section's tensors, and actions; shapes are checked later.
 
     `selected`: stored names. `module`: has the parameters of an optimizer, or None. `names`: the
-    user's choice. The actions load the submodules that must load their own entries.
+    user's choice. The actions load the submodules that must load their own entries. Raises
+    CompatibilityError if names do not match.
     """
     filling: Any
     actions: list[Action] = []
@@ -549,7 +551,8 @@ def prepare(loader: Loader) -> Prepared:
 def _read_for_loaders(loader: Loader, prepared: Prepared) -> None:
     """Read the states of optimizers with their own load methods, and add actions that load them.
 
-    The states are read to new memory, so nothing is changed yet.
+    The states are read to new memory, so nothing is changed yet. These targets leave
+    `prepared.ready`, because the actions fill them.
     """
     own_loaders = [
         ready_target

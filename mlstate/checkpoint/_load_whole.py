@@ -278,6 +278,8 @@ def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) 
 
     A target that the user did not pass is None. `where`: the source, for errors. `arrays`: of model
     and optimizer, by name. Names, shapes and dtypes of all are checked before one is changed.
+    Raises CompatibilityError if they do not match, ValueError for named states or a torch
+    optimizer.
     """
     into, strict = request.options["into"], request.options["strict"]
     take = into.get if hasattr(into, "get") else lambda name: getattr(into, name, None)

@@ -72,7 +72,8 @@ def _write_all_ranks(
     """Save all ranks of the new checkpoint, one after the other, and commit it.
 
     `states`: returns the dicts (model, optimizer, named states) of a rank. `like`: the old
-    manifest, whose description is kept. `progress`: called with numbers of bytes.
+    manifest, whose description is kept. `progress`: called with the bytes written since the last
+    call. After an error up to the commit, the target's old checkpoint is unchanged.
     """
     commit = Commit(target, world_size)
     with commit.holder:
@@ -228,7 +229,10 @@ def reshard(
         root = choose_root(old, MANIFEST, step, monitor, mode)
 
     def write(manifest: Manifest) -> Checkpoint:
-        """Verify the old checkpoint, and write it for the new ranks, one rank after the other."""
+        """Verify the old checkpoint, and write it for the new ranks, one rank after the other.
+
+        Raises the error of the first problem that the verification finds; nothing is written then.
+        """
         merged = old.load_merged_index(manifest)
         _, problems = verify_files(old, manifest, merged, None)
         if problems:
@@ -241,8 +245,8 @@ def reshard(
         def states(rank: int) -> tuple[Any, Any, Any]:
             """Return the new rank's shards by key: model, optimizer, named states, each or None.
 
-            The layout does not cut arrays of nested values, which a load reads whole: rank 0
-            stores all of them, and the other ranks none.
+            The layout cuts tensors of models and optimizers, not the arrays of nested values: rank
+            0 stores these whole, and the other ranks none of them.
             """
             cutting = (steps, rank, world_size) if steps else (None, 0, 0)
 

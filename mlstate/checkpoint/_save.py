@@ -181,8 +181,9 @@ def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
 def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any]:
     """Return the states of a torch module and a torch optimizer, and other values as they are.
 
-    `ranks`: number of ranks that save. The third value has the module's entries that are not
-    tensors, and torch's metadata.
+    `model`, `optimizer`: the caller's arguments. `ranks`: number of ranks that save. The third
+    value has the module's entries that are not tensors, {} for other models, and the metadata that
+    torch keeps for modules, {} if `model` carries none.
     """
     others: Any = ({}, metadata_of(model))
     module = model if is_module(model) else None
@@ -199,7 +200,10 @@ def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any
 
 
 def _mapping_of(name: str, state: Any) -> Any:
-    """Return the mapping in the argument `name`; raise TypeError if it is not one."""
+    """Return the mapping in the argument `name`, or None; raise TypeError for other values.
+
+    `state`: its value, a mapping, None or an object with ``get_state_dict()``.
+    """
     if hasattr(state, "get_state_dict"):
         state = state.get_state_dict()
     if state is not None and not hasattr(state, "keys"):
@@ -350,11 +354,11 @@ def take_content(
     *,
     in_thread: bool = False,
 ) -> SaveContent:
-    """Check the states without copying any array.
+    """Return the content of this rank's save, checked, without copying any array.
 
-    `step`, `options`: of the save. `in_thread`: a thread does the rest, so a manager's folder is
-    refused here, but not in an object store, because this would delay the caller. Errors are raised
-    if this process saves alone; otherwise the result carries them.
+    `model`, `optimizer`, `step`, `options`: the caller's. `in_thread`: a thread does the rest, so a
+    manager's folder is refused here, but not in an object store, because this would delay the
+    caller. Errors are raised if this process saves alone; otherwise the result carries them.
     """
     states = options["states"]
     try:

@@ -731,7 +731,7 @@ def _reserve_group(job: SaveJob) -> None:
 
 
 def refuse_default_group(group: ProcessGroup | None) -> None:
-    """Refuse torch's default group, because training uses it during the save."""
+    """Raise ValueError for torch's default group, because training uses it during the save."""
     if group is not None and getattr(group, "is_default", False):
         raise ValueError(
             "this is torch's default group, which training uses during the save: pass a separate "

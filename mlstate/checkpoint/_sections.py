@@ -84,7 +84,10 @@ class Section:
         self._stored = {name: key for name, key in keys.items() if name != key}
 
     def renamed_layers(self, values: Mapping[str, object]) -> dict[str, Any]:
-        """Return `values` with names of layers after the renaming; old names stay in it, too."""
+        """Return `values`, by names of layers, with their names after the renaming added.
+
+        A layer has a new name if the renaming changed only this part of a tensor's name.
+        """
         renamed = dict(values)
         for name, old in self._stored.items():
             for layer in values:

@@ -157,7 +157,7 @@ class VerifyReport:
         self.checksums: bool = True
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        """Restore a pickled report; pickles of older versions lack some attributes."""
+        """Restore a pickled report from `state`: None, and the attributes by name."""
         self.checksums, self.compared = True, []  # pickles of older versions lack them
         for name, value in state[1].items():
             setattr(self, name, value)
@@ -319,8 +319,8 @@ def _verify_once(
 ) -> Manifest | None:
     """Verify the manifest `name` and its files; return it, or None if it cannot be read.
 
-    Problems are added to `report`, and the merged index to `indexes` by its generation. Raises the
-    error of a store that does not answer.
+    Problems, step and bytes are added to `report`, and the merged index to `indexes` by its
+    generation. `progress`: as for `verify_files`. Raises the error of a store that does not answer.
     """
     try:
         manifest = files.read_manifest(name)
@@ -365,9 +365,10 @@ def verify_root(
 ) -> None:
     """Add the problems of the manifest `name` and its files to `report`.
 
-    Its merged index is added to `indexes`, by generation. If files are missing and a writer has
-    replaced the manifest meanwhile, start again. Raises StoreError (EBUSY) after `TRIES` such
-    attempts.
+    Step and bytes are noted there too. Its merged index is added to `indexes`, by generation.
+    `progress`: as for `verify_files`. Steps with damaged files are marked in the folder, and the
+    mark of a good one is removed. If files are missing and a writer has replaced the manifest
+    meanwhile, start again. Raises StoreError (EBUSY) after `TRIES` such attempts.
     """
     for _ in range(TRIES):
         fresh_report, read = VerifyReport(files.path), dict[str, Any]()
@@ -420,7 +421,8 @@ def _verify_names(
 ) -> None:
     """Read the tensors `names`, one after the other, and add their problems to `report`.
 
-    `root`: path of the root. No step is marked.
+    `root`: path of the root. `progress`: called with the bytes read since the last call. No step is
+    marked. Raises TensorNotFoundError for a name that selects nothing.
     """
     from ._load import chosen_names
     from ._load_arguments import ranks_of

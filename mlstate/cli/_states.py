@@ -100,7 +100,7 @@ def _add_plan(
 
 
 def _state_data(spec: Any) -> dict[str, Any]:
-    """Return a state's description as JSON values."""
+    """Return the description `spec` of a state, of either format, as JSON values."""
     data = {
         "name": spec.name,
         "shape": list(spec.shape),

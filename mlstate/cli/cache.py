@@ -83,7 +83,7 @@ def _tokens_of(prompt: PromptFile) -> int | None:
 
 
 def _layer_data(name: str, layer: LayerValues) -> dict[str, Any]:
-    """Return a layer of a cache as JSON values."""
+    """Return a layer of a cache as JSON values; `name`: its place, as `_flat` returns it."""
     arrays = {
         key: {"shape": list(array.shape), "dtype": name_of(array.dtype), "bytes": array.nbytes}
         for key, array in _arrays_of(layer).items()
@@ -98,7 +98,10 @@ def _layer_data(name: str, layer: LayerValues) -> dict[str, Any]:
 
 
 def _layer_rows(name: str, layer: LayerValues) -> list[list[str]]:
-    """Return a row for each array of a layer; the first one has the layer's numbers."""
+    """Return a row in `_HEADERS` columns for each array of a layer, or one row without an array.
+
+    `name`: its place, as `_flat` returns it. Only the first row has place, class, tokens, numbers.
+    """
     numbers = ", ".join(f"{key} {value}" for key, value in _numbers_of(layer).items())
     tokens = "-" if layer.tokens is None or layer.is_empty else f"{layer.tokens:,}"
     head = [name, layer.cls.name, tokens, numbers]

@@ -63,7 +63,7 @@ class Box(NamedTuple):
 
 
 def box_of(cutting: Cutting, shape: Shape) -> Box:
-    """Return the box that a rank loads of a tensor of this shape.
+    """Return the box that a rank loads of a tensor of this shape, by the part in `cutting`.
 
     Of a flat part it is the smallest box with the part's elements, which `elements` selects.
     """
@@ -107,6 +107,7 @@ class Pair(NamedTuple):
         if self.is_packed:
             values = self._values_of_groups(read, cutting, box, dtype)
         else:
+            # codes of a flat part are read whole, and then cut to the box
             stored_part = WHOLE if box.elements is not None else cutting
             codes = read(self.codes, stored_part)
             if box.elements is not None:
@@ -265,6 +266,7 @@ class _Finder:
         loaded.
         """
         names = {key for key, (dtype, _) in self.tensors.items() if dtype in FLOAT8S - {_EXPONENTS}}
+        # scales of activations, such as "input_scale", end in "_scale" too
         suffix = ".weight" + self.suffix if self.suffix == "_scale" else self.suffix
         names |= {
             key[: -len(self.suffix)]
@@ -280,6 +282,7 @@ class _Finder:
             kind = self.tensors[scales][0] if scales in self.tensors else ""
             product_dtype = kind if self.suffix == "_scale" and kind in FLOATS else ""
             self._add(Pair(name, codes, scales, shape, dtype, block, problem, product_dtype))
+            # scales of activations have the name of the layer: "a.weight" has "a.input_scale"
             layer = name[: -len("weight")] if name.endswith(".weight") else f"{name}_"
             self.hidden |= {layer + each for each in _OF_ACTIVATIONS} & self.tensors.keys()
 

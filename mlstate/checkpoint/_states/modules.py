@@ -88,7 +88,8 @@ class StoredEntries(NamedTuple):
 def stored_entries(loader: Loader, section: Section) -> StoredEntries:
     """Return the stored entries of a section's module that are not tensors, and torch's metadata.
 
-    Metadata of None: unknown, for weights of another program.
+    Entries are {} if none were stored. Metadata of None: unknown, for weights of another program.
+    Raises FormatError if the stored value has another form.
     """
     if section.is_optimizer or section.kind is None:
         return StoredEntries({}, None)
@@ -125,10 +126,11 @@ def _by_unit(contract: Any, names: Iterable[str]) -> dict[int, list[str]]:
 def _selected_units(
     contract: Any, names: Names, stored: list[str], chosen: list[str]
 ) -> list[object]:
-    """Return the submodules to load by their own methods.
+    """Return the submodules of `contract.units`, which load themselves, that have chosen names.
 
-    `names`: the user's choice. `stored`: names in the checkpoint. `chosen`: names to load. Raises
-    CompatibilityError if the choice has some names of a submodule and not all.
+    `names`: the user's choice; without one, all are returned. `stored`: names in the checkpoint.
+    `chosen`: names to load. Raises CompatibilityError if the choice has some names of a submodule
+    and not all.
     """
     if names.listed is None:
         return list(contract.units)

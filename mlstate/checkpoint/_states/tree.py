@@ -154,7 +154,8 @@ class _Encoder:
     def array(self, value: Any, where: str, path: tuple[str, ...]) -> Any:
         """Return the JSON form of an array, a NumPy scalar or bytes; None for other values.
 
-        `where` and `path` are as for `node`. The array is stored without a copy if possible.
+        `where` and `path` are as for `node`. The array is stored without a copy if possible. Raises
+        TypeError for an array of objects, text or dates.
         """
         if isinstance(value, bytes | bytearray):
             array = np.frombuffer(bytes(value), np.uint8)

@@ -266,7 +266,10 @@ class CheckpointFiles:
         return False
 
     def content(self, *, roots: bool = True) -> FolderContent:
-        """Return the current checkpoints of the folder, or only the manifest; empty if missing."""
+        """Return the current checkpoints of the folder; an empty content if it has none.
+
+        `roots`: include those under ``roots/``, the steps; False: only the bytes of the manifest.
+        """
         # not for the manifest alone: this check would hide the reason of a folder that fails
         if roots and self.folder.is_local and not self.folder.has_checkpoint():
             return FolderContent(None, ())

@@ -107,9 +107,10 @@ class TierMoves:
         )
 
     def _prepare_states(self, model: Any, optimizer: Any, device: Any) -> tuple[Any, Any, Any]:
-        """Return the user's states as mappings, and the torch optimizer; choose the device.
+        """Return the user's model and optimizer as mappings, and the torch optimizer or None.
 
-        Their classes and attributes are kept for `state_dicts`.
+        Also choose the device of the hot tier (`device`: the user's), and keep the classes and
+        attributes of the states for `state_dicts`. Raises TypeError as `given_states`.
         """
         prepared = given_states(model, optimizer)
         if prepared[2] is not None:
@@ -135,10 +136,10 @@ class TierMoves:
             self._device = backend_named("torch", TierBackend).accelerator(arrays, device)
 
     def _make_units(self, model: Any, optimizer: Any) -> list[Unit]:
-        """Return the new units of the states; nothing is changed yet.
+        """Return the new units of two mappings, model and optimizer; `self` is not changed yet.
 
-        Raises ValueError if a unit exists already, or if two share an array, and CapacityError if
-        one exceeds both budgets.
+        Units with an array on the device are hot, the others warm. Raises ValueError if a unit
+        exists already, or if two share an array, and CapacityError if one exceeds both budgets.
         """
         states = [None if state is None else StateDict(state) for state in (model, optimizer)]
         for state in states:
