@@ -228,7 +228,7 @@ def _cuts(loader: Loader, filling: Any, names: list[str]) -> Cuts:
         return loader.request.cutting
     if loader.request.by_target:
         return filling.cuts(names)  # type: ignore[no-any-return]
-    filling.whole()
+    filling.whole()  # raises TypeError if the target is a part itself
     return loader.request.cutting
 
 
@@ -256,7 +256,10 @@ def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> 
 
 
 def _check(loader: Loader, ready_target: _Ready) -> None:
-    """Raise if a stored tensor does not fit `ready_target` in shape or dtype; nothing is read."""
+    """Raise CompatibilityError if a stored tensor does not fit `ready_target` in shape or dtype.
+
+    No tensor is read.
+    """
     section = ready_target.section
     keys, arrays = (
         section.keys(ready_target.names),
@@ -289,11 +292,12 @@ def _fill(loader: Loader, ready_target: _Ready) -> None:
 
 
 def _is_numbered(section: Section, folder: str, optimizer: Any, module: Any) -> bool:
-    """Return whether an optimizer's stored states are named by the order of parameters.
+    """Return whether to match stored states by the order of parameters instead of by names.
 
-    `module`: of the parameters; None: the user passed none. `folder`: for the error. Raises
-    CompatibilityError if the states are named by parameters, whose names neither `module` nor the
-    optimizer gives.
+    True if they are stored as ``param_0.<state>``, and `module` or the optimizer gives other names;
+    without either, the optimizer's parameters are numbered anyway. `module`: of the parameters;
+    None: the user passed none. `folder`: for the error. Raises CompatibilityError if the states are
+    stored under names that neither `module` nor the optimizer gives.
     """
     groups = (section.kind or {}).get("param_groups", ())
     names = section.names or [f"{name}." for g in groups for name in g.get("params", ())]

@@ -243,7 +243,7 @@ def _sections(where: WholePath, parts: Parts, rules: Any) -> list[dict[str, Any]
     """Return the arrays of model and of optimizer by name, after the caller's renaming.
 
     A section that `parts` lacks is {}. `rules`: pattern to replacement, None for no renaming. The
-    groups of the optimizer in `parts` get the new names. `where`: as in the other functions.
+    groups of the optimizer in `parts` get the new names. `where` is not used.
     """
     states = [parts.model, parts.optimizer]
     arrays = [{} if state is None else dict(state) for state in states]

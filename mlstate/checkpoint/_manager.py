@@ -154,9 +154,9 @@ class CheckpointManager:
         self._own: set[int] = set()  # steps that this manager saved
         self._damaged: set[str] = set()  # generations that this manager could not restore
         self._files: dict[str, dict[str, int]] = {}  # of generations: sizes by path
-        self._has_warned = False
-        self._staging: Staging | None = None
-        self._under_way: SaveHandle | None = None
+        self._has_warned = False  # of other managers' steps that `keep` deletes
+        self._staging: Staging | None = None  # of `save_async`, kept until `close`
+        self._under_way: SaveHandle | None = None  # the running save
         self._lock, self._pid = threading.RLock(), os.getpid()
 
     @property
@@ -226,8 +226,8 @@ class CheckpointManager:
         """Return the lock that lets one thread at a time save.
 
         Ranks that are threads may share a manager and must save at the same time, so with a `group`
-        of several ranks the lock does nothing. Raises if called from the thread of the running
-        save.
+        of several ranks the lock does nothing. Raises RuntimeError if called from the thread of
+        the running save.
         """
         under_way = self._under_way
         if under_way is not None:
@@ -725,7 +725,7 @@ class CheckpointManager:
         return manifest.generation not in self._damaged
 
     def _can_load(self, manifest: Manifest) -> bool:
-        """Return whether a step has no known damage and all its files; an index is read once."""
+        """Return whether a step has no known damage and all files in full; read its index once."""
         if not self._is_undamaged(manifest) or self._checkpoints.is_marked(manifest):
             return False
         sizes = self._files.get(manifest.generation)

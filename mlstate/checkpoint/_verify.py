@@ -269,7 +269,10 @@ def verify_files(
 
 
 def _index_problems(files: CheckpointFiles, manifest: Manifest) -> list[Problem]:
-    """Return a problem for each rank's damaged index; each index is read separately."""
+    """Return a problem for each rank's damaged index; each index is read separately.
+
+    Weights of another program have no such indexes: returns the problems of their files.
+    """
     if manifest.weights is not None:
         return _verify_weight_files(files, manifest, None)[1]
     problems = []
@@ -463,7 +466,8 @@ def _verify_names(
 def _problem_of(error: MLStateError, key: str | None, folder: str) -> Problem:
     """Return the problem for the error that a load of the tensor `key` raised.
 
-    The problem's path is relative to `folder`, of the checkpoint.
+    `key`: None if a whole file is affected; the error's own name counts first. The problem's path
+    is relative to `folder`, of the checkpoint.
     """
     path = os.path.relpath(error.path, folder) if error.path else ""
     kind = "altered" if isinstance(error, ChecksumError) else "unreadable"

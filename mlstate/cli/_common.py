@@ -159,7 +159,8 @@ def stat_path(path: str) -> None:
 def find(path: str, step: int | None) -> RootPath | None:
     """Return the root of the checkpoint at a path; None if `path` is a file.
 
-    `step`: number; None: the newest. Raises StoreError if the folder has no checkpoint.
+    `step`: number; None: the newest. Raises StoreError if the folder has no checkpoint, ValueError
+    for a `step` of a path without steps.
     """
     where = _find(path, step, reads_whole=False)
     assert not isinstance(where, WholePath)

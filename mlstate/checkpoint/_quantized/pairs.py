@@ -278,6 +278,7 @@ class _Finder:
             dtype, shape = self.tensors.get(name, ("", ()))
             block, text = self._block_of(name, dtype, shape, self.tensors.get(scales))
             problem = self._problem(name, text) if text else None
+            # without a weight, the key of the scales is listed under the name of the weight
             codes = name if name in self.tensors else scales
             kind = self.tensors[scales][0] if scales in self.tensors else ""
             product_dtype = kind if self.suffix == "_scale" and kind in FLOATS else ""

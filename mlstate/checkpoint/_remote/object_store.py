@@ -110,7 +110,10 @@ class Attempts:
 
 
 class ObjectStore:
-    """The objects below one URL, such as ``s3://bucket/run``; keys are relative to it."""
+    """The objects below one URL, such as ``s3://bucket/run``; keys are relative to it.
+
+    A request that fails raises StoreError, which is a FileNotFoundError too for a missing object.
+    """
 
     def __init__(self, url: str, options: StoreOptions) -> None:
         """Create the client of a store for the folder at `url`; sends no request."""

@@ -187,10 +187,10 @@ class ReadCache:
             self._problem = error
 
     def _make_room(self, size: int) -> bool:
-        """Delete entries if a new one of `size` bytes needs their space.
+        """Delete entries if a new one of `size` bytes needs their space; count the new one.
 
-        Returns False if it does not fit the limit. Raises OSError (ENOSPC) if it would leave less
-        than 1 GiB of the disk.
+        Returns False, and does not count it, if it does not fit the limit. Raises OSError (ENOSPC)
+        if it would leave less than 1 GiB of the disk.
         """
         import shutil
 

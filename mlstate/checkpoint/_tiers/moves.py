@@ -434,10 +434,10 @@ class TierMoves:
         return target
 
     def _hold_unit(self, name: str, to: Tier | None) -> Unit:
-        """Bring a unit to `to` (None: a usable tier), and pin it there until `release`.
+        """Bring a unit to `to` (None: a usable tier), and pin it there, until `TierPolicy.release`.
 
-        Raises CapacityError if it does not fit, and BufferError if other threads move it away again
-        and again.
+        Counts the use. Raises CapacityError if it does not fit, and BufferError if it is in use in
+        another tier, or other threads move it away again and again.
         """
         for _ in range(_TRIES):
             with self._changed:

@@ -172,7 +172,10 @@ def _bar(share: float, tier: Tier) -> str:
 
 
 def _totals(report: TierReport) -> str:
-    """Return the HTML table of tiers: units, bytes, budget, and a bar of the share that is used."""
+    """Return the HTML table of tiers: units, bytes, budget, and a bar.
+
+    The bar is the used share of the budget, or without a budget of the bytes of the largest tier.
+    """
     largest = max((nbytes for nbytes, _ in report.totals.values()), default=0) or 1
     rows = []
     for tier, (nbytes, budget) in report.totals.items():

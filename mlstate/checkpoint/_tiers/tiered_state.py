@@ -642,7 +642,7 @@ class TieredState(TierMoves):
         """Release the folder for another `TieredState`; files and arrays stay.
 
         Warm and hot units are not written: demote them first if the folder must hold their
-        current values.
+        current values. Afterwards, methods that use, move, add or remove units raise ValueError.
 
         Examples
         --------
