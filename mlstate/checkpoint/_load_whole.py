@@ -137,6 +137,7 @@ class WholeIndex:
                     key.rpartition(".") if number == OPTIMIZER else (key, "", "")
                 )
                 nbytes = int(array.nbytes)
+                # one whole shard of version 1: no layout, no tier, neither sparse nor compressed
                 row = (section, key, parameter if dot else key, state if dot else None)
                 facts = (name_of(array.dtype), tuple(array.shape), (), None, 1, nbytes, 1, None)
                 rows.append((*row, *facts, nbytes, 0, None))
@@ -159,7 +160,8 @@ class WholeIndex:
 def manifest_of(where: WholePath, parts: Parts) -> Manifest:
     """Return a manifest that describes a file or folder of another program, `where`.
 
-    `parts`: its content, in memory.
+    `parts`: its content, in memory. No save wrote it: the manifest has no generation, no indexes,
+    and the time of the last change as the time of the save.
     """
     changed = datetime.datetime.fromtimestamp(os.path.getmtime(where.path), datetime.UTC)
     root = os.path.basename(where.path)
@@ -372,7 +374,7 @@ def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
 def _files(path: str) -> dict[str, str]:
     """Return the paths of the regular files of a path, by their names in it.
 
-    A path that is a file is its only one.
+    A path that is a file is its only one; a path that does not exist has none.
     """
     if os.path.isfile(path):
         return {os.path.basename(path): path}

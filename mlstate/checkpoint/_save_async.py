@@ -137,7 +137,7 @@ class SaveJob:
         self.guard = threading.RLock()
         self.bells: deque[Any] = deque()  # locks of waiting threads; released on a change
         self.begun = self.staged = self.ended = False
-        # `asked`: a call has raised the error; `abandoned`: the handle no longer exists
+        # `asked`: an error needs no report, as a call raised it; `abandoned`: the handle is gone
         self.cancelled = self.asked = self.abandoned = False
         self.bytes_done = 0
         self.bytes_total = 0
@@ -360,7 +360,7 @@ class SaveJob:
     def reached(self, event: str, timeout: float | None = None) -> bool:
         """Wait until the save is "staged" or "ended"; return False after the timeout.
 
-        The wait is recorded for the report of times.
+        The wait is recorded for the report of times. Raises RuntimeError in the save's own thread.
         """
         if getattr(self, event):
             return True

@@ -116,6 +116,7 @@ def number_of_step(path: str, step: int | str | None, arguments: argparse.Namesp
     steps are compared, by the options ``--monitor`` and ``--mode`` in `arguments`. Raises
     ValueError for options that do not fit.
     """
+    # a command may have several options for steps, and one of them must be "best"
     steps = [value for name, value in vars(arguments).items() if name.endswith("step")]
     for option in ("monitor", "mode"):
         if getattr(arguments, option) is not None and "best" not in steps:
@@ -137,7 +138,7 @@ def number_of_step(path: str, step: int | str | None, arguments: argparse.Namesp
 def kind_of(root: str) -> str:
     """Return the format of a root: ``checkpoint``, ``huggingface`` or ``safetensors``.
 
-    The last is one file in a store.
+    `root`: path in its folder. The last format is one file in a store.
     """
     if weights_root([root]) is not None:
         return "huggingface"

@@ -288,9 +288,9 @@ class _Restorer:
             )
 
     def refuse_second_value(self, target: object, node: object, where: str) -> None:
-        """Raise if a target has another name too, with another value: one would be lost.
+        """Raise CompatibilityError if a target has another name too, with another saved value.
 
-        `node`, `where`: as for `add`.
+        One of the values would be lost. `node`, `where`: as for `add`.
         """
         source = _Source(where, _StoredTree(node, self.stored.arrays))
         first = self.sources.setdefault(id(target), source)

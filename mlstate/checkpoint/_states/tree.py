@@ -286,7 +286,8 @@ def _named_node(value: Any, where: str) -> dict[str, Any] | None:
 def _check_exact(value: Any, where: str) -> None:
     """Raise UnstorableError if a value would be decoded as another type.
 
-    Subclasses are, and so is a tensor that requires gradients. `where`: path of the value.
+    Such values are those of subclasses and of unknown classes, and tensors that require gradients.
+    `where`: path of the value.
     """
     torch_tensor = is_torch(value)
     if torch_tensor and not value.requires_grad:

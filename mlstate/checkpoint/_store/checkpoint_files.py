@@ -91,7 +91,7 @@ def patterns_of(merged: _core.MergedIndex) -> list[ManifestSummary | None]:
 def generations_to_delete(
     before: Iterable[Manifest], now: Iterable[Manifest]
 ) -> dict[str, list[Generation]]:
-    """Return the generations (saves) that ended and those that stay, as a message for ranks.
+    """Return the deleted generations (saves) as "gone" and the others as "kept", for all ranks.
 
     `before`, `now`: the manifests before and after the deletion of roots.
     """

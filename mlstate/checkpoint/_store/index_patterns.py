@@ -28,8 +28,9 @@ _WHOLE = (None, 0, 0)  # a cutting: all of each tensor
 def pattern_of(text: bytes) -> dict[str, Any]:
     """Return the report of a rank's index: digest of its pattern, and its part of each group.
 
-    A group is the shards of one layout and part. `text`: the bytes of the index. The digest is
-    None, without parts, for an index with too many groups.
+    They are the members "pattern" and "parts". A group is the shards of one layout and part.
+    `text`: the bytes of the index. The digest is None, without parts, for an index with too many
+    groups.
     """
     [summary] = patterns_of(_core.MergedIndex((text,), ("index",)))
     return {"pattern": None, "parts": ()} if summary is None else summary._asdict()

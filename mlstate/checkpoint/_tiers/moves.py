@@ -375,6 +375,7 @@ class TierMoves:
         began = time.perf_counter()
         try:
             arrays = arrays_in(unit, to, self._path(unit), self._device)
+            # None: the parts keep their arrays
             for part, array in zip(unit.parts, arrays or (), strict=arrays is not None):
                 part.put(array)
             moved = True
