@@ -19,9 +19,11 @@ def ranks_of(
     layout: Layout | str | None,
     group: ProcessGroup | None,
 ) -> Cutting:
-    """Return the part to load: steps of a layout, index, number of ranks (0: whole tensors).
+    """Return the part to load as (steps of a layout, index of the part, number of ranks).
 
-    Steps of None: as the tensors were saved. Raises if the arguments contradict each other.
+    Number 0: whole tensors. Steps None: cut as the tensors were saved. `rank`, `world_size` and
+    `layout` (a name such as "whole", or None) are the caller's, `group` gives the first two. Raises
+    TypeError or ValueError if the arguments contradict each other or the rank does not exist.
     """
     if group is not None:
         if rank is not None or world_size is not None:
@@ -50,7 +52,8 @@ def ranks_of(
 def checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
     """Check the user's ``cast=``; return whether to convert to the dtypes of `into`, and a dtype.
 
-    The dtype is for the floats of new arrays; "" keeps the stored ones. A dtype excludes `mmap`.
+    The dtype is for the floats of new arrays; "" keeps the stored ones. Raises TypeError unless
+    `cast` is a flag or a dtype of floats, ValueError if `into` or `mmap` does not allow it.
     """
     if is_flag(cast):
         if cast and into is None:

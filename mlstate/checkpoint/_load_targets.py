@@ -162,13 +162,15 @@ def _fit_names(
     """Return the names to read into a target; raise if its names and the stored ones differ.
 
     `selected`: stored names. `filling`: the target's memory. `names`: the user's choice; each of
-    these must exist in both. With ``strict=False``, only shared names are returned.
+    these must exist in both. With ``strict=False``, only shared names are returned. Notes states
+    that become zero, for ``missing="zeros"``. Raises CompatibilityError.
     """
     request = loader.request
     have = set(selected)
     target_names = filling.known
     unfilled = [name for name in target_names if name not in have and name not in filling.optional]
     missing = _without_tied(loader, unfilled, selected, filling)
+    # a choice of names has two sections only, and all names of a named state are chosen
     lacking, _ = names.select(missing, min(section.number, OPTIMIZER))
     unexpected = [name for name in selected if name not in target_names]
     # States that an optimizer lacks are created, zeroed or left out, as `missing` requests.
@@ -186,7 +188,8 @@ def _without_tied(
 ) -> list[str]:
     """Return the names of `unfilled` whose memory receives no value under another name.
 
-    `selected`: stored names. Hugging Face folders store tied weights under one of their names.
+    `selected`: stored names. `filling`: the target's memory. Hugging Face folders store tied
+    weights, several names of one memory, under one name only.
     """
     if not unfilled or loader.manifest.weights is None:
         return unfilled
@@ -225,15 +228,15 @@ def _cuts(loader: Loader, filling: Any, names: list[str]) -> Cuts:
         return loader.request.cutting
     if loader.request.by_target:
         return filling.cuts(names)  # type: ignore[no-any-return]
-    filling.whole()
+    filling.whole()  # raises TypeError if the target is a part itself
     return loader.request.cutting
 
 
 def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> dict[str, Any]:
     """Replace targets in `filling` that have another float dtype by arrays of the stored one.
 
-    Returns the replaced targets by name; they receive the converted values after the read. Without
-    ``cast=True`` nothing is replaced.
+    `names`: of the tensors to read. Returns the replaced targets by name; they receive the
+    converted values after the read. Without ``cast=True`` nothing is replaced: {}.
     """
     casts: dict[str, Any] = {}
     if not loader.request.cast:
@@ -253,7 +256,10 @@ def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> 
 
 
 def _check(loader: Loader, ready_target: _Ready) -> None:
-    """Raise if a stored tensor does not fit `ready_target` in shape or dtype; nothing is read."""
+    """Raise CompatibilityError if a stored tensor does not fit `ready_target` in shape or dtype.
+
+    No tensor is read.
+    """
     section = ready_target.section
     keys, arrays = (
         section.keys(ready_target.names),
@@ -286,11 +292,12 @@ def _fill(loader: Loader, ready_target: _Ready) -> None:
 
 
 def _is_numbered(section: Section, folder: str, optimizer: Any, module: Any) -> bool:
-    """Return whether an optimizer's stored states are named by the order of parameters.
+    """Return whether to match stored states by the order of parameters instead of by names.
 
-    `module`: of the parameters; None: the user passed none. `folder`: for the error. Raises
-    CompatibilityError if the states are named by parameters, whose names neither `module` nor the
-    optimizer gives.
+    True if they are stored as ``param_0.<state>``, and `module` or the optimizer gives other names;
+    without either, the optimizer's parameters are numbered anyway. `module`: of the parameters;
+    None: the user passed none. `folder`: for the error. Raises CompatibilityError if the states are
+    stored under names that neither `module` nor the optimizer gives.
     """
     groups = (section.kind or {}).get("param_groups", ())
     names = section.names or [f"{name}." for g in groups for name in g.get("params", ())]
@@ -318,9 +325,11 @@ def _optimizer_target(
     """Return memory for the states of a torch optimizer; states that it lacks are created.
 
     `selected`: stored names. `module`: has the parameters, or None. `chosen_names`: the user's
-    choice.
+    choice. The saved param_groups, the dtype and shape of each selected state, and the shapes of
+    the model's parameters go to the backend, which fits them to `optimizer`. Raises
+    CompatibilityError if the stored states cannot be matched to parameters.
     """
-    names = module
+    names = module  # the source of the parameters' names
     if _is_numbered(section, loader.folder, optimizer, module):
         # torch numbers the parameters of all groups in their order.
         names = [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
@@ -377,7 +386,8 @@ def _choose_entries(
 ) -> tuple[StoredEntries, list[str]]:
     """Return a module's stored entries that are not tensors, and the chosen names of these.
 
-    Raises if `target` cannot take them: it is not a module, and the load is strict.
+    Raises CompatibilityError if `target` is not a module, and the load is strict or a chosen name
+    is one of its arrays.
     """
     stored = stored_entries(loader, section)
     chosen = names.select(list(stored.entries), section.number)[0]
@@ -393,7 +403,8 @@ def _prepare_tensors(
     """Return the checked target of a section's tensors, and actions; shapes are checked later.
 
     `selected`: stored names. `module`: has the parameters of an optimizer, or None. `names`: the
-    user's choice. The actions load the submodules that must load their own entries.
+    user's choice. The actions load the submodules that must load their own entries. Raises
+    CompatibilityError if names do not match.
     """
     filling: Any
     actions: list[Action] = []
@@ -510,9 +521,9 @@ def _prepare_state(
 
 
 def prepare(loader: Loader) -> Prepared:
-    """Check all targets of ``into``, and read the nested values; raise if one does not match.
+    """Check all targets of ``into``; raise if one does not match. No target is changed yet.
 
-    No target is changed yet.
+    Nested values, and states of optimizers with their own load methods, are read to new memory.
     """
     prepared = _targets(loader)
     names, chosen = loader.chosen()
@@ -544,7 +555,8 @@ def prepare(loader: Loader) -> Prepared:
 def _read_for_loaders(loader: Loader, prepared: Prepared) -> None:
     """Read the states of optimizers with their own load methods, and add actions that load them.
 
-    The states are read to new memory, so nothing is changed yet.
+    The states are read to new memory, so nothing is changed yet. These targets leave
+    `prepared.ready`, because the actions fill them.
     """
     own_loaders = [
         ready_target

@@ -86,7 +86,9 @@ def _has_parts(path: str) -> bool:
 def whole_path(folder: Folder) -> WholePath | None:
     """Return path and format of a local file or folder that is read whole; else None.
 
-    These are formats without an index, and safetensors files with an optimizer.
+    These are the formats `_WHOLE`, Hugging Face folders with torch's weights, and safetensors
+    files. If `folder.file` names one file of the folder, only that file counts, and only if it is
+    a safetensors file with an optimizer.
     """
     if not folder.is_local:
         return None
@@ -135,6 +137,7 @@ class WholeIndex:
                     key.rpartition(".") if number == OPTIMIZER else (key, "", "")
                 )
                 nbytes = int(array.nbytes)
+                # one whole shard of version 1: no layout, no tier, neither sparse nor compressed
                 row = (section, key, parameter if dot else key, state if dot else None)
                 facts = (name_of(array.dtype), tuple(array.shape), (), None, 1, nbytes, 1, None)
                 rows.append((*row, *facts, nbytes, 0, None))
@@ -149,7 +152,7 @@ class WholeIndex:
         return {name: os.path.getsize(path) for name, path in _files(self._path).items()}
 
     def heads(self) -> list[tuple[Any, ...]]:
-        """Return one head, whose last items are the bytes of all tensors."""
+        """Return one head, as of one index file: bytes of all tensors last, 0 if unknown."""
         total = sum(int(a.nbytes) for section in self._sections for a in section.values())
         return [(0, 0, 0, 0, total, total)]
 
@@ -157,7 +160,8 @@ class WholeIndex:
 def manifest_of(where: WholePath, parts: Parts) -> Manifest:
     """Return a manifest that describes a file or folder of another program, `where`.
 
-    `parts`: its content, in memory.
+    `parts`: its content, in memory. No save wrote it: the manifest has no generation, no indexes,
+    and the time of the last change as the time of the save.
     """
     changed = datetime.datetime.fromtimestamp(os.path.getmtime(where.path), datetime.UTC)
     root = os.path.basename(where.path)
@@ -238,10 +242,10 @@ def _cut(name: str, array: Any, cutting: Cutting, parameter: Any) -> Any:
 
 
 def _sections(where: WholePath, parts: Parts, rules: Any) -> list[dict[str, Any]]:
-    """Return the arrays of model and optimizer by name, after the caller's renaming.
+    """Return the arrays of model and of optimizer by name, after the caller's renaming.
 
-    `rules`: pattern to replacement, None for no renaming. The groups of the optimizer in `parts`
-    get the new names.
+    A section that `parts` lacks is {}. `rules`: pattern to replacement, None for no renaming. The
+    groups of the optimizer in `parts` get the new names. `where` is not used.
     """
     states = [parts.model, parts.optimizer]
     arrays = [{} if state is None else dict(state) for state in states]
@@ -272,10 +276,12 @@ def _filled(state: StateDict | None, arrays: dict[str, Any]) -> StateDict | None
 
 
 def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) -> list[Any]:
-    """Copy model and optimizer into the targets of ``into``; return both targets or None.
+    """Copy model and optimizer into the targets of ``into``; return both targets.
 
-    `where`: the source, for errors. `arrays`: of model and optimizer, by name. Names, shapes and
-    dtypes of all are checked before one is changed.
+    A target that the user did not pass is None. `where`: the source, for errors. `arrays`: of model
+    and optimizer, by name. Names, shapes and dtypes of all are checked before one is changed.
+    Raises CompatibilityError if they do not match, ValueError for named states or a torch
+    optimizer.
     """
     into, strict = request.options["into"], request.options["strict"]
     take = into.get if hasattr(into, "get") else lambda name: getattr(into, name, None)
@@ -368,7 +374,7 @@ def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
 def _files(path: str) -> dict[str, str]:
     """Return the paths of the regular files of a path, by their names in it.
 
-    A path that is a file is its only one.
+    A path that is a file is its only one; a path that does not exist has none.
     """
     if os.path.isfile(path):
         return {os.path.basename(path): path}
@@ -382,7 +388,7 @@ def _damaged_entry(path: str, progress: Callable[[int], object] | None) -> str |
     """Return the name of the first damaged entry of a zip file; None if all match their CRC-32.
 
     Raises zipfile.BadZipFile if the list of entries is damaged, or entries share bytes: such a
-    small file could take hours to read. `progress` is called with numbers of bytes.
+    small file could take hours to read. `progress` is called with the bytes of each block read.
     """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
@@ -404,8 +410,9 @@ def verify_whole(
 ) -> None:
     """Read all of a file or folder of another program, and add its problems to `report`.
 
-    `report.checksums` becomes True if all its files are zip files, whose CRC-32 values were
-    compared. `progress` is called with numbers of bytes.
+    `report.bytes` grows by the sizes of its files. `report.checksums` becomes True if all of them
+    are zip files, whose CRC-32 values were compared. Only without a problem so far, the content is
+    also read as a load does. `progress` is called with the bytes of each block of a zip file.
     """
     from ._verify import file_problem
 

@@ -154,9 +154,9 @@ class CheckpointManager:
         self._own: set[int] = set()  # steps that this manager saved
         self._damaged: set[str] = set()  # generations that this manager could not restore
         self._files: dict[str, dict[str, int]] = {}  # of generations: sizes by path
-        self._has_warned = False
-        self._staging: Staging | None = None
-        self._under_way: SaveHandle | None = None
+        self._has_warned = False  # of other managers' steps that `keep` deletes
+        self._staging: Staging | None = None  # of `save_async`, kept until `close`
+        self._under_way: SaveHandle | None = None  # the running save
         self._lock, self._pid = threading.RLock(), os.getpid()
 
     @property
@@ -226,8 +226,8 @@ class CheckpointManager:
         """Return the lock that lets one thread at a time save.
 
         Ranks that are threads may share a manager and must save at the same time, so with a `group`
-        of several ranks the lock does nothing. Raises if called from the thread of the running
-        save.
+        of several ranks the lock does nothing. Raises RuntimeError if called from the thread of
+        the running save.
         """
         under_way = self._under_way
         if under_way is not None:
@@ -237,7 +237,10 @@ class CheckpointManager:
         return self._lock if getattr(group, "world_size", 1) == 1 else nullcontext()
 
     def _settle(self) -> None:
-        """Wait for the running save; raise its error unless a call has raised it before."""
+        """Wait for the running save; raise its error unless a call has raised it before.
+
+        After a success, warn if its model has no new bytes.
+        """
         under_way = self._under_way
         if under_way is not None:
             under_way._settle()
@@ -340,7 +343,10 @@ class CheckpointManager:
         return Checkpoint(RootPath(self._checkpoints, root.path, manifest))
 
     def _number_of(self, step: Any) -> int:
-        """Return the number of `step`, also for "latest" and "best"; an int is not looked up."""
+        """Return the number of `step`, also for "latest" and "best"; an int is not looked up.
+
+        Raises StoreError without steps, ValueError without a best one, TypeError for other types.
+        """
         if isinstance(step, str) and step in ("latest", "best"):
             number = self.best_step() if step == "best" else self.latest_step()
             if number is not None:
@@ -590,7 +596,10 @@ class CheckpointManager:
         return any(answer == b"1" for answer in replies)
 
     def _warn_if_unchanged(self, saved: Checkpoint, rank: int) -> None:
-        """Warn once, on rank 0, if `saved` has no new file of the model: another may be trained."""
+        """Warn once, on rank 0, if `saved` has no new file of the model: another may be trained.
+
+        `rank`: of this process. Compares only local folders and two successive saves with a model.
+        """
         before, self._last_model = self._last_model, saved.step if saved.model else None
         if not self._warns_unchanged or rank > 0 or None in (before, self._last_model):
             return
@@ -716,7 +725,7 @@ class CheckpointManager:
         return manifest.generation not in self._damaged
 
     def _can_load(self, manifest: Manifest) -> bool:
-        """Return whether a step has no known damage and all its files; an index is read once."""
+        """Return whether a step has no known damage and all files in full; read its index once."""
         if not self._is_undamaged(manifest) or self._checkpoints.is_marked(manifest):
             return False
         sizes = self._files.get(manifest.generation)
@@ -730,7 +739,11 @@ class CheckpointManager:
         return self._checkpoints.folder.has_files(sizes)
 
     def _note_damage(self, generation: str, root: str, error: MLStateError | None) -> None:
-        """Do not count a step any more; also in other processes if its bytes are damaged."""
+        """Do not count a step any more; also in other processes if its bytes are damaged.
+
+        `generation`, `root`: of the step, and the path of its manifest. `error`: the reason; only a
+        ChecksumError marks the step for other processes.
+        """
         self._damaged.add(generation)
         if isinstance(error, ChecksumError):
             self._checkpoints.mark(root)

@@ -131,7 +131,8 @@ def complete_options(
 def complete_save_options(function: Callable[..., object], options: SaveOptions) -> SaveOptions:
     """Return the keywords of a save, completed by defaults; check flags, codec and timeout.
 
-    `function`: as for `complete_options`.
+    `function`: as for `complete_options`. Raises TypeError or ValueError for a wrong keyword or
+    value, ImportError if the codec's package is missing.
     """
     options = complete_options(function, options, SAVE_DEFAULTS)
     check_flags(sparse=options["sparse"], incremental=options["incremental"])

@@ -71,7 +71,10 @@ class PruneReport(NamedTuple):
 
 
 def _old_roots(files: CheckpointFiles, keep: int | None) -> list[Root]:
-    """Return the roots (manifests of steps) except the newest `keep`; none if `keep` is None."""
+    """Return the roots (manifests of steps) except the newest `keep`; none if `keep` is None.
+
+    Damaged steps do not count as kept; those that cannot be read are returned too.
+    """
     if keep is None:
         return []
     manager = CheckpointManager(files.path, keep=keep)
@@ -90,10 +93,10 @@ def _steps_of(files: CheckpointFiles) -> dict[Root, int | None]:
 
 
 def _is_dead(name: str, changed: float, generations: set[str], abandoned_before: float) -> bool:
-    """Return whether an unneeded file can be deleted.
+    """Return whether the unneeded file `name` can be deleted.
 
-    It can be if it is of one of the deleted `generations`, or was last changed at
-    `abandoned_before` or earlier (seconds since 1970), so that no running writer needs it.
+    It can be if its name has one of the deleted `generations`, or if it was last changed, at
+    `changed`, not after `abandoned_before` (both seconds since 1970): no running writer needs it.
     """
     parts = os.path.basename(name).split(".")
     return changed <= abandoned_before or any(
@@ -183,9 +186,9 @@ def delete_roots(
 ) -> PruneReport:
     """Delete the roots (manifests of steps) that `choose` returns, and files that no root needs.
 
-    `choose` is called under the writers' lock. `dry_run`: delete nothing, and take no lock.
-    `timeout`: seconds to wait for the lock; then raises StoreError (EBUSY). Returns a report of the
-    deletions.
+    Unneeded files that a running writer may still need stay (`_is_dead`). `choose` is called under
+    the writers' lock. `dry_run`: delete nothing, and take no lock. `timeout`: seconds to wait for
+    the lock; then raises StoreError (EBUSY). Returns a report of the deletions.
     """
     folder = files.folder
     abandoned_before = folder.orphan_time(local_clock=dry_run)

@@ -272,10 +272,11 @@ def _exchange_digests(
 ) -> tuple[list[int], bool, tuple[set[bytes], ...]]:
     """Compare the digests of all ranks' summaries; every rank calls it.
 
-    Returns three values: for each rank, the first rank with an equal summary; whether this rank
-    reports its `replicas`, as the first of several ranks with the same ones does; and for each
-    digest in `own_states` the set of all ranks' digests. This last one is valid if all ranks save
-    the same states, which the summaries show.
+    `summary`: this rank's, as JSON text. `replicas`: names of its replicas, joined by NUL.
+    `own_states`: digests of its nested states. Returns three values: for each rank, the first rank
+    with an equal summary; whether this rank reports its `replicas`, as the first of several ranks
+    with the same ones does; and for each digest in `own_states` the set of all ranks' digests. This
+    last one is valid if all ranks save the same states, which the summaries show.
     """
     import hashlib
 
@@ -340,8 +341,9 @@ def assign_replicas(
     arrays, () for none. `states` describes the named states, which must agree, and `digests` the
     content of some of them, which may differ. `groups` has the parameter groups of optimizers. If
     all ranks have the same whole arrays, these are divided round-robin. Otherwise the first rank
-    that has an array writes it. If the ranks save different states, or a parameter has different
-    values in their groups, every rank raises ValueError.
+    that has an array writes it. An `error`, or a CollectiveError about another rank's, is returned
+    in the result. If the ranks save different states, or a parameter has different values in their
+    groups, every rank raises ValueError.
     """
     import json
 

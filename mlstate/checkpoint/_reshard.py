@@ -72,7 +72,8 @@ def _write_all_ranks(
     """Save all ranks of the new checkpoint, one after the other, and commit it.
 
     `states`: returns the dicts (model, optimizer, named states) of a rank. `like`: the old
-    manifest, whose description is kept. `progress`: called with numbers of bytes.
+    manifest, whose description is kept. `progress`: called with the bytes written since the last
+    call. After an error up to the commit, the target's old checkpoint is unchanged.
     """
     commit = Commit(target, world_size)
     with commit.holder:
@@ -228,7 +229,10 @@ def reshard(
         root = choose_root(old, MANIFEST, step, monitor, mode)
 
     def write(manifest: Manifest) -> Checkpoint:
-        """Verify the old checkpoint, and write it for the new ranks, one rank after the other."""
+        """Verify the old checkpoint, and write it for the new ranks, one rank after the other.
+
+        Raises the error of the first problem that the verification finds; nothing is written then.
+        """
         merged = old.load_merged_index(manifest)
         _, problems = verify_files(old, manifest, merged, None)
         if problems:
@@ -239,14 +243,18 @@ def reshard(
         replicated_keys = {key for key in merged.keys(STATES) if key.startswith(trees)}
 
         def states(rank: int) -> tuple[Any, Any, Any]:
-            """Return the new rank's shards by key: model, optimizer, named states, each or None."""
+            """Return the new rank's shards by key: model, optimizer, named states, each or None.
+
+            The layout cuts tensors of models and optimizers, not the arrays of nested values: rank
+            0 stores these whole, and the other ranks none of them.
+            """
             cutting = (steps, rank, world_size) if steps else (None, 0, 0)
 
             def shards(section: int, keys: list[str]) -> dict[str, Shard]:
                 arrays = _load(old, TensorParts(merged, section, keys, cutting))
                 return cut.shards(SECTIONS[section], arrays, rank)
 
-            # the keys of this root, not of a newer one in the folder
+            # of each section; None if it was not saved
             kinds = (manifest.model, manifest.optimizer, manifest.states)
             section_shards = [
                 None

@@ -120,7 +120,8 @@ class Retention(NamedTuple):
 def count_old(roots: Roots, keep: int, can_load: Callable[[Manifest], bool]) -> int:
     """Return how many of the oldest roots precede the newest `keep` that can be loaded.
 
-    0 if fewer can be loaded, so that no root is deleted.
+    `roots`: oldest first. `can_load`: called with their manifests, the newest first. Returns 0 if
+    fewer can be loaded, so that no root is deleted.
     """
     if keep >= len(roots):
         return 0

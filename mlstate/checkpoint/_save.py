@@ -86,7 +86,8 @@ class SaveTarget(NamedTuple):
     rank: int
     world_size: int
     layout: Layout | str | None  # for arrays that are not a `Shard`
-    how: tuple[int, bool, bool, str | None]  # options of `_core.shards_write`
+    # options of `_core.shards_write`: pack_below_bytes, sparse, incremental, compress
+    how: tuple[int, bool, bool, str | None]
     keep_root: bool  # keep the root under roots/, as `CheckpointManager` does
     replace_steps: bool
     content: FolderContent | None  # as of `SaveFolder`
@@ -114,7 +115,7 @@ def check_target(
     """Check the arguments and return where and how to save; the claim is not acquired yet.
 
     `path` may be a `SaveFolder`, of a manager. `options` has all keywords, as
-    `complete_save_options` returns them.
+    `complete_save_options` returns them. Raises TypeError or ValueError for a wrong argument.
     """
     if not isinstance(path, str | os.PathLike):
         raise TypeError(
@@ -180,8 +181,9 @@ def _on_host(name: str, value: Any, copy: Callable[[Any], Any] | None) -> Any:
 def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any]:
     """Return the states of a torch module and a torch optimizer, and other values as they are.
 
-    `ranks`: number of ranks that save. The third value has the module's entries that are not
-    tensors, and torch's metadata.
+    `model`, `optimizer`: the caller's arguments. `ranks`: number of ranks that save. The third
+    value has the module's entries that are not tensors, {} for other models, and the metadata that
+    torch keeps for modules, {} if `model` carries none.
     """
     others: Any = ({}, metadata_of(model))
     module = model if is_module(model) else None
@@ -198,7 +200,10 @@ def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any
 
 
 def _mapping_of(name: str, state: Any) -> Any:
-    """Return the mapping in the argument `name`; raise TypeError if it is not one."""
+    """Return the mapping in the argument `name`, or None; raise TypeError for other values.
+
+    `state`: its value, a mapping, None or an object with ``get_state_dict()``.
+    """
     if hasattr(state, "get_state_dict"):
         state = state.get_state_dict()
     if state is not None and not hasattr(state, "keys"):
@@ -349,11 +354,11 @@ def take_content(
     *,
     in_thread: bool = False,
 ) -> SaveContent:
-    """Check the states without copying any array.
+    """Return the content of this rank's save, checked, without copying any array.
 
-    `step`, `options`: of the save. `in_thread`: a thread does the rest, so a manager's folder is
-    refused here, but not in an object store, because this would delay the caller. Errors are raised
-    if this process saves alone; otherwise the result carries them.
+    `model`, `optimizer`, `step`, `options`: the caller's. `in_thread`: a thread does the rest, so a
+    manager's folder is refused here, but not in an object store, because this would delay the
+    caller. Errors are raised if this process saves alone; otherwise the result carries them.
     """
     states = options["states"]
     try:

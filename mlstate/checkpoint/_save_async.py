@@ -137,6 +137,7 @@ class SaveJob:
         self.guard = threading.RLock()
         self.bells: deque[Any] = deque()  # locks of waiting threads; released on a change
         self.begun = self.staged = self.ended = False
+        # `asked`: an error needs no report, as a call raised it; `abandoned`: the handle is gone
         self.cancelled = self.asked = self.abandoned = False
         self.bytes_done = 0
         self.bytes_total = 0
@@ -276,7 +277,10 @@ class SaveJob:
         return self.commit(gathered, freed)
 
     def commit(self, gathered: GatheredShards, freed: Callable[[], object] | None) -> Checkpoint:
-        """Write and commit `gathered`; every rank calls it. `freed`: called if arrays are free."""
+        """Write and commit `gathered`; every rank calls it; return the saved checkpoint.
+
+        `freed`: called when the caller's arrays may change; None: they may already.
+        """
         return write_and_commit(self.target, gathered, self.advance, freed)
 
     def memory(self, nbytes: int, overhead: int = 0) -> Any:
@@ -356,7 +360,7 @@ class SaveJob:
     def reached(self, event: str, timeout: float | None = None) -> bool:
         """Wait until the save is "staged" or "ended"; return False after the timeout.
 
-        The wait is recorded for the report of times.
+        The wait is recorded for the report of times. Raises RuntimeError in the save's own thread.
         """
         if getattr(self, event):
             return True
@@ -656,7 +660,10 @@ class SaveHandle:
         return job.error is not None
 
     def _settle(self) -> None:
-        """Wait until the save has ended; raise its error unless the user has seen it."""
+        """Wait until the save has ended; raise its error unless the user has seen it.
+
+        Do nothing in a forked child, which has no such save.
+        """
         job = self._job
         if job.pid != os.getpid():
             return
@@ -724,7 +731,7 @@ def _reserve_group(job: SaveJob) -> None:
 
 
 def refuse_default_group(group: ProcessGroup | None) -> None:
-    """Refuse torch's default group, because training uses it during the save."""
+    """Raise ValueError for torch's default group, because training uses it during the save."""
     if group is not None and getattr(group, "is_default", False):
         raise ValueError(
             "this is torch's default group, which training uses during the save: pass a separate "
@@ -760,7 +767,9 @@ def staging_of(staging: object) -> Staging:
 def start_job(job: SaveJob, devices: list[object], *, until_staged: bool = False) -> SaveHandle:
     """Start a job, and return its handle; with `until_staged`, after the state may change.
 
-    `devices`: that hold tensors of the state. If anything fails, the job is given up.
+    `devices`: that hold tensors of the state. Raises ValueError if another save uses the group or
+    the staging memory; without group and devices, also errors about the arrays. After an error the
+    job does not run, or it is waited for (`give_up`).
     """
     if job.target.group is None and not devices:
         job.gather()  # raises errors about the arrays here instead of in the thread

@@ -58,7 +58,10 @@ class Section:
         return [self._prefix + self._stored.get(name, name) for name in names]
 
     def by_key(self, arrays: dict[str, object], names: Iterable[str]) -> dict[str, Any]:
-        """Return the arrays of the tensors `names` by their index keys."""
+        """Return the arrays of the tensors `names` by their index keys.
+
+        If names and keys are equal, this is `arrays` itself, which may have other tensors too.
+        """
         if not self._stored and not self._prefix:
             return arrays
         names = list(names)
@@ -81,7 +84,10 @@ class Section:
         self._stored = {name: key for name, key in keys.items() if name != key}
 
     def renamed_layers(self, values: Mapping[str, object]) -> dict[str, Any]:
-        """Return `values` with names of layers after the renaming; old names stay in it, too."""
+        """Return `values`, by names of layers, with their names after the renaming added.
+
+        A layer has a new name if the renaming changed only this part of a tensor's name.
+        """
         renamed = dict(values)
         for name, old in self._stored.items():
             for layer in values:
@@ -135,7 +141,8 @@ def sections_of(merged: _core.MergedIndex, manifest: Manifest) -> list[Section]:
 def rename_sections(sections: list[Section], rules: Mapping[str, str]) -> None:
     """Rename the tensors of all sections by `rules` (pattern to replacement).
 
-    Raises if a rule matches no name of any section.
+    Raises ValueError if a rule matches no name of any section, CompatibilityError if two names
+    become the same.
     """
     check_rules(rules)
     before = {name: None for section in sections for name in section.names}

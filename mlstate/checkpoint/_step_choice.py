@@ -70,16 +70,17 @@ def read_step(files: CheckpointFiles, step: int) -> tuple[Root, Manifest]:
 
 
 def best_of(roots: Roots, rules: Retention) -> tuple[Root, Manifest] | None:
-    """Return the step with the best metric, or None if no step has one."""
+    """Return root and manifest of the step with the best metric, or None if no step has one."""
     ranking = rules.ranked([entry for entry in roots if entry[1].step is not None])
     return ranking[0] if ranking else None
 
 
 def find_best(files: CheckpointFiles, monitor: str, mode: str | None) -> tuple[Root, Manifest]:
-    """Return the step with the best metric; raise ValueError if none has one.
+    """Return root and manifest of the step with the best metric.
 
     `monitor`: key of the metric in the metadata. `mode`: "min" or "max"; None: "min". In a folder
-    without steps, its only checkpoint is the best.
+    without steps, its only checkpoint is the best. Raises ValueError if no step has the metric, or
+    the path cannot have steps.
     """
     rules = check_retention(None, monitor, mode, None, None)
     root = _current_root_of_steps(files)

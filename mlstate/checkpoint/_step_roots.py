@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:
-    """Suppress the folder's errors if there are several ranks: these must first communicate."""
+    """Return a context for reads of the folder that come before a save's first message.
+
+    If this process saves alone, errors are raised. With several ranks it suppresses StoreError: the
+    others would wait for a rank that raises alone, and the save itself reads the folder again.
+    """
     alone = group is None or group.world_size == 1
     return nullcontext() if alone else suppress(StoreError)
 

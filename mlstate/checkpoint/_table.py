@@ -76,7 +76,11 @@ def column_of(record: TensorRecord, columns: Iterable[str]) -> str:
 
 
 def columns_of(records: Iterable[TensorRecord]) -> list[str]:
-    """Return the column names for the tensors `records`: weights, the largest states, the rest."""
+    """Return the column names for the tensors `records`: weights, the largest states, the rest.
+
+    At most `_STATES` states have a column; these are sorted by name. A column without tensors is
+    left out.
+    """
     sizes: dict[str, int] = {}
     weights = False
     for record in records:

@@ -157,7 +157,7 @@ class VerifyReport:
         self.checksums: bool = True
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        """Restore a pickled report; pickles of older versions lack some attributes."""
+        """Restore a pickled report from `state`: None, and the attributes by name."""
         self.checksums, self.compared = True, []  # pickles of older versions lack them
         for name, value in state[1].items():
             setattr(self, name, value)
@@ -269,7 +269,10 @@ def verify_files(
 
 
 def _index_problems(files: CheckpointFiles, manifest: Manifest) -> list[Problem]:
-    """Return a problem for each rank's damaged index; each index is read separately."""
+    """Return a problem for each rank's damaged index; each index is read separately.
+
+    Weights of another program have no such indexes: returns the problems of their files.
+    """
     if manifest.weights is not None:
         return _verify_weight_files(files, manifest, None)[1]
     problems = []
@@ -319,8 +322,8 @@ def _verify_once(
 ) -> Manifest | None:
     """Verify the manifest `name` and its files; return it, or None if it cannot be read.
 
-    Problems are added to `report`, and the merged index to `indexes` by its generation. Raises the
-    error of a store that does not answer.
+    Problems, step and bytes are added to `report`, and the merged index to `indexes` by its
+    generation. `progress`: as for `verify_files`. Raises the error of a store that does not answer.
     """
     try:
         manifest = files.read_manifest(name)
@@ -365,9 +368,10 @@ def verify_root(
 ) -> None:
     """Add the problems of the manifest `name` and its files to `report`.
 
-    Its merged index is added to `indexes`, by generation. If files are missing and a writer has
-    replaced the manifest meanwhile, start again. Raises StoreError (EBUSY) after `TRIES` such
-    attempts.
+    Step and bytes are noted there too. Its merged index is added to `indexes`, by generation.
+    `progress`: as for `verify_files`. Steps with damaged files are marked in the folder, and the
+    mark of a good one is removed. If files are missing and a writer has replaced the manifest
+    meanwhile, start again. Raises StoreError (EBUSY) after `TRIES` such attempts.
     """
     for _ in range(TRIES):
         fresh_report, read = VerifyReport(files.path), dict[str, Any]()
@@ -420,7 +424,8 @@ def _verify_names(
 ) -> None:
     """Read the tensors `names`, one after the other, and add their problems to `report`.
 
-    `root`: path of the root. No step is marked.
+    `root`: path of the root. `progress`: called with the bytes read since the last call. No step is
+    marked. Raises TensorNotFoundError for a name that selects nothing.
     """
     from ._load import chosen_names
     from ._load_arguments import ranks_of
@@ -461,7 +466,8 @@ def _verify_names(
 def _problem_of(error: MLStateError, key: str | None, folder: str) -> Problem:
     """Return the problem for the error that a load of the tensor `key` raised.
 
-    The problem's path is relative to `folder`, of the checkpoint.
+    `key`: None if a whole file is affected; the error's own name counts first. The problem's path
+    is relative to `folder`, of the checkpoint.
     """
     path = os.path.relpath(error.path, folder) if error.path else ""
     kind = "altered" if isinstance(error, ChecksumError) else "unreadable"
@@ -707,9 +713,10 @@ def verify(
 
 
 def _find_whole(files: CheckpointFiles) -> WholePath | None:
-    """Return the path of another program's file or folder that has no index; else None.
+    """Return path and format of another program's file or folder that must be read whole.
 
-    Such files are read whole to verify them.
+    Returns None for all others: a folder with a checkpoint or steps, a store, and one file of a
+    folder (`folder.file`), which `verify_root` reads.
     """
     folder = files.folder
     if not folder.is_local or folder.file:
@@ -724,7 +731,8 @@ def _find_whole(files: CheckpointFiles) -> WholePath | None:
 def _root_to_verify(files: CheckpointFiles, root: str) -> str:
     """Return the path of the root to verify; raise StoreError if the folder has no checkpoint.
 
-    A missing manifest is a problem, not an error, if there are steps.
+    `root`: of the chosen step, or `MANIFEST` for the current checkpoint. A missing manifest is a
+    problem, not an error, if there are steps.
     """
     folder = files.folder
     folder.require_folder()

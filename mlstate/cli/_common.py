@@ -116,6 +116,7 @@ def number_of_step(path: str, step: int | str | None, arguments: argparse.Namesp
     steps are compared, by the options ``--monitor`` and ``--mode`` in `arguments`. Raises
     ValueError for options that do not fit.
     """
+    # a command may have several options for steps, and one of them must be "best"
     steps = [value for name, value in vars(arguments).items() if name.endswith("step")]
     for option in ("monitor", "mode"):
         if getattr(arguments, option) is not None and "best" not in steps:
@@ -137,7 +138,7 @@ def number_of_step(path: str, step: int | str | None, arguments: argparse.Namesp
 def kind_of(root: str) -> str:
     """Return the format of a root: ``checkpoint``, ``huggingface`` or ``safetensors``.
 
-    The last is one file in a store.
+    `root`: path in its folder. The last format is one file in a store.
     """
     if weights_root([root]) is not None:
         return "huggingface"
@@ -159,7 +160,8 @@ def stat_path(path: str) -> None:
 def find(path: str, step: int | None) -> RootPath | None:
     """Return the root of the checkpoint at a path; None if `path` is a file.
 
-    `step`: number; None: the newest. Raises StoreError if the folder has no checkpoint.
+    `step`: number; None: the newest. Raises StoreError if the folder has no checkpoint, ValueError
+    for a `step` of a path without steps.
     """
     where = _find(path, step, reads_whole=False)
     assert not isinstance(where, WholePath)
@@ -177,10 +179,10 @@ def find_any(path: str, step: int | None) -> RootPath | WholePath | None:
 def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | WholePath | None:
     """Return the checkpoint or file that commands read at `path`.
 
-    A RootPath for a checkpoint (a run, a step, a bucket, a Hugging Face folder), a WholePath for
-    one file without an index, such as a ``.npz``, if `reads_whole`, and None for one safetensors
-    file. `step`: number; None: the newest. Raises StoreError if nothing can be read, and ValueError
-    for a `step` of one file.
+    A RootPath for a checkpoint (a run, a step, a URL, a Hugging Face folder), a WholePath for a
+    file or folder without an index, such as a ``.npz``, if `reads_whole`, and None for any other
+    file, such as a safetensors file. `step`: number; None: the newest. Raises StoreError if nothing
+    can be read, and ValueError for a `step` of one file or of a Hugging Face folder.
     """
     if is_url(path):
         store = open_files(path, reads=True)

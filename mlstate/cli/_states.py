@@ -33,8 +33,9 @@ class ModelFormat(NamedTuple):
     command: str
     model: str  # the word for a model, which names the argument of ``states``
     path_help: str
+    # path of a model -> its states by function and name, and the name of the default function
     read: Callable[[str], tuple[Mapping[str, Mapping[str, object]], str | None]]
-    plan: Callable[..., TransitionPlan]
+    plan: Callable[..., TransitionPlan]  # (source, target, tokens in the cache, options by name)
 
 
 def add_actions(
@@ -48,8 +49,8 @@ def add_actions(
     """Add a command with the actions ``states`` and ``plan`` for the models of one format.
 
     `models`: word for several. `seq_axis`: default of ``--seq-axis``, and `default` its help text.
-    Return the object that adds further actions, and the parser of ``plan`` for further options,
-    which become arguments of the format's plan.
+    Return the object that adds further actions, and the parser of ``plan`` for further options;
+    those in `_PLAN_OPTIONS` become arguments of the format's plan.
     """
     text = f"read the states of {models}, and plan moves between them"
     parser = commands.add_parser(which.command, help=text, description=text)
@@ -99,7 +100,7 @@ def _add_plan(
 
 
 def _state_data(spec: Any) -> dict[str, Any]:
-    """Return a state's description as JSON values."""
+    """Return the description `spec` of a state, of either format, as JSON values."""
     data = {
         "name": spec.name,
         "shape": list(spec.shape),

@@ -50,9 +50,9 @@ def add(commands: Commands) -> None:
 
 
 def _flat(layers: list[LayerValues], where: str = "") -> list[tuple[str, LayerValues]]:
-    """Return all layers with their places, such as "3" or "3.1", and the layers of lists too.
+    """Return all layers with their places: "3", and "3.1" for layer 1 in layer 3, a list of layers.
 
-    `where`: start of the places.
+    A list comes before its layers. `where`: start of the places.
     """
     listed = []
     for i, layer in enumerate(layers):
@@ -61,7 +61,7 @@ def _flat(layers: list[LayerValues], where: str = "") -> list[tuple[str, LayerVa
 
 
 def _numbers_of(layer: LayerValues) -> dict[str, Any]:
-    """Return the values of a layer that are not arrays of tokens, by field; vectors as lists."""
+    """Return a layer's counts, flags and vectors (as lists) by field; None is left out."""
     numbers = {}
     for name, kind in layer.cls.fields.items():
         value = layer.values[name]
@@ -83,7 +83,7 @@ def _tokens_of(prompt: PromptFile) -> int | None:
 
 
 def _layer_data(name: str, layer: LayerValues) -> dict[str, Any]:
-    """Return a layer of a cache as JSON values."""
+    """Return a layer of a cache as JSON values; `name`: its place, as `_flat` returns it."""
     arrays = {
         key: {"shape": list(array.shape), "dtype": name_of(array.dtype), "bytes": array.nbytes}
         for key, array in _arrays_of(layer).items()
@@ -98,7 +98,10 @@ def _layer_data(name: str, layer: LayerValues) -> dict[str, Any]:
 
 
 def _layer_rows(name: str, layer: LayerValues) -> list[list[str]]:
-    """Return a row for each array of a layer; the first one has the layer's numbers."""
+    """Return a row in `_HEADERS` columns for each array of a layer, or one row without an array.
+
+    `name`: its place, as `_flat` returns it. Only the first row has place, class, tokens, numbers.
+    """
     numbers = ", ".join(f"{key} {value}" for key, value in _numbers_of(layer).items())
     tokens = "-" if layer.tokens is None or layer.is_empty else f"{layer.tokens:,}"
     head = [name, layer.cls.name, tokens, numbers]

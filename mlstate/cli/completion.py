@@ -22,7 +22,10 @@ class PrintCompletion(argparse.Action):
         super().__init__(option_strings, dest, choices=SHELLS, help=help_text)
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, shell: Any, *__: object) -> None:
-        """Print the completion script for `shell` and exit; argparse calls this."""
+        """Print the completion script for `shell` and exit; argparse calls this.
+
+        Raises ImportError without the package shtab.
+        """
         try:
             import shtab
         except ImportError:

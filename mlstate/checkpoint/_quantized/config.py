@@ -61,7 +61,7 @@ def _unsupported(path: str, text: str) -> CompatibilityError:
 
 
 def _block(path: str, value: Any) -> Block:
-    """Return the two positive lengths of a block."""
+    """Return `value` as the rows and columns of a block; raise FormatError if it is not two."""
     is_block = isinstance(value, list) and len(value) == 2
     if not is_block or not all(type(each) is int and 0 < each < 1 << 31 for each in value):
         raise _bad(path, f"has the block {shorten(repr(value), _LONGEST)}, not two lengths")
@@ -71,7 +71,8 @@ def _block(path: str, value: Any) -> Block:
 def _group_blocks(path: str, group: Any) -> list[Block]:
     """Return the blocks that the scales of a group of compressed-tensors may have.
 
-    Raises CompatibilityError if its weights are not 8-bit floats, FormatError if malformed.
+    They are [] if the group sets neither blocks nor a group size. Raises CompatibilityError if its
+    weights are not 8-bit floats, FormatError if malformed.
     """
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):

@@ -48,7 +48,10 @@ _STORED_AXES = {0: 0, 1: 2, 2: 1}
 
 
 class Box(NamedTuple):
-    """A part of a tensor: a box and, if it is flat, a range of the box's elements."""
+    """A part of a tensor: a box, and a range of the box's elements if the part is flat.
+
+    A flat part is a range of the elements of the tensor in C order. `elements` is None otherwise.
+    """
 
     starts: Shape
     lengths: Shape
@@ -60,7 +63,7 @@ class Box(NamedTuple):
 
 
 def box_of(cutting: Cutting, shape: Shape) -> Box:
-    """Return the box that a rank loads of a tensor of this shape.
+    """Return the box that a rank loads of a tensor of this shape, by the part in `cutting`.
 
     Of a flat part it is the smallest box with the part's elements, which `elements` selects.
     """
@@ -104,6 +107,7 @@ class Pair(NamedTuple):
         if self.is_packed:
             values = self._values_of_groups(read, cutting, box, dtype)
         else:
+            # codes of a flat part are read whole, and then cut to the box
             stored_part = WHOLE if box.elements is not None else cutting
             codes = read(self.codes, stored_part)
             if box.elements is not None:
@@ -217,7 +221,10 @@ class Pairs:
         self._hidden = hidden  # keys of codes, scales, and facts about activations
 
     def renamed(self, keys: Iterable[str]) -> dict[str, str]:
-        """Return the key of each new name: codes get the names of their weights, scales none."""
+        """Return the stored key for each name to load: codes get the names of their weights.
+
+        `keys`: of all stored tensors. Scales and facts about activations get no name.
+        """
         names: dict[str, str] = {}
         for key in keys:
             pair = self.by_codes.get(key)
@@ -259,6 +266,7 @@ class _Finder:
         loaded.
         """
         names = {key for key, (dtype, _) in self.tensors.items() if dtype in FLOAT8S - {_EXPONENTS}}
+        # scales of activations, such as "input_scale", end in "_scale" too
         suffix = ".weight" + self.suffix if self.suffix == "_scale" else self.suffix
         names |= {
             key[: -len(self.suffix)]
@@ -270,10 +278,12 @@ class _Finder:
             dtype, shape = self.tensors.get(name, ("", ()))
             block, text = self._block_of(name, dtype, shape, self.tensors.get(scales))
             problem = self._problem(name, text) if text else None
+            # without a weight, the key of the scales is listed under the name of the weight
             codes = name if name in self.tensors else scales
             kind = self.tensors[scales][0] if scales in self.tensors else ""
             product_dtype = kind if self.suffix == "_scale" and kind in FLOATS else ""
             self._add(Pair(name, codes, scales, shape, dtype, block, problem, product_dtype))
+            # scales of activations have the name of the layer: "a.weight" has "a.input_scale"
             layer = name[: -len("weight")] if name.endswith(".weight") else f"{name}_"
             self.hidden |= {layer + each for each in _OF_ACTIVATIONS} & self.tensors.keys()
 

@@ -26,11 +26,11 @@ _MOST_ATTEMPTS = 3  # interrupted saves that are compared
 def _older_indexes(
     store: ObjectStore, root: str, sizes: Mapping[str, int]
 ) -> Iterator[tuple[str, str, str]]:
-    """Yield path, own generation and an older generation of indexes since the last commit.
+    """Yield (path of a new index, its generation, an older generation) since the last commit.
 
-    `root`: the manifest's name. `sizes`: bytes of the files to upload, by path; an older index has
-    the same size and rank as the one of `path`. The newest ones come first, at most three for each
-    path.
+    The older generation is the one in the name of a stored index of the same size and rank as the
+    new one. `root`: the manifest's name. `sizes`: bytes of the files to upload, by path. The newest
+    ones come first, at most three for each path.
     """
     listed = store.list_folder(INDEX_FOLDER)
     since: float | None = None

@@ -110,7 +110,10 @@ class Attempts:
 
 
 class ObjectStore:
-    """The objects below one URL, such as ``s3://bucket/run``; keys are relative to it."""
+    """The objects below one URL, such as ``s3://bucket/run``; keys are relative to it.
+
+    A request that fails raises StoreError, which is a FileNotFoundError too for a missing object.
+    """
 
     def __init__(self, url: str, options: StoreOptions) -> None:
         """Create the client of a store for the folder at `url`; sends no request."""
@@ -432,7 +435,8 @@ def _refusal_text(error: Exception) -> str:
 def _time_limits(options: StoreOptions, nbytes: int) -> dict[str, str]:
     """Return the time limits of an engine whose requests send at most `nbytes` bytes.
 
-    Small requests are limited only by a silent server: after two silent attempts, or one attempt
+    The result has texts such as "500ms" by the names of the engine's options. Requests of at most
+    `_SMALL` bytes are limited only by a silent server: after two silent attempts, or one attempt
     and its stalled answer, `timeout_seconds` are over.
     """
     silence = max(options.timeout_seconds / 2, _LEAST_SILENCE)

@@ -74,7 +74,8 @@ def _number(options: dict[str, Any], name: str, least: float, default: Any) -> A
 def take_options(options: Mapping[str, Any] | None) -> StoreOptions:
     """Return the checked `storage_options`; unknown keys belong to the engine.
 
-    Texts of errors name the key, and no value of the engine's keys, which may be a credential.
+    Raises TypeError or ValueError, which name the key, and no value of the engine's keys, which may
+    be a credential.
     """
     if options is not None and not hasattr(options, "keys"):
         raise TypeError(f"storage_options must be a mapping, got {type(options).__name__}")

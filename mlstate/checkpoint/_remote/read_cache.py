@@ -130,7 +130,7 @@ class ReadCache:
         """Return the cached pieces of bytes `begin` to `end`, and the object's size.
 
         Each piece is its offset in the object and a view; in order they have all bytes of the
-        range. None if a byte is missing.
+        range. None if a byte is missing or an entry is damaged. An empty range gives ([], 0).
         """
         entries, at = self._entries(path), begin
         chosen: list[_Entry] = []
@@ -187,10 +187,10 @@ class ReadCache:
             self._problem = error
 
     def _make_room(self, size: int) -> bool:
-        """Delete entries if a new one of `size` bytes needs their space.
+        """Delete entries if a new one of `size` bytes needs their space; count the new one.
 
-        Returns False if it does not fit the limit. Raises OSError (ENOSPC) if it would leave less
-        than 1 GiB of the disk.
+        Returns False, and does not count it, if it does not fit the limit. Raises OSError (ENOSPC)
+        if it would leave less than 1 GiB of the disk.
         """
         import shutil
 

@@ -88,7 +88,8 @@ class StoredEntries(NamedTuple):
 def stored_entries(loader: Loader, section: Section) -> StoredEntries:
     """Return the stored entries of a section's module that are not tensors, and torch's metadata.
 
-    Metadata of None: unknown, for weights of another program.
+    Entries are {} if none were stored. Metadata of None: unknown, for weights of another program.
+    Raises FormatError if the stored value has another form.
     """
     if section.is_optimizer or section.kind is None:
         return StoredEntries({}, None)
@@ -125,10 +126,11 @@ def _by_unit(contract: Any, names: Iterable[str]) -> dict[int, list[str]]:
 def _selected_units(
     contract: Any, names: Names, stored: list[str], chosen: list[str]
 ) -> list[object]:
-    """Return the submodules to load by their own methods.
+    """Return the submodules of `contract.units`, which load themselves, that have chosen names.
 
-    `names`: the user's choice. `stored`: names in the checkpoint. `chosen`: names to load. Raises
-    CompatibilityError if the choice has some names of a submodule and not all.
+    `names`: the user's choice; without one, all are returned. `stored`: names in the checkpoint.
+    `chosen`: names to load. Raises CompatibilityError if the choice has some names of a submodule
+    and not all.
     """
     if names.listed is None:
         return list(contract.units)
@@ -196,6 +198,7 @@ def _read_tensors(
     """Return the stored tensors of `names` as new ones, by name.
 
     `earlier`: the module's tensors now, which determine the devices, and for DTensors the layout.
+    Raises TypeError for a DTensor if the load requests another part (rank or layout).
     """
     request, number = loader.request, section.number
     sharded = [name for name in names if hasattr(earlier.get(name), "device_mesh")]
@@ -226,8 +229,10 @@ def prepare_units(
 ) -> list[Action]:
     """Read the entries of submodules that load themselves; return the action that loads them.
 
-    `target`: the module. `filling`: the result of `fill_module` for it. `chosen`: names that the
-    load selects, from the user's choice `names`. `stored`: entries that are not tensors.
+    [] if there are none. The module is not changed yet. `target`: the module. `filling`: the result
+    of `fill_module` for it. `chosen`: names that the load selects, from the user's choice `names`.
+    `stored`: entries that are not tensors. Raises CompatibilityError for another dtype, or a choice
+    of only some entries of a submodule.
     """
     contract = filling.contract
     if contract is None or not contract.units:

@@ -107,7 +107,8 @@ def _read(loader: Loader, name: str, kind: Mapping[str, Any]) -> list[_StoredTre
     """Return the stored value of the named state `name`, as a list of one item.
 
     The list has an item for each rank if the values of the ranks differ and no rank loads. `kind`:
-    the state's description in the manifest.
+    the state's description in the manifest. Raises FormatError if it is malformed, and
+    CompatibilityError as `_own_rank`.
     """
     label = f"states[{name!r}]"
     ranks = kind.get("ranks")
@@ -198,7 +199,8 @@ def _decode(
     """Return the value of `node`, the JSON form of a piece of the stored state `name`.
 
     `stored`: the whole state, with its arrays. `template`: the target's value, whose tensors'
-    layouts are used. `tensors`: return torch tensors.
+    layouts are used; None: no target. `tensors`: return torch tensors for arrays that were saved
+    from these, as a `device` of the load does. Raises FormatError if `node` is malformed.
     """
     device = loader.options["device"]
     convert = _tensor_of(device) if tensors or device is not None else None
@@ -256,7 +258,8 @@ class _Restorer:
         """Add the actions that restore one object of the caller, by its type.
 
         `node`: the JSON form of its saved value. `where`: its path in the state, for errors. Raises
-        TypeError for a type that cannot be restored in place.
+        TypeError for a type that cannot be restored in place, and CompatibilityError if the saved
+        value is of another kind. The methods for the types raise the same.
         """
         self.refuse_second_value(target, node, where)
         library = library_of(target)
@@ -285,9 +288,9 @@ class _Restorer:
             )
 
     def refuse_second_value(self, target: object, node: object, where: str) -> None:
-        """Raise if a target has another name too, with another value: one would be lost.
+        """Raise CompatibilityError if a target has another name too, with another saved value.
 
-        `node`, `where`: as for `add`.
+        One of the values would be lost. `node`, `where`: as for `add`.
         """
         source = _Source(where, _StoredTree(node, self.stored.arrays))
         first = self.sources.setdefault(id(target), source)

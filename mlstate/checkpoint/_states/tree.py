@@ -154,7 +154,8 @@ class _Encoder:
     def array(self, value: Any, where: str, path: tuple[str, ...]) -> Any:
         """Return the JSON form of an array, a NumPy scalar or bytes; None for other values.
 
-        `where` and `path` are as for `node`. The array is stored without a copy if possible.
+        `where` and `path` are as for `node`. The array is stored without a copy if possible. Raises
+        TypeError for an array of objects, text or dates.
         """
         if isinstance(value, bytes | bytearray):
             array = np.frombuffer(bytes(value), np.uint8)
@@ -285,7 +286,8 @@ def _named_node(value: Any, where: str) -> dict[str, Any] | None:
 def _check_exact(value: Any, where: str) -> None:
     """Raise UnstorableError if a value would be decoded as another type.
 
-    Subclasses are, and so is a tensor that requires gradients. `where`: path of the value.
+    Such values are those of subclasses and of unknown classes, and tensors that require gradients.
+    `where`: path of the value.
     """
     torch_tensor = is_torch(value)
     if torch_tensor and not value.requires_grad:

@@ -91,7 +91,7 @@ def patterns_of(merged: _core.MergedIndex) -> list[ManifestSummary | None]:
 def generations_to_delete(
     before: Iterable[Manifest], now: Iterable[Manifest]
 ) -> dict[str, list[Generation]]:
-    """Return the generations (saves) that ended and those that stay, as a message for ranks.
+    """Return the deleted generations (saves) as "gone" and the others as "kept", for all ranks.
 
     `before`, `now`: the manifests before and after the deletion of roots.
     """
@@ -266,7 +266,10 @@ class CheckpointFiles:
         return False
 
     def content(self, *, roots: bool = True) -> FolderContent:
-        """Return the current checkpoints of the folder, or only the manifest; empty if missing."""
+        """Return the current checkpoints of the folder; an empty content if it has none.
+
+        `roots`: include those under ``roots/``, the steps; False: only the bytes of the manifest.
+        """
         # not for the manifest alone: this check would hide the reason of a folder that fails
         if roots and self.folder.is_local and not self.folder.has_checkpoint():
             return FolderContent(None, ())
@@ -360,8 +363,9 @@ class CheckpointFiles:
     ) -> None:
         """Raise FormatError if an index's pattern or parts differ from the manifest's.
 
-        `summaries`: pattern and parts of each index that was read, by rank. All ranks of a pattern
-        must have the same.
+        A pattern is the content that the indexes of several ranks share: they differ only in the
+        parts of tensors that they list. `summaries`: pattern and parts of each index that was read,
+        by rank. All ranks of one of the manifest's patterns must have the same.
         """
         for pattern in manifest.patterns or ():
             first = None
@@ -418,6 +422,7 @@ class CheckpointFiles:
         for part in ("", "roots"):
             names = set(self.folder.names(part))
             paths += [os.path.join(part, name) for name in names if TEMPORARY.match(name)]
+        # now `names` has the files under roots/, the last folder of the loop
         return sorted(paths + orphaned_marks(names, [name for name in names if root_of(name)]))
 
     def foreign_files(self) -> list[str]:
@@ -567,8 +572,8 @@ class CheckpointFiles:
         """Delete a rank's files of the saves `replaced` that the saves `remaining` do not need.
 
         A rank of an old save that this group of `world_size` ranks lacks is handled by the rank
-        with its number modulo `world_size`. Returns the deleted paths. Raises if an index cannot be
-        read; no file of that index's rank is deleted then.
+        with its number modulo `world_size`. Returns the deleted paths. Raises FormatError or
+        StoreError if an index cannot be read; no file of that index's rank is deleted then.
         """
         deleted = []
         worlds = [which.world_size for which in replaced]

@@ -28,6 +28,7 @@ _WHOLE = (None, 0, 0)  # a cutting: all of each tensor
 def pattern_of(text: bytes) -> dict[str, Any]:
     """Return the report of a rank's index: digest of its pattern, and its part of each group.
 
+    They are the members "pattern" and "parts". A group is the shards of one layout and part.
     `text`: the bytes of the index. The digest is None, without parts, for an index with too many
     groups.
     """
@@ -96,10 +97,10 @@ def with_patterns(
 ) -> tuple[Manifest, _core.MergedIndex]:
     """Add the patterns, groups of ranks with alike indexes, to a manifest.
 
-    `reports`: what each rank wrote, with its pattern. Returns the manifest, and a merged index with
-    one index of each pattern, which lists all tensors. If an index has no pattern, the manifest
-    gets none, and the merged index has the indexes of all ranks. Raises FormatError if the indexes
-    do not form one checkpoint, or lack a part of a tensor.
+    `reports`: of each rank in order, with the members of `pattern_of`. Returns the manifest, and a
+    merged index with one index of each pattern, which lists all tensors. If an index has no
+    pattern, the manifest gets none, and the merged index has the indexes of all ranks. Raises
+    FormatError if the indexes do not form one checkpoint, or lack a part of a tensor.
     """
     ranks_of: dict[str | None, list[int]] = {}
     for rank, report in enumerate(reports):

@@ -122,7 +122,7 @@ def _member(
 def _kind(members: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[str, Any] | None:
     """Return the member `name`, the description of a state; None if the state was not saved.
 
-    `kinds`: the values that its own member "kind" may have.
+    `kinds`: the values that its own member "kind" may have; another one raises `_WrongError`.
     """
     value = _member(members, name, (dict, type(None)))
     if value is not None and _member(value, "kind", str) not in kinds:
@@ -133,7 +133,7 @@ def _kind(members: dict[str, Any], name: str, kinds: tuple[str, ...]) -> dict[st
 def _states(members: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
     """Return the descriptions of the named states by name; None if the manifest has none.
 
-    `members`: the manifest's JSON object.
+    `members`: the manifest's JSON object. Raises `_WrongError` if one is invalid.
     """
     if "states" not in members:
         return None
@@ -148,7 +148,10 @@ def _states(members: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
 
 
 def _numbers(values: Any, name: str, count: int, least: int = 0) -> list[int]:
-    """Return `values` if they are a list of `count` ints from `least` on; `name`: for errors."""
+    """Return `values` if they are a list of `count` ints from `least` on, else raise `_WrongError`.
+
+    `name`: of the member, for the error.
+    """
     if not isinstance(values, list) or len(values) != count:
         raise _WrongError(f'"{name}" must be a list of {count} numbers')
     if not {int}.issuperset(map(type, values)):
@@ -162,6 +165,7 @@ def _indexes(members: dict[str, Any], generation: str, world_size: int) -> tuple
     """Return each rank's record of its index file: path, size, checksum, counts.
 
     `members`: the manifest's JSON object, for `world_size` ranks. `generation` is in the paths.
+    Raises `_WrongError` if a list is invalid or has not one item for each rank.
     """
     listed = _member(members, "indexes", dict)
     crcs: str = _member(listed, "crc32c", str, pattern=_CRCS)
@@ -182,7 +186,8 @@ def _indexes(members: dict[str, Any], generation: str, world_size: int) -> tuple
 def _patterns(members: dict[str, Any], world_size: int) -> tuple[Pattern, ...] | None:
     """Return the groups of ranks whose indexes are alike; None if the manifest has no groups.
 
-    `members`: the manifest's JSON object.
+    `members`: the manifest's JSON object. Each of the `world_size` ranks is in one group. Raises
+    `_WrongError` if the groups are invalid.
     """
     if "patterns" not in members:
         return None

@@ -356,9 +356,11 @@ def warn_of_differences(
 
 
 def listed_only_error(weights: WeightFiles | None, name: str, folder: str) -> Exception | None:
-    """Return an error if `name` selects tensors that the index lists but no file holds; or None.
+    """Return the error for a `name` that selects only tensors that no file holds; None without any.
 
-    `weights`: None if the checkpoint is of mlstate. `folder`: path for the error.
+    `name`: the user's, which selects no stored tensor. The error tells which file should hold the
+    first tensor by the index. `weights`: None if the checkpoint is of mlstate. `folder`: path for
+    the error.
     """
     tensors = {} if weights is None else weights.tensors or {}
     chosen, _ = Names([name], list(tensors)).select(list(tensors), 0)

@@ -107,9 +107,10 @@ class TierMoves:
         )
 
     def _prepare_states(self, model: Any, optimizer: Any, device: Any) -> tuple[Any, Any, Any]:
-        """Return the user's states as mappings, and the torch optimizer; choose the device.
+        """Return the user's model and optimizer as mappings, and the torch optimizer or None.
 
-        Their classes and attributes are kept for `state_dicts`.
+        Also choose the device of the hot tier (`device`: the user's), and keep the classes and
+        attributes of the states for `state_dicts`. Raises TypeError as `given_states`.
         """
         prepared = given_states(model, optimizer)
         if prepared[2] is not None:
@@ -135,10 +136,10 @@ class TierMoves:
             self._device = backend_named("torch", TierBackend).accelerator(arrays, device)
 
     def _make_units(self, model: Any, optimizer: Any) -> list[Unit]:
-        """Return the new units of the states; nothing is changed yet.
+        """Return the new units of two mappings, model and optimizer; `self` is not changed yet.
 
-        Raises ValueError if a unit exists already, or if two share an array, and CapacityError if
-        one exceeds both budgets.
+        Units with an array on the device are hot, the others warm. Raises ValueError if a unit
+        exists already, or if two share an array, and CapacityError if one exceeds both budgets.
         """
         states = [None if state is None else StateDict(state) for state in (model, optimizer)]
         for state in states:
@@ -295,7 +296,10 @@ class TierMoves:
             return budget is not None and used > budget
 
     def _enforce_budget(self, unit: Unit) -> None:
-        """After `unit` grew, free its tier: move less used units, or else this one, away."""
+        """After `unit` grew, free its tier: move less used units, or else this one, away.
+
+        Raises BufferError if this one must move and is in use, and errors of writing a cold unit.
+        """
         while self._is_over(unit):
             try:
                 self._make_room(unit, unit.tier)
@@ -371,6 +375,7 @@ class TierMoves:
         began = time.perf_counter()
         try:
             arrays = arrays_in(unit, to, self._path(unit), self._device)
+            # None: the parts keep their arrays
             for part, array in zip(unit.parts, arrays or (), strict=arrays is not None):
                 part.put(array)
             moved = True
@@ -393,7 +398,8 @@ class TierMoves:
     def _make_room(self, unit: Unit, to: Tier) -> None:
         """Move the least used units out of the tier `to` until `unit` fits.
 
-        Raises CapacityError if it cannot fit.
+        `unit` itself does not move. Raises CapacityError if it cannot fit, and errors of writing
+        the file of a unit that becomes cold.
         """
         with self._making_room:
             for _ in range(_TRIES):
@@ -429,10 +435,10 @@ class TierMoves:
         return target
 
     def _hold_unit(self, name: str, to: Tier | None) -> Unit:
-        """Bring a unit to `to` (None: a usable tier), and pin it there until `release`.
+        """Bring a unit to `to` (None: a usable tier), and pin it there, until `TierPolicy.release`.
 
-        Raises CapacityError if it does not fit, and BufferError if other threads move it away again
-        and again.
+        Counts the use. Raises CapacityError if it does not fit, and BufferError if it is in use in
+        another tier, or other threads move it away again and again.
         """
         for _ in range(_TRIES):
             with self._changed:
@@ -463,7 +469,7 @@ class TierMoves:
     def _take_back_arrays(self, unit: Unit, used: TieredUnit) -> None:
         """After a use, keep the arrays that the user replaced or added in the handle `used`.
 
-        A torch optimizer's new states are added, too.
+        A torch optimizer's new states are added, too. Raises as `take_back`; nothing changes then.
         """
         with self._changed:
             states = {}

@@ -66,7 +66,7 @@ class TierPolicy:
     def __init__(self, hot_budget: int | None, warm_budget: int | None) -> None:
         """Create a policy without units.
 
-        `hot_budget`, `warm_budget`: bytes, None for no limit.
+        `hot_budget`, `warm_budget`: bytes, None for no limit. Raises ValueError if one is negative.
         """
         for label, budget in (("hot", hot_budget), ("warm", warm_budget)):
             if budget is not None and budget < 0:

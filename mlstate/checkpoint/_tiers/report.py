@@ -172,7 +172,10 @@ def _bar(share: float, tier: Tier) -> str:
 
 
 def _totals(report: TierReport) -> str:
-    """Return the HTML table of tiers: units, bytes, budget, and a bar of the share that is used."""
+    """Return the HTML table of tiers: units, bytes, budget, and a bar.
+
+    The bar is the used share of the budget, or without a budget of the bytes of the largest tier.
+    """
     largest = max((nbytes for nbytes, _ in report.totals.values()), default=0) or 1
     rows = []
     for tier, (nbytes, budget) in report.totals.items():
@@ -188,9 +191,10 @@ def _totals(report: TierReport) -> str:
 
 
 def _units(units: Sequence[TierRecord], most: int) -> str:
-    """Return the foldable HTML table of the `most` units with the most recent uses.
+    """Return the foldable HTML table of the `most` units that were used most often lately.
 
-    A line below it counts the others.
+    They are sorted by `lately`, a count with less weight for older uses. A line below counts the
+    other units.
     """
     listed = sorted(units, key=lambda unit: -unit.lately)[:most]
     rows = "".join(

@@ -152,7 +152,8 @@ class TieredState(TierMoves):
     ) -> None:
         """Take over the arrays as units, and write those beyond the budgets (see the class).
 
-        After an error nothing has changed, and no file is left.
+        After an error the arrays are unchanged, and no file is left; `discard` may have deleted the
+        units of an earlier process.
         """
         check_flags(discard=discard)
         both = given_states(model, optimizer)[:2]
@@ -642,7 +643,7 @@ class TieredState(TierMoves):
         """Release the folder for another `TieredState`; files and arrays stay.
 
         Warm and hot units are not written: demote them first if the folder must hold their
-        current values.
+        current values. Afterwards, methods that use, move, add or remove units raise ValueError.
 
         Examples
         --------

@@ -75,7 +75,7 @@ class Part:
         """
         self.section = section
         self.key = key
-        self.facts: dict[str, Any] | None = None
+        self.facts: dict[str, Any] | None = None  # of a Shard: layout, index, shape, replica
         self.marked: Tier | None = None  # the tier that a Shard gives
         if isinstance(value, Shard):
             self.marked = None if value.tier is None else Tier(value.tier)
@@ -240,8 +240,8 @@ def name_unit_error(name: str, error: MLStateError) -> MLStateError:
 def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
     """Return a unit's arrays from its file, verified, in the order of its parts.
 
-    `mmap`: as read-only views of the file. Raises FormatError or ChecksumError, with the unit's
-    name, if the file does not have the unit's arrays.
+    `mmap`: as read-only views of the file. Raises FormatError or ChecksumError if the file does not
+    have the unit's arrays, StoreError if it cannot be read; all have the unit's name.
     """
     try:
         if mmap:

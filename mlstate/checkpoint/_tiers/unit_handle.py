@@ -102,7 +102,9 @@ def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, object]) -> Non
     """Take over arrays that the user replaced, and states that the user added or removed.
 
     `used`: the user's handle. `states`: the states that a torch optimizer now has for the
-    parameter. Everything is checked before anything is changed.
+    parameter. Everything is checked before anything is changed. Raises CompatibilityError if the
+    parameter was removed, or a replacement has another shape, dtype or kind; ValueError for an
+    invalid name of a state, TypeError for a state of the optimizer that is not a tensor.
     """
     refuse_other_states({f"{unit.name}.{name}": value for name, value in states.items()})
     arrays = {**states, **used.states}
