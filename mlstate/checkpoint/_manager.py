@@ -862,6 +862,8 @@ class CheckpointManager:
             There are no steps; also a `FileNotFoundError`.
         FormatError, ChecksumError
             Every step is damaged; the error describes the newest step.
+        CollectiveError
+            Another rank can read no step, and this one could; the message names the rank.
 
         Examples
         --------

@@ -55,10 +55,10 @@ def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str
 def try_root(
     files: CheckpointFiles, root: str, options: LoadOptions
 ) -> tuple[LoadedState | None, MLStateError | None]:
-    """Load the manifest `root`, of a step, on all ranks; return the state and this rank's error.
+    """Load the manifest `root`, of a step, on all ranks; return the state or an error, else None.
 
-    The state is None if any rank cannot read it. The error is None if this rank can. An exception
-    other than FormatError and StoreError is raised, and then every rank raises.
+    The error is this rank's, or CollectiveError if only another rank cannot read the step. An
+    exception other than FormatError and StoreError is raised, and then every rank raises.
     """
     group = options.get("group")
     state: LoadedState | None = None
@@ -76,4 +76,8 @@ def try_root(
         failed = CollectiveError(f"rank {rank} cannot restore; see the error on that rank")
         failed.rank = rank
         raise failed
-    return (None if b"bad" in answers else state), error
+    if b"bad" in answers and error is None:
+        rank = answers.index(b"bad")
+        state, error = None, CollectiveError(f"rank {rank} cannot read it; see the error there")
+        error.rank = rank
+    return state, error

@@ -203,15 +203,23 @@ def step_unreadable_on_one_rank_is_skipped_by_all(group, folder):
     for step in (1, 2):
         manager.save(step, model=shards(group, "rows", step), group=group)
     group.barrier()
-    if group.rank == 0:
-        last = [s for s in manager.checkpoint(2).shards() if s.key == "big"][-1]
-        flip_shard(folder, last, 9)
-    group.barrier()
+
+    def damage(step):
+        if group.rank == 0:
+            last = [s for s in manager.checkpoint(step).shards() if s.key == "big"][-1]
+            flip_shard(folder, last, 9)
+        group.barrier()
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        damage(2)
         restored = manager.restore_latest(group=group)
-    assert restored.step == 1
-    group.barrier()
+        assert restored.step == 1
+        group.barrier()
+        damage(1)
+        own = group.rank == group.world_size - 1
+        error, text = (mlstate.ChecksumError, "") if own else (mlstate.CollectiveError, "cannot read it")
+        raises(error, text, manager.restore_latest, group=group)
 
 
 @scenario
