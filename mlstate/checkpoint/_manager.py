@@ -860,10 +860,9 @@ class CheckpointManager:
         ------
         StoreError
             There are no steps; also a `FileNotFoundError`.
-        FormatError, ChecksumError
-            Every step is damaged; the error describes the newest step.
-        CollectiveError
-            Another rank can read no step, and this one could; the message names the rank.
+        FormatError, ChecksumError, CollectiveError
+            Every step is damaged; the error describes the newest one, or names the rank that could
+            not read it.
 
         Examples
         --------
