@@ -241,11 +241,11 @@ def _cut(name: str, array: Any, cutting: Cutting, parameter: Any) -> Any:
     return part if part is array else part.copy()
 
 
-def _sections(where: WholePath, parts: Parts, rules: Any) -> list[dict[str, Any]]:
+def _sections(parts: Parts, rules: Any) -> list[dict[str, Any]]:
     """Return the arrays of model and of optimizer by name, after the caller's renaming.
 
     A section that `parts` lacks is {}. `rules`: pattern to replacement, None for no renaming. The
-    groups of the optimizer in `parts` get the new names. `where` is not used.
+    groups of the optimizer in `parts` get the new names.
     """
     states = [parts.model, parts.optimizer]
     arrays = [{} if state is None else dict(state) for state in states]
@@ -334,7 +334,7 @@ def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
     parts = where.read(checked=bool(request.options["verify"]))
     if request.dtype and where.format == "huggingface" and parts.model is not None:
         refuse_quantized_state(where.path, parts.model)
-    sections = _sections(where, parts, request.options["rename"])
+    sections = _sections(parts, request.options["rename"])
     if request.options["progress"] is not None:
         request.options["progress"](sum(a.nbytes for each in sections for a in each.values()))
     _, chosen = chosen_names([list(each) for each in sections], request.names, where.path)

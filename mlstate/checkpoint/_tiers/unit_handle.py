@@ -44,7 +44,7 @@ class TieredUnit:
     ('w', array([1., 1.]), array([0., 0.]))
     """
 
-    __slots__ = ("_given", "name", "parameter", "states", "tier")
+    __slots__ = ("name", "parameter", "states", "tier")
 
     def __init__(self, unit: Unit) -> None:
         """Present the arrays of a unit that is in memory; no array is copied."""
@@ -52,7 +52,6 @@ class TieredUnit:
         self.tier: Tier = unit.tier
         self.parameter: Any = None
         self.states: dict[str, object] = {}
-        self._given: dict[int, object] = {}
         for part in unit.parts:
             if part.section == 0:
                 self.parameter = part.array
