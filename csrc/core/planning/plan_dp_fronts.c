@@ -41,7 +41,9 @@ typedef struct scratch {
     uint16_t *lists; /* for each interval, the options that matter in it */
     size_t counts[GRID];
     double upper[GRID]; /* value of `best` at the interval's beginning */
-    size_t best[GRID];
+    size_t best[GRID];  /* the option that is fastest there; SIZE_MAX: none fits */
+    /* of the current segment; in one interval the envelope of the choices tried so far,
+     * the points of one choice, and the envelope of both */
     points front, segment, added, merged;
 } scratch;
 

@@ -54,8 +54,9 @@ typedef struct search {
     mls_status *st;
 } search;
 
-/* Bit k of `alone` is activation k; bit i of `saved` and `host` is block i. Activation 0
- * is always held and has no bit. */
+/* The held memory. Bit k of `alone`: activation k, outside of saved tensors; activation 0
+ * is always held and has no bit. Bit i of `saved` and `host`: the saved tensors of block
+ * i, on the device or offloaded to the host. */
 typedef struct state {
     uint64_t alone, saved, host;
     size_t left; /* remaining backward passes */
@@ -64,10 +65,10 @@ typedef struct state {
 /* A node's state while its steps are tried. */
 typedef struct moment {
     state state;
-    uint64_t readable; /* activations that can be read */
-    int64_t live_bytes;
-    uint32_t node;
-    double cost;
+    uint64_t readable;  /* activations that can be read, also inside saved tensors */
+    int64_t live_bytes; /* held on the device */
+    uint32_t node;      /* its number */
+    double cost;        /* of the best path to the node, as is the peak */
     int64_t peak;
 } moment;
 

@@ -221,7 +221,7 @@ static size_t choose_batch(put_work *w, size_t first, uint64_t limit, uint64_t *
 }
 
 /* Append the items first .. end - 1 with result 1, which have `bytes` bytes, and commit
- * them. */
+ * them; `limit` as in mls_prompt_append_begin. On failure none of them is stored. */
 static mls_code write_batch(put_work *w, size_t first, size_t end, uint64_t bytes,
                             uint64_t limit, mls_status *st)
 {

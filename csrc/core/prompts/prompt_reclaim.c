@@ -1,4 +1,4 @@
-/* prompt_reclaim: free the space of old records.
+/* prompt_reclaim: free the space of old records, and mark records (pin, unpin, delete).
  *
  * An eviction only removes entries; the bytes are free when the segment is deleted. A
  * segment that is more than half dead is compacted: its live records are appended to
@@ -108,7 +108,8 @@ static void merge_uses(mls_prompt_log *log)
 /* ---- sizes ---- */
 
 /* Return the bytes of the log's files except `used`. The index file counts with its
- * present length, or with the one of the next save. */
+ * present length, or with the one of the next save if that is longer: 88 bytes, 24 for
+ * each segment and 44 for each entry (see prompt_index_file.c). */
 uint64_t mls_prompt_disk_bytes(const mls_prompt_log *log)
 {
     const uint64_t entries = log->index.count - log->index.removed;
@@ -152,8 +153,10 @@ static uint32_t *list_entries(const mls_prompt_log *log, uint32_t number, size_t
     return numbers != NULL ? numbers : mls_alloc(1, sizeof *numbers);
 }
 
-/* Copy the record of entry `number` from the segment `file` of `length` bytes; remove the
- * entry if the record is damaged. */
+/* Append a copy of the record of entry `number`, which is in the segment `file` of
+ * `length` bytes; the copy is flagged as moved, and pinned if the entry is. Remove the
+ * entry instead if the record is damaged, which is no error. Errors as
+ * mls_prompt_append_copy. */
 static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
                             uint64_t length, uint32_t number, mls_status *st)
 {
@@ -244,8 +247,8 @@ static mls_code move_notes(mls_prompt_append *append, mls_prompt_file *file,
 }
 
 /* Append the live records (`live` bytes) and notes of the segment `file` of `length`
- * bytes, whose number is `segment`, to the newest segment; `limit` as in
- * mls_prompt_append_begin. */
+ * bytes, whose number is `segment`, to the newest segment, and commit them; `limit` as in
+ * mls_prompt_append_begin. On failure the newest segment is as before. */
 static mls_code copy_live(mls_prompt_log *log, mls_prompt_file *file, uint64_t length,
                           uint64_t live, uint32_t segment, uint64_t limit, mls_status *st)
 {
@@ -290,7 +293,8 @@ static mls_code remove_segment(mls_prompt_log *log, uint32_t number, mls_status 
 }
 
 /* Copy the live records of segment `number` to the newest one, and delete it. If it is
- * the newest, it gets a successor first, because it must stay as it is. */
+ * the newest, it gets a successor first, because it must stay as it is. `limit` as in
+ * mls_prompt_append_begin. */
 static mls_code compact_segment(mls_prompt_log *log, uint32_t number, uint64_t limit,
                                 mls_status *st)
 {
@@ -331,7 +335,8 @@ static uint32_t find_mostly_dead(mls_prompt_log *log, uint32_t last)
 }
 
 /* Compact all segments that are mostly dead; the newest too if `newest_too`. Segments
- * that this creates are left alone: one that has only notes is mostly dead. */
+ * that this creates are left alone: one that has only notes is mostly dead. `limit` as in
+ * mls_prompt_append_begin. */
 static mls_code compact_all(mls_prompt_log *log, uint64_t limit, bool newest_too,
                             mls_status *st)
 {
@@ -345,7 +350,8 @@ static mls_code compact_all(mls_prompt_log *log, uint64_t limit, bool newest_too
 }
 
 /* Compact mostly dead segments, and save or pack the index if that pays. The newest
- * segment is not compacted: it still grows. */
+ * segment is not compacted: it still grows. If the file `used` is half full, apply and
+ * empty it. */
 mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status *st)
 {
     mls_code code = compact_all(log, mls_prompt_segment_limit(max_bytes), false, st);
@@ -475,9 +481,9 @@ mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_
     return code;
 }
 
-/* Compacts the newest segment too, and writes the index file, which is then as short as
- * possible. It is no failure if the log does not fit: pinned records may exceed the
- * limit. */
+/* Evict and compact. Compact the newest segment too, and write the index file, which is
+ * then as short as possible. It is no failure if the log does not fit: pinned records may
+ * exceed the limit. `*freed` is set on failure too, to the bytes freed until then. */
 mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *freed,
                           mls_status *st)
 {

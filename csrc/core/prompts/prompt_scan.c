@@ -139,8 +139,10 @@ typedef struct scan {
     uint64_t effort; /* see mls_prompt_effort */
 } scan;
 
-/* Read the header at the end of the segment, which is longer than a window, as
- * mls_prompt_header_read does.
+/* Read the header at the end of the segment, which the window does not have whole, to
+ * `room`, `*bytes` and `*header` as mls_prompt_header_read does; header->header_bytes is
+ * the length that the window shows, or 0. A long header that is invalid reduces the
+ * effort.
  * MLS_E_CHECKSUM too if the effort is used up. */
 static mls_code read_long(scan *s, unsigned char *room, unsigned char **bytes,
                           mls_prompt_header *header, mls_status *st)
@@ -158,7 +160,7 @@ static mls_code read_long(scan *s, unsigned char *room, unsigned char **bytes,
 
 /* Enter the records whose headers are in `window`, the `bytes` bytes of the segment from
  * its end on. Sets `*done` at the first invalid header; otherwise the next window may
- * have more. */
+ * have more. MLS_E_IO, MLS_E_MEMORY, MLS_E_SIZE (too many records). */
 static mls_code scan_window(scan *s, const unsigned char *window, size_t bytes,
                             bool *done, mls_status *st)
 {

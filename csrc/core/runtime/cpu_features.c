@@ -142,7 +142,7 @@ mls_code mls_cpu_choose(const char *name, mls_cpu *out, mls_status *st)
 #if defined(__linux__)
 
 /* Read the first line of the file `name` in the sysfs folder of cache number `index` into
- * `text`, which has `room` bytes. Returns false if the file does not exist. */
+ * `text`, which has `room` bytes. Returns false if it cannot be read. */
 static bool read_cache_file(int index, const char *name, char *text, int room)
 {
     char path[80];

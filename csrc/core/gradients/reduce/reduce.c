@@ -45,7 +45,8 @@ static size_t parts_of(mls_dtype dtype)
     return dtype == MLS_C64 ? 2 : 1;
 }
 
-/* Return whether mls_accumulate can add to such an array and mls_scale can scale it. */
+/* Return whether a dtype is a float of 16 bits or more, or complex: mls_accumulate adds
+ * to it with a scale, and mls_scale can scale it. */
 static bool is_summed(mls_dtype dtype)
 {
     return (int)part_of(dtype) < MLS_CONVERTIBLE;
@@ -108,6 +109,7 @@ static mls_sum_squares_kernel sum_squares_kernel(const mls_reduce_kernels *k,
 
 typedef struct job job;
 
+/* Computes `n` items of the job's output, from item `start` on. */
 typedef void (*job_step)(const job *j, size_t start, size_t n);
 
 struct job {
@@ -120,14 +122,14 @@ struct job {
     unsigned char *out;
     mls_squares_kernel squares;         /* NULL: no norm partial is computed */
     mls_sum_squares_kernel sum_squares; /* NULL: run the step, then `squares` */
-    mls_reduce_kernel reduce;
+    mls_reduce_kernel reduce;           /* of reduce_step, which reads `sources` */
     const void *const *sources;
     size_t source_count;
-    mls_add_kernel add;
+    mls_add_kernel add; /* of add_step, which reads `src` */
     const unsigned char *src;
-    size_t src_item;
-    mls_scale_kernel scale;
-    double number; /* divisor, scale or factor */
+    size_t src_item;        /* bytes of an item of `src` */
+    mls_scale_kernel scale; /* of scale_step */
+    double number;          /* divisor, scale or factor */
 };
 
 /* Return a job without a step, over the `count` elements of this dtype at `out`.
@@ -162,8 +164,8 @@ static uint64_t count_nonfinite(const job *j, double squares, const unsigned cha
                              : mls_reduce_nonfinite(j->dtype, at, n / parts_of(j->dtype));
 }
 
-/* Compute items `start` .. `start + n` of the output, one block, and return their sum of
- * squares; in one pass if a kernel can. */
+/* Compute `n` items of the output from item `start` on, one block, and return their sum
+ * of squares; in one pass if a kernel can. */
 static double block_squares(const job *j, size_t start, size_t n)
 {
     if (j->sum_squares != NULL) {
@@ -379,7 +381,7 @@ mls_code mls_reduce_check_arrays(const mls_tensor *const *sources, size_t count,
     return MLS_OK;
 }
 
-/* Step of a job: reduce items `start` .. `start + n` of all sources. */
+/* Step of a job: reduce `n` items of all sources, from item `start` on. */
 static void reduce_step(const job *j, size_t start, size_t n)
 {
     j->reduce(j->out, j->sources, j->source_count, start, n, j->number);
@@ -740,13 +742,14 @@ static void run_in_place(mls_cpu cpu, mls_pool *pool, job *j, const mls_tensor *
 
 /* ---- dst += scale * src, t *= factor, norm partials ---- */
 
-/* Step of a job: add scale * src to items `start` .. `start + n` of the output. */
+/* Step of a job: add scale * src to `n` items of the output, from item `start` on. */
 static void add_step(const job *j, size_t start, size_t n)
 {
     j->add(j->out + start * j->item, j->src + start * j->src_item, n, j->number);
 }
 
-/* Step of a job: multiply items `start` .. `start + n` of the output by the factor. */
+/* Step of a job: multiply `n` items of the output, from item `start` on, by the
+ * factor. */
 static void scale_step(const job *j, size_t start, size_t n)
 {
     j->scale(j->out + start * j->item, n, j->number);

@@ -37,8 +37,9 @@ MLS_INLINED void prefetch_bytes(const void *address, size_t bytes)
 }
 
 /* Prefetches the items of a later step, while this step reads `bytes` bytes at
- * `address`: AHEAD bytes further line by line, or, with `pages`, only the first line of
- * the next page, once in each page. */
+ * `address`: AHEAD bytes further line by line. With `pages`, the processor prefetches
+ * well within a page (mls_cpu_follows_runs), so only the first line of the next page is
+ * prefetched, once in each page. */
 MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool pages)
 {
     if (!pages) {
@@ -72,10 +73,10 @@ MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_t count
     }
 }
 
-/* Sums items `start` .. `end` of `count` sources, and divides by `divisor` if `divides`;
- * only whole steps of TOGETHER registers. Returns the first item that is left. `load`
- * reads items of `from_bytes` bytes, `store` writes items of `to_bytes` bytes. `count`
- * and `divides` are constants. */
+/* Sums items `start` to before `end` of `count` sources, and divides by `divisor` if
+ * `divides`; only whole steps of TOGETHER registers. Returns the first item that is left.
+ * `load` reads items of `from_bytes` bytes, `store` writes items of `to_bytes` bytes.
+ * `count` and `divides` are constants. */
 MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources, size_t count,
                              size_t start, size_t end, float divisor, bool divides,
                              size_t from_bytes, size_t to_bytes, floats_function load,
