@@ -434,7 +434,8 @@ static void enter_all(mls_prompt_append *append)
 }
 
 /* Write the headers, make all durable, and enter the records. Room in the index is
- * reserved first (a record and its parent): nothing can fail after the sync. */
+ * reserved first (a record and its parent): nothing can fail after the sync. Without
+ * records, only release `append`. */
 mls_code mls_prompt_append_commit(mls_prompt_append *append, mls_status *st)
 {
     mls_prompt_log *log = append->log;

@@ -258,7 +258,8 @@ void mls_prompt_append_abort(mls_prompt_append *append);
 /* ---- prompt_reclaim.c: for the writer ---- */
 
 /* Evict and compact until `bytes` more bytes fit into `max_bytes`, and set `*fits` to
- * whether they do. Entries that are flagged MLS_PROMPT_KEPT stay. MLS_E_IO, MLS_E_MEMORY,
+ * whether they do. Entries that are flagged MLS_PROMPT_KEPT stay; an eviction clears the
+ * flags. If `bytes` exceeds `max_bytes`, nothing is evicted. MLS_E_IO, MLS_E_MEMORY,
  * MLS_E_SIZE. */
 mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes,
                               bool *fits, mls_status *st);

@@ -369,7 +369,8 @@ static void note_use(search *s)
 }
 
 /* One attempt of a search: propose with `state` held, check without it. Sets `*damaged`
- * if a proposal is damaged. */
+ * if a proposal is damaged; otherwise records the use of the records. MLS_E_IO,
+ * MLS_E_MEMORY, MLS_E_SIZE. */
 static mls_code find_records(search *s, bool *damaged, mls_status *st)
 {
     mls_prompt_log *log = s->log;

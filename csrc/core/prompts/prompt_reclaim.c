@@ -526,8 +526,8 @@ mls_code mls_prompt_write_notes(mls_prompt_log *log, const mls_prompt_note *note
     return code;
 }
 
-/* Return the number of records below each entry, by its number. The caller frees it.
- * NULL: memory ran out. */
+/* Return how many records have each entry as parent, by the entry's number. The caller
+ * frees the list. NULL: memory ran out. */
 static uint32_t *count_children(const mls_prompt_index *index)
 {
     uint32_t *children = mls_alloc(index->count, sizeof *children);
@@ -541,9 +541,10 @@ static uint32_t *count_children(const mls_prompt_index *index)
     return children;
 }
 
-/* Write the notes for the records `hits` of a match that `operation` changes to `out`,
- * and return their number. From the last record to the first, so that a parent loses its
- * children before it is examined; `children` is from count_children. */
+/* Write a note to `out` for each of the `count` records, with indices `hits` in a match,
+ * that `operation` changes, and return the number of notes. From the last record to the
+ * first, so that a parent loses its children before it is examined; `children` is from
+ * count_children. */
 static size_t choose_notes(mls_prompt_log *log, const mls_prompt_match *match,
                            const size_t *hits, size_t count,
                            mls_prompt_operation operation, uint32_t *children,

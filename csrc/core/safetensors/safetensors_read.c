@@ -388,8 +388,8 @@ static mls_code fail_checksum(header_reader *r, const char *problem)
 }
 
 /* Compare the header with its checksum, computed over the bytes in the file with zeros
- * for its own digits. The digits must be 8 plain characters: an escape would shift the
- * bytes after them.
+ * for its own digits, and store it in the file's header_crc. The digits must be 8 plain
+ * characters: an escape would shift the bytes after them.
  * MLS_E_CHECKSUM. */
 static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
 {
