@@ -346,7 +346,9 @@ static inline mls_code add_node(json_parser *p, mls_json_type type, size_t at)
     return MLS_OK;
 }
 
-/* Add a container and open it. Its `next` is its parent until close_container. */
+/* Add the container at p->at, open it, and move p->at behind its bracket. Its `next` is
+ * its parent until close_container. The keys of an object are guessed from `seen`.
+ * MLS_E_FORMAT: too many levels or values. MLS_E_MEMORY. */
 static mls_code open_container(json_parser *p, mls_json_type type)
 {
     if (p->depth >= p->limits->depth) {

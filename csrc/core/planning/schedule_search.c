@@ -362,8 +362,10 @@ static mls_code add_offloaded(search *s, const moment *m, outcome *o, uint64_t b
     return MLS_OK;
 }
 
-/* Tries to save block i for its backward pass. A separate output is dropped first,
- * because making it twice is invalid. */
+/* Tries to save block i for its backward pass, with and without dropping its input, and,
+ * if offloads are allowed, with an offload right after it. Skipped if the block is done,
+ * or saved already. A separate output is dropped first, because making it twice is
+ * invalid. */
 static mls_code try_save(search *s, const moment *m, size_t i)
 {
     const mls_chain *c = s->chain;
@@ -381,7 +383,8 @@ static mls_code try_save(search *s, const moment *m, size_t i)
 }
 
 /* Tries to load block i for its backward pass, or for an output that is not held; then
- * the output may stay while the rest is offloaded again. */
+ * the output may stay while the rest is offloaded again. Skipped if the block is not on
+ * the host. */
 static mls_code try_load(search *s, const moment *m, size_t i)
 {
     const uint64_t bit = one_bit << i;

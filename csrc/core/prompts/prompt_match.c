@@ -245,8 +245,8 @@ static mls_code keep_header(mls_prompt_hit *hit, const mls_prompt_header *header
     return MLS_OK;
 }
 
-/* Read and compare the header of hit `number`. MLS_E_FORMAT, MLS_E_CHECKSUM: damaged, or
- * not the record of the entry; MLS_E_IO; MLS_E_MEMORY. */
+/* Read and compare the header of hit `number`, and store it in the hit. MLS_E_FORMAT,
+ * MLS_E_CHECKSUM: damaged, or not the record of the entry; MLS_E_IO; MLS_E_MEMORY. */
 static mls_code check_hit(const search *s, size_t number, mls_status *st)
 {
     mls_prompt_hit *hit = &s->match->hits[number];

@@ -278,7 +278,8 @@ static mls_code put_batch(put_work *w, size_t *next, mls_status *st)
 
 /* ---- the put ---- */
 
-/* Allocate and compute keys and headers, and check all items. MLS_E_VALUE, MLS_E_SIZE,
+/* Allocate and compute the keys of the chain and the headers of the items, and check all
+ * items. The caller frees both, also on failure. MLS_E_VALUE, MLS_E_SIZE,
  * MLS_E_MEMORY. */
 static mls_code prepare(put_work *w, mls_status *st)
 {

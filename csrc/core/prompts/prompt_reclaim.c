@@ -189,8 +189,10 @@ static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
     return code;
 }
 
-/* Copy a note of the compacted `segment` if it still matters: to a record in another
- * segment, in its present state. */
+/* Append a copy of a note of the compacted `segment` if it still matters. A deletion
+ * matters if no entry has the key and the deleted record's segment, another one, still
+ * exists: the record would come back. A pin or unpin matters if the record is in another
+ * segment; its present state is written. Errors as mls_prompt_append_notes. */
 static mls_code move_note(mls_prompt_append *append, mls_prompt_note note,
                           uint32_t segment, mls_status *st)
 {
@@ -275,8 +277,8 @@ static mls_code copy_live(mls_prompt_log *log, mls_prompt_file *file, uint64_t l
     return code;
 }
 
-/* Delete the file of a segment that no entry refers to, and remove it from the list.
- * MLS_E_IO. */
+/* Delete the file of a segment that no entry refers to, and remove it from the list. A
+ * missing file counts as deleted. MLS_E_IO: the list is unchanged. */
 static mls_code remove_segment(mls_prompt_log *log, uint32_t number, mls_status *st)
 {
     char name[MLS_PROMPT_NAME];

@@ -278,7 +278,9 @@ static mls_code scan_newest(mls_prompt_log *log, bool skips, bool *changed,
 
 /* ---- the folder ---- */
 
-/* Add segment `number`, unless it is damaged or gone, and enter its records. */
+/* Add segment `number`, which becomes the log's highest, and enter its records. One that
+ * is damaged or gone is left out, which is no error. MLS_E_IO, MLS_E_MEMORY,
+ * MLS_E_SIZE. */
 static mls_code scan_new_segment(mls_prompt_log *log, uint32_t number, mls_status *st)
 {
     const mls_prompt_segment segment = {.number = number, .bytes = MLS_PROMPT_FILE_HEAD};

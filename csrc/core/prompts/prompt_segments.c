@@ -321,7 +321,8 @@ static void write_hint(const mls_prompt_log *log)
     (void)mls_file_write_at(log->store, bytes, sizeof bytes, MLS_PROMPT_HINT, &ignored);
 }
 
-/* Create the next segment, durably. A file that is not complete is deleted again. */
+/* Create the next segment, durably, and store its number as the log's highest and as the
+ * hint for readers. A file that is not complete is deleted again. */
 mls_code mls_prompt_segment_create(mls_prompt_log *log, mls_status *st)
 {
     char name[MLS_PROMPT_NAME];

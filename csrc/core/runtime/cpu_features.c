@@ -55,8 +55,9 @@ enum {
     LEAF7_AVX512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW
 };
 
-/* CPUID reports instructions, XCR0 reports registers. xgetbv exists only if OSXSAVE is
- * set, so OSXSAVE is tested first. */
+/* Return whether this machine can run an instruction set. CPUID reports instructions,
+ * XCR0 reports registers. xgetbv exists only if OSXSAVE is set, so OSXSAVE is tested
+ * first. */
 bool mls_cpu_offers(mls_cpu cpu)
 {
     unsigned a, b, c, d;

@@ -529,7 +529,8 @@ static bool has_zero_stride(const mls_tensor *t)
     return has_zero && !empty;
 }
 
-/* Check the arguments; cheap checks come first. */
+/* Check the arguments of mls_accumulate: shapes, dtypes, scale, then the memory. Cheap
+ * checks come first. */
 mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, double scale,
                               mls_status *st)
 {
@@ -786,7 +787,7 @@ mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
     return MLS_OK;
 }
 
-/* Check dtype, factor, strides and size. */
+/* Check the arguments of mls_scale: dtype, factor, strides and size. */
 mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st)
 {
     const char *name = mls_dtype_of(t->dtype)->name;
@@ -830,8 +831,9 @@ mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double fact
     return MLS_OK;
 }
 
-/* Threads of the pool (NULL: none) share a packed array. An array with more elements than
- * size_t can count has strides of 0; like every unpacked array it is read row by row. */
+/* Add the figures of an array to `partial`. Threads of the pool (NULL: none) share a
+ * packed array. An array with more elements than size_t can count has strides of 0; like
+ * every unpacked array it is read row by row. */
 void mls_norm_partial_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t,
                          mls_norm_partial *partial)
 {
