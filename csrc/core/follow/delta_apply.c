@@ -53,9 +53,9 @@ static inline unsigned char *element_of(const application *a, size_t number, siz
                        : mls_element_at(a->target, number);
 }
 
-/* Write the next `count` values of the delta to the elements `numbers`, and save the old
- * ones in the undo log. The log may be the memory of the values, so an old element
- * waits in `old` until its new value has been read. */
+/* Write the next `count` values of the delta, of `size` bytes each, to the elements
+ * `numbers`, and save the old ones in the undo log. The log may be the memory of the
+ * values, so an old element waits in `old` until its new value has been read. */
 static inline void write_batch(application *a, const size_t *numbers, size_t count,
                                size_t size)
 {

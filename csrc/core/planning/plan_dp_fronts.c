@@ -201,7 +201,8 @@ static void list_by_interval(const solver *v, scratch *w)
     }
 }
 
-/* Fills the front's row of the grid: the value at each entry's memory, or infinity. */
+/* Fills the front's row of the grid: the value at each entry's memory, which is `step`
+ * more than the memory of the entry before, or infinity. */
 static void fill_grid(const mls_plan_front *f, int64_t step, double *row)
 {
     size_t i = 0;
@@ -442,8 +443,8 @@ static void free_scratches(scratch *scratches, size_t count)
     mls_free(scratches);
 }
 
-/* Creates `count` scratches, one for each thread; lists of points grow on use. NULL if
- * memory runs out. */
+/* Creates `count` scratches, one for each thread, for a chain of `blocks` blocks; lists
+ * of points grow on use. NULL if memory runs out. */
 static scratch *new_scratches(size_t count, size_t blocks)
 {
     scratch *all = mls_alloc(count, sizeof *all);

@@ -265,7 +265,9 @@ mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_
                               bool *fits, mls_status *st);
 
 /* Compact the segments whose larger part is dead, and write the index file if it lacks
- * many records. Errors as mls_prompt_append_commit and mls_prompt_index_save. */
+ * many records. `max_bytes`: the log's limit (UINT64_MAX: none), on which the length of a
+ * segment depends; nothing is evicted. Errors as mls_prompt_append_commit and
+ * mls_prompt_index_save. */
 mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status *st);
 
 /* Append notes, durably. Errors as mls_prompt_append_commit; nothing changed then. */

@@ -28,8 +28,8 @@ enum { MODE = 0666, UNINDEXED = 1024, CLOSED = -2 };
 
 /* ---- recency ---- */
 
-/* Open the file `used`, which is created if it is missing. Returns -1 if that fails or it
- * is not a regular file. */
+/* Open the file `used` with the access that `flags` allow (such as O_RDWR); it is created
+ * if it is missing. Returns -1 if that fails or it is not a regular file. */
 static int open_used(const mls_prompt_log *log, int flags)
 {
     struct stat info;

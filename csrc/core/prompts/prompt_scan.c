@@ -14,8 +14,8 @@ enum { WINDOW = 16384 }; /* bytes that a scan reads at once: many small records 
 
 /* ---- entries ---- */
 
-/* Add the bytes of an entry's record to the live bytes of its segment, or subtract
- * them. */
+/* Add the bytes of an entry's record to the live bytes of its segment, or subtract them
+ * without `more`. Does nothing if the segment is not listed. */
 static void change_live(mls_prompt_log *log, const mls_prompt_entry *entry, bool more)
 {
     mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);
@@ -44,9 +44,9 @@ static uint32_t require_parent(mls_prompt_log *log, const mls_prompt_header *hea
                : mls_prompt_index_require(&log->index, &header->parent, (uint32_t)start);
 }
 
-/* Add the entry of a record, or change the one with its key: a later record replaces an
- * earlier one. A copy made by a compaction keeps the time of the last use, and whether it
- * is pinned. */
+/* Add the entry of the record at `offset` of `segment`, or change the one with its key: a
+ * later record replaces an earlier one. A copy made by a compaction keeps the time of the
+ * last use, and whether it is pinned. */
 static void enter_record(mls_prompt_log *log, const mls_prompt_segment *segment,
                          uint64_t offset, const mls_prompt_header *header)
 {

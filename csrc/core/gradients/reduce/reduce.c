@@ -58,8 +58,8 @@ static bool is_float(mls_dtype dtype)
     return is_summed(dtype) || mls_dtype_of(dtype)->kind == MLS_KIND_FLOAT8;
 }
 
-/* Return the kernel for a reduction, the scalar one if the instruction set has none;
- * NULL: the reduction is not supported. Only float32 outputs may have another dtype than
+/* Return the kernel for a reduction, the scalar one if the table `k` has none; NULL: the
+ * reduction is not supported. Only float32 outputs may have another dtype than
  * the sources. */
 static mls_reduce_kernel reduce_kernel(const mls_reduce_kernels *k,
                                        const mls_reduction *r)
@@ -133,7 +133,7 @@ struct job {
 };
 
 /* Return a job without a step, over the `count` elements of this dtype at `out`.
- * `wants_norm`: the caller runs it with a norm partial. */
+ * `wants_norm`: the caller runs it with a norm partial, whose kernel is from `k`. */
 static job job_over(const mls_reduce_kernels *k, mls_dtype dtype, void *out, size_t count,
                     bool wants_norm)
 {
