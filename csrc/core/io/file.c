@@ -163,7 +163,7 @@ const mls_file_range *mls_source_range(const mls_source *source, uint64_t offset
 }
 
 /* Read from the file or from the ranges of a source. Copy from range to range until
- * `bytes` bytes are complete; adjacent ranges may share a read. */
+ * `bytes` bytes are complete: one read may need several adjacent ranges. */
 mls_code mls_source_read_at(const mls_source *source, void *data, size_t bytes,
                             uint64_t offset, mls_status *st)
 {

@@ -191,7 +191,8 @@ static mls_code read_store(mls_prompt_log *log, mls_status *st)
 }
 
 /* Open folder and `store`, and read the id. A folder without `store` is not a prompt
- * store (MLS_E_FORMAT), unless `create` makes it one. */
+ * store (MLS_E_FORMAT), unless `create` makes it one. Other errors as
+ * mls_prompt_log_open. On failure the caller closes the files. */
 static mls_code open_files(mls_prompt_log *log, const char *path, bool create,
                            mls_status *st)
 {

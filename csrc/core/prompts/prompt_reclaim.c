@@ -155,7 +155,7 @@ static uint32_t *list_entries(const mls_prompt_log *log, uint32_t number, size_t
 
 /* Append a copy of the record of entry `number`, which is in the segment `file` of
  * `length` bytes; the copy is flagged as moved, and pinned if the entry is. Remove the
- * entry instead if the record is damaged, which is no error. Errors as
+ * entry instead if the record is damaged or another one, which is no error. Errors as
  * mls_prompt_append_copy. */
 static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
                             uint64_t length, uint32_t number, mls_status *st)

@@ -223,7 +223,8 @@ static mls_code skip_damage(scan *s, bool *done, mls_status *st)
 
 /* Enter the records from the end of the segment on. With `skips`, the scan continues
  * behind damaged headers. Without, it ends there: at the end of the newest segment that
- * is usually a record that is being written. */
+ * is usually a record that is being written. A file that became shorter is no error.
+ * Errors as scan_window. */
 static mls_code scan_records(scan *s, bool skips, mls_status *st)
 {
     unsigned char window[WINDOW];
@@ -248,7 +249,8 @@ static mls_code scan_records(scan *s, bool skips, mls_status *st)
 }
 
 /* Enter the records that were appended to the newest segment; `skips` as in scan_records.
- * Sets `*changed` if the segment was cut or removed: the log must be read anew. */
+ * Sets `*changed` and returns MLS_OK if the segment was cut, replaced or removed: the log
+ * must be read anew. Errors as scan_window. */
 static mls_code scan_newest(mls_prompt_log *log, bool skips, bool *changed,
                             mls_status *st)
 {
