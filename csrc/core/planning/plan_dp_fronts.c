@@ -1,5 +1,8 @@
 /* plan_dp_fronts: computes the fronts of all segments, diagonal by diagonal.
  *
+ * A segment s .. t is a range of blocks. A restart at k runs s .. k - 1 forward, solves
+ * k .. t above activation k, and then solves s .. k - 1 again (see plan_costs.h).
+ *
  * Segments depend only on shorter ones, so threads share the segments of one length. The
  * value of a choice for some memory is a constant, plus the value of one front at that
  * memory minus a shift, plus the value of a second front for a restart.

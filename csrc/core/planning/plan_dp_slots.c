@@ -1,5 +1,8 @@
 /* plan_dp_slots: fills the table, by diagonals of large tiles.
  *
+ * A segment s .. t is a range of blocks. A restart at k runs s .. k - 1 forward, solves
+ * k .. t above activation k, and then solves s .. k - 1 again (see plan_costs.h).
+ *
  * A segment s .. t needs the segments to its left in the row (s .. k - 1) and below it in
  * the column (k .. t). A large tile first uses complete tiles, in blocks of k. Then its
  * small tiles follow, from the diagonal outwards: each computes a product for the

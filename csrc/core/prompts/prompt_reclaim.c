@@ -1,5 +1,8 @@
 /* prompt_reclaim: free the space of old records, and mark records (pin, unpin, delete).
  *
+ * A record is live while the index has an entry for it. A mark is a note, which is
+ * appended to a segment like a record.
+ *
  * An eviction only removes entries; the bytes are free when the segment is deleted. A
  * segment that is more than half dead is compacted: its live records are appended to
  * the newest segment, and it is deleted. An evicted record may come back when the log is

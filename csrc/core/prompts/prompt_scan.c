@@ -1,4 +1,8 @@
-/* prompt_scan: find the records of the segments. */
+/* prompt_scan: find the records of the segments, and enter them into the index.
+ *
+ * Entering a record adds its entry to the index. A note, in a header without a payload,
+ * is applied instead: it pins, unpins or deletes the record of another header.
+ */
 #include "prompts/prompt_log_state.h"
 
 #include "base/memory.h"

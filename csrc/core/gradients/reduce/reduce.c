@@ -2,9 +2,10 @@
  * threads.
  *
  * All work is a job: a step that computes a range of the output, and the kernels that
- * compute its norm partial while the range is in the L1 cache. A job is divided into
- * blocks, each with its own sum of squares. The blocks' sums are added in order at the
- * end, so no bit depends on the threads.
+ * compute its norm partial (sum of squares, number of elements that are not finite) while
+ * the range is in the L1 cache. A job is divided into blocks, each with its own sum of
+ * squares. The blocks' sums are added in order at the end, so no bit depends on the
+ * threads.
  *
  * A complex number is two float32 items here: jobs count items, and a block has twice as
  * many of them.

@@ -1,8 +1,9 @@
 /* reduce_loops: the kernels of a vector table, for any register width.
  *
  * Private to reduce_avx2.c, reduce_avx512.c and reduce_neon.c, which include one of the
- * headers of simd/ first. Addresses need no alignment. The last items that do not fill a
- * register are handled by the scalar kernels.
+ * headers of simd/ first. Of its types, `floats` is a register of FLOATS float32 numbers,
+ * and `doubles` one of DOUBLES float64 numbers. Addresses need no alignment. The last
+ * items that do not fill a register are handled by the scalar kernels.
  */
 #ifndef MLS_REDUCE_LOOPS_H
 #define MLS_REDUCE_LOOPS_H
@@ -298,7 +299,8 @@ MLS_TARGET static void scale_f64(void *items, size_t n, double factor)
     mls_reduce_scalar.scale[MLS_F64](at, n, factor);
 }
 
-/* ---- norm partials ---- */
+/* ---- norm partials: the sum of squares of a block, in MLS_SQUARE_LANES partial sums,
+ * its lanes ---- */
 
 /* Adds the squares of MLS_SQUARE_LANES items of `bytes` bytes, each to its own lane.
  * `load` converts items to doubles. */
