@@ -48,8 +48,8 @@ const mls_delta_kernels *mls_delta_kernels_of(mls_cpu cpu);
  * of `changed` that differ. The width of the gaps is the one with fewer bytes; 1 if both
  * have equally many. If `crc` is not NULL, it receives the CRC32C of all elements of
  * `changed`. On failure `*out` and `*crc` are untouched.
- * MLS_E_SHAPE, MLS_E_DTYPE: the arrays differ in it, or an array is byte-swapped.
- * MLS_E_MEMORY. */
+ * MLS_E_SHAPE, MLS_E_DTYPE: the arrays differ in it; MLS_E_DTYPE also if an array is
+ * byte-swapped. MLS_E_SIZE: more elements than size_t can count. MLS_E_MEMORY. */
 mls_code mls_delta_encode(const mls_delta_kernels *kernels, const mls_crc_kernels *crc32c,
                           const mls_tensor *base, const mls_tensor *changed,
                           mls_delta *out, uint32_t *crc, mls_status *st);

@@ -13,15 +13,16 @@ enum {
 /* Position in a delta that is applied. */
 typedef struct application {
     mls_delta_reader reader;
-    const unsigned char *values, *values_end;
-    unsigned char *undo; /* or NULL */
+    const unsigned char *values, *values_end; /* the next value; the end of all values */
+    unsigned char *undo; /* the place of the next overwritten element; NULL: no log */
     const mls_tensor *target;
     bool in_order; /* the target's elements are in C order */
 } application;
 
-/* Read the numbers of at most BATCH elements, all below `end`, into `numbers`, and return
- * how many. Ask the processor for their cache lines, which are too far apart for it to
- * foresee them. `size` is the size of an element. */
+/* Read the numbers of the next changed elements, at most BATCH and all below `end`, into
+ * `numbers`, and return how many. If the target is in C order, ask the processor for
+ * their cache lines, which are too far apart for it to foresee them. `gap_bytes`, `size`:
+ * bytes of a unit of the gaps and of an element. */
 static inline size_t read_batch(application *a, size_t end, size_t gap_bytes, size_t size,
                                 size_t *numbers)
 {
@@ -52,8 +53,9 @@ static inline unsigned char *element_of(const application *a, size_t number, siz
                        : mls_element_at(a->target, number);
 }
 
-/* Write the next `count` values of the delta to the elements `numbers`, and save the old
- * ones in the undo log, which may be the memory of the values. */
+/* Write the next `count` values of the delta, of `size` bytes each, to the elements
+ * `numbers`, and save the old ones in the undo log. The log may be the memory of the
+ * values, so an old element waits in `old` until its new value has been read. */
 static inline void write_batch(application *a, const size_t *numbers, size_t count,
                                size_t size)
 {
@@ -71,7 +73,8 @@ static inline void write_batch(application *a, const size_t *numbers, size_t cou
 
 /* Write the elements with numbers below `end`, with an undo log: a batch while the lines
  * of the next one are on their way. The values are counted too: a stream that changed
- * after the check must not lead outside of their memory. */
+ * after the check must not lead outside of their memory. `gap_bytes`, `size`: as in
+ * read_batch. */
 static inline void write_logged(application *a, size_t end, size_t gap_bytes, size_t size)
 {
     size_t numbers[2][BATCH];
@@ -137,6 +140,8 @@ DEFINE_WRITES(16)
 
 typedef void (*write_function)(application *a, size_t end);
 
+/* Return the write function for the widths of a delta. The size of an element is a power
+ * of 2, so its exponent is the second index. */
 static write_function choose_write(const mls_delta *delta)
 {
     static const write_function functions[2][5] = {

@@ -7,7 +7,7 @@
 #    include "base/size.h"
 #    include "simd/avx2.h"
 
-enum { STEP = 2 * WIDTH, SURE = 4 };
+enum { STEP = 2 * WIDTH, SURE = 4 }; /* bytes of two registers; see store_numbers */
 static const uint64_t HIGHEST = (uint64_t)1 << 63; /* a number of 0 has no lowest bit */
 
 MLS_INLINED __m256i load_register(const unsigned char *bytes)

@@ -7,7 +7,7 @@
 typedef struct source {
     mls_delta_reader reader;
     const unsigned char *value; /* of the current element */
-    size_t number, size;
+    size_t number, size;        /* of the current element; bytes of an element */
     bool ended;
 } source;
 
@@ -63,7 +63,8 @@ mls_code mls_delta_compose(const mls_delta *first, const mls_delta *second,
 /* ---- filter ---- */
 
 /* Convert a delta of one part to another part. Walk over the runs of elements that both
- * parts have, and over the changed elements. */
+ * parts have, and over the changed elements. A run is `count` elements that begin at
+ * number `a` of the array of `from` and at number `b` of the array of `to`. */
 mls_code mls_delta_filter(const mls_delta *delta, const mls_part *from,
                           const mls_part *to, mls_delta *out, mls_status *st)
 {

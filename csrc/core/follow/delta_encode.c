@@ -11,8 +11,9 @@ enum {
     CRC_BYTES = 64 << 10 /* of an array, whose checksum is computed at once */
 };
 
-/* Check that two arrays can be compared. MLS_E_SHAPE, MLS_E_DTYPE: they differ, or are
- * byte-swapped. */
+/* Check that two arrays can be compared. MLS_E_SHAPE, MLS_E_DTYPE: they differ in it;
+ * MLS_E_DTYPE also if one is byte-swapped. MLS_E_SIZE: more elements than size_t can
+ * count. */
 static mls_code check_arrays(const mls_tensor *base, const mls_tensor *changed,
                              mls_status *st)
 {
@@ -86,8 +87,8 @@ static void put_block(mls_delta_writer *writer, size_t first, const uint16_t *nu
 typedef struct checksum {
     const mls_crc_kernels *crc32c; /* NULL: not wanted */
     const unsigned char *pending;  /* bytes before the current block, in the cache */
-    size_t bytes;
-    uint32_t sum;
+    size_t bytes;                  /* pending */
+    uint32_t sum;                  /* of the bytes before the pending ones */
 } checksum;
 
 /* Add `bytes` bytes of the array at `block` to the checksum. Blocks that follow each

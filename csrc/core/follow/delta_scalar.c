@@ -22,9 +22,10 @@ static bool same_group(const unsigned char *a, const unsigned char *b)
     return bits == 0;
 }
 
-/* Define compare_SIZE, the kernel (see mls_delta_compare) for elements of `size` bytes,
- * which differ if `x` and `y` are `unequal`. A number is always stored, and counted only
- * if its elements differ: a branch would often be mispredicted. */
+/* Define compare_SIZE, the kernel (see mls_delta_compare) for elements of `size` bytes.
+ * Two elements are read as `x` and `y` of type `type`; they differ if the expression
+ * `unequal` is true. A number is always stored, and counted only if its elements differ:
+ * a branch would often be mispredicted. */
 #define DEFINE_COMPARE(size, type, unequal)                                              \
     static size_t compare_##size(const unsigned char *a, const unsigned char *b,         \
                                  size_t count, uint16_t *numbers)                        \

@@ -172,7 +172,8 @@ static const unsigned char *source_of(const mls_bucket *b, size_t i, size_t of,
 
 /* Reduce this rank's part of every segment. All messages to this rank have the same
  * length, since all senders have the same counts. `out` may be the rank's own part of
- * `data`: the kernels read an element of all sources before they write it. */
+ * `data`: the kernels read an element of all sources before they write it. The stores of
+ * each segment are chosen as for one result of the length of a message. */
 void mls_bucket_reduce(const mls_bucket *b, const mls_kernels *kernels,
                        const unsigned char *received, const void **sources)
 {

@@ -138,8 +138,8 @@ static mls_dtype dtype_of_format(mls_gradient_compression compression)
     return compression == MLS_GRADIENT_COMPRESSION_F16 ? MLS_F16 : MLS_BF16;
 }
 
-/* Decode elements `start` .. `start + count` of a part of n elements into `dst`, from its
- * start on. The position of the INT8 codes, behind the scales of all blocks, follows from
+/* Decode `count` elements of a part of n elements, from element `start` on, to the start
+ * of `dst`. The position of the INT8 codes, behind the scales of all blocks, follows from
  * `n`, even if only some blocks are decoded. */
 void mls_gradient_compression_decode(const mls_kernels *kernels,
                                      mls_gradient_compression compression,
@@ -263,10 +263,10 @@ void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kerne
 }
 
 /* Sum segment `s` over all ranks, in rank order, into `s->out`. The segment begins `at`
- * bytes into each message of `message` bytes. All ranks of a block come before the next
- * block, so that the block stays in the L1 cache. `s->out` may be this rank's part of the
- * array, which is not read any more: `local` holds it as the other ranks would decode
- * it. */
+ * bytes into `local` and into each message of `message` bytes in `received`. All ranks of
+ * a block come before the next block, so that the block stays in the L1 cache. `s->out`
+ * may be this rank's part of the array, which is not read any more: `local` holds it as
+ * the other ranks would decode it. */
 static void sum_segment(const mls_bucket *b, const mls_kernels *kernels,
                         mls_gradient_compression compression, const unsigned char *local,
                         const unsigned char *received, size_t message, size_t at,

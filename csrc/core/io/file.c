@@ -163,7 +163,7 @@ const mls_file_range *mls_source_range(const mls_source *source, uint64_t offset
 }
 
 /* Read from the file or from the ranges of a source. Copy from range to range until
- * `bytes` bytes are complete; adjacent ranges may share a read. */
+ * `bytes` bytes are complete: one read may need several adjacent ranges. */
 mls_code mls_source_read_at(const mls_source *source, void *data, size_t bytes,
                             uint64_t offset, mls_status *st)
 {
@@ -411,7 +411,7 @@ static mls_code resolve_links(const char *path, char **out, mls_status *st)
 
 /* Open the folder that contains `path`; the caller closes `*out`. The folder stays open
  * from here on, so the temporary, the rename and the sync use the same folder even if
- * another process moves it. */
+ * another process moves it. MLS_E_IO, MLS_E_MEMORY. */
 static mls_code open_folder(const char *path, int *out, mls_status *st)
 {
     const size_t length = folder_length(path);
@@ -512,7 +512,9 @@ static mls_code copy_owner_and_mode(int fd, const struct stat *old, mls_status *
 }
 
 /* Examine the target `name` in the open folder of `file`, and create the temporary for
- * it. On failure the caller aborts `file`. `mode` as in mls_atomic_begin. */
+ * it, with the owner and permissions of an existing target. On failure the caller aborts
+ * `file`. `mode` as in mls_atomic_begin. MLS_E_MEMORY: the caller had no memory for the
+ * name, which is NULL. MLS_E_IO, MLS_E_VALUE: as for mls_atomic_begin. */
 static mls_code begin_named(mls_atomic_file *file, unsigned mode, mls_status *st)
 {
     struct stat old;

@@ -223,7 +223,8 @@ static mls_code read_escape(json_parser *p, size_t *write)
 }
 
 /* Move the plain ASCII characters at p->at, up to a quote, a backslash or any other byte,
- * to offset `*write` of the text, and advance both. */
+ * to offset `*write` of the text, and advance both. Eight are examined at a time, until
+ * fewer than eight are plain. */
 static inline void copy_unescaped(json_parser *p, size_t *write)
 {
     char *text = p->doc->text;
@@ -293,7 +294,8 @@ static mls_code fail_memory(json_parser *p)
 }
 
 /* Make room for more nodes; `at` is the offset of the next value, for the message. Grows
- * by half, so that the unused part stays below half of the used part. */
+ * by half, so that the unused part stays below half of the used part. MLS_E_FORMAT: the
+ * limit of values is reached. MLS_E_MEMORY. */
 static mls_code add_room(json_parser *p, size_t at)
 {
     mls_json *doc = p->doc;
@@ -344,7 +346,9 @@ static inline mls_code add_node(json_parser *p, mls_json_type type, size_t at)
     return MLS_OK;
 }
 
-/* Add a container and open it. Its `next` is its parent until close_container. */
+/* Add the container at p->at, open it, and move p->at behind its bracket. Its `next` is
+ * its parent until close_container. The keys of an object are guessed from `seen`.
+ * MLS_E_FORMAT: too many levels or values. MLS_E_MEMORY. */
 static mls_code open_container(json_parser *p, mls_json_type type)
 {
     if (p->depth >= p->limits->depth) {
@@ -419,8 +423,7 @@ static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *
 }
 
 /* Return whether objects `a` and `b` have the same keys in the same order. `b` has
- * members, so the node after each object is its first member once both numbers are
- * equal. */
+ * members. If `a` has as many, the node after each object is its first member. */
 static bool same_keys(const mls_json *doc, mls_json_node a, mls_json_node b)
 {
     bool same = doc->nodes[a].length == doc->nodes[b].length;
@@ -433,8 +436,9 @@ static bool same_keys(const mls_json *doc, mls_json_node a, mls_json_node b)
 
 /* Refuse an object with a duplicate key (MLS_E_FORMAT). Readers disagree on which one
  * counts, so such a file can look harmless to one program and not to another. Lists
- * usually contain objects with equal keys, so an object with the keys of the last one
- * that passed is not sorted. */
+ * usually contain objects with equal keys, so an object with the keys of `seen`, the last
+ * one that passed, is not sorted. One that is sorted and passes becomes `seen`.
+ * MLS_E_MEMORY. */
 static mls_code check_duplicates(json_parser *p, mls_json_node object)
 {
     const mls_json *doc = p->doc;
@@ -474,7 +478,8 @@ static mls_code check_duplicates(json_parser *p, mls_json_node object)
 }
 
 /* Close the open container; p->at is on its closing bracket. Its `next` was the parent
- * and becomes a link to a sibling again. */
+ * and becomes a link to a sibling again. MLS_E_FORMAT: it is an object with a duplicate
+ * key. MLS_E_MEMORY. */
 static mls_code close_container(json_parser *p)
 {
     const mls_json_node closed = p->open;
@@ -601,8 +606,8 @@ static mls_code read_value(json_parser *p, json_state *state)
 }
 
 /* Return whether the next key and its colon equal, byte for byte, the key of member
- * `guess` of the object `seen`; if so, read them. Lists usually contain objects with
- * equal keys. */
+ * `guess` of the object `seen`. If so, read them, and guess the next member; otherwise
+ * stop guessing for this object. Lists usually contain objects with equal keys. */
 static bool match_guessed_key(json_parser *p)
 {
     const mls_json *doc = p->doc;

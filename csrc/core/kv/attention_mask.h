@@ -15,7 +15,8 @@ typedef struct mls_mask_names {
     const char *seq_length, *attention_size, *sinks, *position, *rows;
 } mls_mask_names;
 
-/* The numbers of a mask. */
+/* The numbers of a mask. `position`, of the current token, is only checked: the caller
+ * chooses the rows. */
 typedef struct mls_mask_request {
     int64_t seq_length, attention_size, sinks, position;
     int64_t first_row, end_row; /* the rows to write */

@@ -141,7 +141,8 @@ MLS_INLINED void store_16(void *bytes, __m128i v)
     _mm_storeu_si128((__m128i *)bytes, v);
 }
 
-/* Constants for codes of one width. */
+/* Constants for codes of `bits` bits: the weights and join_* of join_16, split_* and the
+ * factors of split_16. */
 typedef struct code_layout {
     unsigned bits;
     __m128i pair_weights, weights, join_order, join_shift;
@@ -201,7 +202,7 @@ MLS_INLINED __m128i split_16(__m128i string, const code_layout *l)
 
 /* Join `count` codes of l->bits bits, a multiple of 8, one in each byte of `codes`, to a
  * string of bits at `joined`. Full vectors are stored only if 16 bytes fit before `end`,
- * since a store writes more bytes than it has codes for. */
+ * the end of all codes, since a store writes more bytes than it has codes for. */
 MLS_INLINED void join(const unsigned char *codes, size_t count, unsigned char *joined,
                       const unsigned char *end, const code_layout *l)
 {

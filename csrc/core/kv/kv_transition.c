@@ -355,8 +355,9 @@ static size_t end_of_task(const job *j, size_t task)
     return end < j->division.parts ? end : j->division.parts;
 }
 
-/* Return the number of the part to move at `turn`. Fresh memory is written from its end,
- * as in next_part in copy.c. */
+/* Return the number of the part to move at `turn`. Fresh memory is written from its end:
+ * the first store to a huge page makes the system clear it in ascending order, so that
+ * its end is cached and its beginning is not. */
 static size_t part_at(const job *j, size_t turn)
 {
     return j->destination.is_fresh ? j->division.parts - 1 - turn : turn;
@@ -383,9 +384,11 @@ static bool has_row_kernel(const job *j, size_t row)
 }
 
 /* Move the rows of a part (`to` in the target, `bytes` bytes; `from` in the source) with
- * the kernel, which also fills the rest of each row with the pad. It stores past the
- * cache or not, as earlier trials chose. While such a trial runs, moves nothing and
- * returns false: the caller then copies in stages. */
+ * the kernel, which also fills the rest of each row with the pad. `step` is the bytes of
+ * one position. The kernel stores past the cache or not, as the trials of copies have
+ * decided. If they have not decided yet, move nothing and return false; the trial begun
+ * here is dropped unmeasured. The caller then moves the part through its buffer, and the
+ * copy from there is measured. */
 static bool move_rows(const job *j, const mls_tensor *to, const mls_tensor *from,
                       size_t bytes)
 {

@@ -88,7 +88,8 @@ mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
 /* Check that a cache of shape `source` can expand to one of shape `target`: the same rank
  * and the same lengths of all axes but the sequence, which must not be shorter.
  * `axis_name` and `seq_axis` as in mls_kv_find_axis.
- * MLS_E_SHAPE, MLS_E_CAPACITY. */
+ * MLS_E_CAPACITY: the target's sequence is shorter. MLS_E_SHAPE: any other difference, or
+ * an error of mls_kv_find_axis. */
 mls_code mls_kv_check_shapes(int source_rank, const size_t *source, int target_rank,
                              const size_t *target, const char *axis_name,
                              int64_t seq_axis, mls_status *st);

@@ -182,8 +182,9 @@ static size_t slots_that_fit(size_t blocks, size_t slots)
     return slots;
 }
 
-/* Checks the number of slots and the table's size before any allocation. MLS_E_SIZE: the
- * text has the possible number of slots. */
+/* Checks the number of slots and the table's size before any allocation. MLS_E_VALUE:
+ * more than MLS_PLAN_MAX_SLOTS. MLS_E_SIZE: the table is too large; the text has the
+ * possible number of slots. */
 static mls_code check_table(size_t blocks, size_t slots, mls_status *st)
 {
     if (slots > MLS_PLAN_MAX_SLOTS) {
@@ -273,8 +274,9 @@ static mls_code limit_budget(const mls_chain *chain, mls_plan_request *r,
     return code;
 }
 
-/* Writes the schedule that keeps everything, which is the best one. Slots might miss it,
- * because they round sizes up. */
+/* Writes the schedule that keeps everything, which is the best one: saves all blocks,
+ * then runs them backward. Slots might miss it, because they round sizes up.
+ * MLS_E_MEMORY. */
 static mls_code make_unplanned(const mls_chain *chain, mls_plan *out, mls_status *st)
 {
     mls_code code = MLS_OK;

@@ -56,8 +56,9 @@ mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
                        mls_plan *out, mls_status *st);
 void mls_plan_fini(mls_plan *plan); /* accepts a zeroed one; zeroes it */
 
-/* Computes the least budget for which a schedule fits, including activation 0.
- * MLS_E_VALUE, MLS_E_MEMORY, MLS_E_STOPPED as for mls_plan_make. */
+/* Computes the least budget for which a schedule fits, including activation 0, in bytes.
+ * `offload`: offloading is allowed; the chain must have rates then. MLS_E_VALUE,
+ * MLS_E_MEMORY, MLS_E_STOPPED as for mls_plan_make. */
 mls_code mls_plan_least_bytes(const mls_chain *chain, bool offload, mls_poll poll,
                               int64_t *out, mls_status *st);
 

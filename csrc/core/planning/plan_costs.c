@@ -176,7 +176,10 @@ static int64_t min_size(int64_t a, int64_t b)
 }
 
 /* Returns the least memory for blocks s .. t, over all choices for s. `row[i]` is the
- * value of s .. s + i; `column[k]` that of k .. t, for k > s. */
+ * value of s .. s + i; `column[k]` is the value of k .. t, for k > s. A save or an
+ * offload needs room for the blocks after s above the saved tensors of s, or above its
+ * output. A restart at k needs room for k .. t above activation k, for s .. k - 1 again,
+ * and for the forward passes with the held gradient. */
 static int64_t least_of(const mls_plan_costs *c, size_t s, size_t t, const int64_t *row,
                         const int64_t *column)
 {
@@ -289,8 +292,9 @@ enum {
 }; /* what to do with block s; larger values encode the restart point k */
 
 /* Returns the best choice for s .. t within `memory` units above activation s: KEEP,
- * AWAY, or AWAY + k - s for a restart at k. `*best` is its extra seconds, INFINITY if
- * nothing fits. Of equal choices it returns the first, which prefers no recomputation. */
+ * AWAY, or AWAY + k - s for a restart at k. `*best` is its extra seconds (transfers, and
+ * forward passes that run again), INFINITY if nothing fits. Of equal choices it returns
+ * the first, which prefers no recomputation. */
 static size_t choose_option(const tracer *r, size_t s, size_t t, int64_t memory,
                             double *best)
 {

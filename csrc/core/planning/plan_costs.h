@@ -40,9 +40,10 @@ typedef struct mls_plan_costs {
 } mls_plan_costs;
 
 /* Computes the costs of a checked chain, which is not kept. `budget_bytes` includes
- * activation 0. `slots` 0 counts bytes. Free with mls_plan_costs_fini. MLS_E_VALUE: more
- * blocks or slots than the limits above; a negative budget. MLS_E_CAPACITY: a budget
- * below activation 0. MLS_E_MEMORY. */
+ * activation 0. `slots` 0 counts bytes. `offload`: offloading is allowed, if the chain
+ * has rates. Free with mls_plan_costs_fini. MLS_E_VALUE: more blocks or slots than the
+ * limits above; a negative budget. MLS_E_CAPACITY: a budget below activation 0.
+ * MLS_E_MEMORY. */
 mls_code mls_plan_costs_init(mls_plan_costs *out, const mls_chain *chain,
                              int64_t budget_bytes, size_t slots, bool offload,
                              mls_status *st);

@@ -1,5 +1,8 @@
 /* plan_dp_fronts: computes the fronts of all segments, diagonal by diagonal.
  *
+ * A segment s .. t is a range of blocks. A restart at k runs s .. k - 1 forward, solves
+ * k .. t above activation k, and then solves s .. k - 1 again (see plan_costs.h).
+ *
  * Segments depend only on shorter ones, so threads share the segments of one length. The
  * value of a choice for some memory is a constant, plus the value of one front at that
  * memory minus a shift, plus the value of a second front for a restart.
@@ -41,7 +44,9 @@ typedef struct scratch {
     uint16_t *lists; /* for each interval, the options that matter in it */
     size_t counts[GRID];
     double upper[GRID]; /* value of `best` at the interval's beginning */
-    size_t best[GRID];
+    size_t best[GRID];  /* the option that is fastest there; SIZE_MAX: none fits */
+    /* of the current segment; in one interval the envelope of the choices tried so far,
+     * the points of one choice, and the envelope of both */
     points front, segment, added, merged;
 } scratch;
 
@@ -199,7 +204,8 @@ static void list_by_interval(const solver *v, scratch *w)
     }
 }
 
-/* Fills the front's row of the grid: the value at each entry's memory, or infinity. */
+/* Fills the front's row of the grid: the value at each entry's memory, which is `step`
+ * more than the memory of the entry before, or infinity. */
 static void fill_grid(const mls_plan_front *f, int64_t step, double *row)
 {
     size_t i = 0;
@@ -440,8 +446,8 @@ static void free_scratches(scratch *scratches, size_t count)
     mls_free(scratches);
 }
 
-/* Creates `count` scratches, one for each thread; lists of points grow on use. NULL if
- * memory runs out. */
+/* Creates `count` scratches, one for each thread, for a chain of `blocks` blocks; lists
+ * of points grow on use. NULL if memory runs out. */
 static scratch *new_scratches(size_t count, size_t blocks)
 {
     scratch *all = mls_alloc(count, sizeof *all);

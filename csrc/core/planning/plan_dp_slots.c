@@ -1,5 +1,8 @@
 /* plan_dp_slots: fills the table, by diagonals of large tiles.
  *
+ * A segment s .. t is a range of blocks. A restart at k runs s .. k - 1 forward, solves
+ * k .. t above activation k, and then solves s .. k - 1 again (see plan_costs.h).
+ *
  * A segment s .. t needs the segments to its left in the row (s .. k - 1) and below it in
  * the column (k .. t). A large tile first uses complete tiles, in blocks of k. Then its
  * small tiles follow, from the diagonal outwards: each computes a product for the
@@ -35,7 +38,7 @@ typedef struct solver {
     const mls_plan_kernels *kernels;
     mls_plan_table *table;
     mls_poll poll;
-    size_t n, entries;
+    size_t n, entries; /* blocks; values of a segment, one for each number of slots */
     size_t large;    /* segments along each side of a large tile: LARGE, or half of it */
     uint32_t *shift; /* activations, in slots */
     int32_t *need;   /* by mls_plan_cell: first finite entry */
@@ -130,9 +133,10 @@ static void try_restarts(const solver *v, size_t s, size_t t, size_t from, size_
 }
 
 /* Returns the first entry at which a kernel may try a restart at k for the small tile at
- * s, t: valid for every segment of the tile, and a multiple of LANES. Kernels do not
- * check the rules and process whole registers, so the entries before it are computed
- * here. */
+ * s, t: valid for every segment of the tile, and a multiple of LANES. Before `natural`,
+ * both parts are finite for no segment; from `bound` on, the rules allow the restart for
+ * all. Kernels do not check the rules and process whole registers, so the entries before
+ * the result are computed here. */
 static uint32_t begin_of(const solver *v, size_t s, size_t t, size_t k)
 {
     const size_t s_end = mls_size_least(s + SMALL, v->n),

@@ -1,7 +1,11 @@
-/* plan_dp_slots_loops: the loops of a kernel file, which includes a header of simd/,
- * defines COLUMNS, the number of segments along t that are processed together, and names
- * its table with MLS_PLAN_TABLE. Entries that do not fill a register are processed one by
- * one with the same operations.
+/* plan_dp_slots_loops: the loops that lower the seconds of a segment of blocks, for each
+ * number of slots of memory, to the seconds of a better choice: a restart (`tile`, `row`)
+ * or a save (`keep`).
+ *
+ * The kernel file that includes this includes a header of simd/ first, defines COLUMNS,
+ * the number of segments along t (their last block) that are processed together, and
+ * names its table with MLS_PLAN_TABLE. Entries that do not fill a register are processed
+ * one by one with the same operations.
  */
 #ifndef MLS_PLAN_DP_SLOTS_LOOPS_H
 #define MLS_PLAN_DP_SLOTS_LOOPS_H
@@ -75,8 +79,8 @@ MLS_TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
     }
 }
 
-/* Tries all restarts of the job for its tile of segments, entries `from` to before `to`,
- * one register of entries at a time. */
+/* Tries all restarts of the job for its tile of segments, entries j->from to before
+ * j->to, one register of entries at a time. */
 MLS_TARGET static void tile(const mls_plan_tile *j)
 {
     for (size_t m = j->from; m < j->to; m += FLOATS) {
@@ -86,7 +90,8 @@ MLS_TARGET static void tile(const mls_plan_tile *j)
     }
 }
 
-/* Computes c = min(c, a + (b + plus)) for `count` entries. */
+/* Computes c = min(c, a + (b + plus)) for `count` entries: tries one restart for the
+ * segment `c`, with the seconds `a` of its left and `b` of its right part. */
 MLS_TARGET static void row(float *c, const float *a, const float *b, float plus,
                            size_t count)
 {
@@ -102,7 +107,8 @@ MLS_TARGET static void row(float *c, const float *a, const float *b, float plus,
     }
 }
 
-/* Computes c = min(c, b + plus) for `count` entries. */
+/* Computes c = min(c, b + plus) for `count` entries: tries a save, with the seconds `b`
+ * of the blocks after the saved one. */
 MLS_TARGET static void keep(float *c, const float *b, float plus, size_t count)
 {
     const floats more = repeat(plus);

@@ -54,8 +54,9 @@ typedef struct search {
     mls_status *st;
 } search;
 
-/* Bit k of `alone` is activation k; bit i of `saved` and `host` is block i. Activation 0
- * is always held and has no bit. */
+/* The held memory. Bit k of `alone`: activation k, outside of saved tensors; activation 0
+ * is always held and has no bit. Bit i of `saved` and `host`: the saved tensors of block
+ * i, on the device or offloaded to the host. */
 typedef struct state {
     uint64_t alone, saved, host;
     size_t left; /* remaining backward passes */
@@ -64,10 +65,10 @@ typedef struct state {
 /* A node's state while its steps are tried. */
 typedef struct moment {
     state state;
-    uint64_t readable; /* activations that can be read */
-    int64_t live_bytes;
-    uint32_t node;
-    double cost;
+    uint64_t readable;  /* activations that can be read, also inside saved tensors */
+    int64_t live_bytes; /* held on the device */
+    uint32_t node;      /* its number */
+    double cost;        /* of the best path to the node, as is the peak */
     int64_t peak;
 } moment;
 
@@ -361,8 +362,10 @@ static mls_code add_offloaded(search *s, const moment *m, outcome *o, uint64_t b
     return MLS_OK;
 }
 
-/* Tries to save block i for its backward pass. A separate output is dropped first,
- * because making it twice is invalid. */
+/* Tries to save block i for its backward pass, with and without dropping its input, and,
+ * if offloads are allowed, with an offload right after it. Skipped if the block is done,
+ * or saved already. A separate output is dropped first, because making it twice is
+ * invalid. */
 static mls_code try_save(search *s, const moment *m, size_t i)
 {
     const mls_chain *c = s->chain;
@@ -380,7 +383,8 @@ static mls_code try_save(search *s, const moment *m, size_t i)
 }
 
 /* Tries to load block i for its backward pass, or for an output that is not held; then
- * the output may stay while the rest is offloaded again. */
+ * the output may stay while the rest is offloaded again. Skipped if the block is not on
+ * the host. */
 static mls_code try_load(search *s, const moment *m, size_t i)
 {
     const uint64_t bit = one_bit << i;

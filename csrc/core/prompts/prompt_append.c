@@ -153,7 +153,8 @@ static mls_code push_packed(payload_writer *w, const mls_tensor *part, size_t by
     return code;
 }
 
-/* Write the bytes of a part in C order, and set `*out` to its length and checksum. */
+/* Write the bytes of a part in C order, and set `*out` to its length and checksum.
+ * MLS_E_SIZE: it is larger than memory; MLS_E_MEMORY; the errors of flush. */
 static mls_code push_part(payload_writer *w, const mls_tensor *view, mls_prompt_part *out,
                           mls_status *st)
 {
@@ -179,7 +180,7 @@ static mls_code push_part(payload_writer *w, const mls_tensor *view, mls_prompt_
 
 /* Set `*out` to a view of a part, which is fetched from the append's source if it has no
  * data. A fetched part replaces the one before, so that one is written first.
- * MLS_E_STOPPED: the source refused. */
+ * MLS_E_STOPPED: the source refused; the errors of flush. */
 static mls_code fetch_part(payload_writer *w, const mls_tensor *part, mls_tensor *out,
                            mls_status *st)
 {
@@ -196,7 +197,8 @@ static mls_code fetch_part(payload_writer *w, const mls_tensor *part, mls_tensor
                : code;
 }
 
-/* Write zeros up to file offset `end`, the end of the record, and all collected bytes. */
+/* Write all collected bytes, and zeros behind them up to file offset `end`, the end of
+ * the record. Errors as flush. */
 static mls_code push_end(payload_writer *w, uint64_t end, mls_status *st)
 {
     const uint64_t at = w->offset + w->bytes;
@@ -335,7 +337,8 @@ static mls_code copy_payload(mls_prompt_append *append, int fd, uint64_t from,
 
 /* Set `*is_good` to whether the payload of the copied record at append->end has its
  * checksums; if not, the result is MLS_OK too. The copy is verified, and not the
- * original, so the bytes cannot change between check and copy. */
+ * original, so the bytes cannot change between check and copy. MLS_E_MEMORY, MLS_E_IO,
+ * MLS_E_FORMAT: it cannot be read. */
 static mls_code check_copy(mls_prompt_append *append, const mls_prompt_header *header,
                            bool *is_good, mls_status *st)
 {
@@ -431,7 +434,8 @@ static void enter_all(mls_prompt_append *append)
 }
 
 /* Write the headers, make all durable, and enter the records. Room in the index is
- * reserved first (a record and its parent): nothing can fail after the sync. */
+ * reserved first (a record and its parent): nothing can fail after the sync. Without
+ * records, only release `append`. */
 mls_code mls_prompt_append_commit(mls_prompt_append *append, mls_status *st)
 {
     mls_prompt_log *log = append->log;

@@ -193,7 +193,8 @@ typedef struct row_reader {
 } row_reader;
 
 /* Return the next row of `bytes` bytes, or NULL if it cannot be read. Valid until the
- * next call. */
+ * next call. If the buffer lacks a part of it, fill the buffer from the file and add the
+ * new bytes to the checksum. */
 static const unsigned char *next_row(row_reader *r, size_t bytes)
 {
     if (r->filled - r->at < bytes) {

@@ -167,7 +167,8 @@ typedef struct mls_prompt_item {
  * Evicts other records first if the log would exceed `max_bytes`; UINT64_MAX: unlimited.
  * Syncs once for each segment that is written to. On failure, segments that were complete
  * before stay; the rest is as before.
- * MLS_E_VALUE: an item's end is wrong; MLS_E_SIZE: an item or the log is too large;
+ * MLS_E_VALUE: an item's end is wrong, or it has more tokens, parts or meta than a header
+ * may have; nothing is stored then. MLS_E_SIZE: an item or the log is too large;
  * MLS_E_IO; MLS_E_MEMORY; MLS_E_STOPPED. */
 mls_code mls_prompt_put(mls_prompt_log *log, const mls_prompt_prefix *prefix,
                         mls_prompt_item *items, size_t count, uint64_t max_bytes,

@@ -45,24 +45,27 @@ typedef struct mls_prompt_segment {
 
 struct mls_prompt_log {
     int folder, store; /* descriptors; `store` may be open for reading only */
-    int used;          /* -1: not open */
+    int used;          /* descriptor of `used`; -1: not open yet; -2: cannot be opened */
     int refused;       /* errno of opening `store` for writing; 0: it is open so */
-    _Atomic pid_t pid;
+    _Atomic pid_t pid; /* the owner of the mutexes; 0 while a child renews them */
     unsigned char id[MLS_PROMPT_KEY];
     const mls_kernels *kernels;
     const mls_crc_kernels *crc;
     pthread_mutex_t state, writer;
+    /* is_locked: the writer has the lock of the file `store`. is_stale: the log must be
+     * read anew before its next use. is_checked: the records of the last put before this
+     * process wrote were verified. */
     bool is_writing, is_locked, is_stale, is_checked;
     mls_prompt_index index;
     mls_prompt_segment *segments; /* sorted by number */
     size_t segment_count, segment_room, open_files;
-    uint32_t highest; /* number of the newest segment in the folder, valid or not */
-    uint64_t put;     /* number of the last put */
-    uint32_t clock;
+    uint32_t highest;      /* number of the newest segment in the folder, valid or not */
+    uint64_t put;          /* number of the last put */
+    uint32_t clock;        /* counts puts and uses: the time of a use */
     size_t unindexed;      /* records that the index file lacks */
-    uint32_t tail_segment; /* the first record of the last put that the scan found */
-    uint64_t tail_offset;
-    uint64_t index_bytes;    /* length of the index file */
+    uint32_t tail_segment; /* that has the first record of the last put; 0: unknown */
+    uint64_t tail_offset;  /* of that record in it */
+    uint64_t index_bytes;  /* length of the index file */
     uint32_t synced_segment; /* this process made this segment durable, */
     uint64_t synced_bytes;   /* up to here */
 };
@@ -255,13 +258,16 @@ void mls_prompt_append_abort(mls_prompt_append *append);
 /* ---- prompt_reclaim.c: for the writer ---- */
 
 /* Evict and compact until `bytes` more bytes fit into `max_bytes`, and set `*fits` to
- * whether they do. Entries that are flagged MLS_PROMPT_KEPT stay. MLS_E_IO, MLS_E_MEMORY,
+ * whether they do. Entries that are flagged MLS_PROMPT_KEPT stay; an eviction clears the
+ * flags. If `bytes` exceeds `max_bytes`, nothing is evicted. MLS_E_IO, MLS_E_MEMORY,
  * MLS_E_SIZE. */
 mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes,
                               bool *fits, mls_status *st);
 
 /* Compact the segments whose larger part is dead, and write the index file if it lacks
- * many records. Errors as mls_prompt_append_commit and mls_prompt_index_save. */
+ * many records. `max_bytes`: the log's limit (UINT64_MAX: none), on which the length of a
+ * segment depends; nothing is evicted. Errors as mls_prompt_append_commit and
+ * mls_prompt_index_save. */
 mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status *st);
 
 /* Append notes, durably. Errors as mls_prompt_append_commit; nothing changed then. */

@@ -112,7 +112,7 @@ static mls_code propose(search *s, uint32_t number, const mls_prompt_key *parent
 }
 
 /* Propose the records of `kind` that end 0 to `count` tokens after the block `parent`,
- * which ends at token `start` of the prompt. */
+ * which ends at token `start` of the prompt. Errors as propose. */
 static mls_code propose_branches(search *s, unsigned kind, const mls_prompt_key *parent,
                                  size_t start, size_t count, mls_status *st)
 {
@@ -149,7 +149,7 @@ static mls_code propose_kinds(search *s, const mls_prompt_key *parent, size_t st
 }
 
 /* Propose the chain of blocks of the prompt as far as the index has it, and the records
- * that branch off from it. */
+ * that branch off from it. Errors as propose. */
 static mls_code propose_chain(search *s, mls_status *st)
 {
     const mls_prompt_prefix *prefix = s->prefix;
@@ -245,8 +245,8 @@ static mls_code keep_header(mls_prompt_hit *hit, const mls_prompt_header *header
     return MLS_OK;
 }
 
-/* Read and compare the header of hit `number`. MLS_E_FORMAT, MLS_E_CHECKSUM: damaged, or
- * not the record of the entry; MLS_E_IO; MLS_E_MEMORY. */
+/* Read and compare the header of hit `number`, and store it in the hit. MLS_E_FORMAT,
+ * MLS_E_CHECKSUM: damaged, or not the record of the entry; MLS_E_IO; MLS_E_MEMORY. */
 static mls_code check_hit(const search *s, size_t number, mls_status *st)
 {
     mls_prompt_hit *hit = &s->match->hits[number];
@@ -311,9 +311,10 @@ static bool is_damage(mls_code code)
     return code == MLS_E_FORMAT || code == MLS_E_CHECKSUM;
 }
 
-/* Check all proposals, in the order of the chain, and keep the good ones. Sets `*damaged`
- * if one is damaged. Those behind a damaged block are dropped: nothing after it can be
- * restored. */
+/* Check all proposals, in the order of the chain, and keep the good ones; set the length
+ * of the match to the end of its last good block. A damaged one sets `*damaged`, is
+ * listed in the match, and loses its entry. Those behind a damaged block are dropped:
+ * nothing after it can be restored. MLS_E_IO, MLS_E_MEMORY. */
 static mls_code check_hits(search *s, bool *damaged, mls_status *st)
 {
     mls_prompt_match *match = s->match;
@@ -368,7 +369,8 @@ static void note_use(search *s)
 }
 
 /* One attempt of a search: propose with `state` held, check without it. Sets `*damaged`
- * if a proposal is damaged. */
+ * if a proposal is damaged; otherwise records the use of the records. MLS_E_IO,
+ * MLS_E_MEMORY, MLS_E_SIZE. */
 static mls_code find_records(search *s, bool *damaged, mls_status *st)
 {
     mls_prompt_log *log = s->log;

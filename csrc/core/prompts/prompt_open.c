@@ -86,7 +86,8 @@ static mls_code check_empty(const mls_prompt_log *log, mls_status *st)
                                "not a prompt store, and not empty: pass another folder");
 }
 
-/* Write the file `store` with a new random id, atomically. */
+/* Write the file `store` with a new random id, atomically. Errors as
+ * mls_file_replace_at. */
 static mls_code write_store(const mls_prompt_log *log, mls_status *st)
 {
     unsigned char bytes[MLS_PROMPT_FILE_HEAD];
@@ -101,7 +102,7 @@ static mls_code write_store(const mls_prompt_log *log, mls_status *st)
 
 /* Create the file `store` unless another process has. The folder is locked meanwhile, so
  * that two processes do not create two stores. A file system without such locks gets
- * none. */
+ * none. MLS_E_FORMAT: the folder is not empty; errors as mls_file_replace_at. */
 static mls_code create_store(const mls_prompt_log *log, mls_status *st)
 {
     const bool is_locked = flock(log->folder, LOCK_EX) == 0;
@@ -173,7 +174,8 @@ static mls_code open_store(mls_prompt_log *log, mls_status *st)
                : mls_fail(st, MLS_E_FORMAT, "`store` is not a regular file");
 }
 
-/* Read the head of `store`, and set the log's id. */
+/* Read the head of `store`, and set the log's id. MLS_E_IO; MLS_E_FORMAT: it is damaged,
+ * of a newer version or no store. */
 static mls_code read_store(mls_prompt_log *log, mls_status *st)
 {
     unsigned char bytes[MLS_PROMPT_FILE_HEAD];
@@ -189,7 +191,8 @@ static mls_code read_store(mls_prompt_log *log, mls_status *st)
 }
 
 /* Open folder and `store`, and read the id. A folder without `store` is not a prompt
- * store (MLS_E_FORMAT), unless `create` makes it one. */
+ * store (MLS_E_FORMAT), unless `create` makes it one. Other errors as
+ * mls_prompt_log_open. On failure the caller closes the files. */
 static mls_code open_files(mls_prompt_log *log, const char *path, bool create,
                            mls_status *st)
 {

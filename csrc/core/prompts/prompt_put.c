@@ -221,7 +221,7 @@ static size_t choose_batch(put_work *w, size_t first, uint64_t limit, uint64_t *
 }
 
 /* Append the items first .. end - 1 with result 1, which have `bytes` bytes, and commit
- * them. */
+ * them; `limit` as in mls_prompt_append_begin. On failure none of them is stored. */
 static mls_code write_batch(put_work *w, size_t first, size_t end, uint64_t bytes,
                             uint64_t limit, mls_status *st)
 {
@@ -278,7 +278,8 @@ static mls_code put_batch(put_work *w, size_t *next, mls_status *st)
 
 /* ---- the put ---- */
 
-/* Allocate and compute keys and headers, and check all items. MLS_E_VALUE, MLS_E_SIZE,
+/* Allocate and compute the keys of the chain and the headers of the items, and check all
+ * items. The caller frees both, also on failure. MLS_E_VALUE, MLS_E_SIZE,
  * MLS_E_MEMORY. */
 static mls_code prepare(put_work *w, mls_status *st)
 {

@@ -60,7 +60,8 @@ static mls_code read_vectors(part_reader *r, struct iovec *vectors, int count,
     return MLS_OK;
 }
 
-/* Read the bytes of a part into all runs of a view, several in one call. */
+/* Read the bytes of a part into all runs of a view, several in one system call. Errors as
+ * read_vectors. */
 static mls_code read_runs(part_reader *r, mls_payload_runs *runs, mls_status *st)
 {
     struct iovec vectors[VECTORS];

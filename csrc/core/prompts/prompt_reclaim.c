@@ -1,4 +1,7 @@
-/* prompt_reclaim: free the space of old records.
+/* prompt_reclaim: free the space of old records, and mark records (pin, unpin, delete).
+ *
+ * A record is live while the index has an entry for it. A mark is a note, which is
+ * appended to a segment like a record.
  *
  * An eviction only removes entries; the bytes are free when the segment is deleted. A
  * segment that is more than half dead is compacted: its live records are appended to
@@ -28,8 +31,8 @@ enum { MODE = 0666, UNINDEXED = 1024, CLOSED = -2 };
 
 /* ---- recency ---- */
 
-/* Open the file `used`, which is created if it is missing. Returns -1 if that fails or it
- * is not a regular file. */
+/* Open the file `used` with the access that `flags` allow (such as O_RDWR); it is created
+ * if it is missing. Returns -1 if that fails or it is not a regular file. */
 static int open_used(const mls_prompt_log *log, int flags)
 {
     struct stat info;
@@ -108,7 +111,8 @@ static void merge_uses(mls_prompt_log *log)
 /* ---- sizes ---- */
 
 /* Return the bytes of the log's files except `used`. The index file counts with its
- * present length, or with the one of the next save. */
+ * present length, or with the one of the next save if that is longer: 88 bytes, 24 for
+ * each segment and 44 for each entry (see prompt_index_file.c). */
 uint64_t mls_prompt_disk_bytes(const mls_prompt_log *log)
 {
     const uint64_t entries = log->index.count - log->index.removed;
@@ -152,8 +156,10 @@ static uint32_t *list_entries(const mls_prompt_log *log, uint32_t number, size_t
     return numbers != NULL ? numbers : mls_alloc(1, sizeof *numbers);
 }
 
-/* Copy the record of entry `number` from the segment `file` of `length` bytes; remove the
- * entry if the record is damaged. */
+/* Append a copy of the record of entry `number`, which is in the segment `file` of
+ * `length` bytes; the copy is flagged as moved, and pinned if the entry is. Remove the
+ * entry instead if the record is damaged or another one, which is no error. Errors as
+ * mls_prompt_append_copy. */
 static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
                             uint64_t length, uint32_t number, mls_status *st)
 {
@@ -186,8 +192,10 @@ static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
     return code;
 }
 
-/* Copy a note of the compacted `segment` if it still matters: to a record in another
- * segment, in its present state. */
+/* Append a copy of a note of the compacted `segment` if it still matters. A deletion
+ * matters if no entry has the key and the deleted record's segment, another one, still
+ * exists: the record would come back. A pin or unpin matters if the record is in another
+ * segment; its present state is written. Errors as mls_prompt_append_notes. */
 static mls_code move_note(mls_prompt_append *append, mls_prompt_note note,
                           uint32_t segment, mls_status *st)
 {
@@ -244,8 +252,8 @@ static mls_code move_notes(mls_prompt_append *append, mls_prompt_file *file,
 }
 
 /* Append the live records (`live` bytes) and notes of the segment `file` of `length`
- * bytes, whose number is `segment`, to the newest segment; `limit` as in
- * mls_prompt_append_begin. */
+ * bytes, whose number is `segment`, to the newest segment, and commit them; `limit` as in
+ * mls_prompt_append_begin. On failure the newest segment is as before. */
 static mls_code copy_live(mls_prompt_log *log, mls_prompt_file *file, uint64_t length,
                           uint64_t live, uint32_t segment, uint64_t limit, mls_status *st)
 {
@@ -272,8 +280,8 @@ static mls_code copy_live(mls_prompt_log *log, mls_prompt_file *file, uint64_t l
     return code;
 }
 
-/* Delete the file of a segment that no entry refers to, and remove it from the list.
- * MLS_E_IO. */
+/* Delete the file of a segment that no entry refers to, and remove it from the list. A
+ * missing file counts as deleted. MLS_E_IO: the list is unchanged. */
 static mls_code remove_segment(mls_prompt_log *log, uint32_t number, mls_status *st)
 {
     char name[MLS_PROMPT_NAME];
@@ -290,7 +298,8 @@ static mls_code remove_segment(mls_prompt_log *log, uint32_t number, mls_status 
 }
 
 /* Copy the live records of segment `number` to the newest one, and delete it. If it is
- * the newest, it gets a successor first, because it must stay as it is. */
+ * the newest, it gets a successor first, because it must stay as it is. `limit` as in
+ * mls_prompt_append_begin. */
 static mls_code compact_segment(mls_prompt_log *log, uint32_t number, uint64_t limit,
                                 mls_status *st)
 {
@@ -331,7 +340,8 @@ static uint32_t find_mostly_dead(mls_prompt_log *log, uint32_t last)
 }
 
 /* Compact all segments that are mostly dead; the newest too if `newest_too`. Segments
- * that this creates are left alone: one that has only notes is mostly dead. */
+ * that this creates are left alone: one that has only notes is mostly dead. `limit` as in
+ * mls_prompt_append_begin. */
 static mls_code compact_all(mls_prompt_log *log, uint64_t limit, bool newest_too,
                             mls_status *st)
 {
@@ -345,7 +355,8 @@ static mls_code compact_all(mls_prompt_log *log, uint64_t limit, bool newest_too
 }
 
 /* Compact mostly dead segments, and save or pack the index if that pays. The newest
- * segment is not compacted: it still grows. */
+ * segment is not compacted: it still grows. If the file `used` is half full, apply and
+ * empty it. */
 mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status *st)
 {
     mls_code code = compact_all(log, mls_prompt_segment_limit(max_bytes), false, st);
@@ -475,9 +486,9 @@ mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_
     return code;
 }
 
-/* Compacts the newest segment too, and writes the index file, which is then as short as
- * possible. It is no failure if the log does not fit: pinned records may exceed the
- * limit. */
+/* Evict and compact. Compact the newest segment too, and write the index file, which is
+ * then as short as possible. It is no failure if the log does not fit: pinned records may
+ * exceed the limit. `*freed` is set on failure too, to the bytes freed until then. */
 mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *freed,
                           mls_status *st)
 {
@@ -520,8 +531,8 @@ mls_code mls_prompt_write_notes(mls_prompt_log *log, const mls_prompt_note *note
     return code;
 }
 
-/* Return the number of records below each entry, by its number. The caller frees it.
- * NULL: memory ran out. */
+/* Return how many records have each entry as parent, by the entry's number. The caller
+ * frees the list. NULL: memory ran out. */
 static uint32_t *count_children(const mls_prompt_index *index)
 {
     uint32_t *children = mls_alloc(index->count, sizeof *children);
@@ -535,9 +546,10 @@ static uint32_t *count_children(const mls_prompt_index *index)
     return children;
 }
 
-/* Write the notes for the records `hits` of a match that `operation` changes to `out`,
- * and return their number. From the last record to the first, so that a parent loses its
- * children before it is examined; `children` is from count_children. */
+/* Write a note to `out` for each of the `count` records, with indices `hits` in a match,
+ * that `operation` changes, and return the number of notes. From the last record to the
+ * first, so that a parent loses its children before it is examined; `children` is from
+ * count_children. */
 static size_t choose_notes(mls_prompt_log *log, const mls_prompt_match *match,
                            const size_t *hits, size_t count,
                            mls_prompt_operation operation, uint32_t *children,

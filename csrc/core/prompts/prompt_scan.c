@@ -1,4 +1,8 @@
-/* prompt_scan: find the records of the segments. */
+/* prompt_scan: find the records of the segments, and enter them into the index.
+ *
+ * Entering a record adds its entry to the index. A note, in a header without a payload,
+ * is applied instead: it pins, unpins or deletes the record of another header.
+ */
 #include "prompts/prompt_log_state.h"
 
 #include "base/memory.h"
@@ -14,8 +18,8 @@ enum { WINDOW = 16384 }; /* bytes that a scan reads at once: many small records 
 
 /* ---- entries ---- */
 
-/* Add the bytes of an entry's record to the live bytes of its segment, or subtract
- * them. */
+/* Add the bytes of an entry's record to the live bytes of its segment, or subtract them
+ * without `more`. Does nothing if the segment is not listed. */
 static void change_live(mls_prompt_log *log, const mls_prompt_entry *entry, bool more)
 {
     mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);
@@ -44,9 +48,9 @@ static uint32_t require_parent(mls_prompt_log *log, const mls_prompt_header *hea
                : mls_prompt_index_require(&log->index, &header->parent, (uint32_t)start);
 }
 
-/* Add the entry of a record, or change the one with its key: a later record replaces an
- * earlier one. A copy made by a compaction keeps the time of the last use, and whether it
- * is pinned. */
+/* Add the entry of the record at `offset` of `segment`, or change the one with its key: a
+ * later record replaces an earlier one. A copy made by a compaction keeps the time of the
+ * last use, and whether it is pinned. */
 static void enter_record(mls_prompt_log *log, const mls_prompt_segment *segment,
                          uint64_t offset, const mls_prompt_header *header)
 {
@@ -139,8 +143,10 @@ typedef struct scan {
     uint64_t effort; /* see mls_prompt_effort */
 } scan;
 
-/* Read the header at the end of the segment, which is longer than a window, as
- * mls_prompt_header_read does.
+/* Read the header at the end of the segment, which the window does not have whole, to
+ * `room`, `*bytes` and `*header` as mls_prompt_header_read does; header->header_bytes is
+ * the length that the window shows, or 0. A long header that is invalid reduces the
+ * effort.
  * MLS_E_CHECKSUM too if the effort is used up. */
 static mls_code read_long(scan *s, unsigned char *room, unsigned char **bytes,
                           mls_prompt_header *header, mls_status *st)
@@ -158,7 +164,7 @@ static mls_code read_long(scan *s, unsigned char *room, unsigned char **bytes,
 
 /* Enter the records whose headers are in `window`, the `bytes` bytes of the segment from
  * its end on. Sets `*done` at the first invalid header; otherwise the next window may
- * have more. */
+ * have more. MLS_E_IO, MLS_E_MEMORY, MLS_E_SIZE (too many records). */
 static mls_code scan_window(scan *s, const unsigned char *window, size_t bytes,
                             bool *done, mls_status *st)
 {
@@ -221,7 +227,8 @@ static mls_code skip_damage(scan *s, bool *done, mls_status *st)
 
 /* Enter the records from the end of the segment on. With `skips`, the scan continues
  * behind damaged headers. Without, it ends there: at the end of the newest segment that
- * is usually a record that is being written. */
+ * is usually a record that is being written. A file that became shorter is no error.
+ * Errors as scan_window. */
 static mls_code scan_records(scan *s, bool skips, mls_status *st)
 {
     unsigned char window[WINDOW];
@@ -246,7 +253,8 @@ static mls_code scan_records(scan *s, bool skips, mls_status *st)
 }
 
 /* Enter the records that were appended to the newest segment; `skips` as in scan_records.
- * Sets `*changed` if the segment was cut or removed: the log must be read anew. */
+ * Sets `*changed` and returns MLS_OK if the segment was cut, replaced or removed: the log
+ * must be read anew. Errors as scan_window. */
 static mls_code scan_newest(mls_prompt_log *log, bool skips, bool *changed,
                             mls_status *st)
 {
@@ -276,7 +284,9 @@ static mls_code scan_newest(mls_prompt_log *log, bool skips, bool *changed,
 
 /* ---- the folder ---- */
 
-/* Add segment `number`, unless it is damaged or gone, and enter its records. */
+/* Add segment `number`, which becomes the log's highest, and enter its records. One that
+ * is damaged or gone is left out, which is no error. MLS_E_IO, MLS_E_MEMORY,
+ * MLS_E_SIZE. */
 static mls_code scan_new_segment(mls_prompt_log *log, uint32_t number, mls_status *st)
 {
     const mls_prompt_segment segment = {.number = number, .bytes = MLS_PROMPT_FILE_HEAD};

@@ -164,7 +164,8 @@ static void close_older(mls_prompt_log *log)
     }
 }
 
-/* Fail with MLS_E_FORMAT if the file `fd` is a copy of another segment. A damaged head is
+/* Fail with MLS_E_FORMAT if the head of the file `fd` has another number than `number`,
+ * or the id of another store: it is a copy. A damaged head is
  * accepted: each record has checksums, and a key that only this store can make.
  * MLS_E_IO. */
 static mls_code check_head(const mls_prompt_log *log, int fd, uint32_t number,
@@ -321,7 +322,8 @@ static void write_hint(const mls_prompt_log *log)
     (void)mls_file_write_at(log->store, bytes, sizeof bytes, MLS_PROMPT_HINT, &ignored);
 }
 
-/* Create the next segment, durably. A file that is not complete is deleted again. */
+/* Create the next segment, durably, and store its number as the log's highest and as the
+ * hint for readers. A file that is not complete is deleted again. */
 mls_code mls_prompt_segment_create(mls_prompt_log *log, mls_status *st)
 {
     char name[MLS_PROMPT_NAME];

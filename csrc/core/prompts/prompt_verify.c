@@ -24,8 +24,9 @@ static int compare_entries(const void *a, const void *b)
     return x->place < y->place ? -1 : x->place > y->place;
 }
 
-/* Set `*out` to a copy of the `*count` entries with a record, sorted by place: the index
- * may change while they are read. The caller frees it. MLS_E_IO, MLS_E_MEMORY. */
+/* Read the changes of other processes, and set `*out` to a copy of the `*count` entries
+ * with a record, sorted by place: the index may change while they are read. The caller
+ * frees it. MLS_E_IO, MLS_E_MEMORY, MLS_E_SIZE. */
 static mls_code copy_entries(mls_prompt_log *log, mls_prompt_entry **out, size_t *count,
                              mls_status *st)
 {

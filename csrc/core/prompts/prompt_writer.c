@@ -31,7 +31,7 @@ static int sync_newest(mls_prompt_log *log, const mls_prompt_segment *newest, in
 }
 
 /* Cut the bytes after the last complete record off the newest segment, which a killed
- * writer left. MLS_E_IO. */
+ * writer left, and make its records durable. Does nothing without a segment. MLS_E_IO. */
 static mls_code cut_newest(mls_prompt_log *log, mls_status *st)
 {
     char name[MLS_PROMPT_NAME];

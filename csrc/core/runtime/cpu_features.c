@@ -55,8 +55,9 @@ enum {
     LEAF7_AVX512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW
 };
 
-/* CPUID reports instructions, XCR0 reports registers. xgetbv exists only if OSXSAVE is
- * set, so OSXSAVE is tested first. */
+/* Return whether this machine can run an instruction set. CPUID reports instructions,
+ * XCR0 reports registers. xgetbv exists only if OSXSAVE is set, so OSXSAVE is tested
+ * first. */
 bool mls_cpu_offers(mls_cpu cpu)
 {
     unsigned a, b, c, d;
@@ -142,7 +143,7 @@ mls_code mls_cpu_choose(const char *name, mls_cpu *out, mls_status *st)
 #if defined(__linux__)
 
 /* Read the first line of the file `name` in the sysfs folder of cache number `index` into
- * `text`, which has `room` bytes. Returns false if the file does not exist. */
+ * `text`, which has `room` bytes. Returns false if it cannot be read. */
 static bool read_cache_file(int index, const char *name, char *text, int room)
 {
     char path[80];

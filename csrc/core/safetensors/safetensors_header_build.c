@@ -290,7 +290,7 @@ static mls_code fail_text(const mls_json_writer *b, mls_status *st)
  * sorted copy, with `count` pairs; `keys` has the keys of its branch. The first tensor
  * starts at a multiple of `alignment`. Offsets in the text count from the first tensor;
  * the members `offset` become file offsets at the end, when the length of the text is
- * known. */
+ * known. MLS_E_SIZE: the text or the file is too long. MLS_E_MEMORY. */
 static mls_code build_text(mls_header *h, const mls_str_pair *metadata, size_t count,
                            const char *const *keys, size_t alignment, mls_status *st)
 {

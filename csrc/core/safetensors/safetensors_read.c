@@ -100,8 +100,8 @@ static mls_code find_member(header_reader *r, mls_json_node entry, mls_str name,
     return MLS_OK;
 }
 
-/* Read the dtype of a tensor from its `entry` into `t`. Names must match exactly. The
- * bytes of an unknown dtype are opaque. */
+/* Read the dtype of a tensor from its `entry` into `t`, and its offset for messages.
+ * Names must match exactly. The bytes of an unknown dtype are opaque. MLS_E_FORMAT. */
 static mls_code read_dtype(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     mls_json_node node;
@@ -153,9 +153,9 @@ mls_code mls_stored_check(const mls_stored *tensor, mls_status *st)
 }
 
 /* Convert the last axis of a packed dtype from elements to bytes in `shape`, and set the
- * size of `t`. `elements` is the product of all axes that are not empty; `is_empty`: some
- * axis is. The format only demands whole bytes for the whole tensor, so an axis without
- * whole bytes makes the tensor opaque. */
+ * size of `t`. `node` is the shape, for errors (MLS_E_FORMAT); `elements` is the product
+ * of all axes that are not empty; `is_empty`: some axis is. The format only demands whole
+ * bytes for the whole tensor, so an axis without whole bytes makes the tensor opaque. */
 static mls_code pack_last_axis(header_reader *r, mls_json_node node, size_t *shape,
                                size_t elements, bool is_empty, mls_stored *t)
 {
@@ -180,7 +180,7 @@ static mls_code pack_last_axis(header_reader *r, mls_json_node node, size_t *sha
 /* Read the shape of a tensor from its `entry` into `t`, and compute its bytes. The
  * product skips empty axes, as in mls_tensor_init, so that every accepted shape can
  * become an array. A product that fits PTRDIFF_MAX fits a size_t. A tensor of an unknown
- * dtype gets its bytes from its offsets. */
+ * dtype gets its bytes from its offsets. MLS_E_FORMAT. */
 static mls_code read_shape(header_reader *r, mls_json_node entry, mls_stored *t)
 {
     const mls_json *json = r->file.json;
@@ -259,7 +259,7 @@ static mls_code read_offsets(header_reader *r, mls_json_node entry, mls_stored *
 }
 
 /* Read one entry of the header as the next tensor of the file. It is counted only if it
- * is valid. */
+ * is valid. MLS_E_FORMAT. */
 static mls_code read_tensor(header_reader *r, mls_json_node entry)
 {
     mls_stored *t = &r->file.tensors[r->file.count];
@@ -321,7 +321,8 @@ mls_str mls_safetensors_branch(const mls_str_pair *metadata, size_t count)
 }
 
 /* Read a map from strings to strings as the file's metadata. The two checksum entries are
- * kept apart from it, and keys of mlstate get the same name in every branch. */
+ * kept apart from it, and keys of mlstate get the same name in every branch.
+ * MLS_E_FORMAT, MLS_E_MEMORY. */
 static mls_code read_metadata(header_reader *r, mls_json_node node)
 {
     const mls_json *json = r->file.json;
@@ -387,8 +388,8 @@ static mls_code fail_checksum(header_reader *r, const char *problem)
 }
 
 /* Compare the header with its checksum, computed over the bytes in the file with zeros
- * for its own digits. The digits must be 8 plain characters: an escape would shift the
- * bytes after them.
+ * for its own digits, and store it in the file's header_crc. The digits must be 8 plain
+ * characters: an escape would shift the bytes after them.
  * MLS_E_CHECKSUM. */
 static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
 {
@@ -544,7 +545,7 @@ static size_t count_dims(const mls_json *json)
 }
 
 /* Read all entries: tensors and metadata. The arrays are allocated for all entries at
- * once, since the parsed JSON has their number. */
+ * once, since the parsed JSON has their number. MLS_E_FORMAT, MLS_E_MEMORY. */
 static mls_code read_entries(header_reader *r)
 {
     const mls_json *json = r->file.json;
@@ -754,7 +755,7 @@ static mls_code fail_block(const mls_stored *tensor, size_t start, uint32_t chec
 
 /* Read the block at byte `start` of the tensor to `to`, and compare it with its checksum.
  * It is read in parts that stay cached between the system's copy and the checksum, so
- * main memory is read once. */
+ * main memory is read once. MLS_E_IO, MLS_E_FORMAT (the file ends), MLS_E_CHECKSUM. */
 static mls_code read_block(int fd, const mls_stored *tensor, size_t start,
                            const mls_crc_kernels *crc, unsigned char *to, mls_status *st)
 {

@@ -2,9 +2,10 @@
  * threads.
  *
  * All work is a job: a step that computes a range of the output, and the kernels that
- * compute its norm partial while the range is in the L1 cache. A job is divided into
- * blocks, each with its own sum of squares. The blocks' sums are added in order at the
- * end, so no bit depends on the threads.
+ * compute its norm partial (sum of squares, number of elements that are not finite) while
+ * the range is in the L1 cache. A job is divided into blocks, each with its own sum of
+ * squares. The blocks' sums are added in order at the end, so no bit depends on the
+ * threads.
  *
  * A complex number is two float32 items here: jobs count items, and a block has twice as
  * many of them.
@@ -45,7 +46,8 @@ static size_t parts_of(mls_dtype dtype)
     return dtype == MLS_C64 ? 2 : 1;
 }
 
-/* Return whether mls_accumulate can add to such an array and mls_scale can scale it. */
+/* Return whether a dtype is a float of 16 bits or more, or complex: mls_accumulate adds
+ * to it with a scale, and mls_scale can scale it. */
 static bool is_summed(mls_dtype dtype)
 {
     return (int)part_of(dtype) < MLS_CONVERTIBLE;
@@ -57,8 +59,8 @@ static bool is_float(mls_dtype dtype)
     return is_summed(dtype) || mls_dtype_of(dtype)->kind == MLS_KIND_FLOAT8;
 }
 
-/* Return the kernel for a reduction, the scalar one if the instruction set has none;
- * NULL: the reduction is not supported. Only float32 outputs may have another dtype than
+/* Return the kernel for a reduction, the scalar one if the table `k` has none; NULL: the
+ * reduction is not supported. Only float32 outputs may have another dtype than
  * the sources. */
 static mls_reduce_kernel reduce_kernel(const mls_reduce_kernels *k,
                                        const mls_reduction *r)
@@ -108,6 +110,7 @@ static mls_sum_squares_kernel sum_squares_kernel(const mls_reduce_kernels *k,
 
 typedef struct job job;
 
+/* Computes `n` items of the job's output, from item `start` on. */
 typedef void (*job_step)(const job *j, size_t start, size_t n);
 
 struct job {
@@ -120,18 +123,18 @@ struct job {
     unsigned char *out;
     mls_squares_kernel squares;         /* NULL: no norm partial is computed */
     mls_sum_squares_kernel sum_squares; /* NULL: run the step, then `squares` */
-    mls_reduce_kernel reduce;
+    mls_reduce_kernel reduce;           /* of reduce_step, which reads `sources` */
     const void *const *sources;
     size_t source_count;
-    mls_add_kernel add;
+    mls_add_kernel add; /* of add_step, which reads `src` */
     const unsigned char *src;
-    size_t src_item;
-    mls_scale_kernel scale;
-    double number; /* divisor, scale or factor */
+    size_t src_item;        /* bytes of an item of `src` */
+    mls_scale_kernel scale; /* of scale_step */
+    double number;          /* divisor, scale or factor */
 };
 
 /* Return a job without a step, over the `count` elements of this dtype at `out`.
- * `wants_norm`: the caller runs it with a norm partial. */
+ * `wants_norm`: the caller runs it with a norm partial, whose kernel is from `k`. */
 static job job_over(const mls_reduce_kernels *k, mls_dtype dtype, void *out, size_t count,
                     bool wants_norm)
 {
@@ -162,8 +165,8 @@ static uint64_t count_nonfinite(const job *j, double squares, const unsigned cha
                              : mls_reduce_nonfinite(j->dtype, at, n / parts_of(j->dtype));
 }
 
-/* Compute items `start` .. `start + n` of the output, one block, and return their sum of
- * squares; in one pass if a kernel can. */
+/* Compute `n` items of the output from item `start` on, one block, and return their sum
+ * of squares; in one pass if a kernel can. */
 static double block_squares(const job *j, size_t start, size_t n)
 {
     if (j->sum_squares != NULL) {
@@ -379,7 +382,7 @@ mls_code mls_reduce_check_arrays(const mls_tensor *const *sources, size_t count,
     return MLS_OK;
 }
 
-/* Step of a job: reduce items `start` .. `start + n` of all sources. */
+/* Step of a job: reduce `n` items of all sources, from item `start` on. */
 static void reduce_step(const job *j, size_t start, size_t n)
 {
     j->reduce(j->out, j->sources, j->source_count, start, n, j->number);
@@ -527,7 +530,8 @@ static bool has_zero_stride(const mls_tensor *t)
     return has_zero && !empty;
 }
 
-/* Check the arguments; cheap checks come first. */
+/* Check the arguments of mls_accumulate: shapes, dtypes, scale, then the memory. Cheap
+ * checks come first. */
 mls_code mls_accumulate_check(const mls_tensor *dst, const mls_tensor *src, double scale,
                               mls_status *st)
 {
@@ -740,13 +744,14 @@ static void run_in_place(mls_cpu cpu, mls_pool *pool, job *j, const mls_tensor *
 
 /* ---- dst += scale * src, t *= factor, norm partials ---- */
 
-/* Step of a job: add scale * src to items `start` .. `start + n` of the output. */
+/* Step of a job: add scale * src to `n` items of the output, from item `start` on. */
 static void add_step(const job *j, size_t start, size_t n)
 {
     j->add(j->out + start * j->item, j->src + start * j->src_item, n, j->number);
 }
 
-/* Step of a job: multiply items `start` .. `start + n` of the output by the factor. */
+/* Step of a job: multiply `n` items of the output, from item `start` on, by the
+ * factor. */
 static void scale_step(const job *j, size_t start, size_t n)
 {
     j->scale(j->out + start * j->item, n, j->number);
@@ -783,7 +788,7 @@ mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
     return MLS_OK;
 }
 
-/* Check dtype, factor, strides and size. */
+/* Check the arguments of mls_scale: dtype, factor, strides and size. */
 mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st)
 {
     const char *name = mls_dtype_of(t->dtype)->name;
@@ -827,8 +832,9 @@ mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double fact
     return MLS_OK;
 }
 
-/* Threads of the pool (NULL: none) share a packed array. An array with more elements than
- * size_t can count has strides of 0; like every unpacked array it is read row by row. */
+/* Add the figures of an array to `partial`. Threads of the pool (NULL: none) share a
+ * packed array. An array with more elements than size_t can count has strides of 0; like
+ * every unpacked array it is read row by row. */
 void mls_norm_partial_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t,
                          mls_norm_partial *partial)
 {

@@ -1,8 +1,9 @@
 /* reduce_loops: the kernels of a vector table, for any register width.
  *
  * Private to reduce_avx2.c, reduce_avx512.c and reduce_neon.c, which include one of the
- * headers of simd/ first. Addresses need no alignment. The last items that do not fill a
- * register are handled by the scalar kernels.
+ * headers of simd/ first. Of its types, `floats` is a register of FLOATS float32 numbers,
+ * and `doubles` one of DOUBLES float64 numbers. Addresses need no alignment. The last
+ * items that do not fill a register are handled by the scalar kernels.
  */
 #ifndef MLS_REDUCE_LOOPS_H
 #define MLS_REDUCE_LOOPS_H
@@ -37,8 +38,9 @@ MLS_INLINED void prefetch_bytes(const void *address, size_t bytes)
 }
 
 /* Prefetches the items of a later step, while this step reads `bytes` bytes at
- * `address`: AHEAD bytes further line by line, or, with `pages`, only the first line of
- * the next page, once in each page. */
+ * `address`: AHEAD bytes further line by line. With `pages`, the processor prefetches
+ * well within a page (mls_cpu_follows_runs), so only the first line of the next page is
+ * prefetched, once in each page. */
 MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool pages)
 {
     if (!pages) {
@@ -72,10 +74,10 @@ MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_t count
     }
 }
 
-/* Sums items `start` .. `end` of `count` sources, and divides by `divisor` if `divides`;
- * only whole steps of TOGETHER registers. Returns the first item that is left. `load`
- * reads items of `from_bytes` bytes, `store` writes items of `to_bytes` bytes. `count`
- * and `divides` are constants. */
+/* Sums items `start` to before `end` of `count` sources, and divides by `divisor` if
+ * `divides`; only whole steps of TOGETHER registers. Returns the first item that is left.
+ * `load` reads items of `from_bytes` bytes, `store` writes items of `to_bytes` bytes.
+ * `count` and `divides` are constants. */
 MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources, size_t count,
                              size_t start, size_t end, float divisor, bool divides,
                              size_t from_bytes, size_t to_bytes, floats_function load,
@@ -297,7 +299,8 @@ MLS_TARGET static void scale_f64(void *items, size_t n, double factor)
     mls_reduce_scalar.scale[MLS_F64](at, n, factor);
 }
 
-/* ---- norm partials ---- */
+/* ---- norm partials: the sum of squares of a block, in MLS_SQUARE_LANES partial sums,
+ * its lanes ---- */
 
 /* Adds the squares of MLS_SQUARE_LANES items of `bytes` bytes, each to its own lane.
  * `load` converts items to doubles. */
