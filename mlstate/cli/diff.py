@@ -157,7 +157,9 @@ def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
 def _batches(section: int, sides: list[Any], names: list[str] | None = None) -> Iterator[list[str]]:
     """Yield the names of both sides in a section, in batches whose tensors fit the memory.
 
-    `sides`: the two. `names`: patterns of the user; None: all names.
+    The tensors of a batch take at most `_BATCH_BYTES` of memory; a larger one is alone. `section`:
+    number in `_SECTIONS`. `sides`: the two. `names`: patterns of the user; None: all names. Raises
+    if a pattern matches no name of any section.
     """
     every = [list(dict.fromkeys([*sides[0].keys(s), *sides[1].keys(s)])) for s in _NUMBERS]
     chosen = chosen_keys(names, every)[section]

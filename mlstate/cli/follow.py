@@ -165,7 +165,11 @@ def _refuse_loss(folder: str) -> None:
 
 
 def _is_in_next(name: str, stem: str) -> bool:
-    """Return whether the next version of a folder has a file, or needs none; `stem`: of weights."""
+    """Return whether the file `name` of a folder can be replaced by the next version without loss.
+
+    That version has weights whose names begin with `stem`, and copies of other files. It needs
+    neither hidden files nor files of checksums.
+    """
     if name.startswith(".") or name.endswith(CHECKSUMS) or is_copied(name):
         return True
     return weights_root([name]) is not None and stem_of([name]) == stem

@@ -82,9 +82,10 @@ def _size(files: CheckpointFiles, roots: list[str]) -> int:
 
 
 def _roots(files: CheckpointFiles) -> list[str]:
-    """Return the paths of all roots, oldest first.
+    """Return the paths of all roots, the files that each describe one saved step, oldest first.
 
-    The manifest is added if it is damaged, or describes none of them.
+    The manifest, which describes the newest step, is added at the end if it is damaged, or if no
+    other root describes its step.
     """
     roots = files.list_roots()
     names = [root.path for root in roots]

@@ -295,7 +295,7 @@ class Engine(ProcessGroup, ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Return the bytes of all ranks in rank order; with `root`, only that rank gets them."""
+        """Return the bytes of all ranks in rank order; with `root`, the other ranks get None."""
         name = "gather_bytes"
         seconds = None if timeout is None else check_timeout(timeout)
         sent = data if type(data) is bytes else check_bytes(name, data)

@@ -369,6 +369,8 @@ class LocalGroup(Engine):
             The exception of the rank that failed first, with its traceback as a note.
         CollectiveError
             If a process died (the error has its signal), or the timeout expired.
+        ValueError
+            If `world_size` is not 1 to 64, or `timeout` or `start_method` is not allowed.
 
         Notes
         -----

@@ -352,8 +352,10 @@ def _host_group(
 ) -> Any:
     """Run the rendezvous as rank 0, and return rank 0's link to the group.
 
-    `listener` is closed once all ranks have connected. `deadline`: on `time.monotonic`. `seconds`:
-    the whole time limit, for the error. Raises CollectiveError, which the other ranks raise too.
+    After the memory is sent, each rank answers "joined" or an error. Only if all have joined, all
+    get "go". `listener` is closed once all ranks have connected. `deadline`: on `time.monotonic`.
+    `seconds`: the whole time limit, for the error. Raises CollectiveError, which the other ranks
+    raise too.
     """
     import socket
 

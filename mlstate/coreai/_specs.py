@@ -335,7 +335,7 @@ def find_axis(spec: StateSpec, other: StateSpec) -> int | None:
 
     It is the axis that `spec` or `other` has, else the only axis whose lengths differ. None if the
     shapes are equal and neither has a known axis: the state has no sequence, or the context size is
-    the same.
+    the same. For shapes of different rank, which other checks refuse, it is the usual axis.
 
     Raises
     ------

@@ -438,7 +438,10 @@ class DistributedStateCollector:
             return {**same, "verify_replicas": bool(verify_replicas), "the state": manner}
 
         def prepare() -> tuple[StateDict, list[Entry], list[Entry]]:
-            """Return this rank's state and its description; no entries are to be sent alone."""
+            """Return this rank's state, descriptions of its tensors, and an empty list.
+
+            In a broadcast, the list describes the tensors that the root sends.
+            """
             state = _select_tensors(_collect_state(source, model)[0], names)
             return state, describe(state), []
 
@@ -486,10 +489,9 @@ class DistributedStateCollector:
         -----
         Contiguous arrays are sent and received directly, others through messages. Submodules with
         their own load methods, hooks or extra states receive copies, and load them afterwards by
-        these methods. For an object
-        with ``get_state_dict``, the filled state is also passed to its ``load_state_dict``,
-        because the state may be a copy. Autograd treats the writes to tensors like a module's
-        ``load_state_dict``.
+        these methods. For an object with ``get_state_dict``, the filled state is also passed to
+        its ``load_state_dict``, because the state may be a copy. Autograd treats the writes to
+        tensors like a module's ``load_state_dict``.
 
         Examples
         --------

@@ -614,10 +614,11 @@ def open_exchange(
     options: Callable[[], dict[str, Any]],
     prepare: Callable[[], tuple[Any, list[Entry], list[Entry]]],
 ) -> tuple[Any, list[list[Entry]], list[list[Entry]]]:
-    """Check that options agree; then prepare, and exchange entries and sent entries.
+    """Check that options agree; then prepare, and exchange the descriptions of tensors.
 
     `operation`, `timeout`: as for `exchange`. `options` returns this rank's options by name.
-    `prepare` returns a value of this rank, the entries of its state, and those that it sends.
+    `prepare` returns a value of this rank, the entries (descriptions of tensors) of its state, and
+    the entries that it sends.
     Returns the value, and both lists of entries by rank. Options are checked first, because
     `prepare` may need all ranks. If either function fails on a rank, or options differ, every rank
     raises.

@@ -72,7 +72,8 @@ class _Change(NamedTuple):
 
     part: Part
     array: Any
-    steps: list[list[Change]]  # the published changes of successive versions
+    # for each successive version, the published changes of the tensor's parts, in order of parts
+    steps: list[list[Change]]
     final: list[Change]  # of the last version
 
 

@@ -35,6 +35,7 @@ class BucketPlan:
         self.units = dict(units)
         self.accumulate = accumulate
         self.buckets = list(reducer.divide(reversed(self.units.values())))
+        # of all units, for the ranks to compare
         self.digest = plan_digest(self.units.values()) if self.units else b""
         self.terms = [reducer.terms(b[0], accumulate=accumulate) for b in self.buckets]
         # index in `buckets`, by parameter name
