@@ -118,7 +118,8 @@ def _kind(checkpoint: Checkpoint) -> str:
 def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[TensorRecord]:
     """Return the tensors of a checkpoint to list: those that ``--names`` selects, in order.
 
-    The list is empty with ``--summary``; names without a match raise all the same.
+    The list is empty with ``--summary``. Raises TensorNotFoundError for a name without a match,
+    also with ``--summary``.
     """
     tensors = in_order(checkpoint.tensors())
     keys = [[t.key for t in tensors if t.section == section] for section in SECTIONS]

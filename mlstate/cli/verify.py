@@ -240,7 +240,10 @@ def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
 
 
 def _print_all(path: str, verified: list[_Verified]) -> None:
-    """Print a line about all steps of a run, a row for each step, then a row for each problem."""
+    """Print a line about all steps of a run, a row for each step, then a row for each problem.
+
+    `path`: as the user gave it. `verified`: a report on each step.
+    """
     damaged = sum(1 for item in verified if item.report.problems)
     total = count_text(len(verified), "checkpoint")
     result = f"{damaged:,} of {total} damaged" if damaged else f"{total} good"

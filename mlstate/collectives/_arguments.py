@@ -1,7 +1,8 @@
 """Argument checks of all process groups, made before anything is sent.
 
 A wrong argument must fail on the rank that passes it, before the other ranks wait for that rank.
-Wrong types and values raise TypeError or ValueError; mismatches raise `CompatibilityError`.
+Wrong types and values raise TypeError or ValueError; mismatches raise `CompatibilityError`. The
+argument `operation` of a function is the operation's name, such as "all_gather", for its errors.
 """
 
 from __future__ import annotations

@@ -89,7 +89,10 @@ class OperationQueue:
         return work
 
     def _enqueue(self, operation: str, task: Task) -> Work:
-        """Queue a task for the queue's thread, which is started if necessary; return its handle."""
+        """Queue a task for the queue's thread, which is started if necessary; return its `Work`.
+
+        `operation`: its name, for errors.
+        """
         import threading
 
         work = Work(operation, self._rank)
@@ -146,6 +149,10 @@ class Engine(ProcessGroup, ABC):
 
     Sources and targets are memory for the elements of an array: flat arrays in main memory,
     unless the group chooses otherwise.
+
+    Arguments of the operations: `out` is an array for the result, None for a new one. `counts` has
+    the number of rows (indices of the first axis) of each rank. `timeout` is in seconds, None for
+    the group's own. With `async_op`, the operation returns a `Work` at once.
     """
 
     __slots__ = ()

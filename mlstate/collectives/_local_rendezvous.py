@@ -245,10 +245,11 @@ class _Host:
         return _join_error(0, reason)
 
     def gather(self, deadline: float, seconds: float) -> None:
-        """Wait until all ranks have connected; raise CollectiveError at the deadline.
+        """Accept connections and read their ranks, until all ranks have connected.
 
-        Accepts connections and reads their ranks until then. `deadline`: on `time.monotonic`.
-        `seconds`: the whole time limit, for the error.
+        Raises CollectiveError at the deadline, and for ranks that contradict each other; all ranks
+        get that error. `deadline`: on `time.monotonic`. `seconds`: the whole time limit, for the
+        error.
         """
         import select
 
@@ -274,7 +275,7 @@ class _Host:
         """Accept new processes, read their ranks, and drop ranks whose connection has ended.
 
         `ready`: sockets with something to read, the listener or connections. `deadline`: of the
-        rendezvous, on `time.monotonic`.
+        rendezvous, on `time.monotonic`. Raises CollectiveError for a conflict, as `_register_rank`.
         """
         for peer in ready:
             if peer is self._listener:

@@ -158,8 +158,9 @@ class Fields:
     def only(self, number: int, label: str) -> Message | None:
         """Return the payload of the only field with a number; None if there is none.
 
-        A repeated field is refused: protobuf merges the messages or uses the last name, no
-        converter writes one, and attackers exploit readers that disagree about a file.
+        `label` names it in errors. Raises FormatError for a repeated field: protobuf merges the
+        messages or uses the last name, no converter writes one, and attackers exploit readers that
+        disagree about a file.
         """
         messages = self.messages(number, label)
         if len(messages) > 1:

@@ -327,8 +327,9 @@ def states_of_contexts(
 ) -> dict[int, tuple[StateSpecs, ...]] | None:
     """Return the states for each of `sizes`, or None if `source` does not list context sizes.
 
-    Only ANEMLL's meta.yaml lists them. The states of a size are those that `choose_states` returns.
-    Raises CompatibilityError if a size is not in the list.
+    Only ANEMLL's meta.yaml lists them. The states of a size are those that `choose_states` returns
+    for its function, with the same `shared_state`. Raises CompatibilityError if a size is not in
+    the list.
     """
     chunks = find_chunks(source)
     if chunks is None or not chunks.contexts:

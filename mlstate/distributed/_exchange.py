@@ -559,7 +559,7 @@ class Broadcasting(_Transfer):
         """Send the parts that all ranks receive alike; contiguous ones from array to array.
 
         The root sends from `source`, or from `state` if that is None; other ranks receive into
-        `state`.
+        `state`. `jobs`: the transfers, equal on all ranks, each with the root as its peer.
         """
         if self.group.world_size == 1:
             return

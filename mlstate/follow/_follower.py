@@ -343,9 +343,9 @@ class Follower:
     def _find_replaced(self, arrays: Mapping[str, Any]) -> str | None:
         """Return the name of an array that does not have the elements of the version, or None.
 
-        Only an array in other memory than before is read: one in the same memory may have been
-        changed unseen. An array that is missing, new, or of another dtype, shape or part counts
-        too.
+        `arrays`: the present ones by name. Only an array in other memory than before is read: one
+        in the same memory may have been changed unseen. An array that is missing, new, or of
+        another dtype, shape or part counts too.
         """
         state = self._state
         if state.version is None:
