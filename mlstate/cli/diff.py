@@ -70,13 +70,17 @@ class _CheckpointSide:
     """A checkpoint with mapped tensors; sharded, sparse or compressed ones take memory."""
 
     def __init__(self, where: RootPath) -> None:
-        """Read the index of a checkpoint to compare; no tensor is read."""
+        """Read the index of a checkpoint to compare; no tensor is read.
+
+        `where`: its folder, and the path of its root there.
+        """
         self._files, self._root, _ = where
         self.path, files = where.files.path, where.files
         manifest, self._merged_index = files.read_root(
             where.root, lambda manifest: (manifest, files.load_merged_index(manifest))
         )
         self.step, self._generation = manifest.step, manifest.generation
+        # by section and name: the bytes of a tensor, and the memory that it takes
         self._sizes: dict[tuple[str, str], tuple[int, int]] = {}
         self._mmap = files.folder.is_local
         for record in map(TensorRecord._make, self._merged_index.tensors()):

@@ -59,8 +59,9 @@ def add(commands: Commands) -> None:
 def run_follow(arguments: argparse.Namespace) -> int:
     """Write each new version to the folder, without an end.
 
-    With ``--once``, write the newest one and return 0. Otherwise damage and errors of the store are
-    printed once, and it tries again.
+    With ``--once``, write the newest one and return 0; errors are raised, also if nothing is
+    published. Otherwise damage and errors of the store are printed once, and it tries again. Raises
+    ValueError if ``--every`` is not positive.
     """
     if not arguments.every > 0:
         raise ValueError(f"--every must be a positive number of seconds, got {arguments.every}")

@@ -80,7 +80,10 @@ def _shard_data(record: ShardRecord) -> dict[str, Any]:
 
 
 def _shard_rows(record: ShardRecord) -> list[list[str]]:
-    """Return a table row for the shard, and one for each layer of a sparse or compressed shard."""
+    """Return a table row for the shard, and one for each layer of a sparse or compressed shard.
+
+    Hidden bytes of a layer are those that later layers replace.
+    """
     row = [
         f"{record.key} [{record.part}]",
         str(record.rank),

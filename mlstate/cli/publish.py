@@ -115,7 +115,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 def run_prune(arguments: argparse.Namespace) -> int:
     """Delete old versions but the newest ``--keep`` and the ones that they need; return 0.
 
-    Prints a summary.
+    Prints a summary. Raises ValueError if ``--keep`` is below 1.
     """
     if arguments.keep < 1:
         raise ValueError(f"--keep must be 1 or more, got {arguments.keep}")

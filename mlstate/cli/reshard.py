@@ -72,7 +72,10 @@ def _layout(text: str, world_size: int | None) -> Layout:
 
 
 def run_reshard(arguments: argparse.Namespace) -> int:
-    """Write a copy of the checkpoint with the new layout, and print a summary; return 0."""
+    """Write a copy of the checkpoint with the new layout, and print a summary; return 0.
+
+    Raises ValueError for a wrong option, and if the source is a file.
+    """
     if arguments.world_size is not None and arguments.world_size < 1:
         raise ValueError(f"--world-size must be 1 or more, got {arguments.world_size}")
     layout = _layout(arguments.layout, arguments.world_size)

@@ -295,10 +295,11 @@ def _verify_chosen(
 def _verify_any(
     arguments: argparse.Namespace,
 ) -> tuple[list[_Verified], VerifyReport, str, bool]:
-    """Verify the user's path; return reports by root, one on the folder, format, checksums.
+    """Verify the user's path, and repair it if the options ask for that.
 
-    The last is whether the format has checksums. Raises ValueError for options that need steps if
-    the path has none.
+    Returns a report on each checkpoint, one on the whole folder, the name of the format, and
+    whether the format has checksums. Raises ValueError for options that need steps if the path has
+    none.
     """
     number = number_of_step(arguments.path, arguments.step, arguments)
     is_plain = arguments.step is None and not (arguments.repair or arguments.all_steps)

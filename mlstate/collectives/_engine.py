@@ -248,7 +248,10 @@ class Engine(ProcessGroup, ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Send rows to each rank and return those received (see `ProcessGroup`)."""
+        """Send ``counts[r]`` rows to each rank r; return those received, ``out_counts[r]`` from r.
+
+        See `ProcessGroup`. Raises ValueError if only one of `counts` and `out_counts` is given.
+        """
         name = "all_to_all"
         seconds, source = check_timeout(timeout), check_array(name, array)
         rows = check_rows(name, source)

@@ -184,7 +184,8 @@ class LocalGroup(Engine):
     def __init__(self, link: _core.LocalLink, rank: int, world_size: int, timeout: float) -> None:
         """Wrap a link of the core; users call `threads`, `run`, `from_env` or `join` instead.
 
-        `timeout`: seconds, for operations without a timeout.
+        `timeout`: seconds, for operations without a timeout. Raises TypeError if `link` is not a
+        link of the core.
         """
         if not isinstance(link, _core.LocalLink):
             raise TypeError(

@@ -208,7 +208,10 @@ def _read_function(function: Any) -> dict[str, StateSpec]:
 
 
 def _as_spec(name: str, value: Any) -> StateSpec:
-    """Return `value` if it is a spec; if it is a shape, a spec of float16 for the state `name`."""
+    """Return `value` if it is a spec; if it is a shape, a spec of float16 for the state `name`.
+
+    Raises TypeError for another value.
+    """
     if isinstance(value, StateSpec):
         return value
     try:
@@ -226,7 +229,8 @@ def read_functions(source: Source, *, verified: bool = True) -> tuple[_Functions
 
     `source`: in any form that `state_specs` accepts. `verified`: whether to check the hash of an
     ``.aimodel`` folder before Core AI reads it. The default is the function of `StateSpecs`, else
-    the only function, else ``main``.
+    the only function, else ``main``. Raises TypeError for another source, and the errors of
+    `verify` and of the readers.
     """
     functions: _Functions
     if isinstance(source, StateSpecs):

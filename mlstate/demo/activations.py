@@ -101,8 +101,9 @@ def _chain(width: int) -> Chain:
 def _run(schedule: Plan, blocks: Sequence[_Block], x: NDArray) -> int:
     """Run a forward and backward pass by the steps of a plan; the blocks store their gradients.
 
-    `schedule`: the plan. `x`: the input of the first block, (positions, width). Returns the peak
-    memory that NumPy allocated, plus `x`, in bytes.
+    `schedule`: the plan. Its steps are "forward" of a block, "save" (forward that also keeps the
+    hidden values), "drop" of a block's input, and "backward". `x`: the input of the first block,
+    (positions, width). Returns the peak memory that NumPy allocated, plus `x`, in bytes.
     """
     activations: dict[int, NDArray] = {0: x}
     saved: dict[int, NDArray] = {}

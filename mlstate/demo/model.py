@@ -164,7 +164,7 @@ class CharModel:
         `mlstate.kv.create_decode_mask`, gives masked positions no weight; with `attention_size`,
         only that many earlier tokens, and the first `sinks` ones, are read. Both agree up to
         rounding. Logits, (vocabulary,), are bit-identical for every context and memory layout of
-        the cache.
+        the cache. Raises ValueError if both are passed, or if an argument does not fit.
         """
         places = self._check_tokens([token])
         self._check_cache(cache, position, 1)

@@ -166,7 +166,8 @@ def _move(
 ) -> tuple[list[str], bool]:
     """Move one expert of `model`, and its moments in `optimizer`, to a file in `folder` and back.
 
-    Returns the tier of each expert while it was there, and whether all bits are equal afterwards.
+    Returns the tier of each expert, such as "cold" for a file, while that one was there, and
+    whether all bits are equal afterwards.
     """
     names = [f"{kind}.weight" for kind in KINDS]
     name, others = names[2], [*names[:2], names[3]]

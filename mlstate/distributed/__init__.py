@@ -68,7 +68,7 @@ def _collect_torch_state(
 
     None for other objects than a torch module or optimizer. The function is None if the state's
     tensors are the object's own. `model`: the module of an optimizer's parameters, or None. `fill`:
-    the caller will overwrite the state.
+    the caller will overwrite the state. Raises TypeError if `model` is not a module.
     """
     if is_optimizer(source):
         if model is not None and not is_module(model):

@@ -434,7 +434,9 @@ class Follower:
 
         `is_anchor`: whether the first version is loaded whole; the others, or all, are deltas.
         `lineage`: name of their lineage. `newest`: the newest root. `reason`: why another way
-        failed, for a warning; "" if none did. After an error the arrays are restored.
+        failed, for a warning; "" if none did. Raises FormatError or ChecksumError for damage or
+        other tensors, CompatibilityError if the arrays do not fit, and FileNotFoundError if a
+        version was deleted meanwhile. After an error the arrays are restored.
         """
         loaders = [read_version(self._files, version, newest) for version in versions]
         published = [read_changes(loader) for loader in loaders]
