@@ -16,7 +16,10 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate coreai`` and its actions to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate coreai`` and its actions to `commands`.
+
+    Parsed arguments have the function of the action as ``run``.
+    """
     path_help = "an .aimodel folder"
     models = ModelFormat("coreai", "model", path_help, read_functions, plan_transition)
     default = "default: the dynamic or the differing dimension"

@@ -49,7 +49,10 @@ _BATCH_TENSORS = 1024
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate diff`` to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate diff`` to `commands`.
+
+    Parsed arguments have the function of the command as ``run``.
+    """
     help_text = "compare two checkpoints or files, tensor by tensor"
     parser = add_command(commands, "diff", help_text, run_diff, no="they differ")
     parser.add_argument("first", help=PATH_HELP)

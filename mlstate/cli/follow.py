@@ -31,7 +31,10 @@ _CACHES = (".cache", ".huggingface")
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate follow`` to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate follow`` to `commands`.
+
+    Parsed arguments have the function of the command as ``run``.
+    """
     text = "keep a Hugging Face folder at the newest version that a Publisher wrote"
     parser = add_command(commands, "follow", text, run_follow)
     parser.add_argument("path", help="the folder of the versions, or its URL")
@@ -136,7 +139,8 @@ def _warn(text: str) -> None:
 def _write(follower: Follower, arguments: argparse.Namespace) -> None:
     """Replace the user's folder by the follower's version atomically, and print the step.
 
-    After an error the folder is unchanged.
+    After an error the folder is unchanged. Raises StoreError (EEXIST) if it has files that would be
+    lost.
     """
     target = Target.of(local_path(arguments.into))
     source = arguments.files_from

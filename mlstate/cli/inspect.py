@@ -42,7 +42,10 @@ _TEXT = 200  # characters of a JSON value
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate inspect`` to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate inspect`` to `commands`.
+
+    Parsed arguments have the function of the command as ``run``.
+    """
     parser = add_command(commands, "inspect", "list what a checkpoint or a file holds", run_inspect)
     parser.add_argument("path", help=PATH_HELP)
     add_step(parser)

@@ -23,7 +23,10 @@ _TOKENS = 16  # that show prints
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate prompts`` and its actions to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate prompts`` and its actions to `commands`.
+
+    Parsed arguments have the function of the action as ``run``.
+    """
     text = "list, verify and prune the prompts of a store"
     parser = commands.add_parser("prompts", help=text, description=text)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)

@@ -24,7 +24,10 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate publish`` and its actions to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate publish`` and its actions to `commands`.
+
+    Parsed arguments have the function of the action as ``run``.
+    """
     text = "list, verify and delete the versions that a Publisher wrote"
     parser = commands.add_parser("publish", help=text, description=text)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)

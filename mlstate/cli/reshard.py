@@ -27,7 +27,10 @@ _NAMES = tuple(sorted(LAYOUT_NAMES, key="whole".__ne__))  # "whole" first
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate reshard`` to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate reshard`` to `commands`.
+
+    Parsed arguments have the function of the command as ``run``.
+    """
     help_text = "write a checkpoint anew, cut in another way"
     parser = add_command(commands, "reshard", help_text, run_reshard)
     parser.add_argument("source", help="a checkpoint, or a folder of a run or a Hugging Face model")

@@ -52,7 +52,10 @@ class _Verified(NamedTuple):
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate verify`` to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate verify`` to `commands`.
+
+    Parsed arguments have the function of the command as ``run``.
+    """
     help_text = "read every byte of a checkpoint, and report damage"
     parser = add_command(commands, "verify", help_text, run_verify, no="damaged")
     parser.add_argument("path", help=PATH_HELP)

@@ -90,8 +90,9 @@ def _chain(width: int) -> Chain:
     outputs = [n * width * FLOAT for n in rows]
     return Chain(
         forward,
-        [2 * seconds for seconds in forward],
-        outputs,
+        [2 * seconds for seconds in forward],  # of the backward passes
+        outputs,  # bytes of the input and of each block's output
+        # bytes that a block saves for its backward pass, its output included
         [h + o for h, o in zip(hidden, outputs[1:], strict=True)],
         forward_temporary_bytes=hidden,
         backward_temporary_bytes=hidden,
