@@ -56,7 +56,9 @@ def _layout(text: str, world_size: int | None) -> Layout:
     words = text.split(",")
     steps: list[tuple[int | str, int]] = []
     for word in words:
-        parsed = _core.layout_parse(word)  # the (axis, parts) of its cuts, () for "whole"; or None
+        # None: no layout; else the (axis, parts) of its cuts, () for "whole", and whether the word
+        # has the number of parts
+        parsed = _core.layout_parse(word)
         if parsed is None or (not parsed[0] and len(words) > 1):
             kind = word.partition("=")[0].partition(":")[0]
             raise ValueError(

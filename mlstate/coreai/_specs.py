@@ -147,7 +147,8 @@ def _spec(name: str, shape: Shape, dtype: NumpyDType) -> StateSpec:
 def _spec_of_text(path: str, name: str, text: str) -> StateSpec:
     """Return the spec of the state `name` from its text in Core AI's summary of a model.
 
-    `path`: the model, for errors. Raises FormatError for a text that is not as `_STATE`.
+    `path`: the model, for errors. Raises FormatError for a text that is not as `_STATE`, and
+    CompatibilityError for a dtype that is not supported.
     """
     match = _STATE.fullmatch(text)
     if match is None:

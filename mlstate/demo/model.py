@@ -160,8 +160,8 @@ class CharModel:
     ) -> Floats:
         """Run the token at `position`, and return the logits for the character after it.
 
-        Later positions of the cache are neither read nor written. A `mask`, a row of
-        `mlstate.kv.create_decode_mask`, gives masked positions no weight; with `attention_size`,
+        Later positions of the cache are neither read nor written. A `mask`, (1, 1, 1, positions),
+        of `mlstate.kv.create_decode_mask` gives masked positions no weight; with `attention_size`,
         only that many earlier tokens, and the first `sinks` ones, are read. Both agree up to
         rounding. Logits, (vocabulary,), are bit-identical for every context and memory layout of
         the cache. Raises ValueError if both are passed, or if an argument does not fit.

@@ -1,4 +1,10 @@
-"""Follow published versions with arrays in memory; public through `mlstate.follow`."""
+"""Follow published versions with arrays in memory; public through `mlstate.follow`.
+
+A version is an anchor, which has all elements of the tensors, a delta, which has those that changed
+since the version before, or both. Its root is the file that describes it. A lineage is the sequence
+of versions of one publisher until it starts anew. A publisher may publish a tensor in parts, and a
+follower may have other parts.
+"""
 
 from __future__ import annotations
 
@@ -305,7 +311,7 @@ class Follower:
         Raises CompatibilityError for an array that cannot be changed in place, unless there are two
         buffers.
         """
-        values = values_of(self._into, sys.maxsize)
+        values = values_of(self._into, sys.maxsize)  # parts of any number of ranks are accepted
         parts = {name: part_of(name, value) for name, value in values.items()}
         for name, part in () if self._double_buffer else parts.items():
             if not is_torch(part.array) and not part.array.flags.writeable:

@@ -1,4 +1,8 @@
-"""Publish the weights of a trainer as versions in a folder; public through `mlstate.follow`."""
+"""Publish the weights of a trainer as versions in a folder; public through `mlstate.follow`.
+
+The root of a version is the file that describes it; manifest.json describes the newest one. A
+lineage is the sequence of versions of one publisher until it starts anew.
+"""
 
 from __future__ import annotations
 

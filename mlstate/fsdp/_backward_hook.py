@@ -1,4 +1,8 @@
-"""`FSDPBackwardHook`: scatter gradients during the backward pass; public in `mlstate.fsdp`."""
+"""`FSDPBackwardHook`: scatter gradients during the backward pass; public in `mlstate.fsdp`.
+
+To scatter a gradient is to reduce it over the ranks, and to store this rank's part in its sharding
+unit. A unit describes a parameter; the part is its local gradient.
+"""
 
 from __future__ import annotations
 
