@@ -91,7 +91,11 @@ class _Link:
         self._call = group._timeout if call.seconds is None else call.seconds, call.text
 
     def reduce_scatter(self, source: Array, target: Array, rows: list[int], op: str) -> None:
-        """Reduce as a bucket of one array, so that all reductions use the same code of the core."""
+        """Reduce `source` by `op` over the ranks into `target`; rank r gets ``rows[r]`` rows.
+
+        It is reduced as a bucket of one array, so that all reductions use the same code of the
+        core.
+        """
         numbers, out = reals_of(source), reals_of(target)
         segment = numbers, tuple(shares(len(numbers), rows)), out
         kind, divisor = core_reduction(op, self._world_size)
@@ -477,9 +481,10 @@ class LocalGroup(Engine):
     ) -> list[tuple[float, int]]:
         """Reduce a bucket of the core into its outputs, as one operation without copies of arrays.
 
-        Returns the sum of squares and the number of non-finite elements of each output. `text`, a
-        description of the operation, must be equal on all ranks. `timeout`: seconds; None: the
-        group's. `mlstate.fsdp` calls this if a group has it.
+        The bucket has arrays, and memory for this rank's part of each. Returns the sum of squares
+        and the number of non-finite elements of each output. `text`, a description of the
+        operation, must be equal on all ranks. `timeout`: seconds; None: the group's.
+        `mlstate.fsdp` calls this if a group has it.
         """
         seconds = None if timeout is None else check_timeout(timeout)
         call = Call("reduce_scatter", seconds, False, text)

@@ -234,7 +234,11 @@ class DistributedStateCollector:
         return self._group
 
     def _options(self, operation: str, root: int, max_bytes: MemorySize) -> dict[str, Any]:
-        """Check the options that every rank must pass identically, and return them by name."""
+        """Check the options that every rank must pass identically, and return them by name.
+
+        `operation`: name of the method, for errors. Raises TypeError or ValueError for a wrong
+        option of this rank.
+        """
         return {
             "operation": operation,
             "root": check_root(operation, root, self._group.world_size),

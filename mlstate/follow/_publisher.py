@@ -372,7 +372,10 @@ class Publisher:
         return "delta" if has_anchor else "both", self._lineage
 
     def _begin(self, step: int, kind: str, lineage: str) -> tuple[Version, ...]:
-        """Start the lineage if it is new; return the versions before the new one to keep."""
+        """Start `lineage` if it is new; return its versions to keep, without the new version.
+
+        `step`, `kind`: of the new version.
+        """
         if lineage != self._lineage:
             self._lineages.add(lineage)
             self._lineage, self._versions = lineage, ()

@@ -463,6 +463,8 @@ class FSDPBackwardHook:
         GradientMismatchError
             On the rank whose gradient is missing or does not fit. A subclass of `CollectiveError`
             and `ValueError`.
+        TypeError, ValueError
+            If `unit` is not a sharding unit of this rank. Nothing is sent.
 
         Examples
         --------
@@ -505,6 +507,8 @@ class FSDPBackwardHook:
         GradientNamesError
             The same, if the names of the two dicts differ on this rank. A subclass of
             `GradientMismatchError`.
+        TypeError, ValueError
+            If an argument is not a dict, or a unit is not of this rank. Nothing is sent.
 
         Examples
         --------
@@ -580,6 +584,9 @@ class FSDPBackwardHook:
         ------
         CompatibilityError
             If a shape or dtype differs from the local gradient's. No gradient is changed.
+        TypeError, ValueError
+            If an argument is not a dict, a gradient is not an array or tensor, or a unit is not of
+            this rank.
 
         Examples
         --------
@@ -663,8 +670,10 @@ class FSDPBackwardHook:
         Raises
         ------
         ValueError
-            If both dicts of gradients are passed, if `atol` is negative or NaN, or if
-            `unreduced` is passed for minima or maxima.
+            If both dicts of gradients are passed, if `atol` is negative or NaN, if a unit is not
+            of this rank, or if `unreduced` is passed for minima or maxima.
+        TypeError
+            If an argument is not a dict, or a unit is not a sharding unit.
 
         Examples
         --------
