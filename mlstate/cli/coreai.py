@@ -34,7 +34,10 @@ def add(commands: Commands) -> None:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Verify a model and print its hash, or the problem; return 1 if it is damaged, else 0."""
+    """Verify a model and print its hash, or the problem; return 1 if it is damaged, else 0.
+
+    Raises StoreError if it cannot be read. ``--json`` prints a JSON object instead.
+    """
     digest, problem = None, None
     try:
         digest = verify(arguments.model)

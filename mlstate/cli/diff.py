@@ -210,12 +210,15 @@ def _compare(
 
 
 def _number(value: float) -> float | None:
-    """Return a number as a JSON value; None for infinity."""
+    """Return a number as a JSON value; None for infinity and NaN."""
     return value if math.isfinite(value) else None
 
 
 def _diff_data(difference: StateDiff) -> dict[str, Any]:
-    """Return the differences of one section as JSON values."""
+    """Return the differences of one section as JSON values.
+
+    An infinite or NaN number becomes None, which JSON can express.
+    """
 
     def pairs(differing: list[Any]) -> list[dict[str, Any]]:
         return [{"name": name, "first": a, "second": b} for name, a, b in differing]
@@ -271,7 +274,10 @@ def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDif
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    """Compare the two paths and print the differences; return 1 if they differ, else 0."""
+    """Compare the two paths and print the differences; return 1 if they differ, else 0.
+
+    Sections that both lack are not printed. ``--json`` prints a JSON object instead.
+    """
     sides, differences = _diff_paths(arguments)
     identical = all(difference.identical for difference in differences)
     if arguments.json:

@@ -66,7 +66,10 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 
 def run_show(arguments: argparse.Namespace) -> int:
-    """Print one prompt: its key, model, first tokens and entries; return 0."""
+    """Print one prompt: its key, model, first tokens and entries; return 0.
+
+    Raises ValueError unless exactly one prompt has the name. ``--json`` prints all its tokens.
+    """
     with _open(arguments.path) as log:
         prompt = _choose(list_prompts(log, arguments.path), arguments.prompt)
     tokens = prompt.tokens()

@@ -152,7 +152,9 @@ class Engine(ProcessGroup, ABC):
 
     Arguments of the operations: `out` is an array for the result, None for a new one. `counts` has
     the number of rows (indices of the first axis) of each rank. `timeout` is in seconds, None for
-    the group's own. With `async_op`, the operation returns a `Work` at once.
+    the group's own. With `async_op`, the operation returns a `Work` at once. Wrong arguments raise
+    TypeError, ValueError or CompatibilityError before anything is sent; a timeout, another rank's
+    failure or a group that has ended raises CollectiveError.
     """
 
     __slots__ = ()

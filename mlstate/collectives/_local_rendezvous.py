@@ -103,7 +103,7 @@ def _open_listener(address: str) -> socket.socket | None:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket file at `path` if no process listens there, because that was killed."""
+    """Remove the socket file at `path` if its process was killed, so that none listens there."""
     import socket
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

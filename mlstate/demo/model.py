@@ -303,7 +303,10 @@ class CharModel:
         return mask[0, 0, :, :end].astype(np.float32)
 
     def _check_cache(self, cache: Halves, position: int, length: int) -> None:
-        """Raise TypeError or ValueError unless `length` tokens can be written at `position`."""
+        """Raise ValueError unless `length` tokens can be written to `cache` at `position`.
+
+        Raises TypeError if `cache` is not a float16 array.
+        """
         if not isinstance(cache, np.ndarray) or cache.dtype != np.float16:
             kind = getattr(cache, "dtype", type(cache).__name__)
             raise TypeError(f"cache: got {kind}; expected a float16 ndarray, as new_cache() gives")

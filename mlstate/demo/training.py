@@ -78,7 +78,10 @@ class _Task:
 
 
 def _begin(task: _Task) -> tuple[ModelStateDict, OptimizerStateDict]:
-    """Return untrained experts, with weights of zeros, and their Adam moments."""
+    """Return untrained experts and the state of their optimizer, all of zeros.
+
+    The model has a weight for each of `KINDS`; the optimizer has its Adam moments, "m" and "v".
+    """
     model = ModelStateDict(model_type="experts", layer_count=len(KINDS))
     optimizer = OptimizerStateDict.create("adam")
     for kind in KINDS:

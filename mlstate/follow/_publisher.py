@@ -432,7 +432,7 @@ def _changes(base: dict[str, Part], parts: dict[str, Part]) -> dict[str, Change]
     changes: dict[str, Change] = {}
 
     def compare(name: str) -> None:
-        """Store the change of one part in `changes`; several threads may run it."""
+        """Store the change of the part `name` in `changes`; several threads may run it."""
         part, delta = parts[name], None
         if base:
             old, new = base[name].array, part.array
