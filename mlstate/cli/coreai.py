@@ -16,7 +16,10 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate coreai`` and its actions to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate coreai`` and its actions to `commands`.
+
+    Parsed arguments have the function of the action as ``run``.
+    """
     path_help = "an .aimodel folder"
     models = ModelFormat("coreai", "model", path_help, read_functions, plan_transition)
     default = "default: the dynamic or the differing dimension"
@@ -31,7 +34,10 @@ def add(commands: Commands) -> None:
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
-    """Verify a model and print its hash, or the problem; return 1 if it is damaged, else 0."""
+    """Verify a model and print its hash, or the problem; return 1 if it is damaged, else 0.
+
+    Raises StoreError if it cannot be read. ``--json`` prints a JSON object instead.
+    """
     digest, problem = None, None
     try:
         digest = verify(arguments.model)

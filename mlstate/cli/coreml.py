@@ -17,7 +17,10 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate coreml`` and its actions to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate coreml`` and its actions to `commands`.
+
+    Parsed arguments have the function of the action as ``run``.
+    """
     path_help = (
         "a .mlpackage or .mlmodelc folder, or a .mlmodel file; for a model in chunks: a quoted "
         "pattern such as 'model_chunk_*.mlmodelc', paths with commas between them, or a folder "

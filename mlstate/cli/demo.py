@@ -14,7 +14,10 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate demo`` to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate demo`` to `commands`.
+
+    Parsed arguments have the function of the command as ``run``.
+    """
     help_text = "move a language model's cache between real Core ML packages, and watch"
     parser = commands.add_parser("demo", help=help_text, description=help_text)
     parser.add_argument(

@@ -49,7 +49,10 @@ _BATCH_TENSORS = 1024
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate diff`` to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate diff`` to `commands`.
+
+    Parsed arguments have the function of the command as ``run``.
+    """
     help_text = "compare two checkpoints or files, tensor by tensor"
     parser = add_command(commands, "diff", help_text, run_diff, no="they differ")
     parser.add_argument("first", help=PATH_HELP)
@@ -70,13 +73,17 @@ class _CheckpointSide:
     """A checkpoint with mapped tensors; sharded, sparse or compressed ones take memory."""
 
     def __init__(self, where: RootPath) -> None:
-        """Read the index of a checkpoint to compare; no tensor is read."""
+        """Read the index of a checkpoint to compare; no tensor is read.
+
+        `where`: its folder, and the path of its root there.
+        """
         self._files, self._root, _ = where
         self.path, files = where.files.path, where.files
         manifest, self._merged_index = files.read_root(
             where.root, lambda manifest: (manifest, files.load_merged_index(manifest))
         )
         self.step, self._generation = manifest.step, manifest.generation
+        # by section and name: the bytes of a tensor, and the memory that it takes
         self._sizes: dict[tuple[str, str], tuple[int, int]] = {}
         self._mmap = files.folder.is_local
         for record in map(TensorRecord._make, self._merged_index.tensors()):
@@ -157,7 +164,9 @@ def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
 def _batches(section: int, sides: list[Any], names: list[str] | None = None) -> Iterator[list[str]]:
     """Yield the names of both sides in a section, in batches whose tensors fit the memory.
 
-    `sides`: the two. `names`: patterns of the user; None: all names.
+    The tensors of a batch take at most `_BATCH_BYTES` of memory; a larger one is alone. `section`:
+    number in `_SECTIONS`. `sides`: the two. `names`: patterns of the user; None: all names. Raises
+    if a pattern matches no name of any section.
     """
     every = [list(dict.fromkeys([*sides[0].keys(s), *sides[1].keys(s)])) for s in _NUMBERS]
     chosen = chosen_keys(names, every)[section]
@@ -201,12 +210,15 @@ def _compare(
 
 
 def _number(value: float) -> float | None:
-    """Return a number as a JSON value; None for infinity."""
+    """Return a number as a JSON value; None for infinity and NaN."""
     return value if math.isfinite(value) else None
 
 
 def _diff_data(difference: StateDiff) -> dict[str, Any]:
-    """Return the differences of one section as JSON values."""
+    """Return the differences of one section as JSON values.
+
+    An infinite or NaN number becomes None, which JSON can express.
+    """
 
     def pairs(differing: list[Any]) -> list[dict[str, Any]]:
         return [{"name": name, "first": a, "second": b} for name, a, b in differing]
@@ -262,7 +274,10 @@ def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDif
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
-    """Compare the two paths and print the differences; return 1 if they differ, else 0."""
+    """Compare the two paths and print the differences; return 1 if they differ, else 0.
+
+    Sections that both lack are not printed. ``--json`` prints a JSON object instead.
+    """
     sides, differences = _diff_paths(arguments)
     identical = all(difference.identical for difference in differences)
     if arguments.json:

@@ -31,7 +31,10 @@ _CACHES = (".cache", ".huggingface")
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate follow`` to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate follow`` to `commands`.
+
+    Parsed arguments have the function of the command as ``run``.
+    """
     text = "keep a Hugging Face folder at the newest version that a Publisher wrote"
     parser = add_command(commands, "follow", text, run_follow)
     parser.add_argument("path", help="the folder of the versions, or its URL")
@@ -59,8 +62,9 @@ def add(commands: Commands) -> None:
 def run_follow(arguments: argparse.Namespace) -> int:
     """Write each new version to the folder, without an end.
 
-    With ``--once``, write the newest one and return 0. Otherwise damage and errors of the store are
-    printed once, and it tries again.
+    With ``--once``, write the newest one and return 0; errors are raised, also if nothing is
+    published. Otherwise damage and errors of the store are printed once, and it tries again. Raises
+    ValueError if ``--every`` is not positive.
     """
     if not arguments.every > 0:
         raise ValueError(f"--every must be a positive number of seconds, got {arguments.every}")
@@ -135,7 +139,8 @@ def _warn(text: str) -> None:
 def _write(follower: Follower, arguments: argparse.Namespace) -> None:
     """Replace the user's folder by the follower's version atomically, and print the step.
 
-    After an error the folder is unchanged.
+    After an error the folder is unchanged. Raises StoreError (EEXIST) if it has files that would be
+    lost.
     """
     target = Target.of(local_path(arguments.into))
     source = arguments.files_from
@@ -165,7 +170,11 @@ def _refuse_loss(folder: str) -> None:
 
 
 def _is_in_next(name: str, stem: str) -> bool:
-    """Return whether the next version of a folder has a file, or needs none; `stem`: of weights."""
+    """Return whether the file `name` of a folder can be replaced by the next version without loss.
+
+    That version has weights whose names begin with `stem`, and copies of other files. It needs
+    neither hidden files nor files of checksums.
+    """
     if name.startswith(".") or name.endswith(CHECKSUMS) or is_copied(name):
         return True
     return weights_root([name]) is not None and stem_of([name]) == stem

@@ -42,7 +42,10 @@ _TEXT = 200  # characters of a JSON value
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate inspect`` to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate inspect`` to `commands`.
+
+    Parsed arguments have the function of the command as ``run``.
+    """
     parser = add_command(commands, "inspect", "list what a checkpoint or a file holds", run_inspect)
     parser.add_argument("path", help=PATH_HELP)
     add_step(parser)
@@ -80,7 +83,10 @@ def _shard_data(record: ShardRecord) -> dict[str, Any]:
 
 
 def _shard_rows(record: ShardRecord) -> list[list[str]]:
-    """Return a table row for the shard, and one for each layer of a sparse or compressed shard."""
+    """Return a table row for the shard, and one for each layer of a sparse or compressed shard.
+
+    Hidden bytes of a layer are those that later layers replace.
+    """
     row = [
         f"{record.key} [{record.part}]",
         str(record.rank),
@@ -118,7 +124,8 @@ def _kind(checkpoint: Checkpoint) -> str:
 def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[TensorRecord]:
     """Return the tensors of a checkpoint to list: those that ``--names`` selects, in order.
 
-    The list is empty with ``--summary``; names without a match raise all the same.
+    The list is empty with ``--summary``. Raises TensorNotFoundError for a name without a match,
+    also with ``--summary``.
     """
     tensors = in_order(checkpoint.tensors())
     keys = [[t.key for t in tensors if t.section == section] for section in SECTIONS]

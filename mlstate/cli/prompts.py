@@ -23,7 +23,10 @@ _TOKENS = 16  # that show prints
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate prompts`` and its actions to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate prompts`` and its actions to `commands`.
+
+    Parsed arguments have the function of the action as ``run``.
+    """
     text = "list, verify and prune the prompts of a store"
     parser = commands.add_parser("prompts", help=text, description=text)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
@@ -63,7 +66,10 @@ def run_ls(arguments: argparse.Namespace) -> int:
 
 
 def run_show(arguments: argparse.Namespace) -> int:
-    """Print one prompt: its key, model, first tokens and entries; return 0."""
+    """Print one prompt: its key, model, first tokens and entries; return 0.
+
+    Raises ValueError unless exactly one prompt has the name. ``--json`` prints all its tokens.
+    """
     with _open(arguments.path) as log:
         prompt = _choose(list_prompts(log, arguments.path), arguments.prompt)
     tokens = prompt.tokens()

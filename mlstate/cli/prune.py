@@ -14,7 +14,10 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate prune`` to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate prune`` to `commands`.
+
+    Parsed arguments have the function of the command as ``run``.
+    """
     help_text = "delete old steps, and files that killed writers left behind"
     parser = add_command(commands, "prune", help_text, run_prune)
     parser.add_argument("path", help="a checkpoint, or the folder of a run")

@@ -24,7 +24,10 @@ __all__ = ["add"]
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate publish`` and its actions to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate publish`` and its actions to `commands`.
+
+    Parsed arguments have the function of the action as ``run``.
+    """
     text = "list, verify and delete the versions that a Publisher wrote"
     parser = commands.add_parser("publish", help=text, description=text)
     actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
@@ -115,7 +118,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
 def run_prune(arguments: argparse.Namespace) -> int:
     """Delete old versions but the newest ``--keep`` and the ones that they need; return 0.
 
-    Prints a summary.
+    Prints a summary. Raises ValueError if ``--keep`` is below 1.
     """
     if arguments.keep < 1:
         raise ValueError(f"--keep must be 1 or more, got {arguments.keep}")

@@ -27,7 +27,10 @@ _NAMES = tuple(sorted(LAYOUT_NAMES, key="whole".__ne__))  # "whole" first
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate reshard`` to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate reshard`` to `commands`.
+
+    Parsed arguments have the function of the command as ``run``.
+    """
     help_text = "write a checkpoint anew, cut in another way"
     parser = add_command(commands, "reshard", help_text, run_reshard)
     parser.add_argument("source", help="a checkpoint, or a folder of a run or a Hugging Face model")
@@ -53,6 +56,8 @@ def _layout(text: str, world_size: int | None) -> Layout:
     words = text.split(",")
     steps: list[tuple[int | str, int]] = []
     for word in words:
+        # None: no layout; else the (axis, parts) of its cuts, () for "whole", and whether the word
+        # has the number of parts
         parsed = _core.layout_parse(word)
         if parsed is None or (not parsed[0] and len(words) > 1):
             kind = word.partition("=")[0].partition(":")[0]
@@ -72,7 +77,10 @@ def _layout(text: str, world_size: int | None) -> Layout:
 
 
 def run_reshard(arguments: argparse.Namespace) -> int:
-    """Write a copy of the checkpoint with the new layout, and print a summary; return 0."""
+    """Write a copy of the checkpoint with the new layout, and print a summary; return 0.
+
+    Raises ValueError for a wrong option, and if the source is a file.
+    """
     if arguments.world_size is not None and arguments.world_size < 1:
         raise ValueError(f"--world-size must be 1 or more, got {arguments.world_size}")
     layout = _layout(arguments.layout, arguments.world_size)

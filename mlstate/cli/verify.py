@@ -52,7 +52,10 @@ class _Verified(NamedTuple):
 
 
 def add(commands: Commands) -> None:
-    """Add the parser of ``mlstate verify`` to `commands`; it sets ``run``."""
+    """Add the parser of ``mlstate verify`` to `commands`.
+
+    Parsed arguments have the function of the command as ``run``.
+    """
     help_text = "read every byte of a checkpoint, and report damage"
     parser = add_command(commands, "verify", help_text, run_verify, no="damaged")
     parser.add_argument("path", help=PATH_HELP)
@@ -82,9 +85,10 @@ def _size(files: CheckpointFiles, roots: list[str]) -> int:
 
 
 def _roots(files: CheckpointFiles) -> list[str]:
-    """Return the paths of all roots, oldest first.
+    """Return the paths of all roots, the files that each describe one saved step, oldest first.
 
-    The manifest is added if it is damaged, or describes none of them.
+    The manifest, which describes the newest step, is added at the end if it is damaged, or if no
+    other root describes its step.
     """
     roots = files.list_roots()
     names = [root.path for root in roots]
@@ -239,7 +243,10 @@ def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
 
 
 def _print_all(path: str, verified: list[_Verified]) -> None:
-    """Print a line about all steps of a run, a row for each step, then a row for each problem."""
+    """Print a line about all steps of a run, a row for each step, then a row for each problem.
+
+    `path`: as the user gave it. `verified`: a report on each step.
+    """
     damaged = sum(1 for item in verified if item.report.problems)
     total = count_text(len(verified), "checkpoint")
     result = f"{damaged:,} of {total} damaged" if damaged else f"{total} good"
@@ -291,10 +298,11 @@ def _verify_chosen(
 def _verify_any(
     arguments: argparse.Namespace,
 ) -> tuple[list[_Verified], VerifyReport, str, bool]:
-    """Verify the user's path; return reports by root, one on the folder, format, checksums.
+    """Verify the user's path, and repair it if the options ask for that.
 
-    The last is whether the format has checksums. Raises ValueError for options that need steps if
-    the path has none.
+    Returns a report on each checkpoint, one on the whole folder, the name of the format, and
+    whether the format has checksums. Raises ValueError for options that need steps if the path has
+    none.
     """
     number = number_of_step(arguments.path, arguments.step, arguments)
     is_plain = arguments.step is None and not (arguments.repair or arguments.all_steps)

@@ -1,7 +1,8 @@
 """Argument checks of all process groups, made before anything is sent.
 
 A wrong argument must fail on the rank that passes it, before the other ranks wait for that rank.
-Wrong types and values raise TypeError or ValueError; mismatches raise `CompatibilityError`.
+Wrong types and values raise TypeError or ValueError; mismatches raise `CompatibilityError`. The
+argument `operation` of a function is the operation's name, such as "all_gather", for its errors.
 """
 
 from __future__ import annotations
@@ -97,10 +98,10 @@ def failed(operation: str, rank: int, reason: str) -> CollectiveError:
 def _mismatch_error(
     operation: str, label: str, got: object, expected: object, do: str, *, rank: int | None = None
 ) -> CompatibilityError:
-    """Return the error for an argument that does not fit; its text is the first five in order.
+    """Return the error for an argument that does not fit; its text has the first five arguments.
 
-    `label`: start of the sentence about `got` ("out has shape"). `do`: the remedy. `rank`: the rank
-    at fault, if known.
+    `operation`: its name. `label`: start of the sentence about `got` ("out has shape"). `expected`:
+    a value that would fit. `do`: the remedy. `rank`: the rank at fault, if known.
     """
     error = CompatibilityError(f"{operation}: {label} {got}, expected {expected}; {do}")
     error.name, error.got, error.expected = operation, str(got), str(expected)
@@ -343,7 +344,9 @@ def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> A
 
     `out`: the caller's argument, or None. `array`: the operation's input, which determines kind,
     dtype and device. If `out` shares memory with `array`, it must have the same elements in the
-    same order. A tensor is returned detached. Raises TypeError, ValueError or CompatibilityError.
+    same order. A tensor is returned detached. Raises TypeError if `out` is not of that kind,
+    CompatibilityError if its shape, dtype or device differs, and ValueError if it is read-only or
+    shares memory in another way.
     """
     if out is None:
         return array.new_empty(shape) if is_torch(array) else np.empty(shape, array.dtype)

@@ -38,12 +38,12 @@ def agree(
 ) -> bool:
     """Return whether all ranks can continue; False if all must retry. Every rank must call this.
 
-    `about`: a text that describes this rank's view of the matter, and must be equal on all ranks.
-    `error`: this rank's failure, or None.
+    `about`: a text that describes this rank's view of the matter. `error`: this rank's failure, or
+    None. `again`: a retry by all ranks can resolve it.
 
-    All must retry if `about` differs between ranks, or if a rank has an `error` that a retry by
-    all can resolve (`again`). Other errors are final: raises `error`, or the error of the first
-    other rank that cannot continue.
+    All must retry if `about` differs between ranks, or if a rank has an `error` with `again`. Other
+    errors are final: a rank with one raises it, and the others raise the error of the first such
+    rank.
     """
     import json
 

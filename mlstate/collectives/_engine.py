@@ -89,7 +89,10 @@ class OperationQueue:
         return work
 
     def _enqueue(self, operation: str, task: Task) -> Work:
-        """Queue a task for the queue's thread, which is started if necessary; return its handle."""
+        """Queue a task for the queue's thread, which is started if necessary; return its `Work`.
+
+        `operation`: its name, for errors.
+        """
         import threading
 
         work = Work(operation, self._rank)
@@ -146,6 +149,12 @@ class Engine(ProcessGroup, ABC):
 
     Sources and targets are memory for the elements of an array: flat arrays in main memory,
     unless the group chooses otherwise.
+
+    Arguments of the operations: `out` is an array for the result, None for a new one. `counts` has
+    the number of rows (indices of the first axis) of each rank. `timeout` is in seconds, None for
+    the group's own. With `async_op`, the operation returns a `Work` at once. Wrong arguments raise
+    TypeError, ValueError or CompatibilityError before anything is sent; a timeout, another rank's
+    failure or a group that has ended raises CollectiveError.
     """
 
     __slots__ = ()
@@ -241,7 +250,10 @@ class Engine(ProcessGroup, ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Send rows to each rank and return those received (see `ProcessGroup`)."""
+        """Send ``counts[r]`` rows to each rank r; return those received, ``out_counts[r]`` from r.
+
+        See `ProcessGroup`. Raises ValueError if only one of `counts` and `out_counts` is given.
+        """
         name = "all_to_all"
         seconds, source = check_timeout(timeout), check_array(name, array)
         rows = check_rows(name, source)
@@ -295,7 +307,7 @@ class Engine(ProcessGroup, ABC):
         timeout: float | None = None,
         async_op: bool = False,
     ) -> Any:
-        """Return the bytes of all ranks in rank order; with `root`, only that rank gets them."""
+        """Return the bytes of all ranks in rank order; with `root`, the other ranks get None."""
         name = "gather_bytes"
         seconds = None if timeout is None else check_timeout(timeout)
         sent = data if type(data) is bytes else check_bytes(name, data)

@@ -91,7 +91,11 @@ class _Link:
         self._call = group._timeout if call.seconds is None else call.seconds, call.text
 
     def reduce_scatter(self, source: Array, target: Array, rows: list[int], op: str) -> None:
-        """Reduce as a bucket of one array, so that all reductions use the same code of the core."""
+        """Reduce `source` by `op` over the ranks into `target`; rank r gets ``rows[r]`` rows.
+
+        It is reduced as a bucket of one array, so that all reductions use the same code of the
+        core.
+        """
         numbers, out = reals_of(source), reals_of(target)
         segment = numbers, tuple(shares(len(numbers), rows)), out
         kind, divisor = core_reduction(op, self._world_size)
@@ -184,7 +188,8 @@ class LocalGroup(Engine):
     def __init__(self, link: _core.LocalLink, rank: int, world_size: int, timeout: float) -> None:
         """Wrap a link of the core; users call `threads`, `run`, `from_env` or `join` instead.
 
-        `timeout`: seconds, for operations without a timeout.
+        `timeout`: seconds, for operations without a timeout. Raises TypeError if `link` is not a
+        link of the core.
         """
         if not isinstance(link, _core.LocalLink):
             raise TypeError(
@@ -369,6 +374,8 @@ class LocalGroup(Engine):
             The exception of the rank that failed first, with its traceback as a note.
         CollectiveError
             If a process died (the error has its signal), or the timeout expired.
+        ValueError
+            If `world_size` is not 1 to 64, or `timeout` or `start_method` is not allowed.
 
         Notes
         -----
@@ -474,9 +481,10 @@ class LocalGroup(Engine):
     ) -> list[tuple[float, int]]:
         """Reduce a bucket of the core into its outputs, as one operation without copies of arrays.
 
-        Returns the sum of squares and the number of non-finite elements of each output. `text`, a
-        description of the operation, must be equal on all ranks. `timeout`: seconds; None: the
-        group's. `mlstate.fsdp` calls this if a group has it.
+        The bucket has arrays, and memory for this rank's part of each. Returns the sum of squares
+        and the number of non-finite elements of each output. `text`, a description of the
+        operation, must be equal on all ranks. `timeout`: seconds; None: the group's.
+        `mlstate.fsdp` calls this if a group has it.
         """
         seconds = None if timeout is None else check_timeout(timeout)
         call = Call("reduce_scatter", seconds, False, text)

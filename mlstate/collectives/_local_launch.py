@@ -228,10 +228,11 @@ def run(
     start_method: str | None,
     timeout: float | None,
 ) -> list[Any]:
-    """Implement `LocalGroup.run`: start a process for each rank, and return their results.
+    """Implement `LocalGroup.run`: start a process for each rank, and return their results by rank.
 
-    `start_method`: None for Python's default. `timeout`: seconds, None for no limit. All processes
-    have ended afterwards.
+    Each process calls `function` with its group and `args`. `start_method`: None for Python's
+    default. `timeout`: seconds, None for no limit. All processes have ended afterwards. Raises the
+    error that `_find_error` chooses if a rank has no result.
     """
     import multiprocessing
     import secrets

@@ -103,7 +103,7 @@ def _open_listener(address: str) -> socket.socket | None:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket file at `path` if no process listens there, because that was killed."""
+    """Remove the socket file at `path` if its process was killed, so that none listens there."""
     import socket
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -245,10 +245,11 @@ class _Host:
         return _join_error(0, reason)
 
     def gather(self, deadline: float, seconds: float) -> None:
-        """Wait until all ranks have connected; raise CollectiveError at the deadline.
+        """Accept connections and read their ranks, until all ranks have connected.
 
-        Accepts connections and reads their ranks until then. `deadline`: on `time.monotonic`.
-        `seconds`: the whole time limit, for the error.
+        Raises CollectiveError at the deadline, and for ranks that contradict each other; all ranks
+        get that error. `deadline`: on `time.monotonic`. `seconds`: the whole time limit, for the
+        error.
         """
         import select
 
@@ -274,7 +275,7 @@ class _Host:
         """Accept new processes, read their ranks, and drop ranks whose connection has ended.
 
         `ready`: sockets with something to read, the listener or connections. `deadline`: of the
-        rendezvous, on `time.monotonic`.
+        rendezvous, on `time.monotonic`. Raises CollectiveError for a conflict, as `_register_rank`.
         """
         for peer in ready:
             if peer is self._listener:
@@ -352,8 +353,10 @@ def _host_group(
 ) -> Any:
     """Run the rendezvous as rank 0, and return rank 0's link to the group.
 
-    `listener` is closed once all ranks have connected. `deadline`: on `time.monotonic`. `seconds`:
-    the whole time limit, for the error. Raises CollectiveError, which the other ranks raise too.
+    After the memory is sent, each rank answers "joined" or an error. Only if all have joined, all
+    get "go". `listener` is closed once all ranks have connected. `deadline`: on `time.monotonic`.
+    `seconds`: the whole time limit, for the error. Raises CollectiveError, which the other ranks
+    raise too.
     """
     import socket
 

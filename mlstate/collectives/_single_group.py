@@ -31,7 +31,11 @@ class _Link:
     def all_to_all(
         self, source: Array, target: Array, sent: list[int], expected: list[int]
     ) -> None:
-        """Copy the source to the target; raise if this rank expects other rows than it sends."""
+        """Copy the source to the target.
+
+        `sent`, `expected`: the number of rows, in a list of one. Raises CompatibilityError if they
+        differ.
+        """
         check_counts("all_to_all", "out_counts", expected, sum(sent), 1)
         assign(target, source)
 

@@ -69,7 +69,10 @@ def _read_hash(path: str) -> str:
 
 
 def _hash_of(path: str) -> tuple[str, int]:
-    """Return the SHA-256 of the file at `path` as hex digits, and its size in bytes."""
+    """Return the SHA-256 of the file at `path` as hex digits, and its size in bytes.
+
+    Raises StoreError if it cannot be read.
+    """
     import hashlib
 
     try:

@@ -147,7 +147,8 @@ def _spec(name: str, shape: Shape, dtype: NumpyDType) -> StateSpec:
 def _spec_of_text(path: str, name: str, text: str) -> StateSpec:
     """Return the spec of the state `name` from its text in Core AI's summary of a model.
 
-    `path`: the model, for errors. Raises FormatError for a text that is not as `_STATE`.
+    `path`: the model, for errors. Raises FormatError for a text that is not as `_STATE`, and
+    CompatibilityError for a dtype that is not supported.
     """
     match = _STATE.fullmatch(text)
     if match is None:
@@ -208,7 +209,10 @@ def _read_function(function: Any) -> dict[str, StateSpec]:
 
 
 def _as_spec(name: str, value: Any) -> StateSpec:
-    """Return `value` if it is a spec; if it is a shape, a spec of float16 for the state `name`."""
+    """Return `value` if it is a spec; if it is a shape, a spec of float16 for the state `name`.
+
+    Raises TypeError for another value.
+    """
     if isinstance(value, StateSpec):
         return value
     try:
@@ -226,7 +230,8 @@ def read_functions(source: Source, *, verified: bool = True) -> tuple[_Functions
 
     `source`: in any form that `state_specs` accepts. `verified`: whether to check the hash of an
     ``.aimodel`` folder before Core AI reads it. The default is the function of `StateSpecs`, else
-    the only function, else ``main``.
+    the only function, else ``main``. Raises TypeError for another source, and the errors of
+    `verify` and of the readers.
     """
     functions: _Functions
     if isinstance(source, StateSpecs):
@@ -335,7 +340,7 @@ def find_axis(spec: StateSpec, other: StateSpec) -> int | None:
 
     It is the axis that `spec` or `other` has, else the only axis whose lengths differ. None if the
     shapes are equal and neither has a known axis: the state has no sequence, or the context size is
-    the same.
+    the same. For shapes of different rank, which other checks refuse, it is the usual axis.
 
     Raises
     ------

@@ -177,7 +177,11 @@ class StateManager(StateManagerBase):
         return callable(model) and not hasattr(model, "desc")
 
     def _read_specs(self, size: int, model: Any, chunk: int) -> Mapping[str, StateSpec]:
-        """Return the states of a model, or from `specs`, with the shapes for `size` positions."""
+        """Return the states of `model` by name, with the shapes for `size` positions.
+
+        They are read from the caller's `specs` of this size instead, if it passed some. These are
+        of every chunk; `chunk`, the number of the model among the chunks, has no effect.
+        """
         specs = choose(self._given_specs.get(size, model), None, self._given_axis)
         return {name: spec.with_size(size) for name, spec in specs.items()}
 
@@ -187,6 +191,7 @@ class StateManager(StateManagerBase):
     def _check_state(
         self, models: str, name: str, former: tuple[int, Any], new: tuple[int, Any]
     ) -> None:
+        """As in the base; also refuses a state whose sequence axis differs between the models."""
         check_axes(former[1], new[1])
         super()._check_state(models, name, former, new)
 
@@ -217,7 +222,8 @@ class StateManager(StateManagerBase):
 
         `specs`: of the state in source and target. `positions`: number of tokens; None: both shapes
         are equal, and the target gets the same array unless the dtypes differ. `compact`: whether
-        the target's context is smaller.
+        the target's context is smaller. Raises CompatibilityError if the array of the source has
+        another shape than its spec.
         """
         have, want = specs
         _check_array(name, source[name], have)

@@ -56,7 +56,9 @@ def find_chunks(source: Any) -> Chunks | None:
     """Return the chunks of a model that is stored as several packages; None for a single model.
 
     `source`: a list of models, a folder with ANEMLL's meta.yaml, this file, or a glob pattern. A
-    path of another kind, and an object, is a single model.
+    path of another kind, and an object, is a single model. Raises TypeError for an empty or nested
+    list, StoreNotFoundError for missing chunks, CompatibilityError for chunks of several models,
+    and FormatError for a meta.yaml that is not valid.
     """
     if isinstance(source, list | tuple):
         return _chunks_of_list(source)

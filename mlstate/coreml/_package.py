@@ -315,7 +315,8 @@ def _read_file(path: str, file: str, source: Any) -> tuple[Functions, str | None
     """As `parse_specification`, for the file `path`.
 
     `file`: its path inside the package, which begins the message of errors. `source`: the caller's
-    path of the package or file, which errors have as their `path`.
+    path of the package or file, which errors have as their `path`. Raises StoreError if the file
+    cannot be read, and FormatError also if it is truncated meanwhile.
     """
     try:
         with open_regular(path) as stream:

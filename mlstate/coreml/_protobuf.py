@@ -88,7 +88,8 @@ def read_header(message: Message, at: int) -> tuple[int, int, int, int]:
 
     The value of a field of bytes is their number; the bytes follow. Field number 0 is invalid, so a
     run of zeros (a hole in a file) is refused. Groups are refused because they end at a matching
-    tag: skipping one would need a stack.
+    tag: skipping one would need a stack. Raises FormatError for these, and if the data ends inside
+    the field's numbers.
     """
     start = message.offset + at
     tag, at = read_varint(message, at)
@@ -157,8 +158,9 @@ class Fields:
     def only(self, number: int, label: str) -> Message | None:
         """Return the payload of the only field with a number; None if there is none.
 
-        A repeated field is refused: protobuf merges the messages or uses the last name, no
-        converter writes one, and attackers exploit readers that disagree about a file.
+        `label` names it in errors. Raises FormatError for a repeated field: protobuf merges the
+        messages or uses the last name, no converter writes one, and attackers exploit readers that
+        disagree about a file.
         """
         messages = self.messages(number, label)
         if len(messages) > 1:

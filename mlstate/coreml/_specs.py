@@ -82,7 +82,10 @@ class StateSpecs(FunctionStates[StateSpec]):
 
 
 def as_spec(name: str, value: Any) -> StateSpec:
-    """Return `value` if it is a spec; if it is a shape, a spec of float16 for the state `name`."""
+    """Return `value` if it is a spec; if it is a shape, a spec of float16 for the state `name`.
+
+    Raises TypeError for another value.
+    """
     if isinstance(value, StateSpec):
         return value
     try:
@@ -140,7 +143,8 @@ def _read(source: Source) -> tuple[Functions, str | None]:
 def _read_model(source: Source) -> tuple[ModelFunctions, str | None]:
     """Return the states of every function of a single model, and the default function or None.
 
-    `source`: in any form that `state_specs` accepts, except several chunks.
+    `source`: in any form that `state_specs` accepts, except several chunks. Raises TypeError for
+    another type, and the errors of the readers.
     """
     if isinstance(source, StateSpecs):
         return source.functions, source.default_function
@@ -266,6 +270,7 @@ def read_functions(source: Source) -> tuple[ModelFunctions, str | None]:
     """Return the states of every function, and the name of the default function or None.
 
     Several chunks must share one state; the states of the first one that has any are returned.
+    Raises CompatibilityError if they declare different states, and the errors of the readers.
     """
     chunks = find_chunks(source)
     if chunks is None:
@@ -292,7 +297,8 @@ def _choose_of(
 def choose(source: Source, function: str | None) -> StateSpecs:
     """Return the states of `function`, or of the default one if it is None.
 
-    `source` is read unless it is `StateSpecs`. Several chunks must share one state.
+    `source` is read unless it is `StateSpecs`. Several chunks must share one state. Raises
+    CompatibilityError if they do not, or if the function does not exist.
     """
     return choose_states(source, function, shared_state=True)[0]
 
@@ -327,8 +333,9 @@ def states_of_contexts(
 ) -> dict[int, tuple[StateSpecs, ...]] | None:
     """Return the states for each of `sizes`, or None if `source` does not list context sizes.
 
-    Only ANEMLL's meta.yaml lists them. The states of a size are those that `choose_states` returns.
-    Raises CompatibilityError if a size is not in the list.
+    Only ANEMLL's meta.yaml lists them. The states of a size are those that `choose_states` returns
+    for its function, with the same `shared_state`. Raises CompatibilityError if a size is not in
+    the list.
     """
     chunks = find_chunks(source)
     if chunks is None or not chunks.contexts:

@@ -135,7 +135,8 @@ def read_moved(
     """Read the state `name`, and return the array to write to `target`, and the source's shape.
 
     Nothing is written, and everything is checked. `specs`: as for `_target_state`. `declared`: the
-    shape that the source's state must have; None: any.
+    shape that the source's state must have; None: any. Raises CompatibilityError if the shapes or
+    dtypes do not fit, and CapacityError if the tokens, or without `compact` the positions, do not.
     """
     shape, expected = _target_state(target, name, specs)
     value = np.asarray(source.read_state(name=name))

@@ -90,8 +90,9 @@ def _chain(width: int) -> Chain:
     outputs = [n * width * FLOAT for n in rows]
     return Chain(
         forward,
-        [2 * seconds for seconds in forward],
-        outputs,
+        [2 * seconds for seconds in forward],  # of the backward passes
+        outputs,  # bytes of the input and of each block's output
+        # bytes that a block saves for its backward pass, its output included
         [h + o for h, o in zip(hidden, outputs[1:], strict=True)],
         forward_temporary_bytes=hidden,
         backward_temporary_bytes=hidden,
@@ -101,8 +102,9 @@ def _chain(width: int) -> Chain:
 def _run(schedule: Plan, blocks: Sequence[_Block], x: NDArray) -> int:
     """Run a forward and backward pass by the steps of a plan; the blocks store their gradients.
 
-    `schedule`: the plan. `x`: the input of the first block, (positions, width). Returns the peak
-    memory that NumPy allocated, plus `x`, in bytes.
+    `schedule`: the plan. Its steps are "forward" of a block, "save" (forward that also keeps the
+    hidden values), "drop" of a block's input, and "backward". `x`: the input of the first block,
+    (positions, width). Returns the peak memory that NumPy allocated, plus `x`, in bytes.
     """
     activations: dict[int, NDArray] = {0: x}
     saved: dict[int, NDArray] = {}

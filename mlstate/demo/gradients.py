@@ -107,7 +107,7 @@ class _Network:
 
 
 def _units(group: Any, weights: dict[str, Floats]) -> dict[str, FSDPShardingUnit]:
-    """Return a sharding unit of this rank for each weight, by name."""
+    """Return a sharding unit for each weight by name: it holds this rank's part of the gradient."""
     return {
         name: FSDPShardingUnit(
             name, array.shape, array.dtype, group.rank, world_size=group.world_size

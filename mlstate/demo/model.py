@@ -160,11 +160,11 @@ class CharModel:
     ) -> Floats:
         """Run the token at `position`, and return the logits for the character after it.
 
-        Later positions of the cache are neither read nor written. A `mask`, a row of
-        `mlstate.kv.create_decode_mask`, gives masked positions no weight; with `attention_size`,
+        Later positions of the cache are neither read nor written. A `mask`, (1, 1, 1, positions),
+        of `mlstate.kv.create_decode_mask` gives masked positions no weight; with `attention_size`,
         only that many earlier tokens, and the first `sinks` ones, are read. Both agree up to
         rounding. Logits, (vocabulary,), are bit-identical for every context and memory layout of
-        the cache.
+        the cache. Raises ValueError if both are passed, or if an argument does not fit.
         """
         places = self._check_tokens([token])
         self._check_cache(cache, position, 1)
@@ -303,7 +303,10 @@ class CharModel:
         return mask[0, 0, :, :end].astype(np.float32)
 
     def _check_cache(self, cache: Halves, position: int, length: int) -> None:
-        """Raise TypeError or ValueError unless `length` tokens can be written at `position`."""
+        """Raise ValueError unless `length` tokens can be written to `cache` at `position`.
+
+        Raises TypeError if `cache` is not a float16 array.
+        """
         if not isinstance(cache, np.ndarray) or cache.dtype != np.float16:
             kind = getattr(cache, "dtype", type(cache).__name__)
             raise TypeError(f"cache: got {kind}; expected a float16 ndarray, as new_cache() gives")

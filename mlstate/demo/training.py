@@ -78,7 +78,10 @@ class _Task:
 
 
 def _begin(task: _Task) -> tuple[ModelStateDict, OptimizerStateDict]:
-    """Return untrained experts, with weights of zeros, and their Adam moments."""
+    """Return untrained experts and the state of their optimizer, all of zeros.
+
+    The model has a weight for each of `KINDS`; the optimizer has its Adam moments, "m" and "v".
+    """
     model = ModelStateDict(model_type="experts", layer_count=len(KINDS))
     optimizer = OptimizerStateDict.create("adam")
     for kind in KINDS:
@@ -166,7 +169,8 @@ def _move(
 ) -> tuple[list[str], bool]:
     """Move one expert of `model`, and its moments in `optimizer`, to a file in `folder` and back.
 
-    Returns the tier of each expert while it was there, and whether all bits are equal afterwards.
+    Returns the tier of each expert, such as "cold" for a file, while that one was there, and
+    whether all bits are equal afterwards.
     """
     names = [f"{kind}.weight" for kind in KINDS]
     name, others = names[2], [*names[:2], names[3]]

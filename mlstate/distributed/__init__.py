@@ -68,7 +68,7 @@ def _collect_torch_state(
 
     None for other objects than a torch module or optimizer. The function is None if the state's
     tensors are the object's own. `model`: the module of an optimizer's parameters, or None. `fill`:
-    the caller will overwrite the state.
+    the caller will overwrite the state. Raises TypeError if `model` is not a module.
     """
     if is_optimizer(source):
         if model is not None and not is_module(model):
@@ -234,7 +234,11 @@ class DistributedStateCollector:
         return self._group
 
     def _options(self, operation: str, root: int, max_bytes: MemorySize) -> dict[str, Any]:
-        """Check the options that every rank must pass identically, and return them by name."""
+        """Check the options that every rank must pass identically, and return them by name.
+
+        `operation`: name of the method, for errors. Raises TypeError or ValueError for a wrong
+        option of this rank.
+        """
         return {
             "operation": operation,
             "root": check_root(operation, root, self._group.world_size),
@@ -438,7 +442,10 @@ class DistributedStateCollector:
             return {**same, "verify_replicas": bool(verify_replicas), "the state": manner}
 
         def prepare() -> tuple[StateDict, list[Entry], list[Entry]]:
-            """Return this rank's state and its description; no entries are to be sent alone."""
+            """Return this rank's state, descriptions of its tensors, and an empty list.
+
+            In a broadcast, the list describes the tensors that the root sends.
+            """
             state = _select_tensors(_collect_state(source, model)[0], names)
             return state, describe(state), []
 
@@ -486,10 +493,9 @@ class DistributedStateCollector:
         -----
         Contiguous arrays are sent and received directly, others through messages. Submodules with
         their own load methods, hooks or extra states receive copies, and load them afterwards by
-        these methods. For an object
-        with ``get_state_dict``, the filled state is also passed to its ``load_state_dict``,
-        because the state may be a copy. Autograd treats the writes to tensors like a module's
-        ``load_state_dict``.
+        these methods. For an object with ``get_state_dict``, the filled state is also passed to
+        its ``load_state_dict``, because the state may be a copy. Autograd treats the writes to
+        tensors like a module's ``load_state_dict``.
 
         Examples
         --------

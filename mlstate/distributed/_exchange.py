@@ -559,7 +559,7 @@ class Broadcasting(_Transfer):
         """Send the parts that all ranks receive alike; contiguous ones from array to array.
 
         The root sends from `source`, or from `state` if that is None; other ranks receive into
-        `state`.
+        `state`. `jobs`: the transfers, equal on all ranks, each with the root as its peer.
         """
         if self.group.world_size == 1:
             return
@@ -614,10 +614,11 @@ def open_exchange(
     options: Callable[[], dict[str, Any]],
     prepare: Callable[[], tuple[Any, list[Entry], list[Entry]]],
 ) -> tuple[Any, list[list[Entry]], list[list[Entry]]]:
-    """Check that options agree; then prepare, and exchange entries and sent entries.
+    """Check that options agree; then prepare, and exchange the descriptions of tensors.
 
     `operation`, `timeout`: as for `exchange`. `options` returns this rank's options by name.
-    `prepare` returns a value of this rank, the entries of its state, and those that it sends.
+    `prepare` returns a value of this rank, the entries (descriptions of tensors) of its state, and
+    the entries that it sends.
     Returns the value, and both lists of entries by rank. Options are checked first, because
     `prepare` may need all ranks. If either function fails on a rank, or options differ, every rank
     raises.

@@ -76,7 +76,7 @@ class Tensor(NamedTuple):
     shape: tuple[int, ...]  # of the whole tensor
     steps: Steps | None  # of its layout; None: ranks have whole arrays
     holders: dict[int, list[int]]  # for each part, the ranks that own it, replica 0 first
-    tied: str | None = None  # an earlier tensor that is the same on every rank
+    tied: str | None = None  # name of an earlier tensor with the same memory on every rank
 
     def part(self, index: int) -> Part:
         """Return the position of part `index` in the tensor."""

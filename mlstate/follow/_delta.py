@@ -49,7 +49,8 @@ class Delta:
     elements : int
         Elements of the array.
     gaps : ndarray of uint8 or uint16, one-dimensional
-        Unchanged elements before each changed one, with escapes.
+        Number of unchanged elements before each changed one. If it is as large as the largest
+        value of the dtype, it begins with escapes: items of that value, which are added up.
     values : ndarray, shape (changed,)
         The changed elements, in the dtype of the array.
     crc32c : int, optional

@@ -1,4 +1,10 @@
-"""Follow published versions with arrays in memory; public through `mlstate.follow`."""
+"""Follow published versions with arrays in memory; public through `mlstate.follow`.
+
+A version is an anchor, which has all elements of the tensors, a delta, which has those that changed
+since the version before, or both. Its root is the file that describes it. A lineage is the sequence
+of versions of one publisher until it starts anew. A publisher may publish a tensor in parts, and a
+follower may have other parts.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +78,8 @@ class _Change(NamedTuple):
 
     part: Part
     array: Any
-    steps: list[list[Change]]  # the published changes of successive versions
+    # for each successive version, the published changes of the tensor's parts, in order of parts
+    steps: list[list[Change]]
     final: list[Change]  # of the last version
 
 
@@ -304,7 +311,7 @@ class Follower:
         Raises CompatibilityError for an array that cannot be changed in place, unless there are two
         buffers.
         """
-        values = values_of(self._into, sys.maxsize)
+        values = values_of(self._into, sys.maxsize)  # parts of any number of ranks are accepted
         parts = {name: part_of(name, value) for name, value in values.items()}
         for name, part in () if self._double_buffer else parts.items():
             if not is_torch(part.array) and not part.array.flags.writeable:
@@ -342,9 +349,9 @@ class Follower:
     def _find_replaced(self, arrays: Mapping[str, Any]) -> str | None:
         """Return the name of an array that does not have the elements of the version, or None.
 
-        Only an array in other memory than before is read: one in the same memory may have been
-        changed unseen. An array that is missing, new, or of another dtype, shape or part counts
-        too.
+        `arrays`: the present ones by name. Only an array in other memory than before is read: one
+        in the same memory may have been changed unseen. An array that is missing, new, or of
+        another dtype, shape or part counts too.
         """
         state = self._state
         if state.version is None:
@@ -433,7 +440,9 @@ class Follower:
 
         `is_anchor`: whether the first version is loaded whole; the others, or all, are deltas.
         `lineage`: name of their lineage. `newest`: the newest root. `reason`: why another way
-        failed, for a warning; "" if none did. After an error the arrays are restored.
+        failed, for a warning; "" if none did. Raises FormatError or ChecksumError for damage or
+        other tensors, CompatibilityError if the arrays do not fit, and FileNotFoundError if a
+        version was deleted meanwhile. After an error the arrays are restored.
         """
         loaders = [read_version(self._files, version, newest) for version in versions]
         published = [read_changes(loader) for loader in loaders]

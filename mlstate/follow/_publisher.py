@@ -1,4 +1,8 @@
-"""Publish the weights of a trainer as versions in a folder; public through `mlstate.follow`."""
+"""Publish the weights of a trainer as versions in a folder; public through `mlstate.follow`.
+
+The root of a version is the file that describes it; manifest.json describes the newest one. A
+lineage is the sequence of versions of one publisher until it starts anew.
+"""
 
 from __future__ import annotations
 
@@ -368,7 +372,10 @@ class Publisher:
         return "delta" if has_anchor else "both", self._lineage
 
     def _begin(self, step: int, kind: str, lineage: str) -> tuple[Version, ...]:
-        """Start the lineage if it is new; return the versions before the new one to keep."""
+        """Start `lineage` if it is new; return its versions to keep, without the new version.
+
+        `step`, `kind`: of the new version.
+        """
         if lineage != self._lineage:
             self._lineages.add(lineage)
             self._lineage, self._versions = lineage, ()
@@ -425,7 +432,7 @@ def _changes(base: dict[str, Part], parts: dict[str, Part]) -> dict[str, Change]
     changes: dict[str, Change] = {}
 
     def compare(name: str) -> None:
-        """Store the change of one part in `changes`; several threads may run it."""
+        """Store the change of the part `name` in `changes`; several threads may run it."""
         part, delta = parts[name], None
         if base:
             old, new = base[name].array, part.array

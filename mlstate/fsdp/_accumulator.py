@@ -115,6 +115,7 @@ def _copy_gradients(arrays: dict[str, Any], gradients: dict[str, Any]) -> None:
 
     Both dicts have the same names; the core converts dtypes.
     """
+    # the flags: equal names, other dtypes are converted, not only a check
     report = _core.state_load(arrays, gradients, True, True, False)
     assert isinstance(report, list), report  # a tuple would list names or shapes that differ
 

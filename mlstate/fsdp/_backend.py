@@ -16,7 +16,8 @@ class ModuleHooks(Protocol):
 
     parameters: dict[str, Any]  # by name, in the module's order
     is_full: bool  # reduced full gradients are stored in the parameters
-    # parameters whose gradient has sums of `no_sync` passes: its version after the last of them
+    # by name, for parameters whose gradient has sums of `no_sync` passes: the number of in-place
+    # changes that the framework counted for the gradient, after the last of these passes
     unsent: dict[str, int]
 
     def begin_pass(self, on_end: Callable[[], None], rank: int) -> Callable[[], Any]:

@@ -1,4 +1,8 @@
-"""`FSDPBackwardHook`: scatter gradients during the backward pass; public in `mlstate.fsdp`."""
+"""`FSDPBackwardHook`: scatter gradients during the backward pass; public in `mlstate.fsdp`.
+
+To scatter a gradient is to reduce it over the ranks, and to store this rank's part in its sharding
+unit. A unit describes a parameter; the part is its local gradient.
+"""
 
 from __future__ import annotations
 
@@ -459,6 +463,8 @@ class FSDPBackwardHook:
         GradientMismatchError
             On the rank whose gradient is missing or does not fit. A subclass of `CollectiveError`
             and `ValueError`.
+        TypeError, ValueError
+            If `unit` is not a sharding unit of this rank. Nothing is sent.
 
         Examples
         --------
@@ -501,6 +507,8 @@ class FSDPBackwardHook:
         GradientNamesError
             The same, if the names of the two dicts differ on this rank. A subclass of
             `GradientMismatchError`.
+        TypeError, ValueError
+            If an argument is not a dict, or a unit is not of this rank. Nothing is sent.
 
         Examples
         --------
@@ -576,6 +584,9 @@ class FSDPBackwardHook:
         ------
         CompatibilityError
             If a shape or dtype differs from the local gradient's. No gradient is changed.
+        TypeError, ValueError
+            If an argument is not a dict, a gradient is not an array or tensor, or a unit is not of
+            this rank.
 
         Examples
         --------
@@ -659,8 +670,10 @@ class FSDPBackwardHook:
         Raises
         ------
         ValueError
-            If both dicts of gradients are passed, if `atol` is negative or NaN, or if
-            `unreduced` is passed for minima or maxima.
+            If both dicts of gradients are passed, if `atol` is negative or NaN, if a unit is not
+            of this rank, or if `unreduced` is passed for minima or maxima.
+        TypeError
+            If an argument is not a dict, or a unit is not a sharding unit.
 
         Examples
         --------
@@ -687,7 +700,7 @@ class FSDPBackwardHook:
             if _is_empty("full_gradients", full_gradients):
                 full_gradients = {}
             return compare(sharding_units or {}, full_gradients or {}, atol)
-        _is_empty("unreduced", unreduced)
+        _is_empty("unreduced", unreduced)  # for its TypeError: all ranks compare, also without any
         return compare_sums(self._fsdp, sharding_units or {}, unreduced, atol)
 
     def close(self) -> None:

@@ -1,4 +1,8 @@
-"""A bucket of gradients, and the memory of each gradient."""
+"""A bucket of gradients, and the memory of each gradient.
+
+A sharding unit describes a parameter, and has this rank's part of its reduced gradient: the local
+gradient. A bucket has the gradients of several units, which are reduced together.
+"""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ class Hooks:
     def __init__(self, names: Mapping[Hashable, str]) -> None:
         """Check that no other set has hooks on these parameters; the caller adds the hooks.
 
-        `names`: see the class.
+        `names`: see the class. Raises ValueError if another set has one.
         """
         self._names = names
         self._handles: list[Any] = []

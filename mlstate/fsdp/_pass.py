@@ -1,4 +1,10 @@
-"""One backward pass: it fills buckets with gradients, and waits for their reduction."""
+"""One backward pass: it fills buckets with gradients, and waits for their reduction.
+
+A sharding unit describes a parameter, and has this rank's part of its reduced gradient: the local
+gradient. A bucket has the gradients of several units, which are reduced together. Before that, the
+ranks exchange headers, which show whether they have the same buckets. A session is the buckets of
+one pass, until the ranks have exchanged the last header.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +41,7 @@ class BucketPlan:
         self.units = dict(units)
         self.accumulate = accumulate
         self.buckets = list(reducer.divide(reversed(self.units.values())))
+        # of all units, for the ranks to compare
         self.digest = plan_digest(self.units.values()) if self.units else b""
         self.terms = [reducer.terms(b[0], accumulate=accumulate) for b in self.buckets]
         # index in `buckets`, by parameter name

@@ -107,14 +107,17 @@ def write_checkpoint_delta(
     pairs : dict of (base, new)
         Tensors in C order; those that did not change are left out.
     encoding : {"overwrite", "xor"}
-        Of the bytes.
+        Of a tensor's change: positions and new values of its changed bytes, or all bytes combined
+        with those of the base by XOR.
     checksum_format : {"adler32", "xxh3-128", "blake3"}
         Of the new tensors; the last two need the packages xxhash and blake3.
 
     Raises
     ------
     CompatibilityError
-        A tensor has more bytes than the positions can number.
+        A tensor has 4 GiB or more, which the positions of "overwrite" cannot number.
+    FormatError
+        `checksum_format` is unknown.
     ImportError
         The package of the compression or of the checksums is missing.
     """
