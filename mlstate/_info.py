@@ -126,7 +126,10 @@ def _huge_pages_text(setting: dict[str, Any] | None) -> str:
 
 
 def _linux_processor() -> str | None:
-    """Return the name of the first processor in /proc/cpuinfo; None if it has no name."""
+    """Return the name of the first processor in /proc/cpuinfo.
+
+    None if it has no name, or the file cannot be read. arm64 has numbers in place of a name.
+    """
     try:
         text = _CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -196,7 +199,7 @@ def _is_measured(choice: dict[str, Any]) -> bool:
 
 
 def _read_choices() -> _Choices:
-    """Return the core's choices.
+    """Return the core's choices of how copies store their results, as `SystemInfo.copies`.
 
     If the process has not copied enough to measure anything, this measures for less than
     100 ms, unless ``MLSTATE_COPY`` forces a strategy.

@@ -203,7 +203,9 @@ class Target(NamedTuple):
     def _swap(self, new: str, old: str) -> None:
         """Rename `new` to the target, and the target's content to `old`.
 
-        The system exchanges both at once if it can.
+        The system exchanges both at once if it can, and the old content is then renamed from `new`
+        to `old`. If this second rename fails, the target has the new content and `new` the old
+        one, which `_restore` undoes.
         """
         try:
             _core.path_rename(new, self.path, True)
@@ -318,8 +320,8 @@ def new_path(target: Target) -> Iterator[str]:
 def new_file(target: Target) -> Iterator[str]:
     """Yield a temporary path to write a file at, as `new_path` does.
 
-    An existing file must be writable, and keeps its permission bits. Raises OSError for a folder,
-    ValueError for a FIFO, socket or device.
+    An existing file must be writable, and keeps its permission bits. Raises OSError for a folder
+    (EISDIR) or a read-only file (EACCES), ValueError for a FIFO, socket or device.
     """
     reason = 0
     if target.is_folder:

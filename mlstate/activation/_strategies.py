@@ -56,7 +56,9 @@ def format_bytes(count: int) -> str:
 class _Strategy(Operators):
     """Base of the strategies of the core.
 
-    `_fields` are the names of settings: constructor arguments that are also attributes.
+    The core's constructor takes a number (interval, bytes or total memory; None without one), the
+    layers to checkpoint, the layers to exclude, the share of the memory, and the clock. `_fields`
+    are the names of settings: constructor arguments that are also attributes.
     """
 
     __slots__ = ()

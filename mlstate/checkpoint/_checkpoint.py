@@ -510,7 +510,8 @@ def inspect(
     Returns
     -------
     Checkpoint
-        Its repr is a table of the tensors, also in notebooks.
+        Its repr is a table of the tensors, also in notebooks. If an index cannot be read, it has
+        only the manifest, and the repr and the lists of tensors raise the index's error.
 
     Raises
     ------

@@ -133,7 +133,8 @@ class Commit:
         self._before: Manifest | None = None
         self._has_steps = False  # of rank 0: whether there were roots of steps before
         self._error: BaseException | None = None  # of this rank, to be raised by `commit`
-        self._reports: list[dict[str, Any]] = []  # of written ranks: index record and pattern
+        # of written ranks: index record, and pattern (a digest that alike indexes share)
+        self._reports: list[dict[str, Any]] = []
         self._written: dict[str, Any] | None = None  # what this rank wrote, for its caller
         self._is_replacing = False  # whether the manifest may have been replaced
         self._is_decided = False  # whether the save is committed, or is known not to be
@@ -427,8 +428,8 @@ class Commit:
     def _delete_old_roots(self, manifest: Manifest) -> dict[str, list[Generation]]:
         """Delete the roots (manifests of steps) that a manager does not keep, before their files.
 
-        `manifest`: the committed one. Returns the generations that ended and those that stay, or {}
-        if they are unknown; see `generations_to_delete`.
+        `manifest`: the committed one. Returns the generations that ended ("gone") and those that
+        stay ("kept"), or {} if they are unknown; see `generations_to_delete`.
         """
         before, retain = self._before, self._target.retain
         if before is None and retain is None:

@@ -286,7 +286,10 @@ class Loader:
         return self.request.files.folder.load(parts, verify, mmap, progress)
 
     def facts(self, section: Section, names: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return dtype and shape of the tensors `names` of a section, by name, after conversion."""
+        """Return dtype and shape of the tensors `names` of a section, by name, after conversion.
+
+        Raises FormatError if the scales of a quantized weight are missing or do not fit.
+        """
         label, dtype = SECTIONS[section.number], self.request.dtype
         stored = {
             row[1]: (row[4], row[5]) for row in self.merged_index.tensors() if row[0] == label
@@ -325,7 +328,11 @@ class Loader:
         return section.restore(arrays, self.folder)
 
     def _pair_values(self, section: Section, keys: list[str]) -> dict[str, Any]:
-        """Return the values of those `keys` of a section that are quantized, by their codes."""
+        """Return the values of those `keys` of a section that are quantized.
+
+        Each key is of the codes, the stored numbers that scales multiply. Raises FormatError if the
+        scales are missing or do not fit.
+        """
         if self.pairs is None or section.number != 0:
             return {}
         chosen = [pair for key in keys if (pair := self.pairs.by_codes.get(key)) is not None]
@@ -588,7 +595,8 @@ def _check_request(
 ) -> tuple[LoadRequest, Manifest | None]:
     """Check the arguments of a load; return the request, and the manifest if `path` has one.
 
-    `step`, `monitor`, `mode`: which step to load.
+    `step`, `monitor`, `mode`: which step to load. Replaces ``into``, ``names`` and ``device`` in
+    `options` by their checked forms.
     """
     if is_module(options["into"]):
         options["into"] = {"model": options["into"]}

@@ -276,7 +276,7 @@ def find_compared(path: str) -> _Compared | None:
 
 
 def _tensors_of(path: str) -> dict[int, str]:
-    """Return the tensor at each offset of a safetensors file."""
+    """Return the tensors of a safetensors file by offset; {} for others and damaged headers."""
     with suppress(MLStateError):
         if path.endswith(_SUFFIX):
             return {each.offset: each.key for each in read_header(path).tensors if each.nbytes}
@@ -414,6 +414,7 @@ def compare_weights(
         count += record.nbytes
         try:
             if folder.is_local or name.endswith(_SUFFIX):
+                # True: all of the file is needed, with or without checksums in it
                 with folder.file_to_verify(name, lambda path: True) as path:
                     problems += record_problems(path, name, record, progress)
             elif text := changed_text(folder.read(name), record):

@@ -99,7 +99,7 @@ class CheckpointTarget(NamedTuple):
     place: Place
     content: FolderContent
     overwrite: bool
-    any_suffix: bool = False  # as of `SaveFolder`
+    any_suffix: bool = False  # the path of the folder may have the suffix of a file
 
     def save_folder(self) -> SaveFolder:
         """Return the path to pass to `save`, with what it may replace."""
@@ -228,12 +228,12 @@ def read_any(
 ) -> Parts:
     """Read a state from a file or directory of any known format, or a checkpoint at a URL.
 
-    Arrays of torch files may be views of the memory-mapped file. If a file numbers the parameters
-    of an optimizer, as ``optimizer.state_dict()`` does, the names are the ``param_names`` of its
-    groups, else ``param_0``, ``param_1``, ... Metadata are the other plain values in the file, and
-    states are all other entries. Only the entries of `selection` are returned, and of a distributed
-    checkpoint only these are read. Files are compared with the checksums of `checksum` if they are
-    `checked`.
+    `format`: its name; None: by `format_of`. Arrays of torch files may be views of the
+    memory-mapped file. If a file numbers the parameters of an optimizer, as
+    ``optimizer.state_dict()`` does, the names are the ``param_names`` of its groups, else
+    ``param_0``, ``param_1``, ... Metadata are the other plain values in the file, and states are
+    all other entries. Only the entries of `selection` are returned, and of a distributed checkpoint
+    only these are read. Files are compared with the checksums of `checksum` if they are `checked`.
     """
     chosen = selection or Selection()
     place = place_of(path, storage_options, reads=True)
@@ -299,6 +299,8 @@ def write_any(
     The write is atomic. `overwrite` replaces an existing file, checkpoint or torch directory of the
     same format, including all steps of a `CheckpointManager`. A caller that began earlier passes
     the `target` of `begin_write` instead. A target that changed since then is left unchanged.
+    Raises ValueError without a state, StoreError (EEXIST) for a target that must stay, and
+    CompatibilityError for values that the format cannot hold.
     """
     place = place_of(path, storage_options)
     name = _find_format(format, place)

@@ -53,7 +53,10 @@ class CachedFolder(ObjectFolder):
         return data
 
     def _fetch(self, path: str, begin: int, end: int) -> list[Answer]:
-        """Return bytes `begin` to `end` of an object, from the cache or else from the store."""
+        """Return bytes `begin` to `end` of an object, from the cache or else from the store.
+
+        Files that other programs may replace, those of `note_files`, are not cached.
+        """
         cache = self._cache
         if path in self._tags or not cache.accepts(path):
             return super()._fetch(path, begin, end)

@@ -99,6 +99,10 @@ class LocalFolder:
     excludes_writers = True
 
     def __init__(self, path: str, file: str = "") -> None:
+        """Create the folder of an absolute path; nothing is opened.
+
+        `file`: name of the only file to read, if the caller's path names one; else "".
+        """
         self.path = path
         self.file = file
 

@@ -425,7 +425,11 @@ class ObjectFolder:
         load_units(call, self._fetch, self._read_unit, *parts, progress)
 
     def _fetch(self, path: str, begin: int, end: int) -> list[Answer]:
-        """Return bytes `begin` to `end` of an object, for a load, in one or more answers."""
+        """Return bytes `begin` to `end` of an object, for a load, in one or more answers.
+
+        An answer has the path, begin, end, the bytes of the whole object, and the data, which ends
+        earlier if the object does.
+        """
         data, nbytes = self.store.get_range(path, begin, end, self._tags.get(path))
         return [(path, begin, end, nbytes, data)]
 

@@ -241,7 +241,7 @@ def _temporary_name(folder: str) -> str:
 def _begin(folder: str, plan: ExportPlan) -> None:
     """Create `folder` with the plan's files at their final length, still without content.
 
-    Raises StoreError.
+    Missing parents are created too, and stay. Raises StoreError.
     """
     try:
         make_path(os.path.dirname(folder))
