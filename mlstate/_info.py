@@ -223,7 +223,10 @@ def _choice_text(choice: dict[str, Any]) -> str:
 
 
 def _choice_lines(choices: _Choices) -> list[tuple[str, str]]:
-    """Return (label, text) for copies and for each other measured operation."""
+    """Return (label, text) for copies and for each other measured operation.
+
+    `choices`: of `_read_choices`. A text has the chosen strategy and the speeds of each size class.
+    """
     forced = choices["forced"]
     if forced != "auto":
         return [("copies", f"{forced}, forced by MLSTATE_COPY")]

@@ -231,7 +231,8 @@ class Target(NamedTuple):
     def _is_linked(self, new: str, old: str) -> bool:
         """Give the target the second name `old`, if `new` and the target are files.
 
-        Returns False without it: for folders, and if the file system has no links.
+        Returns False without it: for folders, and if the file system has no links. Raises other
+        errors of the system.
         """
         if os.path.isdir(new) or not self.is_file:
             return False
@@ -301,7 +302,8 @@ def change_mode(file: int | str, mode: int) -> None:
 def new_path(target: Target) -> Iterator[str]:
     """Yield a temporary path to write a file or folder at, which then becomes the target.
 
-    After an exception, also of the block, the target is unchanged.
+    After an exception, also of the block, the temporary is deleted and the target is as
+    `Target.put` leaves it: unchanged, except after an error of the last sync.
     """
     temporary = target.temporary()
     try:

@@ -226,8 +226,9 @@ class Commit:
     ) -> None:
         """Write one rank's shards and index durably; call `freed` when arrays may change.
 
-        `gathered` gives up its shards and its error. With a group, errors are kept for `commit`,
-        because the other ranks wait. `progress` is called with numbers of bytes.
+        `gathered` gives up its shards and its error. With a group, all errors but a CollectiveError
+        are kept for `commit`, because the other ranks wait; without one they are raised. `progress`
+        is called with numbers of bytes.
         """
         self._error, gathered.error = gathered.error, None
         if self._error is not None:
@@ -340,9 +341,9 @@ class Commit:
     ) -> None:
         """Check that the ranks' files make one complete checkpoint, and replace the manifest.
 
-        `reports`: what each rank wrote. `copies`: see `commit`. The manifest and, with a single
-        rank, its index are read back first; each of several ranks has read back its own. Raises if
-        a part of a tensor is missing.
+        `reports`: what each rank wrote. `header`, `copies`: see `commit`. The manifest and, with a
+        single rank, its index are read back first; each of several ranks has read back its own.
+        Raises if a part of a tensor is missing.
         """
         assert self._claim is not None
         manifest = Manifest(

@@ -209,7 +209,8 @@ class Loader:
     def __init__(self, request: LoadRequest, manifest: Manifest) -> None:
         """Read the indexes that `request` needs and choose the names to load.
 
-        With `verify="first"`, all files are verified here; otherwise no tensor is read yet.
+        `manifest`: of the root to load. With `verify="first"`, all files are verified here;
+        otherwise no tensor is read yet.
         """
         if request.options["rename"] is None:
             manifest = without_missing(request.files.folder, manifest, request.names)
@@ -470,7 +471,11 @@ def _is_whole(loader: Loader) -> bool:
 
 
 def _load_new_state(request: LoadRequest, manifest: Manifest) -> LoadedState:
-    """Load the requested tensors into new arrays or, with ``mmap``, as views of the files."""
+    """Load the requested tensors into new arrays or, with ``mmap``, as views of the files.
+
+    Named states are loaded unless the request has names. Warns a caller who asks for one rank's
+    part if all tensors were saved whole.
+    """
     loader = Loader(request, manifest)
     manifest = loader.manifest
     if expects_parts(request.options) and _is_whole(loader):
@@ -814,7 +819,11 @@ def _load_step(
     mode: str | None,
     options: LoadOptions,
 ) -> LoadedState:
-    """Load a step, as `load` describes it; all `options` are present."""
+    """Load a step, as `load` describes it; all `options` are present.
+
+    Files of other programs without an index are read whole. Torch targets of a group are filled by
+    all ranks together.
+    """
     request, manifest = _check_request(path, step, monitor, mode, options)
     files, root, into = request.files, request.root, options["into"]
     if manifest is None:

@@ -288,8 +288,9 @@ def record_problems(
 ) -> Iterator[Problem]:
     """Yield the problems of a file that differs from its record of size and checksums.
 
-    `path`: the local file. `name`: the file in the problems. Each damaged range is one problem. A
-    missing, unreadable or resized file is one problem, too.
+    `path`: the local file. `name`: the file in the problems. `progress`: called with the bytes of
+    each block. Each damaged range is one problem. A missing, unreadable or resized file is one
+    problem, too.
     """
     import numpy as np
 
@@ -468,7 +469,8 @@ def verify_foreign(
     """Compare a local file, or a folder without a checkpoint, with its checksums or blobs.
 
     Returns None if it has neither, or if the folder is a checkpoint or has weights, which another
-    function verifies.
+    function verifies. `progress`: as for `compare_files`. Raises StoreError if the folder cannot be
+    listed; errors of the file of checksums are problems in the report.
     """
     folder = LocalFolder(path)
     if os.path.isdir(path) and (

@@ -451,7 +451,8 @@ def _description_error(path: Path, reason: str) -> FormatError:
 def _write_safetensors(target: Target, parts: Parts) -> None:
     """Write a converted state to a safetensors file; metadata other than str are stored as JSON.
 
-    The record in the metadata lists the keys of these.
+    The record in the metadata, under `PARTS`, lists the keys of these. Raises ValueError if the
+    metadata has this key already.
     """
     from .. import save_file
 
@@ -493,7 +494,8 @@ def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> P
     """Return the content (`Parts`) of a safetensors file from its tensors and its metadata.
 
     `state`: the tensors by name. `metadata`: the header's texts by key; the texts of mlstate are
-    removed or decoded in place. Without these, the tensors are a model. `path`: for errors.
+    removed or decoded in place. Without these, the tensors are a model. `path`: for errors. Raises
+    FormatError if the texts of mlstate are malformed.
     """
     record: Any = {}
     try:

@@ -40,7 +40,8 @@ class CachedFolder(ObjectFolder):
     def read(self, path: str, *, follow_links: bool = False) -> bytes:
         """Return the bytes of a manifest or an index, from the cache if it has them.
 
-        Only texts whose checksum matches are cached; manifests, which change, never are.
+        Only texts whose checksum matches are cached; manifests, which change, never are. The errors
+        and `follow_links` are as for `ObjectFolder.read`.
         """
         if not self._cache.accepts(path):
             return super().read(path)

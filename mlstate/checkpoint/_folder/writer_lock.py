@@ -109,7 +109,7 @@ def _alive(owner: dict[str, Any]) -> bool:
 def _try_lock(descriptor: _core.Descriptor) -> bool:
     """Try to lock an open file or folder; return False if another process holds the lock.
 
-    Returns True too if the file system has no locks.
+    Returns True too if the file system has no locks. Raises other errors of the system.
     """
     try:
         return descriptor.lock()

@@ -275,7 +275,7 @@ def _finish(folder: str, end: Target, plan: ExportPlan, crcs: Any, copied: _Open
     """Write headers and index, copy other files, and rename the folder to its final path.
 
     `folder`: the temporary path. `end`: the final one. `crcs`: checksums of all blocks. `copied`:
-    how to open other files, by name.
+    how to open other files, by name. Raises StoreError, also if the final path changed meanwhile.
     """
     import json
 

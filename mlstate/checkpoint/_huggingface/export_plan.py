@@ -215,7 +215,8 @@ def _irregular_names(
 def _part_keys(names: list[str], state: Mapping[str, Any]) -> Any:
     """Return an array with a number for the part that this rank holds of each tensor; 0: none.
 
-    Equal parts have equal numbers on all ranks.
+    `names`: of the tensors. `state`: this rank's values. Equal parts have equal numbers on all
+    ranks.
     """
     import hashlib
 
