@@ -258,10 +258,10 @@ class Target(NamedTuple):
         try:
             if not os.path.lexists(self.path):
                 _rename_new(old, self.path)
-            elif os.path.samestat(os.lstat(self.path), created):
+            elif os.path.samestat(os.lstat(self.path), created):  # the new content is in place
                 self._swap(old, new)
                 _remove(new)
-            elif os.path.samestat(os.lstat(self.path), os.lstat(old)):
+            elif os.path.samestat(os.lstat(self.path), os.lstat(old)):  # by `_is_linked`
                 os.unlink(old)
             else:
                 raise FileExistsError(errno.EEXIST, "another process wrote it")

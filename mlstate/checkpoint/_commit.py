@@ -283,10 +283,13 @@ class Commit:
     # ---- commit: rank 0 replaces the manifest if every rank succeeded ----
 
     def commit(self, header: dict[str, Any], copies: bytes = b"") -> None:
-        """Commit if every rank wrote its shards; otherwise delete their files and raise.
+        """Commit if every rank wrote its shards; otherwise raise.
 
-        `header` describes the state in the manifest. `copies`: names of shards that this rank
-        leaves to another one, joined by NUL. After an error the old checkpoint is unchanged.
+        With a group, all ranks then delete their new files, unless the manifest may name these, and
+        raise: a failed one its own error, others a CollectiveError about the first that failed.
+        Without one, the caller's `abort` deletes the files. `header` describes the state
+        in the manifest. `copies`: names of shards that this rank leaves to another one, joined by
+        NUL. After an error the old checkpoint is unchanged.
         """
         if self._group is None:
             self._replace_manifest(header, self._reports, ())

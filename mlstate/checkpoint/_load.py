@@ -509,7 +509,8 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
     """Fill the torch objects and named states of all ranks and return them, or raise on all ranks.
 
     No rank changes anything before every rank has checked its targets. If an object of one rank
-    refuses its state, every rank undoes its changes. All begin again if the checkpoint is replaced.
+    refuses its state, every rank undoes its changes. All begin again if the checkpoint is replaced,
+    and raise StoreError if that happens `TRIES` times.
     """
 
     def agree_on(manifest: Manifest | None, error: BaseException | None, attempt: int) -> bool:

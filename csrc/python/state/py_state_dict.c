@@ -150,7 +150,8 @@ static PyObject *missing_value(PyObject *self, PyObject *key)
     return value;
 }
 
-/* self[key]: returns the array, or raises TensorNotFoundError */
+/* self[key]: returns the array, or what a subclass's __missing__ returns for a name that
+ * `self` lacks; without that method, raises TensorNotFoundError */
 static PyObject *statedict_subscript(PyObject *self, PyObject *key)
 {
     PyObject *value;
@@ -161,8 +162,9 @@ static PyObject *statedict_subscript(PyObject *self, PyObject *key)
     return missing_value(self, key);
 }
 
-/* Checks one entry and sets it. Returns -1 with an exception set. Calls record_entries
- * also on failure: a count that is too high only costs a new description. */
+/* Checks one entry and sets it. Returns -1 with an exception set: TypeError or ValueError
+ * for an entry that a state dict refuses. Calls record_entries also on failure: a count
+ * that is too high only costs a new description. */
 static int set_entry(PyObject *self, PyObject *key, PyObject *value)
 {
     PyObject *name = mlspy_check_entry(key, value);
@@ -352,6 +354,7 @@ static int merge_few(PyObject *self, PyObject *staged)
         undo_merge(self, NULL, before);
         return -1;
     }
+    /* the update below only replaces values, so it cannot stop midway */
     const bool all_new = PyDict_GET_SIZE(self) == before + PyDict_GET_SIZE(staged);
     return all_new ? 0 : PyDict_Update(self, staged);
 }

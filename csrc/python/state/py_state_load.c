@@ -350,6 +350,7 @@ PyObject *core_targets_tied(mlspy_state *state, PyObject *const *args)
  * The hashed stream has for each tensor, in the order of the names' bytes: the length of
  * the name, the length of the dtype's name, the rank and the dimensions as 64-bit
  * little-endian numbers; then the name, the dtype's name, and the elements in C order.
+ * `update` is the caller's function that receives this stream, such as a hash's method.
  */
 
 /* Compares two items by the bytes of their names, which is the order of their code
