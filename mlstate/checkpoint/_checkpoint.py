@@ -471,7 +471,10 @@ class Checkpoint:
 
 
 def _inspect_whole(files: CheckpointFiles, foreign: WholePath) -> Checkpoint:
-    """Return the Checkpoint of another program's file or folder, `foreign`; reads all of it."""
+    """Return the Checkpoint of another program's file or folder, `foreign`; reads all of it.
+
+    `files`: the opened folder of the path that the user passed.
+    """
     from ._load_whole import WholeIndex, manifest_of
 
     parts = foreign.read()

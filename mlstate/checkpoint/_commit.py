@@ -287,9 +287,9 @@ class Commit:
 
         With a group, all ranks then delete their new files, unless the manifest may name these, and
         raise: a failed one its own error, others a CollectiveError about the first that failed.
-        Without one, the caller's `abort` deletes the files. `header` describes the state
-        in the manifest. `copies`: names of shards that this rank leaves to another one, joined by
-        NUL. After an error the old checkpoint is unchanged.
+        Without one, the caller's `abort` deletes the files. `header` describes the state in the
+        manifest. `copies`: names of shards that this rank leaves to another one, joined by NUL.
+        After an error the old checkpoint is unchanged.
         """
         if self._group is None:
             self._replace_manifest(header, self._reports, ())

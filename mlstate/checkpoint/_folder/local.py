@@ -142,8 +142,8 @@ class LocalFolder:
     def read(self, path: str, *, follow_links: bool = False) -> bytes:
         """Return the content of a regular file of at most 512 MiB.
 
-        `follow_links`: accept a symbolic link. Raises FormatError if the file is too long or not
-        regular.
+        `follow_links`: accept a symbolic link, which else is not regular. Raises FormatError if the
+        file is too long or not regular, StoreError if it is missing or cannot be read.
         """
         name = os.path.join(self.path, path)
         try:

@@ -150,7 +150,7 @@ class ObjectFolder:
     def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
         """Return size and time of the objects at `paths` that exist, by path.
 
-        Each folder in `paths` takes a list request.
+        Each folder in `paths` takes a list request. Raises StoreError if it fails.
         """
         listed = {part: self.store.list_folder(part) for part in {*map(os.path.dirname, paths)}}
         infos = {}

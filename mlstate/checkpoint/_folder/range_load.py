@@ -139,9 +139,9 @@ def load_units(
 def plan_units(call: LoadCall, staged: Collection[str], part_bytes: int) -> Iterator[Unit]:
     """Yield units of about `part_bytes` bytes: small tensors first, in the order of their files.
 
-    `staged`: keys of tensors that must be read at once, also if they are large. A range of a large
-    tensor is cut at multiples of `_SPAN` from its origin, the offset of the stored shard in the
-    file, because the core divides the shard there too.
+    `call`: has the tensors. `staged`: keys of tensors that must be read at once, also if they are
+    large. A range of a large tensor is cut at multiples of `_SPAN` from its origin, the offset of
+    the stored shard in the file, because the core divides the shard there too.
     """
     step = max(_SPAN, part_bytes - part_bytes % _SPAN)
     small: list[tuple[list[Range], int]] = []
