@@ -408,7 +408,7 @@ class Loader:
     def zeros(self, names: list[list[str]], parameters: Any) -> dict[str, Any]:
         """Return zeros for the optimizer states that parameters lack, by key.
 
-        `names`: of model and optimizer. `parameters`: the loaded model, for shapes.
+        `names`: the loaded ones of model and optimizer. `parameters`: the loaded model, for shapes.
         """
         import numpy as np
 

@@ -373,9 +373,9 @@ def compare_files(
 ) -> None:
     """Compare a folder's files with their checksums and blobs; add problems to `report`.
 
-    Also adds the bytes of these files, the names of files that the checksums do not list (as
-    strange), and what was compared. `compared`: the checksums and blobs, by `find_compared`.
-    `progress`: called with the bytes read since the last call.
+    Also adds the bytes of these files, texts that name the checksums used, and, as strange, the
+    names of files that the checksums do not list. `compared`: the checksums and blobs, by
+    `find_compared`. `progress`: called with the bytes read since the last call.
     """
     checksums = compared.checksums
     records = checksums.records if checksums else {}

@@ -129,6 +129,7 @@ def place_of(
 ) -> Place:
     """Return a local path, or the URL of a folder in an object store.
 
+    `storage_options`: of the store; None: the defaults. ValueError for options of a local path.
     `reads`: the path may name one file of weights, as for `open_folder`.
     """
     if is_url(path) or storage_options is not None:
@@ -668,7 +669,8 @@ def convert_lightning(
 ) -> dict[str, int]:
     """Convert a whole checkpoint: a loaded folder to a file, or a file (a path) to a folder.
 
-    Returns ``tensors`` and ``bytes``: the number of tensors of the model, and their bytes.
+    `target`: a `CheckpointTarget` for a folder, a `Target` for a file. Returns ``tensors`` and
+    ``bytes``: the number of tensors of the model, and their bytes.
     """
     from ..._common.arrays import is_torch
 
