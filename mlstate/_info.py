@@ -213,7 +213,10 @@ def _read_choices() -> _Choices:
 
 
 def _choice_text(choice: dict[str, Any]) -> str:
-    """Return a choice as text: ``stream1 (plain 7.6, loop 7.9, stream1 11.1 GB/s)``."""
+    """Return an item of the core's choices as text: the strategy, and the measured speeds.
+
+    Such as ``stream1 (plain 7.6, loop 7.9, stream1 11.1 GB/s)``; ``not decided`` without a choice.
+    """
     speeds = choice["gigabytes_per_second"]
     speed_text = ", ".join(
         f"{name} {speed:.1f}" for name, speed in speeds.items() if speed is not None
@@ -256,7 +259,10 @@ def _python_version() -> str:
 
 
 def _package_version(name: str) -> str | None:
-    """Return the version of a package without importing it; None if it is not installed."""
+    """Return the version of the package `name` without importing it; None if not installed.
+
+    "unknown" if its metadata have no version.
+    """
     from importlib import metadata  # slow to load
 
     loaded = getattr(sys.modules.get(name), "__version__", None)

@@ -372,7 +372,10 @@ class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
         return self._number or None  # the core has 0 for None
 
     def _measure(self) -> tuple[int, int]:
-        """Return used and total bytes; the core calls this when an adjustment is due."""
+        """Return used and total bytes; the core calls this when an adjustment is due.
+
+        The total is `total_memory` if it is set, else the tracker's, else the system's.
+        """
         stats = self._tracker.get_stats()
         used = stats.current_memory_used
         try:

@@ -425,7 +425,11 @@ class Loader:
 
 
 def _load_into_targets(request: LoadRequest, manifest: Manifest) -> LoadedState:
-    """Check the targets of ``into``, fill and return them; an error undoes changes of objects."""
+    """Check the targets of ``into``, fill and return them.
+
+    `manifest`: of the root of `request`. After an error while arrays are filled, objects get their
+    old states back, but the content of the arrays is undefined.
+    """
     loader = Loader(request, manifest)
     prepared = prepare(loader)
     apply_all(prepared.actions)

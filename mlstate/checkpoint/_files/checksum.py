@@ -263,7 +263,10 @@ def _blobs_of(folder: str, names: list[str]) -> dict[str, str]:
 
 
 def find_compared(path: str) -> _Compared | None:
-    """Return the checksums and blob digests that files at a local path must match; None if none."""
+    """Return the checksums and blob digests that files at a local path must match; None if none.
+
+    Raises OSError if a folder cannot be listed, StoreError and FormatError about the checksums.
+    """
     if os.path.isdir(path):
         folder, names = path, _list_files(path, refuses_links=False)
         checksums = find_of_folder(path)

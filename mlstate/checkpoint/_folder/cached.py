@@ -73,7 +73,10 @@ class CachedFolder(ObjectFolder):
         return answers
 
     def _fill(self, call: LoadCall, progress: Callable[[int], object] | None) -> None:
-        """Read the call's tensors through the cache; warn once if it cannot be written."""
+        """Read the call's tensors through the cache; warn once if it cannot be written.
+
+        `progress` is called with numbers of bytes.
+        """
         try:
             super()._fill(call, progress)
         finally:

@@ -274,7 +274,10 @@ class LocalFolder:
         raise store_error(reason, "cannot verify the checkpoint", self.path)
 
     def is_empty(self) -> bool:
-        """Return whether the path is free to write to: it does not exist, or is an empty folder."""
+        """Return whether the path is free to write to: it does not exist, or is an empty folder.
+
+        Raises StoreError if the folder cannot be listed.
+        """
         if not os.path.lexists(self.path):
             return True
         try:

@@ -87,7 +87,11 @@ def together(group: ProcessGroup | None, error: BaseException | None) -> None:
 
 
 def _memory_of(value: Any) -> Any:
-    """Return a key for an array's memory, equal for arrays that share it; None without bytes."""
+    """Return a key for an array's memory, equal for arrays that share it.
+
+    The memory, shape, strides and dtype must be equal. None for an array without elements, and for
+    values other than arrays and tensors.
+    """
     import numpy as np
 
     array = value.array if isinstance(value, Shard) else value
