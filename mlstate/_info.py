@@ -126,7 +126,10 @@ def _huge_pages_text(setting: dict[str, Any] | None) -> str:
 
 
 def _linux_processor() -> str | None:
-    """Return the name of the first processor in /proc/cpuinfo; None if it has no name."""
+    """Return the name of the first processor in /proc/cpuinfo.
+
+    None if it has no name, or the file cannot be read. arm64 has numbers in place of a name.
+    """
     try:
         text = _CPUINFO.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -196,7 +199,7 @@ def _is_measured(choice: dict[str, Any]) -> bool:
 
 
 def _read_choices() -> _Choices:
-    """Return the core's choices.
+    """Return the core's choices of how copies store their results, as `SystemInfo.copies`.
 
     If the process has not copied enough to measure anything, this measures for less than
     100 ms, unless ``MLSTATE_COPY`` forces a strategy.
@@ -210,7 +213,10 @@ def _read_choices() -> _Choices:
 
 
 def _choice_text(choice: dict[str, Any]) -> str:
-    """Return a choice as text: ``stream1 (plain 7.6, loop 7.9, stream1 11.1 GB/s)``."""
+    """Return an item of the core's choices as text: the strategy, and the measured speeds.
+
+    Such as ``stream1 (plain 7.6, loop 7.9, stream1 11.1 GB/s)``; ``not decided`` without a choice.
+    """
     speeds = choice["gigabytes_per_second"]
     speed_text = ", ".join(
         f"{name} {speed:.1f}" for name, speed in speeds.items() if speed is not None
@@ -220,7 +226,10 @@ def _choice_text(choice: dict[str, Any]) -> str:
 
 
 def _choice_lines(choices: _Choices) -> list[tuple[str, str]]:
-    """Return (label, text) for copies and for each other measured operation."""
+    """Return (label, text) for copies and for each other measured operation.
+
+    `choices`: of `_read_choices`. A text has the chosen strategy and the speeds of each size class.
+    """
     forced = choices["forced"]
     if forced != "auto":
         return [("copies", f"{forced}, forced by MLSTATE_COPY")]
@@ -250,7 +259,10 @@ def _python_version() -> str:
 
 
 def _package_version(name: str) -> str | None:
-    """Return the version of a package without importing it; None if it is not installed."""
+    """Return the version of the package `name` without importing it; None if not installed.
+
+    "unknown" if its metadata have no version.
+    """
     from importlib import metadata  # slow to load
 
     loaded = getattr(sys.modules.get(name), "__version__", None)

@@ -41,7 +41,10 @@ def _checked(name: object, value: object) -> object:
 
 
 def _entries(state: Any) -> dict[str, Any]:
-    """Return a snapshot of the state's entries, because other threads may change the state."""
+    """Return a snapshot of the state's entries, because other threads may change the state.
+
+    Raises TypeError, with a hint, for a path or another value that is not a mapping.
+    """
     if isinstance(state, str | bytes | os.PathLike):
         raise TypeError(
             f"the state comes first, and then the path: save_file(state, path); got "
@@ -155,6 +158,7 @@ def _load_recorded(path: str, record: Record, mmap: bool) -> tuple[dict[str, Any
     shards = sorted(merged.shards(), key=lambda shard: (shard[6], shard[7]))  # offset, size
     keys = [shard[1] for shard in shards]
     folder = os.path.dirname(os.path.abspath(path))
+    # section 0, the model; (None, 0, 0): whole tensors; True: compare the checksums
     arrays = merged.load(folder, 0, keys, (None, 0, 0), True, mmap, None)
     return arrays, _core.file_metadata(path, True)
 

@@ -95,7 +95,8 @@ def is_same_memory(first: Array, second: Array) -> bool:
 def names_sharing_memory(arrays: Mapping[str, Any]) -> set[str]:
     """Return the names of arrays whose range of addresses meets the range of another array.
 
-    Such arrays may still have no element in common.
+    Such arrays may still have no element in common. Values that are not arrays, and arrays without
+    elements or with an unknown address, are left out.
     """
     ranges = []
     for name, array in arrays.items():
@@ -155,7 +156,10 @@ def packed_array(array: NDArray) -> NDArray:
 
 
 def new_packed(array: Any, shape: tuple[int, ...]) -> Any:
-    """Return a new array of the same library and dtype, in main memory and native byte order."""
+    """Return a new array of the library and dtype of `array`, with undefined elements.
+
+    It is packed, in main memory and in native byte order.
+    """
     if is_torch(array):
         return array.new_empty(shape, device="cpu")
     return np.empty(shape, array.dtype.newbyteorder("="))

@@ -203,7 +203,9 @@ class Target(NamedTuple):
     def _swap(self, new: str, old: str) -> None:
         """Rename `new` to the target, and the target's content to `old`.
 
-        The system exchanges both at once if it can.
+        The system exchanges both at once if it can, and the old content is then renamed from `new`
+        to `old`. If this second rename fails, the target has the new content and `new` the old
+        one, which `_restore` undoes.
         """
         try:
             _core.path_rename(new, self.path, True)
@@ -229,7 +231,8 @@ class Target(NamedTuple):
     def _is_linked(self, new: str, old: str) -> bool:
         """Give the target the second name `old`, if `new` and the target are files.
 
-        Returns False without it: for folders, and if the file system has no links.
+        Returns False without it: for folders, and if the file system has no links. Raises other
+        errors of the system.
         """
         if os.path.isdir(new) or not self.is_file:
             return False
@@ -255,10 +258,10 @@ class Target(NamedTuple):
         try:
             if not os.path.lexists(self.path):
                 _rename_new(old, self.path)
-            elif os.path.samestat(os.lstat(self.path), created):
+            elif os.path.samestat(os.lstat(self.path), created):  # the new content is in place
                 self._swap(old, new)
                 _remove(new)
-            elif os.path.samestat(os.lstat(self.path), os.lstat(old)):
+            elif os.path.samestat(os.lstat(self.path), os.lstat(old)):  # by `_is_linked`
                 os.unlink(old)
             else:
                 raise FileExistsError(errno.EEXIST, "another process wrote it")
@@ -299,7 +302,8 @@ def change_mode(file: int | str, mode: int) -> None:
 def new_path(target: Target) -> Iterator[str]:
     """Yield a temporary path to write a file or folder at, which then becomes the target.
 
-    After an exception, also of the block, the target is unchanged.
+    After an exception, also of the block, the temporary is deleted and the target is as
+    `Target.put` leaves it: unchanged, except after an error of the last sync.
     """
     temporary = target.temporary()
     try:
@@ -318,8 +322,8 @@ def new_path(target: Target) -> Iterator[str]:
 def new_file(target: Target) -> Iterator[str]:
     """Yield a temporary path to write a file at, as `new_path` does.
 
-    An existing file must be writable, and keeps its permission bits. Raises OSError for a folder,
-    ValueError for a FIFO, socket or device.
+    An existing file must be writable, and keeps its permission bits. Raises OSError for a folder
+    (EISDIR) or a read-only file (EACCES), ValueError for a FIFO, socket or device.
     """
     reason = 0
     if target.is_folder:

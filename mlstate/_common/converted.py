@@ -40,6 +40,7 @@ def converted(array: NDArray, dtype: str) -> NDArray:
 
     They are rounded to nearest. `array` has another float dtype, also of 8 bits.
     """
+    # scaled_codes_decode: without scales and skipped codes; state_load: strict, cast, not dry
     name = name_of(array.dtype)
     values = np.empty(array.shape, numpy_dtype(dtype))
     if name in FLOAT8S:

@@ -118,7 +118,8 @@ def ml_dtype(name: str) -> NumpyDType:
 def stored_dtype(name: str) -> NumpyDType:
     """Return a dtype for moving elements of the dtype `name`, which NumPy lacks.
 
-    It is of ml_dtypes, or without that a labelled unsigned integer.
+    It is of ml_dtypes, or without that a labelled unsigned integer. Raises ImportError if ml_dtypes
+    is installed but cannot be imported.
     """
     if name not in PACKED:
         try:

@@ -212,7 +212,7 @@ def below(checksums: Checksums, prefix: str) -> Checksums | None:
 def find_of_folder(folder: str) -> Checksums | None:
     """Return the checksums of a local folder, from its own file or its parent folder's.
 
-    None without such a file, or if the parent cannot be read.
+    None without such a file, or without permission to read the parent's. Raises as `read_local`.
     """
     checksums = read_local(os.path.join(folder, NAME))
     parent, name = os.path.split(os.path.abspath(folder))
@@ -229,7 +229,7 @@ def find_of_file(path: str) -> tuple[Record, str] | None:
     """Return the record of a local file, and the path of the file that has the record.
 
     This is next to the file, under its name or for the whole folder, or in the parent folder. None
-    without a record.
+    without a record. Raises as `read_local`.
     """
     folder, name = os.path.split(os.path.abspath(path))
     checksums = read_local(f"{os.path.join(folder, name)}.{NAME}")
@@ -247,7 +247,8 @@ def changed_ranges(
 ) -> list[tuple[int, int]]:
     """Return offset and length of each changed block of an open file of the recorded size.
 
-    The list is empty if nothing changed. `progress` is called with the bytes of each block.
+    The list is empty if nothing changed. `progress` is called with the bytes of each block. Raises
+    OSError if a block cannot be read.
     """
     buffer = memoryview(bytearray(min(BLOCK, record.nbytes)))
     changed = []

@@ -129,9 +129,9 @@ def table_text(
 
 
 def _collapse(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Return rows, in which neighbours that differ only in the first cell are one row.
+    """Return rows, in which three or more neighbours that differ only in the first cell are one.
 
-    This takes three or more; the first cell then names the first and the last.
+    Its first cell names the first and the last of them, and their number.
     """
     from itertools import groupby
 

@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from .._types import Array
 
 Steps: TypeAlias = "tuple[tuple[int | str, int], ...]"
-# how to cut every tensor (None: whole): steps, index of the part, number of ranks; or for each
-# tensor: whole shape, then steps and index, or begin and end of a range of elements
+# How to cut every tensor: steps (None: as it was saved), index of the part, number of ranks (with
+# None, 0: whole). Or for each tensor: whole shape, then steps and index, or begin and end of a
+# range of elements.
 Cutting: TypeAlias = "tuple[Steps | None, int, int]"
 Cuts: TypeAlias = "Cutting | list[tuple[tuple[int, ...], Steps | int, int]]"
 
@@ -243,6 +244,7 @@ class Layout:
         array([[2],
                [5]])
         """
+        # the box that has the part, and the range of elements in it, which a flat step shortens
         starts, lengths, begin, end, flat = _core.layout_part(
             self._steps, tuple(array.shape), index
         )

@@ -172,8 +172,8 @@ class ActivationManager:
     def _index_of(self, layer_id: str) -> int:
         """Return the index of a layer that is passed without one.
 
-        It is the number of layers seen before this one. A later call for the layer returns the
-        index of its last decision.
+        It is the number of layers seen before this one; a new layer is added, and so keeps it. A
+        later call for the layer returns the index of its last decision.
         """
         with self._lock:
             layer = self._layers.get(layer_id)

@@ -28,7 +28,8 @@ def find_phases(steps: Iterable[tuple[str, int]]) -> list[Phase]:
     """Return the phases of a schedule, in order.
 
     Merges consecutive steps of one block, then consecutive blocks with equal kinds of steps.
-    `steps`: (kind, index) pairs as in `Plan.steps`.
+    `steps`: (kind, index) pairs as in `Plan.steps`. A drop of activation k counts as a step of
+    block k, whose input it is.
     """
     blocks: list[Phase] = []  # phases of one block each
     for place, (kind, block) in enumerate(steps):

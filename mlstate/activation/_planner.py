@@ -125,6 +125,7 @@ def plan(
     with parsed.errors():
         if schedules == "any":
             return _plan_any(chain, budget, number, offload)
+        # `used`: slots of the core's search; 0 if it used none
         steps, method, used = _core.plan_make(chain._arrays, budget, number, offload)
     return Plan(
         chain,

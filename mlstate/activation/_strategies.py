@@ -56,7 +56,9 @@ def format_bytes(count: int) -> str:
 class _Strategy(Operators):
     """Base of the strategies of the core.
 
-    `_fields` are the names of settings: constructor arguments that are also attributes.
+    The core's constructor takes a number (interval, bytes or total memory; None without one), the
+    layers to checkpoint, the layers to exclude, the share of the memory, and the clock. `_fields`
+    are the names of settings: constructor arguments that are also attributes.
     """
 
     __slots__ = ()
@@ -370,7 +372,10 @@ class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
         return self._number or None  # the core has 0 for None
 
     def _measure(self) -> tuple[int, int]:
-        """Return used and total bytes; the core calls this when an adjustment is due."""
+        """Return used and total bytes; the core calls this when an adjustment is due.
+
+        The total is `total_memory` if it is set, else the tracker's, else the system's.
+        """
         stats = self._tracker.get_stats()
         used = stats.current_memory_used
         try:

@@ -471,7 +471,10 @@ class Checkpoint:
 
 
 def _inspect_whole(files: CheckpointFiles, foreign: WholePath) -> Checkpoint:
-    """Return the Checkpoint of another program's file or folder, `foreign`; reads all of it."""
+    """Return the Checkpoint of another program's file or folder, `foreign`; reads all of it.
+
+    `files`: the opened folder of the path that the user passed.
+    """
     from ._load_whole import WholeIndex, manifest_of
 
     parts = foreign.read()
@@ -510,7 +513,8 @@ def inspect(
     Returns
     -------
     Checkpoint
-        Its repr is a table of the tensors, also in notebooks.
+        Its repr is a table of the tensors, also in notebooks. If an index cannot be read, it has
+        only the manifest, and the repr and the lists of tensors raise the index's error.
 
     Raises
     ------

@@ -133,7 +133,8 @@ class Commit:
         self._before: Manifest | None = None
         self._has_steps = False  # of rank 0: whether there were roots of steps before
         self._error: BaseException | None = None  # of this rank, to be raised by `commit`
-        self._reports: list[dict[str, Any]] = []  # of written ranks: index record and pattern
+        # of written ranks: index record, and pattern (a digest that alike indexes share)
+        self._reports: list[dict[str, Any]] = []
         self._written: dict[str, Any] | None = None  # what this rank wrote, for its caller
         self._is_replacing = False  # whether the manifest may have been replaced
         self._is_decided = False  # whether the save is committed, or is known not to be
@@ -225,8 +226,9 @@ class Commit:
     ) -> None:
         """Write one rank's shards and index durably; call `freed` when arrays may change.
 
-        `gathered` gives up its shards and its error. With a group, errors are kept for `commit`,
-        because the other ranks wait. `progress` is called with numbers of bytes.
+        `gathered` gives up its shards and its error. With a group, all errors but a CollectiveError
+        are kept for `commit`, because the other ranks wait; without one they are raised. `progress`
+        is called with numbers of bytes.
         """
         self._error, gathered.error = gathered.error, None
         if self._error is not None:
@@ -281,10 +283,13 @@ class Commit:
     # ---- commit: rank 0 replaces the manifest if every rank succeeded ----
 
     def commit(self, header: dict[str, Any], copies: bytes = b"") -> None:
-        """Commit if every rank wrote its shards; otherwise delete their files and raise.
+        """Commit if every rank wrote its shards; otherwise raise.
 
-        `header` describes the state in the manifest. `copies`: names of shards that this rank
-        leaves to another one, joined by NUL. After an error the old checkpoint is unchanged.
+        With a group, all ranks then delete their new files, unless the manifest may name these, and
+        raise: a failed one its own error, others a CollectiveError about the first that failed.
+        Without one, the caller's `abort` deletes the files. `header` describes the state in the
+        manifest. `copies`: names of shards that this rank leaves to another one, joined by NUL.
+        After an error the old checkpoint is unchanged.
         """
         if self._group is None:
             self._replace_manifest(header, self._reports, ())
@@ -339,9 +344,9 @@ class Commit:
     ) -> None:
         """Check that the ranks' files make one complete checkpoint, and replace the manifest.
 
-        `reports`: what each rank wrote. `copies`: see `commit`. The manifest and, with a single
-        rank, its index are read back first; each of several ranks has read back its own. Raises if
-        a part of a tensor is missing.
+        `reports`: what each rank wrote. `header`, `copies`: see `commit`. The manifest and, with a
+        single rank, its index are read back first; each of several ranks has read back its own.
+        Raises if a part of a tensor is missing.
         """
         assert self._claim is not None
         manifest = Manifest(
@@ -427,8 +432,8 @@ class Commit:
     def _delete_old_roots(self, manifest: Manifest) -> dict[str, list[Generation]]:
         """Delete the roots (manifests of steps) that a manager does not keep, before their files.
 
-        `manifest`: the committed one. Returns the generations that ended and those that stay, or {}
-        if they are unknown; see `generations_to_delete`.
+        `manifest`: the committed one. Returns the generations that ended ("gone") and those that
+        stay ("kept"), or {} if they are unknown; see `generations_to_delete`.
         """
         before, retain = self._before, self._target.retain
         if before is None and retain is None:

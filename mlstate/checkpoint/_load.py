@@ -209,7 +209,8 @@ class Loader:
     def __init__(self, request: LoadRequest, manifest: Manifest) -> None:
         """Read the indexes that `request` needs and choose the names to load.
 
-        With `verify="first"`, all files are verified here; otherwise no tensor is read yet.
+        `manifest`: of the root to load. With `verify="first"`, all files are verified here;
+        otherwise no tensor is read yet.
         """
         if request.options["rename"] is None:
             manifest = without_missing(request.files.folder, manifest, request.names)
@@ -286,7 +287,10 @@ class Loader:
         return self.request.files.folder.load(parts, verify, mmap, progress)
 
     def facts(self, section: Section, names: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """Return dtype and shape of the tensors `names` of a section, by name, after conversion."""
+        """Return dtype and shape of the tensors `names` of a section, by name, after conversion.
+
+        Raises FormatError if the scales of a quantized weight are missing or do not fit.
+        """
         label, dtype = SECTIONS[section.number], self.request.dtype
         stored = {
             row[1]: (row[4], row[5]) for row in self.merged_index.tensors() if row[0] == label
@@ -325,7 +329,11 @@ class Loader:
         return section.restore(arrays, self.folder)
 
     def _pair_values(self, section: Section, keys: list[str]) -> dict[str, Any]:
-        """Return the values of those `keys` of a section that are quantized, by their codes."""
+        """Return the values of those `keys` of a section that are quantized.
+
+        Each key is of the codes, the stored numbers that scales multiply. Raises FormatError if the
+        scales are missing or do not fit.
+        """
         if self.pairs is None or section.number != 0:
             return {}
         chosen = [pair for key in keys if (pair := self.pairs.by_codes.get(key)) is not None]
@@ -400,7 +408,7 @@ class Loader:
     def zeros(self, names: list[list[str]], parameters: Any) -> dict[str, Any]:
         """Return zeros for the optimizer states that parameters lack, by key.
 
-        `names`: of model and optimizer. `parameters`: the loaded model, for shapes.
+        `names`: the loaded ones of model and optimizer. `parameters`: the loaded model, for shapes.
         """
         import numpy as np
 
@@ -417,7 +425,11 @@ class Loader:
 
 
 def _load_into_targets(request: LoadRequest, manifest: Manifest) -> LoadedState:
-    """Check the targets of ``into``, fill and return them; an error undoes changes of objects."""
+    """Check the targets of ``into``, fill and return them.
+
+    `manifest`: of the root of `request`. After an error while arrays are filled, objects get their
+    old states back, but the content of the arrays is undefined.
+    """
     loader = Loader(request, manifest)
     prepared = prepare(loader)
     apply_all(prepared.actions)
@@ -463,7 +475,11 @@ def _is_whole(loader: Loader) -> bool:
 
 
 def _load_new_state(request: LoadRequest, manifest: Manifest) -> LoadedState:
-    """Load the requested tensors into new arrays or, with ``mmap``, as views of the files."""
+    """Load the requested tensors into new arrays or, with ``mmap``, as views of the files.
+
+    Named states are loaded unless the request has names. Warns a caller who asks for one rank's
+    part if all tensors were saved whole.
+    """
     loader = Loader(request, manifest)
     manifest = loader.manifest
     if expects_parts(request.options) and _is_whole(loader):
@@ -497,7 +513,8 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
     """Fill the torch objects and named states of all ranks and return them, or raise on all ranks.
 
     No rank changes anything before every rank has checked its targets. If an object of one rank
-    refuses its state, every rank undoes its changes. All begin again if the checkpoint is replaced.
+    refuses its state, every rank undoes its changes. All begin again if the checkpoint is replaced,
+    and raise StoreError if that happens `TRIES` times.
     """
 
     def agree_on(manifest: Manifest | None, error: BaseException | None, attempt: int) -> bool:
@@ -588,7 +605,8 @@ def _check_request(
 ) -> tuple[LoadRequest, Manifest | None]:
     """Check the arguments of a load; return the request, and the manifest if `path` has one.
 
-    `step`, `monitor`, `mode`: which step to load.
+    `step`, `monitor`, `mode`: which step to load. Replaces ``into``, ``names`` and ``device`` in
+    `options` by their checked forms.
     """
     if is_module(options["into"]):
         options["into"] = {"model": options["into"]}
@@ -806,7 +824,11 @@ def _load_step(
     mode: str | None,
     options: LoadOptions,
 ) -> LoadedState:
-    """Load a step, as `load` describes it; all `options` are present."""
+    """Load a step, as `load` describes it; all `options` are present.
+
+    Files of other programs without an index are read whole. Torch targets of a group are filled by
+    all ranks together.
+    """
     request, manifest = _check_request(path, step, monitor, mode, options)
     files, root, into = request.files, request.root, options["into"]
     if manifest is None:

@@ -150,7 +150,8 @@ static PyObject *missing_value(PyObject *self, PyObject *key)
     return value;
 }
 
-/* self[key]: returns the array, or raises TensorNotFoundError */
+/* self[key]: returns the array, or what a subclass's __missing__ returns for a name that
+ * `self` lacks; without that method, raises TensorNotFoundError */
 static PyObject *statedict_subscript(PyObject *self, PyObject *key)
 {
     PyObject *value;
@@ -161,8 +162,9 @@ static PyObject *statedict_subscript(PyObject *self, PyObject *key)
     return missing_value(self, key);
 }
 
-/* Checks one entry and sets it. Returns -1 with an exception set. Calls record_entries
- * also on failure: a count that is too high only costs a new description. */
+/* Checks one entry and sets it. Returns -1 with an exception set: TypeError or ValueError
+ * for an entry that a state dict refuses. Calls record_entries also on failure: a count
+ * that is too high only costs a new description. */
 static int set_entry(PyObject *self, PyObject *key, PyObject *value)
 {
     PyObject *name = mlspy_check_entry(key, value);
@@ -244,8 +246,9 @@ static PyObject *only_dict(PyObject *args, PyObject *kwargs)
 }
 
 #if !defined(Py_GIL_DISABLED)
-/* Returns whether every entry passes the quick check. Runs no foreign code, so under the
- * GIL the dict cannot change before the merge. */
+/* Returns whether every entry is an ASCII str and an ndarray of numbers, which needs no
+ * further check. Runs no foreign code, so under the GIL the dict cannot change before the
+ * merge. */
 static bool all_exact_arrays(PyObject *dict)
 {
     PyObject *key, *value;
@@ -318,7 +321,8 @@ static PyObject *check_staged(PyObject *staged)
 
 /* Undoes a failed merge into `self`, which had `old_count` entries: restores the entries
  * of `old` (may be NULL: no value was replaced), and removes all entries after the first
- * `old_count`. Allocates nothing, and keeps the exception that is set. */
+ * `old_count`. Allocates nothing, and keeps the exception that is set: an error here is
+ * ignored. */
 static void undo_merge(PyObject *self, PyObject *old, Py_ssize_t old_count)
 {
     PyObject *type, *error, *trace;
@@ -350,6 +354,7 @@ static int merge_few(PyObject *self, PyObject *staged)
         undo_merge(self, NULL, before);
         return -1;
     }
+    /* the update below only replaces values, so it cannot stop midway */
     const bool all_new = PyDict_GET_SIZE(self) == before + PyDict_GET_SIZE(staged);
     return all_new ? 0 : PyDict_Update(self, staged);
 }
@@ -489,7 +494,7 @@ static int set_attributes(PyObject *self, PyObject *names)
 }
 
 /* __setstate__(state): sets the attributes that __getstate__ returned, as a dict or as
- * (dict or None, slots)
+ * (dict or None, dict of the slots by name)
  *
  * Entries are not part of it: pickle sets those one by one, with the check.
  */
@@ -580,7 +585,8 @@ static PyObject *statedict_fromkeys(PyObject *class, PyObject *args)
 /* ---- type ---- */
 
 /* The property nbytes: the bytes of all arrays; an array under two names counts twice.
- * The sums are checked for overflow, because arrays may report any size. */
+ * Raises CompatibilityError if the sum does not fit into 64 bits, because arrays may
+ * report any size. */
 static PyObject *statedict_nbytes(PyObject *self, void *unused)
 {
     (void)unused;
@@ -603,7 +609,8 @@ static PyObject *statedict_nbytes(PyObject *self, void *unused)
     return failed < 0 ? NULL : PyLong_FromUnsignedLongLong(sum);
 }
 
-/* self == other and self != other, for any dict: ignores only the order of entries */
+/* self == other and self != other, for any dict: names, shapes, dtypes and elements
+ * count, but not the order of entries */
 static PyObject *statedict_compare(PyObject *self, PyObject *other, int how)
 {
     if ((how != Py_EQ && how != Py_NE) || !PyDict_Check(other)) {

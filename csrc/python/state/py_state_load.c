@@ -35,8 +35,9 @@ static void job_fini(load_job *job)
     mls_free(job->pairs);
 }
 
-/* Views both arrays of pair `i`, and adds them to the job; the target must be writable.
- * Returns -1 with an exception set, and the job unchanged. */
+/* Views both arrays of pair `i` of `p`, the items of source and target matched by name,
+ * and adds them to the job; the target must be writable. Returns -1 with an exception
+ * set, and the job unchanged. */
 static int job_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
                    load_job *job)
 {
@@ -96,8 +97,8 @@ static int load_pairs(const mlspy_state *state, const mlspy_pairs *p, bool cast,
     return failed;
 }
 
-/* Returns a new list of the targets that a load writes and that are not ndarrays; NULL
- * with an exception set. */
+/* Returns a new list of the targets that a load writes and that are not ndarrays, so that
+ * the caller can note the writes for autograd; NULL with an exception set. */
 static PyObject *written_tensors(const mlspy_pairs *p)
 {
     PyObject *list = PyList_New(0);
@@ -111,8 +112,9 @@ static PyObject *written_tensors(const mlspy_pairs *p)
 }
 
 /* state_load(target, source, strict, cast, dry) -> the list of written_tensors on
- * success; otherwise a tuple of the differences, seen from the target: (missing,
- * unexpected, shapes, dtypes)
+ * success; otherwise a tuple of four lists of differences: names that only the target
+ * has, names that only the source has, names whose shapes differ, with both shapes, and
+ * names whose dtypes differ, with both dtypes
  *
  * Copies the arrays of `source` into the arrays of the same names of `target`: all or
  * none. `strict`: both must have the same names; `cast`: dtypes may differ; `dry`: only
@@ -217,7 +219,9 @@ static mls_tensor tied_bytes(const tied_job *job, size_t target)
 }
 
 /* Returns how the targets `a` and `b` of the job `data` share memory. Packed targets with
- * one range and kind are tied in any shape; views with gaps must be equal. */
+ * one range and kind (section and dtype) are tied, which means the same array, in any
+ * shape; views with gaps must be equal. MLS_MIXED: some bytes are shared; MLS_APART:
+ * none. */
 static mls_sharing tied_compare(const void *data, size_t a, size_t b)
 {
     const tied_job *job = data;
@@ -315,6 +319,7 @@ static PyObject *tied_result(const tied_job *job, Py_ssize_t sections)
 
 /* targets_tied([(keys, targets), ...]) -> [[key, ...], ...], one list for each section
  *
+ * A section is a list of keys to load, and a dict of the arrays to fill by key.
  * Returns the keys whose array also belongs to a later key, so that they need no read.
  * Raises ValueError if arrays share memory in any other way: they are filled at the same
  * time, and each would contain a part of the other.
@@ -345,6 +350,7 @@ PyObject *core_targets_tied(mlspy_state *state, PyObject *const *args)
  * The hashed stream has for each tensor, in the order of the names' bytes: the length of
  * the name, the length of the dtype's name, the rank and the dimensions as 64-bit
  * little-endian numbers; then the name, the dtype's name, and the elements in C order.
+ * `update` is the caller's function that receives this stream, such as a hash's method.
  */
 
 /* Compares two items by the bytes of their names, which is the order of their code
@@ -390,7 +396,8 @@ static int feed_facts(PyObject *update, const mlspy_item *item)
 }
 
 /* Feeds the elements of a strided or byte-swapped tensor, `bytes` in all, from a packed
- * copy in native byte order. Returns -1 with an exception set. */
+ * copy in native byte order. Returns -1 with an exception set: only memory can be short,
+ * because `t` has a valid shape. */
 static int feed_packed(const mlspy_state *state, PyObject *update, const mls_tensor *t,
                        size_t bytes)
 {

@@ -1,5 +1,8 @@
-/* py_state_names: the layers of a state dict, and renaming. The public
- * functions are in mlstate/state.
+/* py_state_names: the layers of a state dict, and renaming. The public functions are in
+ * mlstate/state.
+ *
+ * A layer is a start of dotted names: "blocks.0" is the layer of "blocks.0.w" and
+ * "blocks.0.b", and has them as "w" and "b".
  *
  * The name tree is built once and cached by the state dict. Arrays are always looked up
  * again, so an outdated index may miss a name but never returns a wrong array.
@@ -321,9 +324,9 @@ PyObject *core_state_prefixed(mlspy_state *state, PyObject *const *args)
 
 /* ---- renaming ---- */
 
-/* Parses a pair (old, new) of str; a star before `old` means anywhere. The rule borrows
- * both texts, which the caller's tuple keeps. Returns -1 with TypeError or ValueError
- * set. */
+/* Parses a pair (old, new) of str: replace the dotted parts `old` at the start of a name,
+ * or with a star before it, at any dot. The rule borrows both texts, which the caller's
+ * tuple keeps. Returns -1 with TypeError or ValueError set. */
 static int take_rule(PyObject *pair, mls_rename_rule *out)
 {
     if (!PyTuple_Check(pair) || PyTuple_GET_SIZE(pair) != 2) {
@@ -471,7 +474,11 @@ static PyObject *unused_rules(const bool *used, size_t rule_count)
 }
 
 /* state_rename(state, ((old, new), ...)) -> (a dict with the new names, the indices of
- * the rules that matched no name) */
+ * the rules that matched no name)
+ *
+ * Raises ValueError if a name becomes empty or gets an empty part, and CompatibilityError
+ * if two names become equal.
+ */
 PyObject *core_state_rename(mlspy_state *state, PyObject *const *args)
 {
     if (!PyTuple_Check(args[1])) {

@@ -55,8 +55,8 @@ class Changes(NamedTuple):
 def _renamed(model: Any, optimizer: Any, rules: dict[str, str]) -> tuple[Any, Any]:
     """Return model and optimizer with tensors renamed by `rules` (pattern to replacement).
 
-    The optimizer's groups list the new names. Raises if a rule matches no name in either; None
-    stays None.
+    The optimizer's groups list the new names. Raises ValueError if a rule matches no name in
+    either; None stays None.
     """
     rename = tuple(rules.items())
     names = {name: name for state in (model, optimizer) if state is not None for name in state}

@@ -263,7 +263,10 @@ def _blobs_of(folder: str, names: list[str]) -> dict[str, str]:
 
 
 def find_compared(path: str) -> _Compared | None:
-    """Return the checksums and blob digests that files at a local path must match; None if none."""
+    """Return the checksums and blob digests that files at a local path must match; None if none.
+
+    Raises OSError if a folder cannot be listed, StoreError and FormatError about the checksums.
+    """
     if os.path.isdir(path):
         folder, names = path, _list_files(path, refuses_links=False)
         checksums = find_of_folder(path)
@@ -276,7 +279,7 @@ def find_compared(path: str) -> _Compared | None:
 
 
 def _tensors_of(path: str) -> dict[int, str]:
-    """Return the tensor at each offset of a safetensors file."""
+    """Return the tensors of a safetensors file by offset; {} for others and damaged headers."""
     with suppress(MLStateError):
         if path.endswith(_SUFFIX):
             return {each.offset: each.key for each in read_header(path).tensors if each.nbytes}
@@ -288,8 +291,9 @@ def record_problems(
 ) -> Iterator[Problem]:
     """Yield the problems of a file that differs from its record of size and checksums.
 
-    `path`: the local file. `name`: the file in the problems. Each damaged range is one problem. A
-    missing, unreadable or resized file is one problem, too.
+    `path`: the local file. `name`: the file in the problems. `progress`: called with the bytes of
+    each block. Each damaged range is one problem. A missing, unreadable or resized file is one
+    problem, too.
     """
     import numpy as np
 
@@ -372,8 +376,9 @@ def compare_files(
 ) -> None:
     """Compare a folder's files with their checksums and blobs; add problems to `report`.
 
-    `compared`: the checksums and blobs, by `find_compared`. `progress`: called with the bytes read
-    since the last call.
+    Also adds the bytes of these files, texts that name the checksums used, and, as strange, the
+    names of files that the checksums do not list. `compared`: the checksums and blobs, by
+    `find_compared`. `progress`: called with the bytes read since the last call.
     """
     checksums = compared.checksums
     records = checksums.records if checksums else {}
@@ -414,6 +419,7 @@ def compare_weights(
         count += record.nbytes
         try:
             if folder.is_local or name.endswith(_SUFFIX):
+                # True: all of the file is needed, with or without checksums in it
                 with folder.file_to_verify(name, lambda path: True) as path:
                     problems += record_problems(path, name, record, progress)
             elif text := changed_text(folder.read(name), record):
@@ -467,7 +473,8 @@ def verify_foreign(
     """Compare a local file, or a folder without a checkpoint, with its checksums or blobs.
 
     Returns None if it has neither, or if the folder is a checkpoint or has weights, which another
-    function verifies.
+    function verifies. `progress`: as for `compare_files`. Raises StoreError if the folder cannot be
+    listed; errors of the file of checksums are problems in the report.
     """
     folder = LocalFolder(path)
     if os.path.isdir(path) and (

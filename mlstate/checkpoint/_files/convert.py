@@ -99,7 +99,7 @@ class CheckpointTarget(NamedTuple):
     place: Place
     content: FolderContent
     overwrite: bool
-    any_suffix: bool = False  # as of `SaveFolder`
+    any_suffix: bool = False  # the path of the folder may have the suffix of a file
 
     def save_folder(self) -> SaveFolder:
         """Return the path to pass to `save`, with what it may replace."""
@@ -129,6 +129,7 @@ def place_of(
 ) -> Place:
     """Return a local path, or the URL of a folder in an object store.
 
+    `storage_options`: of the store; None: the defaults. ValueError for options of a local path.
     `reads`: the path may name one file of weights, as for `open_folder`.
     """
     if is_url(path) or storage_options is not None:
@@ -228,12 +229,12 @@ def read_any(
 ) -> Parts:
     """Read a state from a file or directory of any known format, or a checkpoint at a URL.
 
-    Arrays of torch files may be views of the memory-mapped file. If a file numbers the parameters
-    of an optimizer, as ``optimizer.state_dict()`` does, the names are the ``param_names`` of its
-    groups, else ``param_0``, ``param_1``, ... Metadata are the other plain values in the file, and
-    states are all other entries. Only the entries of `selection` are returned, and of a distributed
-    checkpoint only these are read. Files are compared with the checksums of `checksum` if they are
-    `checked`.
+    `format`: its name; None: by `format_of`. Arrays of torch files may be views of the
+    memory-mapped file. If a file numbers the parameters of an optimizer, as
+    ``optimizer.state_dict()`` does, the names are the ``param_names`` of its groups, else
+    ``param_0``, ``param_1``, ... Metadata are the other plain values in the file, and states are
+    all other entries. Only the entries of `selection` are returned, and of a distributed checkpoint
+    only these are read. Files are compared with the checksums of `checksum` if they are `checked`.
     """
     chosen = selection or Selection()
     place = place_of(path, storage_options, reads=True)
@@ -299,6 +300,8 @@ def write_any(
     The write is atomic. `overwrite` replaces an existing file, checkpoint or torch directory of the
     same format, including all steps of a `CheckpointManager`. A caller that began earlier passes
     the `target` of `begin_write` instead. A target that changed since then is left unchanged.
+    Raises ValueError without a state, StoreError (EEXIST) for a target that must stay, and
+    CompatibilityError for values that the format cannot hold.
     """
     place = place_of(path, storage_options)
     name = _find_format(format, place)
@@ -449,7 +452,8 @@ def _description_error(path: Path, reason: str) -> FormatError:
 def _write_safetensors(target: Target, parts: Parts) -> None:
     """Write a converted state to a safetensors file; metadata other than str are stored as JSON.
 
-    The record in the metadata lists the keys of these.
+    The record in the metadata, under `PARTS`, lists the keys of these. Raises ValueError if the
+    metadata has this key already.
     """
     from .. import save_file
 
@@ -491,7 +495,8 @@ def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> P
     """Return the content (`Parts`) of a safetensors file from its tensors and its metadata.
 
     `state`: the tensors by name. `metadata`: the header's texts by key; the texts of mlstate are
-    removed or decoded in place. Without these, the tensors are a model. `path`: for errors.
+    removed or decoded in place. Without these, the tensors are a model. `path`: for errors. Raises
+    FormatError if the texts of mlstate are malformed.
     """
     record: Any = {}
     try:
@@ -664,7 +669,8 @@ def convert_lightning(
 ) -> dict[str, int]:
     """Convert a whole checkpoint: a loaded folder to a file, or a file (a path) to a folder.
 
-    Returns ``tensors`` and ``bytes``: the number of tensors of the model, and their bytes.
+    `target`: a `CheckpointTarget` for a folder, a `Target` for a file. Returns ``tensors`` and
+    ``bytes``: the number of tensors of the model, and their bytes.
     """
     from ..._common.arrays import is_torch
 

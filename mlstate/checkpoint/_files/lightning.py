@@ -111,7 +111,10 @@ def checkpoint_of(loaded: LoadedState, where: str) -> dict[str, Any]:
 
 
 def read_ckpt(path: Path) -> dict[str, Any]:
-    """Read a ``.ckpt`` file of Lightning without running code from it."""
+    """Read a ``.ckpt`` file of Lightning without running code from it.
+
+    Raises CompatibilityError if it has no ``state_dict``.
+    """
     checkpoint = torch_backend("files of Lightning", FileBackend).read_tree(path)
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         raise CompatibilityError(f"{path} holds no checkpoint of Lightning: it has no 'state_dict'")

@@ -180,8 +180,8 @@ def _restore_names(
 ) -> dict[str, NDArray]:
     """Return the arrays with their own names and dtypes, which .npy members cannot have.
 
-    `record`: the file's JSON object; its members ``names`` and ``dtypes`` are removed. `path`: for
-    errors.
+    `record`: the file's JSON object; its members ``names`` and ``dtypes`` are removed. Raises
+    FormatError, with `path`, if they are malformed or do not fit the arrays.
     """
     names, dtypes = record.pop("names", {}), record.pop("dtypes", {})
     if not isinstance(names, dict) or not isinstance(dtypes, dict):

@@ -86,7 +86,10 @@ class Selection:
 
 
 def is_flat(value: Any) -> bool:
-    """Return whether a value is a dict of arrays or tensors by name, without nested dicts."""
+    """Return whether a value is a dict of arrays or tensors by name, without nested dicts.
+
+    An empty dict is not, unless it is a `StateDict`.
+    """
     return isinstance(value, StateDict) or (
         isinstance(value, Mapping)
         and bool(value)

@@ -134,8 +134,9 @@ def verify_file(
 ) -> tuple[VerifyReport, bool]:
     """Read every byte of a plain file, and report bytes that changed since `save_file`.
 
-    Each damaged tensor is a problem. Also returns whether the file has checksums: without them,
-    only its structure was checked. `progress` is called with the bytes read since the last call.
+    Each damaged range of a tensor, or a damaged header, is a problem. Also returns whether the file
+    has checksums: without them, only its structure was checked. `progress` is called with the bytes
+    read since the last call. Raises StoreError if the file cannot be read.
     """
     place = local_folder(path)
     report = VerifyReport(place)

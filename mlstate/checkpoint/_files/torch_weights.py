@@ -129,6 +129,7 @@ def read_entries(folder: Folder, selection: Selection) -> Parts:
     for name, files in entries.items():
         if name in left_out and not selection.takes(name):
             continue
+        # `ranks` is as long as the most files of an entry: each entry must have just these ranks
         missing = [rank for rank in (*ranks, *files) if rank not in files or rank not in ranks]
         if missing:
             raise CompatibilityError(

@@ -40,7 +40,8 @@ class CachedFolder(ObjectFolder):
     def read(self, path: str, *, follow_links: bool = False) -> bytes:
         """Return the bytes of a manifest or an index, from the cache if it has them.
 
-        Only texts whose checksum matches are cached; manifests, which change, never are.
+        Only texts whose checksum matches are cached; manifests, which change, never are. The errors
+        and `follow_links` are as for `ObjectFolder.read`.
         """
         if not self._cache.accepts(path):
             return super().read(path)
@@ -53,7 +54,10 @@ class CachedFolder(ObjectFolder):
         return data
 
     def _fetch(self, path: str, begin: int, end: int) -> list[Answer]:
-        """Return bytes `begin` to `end` of an object, from the cache or else from the store."""
+        """Return bytes `begin` to `end` of an object, from the cache or else from the store.
+
+        Files that other programs may replace, those of `note_files`, are not cached.
+        """
         cache = self._cache
         if path in self._tags or not cache.accepts(path):
             return super()._fetch(path, begin, end)
@@ -69,7 +73,10 @@ class CachedFolder(ObjectFolder):
         return answers
 
     def _fill(self, call: LoadCall, progress: Callable[[int], object] | None) -> None:
-        """Read the call's tensors through the cache; warn once if it cannot be written."""
+        """Read the call's tensors through the cache; warn once if it cannot be written.
+
+        `progress` is called with numbers of bytes.
+        """
         try:
             super()._fill(call, progress)
         finally:

@@ -99,6 +99,10 @@ class LocalFolder:
     excludes_writers = True
 
     def __init__(self, path: str, file: str = "") -> None:
+        """Create the folder of an absolute path; nothing is opened.
+
+        `file`: name of the only file to read, if the caller's path names one; else "".
+        """
         self.path = path
         self.file = file
 
@@ -138,8 +142,8 @@ class LocalFolder:
     def read(self, path: str, *, follow_links: bool = False) -> bytes:
         """Return the content of a regular file of at most 512 MiB.
 
-        `follow_links`: accept a symbolic link. Raises FormatError if the file is too long or not
-        regular.
+        `follow_links`: accept a symbolic link, which else is not regular. Raises FormatError if the
+        file is too long or not regular, StoreError if it is missing or cannot be read.
         """
         name = os.path.join(self.path, path)
         try:
@@ -162,7 +166,10 @@ class LocalFolder:
         """Do nothing: the disk is fast enough."""
 
     def names(self, part: str) -> list[str]:
-        """Return the names in the subfolder `part` ("": the folder); [] if it does not exist."""
+        """Return the names in the subfolder `part` ("": the folder); [] if it does not exist.
+
+        Raises StoreError if it cannot be listed, or if the subfolder is a link.
+        """
         try:
             with self._descriptor(part) as descriptor:
                 return os.listdir(descriptor.fileno())
@@ -182,7 +189,7 @@ class LocalFolder:
     def has_files(self, sizes: Mapping[str, int]) -> bool:
         """Return whether regular files exist with these sizes (bytes by path); none is opened.
 
-        A link counts as missing.
+        A link counts as missing. Raises StoreError if the system does not tell.
         """
         for path, size in sizes.items():
             name = self._join(path)
@@ -267,7 +274,10 @@ class LocalFolder:
         raise store_error(reason, "cannot verify the checkpoint", self.path)
 
     def is_empty(self) -> bool:
-        """Return whether the path is free to write to: it does not exist, or is an empty folder."""
+        """Return whether the path is free to write to: it does not exist, or is an empty folder.
+
+        Raises StoreError if the folder cannot be listed.
+        """
         if not os.path.lexists(self.path):
             return True
         try:
@@ -348,6 +358,7 @@ class LocalFolder:
         """Return the permissions of new files: no more than the folder and its manifest have.
 
         The owner can always read and write them. A missing folder or manifest restricts nothing.
+        Raises StoreError if the permissions cannot be read.
         """
         mode = 0o666
         for path in (self.path, os.path.join(self.path, MANIFEST)):
@@ -366,7 +377,10 @@ class LocalFolder:
         return nullcontext(NewFiles(self.path, self.new_file_mode(), is_temporary=False))
 
     def add_empty(self, path: str) -> None:
-        """Create an empty file durably; do nothing if the path exists."""
+        """Create an empty file durably; do nothing if the path exists.
+
+        Raises StoreError, also if the subfolder is a link.
+        """
         part, name = os.path.dirname(path), self._join(path)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         _refuse_link(self._join(part))
@@ -380,7 +394,11 @@ class LocalFolder:
             raise store_error(error, "cannot create the file", name) from None
 
     def overwrite_start(self, path: str, data: bytes) -> None:
-        """Replace the first ``len(data)`` bytes of a regular file durably; the rest stays."""
+        """Replace the first ``len(data)`` bytes of a regular file durably; the rest stays.
+
+        Raises StoreError, also if the subfolder or the file is a link, and FormatError for a file
+        that is not regular. After an error the bytes may be partly replaced.
+        """
         _refuse_link(self._join(os.path.dirname(path)))
         name = self._join(path)
         try:
@@ -405,7 +423,11 @@ class LocalFolder:
         return removed
 
     def _remove_from(self, part: str, names: list[str]) -> list[str]:
-        """Delete the files `names` of the subfolder `part`; return the paths that existed."""
+        """Delete the files `names` of the subfolder `part`; return the paths that existed.
+
+        [] if the subfolder does not exist. Raises StoreError at the first file that cannot be
+        deleted. Deleted files are logged, also then.
+        """
         removed: list[str] = []
         path = self._join(part)
         try:

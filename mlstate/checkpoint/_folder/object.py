@@ -117,9 +117,10 @@ class ObjectFolder:
         return self
 
     def read(self, path: str, *, follow_links: bool = False) -> bytes:
-        """Return the bytes of a manifest or an index.
+        """Return the bytes of a manifest or an index; `follow_links` has no effect in a store.
 
-        Roots of steps never change, so those with a right checksum are kept in memory.
+        Roots of steps never change, so those with a right checksum are kept in memory. Raises
+        StoreError, and FormatError for more than 512 MiB.
         """
         data = self._roots.get(path)
         if data is not None:
@@ -149,7 +150,7 @@ class ObjectFolder:
     def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
         """Return size and time of the objects at `paths` that exist, by path.
 
-        Each folder in `paths` takes a list request.
+        Each folder in `paths` takes a list request. Raises StoreError if it fails.
         """
         listed = {part: self.store.list_folder(part) for part in {*map(os.path.dirname, paths)}}
         infos = {}
@@ -281,7 +282,7 @@ class ObjectFolder:
         """Yield the path of a temporary local folder with subfolders `folders`; deleted at the end.
 
         Errors in the block name the URL instead of the path, because the user does not know the
-        latter.
+        latter. Raises StoreError if the folder cannot be created.
         """
         import shutil
         import tempfile
@@ -310,7 +311,8 @@ class ObjectFolder:
     def _copy_range(self, local: str, path: str, begin: int, end: int) -> None:
         """Copy bytes `begin` to `end` of the object `path` to the same file and offset in `local`.
 
-        The local file gets the object's size; bytes that are never copied are holes.
+        The local file gets the object's size; bytes that are never copied are holes. Raises
+        StoreError.
         """
         data, nbytes = self.store.get_range(path, begin, end, self._tags.get(path))
         name = os.path.join(local, path)
@@ -425,7 +427,11 @@ class ObjectFolder:
         load_units(call, self._fetch, self._read_unit, *parts, progress)
 
     def _fetch(self, path: str, begin: int, end: int) -> list[Answer]:
-        """Return bytes `begin` to `end` of an object, for a load, in one or more answers."""
+        """Return bytes `begin` to `end` of an object, for a load, in one or more answers.
+
+        An answer has the path, begin, end, the bytes of the whole object, and the data, which ends
+        earlier if the object does.
+        """
         data, nbytes = self.store.get_range(path, begin, end, self._tags.get(path))
         return [(path, begin, end, nbytes, data)]
 

@@ -139,7 +139,9 @@ def load_units(
 def plan_units(call: LoadCall, staged: Collection[str], part_bytes: int) -> Iterator[Unit]:
     """Yield units of about `part_bytes` bytes: small tensors first, in the order of their files.
 
-    `staged`: keys of tensors that must be read at once, also if they are large.
+    `call`: has the tensors. `staged`: keys of tensors that must be read at once, also if they are
+    large. A range of a large tensor is cut at multiples of `_SPAN` from its origin, the offset of
+    the stored shard in the file, because the core divides the shard there too.
     """
     step = max(_SPAN, part_bytes - part_bytes % _SPAN)
     small: list[tuple[list[Range], int]] = []
@@ -153,7 +155,7 @@ def plan_units(call: LoadCall, staged: Collection[str], part_bytes: int) -> Iter
         else:
             for path, begin, end, nbytes, origin in reads:
                 byte_range = path, begin, end
-                # An origin of -1: the range cannot be divided.
+                # An origin of -1: the range cannot be divided, as of a compressed shard.
                 parts = _divide(byte_range, origin, step) if origin >= 0 else [byte_range]
                 large += [Unit([at], [part]) for part in parts if nbytes]
     yield from _group_small(sorted(small), part_bytes)

@@ -66,8 +66,8 @@ def stem_of(names: Collection[str]) -> str:
     """Return the start of the names of weight files, such as ``model``, that suits a folder.
 
     `names`: all its files. It is the start of the names of its weights, which its program looks
-    for: ``adapter_model`` for PEFT, ``diffusion_pytorch_model`` for diffusers; without weights
-    ``model``.
+    for: ``adapter_model`` for PEFT, ``diffusion_pytorch_model`` for diffusers; ``model``
+    without weights, and in place of ``pytorch_model``, the stem of torch's files.
     """
     for suffix, stems in _STEMS.items():
         present = {place.stem for name in names if (place := _place_of(name, suffix)) is not None}

@@ -109,7 +109,7 @@ def _alive(owner: dict[str, Any]) -> bool:
 def _try_lock(descriptor: _core.Descriptor) -> bool:
     """Try to lock an open file or folder; return False if another process holds the lock.
 
-    Returns True too if the file system has no locks.
+    Returns True too if the file system has no locks. Raises other errors of the system.
     """
     try:
         return descriptor.lock()
@@ -209,8 +209,10 @@ class WriterLock:
     def _try(self) -> bool:
         """Try once to take the lock, while the folder is locked.
 
-        Returns False if another writer replaced the file, or if this call replaced the file of a
-        dead owner: then try again. Raises StoreError (EBUSY) if the owner may be alive.
+        With the lock, it sets `unfinished`, names this process in the text, and keeps that
+        generation there until its files are deleted. Returns False if another writer replaced the
+        file, or if this call replaced the file of a dead owner: then try again. Raises StoreError
+        (EBUSY) if the owner may be alive.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = self.holder

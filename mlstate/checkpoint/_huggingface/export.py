@@ -87,7 +87,11 @@ def together(group: ProcessGroup | None, error: BaseException | None) -> None:
 
 
 def _memory_of(value: Any) -> Any:
-    """Return a key for an array's memory, equal for arrays that share it; None without bytes."""
+    """Return a key for an array's memory, equal for arrays that share it.
+
+    The memory, shape, strides and dtype must be equal. None for an array without elements, and for
+    values other than arrays and tensors.
+    """
     import numpy as np
 
     array = value.array if isinstance(value, Shard) else value
@@ -241,7 +245,7 @@ def _temporary_name(folder: str) -> str:
 def _begin(folder: str, plan: ExportPlan) -> None:
     """Create `folder` with the plan's files at their final length, still without content.
 
-    Raises StoreError.
+    Missing parents are created too, and stay. Raises StoreError.
     """
     try:
         make_path(os.path.dirname(folder))
@@ -275,7 +279,7 @@ def _finish(folder: str, end: Target, plan: ExportPlan, crcs: Any, copied: _Open
     """Write headers and index, copy other files, and rename the folder to its final path.
 
     `folder`: the temporary path. `end`: the final one. `crcs`: checksums of all blocks. `copied`:
-    how to open other files, by name.
+    how to open other files, by name. Raises StoreError, also if the final path changed meanwhile.
     """
     import json
 

@@ -41,7 +41,8 @@ class ExportPlan(NamedTuple):
 
     files: tuple[str, ...]
     tensors: list[tuple[tuple[str, str, tuple[int, ...]], ...]]  # name, dtype and shape, by file
-    # of each tensor: file, offset of the first byte, first block of all files, number and dtype
+    # of each tensor: number of its file, offset of its first byte there, index of its first
+    # checksum (one for each MiB, counted over all files), its own number, and its dtype
     places: dict[str, tuple[int, int, int, int, str]]
     sizes: list[int]  # bytes of each file
     starts: list[int]  # first block of each file, and the number of all blocks
@@ -113,7 +114,8 @@ def _facts_text(facts: Facts) -> str:
 def _merge(tables: dict[int, Any]) -> StateTable:
     """Return the tables of all ranks as one; raise ValueError if a tensor differs.
 
-    `tables`: by rank, as JSON. The lowest rank that has a tensor determines its place in the order.
+    `tables`: by rank, the JSON list [tensors, tied names, arguments] of `exchange_tables`. The
+    lowest rank that has a tensor determines its place in the order.
     """
     tensors: dict[str, Facts] = {}
     holders: dict[str, int] = {}
@@ -213,7 +215,8 @@ def _irregular_names(
 def _part_keys(names: list[str], state: Mapping[str, Any]) -> Any:
     """Return an array with a number for the part that this rank holds of each tensor; 0: none.
 
-    Equal parts have equal numbers on all ranks.
+    `names`: of the tensors. `state`: this rank's values. Equal parts have equal numbers on all
+    ranks.
     """
     import hashlib
 
@@ -236,7 +239,7 @@ def drop_copies(
 
     `tensors`: of all ranks. Tensor parallelism under FSDP2 is such a case: a parameter that it does
     not shard has a separate mesh in each FSDP2 group, with replica numbers of 0. The holders of a
-    part take turns.
+    part take turns: of k holders, the one at place n modulo k writes tensor number n of these.
     """
     import numpy as np
 
