@@ -475,7 +475,8 @@ class FSDPBackwardHook:
         >>> hook.scatter_gradient(FSDPShardingUnit("w", (2,), "float64", 0), np.ones(2))
         array([1., 1.])
         """
-        self._abandon_aborted()
+        with self._lock:
+            self._abandon_aborted()
         bind_unit(unit, self._reducer.rank, self._reducer.world_size)
         return self._reducer.scatter_one(unit, full_gradient)
 
@@ -516,7 +517,8 @@ class FSDPBackwardHook:
         """
         if not sharding_units or _is_empty("full_gradients", full_gradients):
             return
-        self._abandon_aborted()
+        with self._lock:
+            self._abandon_aborted()
         bind_units(sharding_units, self._reducer.rank, self._reducer.world_size)
         self._reducer.scatter(sharding_units, full_gradients)
 

@@ -115,3 +115,9 @@ def test_random_damage_of_compressed_bytes_raises(encoding):
         except (FormatError, ChecksumError):
             continue
         check_deltas(result.deltas)
+
+
+def test_an_unknown_encoding_is_not_written():
+    pairs = {name: (base, news()[name]) for name, base in bases().items()}
+    with pytest.raises(ValueError, match="encoding must be one of overwrite, xor, got 'sum'"):
+        write_checkpoint_delta(7, 6, pairs, encoding="sum")

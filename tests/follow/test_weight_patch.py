@@ -112,3 +112,8 @@ def test_parameters_beyond_int32_are_refused():
     delta = Delta(1 << 31, np.zeros(1, np.uint8), np.zeros(1))
     with pytest.raises(CompatibilityError, match="int32"):
         write_patches({"w": delta}, {"w": (1 << 31,)})
+
+
+def test_an_unknown_encoding_is_not_written():
+    with pytest.raises(ValueError, match="encoding must be one of gap_delta, raw, got 'gaps'"):
+        write_weight_patch(encoded_deltas(), 7, encoding="gaps")

@@ -211,12 +211,17 @@ class LocalFolder:
     def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
         """Return size and time of files by path, without those that do not exist.
 
-        Links are not followed.
+        Links are not followed. Raises StoreError if the system does not tell.
         """
         infos = {}
         for path in sorted(paths):
-            with suppress(FileNotFoundError):
-                infos[path] = self._info(os.lstat(self._join(path)))
+            name = self._join(path)
+            try:
+                infos[path] = self._info(os.lstat(name))
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                raise store_error(error, "cannot find the file", name) from None
         return infos
 
     def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:

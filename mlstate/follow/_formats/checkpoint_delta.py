@@ -118,9 +118,13 @@ def write_checkpoint_delta(
         A tensor has 4 GiB or more, which the positions of "overwrite" cannot number.
     FormatError
         `checksum_format` is unknown.
+    ValueError
+        `encoding` is unknown.
     ImportError
         The package of the compression or of the checksums is missing.
     """
+    if encoding not in _ENCODINGS:
+        raise ValueError(f"encoding must be one of {', '.join(_ENCODINGS)}, got {encoding!r}")
     tensors: dict[str, NDArray] = {}
     checksums: dict[str, str] = {}
     compress = _zstandard().ZstdCompressor().compress

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # The tensors of a parameter: positions and values. The first pair is TRL's present one.
 SUFFIXES = ((".idx", ".val"), (".indices", ".values"))
+_ENCODINGS = ("gap_delta", "raw")
 _FORMAT = "sparse_weight_patch"
 _INT32_MAX = 2**31 - 1
 
@@ -46,7 +47,7 @@ def read_weight_patch(
     if metadata.get("format", _FORMAT) != _FORMAT or metadata.get("sparse", "True") != "True":
         raise FormatError("this file is not a sparse weight patch: load it as a state dict")
     encoding = metadata.get("encoding", "raw")
-    if encoding not in ("raw", "gap_delta"):
+    if encoding not in _ENCODINGS:
         raise FormatError(f"indices with encoding {encoding!r} are not supported")
     deltas = {}
     for name, (index_key, value_key) in _parameters_of(tensors).items():
@@ -85,7 +86,11 @@ def write_weight_patch(
     ------
     CompatibilityError
         A parameter has more elements than int32 can number.
+    ValueError
+        `encoding` is unknown.
     """
+    if encoding not in _ENCODINGS:
+        raise ValueError(f"encoding must be one of {', '.join(_ENCODINGS)}, got {encoding!r}")
     tensors: dict[str, NDArray] = {}
     for name, delta in deltas.items():
         numbers = _int32_numbers(name, delta)

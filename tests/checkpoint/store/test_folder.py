@@ -1,5 +1,6 @@
 """The folder of a checkpoint: file names are hints only, and symbolic links are refused."""
 
+import errno
 import os
 import shutil
 import warnings
@@ -12,6 +13,7 @@ from checkpoint_model import files_of
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune, save_async
+from mlstate.checkpoint._folder.local import LocalFolder
 
 # ---- file names are hints ----
 
@@ -219,3 +221,12 @@ def test_new_files_keep_folder_permissions(tmp_path):
     tmp_path.chmod(0o700)
     mlstate.save(tmp_path, {"w": np.zeros(9)})
     assert [path for path, mode in permissions(tmp_path).items() if mode & 0o077] == []
+
+
+def test_the_reason_why_files_cannot_be_found_is_a_store_error(tmp_path):
+    folder = LocalFolder(str(tmp_path))
+    (tmp_path / "a").write_bytes(b"12")
+    assert [info.nbytes for info in folder.find_files(["a", "b"]).values()] == [2]
+    with pytest.raises(mlstate.StoreError, match="cannot find the file") as caught:
+        folder.find_files(["a", "b" * 300])
+    assert caught.value.errno == errno.ENAMETOOLONG
