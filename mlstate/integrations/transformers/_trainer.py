@@ -292,7 +292,9 @@ class MLStateCallback:
         train_dataloader: object = None,
         **others: object,
     ) -> None:
-        """Restore the state if the Trainer resumes.
+        """Open the steps, and restore the state if the Trainer resumes; every rank calls it.
+
+        The generators are set later, in `on_epoch_begin` or `on_step_begin`.
 
         Raises
         ------
@@ -425,7 +427,10 @@ class MLStateCallback:
     def on_step_begin(
         self, args: object, state: object, control: object, **objects: object
     ) -> None:
-        """Set the restored generators after the Trainer has skipped batches."""
+        """Set the restored generators after the Trainer has skipped batches.
+
+        Then save the step if a signal has made the Trainer save here.
+        """
         self._set_restored()
         self._save_after_signal(args, state, control, objects)
 

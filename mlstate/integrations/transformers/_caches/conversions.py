@@ -114,7 +114,8 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
 def _parts_of(cache: Any, label: str) -> tuple[Any, Any]:
     """Return a cache and None, or the self- and cross-attention cache of an EncoderDecoderCache.
 
-    `label`: name of the argument, for errors.
+    `label`: name of the argument, for errors. Raises as `check_cache` if one of the two is of an
+    unknown class.
     """
     if type(cache).__name__ != "EncoderDecoderCache":
         return cache, None
@@ -198,8 +199,9 @@ def to_cache(state: CacheState, into: Any = None) -> Any:
 def _missing_layers(state: CacheState, cache: Any, prefix: str) -> list[Any]:
     """Return new layers for those that the state has and `cache` lacks.
 
-    Only a cache without a model's config adds layers as it grows; for others the list is empty.
-    `prefix`: of the entries' names, "cross." or empty for the decoder.
+    Only a cache without a model's config adds layers as it grows; for others, and for None, the
+    list is empty. `cache` is not changed. `prefix`: of the entries' names, "cross." or empty for
+    the decoder.
     """
     create = getattr(cache, "layer_class_to_replicate", None)
     if create is None:

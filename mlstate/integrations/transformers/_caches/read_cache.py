@@ -93,7 +93,7 @@ class _Place(NamedTuple):
     def add(self, part: str, tensor: Any, kind: Any, seq_axis: int = 2, **options: Any) -> None:
         """Add one array of the layer as an entry; `part`: its name in the layer, such as "keys".
 
-        `options`: further arguments of `CacheEntry`.
+        `kind`, `seq_axis`, `options`: arguments of `CacheEntry`.
         """
         of = self.where, self.layer_index
         self.reader.add(*of, part, tensor, kind, seq_axis, **options)
@@ -107,7 +107,10 @@ class _Place(NamedTuple):
 
 
 def _key_values(at: _Place) -> tuple[Any, Any]:
-    """Return keys and values of shape (batch, heads, positions, head_dim)."""
+    """Return keys and values of a layer, of shape (batch, heads, positions, head_dim).
+
+    Raises CompatibilityError if they have another rank, or differ in an axis before the last.
+    """
     keys, values = (tensor_of(at.layer, at.where, name, 4) for name in ("keys", "values"))
     if keys.shape[:3] != values.shape[:3]:
         text = f"has shape {tuple(values.shape)}, and the keys {tuple(keys.shape)}"
@@ -213,7 +216,8 @@ _READ = {"dynamic": _read_dynamic, "static": _read_static, "fp8": _read_fp8}
 def _read_indexer(at: _Place) -> None:
     """Add the keys of a sparse attention's indexer, and its position ids if it has them.
 
-    Both count tokens; the position ids of a static layer have only the positions in use.
+    Raises CompatibilityError if one has another number of tokens than the layers before. The
+    position ids of a static layer have only the positions in use.
     """
     keys = tensor_of(at.layer, at.where, "indexer_keys")
     if keys.numel() == 0:
