@@ -67,10 +67,11 @@ class QuantizationLoss(NamedTuple):
 
 
 def chosen_entries(spec: CacheSpec, names: Iterable[str] | None, kind: str) -> set[str]:
-    """Return the names of the entries to convert; raise if one of them does not have `kind`.
+    """Return the names of the entries to convert.
 
     `names`: names of their arrays; None: all entries of `kind`, at least one. `kind`: "full" to
-    quantize, "quantized" to dequantize.
+    quantize, "quantized" to dequantize. Raises CompatibilityError if an entry has another kind,
+    TensorNotFoundError for an unknown name, and TypeError if `names` is a str.
     """
     if isinstance(names, str):
         raise TypeError(f"names must be an iterable of names, got the str {names!r}")

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Ring(NamedTuple):
     """The slots of an array of `size` positions after `length` tokens.
 
-    The token at position ``p`` is in slot ``p`` while ``p`` is below `sinks`, and otherwise in slot
+    The first `sinks` tokens stay, and newer tokens replace the oldest others. The token at position
+    ``p`` is in slot ``p`` while ``p`` is below `sinks`, and otherwise in slot
     ``sinks + (p - sinks + shift) % (size - sinks)``. A `shift` of 0 is the ring of
     `RollingKVState`.
     """

@@ -75,7 +75,11 @@ def list_prompts(log: _core.PromptLog, path: str) -> list[StoredPrompt]:
 
 
 def _prompt_of(tip: Any, records: dict[bytes, Any], path: str) -> StoredPrompt:
-    """Return the prompt that ends with the record `tip`; `records`: all by key."""
+    """Return the prompt that ends with the record `tip`; `records`: all by key.
+
+    It begins at the first record whose predecessor is not stored. A cycle of records, in a damaged
+    store, ends it too.
+    """
     chain = [tip]
     while chain[-1][1] in records and len(chain) <= len(records):
         chain.append(records[chain[-1][1]])

@@ -301,9 +301,9 @@ def block_requests(
 ) -> list[Request]:
     """Return the requests that read positions `start` to `stop` of a record into the arrays `into`.
 
-    `stored`: its entries are in the order of the parts. `record`: index of a block, or of a
-    snapshot with tokens after the last block. `size`: tokens of each part; the first one is token
-    `start`, and the last one may be after `stop`.
+    `stored`: its `blocks` are in the order of the parts. `record`: index in the match, of a block,
+    or of a snapshot with tokens after the last block. `size`: tokens of each
+    part; the first one is token `start`, and the last one may be after `stop`.
     """
     requests: list[Request] = []
     for each in stored.blocks:
