@@ -122,7 +122,8 @@ def _check_devices(entry: CacheEntry, arrays: Mapping[str, Any]) -> None:
 def _new_array(shape: tuple[int, ...], dtype: str, like: Any, *, is_full: bool) -> Any:
     """Return a new array of zeros: of NumPy, or a tensor if `like` is one on another device.
 
-    `is_full`: whether tokens will fill it. Then a NumPy array is not cleared, to save the time.
+    `dtype`: its name; one of ml_dtypes that is not installed becomes labelled integers. `is_full`:
+    whether tokens will fill it. Then a NumPy array is not cleared, to save the time.
     """
     operations = _operations_for(like)
     if operations is not _core:

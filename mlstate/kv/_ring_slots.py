@@ -76,7 +76,7 @@ def joined(runs: list[range]) -> list[range]:
 
 
 def ring_of(entry: CacheEntry, length: int, shift: int = 0) -> Ring:
-    """Return the slots of an entry after `length` tokens.
+    """Return the slots of an entry after `length` tokens; `shift`: of its ring, see `Ring`.
 
     An array without a slot after the sinks, as in a cache that is smaller than the window, gets no
     sinks: it cannot wrap before it is resized.

@@ -45,7 +45,10 @@ class StoredSpec:
     __slots__ = ("blocks", "digest", "entries", "states", "token_bytes")
 
     def __init__(self, spec: Iterable[CacheEntry]) -> None:
-        """Divide the entries of a cache; an opaque entry without a layer affects all entries."""
+        """Divide the entries of a cache, `spec`, into blocks and states.
+
+        If an opaque entry has no layer, all entries are states.
+        """
         spec = sorted(spec, key=lambda entry: entry.name)  # the same order for every engine
         opaque_layers = {e.layer for e in spec if e.kind == "opaque" and e.layer is not None}
         has_loose_opaque = any(e.kind == "opaque" and e.layer is None for e in spec)

@@ -28,7 +28,7 @@ class StoredPrompt(NamedTuple):
     kind: str  # "snapshot" or "block"
     nbytes: int  # shared blocks included
     pinned: bool
-    last_used: int
+    last_used: int  # on the clock of the store: the larger, the later
     head: Head | None  # of the first record that has one
 
     def tokens(self) -> list[int]:
@@ -63,7 +63,8 @@ class StoredPrompt(NamedTuple):
 def list_prompts(log: _core.PromptLog, path: str) -> list[StoredPrompt]:
     """Return the stored prompts, the most recently used first.
 
-    Each is a snapshot, or a block that no other record continues. `path`: of the store, for errors.
+    Each is a snapshot, or a block that no other record continues. `log`: the records of the store.
+    `path`: of the store, for errors.
     """
     # A record: key, key of the record before, kind, end, model, bytes, pinned, last use, token ids
     # and description.

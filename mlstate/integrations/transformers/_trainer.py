@@ -48,7 +48,10 @@ def _generators() -> dict[str, Any]:
 
 
 def _states_of(generators: dict[str, object]) -> list[tuple[Any, str, Any]]:
-    """Return for each generator: the generator, its library's name, and a copy of its state."""
+    """Return for each generator: the generator, its library's name, and a copy of its state.
+
+    `generators`: by name. A generator of an unknown library is left out.
+    """
     libraries = ((each, library_of(each)) for each in generators.values())
     return [
         (each, library, restored(state_of(each, library), library))
@@ -252,9 +255,10 @@ class MLStateCallback:
         return last_checkpoint(output, manager, is_default=directory is None)
 
     def _open(self, args: Any) -> CheckpointManager:
-        """Create and return the manager of this training's steps.
+        """Create and return the manager of this training's steps; close an earlier one.
 
-        With several ranks, also create the group that connects them; every rank must call this.
+        `args`: of the Trainer, for its output folder and number of ranks. With several ranks, also
+        create the group that connects them; every rank must call this.
         """
         self._close()
         output = Path(args.output_dir)
@@ -294,7 +298,8 @@ class MLStateCallback:
     ) -> None:
         """Open the steps, and restore the state if the Trainer resumes; every rank calls it.
 
-        The generators are set later, in `on_epoch_begin` or `on_step_begin`.
+        `args`, `state`: arguments and position of the Trainer, which passes them to each event. The
+        generators are set later, in `on_epoch_begin` or `on_step_begin`.
 
         Raises
         ------
@@ -372,8 +377,8 @@ class MLStateCallback:
     def _has_step(self, state: Any) -> bool:
         """Return whether the manager has the step that the Trainer resumes, of the same run.
 
-        Rank 0 decides, so that all ranks agree. A damaged step counts as present: its restore
-        raises.
+        `state`: the Trainer's position. Rank 0 decides, so that all ranks agree. A damaged step
+        counts as present: its restore raises.
         """
         manager, has_step = self._manager, True
         assert manager is not None
@@ -459,8 +464,9 @@ class MLStateCallback:
     def _save_after_signal(self, args: Any, state: Any, control: Any, objects: Any) -> None:
         """Save the step if ``enable_jit_checkpoint`` has just saved, which sends no event.
 
-        The Trainer has then written a folder of the current position. `objects`: keywords of the
-        event, which `on_save` gets too.
+        The Trainer has then written a folder of the current position. Each step is saved so at most
+        once, and not if the Trainer will send `on_save` itself. `args`, `state`, `control`: of the
+        event; `objects`: its keywords, which `on_save` gets too.
         """
         if not getattr(args, "enable_jit_checkpoint", False) or not control.should_training_stop:
             return

@@ -139,7 +139,8 @@ def _is_mixed(folder: Path) -> bool:
 def read_record(manager: CheckpointManager, step: int) -> dict[str, Any]:
     """Return the state ``trainer`` of a step: a dict with the key ``position``.
 
-    The position is the text of ``trainer_state.json``; None for steps that do not store it.
+    `manager`: of the steps. The position is the text of ``trainer_state.json``; None for steps that
+    do not store it. Raises MLStateError for a missing or damaged step.
     """
     record: dict[str, Any] = {"position": None}
     if "trainer" in manager.checkpoint(step).states:
@@ -148,7 +149,10 @@ def read_record(manager: CheckpointManager, step: int) -> dict[str, Any]:
 
 
 def _verified_record(manager: CheckpointManager, step: int) -> dict[str, Any] | None:
-    """Return `read_record` of a step, or None if it is damaged; raise if its store fails."""
+    """Return `read_record` of a step after a check of all its bytes.
+
+    None if it is damaged; raises the MLStateError of a store that fails.
+    """
     try:
         return read_record(manager, step) if manager.checkpoint(step).verify() else None
     except MLStateError as error:

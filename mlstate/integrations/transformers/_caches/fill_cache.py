@@ -302,7 +302,8 @@ def _plan_static(at: _Place) -> None:
 def _initialize_static(at: _Place, entries: list[CacheEntry], positions: int) -> None:
     """Let a new layer of fixed size allocate its tensors, for `positions` tokens.
 
-    If it will use the arrays of the state, it allocates tensors without positions.
+    `entries`: of its keys and values. If it will use the arrays of the state, it allocates tensors
+    without positions.
     """
     layer = at.layer
     keys, values = (at.tensor(entry) for entry in entries)
