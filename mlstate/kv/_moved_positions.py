@@ -55,6 +55,11 @@ def moved_positions(
     kind : str, optional
         Kind of the entry of a `CacheSpec`; None for the state of a model, whose kind is unknown.
 
+    Returns
+    -------
+    int or None
+        `position`, or None for equal shapes.
+
     Raises
     ------
     CompatibilityError

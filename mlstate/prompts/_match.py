@@ -151,7 +151,7 @@ class Match:
     _tokens: NDArray
     _key: bytes  # of the model
     _candidates: list[Candidate]  # the longest first
-    _blocks: list[tuple[int, int, int]]  # (record, start, stop) of the chain
+    _blocks: list[tuple[int, int, int]]  # (index of the record, start, stop) of adjacent blocks
 
     def __init__(self) -> None:
         raise TypeError("a Match is created by PromptStore.match")

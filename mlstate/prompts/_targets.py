@@ -89,7 +89,7 @@ class RingTarget(StateTarget):
         """Replace slots and counters of the cache, for a sequence of `length` tokens."""
         clear_rest(self.into, length)
         sinks, size = self.cache.sinks, self.cache.capacity
-        oldest = max(sinks, length - (size - sinks))
+        oldest = max(sinks, length - (size - sinks))  # position of the first token after the sinks
         (slots,) = self.into.arrays.values()
         self.cache._buffer.fill(slots, oldest, length, max(0, length - size))
 
@@ -168,7 +168,10 @@ class EngineTarget:
         return count + 1 if window == count + 1 <= position else count
 
     def finish(self, length: int) -> None:
-        """Bring the first `length` tokens into the cache; for 0, empty it."""
+        """Bring the first `length` tokens into the cache; for 0, empty it.
+
+        The states are those of the last call of `arrays_at`. A cache of mlx-lm is empty already.
+        """
         if length == 0:
             if hasattr(self.cache, "reset"):
                 _empty(self.cache)

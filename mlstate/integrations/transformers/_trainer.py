@@ -395,8 +395,9 @@ class MLStateCallback:
     def _restore(self, step: int, model: Any, optimizer: Any, scheduler: object) -> None:
         """Restore model, optimizer and scheduler from a step.
 
-        The generators get their states from before the call again: their restored states are kept
-        for `_set_restored`. They are left out if the number of ranks has changed.
+        `optimizer`: or accelerate's wrapper of it, whose gradient scaler is restored if the step
+        has one. The generators get their states from before the call again: their restored states
+        are kept for `_set_restored`. They are left out if the number of ranks has changed.
         """
         assert self._manager is not None
         checkpoint = self._manager.checkpoint(step)
@@ -490,9 +491,10 @@ class MLStateCallback:
     ) -> None:
         """Save the state of a step, after the Trainer has written its checkpoint.
 
-        All ranks must call it. The saved position of the training is the text of
-        ``trainer_state.json`` in the Trainer's folder, as rank 0 reads it, or of `state` if that
-        file cannot be read. Step 0 is not saved. Raises what `CheckpointManager.save` raises.
+        All ranks must call it. `optimizer`: or accelerate's wrapper of it, whose gradient scaler is
+        saved too. The saved position of the training is the text of ``trainer_state.json`` in the
+        Trainer's folder, as rank 0 reads it, or of `state` if that file cannot be read. Step 0 is
+        not saved. Raises what `CheckpointManager.save` raises.
         """
         manager = self._manager
         if manager is None:

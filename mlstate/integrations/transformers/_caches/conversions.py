@@ -242,7 +242,7 @@ def _new_layer(spec: CacheSpec, layouts: _Layouts, index: int) -> Any:
         return new_layer(layout)
     # positions of the layer that `from_cache` was given
     before = layout.options.get("sliding_window", layout.options["max_cache_len"])
-    is_longer = layout.options["max_cache_len"] > before  # the cache than the window
+    is_longer = layout.options["max_cache_len"] > before  # the cache exceeded the window
     capacity, name = spec.capacity, f"{index}.keys"
     entry = spec._by_name.get(name)
     positions = before

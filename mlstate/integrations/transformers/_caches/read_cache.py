@@ -38,7 +38,8 @@ class Reader(EntryReader):
         if cls.attention == "static":
             options["max_cache_len"] = value_of(layer, where, "max_cache_len", int)
             if cls.is_sliding:
-                # A layer is not longer than its window, and 5.24 knows whether its cache is.
+                # A layer is not longer than its window. 5.24 knows whether its cache is; then the
+                # layout has one position more than the window, for `to_cache`.
                 options["sliding_window"] = options["max_cache_len"]
                 options["max_cache_len"] += getattr(layer, "_is_croppable", None) is False
         elif cls.is_sliding:
@@ -143,6 +144,7 @@ def _read_dynamic(at: _Place) -> None:
             raise at.unknown("keys", text)
         if window < 1:
             raise at.unknown("sliding_window", "leaves no position for earlier tokens")
+        # all positions are used, in order: the oldest token, at slot 0, is the next to be replaced
         kind, options = "sliding", {"window": window, "next_slot": 0}
     if keys is None:
         return
