@@ -355,7 +355,7 @@ class CacheSpec(CopiedByValue):
     entries: tuple[CacheEntry, ...]
 
     def __init__(self, entries: Iterable[CacheEntry]) -> None:
-        """Check the entries: all arrays have different names, and the lengths one capacity."""
+        """Check that all arrays have different names, and that the lengths fit one capacity."""
         if isinstance(entries, CacheEntry) or not hasattr(entries, "__iter__"):
             raise TypeError(
                 f"entries must be an iterable of CacheEntry, got {type(entries).__name__}"

@@ -796,7 +796,7 @@ def _names_text(names: list[str]) -> str:
 def _check_array(
     entry: CacheEntry, name: str, array: Any, shape: tuple[int, ...], dtype: str
 ) -> None:
-    """Raise unless the array `name` of `entry` has this shape and this dtype, given by its name."""
+    """Raise CompatibilityError for another shape or dtype name, TypeError if it is not an array."""
     if not isinstance(array, np.ndarray) and not is_torch(array):
         raise TypeError(
             f"{name} must be a NumPy array or a torch tensor, got {type(array).__name__}"

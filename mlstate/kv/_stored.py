@@ -138,7 +138,10 @@ def _facts_of(cache: Any) -> dict[str, Any]:
 
 
 def overwrite_cache(target: Any, cache: Any) -> None:
-    """Write the content of `cache` into the arrays of `target`; `check_cache` accepts the two."""
+    """Write the content of `cache` into the arrays of `target`, and set its number of tokens.
+
+    Call `check_cache` before.
+    """
     if isinstance(target, CacheState):
         for name, array in target.arrays.items():
             overwrite(array, _like(cache.arrays[name], array))

@@ -47,7 +47,7 @@ class StoredPrompt(NamedTuple):
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return the members as JSON."""
+        """Return the members as JSON, without token ids and head."""
         return {
             "prompt": self.key,
             "fingerprint": f"sha256:{self.fingerprint}",

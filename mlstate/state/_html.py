@@ -77,7 +77,10 @@ def state_repr(state: StateDict) -> str:
 
 
 def _line(row: Row) -> str:
-    """Return the HTML of a row of the tree: name, dtype and shape, or the totals of a layer."""
+    """Return the HTML of a row of the tree: name, dtype and shape, or the totals of a layer.
+
+    A row of several nodes has their number and totals.
+    """
     leaves = row.leaves
     sums = f"{count_text(len(leaves), 'tensor')}, {bytes_text(sum(leaf.nbytes for leaf in leaves))}"
     if len(row.nodes) > 1:

@@ -73,7 +73,10 @@ def state_dict_of(module: torch.nn.Module) -> Mapping[str, Any]:
 
 
 def explain_unsupported_tensor(tensor: torch.Tensor) -> str:
-    """Return why a tensor is not plain memory, with a remedy; empty if it is."""
+    """Return why a tensor is not plain memory, with a remedy; empty if it is.
+
+    Tensors on a device or on ``meta`` may be plain too: their memory is not looked at.
+    """
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):

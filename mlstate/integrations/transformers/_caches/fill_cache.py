@@ -472,7 +472,7 @@ def _plan_state(at: _Place, attribute: str, number: int, entry: CacheEntry | Non
             _refuse_overlap(at, entry, target)
 
     def write() -> None:
-        """Write one state; it becomes the layer's own tensor if the layer had none."""
+        """Write one state; a layer without one, or that records, gets the tensor or a copy."""
         states = getattr(layer, attribute)
         if is_new:
             layer.lazy_initialization(**{attribute: tensor[:0], "state_idx": number})

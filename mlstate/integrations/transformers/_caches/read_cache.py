@@ -193,7 +193,11 @@ def _read_static(at: _Place) -> None:
 
 
 def _read_fp8(at: _Place) -> None:
-    """Add the codes, scales and dtype of an FP8 layer as entries, without copying."""
+    """Add the codes, scales and dtype of an FP8 layer as entries, without copying.
+
+    Raises CompatibilityError unless the codes have one byte each, and as many positions as the
+    layer counts tokens.
+    """
     tokens = value_of(at.layer, at.where, "cumulative_length", int)
     for part in ("keys", "values"):
         attribute = f"_quantized_{part}"
