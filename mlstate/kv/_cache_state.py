@@ -825,7 +825,7 @@ def _check_length(spec: CacheSpec, length: int) -> None:
 
 
 def _resized_spec(cache: _Cache, capacity: int) -> CacheSpec:
-    """Return the spec for `capacity` positions; raise as `CacheState.resize` if it is too small."""
+    """Return the spec for `capacity` positions; raise as `CacheState.resize` if that fails."""
     positions = as_count("capacity", capacity, 1)
     resized = CacheSpec(entry._resized(positions) for entry in cache.spec)
     if resized == cache.spec:

@@ -104,9 +104,9 @@ def parts_of(match: Match, record: int, path: str) -> list[Any]:
 
 
 def windows_of(match: Match, record: int, path: str) -> dict[str, int | None]:
-    """Return the window of each entry of the cache that a snapshot was taken from, by name.
+    """Return the windows of the entries in a snapshot, by name, in the cache that was stored.
 
-    It is None for an entry that is not sliding. `record`: index of the snapshot in the match.
+    A window is None for an entry that is not sliding. `record`: index of the snapshot in the match.
     `path`: of the store, for errors.
     """
     stored = head_of(match._log_match.meta(record), path).stored

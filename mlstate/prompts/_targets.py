@@ -139,7 +139,8 @@ class EngineTarget:
         The result is also kept in `self.states`, for `finish`. `listed`: for each array of the
         snapshot its name, the numbers of tokens of its parts, and its shape. The numbers are None
         for an array without a sequence, and the shape is None for others. The list is empty for
-        blocks alone. `windows`: by name of the entry, the windows of the cache that was stored.
+        blocks alone. The arrays of a quantized entry are created together, at the first of them.
+        `windows`: by name of the entry, the windows of the cache that was stored.
         """
         by_name = {e.name: e for e in self.entries if e not in self.blocks}
         states = {}

@@ -393,9 +393,9 @@ def rename_hint(
 
 
 def _is_refused(target: dict[str, Any], source: dict[str, Any]) -> bool:
-    """Return whether `load_into` refuses the tensors that `source` and `target` have.
+    """Return whether `load_into` refuses the tensors that both `source` and `target` have.
 
-    Nothing is copied.
+    Nothing is copied. An error of the check, except MemoryError, counts as a refusal.
     """
     try:
         return isinstance(_core.state_load(target, source, False, False, True), tuple)

@@ -234,8 +234,8 @@ def _new_layer(spec: CacheSpec, layouts: _Layouts, index: int) -> Any:
     """Create the empty layer number `index`, as long as the arrays that it will use.
 
     `spec`: of the state, which may have been resized. `layouts`: of the cache that it came from.
-    Raises CompatibilityError if a static layer's window is unknown, because its cache was not
-    longer.
+    Raises CompatibilityError if the state was resized and a static layer with a window was as long
+    as its cache: either may have set the length, so the window is unknown.
     """
     layout = layouts.layers[index]
     if "max_cache_len" not in layout.options:
