@@ -75,8 +75,7 @@ def state_of(cache: Any, length: int, spec: CacheSpec | None, model_type: str | 
 def _whole_state(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
     """Return `cache` as a `CacheState`, in the layout of its engine, and of any length.
 
-    The parameters are as for `state_of`; only an array and a cache without a count use `length`.
-
+    The parameters are as for `state_of`, but another number of tokens than `length` is accepted.
     Raises TypeError for an object of another type, and CompatibilityError for a cache of an engine
     with several sequences, padding or drafts.
     """

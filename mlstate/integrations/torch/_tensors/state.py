@@ -114,7 +114,7 @@ def _view_as_array(name: str, tensor: torch.Tensor) -> NDArray:
     """Return an array over the memory of a plain CPU tensor.
 
     It is read-only if elements overlap in memory, as after ``expand()``. A dtype that NumPy lacks
-    becomes one of ml_dtypes.
+    becomes one of ml_dtypes, or without that package labelled integers.
     """
     import torch
 

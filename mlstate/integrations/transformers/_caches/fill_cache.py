@@ -327,7 +327,8 @@ def _allocated_positions(layer: Any, positions: int) -> Iterator[None]:
 def _is_adopted(at: _Place, entry: CacheEntry, positions: int) -> bool:
     """Return whether a new layer can use the entry's array itself, without a copy.
 
-    `positions`: length of the layer. The tokens of a ring must be in order, from position 0.
+    `positions`: length of the layer; the array needs as many. The tokens of a ring must be in
+    order, from its first slot on. Layers of a cache that the user passed get copies.
     """
     if not at.filler.is_shared or at.is_cross or entry.seq_length != positions:
         return False
