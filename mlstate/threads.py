@@ -23,6 +23,8 @@ def set_num_threads(threads: int) -> None:
     ------
     ValueError
         If `threads` is outside 1..64.
+    TypeError
+        If `threads` is a bool, or not an integer.
 
     Notes
     -----

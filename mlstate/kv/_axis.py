@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 
 def sequence_axis(shape: Sequence[int], seq_axis: int, label: str = "source_state") -> int:
-    """Return `seq_axis` of a cache of `shape`, counted from 0, or raise the core's error.
+    """Return `seq_axis` of a cache of `shape`, counted from 0.
 
-    A negative `seq_axis` counts from the last axis. `label` names the cache in errors.
-    torch.compile can trace this function if the axis is valid.
+    A negative `seq_axis` counts from the last axis. `label` names the cache in errors. Raises
+    CompatibilityError if the shape does not have 2 to 8 dimensions and this axis, and TypeError if
+    it is not an integer. torch.compile can trace this function if the axis is valid.
     """
     rank = len(shape)
     if type(seq_axis) is int and 2 <= rank <= 8 and -rank <= seq_axis < rank:
@@ -24,7 +25,11 @@ def sequence_axis(shape: Sequence[int], seq_axis: int, label: str = "source_stat
 
 
 def valid_axis(seq_axis: int) -> int:
-    """Return `seq_axis` as an int, or raise if no cache of 2 to 8 dimensions has this axis."""
+    """Return `seq_axis` as an int; a negative one stays negative.
+
+    Raises CompatibilityError if no cache of 2 to 8 dimensions has this axis, and TypeError if it is
+    not an integer.
+    """
     number = as_integer("seq_axis", seq_axis)
     if not -8 <= number < 8:
         text = f"seq_axis {number} is outside -8..7: a cache has 2 to 8 dimensions"

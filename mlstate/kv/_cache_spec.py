@@ -202,7 +202,10 @@ class CacheEntry:
 
 
 def _check_names(entry: CacheEntry) -> None:
-    """Raise unless the entry's name is not empty, its kind is known and its role is text."""
+    """Raise unless the entry's name is not empty, its kind is known and its role is text.
+
+    TypeError for another type, ValueError for an empty name, CompatibilityError for the kind.
+    """
     if not isinstance(entry.name, str):
         raise TypeError(f"name must be a str, got {type(entry.name).__name__}")
     if not entry.name:
@@ -241,7 +244,8 @@ def _checked_axis(entry: CacheEntry) -> int | None:
 def _checked_window(entry: CacheEntry) -> int | None:
     """Return the window of a sliding entry, by default its positions; None for another kind.
 
-    Raises if another kind has a window or sinks, or if the sinks fill the window.
+    Raises CompatibilityError if another kind has a window or sinks, or the sinks fill the window;
+    CapacityError or TypeError for numbers out of range, or of another type.
     """
     name = entry.name
     sinks = as_count(f"{name}: sinks", entry.sinks)
@@ -262,8 +266,8 @@ def _checked_window(entry: CacheEntry) -> int | None:
 def _checked_slot(entry: CacheEntry) -> int | None:
     """Return the next slot of a sliding entry as an int, or None if it was not passed.
 
-    Raises for another kind and for a slot above the number of positions. That number itself is
-    allowed: it means the first slot after the sinks.
+    Raises CompatibilityError for another kind, and CapacityError for a slot above the number of
+    positions. That number itself is allowed: it means the first slot after the sinks.
     """
     if entry.next_slot is None:
         return None
@@ -281,7 +285,7 @@ def _check_quantization(entry: CacheEntry) -> None:
     """Raise unless an entry has `bits` and `group` exactly if it is quantized, and they fit it.
 
     They fit if the core supports them for the length of the last axis, which must not be the
-    sequence, and for the dtype.
+    sequence, and for the dtype. Raises CompatibilityError, or ValueError for unsupported numbers.
     """
     name, bits, group = entry.name, entry.bits, entry.group
     if entry.kind != "quantized":
@@ -351,7 +355,7 @@ class CacheSpec(CopiedByValue):
     entries: tuple[CacheEntry, ...]
 
     def __init__(self, entries: Iterable[CacheEntry]) -> None:
-        """Check the entries: all arrays have different names, and the lengths one capacity."""
+        """Check that all arrays have different names, and that the lengths fit one capacity."""
         if isinstance(entries, CacheEntry) or not hasattr(entries, "__iter__"):
             raise TypeError(
                 f"entries must be an iterable of CacheEntry, got {type(entries).__name__}"

@@ -425,7 +425,7 @@ class CacheState(CopiedByValue):
         self._cut(new_length)
 
     def _cut(self, new_length: int) -> None:
-        """Keep the first `new_length` tokens, or raise if an entry cannot drop the others."""
+        """Keep the first `new_length` tokens; CompatibilityError if an entry cannot drop others."""
         spec, length = self._cache.spec, self._cache.length
         for entry in spec if new_length < length else ():
             text = _NO_TRIM.get(entry.kind)
@@ -524,7 +524,7 @@ class CacheState(CopiedByValue):
         self._set_length(snapshot.length)
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:
-        """Raise unless `restore` can go back to a snapshot: of this state, and not outdated."""
+        """Raise CompatibilityError unless a snapshot is of this state, and not outdated."""
         spec, arrays, _, _, identity = self._cache
         if snapshot._history is not self._history:
             text = "the snapshot is of another CacheState"
@@ -796,7 +796,7 @@ def _names_text(names: list[str]) -> str:
 def _check_array(
     entry: CacheEntry, name: str, array: Any, shape: tuple[int, ...], dtype: str
 ) -> None:
-    """Raise unless the array `name` of `entry` has this shape and this dtype, given by its name."""
+    """Raise CompatibilityError for another shape or dtype name, TypeError if it is not an array."""
     if not isinstance(array, np.ndarray) and not is_torch(array):
         raise TypeError(
             f"{name} must be a NumPy array or a torch tensor, got {type(array).__name__}"
@@ -825,7 +825,7 @@ def _check_length(spec: CacheSpec, length: int) -> None:
 
 
 def _resized_spec(cache: _Cache, capacity: int) -> CacheSpec:
-    """Return the spec for `capacity` positions, or raise if the tokens of an entry do not fit."""
+    """Return the spec for `capacity` positions; raise as `CacheState.resize` if that fails."""
     positions = as_count("capacity", capacity, 1)
     resized = CacheSpec(entry._resized(positions) for entry in cache.spec)
     if resized == cache.spec:
@@ -848,7 +848,7 @@ def _move_entry(
 ) -> None:
     """Replace the arrays of an entry in `arrays` and its shift in `shifts` if its length changes.
 
-    `cache`: the former cache, not changed. `old`, `new`: the entry before and after. See `Ring`.
+    `cache`: the former cache, not changed. `old`, `new`: the entry before and after.
     """
     if new is old or new.seq_axis is None:
         return
@@ -862,7 +862,7 @@ def _move_entry(
 
 
 def _sequence_of(entry: CacheEntry) -> int:
-    """Return the sequence axis of an entry, or raise if it has none."""
+    """Return the sequence axis of an entry, or raise CompatibilityError if it has none."""
     if entry.seq_axis is None:
         text = f"a {entry.kind} entry has no positions"
         raise entry_error(entry.name, text, "full, sliding or quantized", entry.kind)

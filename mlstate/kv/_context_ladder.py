@@ -81,7 +81,8 @@ def mask_rows(
 
     One row for each new token. `attention_size`: earlier tokens that a row attends to besides
     itself (None: all); `sinks`: first tokens that stay visible; `fill`: value of hidden positions.
-    Several rows without sinks are a view of the whole mask.
+    The shape is (1, 1, count, size). Several rows without sinks are a read-only view of the whole
+    mask.
     """
     rows: NDArray
     reach = size if attention_size is None else attention_size
@@ -622,7 +623,8 @@ class ContextLadder:
     def _roll(self, position: int, new_tokens: int) -> LadderStep:
         """Return the step that replaces the oldest tokens after the prompt, in the largest size.
 
-        `position`: all tokens so far, also those that were replaced before.
+        `position`: all tokens so far, also those that were replaced before. `new_tokens`: number of
+        tokens to write. Raises CapacityError if they, or the prompt, leave no room.
         """
         top, sinks = self._sizes[-1], self._prompt_tokens
         if sinks >= top:

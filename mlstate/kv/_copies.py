@@ -56,7 +56,7 @@ def attributes_of(instance: object) -> dict[str, Any]:
 
 
 def set_attributes(instance: object, attributes: dict[str, object]) -> None:
-    """Set attributes by name on `instance`, also if its class forbids it, as frozen ones do."""
+    """Set attributes by name on `instance`, also if its class forbids it, as frozen classes do."""
     for name, value in attributes.items():
         object.__setattr__(instance, name, value)
 

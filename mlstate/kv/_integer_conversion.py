@@ -36,9 +36,10 @@ def result_dtype(dtype: object, out: Array) -> str:
 def convert_source(source: NDArray, move: KVMove, out: Array) -> NDArray:
     """Return `source`, or if only NumPy can convert it, its tokens in the result's dtype.
 
-    The tokens are the first `move.position` positions. `out`: memory for the result, whose dtype
-    replaces `move.dtype`; None: a new result. Raises ValueError if a token does not fit the dtype,
-    or if `out` shares memory with `source`.
+    The tokens are the first `move.position` positions; None: all. `out`: memory for the result,
+    whose dtype replaces `move.dtype`; None: a new result. Nothing is written to it. Raises
+    ValueError if a token does not fit the dtype, or if `out` shares memory with `source`; before a
+    conversion also the core's errors for a move that does not fit.
     """
     target = result_dtype(move.dtype, out)
     if not converts(name_of(source.dtype), target):

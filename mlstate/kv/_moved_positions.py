@@ -55,6 +55,11 @@ def moved_positions(
     kind : str, optional
         Kind of the entry of a `CacheSpec`; None for the state of a model, whose kind is unknown.
 
+    Returns
+    -------
+    int or None
+        `position`, or None for equal shapes.
+
     Raises
     ------
     CompatibilityError
@@ -144,8 +149,8 @@ def _target_error(
 ) -> CapacityError:
     """Return the error for a target with fewer positions than `position`, the number of tokens.
 
-    `target`: its shape. `kind`: kind of a cache's entry; None: a state of a model, for which the
-    remedy is another model.
+    `name`: the state. `target`: its shape, with the sequence at `seq_axis`. `kind`: kind of a
+    cache's entry; None: a state of a model, for which the remedy is another model.
     """
     length, text = target[seq_axis], f"{name}: {position} tokens do not fit"
     if kind is not None:
@@ -164,7 +169,7 @@ def _source_error(
 ) -> CapacityError:
     """Return the error for more tokens, `position`, than the source has positions.
 
-    `source`, `target`: shapes of the state `name`.
+    `source`, `target`: shapes of the state `name`, with the sequence at `seq_axis`.
     """
     length = source[seq_axis]
     return capacity_error(
@@ -212,7 +217,8 @@ def _check_shapes(
 ) -> None:
     """Raise CompatibilityError unless two shapes of a state differ only in the sequence axis.
 
-    `name`: the state. `seq_axis` may be negative; `_check_layout` has accepted it.
+    `source`, `target`: the shapes of the state `name` in the two models. `seq_axis` may be
+    negative; `_check_layout` has accepted it for both.
     """
     states = (
         f"the source state is {source}, the target state {target}; use models that were converted "

@@ -67,10 +67,11 @@ class QuantizationLoss(NamedTuple):
 
 
 def chosen_entries(spec: CacheSpec, names: Iterable[str] | None, kind: str) -> set[str]:
-    """Return the names of the entries to convert; raise if one of them does not have `kind`.
+    """Return the names of the entries to convert.
 
     `names`: names of their arrays; None: all entries of `kind`, at least one. `kind`: "full" to
-    quantize, "quantized" to dequantize.
+    quantize, "quantized" to dequantize. Raises CompatibilityError if an entry has another kind,
+    TensorNotFoundError for an unknown name, and TypeError if `names` is a str.
     """
     if isinstance(names, str):
         raise TypeError(f"names must be an iterable of names, got the str {names!r}")
@@ -121,7 +122,8 @@ def _check_devices(entry: CacheEntry, arrays: Mapping[str, Any]) -> None:
 def _new_array(shape: tuple[int, ...], dtype: str, like: Any, *, is_full: bool) -> Any:
     """Return a new array of zeros: of NumPy, or a tensor if `like` is one on another device.
 
-    `is_full`: whether tokens will fill it. Then a NumPy array is not cleared, to save the time.
+    `dtype`: its name; one of ml_dtypes that is not installed becomes labelled integers. `is_full`:
+    whether tokens will fill it. Then a NumPy array is not cleared, to save the time.
     """
     operations = _operations_for(like)
     if operations is not _core:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Ring(NamedTuple):
     """The slots of an array of `size` positions after `length` tokens.
 
-    The token at position ``p`` is in slot ``p`` while ``p`` is below `sinks`, and otherwise in slot
+    The first `sinks` tokens stay, and newer tokens replace the oldest others. The token at position
+    ``p`` is in slot ``p`` while ``p`` is below `sinks`, and otherwise in slot
     ``sinks + (p - sinks + shift) % (size - sinks)``. A `shift` of 0 is the ring of
     `RollingKVState`.
     """
@@ -75,7 +76,7 @@ def joined(runs: list[range]) -> list[range]:
 
 
 def ring_of(entry: CacheEntry, length: int, shift: int = 0) -> Ring:
-    """Return the slots of an entry after `length` tokens.
+    """Return the slots of an entry after `length` tokens; `shift`: of its ring, see `Ring`.
 
     An array without a slot after the sinks, as in a cache that is smaller than the window, gets no
     sinks: it cannot wrap before it is resized.

@@ -129,7 +129,7 @@ def rotate_keys(
 
 
 def _int64_array(shift: object) -> NDArray:
-    """Return `shift` as a contiguous vector of int64, of one element for a single number.
+    """Return `shift`, of `rotate_keys`, as a contiguous vector of int64; a number has one element.
 
     Raises TypeError unless it is an integer, or a one-dimensional array of integers, that fits.
     """

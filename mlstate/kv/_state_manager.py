@@ -81,7 +81,8 @@ def _saved_content(state: Any) -> tuple[Any, list[Any] | None]:
 def _check_saved(declared: Specs, saved: Mapping[str, Any] | None) -> None:
     """Raise CompatibilityError unless the saved arrays are those that a model declares.
 
-    `saved`: arrays by name, or None for none. Names, shapes and dtypes must be equal.
+    `declared`: specs of the states by name. `saved`: arrays by name, or None for none. Names,
+    shapes and dtypes must be equal.
     """
     saved = saved or {}
     expected = {name: (tuple(spec.shape), np.dtype(spec.dtype)) for name, spec in declared.items()}

@@ -34,7 +34,8 @@ def refuse_unstored(cache: Any, where: str) -> None:
 def cache_values(cache: Any) -> tuple[str, dict[str, Any]]:
     """Return the name of a cache's class, and its content as values and arrays by name.
 
-    `cache`: a `CacheState`, `KVState` or `RollingKVState`. Its arrays are not copied.
+    `cache`: a `CacheState`, `KVState` or `RollingKVState`; of a subclass, the name is the one of
+    its base. Its arrays are not copied, except the slots of a `RollingKVState`.
     """
     name = _class_name(cache)
     if isinstance(cache, CacheState):
@@ -57,7 +58,10 @@ def _class_name(cache: Any) -> str:
 
 
 def _entry_values(entry: CacheEntry) -> dict[str, Any]:
-    """Return the parameters of an entry that differ from their defaults, as plain values."""
+    """Return the parameters of an entry that differ from their defaults, as plain values by name.
+
+    `CacheEntry` takes them as keywords.
+    """
     values = {each.name: getattr(entry, each.name) for each in fields(entry)}
     values["shape"] = list(entry.shape)
     defaults = {each.name: each.default for each in fields(entry)}
@@ -134,7 +138,10 @@ def _facts_of(cache: Any) -> dict[str, Any]:
 
 
 def overwrite_cache(target: Any, cache: Any) -> None:
-    """Write the content of `cache` into the arrays of `target`; `check_cache` accepts the two."""
+    """Write the content of `cache` into the arrays of `target`, and set its number of tokens.
+
+    Call `check_cache` before.
+    """
     if isinstance(target, CacheState):
         for name, array in target.arrays.items():
             overwrite(array, _like(cache.arrays[name], array))

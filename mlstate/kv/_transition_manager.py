@@ -25,11 +25,12 @@ class ModelConfig(TypedDict):
 
 
 def _dimension_axes(rank: int, axis: int) -> dict[str, int]:
-    """Return the axis of each dimension that `register_model` names, as far as it is known.
+    """Return the axis of each dimension that `register_model` names, by parameter name.
 
-    `rank`: number of axes of the cache; `axis`: its sequence axis, counted from 0. Layers are the
-    first of four or more axes. Only around a sequence before the last axis, heads and head
-    dimension are known: (layers, heads, sequence, head_dim).
+    A dimension whose axis is unknown is left out. `rank`: number of axes of the cache; `axis`: its
+    sequence axis, counted from 0. Layers are the first of four or more axes. Heads and head
+    dimension are the axes around the sequence, and known only if the sequence is second to last:
+    (layers, heads, sequence, head_dim).
     """
     axes = {}
     if rank >= 4 and axis > 0:
@@ -124,6 +125,8 @@ class StateTransitionManager:
         ------
         CapacityError
             `state_seq_length` is negative. A ValueError.
+        TypeError
+            `state_seq_length` is not an integer.
         """
         # The check of a move from an empty cache to this length refuses a wrong length.
         _core.kv_check((1, 1, 0, 1), KVMove(state_seq_length, 0))

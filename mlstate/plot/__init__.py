@@ -79,8 +79,9 @@ def _stack(
 ) -> None:
     """Draw horizontal bars, one for each row, with one colour for each column.
 
-    `rows`: label, and bytes by column. `unit`: bytes of a unit of the axis. `space`: number of bars
-    for which the axes have space, so that panels agree; the first row is on top.
+    `rows`: label, and bytes by column; the first row is on top. `columns`: the parts of a bar, from
+    left to right; there are at most as many as `STATES`. `unit`: bytes of a unit of the axis.
+    `space`: number of bars for which the axes have space, so that panels agree.
     """
     starts = [0.0] * len(rows)
     for column, colour in zip(columns, STATES, strict=False):
@@ -97,7 +98,8 @@ def _stack(
 def _stacks(panels: dict[str, list[Group]], columns: list[str], legend_columns: int) -> Figure:
     """Return a figure of bars: the bytes of groups, in one panel for each title.
 
-    `columns`: names of a bar's parts. `legend_columns`: columns of the legend.
+    `panels`: the groups by title, one or two; each group is a bar. `columns`: names of a bar's
+    parts. `legend_columns`: columns of the legend.
     """
     shortened = {title: _shortened(groups) for title, groups in panels.items()}
     most = max(
@@ -415,7 +417,8 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
 def _clock(plan: Plan) -> tuple[NDArray, float, str]:
     """Return the begin of each step and the end of the last, and the unit and label of the axis.
 
-    Begins are in seconds; if no step takes time, each step counts as one.
+    The steps are those of the plan's schedule. Times are in seconds, and the unit is the number of
+    seconds of one unit of the axis. If no step takes time, each step counts as 1.
     """
     import numpy as np
 
@@ -453,7 +456,10 @@ def _draw_memory(axes: Any, plan: Plan, unplanned: Plan, unit: float) -> None:
 
 
 def _draw_blocks(axes: Any, plan: Plan) -> list[Any]:
-    """Draw when each block runs, one row for each; return the handles of the legend."""
+    """Draw when each block runs, one row for each; return the handles of the legend.
+
+    Rows of recomputed and offloaded blocks get a pale colour if there are at most 600 blocks.
+    """
     import numpy as np
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch

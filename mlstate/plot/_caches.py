@@ -108,7 +108,8 @@ def _contents(used: NDArray, length: int, sinks: int) -> NDArray:
 def _ring_contents(state: RollingKVState) -> NDArray:
     """Return the kind of content of each position so far, as in `_contents`.
 
-    Columns are positions in the text, not slots of the ring.
+    Columns are positions in the text, not slots of the ring: all positions up to the newest token,
+    and at least as many as the ring has slots.
     """
     used, positions = _nonzero(state.array, state.seq_axis), state.positions()
     end = max(state.next_position, state.capacity)

@@ -73,8 +73,9 @@ def state_of(cache: Any, length: int, spec: CacheSpec | None, model_type: str | 
 
 
 def _whole_state(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
-    """As `state_of`, in the layout of the engine; the state may have another length.
+    """Return `cache` as a `CacheState`, in the layout of its engine, and of any length.
 
+    The parameters are as for `state_of`, but another number of tokens than `length` is accepted.
     Raises TypeError for an object of another type, and CompatibilityError for a cache of an engine
     with several sequences, padding or drafts.
     """
@@ -182,7 +183,8 @@ def ring_spec(cache: RollingKVState) -> CacheSpec:
 def _state_of_ring(cache: RollingKVState, length: int) -> CacheState:
     """Return a rolling cache as a state over its slots, with all tokens so far as its length.
 
-    Raises CompatibilityError if this is `length` and the window has a gap: `trim` after an eviction
+    `length`: tokens that the caller expects; `state_of` refuses a state of another length. Raises
+    CompatibilityError if the lengths are equal and the window has a gap: `trim` after an eviction
     leaves fewer tokens than a ring of this length has.
     """
     following = cache.next_position

@@ -127,7 +127,8 @@ def is_fingerprint(model: Model) -> bool:
 def _facts_of(model: Model, *, hash_weights: bool) -> dict[str, Any]:
     """Return the facts that identify a model or adapter, as JSON: of a name, folder or module.
 
-    The parameters and errors are as for `fingerprint`.
+    The parameters and errors are as for `fingerprint`; ValueError for an empty name. A name that is
+    also a folder is logged.
     """
     if isinstance(model, str):
         if not model:
@@ -234,7 +235,11 @@ def _without_names(config: Any) -> Any:
 
 
 def _weights_of(path: str) -> list[Any]:
-    """Return the SHA-256 of the header of a safetensors file, and the SHA-256 of all its bytes."""
+    """Return the SHA-256 of the header of a safetensors file, and the SHA-256 of all its bytes.
+
+    In the Hub's cache the second is the file's name, so its bytes are not read. Raises FormatError
+    for a truncated file.
+    """
     _core.file_metadata(path, False)  # refuses a truncated file
     size = int.from_bytes(_read(path, lambda file: file.read(8)), "little")  # of the header
     header = _read(path, lambda file: file.read(8 + size))

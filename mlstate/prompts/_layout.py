@@ -36,7 +36,7 @@ class StoredSpec:
     states : tuple of CacheEntry
         Those that are stored as snapshots.
     token_bytes : int
-        Of the entries that are stored in blocks.
+        Bytes of one token in all entries that are stored in blocks.
     digest : bytes
         Identifies what two caches must agree on; windows and the place of the sequence axis are
         not part of it.
@@ -45,7 +45,10 @@ class StoredSpec:
     __slots__ = ("blocks", "digest", "entries", "states", "token_bytes")
 
     def __init__(self, spec: Iterable[CacheEntry]) -> None:
-        """Divide the entries of a cache; an opaque entry without a layer affects all entries."""
+        """Divide the entries of a cache, `spec`, into blocks and states.
+
+        If an opaque entry has no layer, all entries are states.
+        """
         spec = sorted(spec, key=lambda entry: entry.name)  # the same order for every engine
         opaque_layers = {e.layer for e in spec if e.kind == "opaque" and e.layer is not None}
         has_loose_opaque = any(e.kind == "opaque" and e.layer is None for e in spec)
@@ -62,7 +65,7 @@ class StoredSpec:
         self.digest = hashlib.sha256(json.dumps(facts).encode()).digest()[:8]
 
     def to_json(self) -> list[dict[str, Any]]:
-        """Return the entries as JSON."""
+        """Return the entries as JSON; their shapes are without the sequence axis."""
         return [
             {name: getattr(e, name) for name in (*_FACTS, *_OTHERS)}
             | {"shape": list(_inner_shape(e))}
@@ -78,11 +81,12 @@ class StoredSpec:
         return cls(CacheSpec([_entry_from(dict(each)) for each in document]))
 
     def check_parts(self, listed: Any, length: int) -> int:
-        """Return the bytes of the parts of a snapshot of `length` tokens.
+        """Return the bytes of the parts of a snapshot of `length` tokens, without those of blocks.
 
-        `listed`: untrusted list with an item for each array of `states`: its name, the numbers of
-        tokens of its parts or None, and its shape or None. Raises ValueError or TypeError if it
-        does not fit.
+        A part is a stored piece of an array: the whole array, or a run of its tokens. `listed`:
+        untrusted list with an item for each array of `states`: its name, the numbers of tokens of
+        its parts (None for an array without a sequence), and its shape (None for one with a
+        sequence). Raises ValueError or TypeError if it does not fit the entries.
         """
         arrays = [(e, name) for e in self.states for name in e.arrays]
         if not isinstance(listed, list) or len(listed) != len(arrays):

@@ -28,7 +28,7 @@ class StoredPrompt(NamedTuple):
     kind: str  # "snapshot" or "block"
     nbytes: int  # shared blocks included
     pinned: bool
-    last_used: int
+    last_used: int  # on the clock of the store: the larger, the later
     head: Head | None  # of the first record that has one
 
     def tokens(self) -> list[int]:
@@ -47,7 +47,7 @@ class StoredPrompt(NamedTuple):
         )
 
     def facts(self) -> dict[str, Any]:
-        """Return the members as JSON."""
+        """Return the members as JSON, without token ids and head."""
         return {
             "prompt": self.key,
             "fingerprint": f"sha256:{self.fingerprint}",
@@ -63,7 +63,8 @@ class StoredPrompt(NamedTuple):
 def list_prompts(log: _core.PromptLog, path: str) -> list[StoredPrompt]:
     """Return the stored prompts, the most recently used first.
 
-    Each is a snapshot, or a block that no other record continues. `path`: of the store, for errors.
+    Each is a snapshot, or a block that no other record continues. `log`: the records of the store.
+    `path`: of the store, for errors.
     """
     # A record: key, key of the record before, kind, end, model, bytes, pinned, last use, token ids
     # and description.
@@ -75,7 +76,11 @@ def list_prompts(log: _core.PromptLog, path: str) -> list[StoredPrompt]:
 
 
 def _prompt_of(tip: Any, records: dict[bytes, Any], path: str) -> StoredPrompt:
-    """Return the prompt that ends with the record `tip`; `records`: all by key."""
+    """Return the prompt that ends with the record `tip`; `records`: all by key.
+
+    It begins at the first record whose predecessor is not stored. A cycle of records, in a damaged
+    store, ends it too.
+    """
     chain = [tip]
     while chain[-1][1] in records and len(chain) <= len(records):
         chain.append(records[chain[-1][1]])

@@ -26,14 +26,14 @@ class Candidate(NamedTuple):
     """A position that can be restored."""
 
     position: int
-    record: int | None  # of the snapshot; None: only blocks are needed
+    record: int | None  # index of its snapshot in the match; None: only blocks are needed
 
 
 class Head(NamedTuple):
     """The description of the caches of a model."""
 
     stored: StoredSpec
-    label: str
+    label: str  # name of the model, for listings
 
 
 # A description is the digest of the entries; of a first block or a snapshot also the length of the
@@ -82,8 +82,9 @@ def head_of(data: bytes, path: str) -> Head:
 
 
 def parts_of(match: Match, record: int, path: str) -> list[Any]:
-    """Return the list of parts of a snapshot, as `state_parts` made it.
+    """Return the list that describes the parts of a snapshot, as `state_parts` made it.
 
+    It has name, numbers of tokens and shape of each array; see `StoredSpec.check_parts`.
     `record`: its index in the match. `path`: of the store, for errors. Raises FormatError unless
     the list and the tokens after the last whole block make up the bytes of the record.
     """
@@ -103,9 +104,9 @@ def parts_of(match: Match, record: int, path: str) -> list[Any]:
 
 
 def windows_of(match: Match, record: int, path: str) -> dict[str, int | None]:
-    """Return the window of each entry of the cache that a snapshot was taken from, by name.
+    """Return the windows of the entries in a snapshot, by name, in the cache that was stored.
 
-    It is None for an entry that is not sliding. `record`: index of the snapshot in the match.
+    A window is None for an entry that is not sliding. `record`: index of the snapshot in the match.
     `path`: of the store, for errors.
     """
     stored = head_of(match._log_match.meta(record), path).stored
@@ -150,7 +151,7 @@ class Match:
     _tokens: NDArray
     _key: bytes  # of the model
     _candidates: list[Candidate]  # the longest first
-    _blocks: list[tuple[int, int, int]]  # (record, start, stop) of the chain
+    _blocks: list[tuple[int, int, int]]  # (index of the record, start, stop) of adjacent blocks
 
     def __init__(self) -> None:
         raise TypeError("a Match is created by PromptStore.match")

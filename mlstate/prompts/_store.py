@@ -384,8 +384,9 @@ class PromptStore:
         """Return the records of a prompt that are not stored yet, with views of the arrays.
 
         `ids`: all tokens of `state`. `snapshot`: as for `put`. `pending`: number of first tokens
-        whose blocks an asynchronous put will store. Raises CompatibilityError if `state` has other
-        entries than the store.
+        whose blocks an asynchronous put will store. First removes records that a restore found
+        damaged. The first cache sets the entries of the store; later, CompatibilityError is raised
+        for other ones.
         """
         self._drop_damaged()
         stored = StoredSpec(state.spec)

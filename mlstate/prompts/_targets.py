@@ -35,7 +35,8 @@ class StateTarget:
     def __init__(self, state: CacheState, stored: StoredSpec | None, length: int) -> None:
         """Check that `length` tokens of the entries `stored` can be written into the arrays.
 
-        `stored`: None if nothing is stored; then the entries are not compared.
+        `stored`: None if nothing is stored; then the entries are not compared. Raises
+        CompatibilityError or CapacityError.
         """
         if stored is not None:
             stored.check(state.spec, "cache")
@@ -63,7 +64,10 @@ class StateTarget:
     def arrays_at(
         self, position: int, listed: list[Any], windows: Mapping[str, int | None]
     ) -> Arrays:
-        """Return the arrays to read the tokens of `position` into; of a state always the same."""
+        """Return the arrays of the state, to read tokens into, for any arguments.
+
+        `EngineTarget.arrays_at` describes the arguments, and uses them.
+        """
         return self.into
 
     def finish(self, length: int) -> None:
@@ -85,7 +89,7 @@ class RingTarget(StateTarget):
         """Replace slots and counters of the cache, for a sequence of `length` tokens."""
         clear_rest(self.into, length)
         sinks, size = self.cache.sinks, self.cache.capacity
-        oldest = max(sinks, length - (size - sinks))
+        oldest = max(sinks, length - (size - sinks))  # position of the first token after the sinks
         (slots,) = self.into.arrays.values()
         self.cache._buffer.fill(slots, oldest, length, max(0, length - size))
 
@@ -104,8 +108,10 @@ class EngineTarget:
     ) -> None:
         """Check the cache, and create arrays for the first `length` tokens of blocks.
 
-        `engine`: the integration with its `to_cache`. `stored`: None if nothing is stored. `device`
-        of new tensors; None: NumPy arrays. `model_type`: as for `PromptStore`.
+        `engine`: the integration with its `to_cache`. `stored`: the entries of the match; None if
+        nothing is stored. `device` of new tensors; None: NumPy arrays. `model_type`: of
+        config.json. Raises CompatibilityError for a cache of mlx-lm with tokens, and for states of
+        another engine in an unknown layout.
         """
         self.cache, self.engine = cache, engine
         self.device, self.model_type = device, model_type
@@ -128,10 +134,13 @@ class EngineTarget:
     def arrays_at(
         self, position: int, listed: list[Any], windows: Mapping[str, int | None]
     ) -> Arrays:
-        """Return the arrays to read the tokens of `position` into; the arrays of states are new.
+        """Return the arrays to read the tokens of `position` into; those of a snapshot are new.
 
-        `listed`: the parts of the snapshot, as `state_parts` returned them; empty for blocks alone.
-        `windows`: windows of its entries by name.
+        The result is also kept in `self.states`, for `finish`. `listed`: for each array of the
+        snapshot its name, the numbers of tokens of its parts, and its shape. The numbers are None
+        for an array without a sequence, and the shape is None for others. The list is empty for
+        blocks alone. The arrays of a quantized entry are created together, at the first of them.
+        `windows`: by name of the entry, the windows of the cache that was stored.
         """
         by_name = {e.name: e for e in self.entries if e not in self.blocks}
         states = {}
@@ -160,7 +169,10 @@ class EngineTarget:
         return count + 1 if window == count + 1 <= position else count
 
     def finish(self, length: int) -> None:
-        """Bring the first `length` tokens into the cache; for 0, empty it."""
+        """Bring the first `length` tokens into the cache; for 0, empty it.
+
+        The states are those of the last call of `arrays_at`. A cache of mlx-lm is empty already.
+        """
         if length == 0:
             if hasattr(self.cache, "reset"):
                 _empty(self.cache)
@@ -197,8 +209,9 @@ def open_target(
     """Return the target for `cache`, the argument ``into=``, after all checks.
 
     `stored`: the entries of the match; None: nothing is stored. `length`: tokens of the match.
-    `spec`: of the store; None: unknown. `device`, `model_type`: as for `PromptStore`. Grows a
-    `KVState` within its capacity. Raises TypeError, CompatibilityError or CapacityError.
+    `spec`: of the store; None: unknown. `device`: as for `PromptStore.restore`. `model_type`: of
+    config.json; None: unknown. Grows a `KVState` within its capacity. Raises TypeError,
+    CompatibilityError or CapacityError.
     """
     engine = engine_of(cache)
     if device is not None and getattr(engine, "__name__", "").rpartition(".")[2] != "transformers":

@@ -228,9 +228,10 @@ def _read_in_pieces(match: _core.PromptMatch, request: Request) -> dict[int, str
 
 
 def _boxes(shape: tuple[int, ...], most: int) -> Iterator[tuple[slice, ...]]:
-    """Yield boxes that divide an array, in C order, each of at most `most` adjacent elements.
+    """Yield boxes that divide an array of `shape`, in C order, each of at most `most` elements.
 
-    A box is one slice for each axis, with start and stop.
+    The elements of a box are adjacent in C order. A box is one slice for each axis, with start and
+    stop.
     """
     # The outermost axis along which one step fits.
     axis = next(i for i in range(len(shape)) if prod(shape[i + 1 :]) <= most)
@@ -301,9 +302,9 @@ def block_requests(
 ) -> list[Request]:
     """Return the requests that read positions `start` to `stop` of a record into the arrays `into`.
 
-    `stored`: its entries are in the order of the parts. `record`: index of a block, or of a
-    snapshot with tokens after the last block. `size`: tokens of each part; the first one is token
-    `start`, and the last one may be after `stop`.
+    `stored`: its `blocks` are in the order of the parts. `record`: index in the match, of a block,
+    or of a snapshot with tokens after the last block. `size`: tokens of each
+    part; the first one is token `start`, and the last one may be after `stop`.
     """
     requests: list[Request] = []
     for each in stored.blocks:
@@ -321,9 +322,10 @@ def state_requests(
 ) -> list[Request]:
     """Return the requests for the states of a snapshot at `position`.
 
-    `listed`: the parts of all arrays, as `state_parts` returned them. `record`: index of the
-    snapshot; `part`: index of the first of these parts in it. Tokens that the arrays do not hold
-    are left out. Raises CompatibilityError if an array needs more tokens, or has another shape.
+    `into`: the arrays to write. `listed`: the parts of all arrays, as `state_parts` returned them.
+    `record`: index of the snapshot; `part`: index of the first of these parts in it. Tokens that
+    the arrays do not hold are left out. Raises CompatibilityError if an array needs more tokens, or
+    has another shape.
     """
     requests: list[Request] = []
     for name, counts, shape in listed:
@@ -383,8 +385,9 @@ def _slots_of(
 ) -> list[tuple[int, int, int]]:
     """Return the slots of a ring after `length` tokens as (first slot, first position, count).
 
-    `stored`: tokens that the snapshot has. Raises CompatibilityError if the ring needs more. The
-    oldest token of a full ring is not needed, because the next one is written to its slot.
+    `stored`: tokens that the snapshot has. Raises CompatibilityError, about `entry`, if the ring
+    needs more. The oldest token of a full ring is not needed, because the next one is written to
+    its slot.
     """
     runs = ring.runs()
     count = sum(map(len, runs))

@@ -28,8 +28,10 @@ class StateBackend(Protocol):
     def module_target(
         self, module: Any, source: Mapping[str, Any], *, strict: bool
     ) -> tuple[Any, dict[str, Any], Any]:
-        """Return how to load `source` into a module: three values.
+        """Return how to load `source`, entries by name, into a module: three values.
 
-        They are the memory of its arrays, the tensors of submodules that load themselves by name,
-        and the prepared load of these, with `apply` and `undo`, or None.
+        The first has the memory to write: `arrays` by name, `loads_itself` for names that a
+        submodule loads, and `done`, to call after the write. The second has the tensors of
+        submodules that load themselves, by name. The third is the prepared load of these, with
+        `apply` and `undo`, or None. `strict`: also load those without an entry in `source`.
         """

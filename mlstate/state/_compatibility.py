@@ -117,7 +117,7 @@ class CompatibilityResult:
         return self.is_compatible and not self._is_refused and (has_all_names or not strict)
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
-        """Restore a pickled result."""
+        """Restore a pickled result; `state`: None, and the attributes by name."""
         self._is_refused = False  # pickles of older versions lack it
         for name, value in state[1].items():
             setattr(self, name, value)
@@ -200,7 +200,8 @@ class CompatibilityResult:
 def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a module or another mapping as a dict; a dict itself.
 
-    Raises TypeError, with a hint, for a path or an object that holds states.
+    Raises TypeError, with a hint, for a path or an object that holds states. Any other object is
+    returned unchanged: the core refuses it.
     """
     if is_module(state):
         return backend_of(state, StateBackend).module_entries(state)
@@ -392,9 +393,9 @@ def rename_hint(
 
 
 def _is_refused(target: dict[str, Any], source: dict[str, Any]) -> bool:
-    """Return whether `load_into` refuses the tensors that `source` and `target` have.
+    """Return whether `load_into` refuses the tensors that both `source` and `target` have.
 
-    Nothing is copied.
+    Nothing is copied. An error of the check, except MemoryError, counts as a refusal.
     """
     try:
         return isinstance(_core.state_load(target, source, False, False, True), tuple)

@@ -77,7 +77,10 @@ def state_repr(state: StateDict) -> str:
 
 
 def _line(row: Row) -> str:
-    """Return the HTML of a row of the tree: name, dtype and shape, or the totals of a layer."""
+    """Return the HTML of a row of the tree: name, dtype and shape, or the totals of a layer.
+
+    A row of several nodes has their number and totals.
+    """
     leaves = row.leaves
     sums = f"{count_text(len(leaves), 'tensor')}, {bytes_text(sum(leaf.nbytes for leaf in leaves))}"
     if len(row.nodes) > 1:
@@ -151,7 +154,7 @@ class _Opener:
     def _run(self, names: list[str], kind: Kind) -> str:
         """Return the HTML row of neighbours of one kind, and the rows below; "" if it does not fit.
 
-        `names`: of the neighbours.
+        `names`: of the neighbours. Its bytes are taken from `room`, also if it does not fit.
         """
         ends = [names[0]] if len(names) == 1 else [names[0], names[-1]]
         # A layer of one tensor is shown as this tensor, with the rest of its name.
@@ -199,7 +202,8 @@ def _tree(rows: list[Row], opener: _Opener | None) -> str:
 def state_html(state: StateDict) -> str:
     """Return the tree of names as HTML, of at most `MOST_BYTES`, for a state of any size.
 
-    Hidden rows can be unfolded as far as space is left.
+    Hidden rows can be unfolded as far as space is left, except of states with very many tensors or
+    very long names. If facts of an array cannot be read, return the text of `state_repr`.
     """
     title = f"<div class=mlstate><style>{_STYLE}</style><p>{escape(_title(state))}</p>"
     try:

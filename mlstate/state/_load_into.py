@@ -153,7 +153,9 @@ def load_into(
 def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: bool) -> None:
     """Fill the tensors of a torch module from `source`; all of them, or none after an error.
 
-    Submodules with own load methods or hooks load themselves. `strict`, `cast`: as for `load_into`.
+    Submodules with own load methods or hooks load themselves; only the dtypes of their tensors are
+    checked here, and their load is undone if it raises. `strict`, `cast`, and errors: as for
+    `load_into`.
     """
     backend = backend_of(module, StateBackend)
     filling, memory, own_load = backend.module_target(module, source, strict=strict)

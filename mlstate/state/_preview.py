@@ -58,7 +58,10 @@ class Node:
 
 
 class Row:
-    """A row of a page: a node, or several siblings that are only counted."""
+    """A row of a page: a node, or several siblings that are only counted.
+
+    `depth`: levels below the root, which has 0.
+    """
 
     __slots__ = ("below", "depth", "nodes")
 

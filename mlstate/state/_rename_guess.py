@@ -91,8 +91,8 @@ def _prefix_guesses(unexpected: list[str], missing: list[str]) -> list[Rules]:
 def _prefixes(sample: str, others: list[str], positions: dict[str, int]) -> list[tuple[str, bool]]:
     """Return the prefixes by which `sample` differs from one of `others`, in their order.
 
-    `positions`: index of each name in `others`. The bool tells whether the sample has the prefix
-    (True) or the other name.
+    `positions`: index of each name in `others`. The bool of a pair tells which name has the prefix:
+    True for the sample, False for the other name.
     """
     if not sample:
         return []

@@ -20,7 +20,7 @@ Outside = tuple[int, int, int, float, float]
 
 
 def check_tolerances(rtol: float, atol: float) -> tuple[float, float]:
-    """Return both tolerances as floats; raise unless they are 0 or more."""
+    """Return both tolerances as floats; raise ValueError unless they are 0 or more."""
     tolerances = check_number("rtol", rtol), check_number("atol", atol)
     for name, value in zip(("rtol", "atol"), tolerances, strict=True):
         if not value >= 0:

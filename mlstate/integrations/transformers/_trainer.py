@@ -48,7 +48,10 @@ def _generators() -> dict[str, Any]:
 
 
 def _states_of(generators: dict[str, object]) -> list[tuple[Any, str, Any]]:
-    """Return for each generator: the generator, its library's name, and a copy of its state."""
+    """Return for each generator: the generator, its library's name, and a copy of its state.
+
+    `generators`: by name. A generator of an unknown library is left out.
+    """
     libraries = ((each, library_of(each)) for each in generators.values())
     return [
         (each, library, restored(state_of(each, library), library))
@@ -252,9 +255,10 @@ class MLStateCallback:
         return last_checkpoint(output, manager, is_default=directory is None)
 
     def _open(self, args: Any) -> CheckpointManager:
-        """Create and return the manager of this training's steps.
+        """Create and return the manager of this training's steps; close an earlier one.
 
-        With several ranks, also create the group that connects them; every rank must call this.
+        `args`: of the Trainer, for its output folder and number of ranks. With several ranks, also
+        create the group that connects them; every rank must call this.
         """
         self._close()
         output = Path(args.output_dir)
@@ -292,7 +296,10 @@ class MLStateCallback:
         train_dataloader: object = None,
         **others: object,
     ) -> None:
-        """Restore the state if the Trainer resumes.
+        """Open the steps, and restore the state if the Trainer resumes; every rank calls it.
+
+        `args`, `state`: arguments and position of the Trainer, which passes them to each event. The
+        generators are set later, in `on_epoch_begin` or `on_step_begin`.
 
         Raises
         ------
@@ -370,8 +377,8 @@ class MLStateCallback:
     def _has_step(self, state: Any) -> bool:
         """Return whether the manager has the step that the Trainer resumes, of the same run.
 
-        Rank 0 decides, so that all ranks agree. A damaged step counts as present: its restore
-        raises.
+        `state`: the Trainer's position. Rank 0 decides, so that all ranks agree. A damaged step
+        counts as present: its restore raises.
         """
         manager, has_step = self._manager, True
         assert manager is not None
@@ -388,8 +395,9 @@ class MLStateCallback:
     def _restore(self, step: int, model: Any, optimizer: Any, scheduler: object) -> None:
         """Restore model, optimizer and scheduler from a step.
 
-        The generators get their states from before the call again: their restored states are kept
-        for `_set_restored`. They are left out if the number of ranks has changed.
+        `optimizer`: or accelerate's wrapper of it, whose gradient scaler is restored if the step
+        has one. The generators get their states from before the call again: their restored states
+        are kept for `_set_restored`. They are left out if the number of ranks has changed.
         """
         assert self._manager is not None
         checkpoint = self._manager.checkpoint(step)
@@ -425,7 +433,10 @@ class MLStateCallback:
     def on_step_begin(
         self, args: object, state: object, control: object, **objects: object
     ) -> None:
-        """Set the restored generators after the Trainer has skipped batches."""
+        """Set the restored generators after the Trainer has skipped batches.
+
+        Then save the step if a signal has made the Trainer save here.
+        """
         self._set_restored()
         self._save_after_signal(args, state, control, objects)
 
@@ -454,8 +465,9 @@ class MLStateCallback:
     def _save_after_signal(self, args: Any, state: Any, control: Any, objects: Any) -> None:
         """Save the step if ``enable_jit_checkpoint`` has just saved, which sends no event.
 
-        The Trainer has then written a folder of the current position. `objects`: keywords of the
-        event, which `on_save` gets too.
+        The Trainer has then written a folder of the current position. Each step is saved so at most
+        once, and not if the Trainer will send `on_save` itself. `args`, `state`, `control`: of the
+        event; `objects`: its keywords, which `on_save` gets too.
         """
         if not getattr(args, "enable_jit_checkpoint", False) or not control.should_training_stop:
             return
@@ -479,9 +491,10 @@ class MLStateCallback:
     ) -> None:
         """Save the state of a step, after the Trainer has written its checkpoint.
 
-        All ranks must call it. The saved position of the training is the text of
-        ``trainer_state.json`` in the Trainer's folder, as rank 0 reads it, or of `state` if that
-        file cannot be read. Step 0 is not saved. Raises what `CheckpointManager.save` raises.
+        All ranks must call it. `optimizer`: or accelerate's wrapper of it, whose gradient scaler is
+        saved too. The saved position of the training is the text of ``trainer_state.json`` in the
+        Trainer's folder, as rank 0 reads it, or of `state` if that file cannot be read. Step 0 is
+        not saved. Raises what `CheckpointManager.save` raises.
         """
         manager = self._manager
         if manager is None:

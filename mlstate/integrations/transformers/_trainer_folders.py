@@ -139,7 +139,8 @@ def _is_mixed(folder: Path) -> bool:
 def read_record(manager: CheckpointManager, step: int) -> dict[str, Any]:
     """Return the state ``trainer`` of a step: a dict with the key ``position``.
 
-    The position is the text of ``trainer_state.json``; None for steps that do not store it.
+    `manager`: of the steps. The position is the text of ``trainer_state.json``; None for steps that
+    do not store it. Raises MLStateError for a missing or damaged step.
     """
     record: dict[str, Any] = {"position": None}
     if "trainer" in manager.checkpoint(step).states:
@@ -148,7 +149,10 @@ def read_record(manager: CheckpointManager, step: int) -> dict[str, Any]:
 
 
 def _verified_record(manager: CheckpointManager, step: int) -> dict[str, Any] | None:
-    """Return `read_record` of a step, or None if it is damaged; raise if its store fails."""
+    """Return `read_record` of a step after a check of all its bytes.
+
+    None if it is damaged; raises the MLStateError of a store that fails.
+    """
     try:
         return read_record(manager, step) if manager.checkpoint(step).verify() else None
     except MLStateError as error:
@@ -158,7 +162,10 @@ def _verified_record(manager: CheckpointManager, step: int) -> dict[str, Any] | 
 
 
 def _is_resumable(output: Path, manager: CheckpointManager, step: int) -> bool:
-    """Return whether a step's folder is whole and has the position that the step recorded."""
+    """Return whether a step's folder is whole and has the position that the step recorded.
+
+    False for a damaged step; raises the MLStateError of a store that fails.
+    """
     try:
         return is_whole(folder_of(output, step), read_record(manager, step)["position"])
     except MLStateError as error:
@@ -171,8 +178,9 @@ def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: boo
     """Return the newest folder that a training can resume from, or None to start anew.
 
     The folder of the newest step is written again if the Trainer was killed after it had deleted
-    it, or if no folder is complete. `is_default`: the steps are in the output folder, so without
-    folders there is nothing to resume.
+    it, or if no folder is complete. `output`: the Trainer's output folder. `manager`: of the steps.
+    `is_default`: the steps are in the output folder, so without folders there is nothing to resume.
+    Warns of damaged steps and of folders that are passed over; raises if the store fails.
     """
     folders = _steps_of(output)
     if not folders and is_default:
@@ -234,8 +242,9 @@ def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: boo
 def _restore_best(output: Path, manager: CheckpointManager, position: str) -> str:
     """Write the folder of the best step of `position` again if it is missing; return a position.
 
-    The Trainer loads its weights at the end (``load_best_model_at_end``). The returned position has
-    the folder's path, or is `position` if the step was not recorded or is damaged.
+    The Trainer loads its weights at the end (``load_best_model_at_end``). `position`: the text of
+    ``trainer_state.json``. The returned text names the folder below `output`; it is `position`
+    itself if this names no best step, or the step is missing, damaged or without a position.
     """
     entries = json.loads(position)
     best = entries.get("best_global_step")
@@ -253,8 +262,8 @@ def _restore_best(output: Path, manager: CheckpointManager, position: str) -> st
 def _restore_folder(output: Path, manager: CheckpointManager, step: int, position: str) -> Path:
     """Write the Trainer's folder of a step again, from the step: weights and `position`.
 
-    Return the folder. `position`: the text of ``trainer_state.json``. If another rank has written
-    it meanwhile, nothing is written.
+    Return the folder. `position`: the text of ``trainer_state.json``. It waits for a lock, since
+    other ranks may do the same; if one has written the folder meanwhile, nothing is written.
     """
     folder = folder_of(output, step)
     output.mkdir(parents=True, exist_ok=True)

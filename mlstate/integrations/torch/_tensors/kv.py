@@ -30,9 +30,10 @@ __all__ = ["kv_dequantize", "kv_quantization_loss", "kv_quantize", "kv_zeros", "
 
 
 def _fits(length: int, move: KVMove, position: int) -> bool:
-    """Return whether the core's check would pass for `position` of `length` positions.
+    """Return whether the core would accept `move` for a source of `length` positions.
 
-    torch.compile can trace this function, but not the core.
+    `position`: number of tokens, which are in the first positions. torch.compile can trace this
+    function, but not the core.
     """
     if not 0 <= position <= length:
         return False
@@ -40,10 +41,10 @@ def _fits(length: int, move: KVMove, position: int) -> bool:
 
 
 def _are_core_readable(source: torch.Tensor, out: torch.Tensor) -> bool:
-    """Return whether the core can do the move from `source` to `out`.
+    """Return whether the core can do the move from `source` to `out`, an array or tensor.
 
-    It must be able to access both, autograd must record nothing, and the dtypes must not need a
-    conversion of integers.
+    It must be able to read `source` and write `out` in main memory, neither may be part of
+    forward-mode differentiation, and the dtypes must not need a conversion of integers.
     """
     return (
         _core.can_view(source, False)
@@ -55,10 +56,11 @@ def _are_core_readable(source: torch.Tensor, out: torch.Tensor) -> bool:
 
 
 def _move_with_torch(source: torch.Tensor, move: KVMove, out: torch.Tensor | None) -> torch.Tensor:
-    """Move with torch operations: for other devices, autograd and compilation.
+    """Copy the tokens and pad the rest with torch: for other devices, autograd and compilation.
 
-    Return `out`, or a new tensor if it is None. The position, the axis counted from 0 and the dtype
-    of `move` are set.
+    Return `out`, or a new tensor if it is None. The caller has set the position, the dtype and the
+    axis, counted from 0, of `move`. Raises ValueError if `out` shares memory with itself or with
+    `source`.
     """
     import torch
 
@@ -94,9 +96,10 @@ def _check_out(out: torch.Tensor, source: torch.Tensor, move: KVMove, *, is_exac
 
 
 def _check_values(source: torch.Tensor, dtype: torch.dtype, pad_value: float) -> None:
-    """Raise the core's error for an unsupported conversion or padding value.
+    """Raise the core's error for an unsupported conversion to `dtype`, or padding value.
 
-    The core checks them on an empty array.
+    The core checks them on an empty array, because it cannot read `source` itself. `dtype`: of the
+    result. `pad_value`: value of positions without a token.
     """
     import torch
 
@@ -116,11 +119,12 @@ def _convert_tokens(tokens: torch.Tensor, target: str) -> torch.Tensor:
 
 
 def move_kv(source: torch.Tensor, move: KVMove, out: Any) -> Any:
-    """Move a torch KV cache; see `mlstate.kv.transition_kv_state`.
+    """Move a torch KV cache; errors are as for `mlstate.kv.transition_kv_state`.
 
     Return `out` if it was passed (a tensor or an array), else a tensor, which is `source` itself if
-    nothing changes. The core handles CPU tensors that need no gradient. torch operations handle all
-    other tensors, so that device and autograd graph are kept.
+    nothing changes. `move`: the lengths, the axis, and the dtype and padding of the result. The
+    core handles CPU tensors that need no gradient. torch operations handle all other tensors, so
+    that device and autograd graph are kept; a NumPy array as `out` gets a copy without gradient.
     """
     import torch
 

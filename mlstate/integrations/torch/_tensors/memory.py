@@ -67,13 +67,14 @@ def refuse_graph(*tensors: object) -> None:
 def refuse_shared(out: torch.Tensor, source: torch.Tensor) -> None:
     """Raise ValueError if elements of `out` share memory with one another or with `source`.
 
-    While torch compiles, only the strides of `out` can be checked.
+    While torch compiles, only the strides of `out` can be checked. On different devices, and for
+    layouts that are not strided, nothing is checked.
     """
     import torch
 
     if torch.compiler.is_compiling():  # tensors have no address
         steps = sorted(zip(out.stride(), out.shape, strict=True))
-        reach = 1
+        reach = 1  # elements that the axes with smaller steps span: a step must not fall into them
         for step, size in steps:
             if size > 1 and step < reach:
                 raise ValueError(_OVERLAPS)
@@ -130,7 +131,8 @@ def give_memory(tensor: torch.Tensor, source: torch.Tensor | None) -> None:
     """Replace a tensor's memory with the memory of `source`, without a copy.
 
     The tensor remains the same object, so a module and an optimizer that hold it use the new
-    memory. None removes all elements, for a unit that is in a file.
+    memory. None as `source` removes all elements, as a `TieredState` does while they are in a file;
+    the tensor is then empty and on the CPU.
     """
     if source is None:
         source = tensor.detach().new_empty(0, device="cpu")
@@ -150,7 +152,7 @@ def has_given_away() -> bool:
 
 
 def is_given_away(tensor: torch.Tensor) -> bool:
-    """Return whether `give_memory` removed a tensor's elements.
+    """Return whether `give_memory` removed a tensor's elements, also for a view of such a tensor.
 
     Call it only if `has_given_away` returns true: before that, there is nothing to compare with.
     """

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def _own_classes() -> dict[str, type[_core.StateDict]]:
-    """Return the classes that files refer to by name, wherever they are defined."""
+    """Return mlstate's state dict classes by name: files have the names, but not the modules."""
     from ....state._optimizer_state import OptimizerStateDict
     from ....state._state_dict import ModelStateDict, StateDict
 
@@ -33,7 +33,8 @@ def _own_classes() -> dict[str, type[_core.StateDict]]:
 def _attributes(state: Any) -> Any:
     """Return the result of ``__getstate__``, with slots under the names of their properties.
 
-    So files contain no private names, and reading them uses the checks of the setters.
+    So files contain no private names, and reading them uses the checks of the setters. A member of
+    an enum becomes its value.
     """
     attributes = state.__getstate__()
     if not (isinstance(attributes, tuple) and isinstance(attributes[-1], dict)):
@@ -49,7 +50,10 @@ def _attributes(state: Any) -> Any:
 
 
 def _is_portable(dtype: NumpyDType) -> bool:
-    """Return whether elements are portable bytes: no references, no external storage."""
+    """Return whether elements are portable bytes: no references, no external storage.
+
+    The dtypes of NumPy's new interface, such as StringDType, may store elements elsewhere.
+    """
     legacy = bool(getattr(type(dtype), "_legacy", True))
     return dtype.itemsize > 0 and not dtype.hasobject and legacy
 
@@ -67,7 +71,8 @@ def _dtype_text(dtype: NumpyDType) -> Any:
 def _encode_array(value: object) -> tuple[Any, NDArray] | None:
     """Return how an array is stored, and an array for torch; None if NumPy must store it.
 
-    The first is a form of `restore_state`.
+    The first is a form, which `restore_state` describes. The second shares the memory of `value` if
+    torch can share it, else it is a copy.
     """
     array = np.asarray(value)
     dtype = array.dtype
@@ -134,7 +139,8 @@ def _dtype_of(text: Any) -> NumpyDType:
 def _decode_array(name: str, form: Any, tensor: Any) -> Any:
     """Return the original value of the loaded tensor `name`, by its stored `form`.
 
-    `restore_state` describes the forms. On a device it stays a tensor if possible.
+    `restore_state` describes the forms. A tensor on a device stays a tensor if torch has its dtype,
+    and a meta tensor in any case; others are copied to main memory.
     """
     import torch
 
@@ -159,9 +165,10 @@ def restore_state(
     """Create a state dict from the arguments of `reduce_state`; pickle calls this.
 
     `kind`: name of one of mlstate's classes, or a subclass. `attributes`: for ``__setstate__``, or
-    None. `forms` has the forms of values that were not tensors: ``"array"``, ``"scalar"``, or
-    (dtype, shape) of a value stored as bytes; shape is None for one stored as integers of the same
-    size. Raises TypeError for another class.
+    None. `values`: the entries by name; those in `forms` are tensors now. `forms` has the forms of
+    values that were not tensors: ``"array"``, ``"scalar"``, or (dtype, shape) of a value stored as
+    bytes; shape is None for one stored as integers of the same size. Raises TypeError for another
+    class, and ValueError for a dtype of Python objects.
     """
     state_class = _own_classes().get(kind) if isinstance(kind, str) else kind
     if not (isinstance(state_class, type) and issubclass(state_class, _core.StateDict)):

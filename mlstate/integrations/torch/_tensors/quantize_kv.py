@@ -96,6 +96,7 @@ def kv_quantize(
         raise ValueError(_NOT_FINITE)
     levels = (1 << bits) - 1
     from_low = low.abs() > high.abs()
+    # Equal values have a difference of 0, which cannot be a scale.
     size = ((high - low) / torch.full_like(low, levels)).clamp_min(1e-7)
     # The bias is the limit of larger magnitude. It becomes a multiple of the scale, so that 0 is
     # exact too.

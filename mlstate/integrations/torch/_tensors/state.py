@@ -73,7 +73,10 @@ def state_dict_of(module: torch.nn.Module) -> Mapping[str, Any]:
 
 
 def explain_unsupported_tensor(tensor: torch.Tensor) -> str:
-    """Return why a tensor is not plain memory, with a remedy; empty if it is."""
+    """Return why a tensor is not plain memory, with a remedy; empty if it is.
+
+    Tensors on a device or on ``meta`` may be plain too: their memory is not looked at.
+    """
     import torch
 
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
@@ -110,7 +113,8 @@ def explain_unsupported_tensor(tensor: torch.Tensor) -> str:
 def _view_as_array(tensor: torch.Tensor) -> NDArray:
     """Return an array over the memory of a plain CPU tensor.
 
-    It is read-only if elements share memory.
+    It is read-only if elements overlap in memory, as after ``expand()``. A dtype that NumPy lacks
+    becomes one of ml_dtypes, or without that package labelled integers.
     """
     import torch
 
@@ -120,16 +124,18 @@ def _view_as_array(tensor: torch.Tensor) -> NDArray:
     else:
         array_dtype = stored_dtype(dtype)
         array = tensor.view(getattr(torch, VIEWED[dtype])).numpy().view(array_dtype)
-    # Elements that share memory (from expand()): a write to one would change others.
+    # A write to an element that overlaps others would change these too.
     if not array.flags.c_contiguous and overlaps_itself(array):
         array.flags.writeable = False
     return array
 
 
 def _array_of(name: str, value: Any) -> Any:
-    """Return the array or tensor for one value of torch's state dict.
+    """Return the array or tensor for `value`, the entry `name` of torch's state dict.
 
-    Tensors on a device are returned detached. Raises TypeError or UnstorableError with `name`.
+    Tensors on a device, and meta tensors, are returned detached; NumPy arrays as they are. Raises
+    TypeError for a value of another type, and UnstorableError for a tensor that is not plain
+    memory; both name the entry.
     """
     import torch
 
@@ -166,10 +172,12 @@ def arrays_of(state: torch.nn.Module | Mapping[str, object]) -> dict[str, Any]:
     Raises
     ------
     TypeError
-        If a value is not a tensor, or not plain memory: sparse, quantized, nested, conjugated,
-        negated, or of a subclass such as DTensor.
+        If `state` is neither a module nor a mapping, or a value is not a tensor, or not plain
+        memory: sparse, quantized, nested, conjugated, negated, or of a subclass such as DTensor.
     CompatibilityError
         If NumPy lacks the dtype.
+    ValueError
+        If a `TieredState` has moved the elements of a tensor to a file.
 
     Examples
     --------
@@ -241,9 +249,10 @@ def _extent(array: NDArray) -> tuple[int, int]:
 
 
 def clusters(arrays: Mapping[str, NDArray]) -> Iterator[tuple[int, int, list[str]]]:
-    """Yield start, end and names of groups of arrays that overlap in memory; each array once.
+    """Yield start, end and names of groups of arrays whose ranges of addresses overlap.
 
-    Start and end are addresses. Strides must not be negative.
+    Start and end are addresses. Each array is in one group; an array that overlaps no other is
+    alone in one. Strides must not be negative.
     """
     address_ranges = sorted((*_extent(array), name) for name, array in arrays.items())
     start = end = -1
@@ -285,7 +294,8 @@ def tensor_over(array: NDArray) -> torch.Tensor:
 def _make_sharing_tensors(start: int, end: int, arrays: list[NDArray]) -> list[torch.Tensor]:
     """Return tensors of one storage over overlapping arrays, so that torch sees them as tied.
 
-    `start`, `end`: addresses of the memory that the arrays cover together.
+    `start`, `end`: addresses of the memory that the arrays cover together. The distance of each
+    array from `start` must be a multiple of its item size, because torch counts it in items.
     """
     import torch
 
@@ -301,10 +311,11 @@ def _make_sharing_tensors(start: int, end: int, arrays: list[NDArray]) -> list[t
 
 
 def share(arrays: Mapping[str, NDArray], *, pack: bool = False) -> dict[str, torch.Tensor]:
-    """Return tensors over arrays that are `sharable`; overlapping arrays share one storage.
+    """Return tensors by name over arrays that are `sharable`; overlapping arrays share one storage.
 
-    `pack`: copy an array with gaps between its elements if no other array shares its memory, since
-    a file would contain the gaps.
+    Overlapping arrays whose distances are not multiples of their item sizes get separate storages
+    over the same memory. `pack`: copy an array with gaps between its elements if no other array
+    shares its memory, since a file would contain the gaps.
     """
     tensors: dict[str, torch.Tensor] = {}
     # One object under several names is one tensor.
@@ -350,15 +361,16 @@ def tensors_of(state: Mapping[str, object], *, copy: bool = False) -> dict[str, 
     Parameters
     ----------
     state : mapping of str to array
-        Tensors among the values are returned detached.
+        Arrays of NumPy, or of another library with ``__dlpack__``. Tensors among the values are
+        returned detached.
     copy : bool, default False
-        Copy each tensor to new memory.
+        Copy the value of each name to new memory; ties are lost.
 
     Returns
     -------
     dict of str to torch.Tensor
-        Tensors in the same order. Overlapping arrays, such as tied weights, share one storage,
-        and one array under two names is one tensor.
+        Tensors in the same order. Without `copy`, overlapping arrays, such as tied weights, share
+        one storage, and one array under two names is one tensor.
 
     Raises
     ------

@@ -114,7 +114,8 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
 def _parts_of(cache: Any, label: str) -> tuple[Any, Any]:
     """Return a cache and None, or the self- and cross-attention cache of an EncoderDecoderCache.
 
-    `label`: name of the argument, for errors.
+    `label`: name of the argument, for errors. Raises as `check_cache` if one of the two is of an
+    unknown class.
     """
     if type(cache).__name__ != "EncoderDecoderCache":
         return cache, None
@@ -198,8 +199,9 @@ def to_cache(state: CacheState, into: Any = None) -> Any:
 def _missing_layers(state: CacheState, cache: Any, prefix: str) -> list[Any]:
     """Return new layers for those that the state has and `cache` lacks.
 
-    Only a cache without a model's config adds layers as it grows; for others the list is empty.
-    `prefix`: of the entries' names, "cross." or empty for the decoder.
+    Only a cache without a model's config adds layers as it grows; for others, and for None, the
+    list is empty. `cache` is not changed. `prefix`: of the entries' names, "cross." or empty for
+    the decoder.
     """
     create = getattr(cache, "layer_class_to_replicate", None)
     if create is None:
@@ -232,15 +234,15 @@ def _new_layer(spec: CacheSpec, layouts: _Layouts, index: int) -> Any:
     """Create the empty layer number `index`, as long as the arrays that it will use.
 
     `spec`: of the state, which may have been resized. `layouts`: of the cache that it came from.
-    Raises CompatibilityError if a static layer's window is unknown, because its cache was not
-    longer.
+    Raises CompatibilityError if the state was resized and a static layer with a window was as long
+    as its cache: either may have set the length, so the window is unknown.
     """
     layout = layouts.layers[index]
     if "max_cache_len" not in layout.options:
         return new_layer(layout)
     # positions of the layer that `from_cache` was given
     before = layout.options.get("sliding_window", layout.options["max_cache_len"])
-    is_longer = layout.options["max_cache_len"] > before  # the cache than the window
+    is_longer = layout.options["max_cache_len"] > before  # the cache exceeded the window
     capacity, name = spec.capacity, f"{index}.keys"
     entry = spec._by_name.get(name)
     positions = before

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class Filler(EntryPlan):
-    """Collects the writes that bring the tokens of a state into layers."""
+    """Collects the writes that bring the tokens of a state into layers.
+
+    Call `plan` for each layer, and then `write_all`.
+    """
 
     def __init__(self, state: CacheState, *, is_shared: bool) -> None:
         super().__init__(state)
@@ -36,6 +39,7 @@ class Filler(EntryPlan):
         """Check that a layer fits the state, and plan the writes to it; nothing is written.
 
         `index`: of the layer in its cache. `prefix`: of the entries' names, empty or "cross.".
+        Raises CompatibilityError if it does not fit, and CapacityError for too many tokens.
         """
         where = f"{prefix}{index}"
         cls = layer_class(layer, where)
@@ -89,7 +93,10 @@ class _Place(NamedTuple):
         return [tensor.narrow(entry.seq_axis, run.start, len(run)) for run in runs]
 
     def require_empty(self, has_tokens: object) -> None:
-        """Raise if the layer has tokens, although the state has none for it."""
+        """Raise CompatibilityError if the layer has tokens, although the state has none for it.
+
+        `has_tokens`: true or false as `bool` takes it, such as a number of tokens.
+        """
         self.filler.require_empty(self.where, has_tokens)
 
     def check_target(self, target: Any, shape: tuple[int, ...], entry: CacheEntry) -> None:
@@ -155,8 +162,9 @@ def _length_of(at: _Place, entry: CacheEntry) -> int:
 
 
 def _check_window(at: _Place, entry: CacheEntry, needed: int) -> None:
-    """Raise unless an entry has the tokens that the window of a layer needs, and no others.
+    """Raise CompatibilityError unless an entry has the tokens that a layer's window needs.
 
+    Nor may the windows of the entry and of the layer differ, if older tokens were evicted.
     `needed`: number of earlier tokens that the layer keeps; it excludes the token being computed.
     """
     length = at.filler.length
@@ -294,7 +302,8 @@ def _plan_static(at: _Place) -> None:
 def _initialize_static(at: _Place, entries: list[CacheEntry], positions: int) -> None:
     """Let a new layer of fixed size allocate its tensors, for `positions` tokens.
 
-    If it will use the arrays of the state, it allocates tensors without positions.
+    `entries`: of its keys and values. If it will use the arrays of the state, it allocates tensors
+    without positions.
     """
     layer = at.layer
     keys, values = (at.tensor(entry) for entry in entries)
@@ -307,7 +316,7 @@ def _initialize_static(at: _Place, entries: list[CacheEntry], positions: int) ->
 
 @contextmanager
 def _allocated_positions(layer: Any, positions: int) -> Iterator[None]:
-    """Let a layer allocate another number of positions than its own."""
+    """Let a layer allocate `positions` positions in the block; then it has its own number again."""
     before, layer.max_cache_len = layer.max_cache_len, positions
     try:
         yield
@@ -318,7 +327,8 @@ def _allocated_positions(layer: Any, positions: int) -> Iterator[None]:
 def _is_adopted(at: _Place, entry: CacheEntry, positions: int) -> bool:
     """Return whether a new layer can use the entry's array itself, without a copy.
 
-    `positions`: length of the layer. The tokens of a ring must be in order, from position 0.
+    `positions`: length of the layer; the array needs as many. The tokens of a ring must be in
+    order, from its first slot on. Layers of a cache that the user passed get copies.
     """
     if not at.filler.is_shared or at.is_cross or entry.seq_length != positions:
         return False
@@ -423,7 +433,10 @@ def _plan_indexer(at: _Place) -> None:
 
 
 def _plan_states(at: _Place) -> None:
-    """Plan the writes of all convolution and recurrent states of a linear attention layer."""
+    """Plan the writes of all convolution and recurrent states of a linear attention layer.
+
+    Raises CompatibilityError if the layer has tokens in states that the `CacheState` lacks.
+    """
     for number in range(value_of(at.layer, at.where, "number_of_states", int)):
         conv = at.entry(f"conv_states.{number}", "conv")
         recurrent = at.entry(f"recurrent_states.{number}", "recurrent")
@@ -438,7 +451,8 @@ def _plan_state(at: _Place, attribute: str, number: int, entry: CacheEntry | Non
     """Plan the write of one state: `attribute` is "conv_states" or "recurrent_states".
 
     `number`: index of the state in the layer's dict. `entry`: of the array to write; with None
-    nothing is planned.
+    nothing is planned. The inputs of a convolution that records the past may have another length,
+    so this tensor is replaced; others are overwritten.
     """
     layer, part = at.layer, attribute.partition("_")[0]
     is_new = not state_of(layer, at.where, f"is_{attribute}_initialized", number)
@@ -459,7 +473,7 @@ def _plan_state(at: _Place, attribute: str, number: int, entry: CacheEntry | Non
             _refuse_overlap(at, entry, target)
 
     def write() -> None:
-        """Write one state; it becomes the layer's own tensor if the layer had none."""
+        """Write one state; a layer without one, or that records, gets the tensor or a copy."""
         states = getattr(layer, attribute)
         if is_new:
             layer.lazy_initialization(**{attribute: tensor[:0], "state_idx": number})

@@ -21,10 +21,10 @@ class LayerClass(NamedTuple):
     """A class of layers, and the tensors that these have."""
 
     name: str
-    attention: Attention
+    attention: Attention  # how keys and values are stored; "": the layer has none
     is_sliding: bool = False
-    has_indexer: bool = False
-    is_linear: bool = False
+    has_indexer: bool = False  # the keys of a sparse attention's indexer
+    is_linear: bool = False  # states of convolutions and of a linear attention
 
 
 _CLASSES = (
@@ -122,7 +122,8 @@ def check_cache(cache: Any, label: str) -> None:
 def layer_class(layer: object, where: str) -> LayerClass:
     """Return the description of a layer's class; raise CompatibilityError if it is not known.
 
-    `where`: place of the layer in the cache, such as "3", for errors.
+    A subclass of a known class is not known. `where`: place of the layer in the cache, such as "3",
+    for errors.
     """
     description = _layer_classes().get(type(layer))
     if description is not None:
@@ -160,7 +161,8 @@ def unknown_layout(layer: object, where: str, attribute: str, text: str) -> Comp
 def tensor_of(layer: object, where: str, attribute: str, rank: int | None = None) -> Any:
     """Return the tensor in a layer's `attribute`, which must have `rank` axes (None: any number).
 
-    Raises CompatibilityError for another object or another rank.
+    `where`: place of the layer in the cache, for errors. Raises CompatibilityError for another
+    object or another rank.
     """
     return checked_tensor(getattr(layer, attribute, None), layer, where, attribute, rank)
 
@@ -170,7 +172,7 @@ def checked_tensor(
 ) -> Any:
     """Return `value`, a layer's `attribute`, if it is a tensor with `rank` axes (None: any number).
 
-    Else raise CompatibilityError.
+    Else raise CompatibilityError. `where`: place of the layer in the cache, for errors.
     """
     from torch import Tensor
 
@@ -191,9 +193,10 @@ def value_of(layer: object, where: str, attribute: str, kind: type) -> Any:
 
 
 def state_of(layer: object, where: str, attribute: str, number: int) -> Any:
-    """Return the value for state `number` from a dict of a linear attention layer.
+    """Return the value for state `number` from `attribute`, a dict of a linear attention layer.
 
-    Raises CompatibilityError if the `attribute` is not a dict, or lacks the number.
+    `where`: place of the layer in the cache, for errors. Raises CompatibilityError if the attribute
+    is not a dict, or lacks the number.
     """
     values = value_of(layer, where, attribute, dict)
     if number not in values:

@@ -38,7 +38,8 @@ class Reader(EntryReader):
         if cls.attention == "static":
             options["max_cache_len"] = value_of(layer, where, "max_cache_len", int)
             if cls.is_sliding:
-                # A layer is not longer than its window, and 5.24 knows whether its cache is.
+                # A layer is not longer than its window. 5.24 knows whether its cache is; then the
+                # layout has one position more than the window, for `to_cache`.
                 options["sliding_window"] = options["max_cache_len"]
                 options["max_cache_len"] += getattr(layer, "_is_croppable", None) is False
         elif cls.is_sliding:
@@ -93,7 +94,7 @@ class _Place(NamedTuple):
     def add(self, part: str, tensor: Any, kind: Any, seq_axis: int = 2, **options: Any) -> None:
         """Add one array of the layer as an entry; `part`: its name in the layer, such as "keys".
 
-        `options`: further arguments of `CacheEntry`.
+        `kind`, `seq_axis`, `options`: arguments of `CacheEntry`.
         """
         of = self.where, self.layer_index
         self.reader.add(*of, part, tensor, kind, seq_axis, **options)
@@ -107,7 +108,10 @@ class _Place(NamedTuple):
 
 
 def _key_values(at: _Place) -> tuple[Any, Any]:
-    """Return keys and values of shape (batch, heads, positions, head_dim)."""
+    """Return keys and values of a layer, of shape (batch, heads, positions, head_dim).
+
+    Raises CompatibilityError if they have another rank, or differ in an axis before the last.
+    """
     keys, values = (tensor_of(at.layer, at.where, name, 4) for name in ("keys", "values"))
     if keys.shape[:3] != values.shape[:3]:
         text = f"has shape {tuple(values.shape)}, and the keys {tuple(keys.shape)}"
@@ -140,6 +144,7 @@ def _read_dynamic(at: _Place) -> None:
             raise at.unknown("keys", text)
         if window < 1:
             raise at.unknown("sliding_window", "leaves no position for earlier tokens")
+        # all positions are used, in order: the oldest token, at slot 0, is the next to be replaced
         kind, options = "sliding", {"window": window, "next_slot": 0}
     if keys is None:
         return
@@ -188,7 +193,11 @@ def _read_static(at: _Place) -> None:
 
 
 def _read_fp8(at: _Place) -> None:
-    """Add the codes, scales and dtype of an FP8 layer as entries, without copying."""
+    """Add the codes, scales and dtype of an FP8 layer as entries, without copying.
+
+    Raises CompatibilityError unless the codes have one byte each, and as many positions as the
+    layer counts tokens.
+    """
     tokens = value_of(at.layer, at.where, "cumulative_length", int)
     for part in ("keys", "values"):
         attribute = f"_quantized_{part}"
@@ -213,7 +222,8 @@ _READ = {"dynamic": _read_dynamic, "static": _read_static, "fp8": _read_fp8}
 def _read_indexer(at: _Place) -> None:
     """Add the keys of a sparse attention's indexer, and its position ids if it has them.
 
-    Both count tokens; the position ids of a static layer have only the positions in use.
+    Raises CompatibilityError if one has another number of tokens than the layers before. The
+    position ids of a static layer have only the positions in use.
     """
     keys = tensor_of(at.layer, at.where, "indexer_keys")
     if keys.numel() == 0:
