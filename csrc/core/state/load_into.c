@@ -113,11 +113,11 @@ typedef struct item {
 typedef struct planner {
     const mls_load_into_pair *pairs;
     size_t count;
-    bool cast;
-    item *items;
+    bool cast;                        /* dtypes may be converted */
+    item *items;                      /* one for each pair */
     mls_address_range *spans, *spare; /* two per pair; at first, the reads are in `spans`
                                          and the writes in `spare` */
-    size_t reads, writes;
+    size_t reads, writes;             /* numbers of ranges */
     size_t clusters;
     size_t *heads; /* first pair of each cluster, or `count` */
     mls_load_into *load;
@@ -236,7 +236,8 @@ static void prefetch_pair(const planner *p, size_t index)
 
 /* Check pair `index` alone, fill its item, and list the address ranges that it reads
  * and writes. A pair of two identical views is only read: its item stays zeroed, with 0
- * bytes to copy. MLS_E_SHAPE, MLS_E_DTYPE, MLS_E_OVERLAP. */
+ * bytes to copy. MLS_E_SHAPE, MLS_E_DTYPE. MLS_E_OVERLAP: elements of the target share
+ * memory; that is certain too if its bytes exceed size_t, since memory has fewer. */
 static mls_code check_pair(planner *p, size_t index)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
@@ -290,7 +291,8 @@ static mls_code fail_overlap(planner *p, size_t written, size_t read)
 }
 
 /* Put the target of pair number `pair` into the cluster of pair number `other`, which
- * gets a new one if it has none. */
+ * gets a new one if it has none: an earlier range of the sweep, whose memory it shares.
+ */
 static void join_cluster(planner *p, size_t pair, size_t other)
 {
     if (p->items[other].cluster == 0) {

@@ -331,7 +331,8 @@ static const char *const methods[] = {[MLS_PLAN_BY_BYTES] = "bytes",
  * Finds the fastest persistent schedule within the budget; see mls_plan_make. `chain` is
  * the tuple of take_chain. The argument `slots` is the number of slots to plan by, or 0:
  * to the byte, or by slots if that is too expensive. `method` is one of the `methods`
- * above; the returned slots are 0 unless it is "slots". */
+ * above; the returned slots are 0 unless it is "slots". `steps` is from steps_array.
+ * Raises CapacityError if no schedule fits. */
 PyObject *core_plan_make(mlspy_state *state, PyObject *const *args)
 {
     job j;
@@ -352,7 +353,8 @@ PyObject *core_plan_make(mlspy_state *state, PyObject *const *args)
     return result;
 }
 
-/* plan_least(chain, offload) -> the least bytes for which a persistent schedule fits
+/* plan_least(chain, offload) -> the least budget, in bytes, that fits a persistent
+ * schedule
  *
  * Faster than a plan, but still cubic in the number of blocks, so it can be interrupted
  * too.
@@ -432,11 +434,13 @@ static int take_limits(const mlspy_state *state, PyObject *budget, PyObject *sta
 /* search_schedules(chain, budget_bytes, offload, start, states) -> (steps, optimal,
  * states)
  *
- * Finds the best of all valid schedules within the budget, visiting at most `states`
+ * Finds the fastest of all valid schedules within the budget, visiting at most `states`
  * states (0: the core's default). `start` has the steps of a schedule to improve, or is
  * None: then any time is acceptable. `optimal`: the search was complete; the returned
- * states are those visited. The core reads the start steps without the GIL: they are the
- * read-only array of a plan.
+ * states are those visited, and `steps` is from steps_array. Raises CapacityError if no
+ * schedule fits, or the search is too long and there is no start; ValueError for a start
+ * that is invalid or exceeds the budget. The core reads the start steps without the GIL:
+ * they are the read-only array of a plan.
  */
 PyObject *core_search_schedules(mlspy_state *state, PyObject *const *args)
 {

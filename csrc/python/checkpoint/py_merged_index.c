@@ -139,9 +139,10 @@ static PyObject *merged_index_new(PyTypeObject *type, PyObject *args, PyObject *
 }
 
 /* Convert the record of a file: (bytes, starts, checksums), or None, which leaves
- * `*record` zeroed. `starts` and `checksums` are bytes objects with native integers of 8
- * and 4 bytes; the record borrows them, so the caller keeps the tuple alive. Returns -1
- * with an exception set. */
+ * `*record` zeroed. `bytes` is the size of the file, `starts` has the offset of each of
+ * its parts, and `checksums` the CRC32C of each MiB of each part (file_checksums.h):
+ * bytes objects with native integers of 8 and 4 bytes. The record borrows them, so the
+ * caller keeps the tuple alive. Returns -1 with an exception set. */
 static int take_record(PyObject *item, mls_file_checksums *record)
 {
     unsigned long long bytes;
@@ -257,7 +258,8 @@ done:
 }
 
 /* of_files(folder, (name, ...), (record or None, ...)=()) -> MergedIndex of safetensors
- * files of another program, whose names in the folder the caller has checked */
+ * files of another program, whose names in the folder the caller has checked; a record is
+ * the tuple of take_record */
 static PyObject *merged_index_of_files(PyObject *type, PyObject *args)
 {
     PyTypeObject *cls = (PyTypeObject *)type;
@@ -353,9 +355,10 @@ static PyObject *merged_index_tensors(mlspy_merged_index *self, PyObject *unused
     return list;
 }
 
-/* Return a new reference to a tuple of a shard's layers, or None for a plain shard. Each
- * layer is a tuple: file, offset, bytes, CRC32C, uncompressed bytes, visible bytes, codec
- * or None. */
+/* Return a new reference to a tuple of a shard's layers, oldest first, or None for a
+ * plain shard; NULL with an exception set. Each layer is a tuple: file, offset, bytes,
+ * CRC32C as hexadecimal digits, uncompressed bytes, visible bytes (of elements that no
+ * later layer stores), codec or None. */
 static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *shard)
 {
     if (shard->layers == NULL) {
@@ -380,9 +383,10 @@ static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *sha
     return tuple;
 }
 
-/* Describe a shard: section, key, part, shape of the part, rank, file, offset, bytes,
- * CRC32C, version, layers or None. A shard with layers has None for file, offset and
- * CRC32C. */
+/* Describe a shard as a new tuple: section, key, number of its part, shape of the part,
+ * rank that saved it, file, offset, bytes, CRC32C as hexadecimal digits, version, layers
+ * or None. A shard with layers has None for file, offset and CRC32C; one in a file
+ * without checksums has none for the CRC32C only. NULL with an exception set. */
 static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shard)
 {
     size_t dims[MLS_LAYOUT_RANK];
@@ -458,8 +462,8 @@ static PyObject *merged_index_copies(mlspy_merged_index *self, PyObject *unused)
 
 /* header(path) -> bytes or None
  *
- * Rebuilds the header of a file from the first index that lists the complete file; None
- * if no index does.
+ * Rebuilds the header of a safetensors file, with its length field, from the first index
+ * that lists the complete file; None if no index does.
  */
 static PyObject *merged_index_header(mlspy_merged_index *self, PyObject *argument)
 {
@@ -485,7 +489,8 @@ static PyObject *merged_index_header(mlspy_merged_index *self, PyObject *argumen
 }
 
 /* heads() -> [(generation, rank, world_size, shards, bytes, stored bytes), ...], one for
- * each index */
+ * each index: `shards` is their number, `bytes` are those of the elements, and stored
+ * bytes those in the files */
 static PyObject *merged_index_heads(mlspy_merged_index *self, PyObject *unused)
 {
     (void)unused;

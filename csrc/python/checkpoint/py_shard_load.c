@@ -75,8 +75,8 @@ static void load_fini(load_job *job)
 }
 
 /* Convert (layout or None, index, world): part `index` of the layout. Without a layout,
- * tensors are cut as stored, but for `world` ranks; 0 loads whole tensors. Returns -1
- * with an exception set. */
+ * tensors are cut as stored, but for `world` ranks, and `index` is the rank; 0 ranks:
+ * load whole tensors. Returns -1 with an exception set. */
 static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting *out)
 {
     PyObject *layout;
@@ -188,8 +188,9 @@ static int choose_parts(load_job *job, mls_section section, PyObject *keys,
 
 /* ---- loading: find stored ranges ---- */
 
-/* Find the stored ranges of all parts without the GIL, before memory for the result is
- * allocated. Returns -1 with an exception set. */
+/* Find the stored ranges (pieces) of all parts without the GIL, before memory for the
+ * result is allocated, and check the files in the folder. Returns -1 with an exception
+ * set. */
 static int find_pieces(load_job *job)
 {
     mls_status st;
@@ -498,11 +499,11 @@ static int load_init(load_job *job, mlspy_merged_index *self, PyObject *source,
                : 0;
 }
 
-/* load(source, section, keys, (layout, index, world), verify, mmap, progress) -> {key:
- * array}
+/* load(source, section, keys, cutting, verify, mmap, progress) -> {key: array}
  *
  * `source` is a folder, or (URL, ranges, true): then the arrays are only created.
- */
+ * `cutting` is as for load_into. `verify`: compare checksums; `mmap`: map arrays if
+ * possible; `progress` (or None) is called with numbers of bytes that were read. */
 PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *args,
                                   Py_ssize_t count)
 {
@@ -522,9 +523,9 @@ PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *arg
 
 /* ---- loading: into existing arrays ---- */
 
-/* Check that a view fits part `i`, and keep its memory, or for a target that is not
- * packed a copy of the view. Takes the view's reference. Returns -1 with an exception
- * set. */
+/* Check that a view fits part `i`, and keep in the job its memory, or for a target that
+ * is not packed a copy of the view. On success the job takes the view's owner. Returns -1
+ * with an exception set. */
 static int keep_target(const load_job *job, size_t i, mlspy_view *view)
 {
     mls_status st;
@@ -660,7 +661,7 @@ static int place_targets(load_job *job)
  *
  * `cutting` is (layout, index, world) for all tensors, or a list with a place for each.
  * `targets` maps keys to writable arrays or tensors; targets that are not packed are read
- * through temporary memory. */
+ * through temporary memory. `verify` and `progress` are as for load. */
 PyObject *mlspy_merged_index_load_into(mlspy_merged_index *self, PyObject *const *args,
                                        Py_ssize_t count)
 {

@@ -22,7 +22,7 @@
 #include <errno.h>
 #include <unistd.h>
 
-enum { MANIFEST_NODES = 64 << 20 };
+enum { MANIFEST_NODES = 64 << 20 }; /* most values of a JSON text */
 
 /* Return the result of a write as a new dict {"path": ..., "bytes": ..., ...}; NULL with
  * an exception set. */
@@ -147,9 +147,9 @@ static int take_codec(PyObject *name, mls_shard_job *job)
     return MLSPY_REFUSE(PyExc_ValueError, "no codec is called '%.80U'", name);
 }
 
-/* Set the members of a job from the arguments that both functions below have, and zero
- * the rest. Returns the items (borrowed from their capsule), or NULL with an exception
- * set. */
+/* Set the members of a job from the arguments that shards_write and shards_plan share,
+ * and zero the rest. Shards smaller than `pack_below` bytes share a file. Returns the
+ * items (borrowed from their capsule), or NULL with an exception set. */
 static mlspy_shard_items *take_job(const mlspy_state *state, PyObject *generation,
                                    PyObject *items, PyObject *pack_below,
                                    mls_shard_job *job)
@@ -274,7 +274,8 @@ PyObject *core_json_checksum_check(mlspy_state *state, PyObject *const *args)
 }
 
 /* json_check(data, depth, path): raises FormatError unless `data` is JSON as
- * docs/format.md requires, nested at most `depth` deep; `path` is only for the error */
+ * docs/format.md requires, nested at most `depth` deep, with at most MANIFEST_NODES
+ * values; `path` is only for the error */
 PyObject *core_json_check(mlspy_state *state, PyObject *const *args)
 {
     char *bytes;

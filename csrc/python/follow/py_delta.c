@@ -300,7 +300,7 @@ PyObject *core_delta_filter(mlspy_state *state, PyObject *const *args)
 }
 
 /* array_crc32c(array, start) -> CRC32C of the bytes that gave `start`, followed by the
- * elements in C order */
+ * elements in C order; `start` is 0 for no bytes before */
 PyObject *core_array_crc32c(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view view = {.owner = NULL};

@@ -588,8 +588,9 @@ done:
 
 /* sketch(array, start, seed) -> (signed sum, sum of absolute values)
  *
- * Computes the sketch of a packed array (ams_sketch.h); its first element has index
- * `start`. Equal seeds give equal signs.
+ * Computes the sketch of a packed array (ams_sketch.h). In the signed sum each element
+ * has a pseudo-random sign, which `seed` and the index of the element determine; the
+ * first element has index `start`.
  */
 PyObject *core_sketch(mlspy_state *state, PyObject *const *args)
 {

@@ -118,7 +118,8 @@ static void raise_for_array(const mlspy_state *state, const named_views *v, Py_s
     mlspy_raise(state, &named, NULL);
 }
 
-/* Returns `count` norm partials as a new list of pairs (squares, nonfinite). */
+/* Returns `count` norm partials as a new list of pairs (squares, nonfinite): the sum of
+ * an array's squares, and the number of its elements that are NaN or infinite. */
 static PyObject *list_partials(const mls_norm_partial *partials, Py_ssize_t count)
 {
     PyObject *list = PyList_New(count);
