@@ -256,8 +256,8 @@ PyObject *core_activation_bytes(mlspy_state *state, PyObject *const *args)
 /* memory_footprint() -> (used, peak, total): bytes of memory that this process uses now,
  * that it used at most, and that it may use
  *
- * Raises OSError if the system does not report them. Releases the GIL: the system files
- * to read are short, but the system may be slow to produce them.
+ * Raises StoreError if the system does not report them. Releases the GIL: the system
+ * files to read are short, but the system may be slow to produce them.
  */
 PyObject *core_memory_footprint(mlspy_state *state, PyObject *const *args)
 {

@@ -438,8 +438,8 @@ static int take_limits(const mlspy_state *state, PyObject *budget, PyObject *sta
  * states (0: the core's default). `start` has the steps of a schedule to improve, or is
  * None: then any time is acceptable. `optimal`: the search was complete; the returned
  * states are those visited, and `steps` is from steps_array. Raises CapacityError if no
- * schedule fits, or the search is too long and there is no start; ValueError for a start
- * that is invalid or exceeds the budget. The core reads the start steps without the GIL:
+ * schedule fits, or the search is too long without a start; ValueError for a start that
+ * is invalid or exceeds the budget. The core reads the start steps without the GIL:
  * they are the read-only array of a plan.
  */
 PyObject *core_search_schedules(mlspy_state *state, PyObject *const *args)

@@ -133,9 +133,10 @@ PyObject *mlspy_ring_positions(const mls_kv_ring *ring)
     return array;
 }
 
-/* Read the three `numbers` of a ring: its `sinks`, the `length` in tokens appended so
- * far, and the `shift` of the slots after the sinks (see mls_kv_ring_borrow). Returns -1
- * with an exception set. */
+/* Read the three `numbers` of a ring: its `sinks` (the first tokens, which are never
+ * evicted), the `length` in tokens appended so far, and the `shift` by which the slots
+ * after the sinks are rotated (see mls_kv_ring_borrow). Returns -1 with an exception
+ * set. */
 static int take_ring(const mlspy_state *state, PyObject *const *numbers, size_t *sinks,
                      size_t *length, size_t *shift)
 {

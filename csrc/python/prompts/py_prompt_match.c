@@ -87,7 +87,9 @@ PyObject *mlspy_prompt_damage_text(const mls_prompt_damage *damage)
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace");
 }
 
-/* Return a tuple of (kind, start, end, bytes) for the records of a match. */
+/* Return a tuple of (kind, start, end, bytes) for the records of a match: the record is
+ * of the tokens start .. end - 1 of the prompt, and its payload has that many bytes. NULL
+ * with an exception set. */
 static PyObject *records_tuple(const mls_prompt_match *match)
 {
     PyObject *tuple = PyTuple_New((Py_ssize_t)match->count);

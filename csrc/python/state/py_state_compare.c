@@ -228,8 +228,10 @@ static int has_same(const mlspy_state *state, PyObject *key, PyObject *value,
     return same ? 1 : 0;
 }
 
-/* state_compare(source, target) -> (missing, unexpected, shapes, dtypes), as
- * mlspy_pairs_report: the differences that are known without reading elements */
+/* state_compare(source, target) -> (missing, unexpected, shapes, dtypes), lists as by
+ * mlspy_pairs_report: the names that only the source has, those that only the target has,
+ * and tuples (name, of the source, of the target) of different shapes and dtypes. These
+ * differences are known without reading elements. */
 PyObject *core_state_compare(mlspy_state *state, PyObject *const *args)
 {
     mlspy_pairs p;
@@ -464,8 +466,9 @@ static int same_unknown(const mlspy_state *state, const mlspy_pairs *p)
     return same;
 }
 
-/* Returns 1 if all other pairs have equal elements, 0 if not, -1 with an exception set.
- * Compares them batch by batch, and stops at the first difference. */
+/* Returns 1 if all pairs of dtypes that the core knows have equal elements, 0 if not, -1
+ * with an exception set. Compares them batch by batch, and stops at the first
+ * difference. */
 static int same_elements(const mlspy_state *state, const mlspy_pairs *p)
 {
     view_batch *batch = mls_alloc(1, sizeof *batch);
