@@ -64,8 +64,8 @@ static inline void store_bf16(unsigned char *items, floats values)
     vst1_u8(items, vreinterpret_u8_u16(rounded_bf16(values)));
 }
 
-/* Rounds both to bfloat16 and interleaves them: `even` in the lower halves, `odd` in the
- * upper halves. */
+/* Rounds both to bfloat16 and interleaves them: `even` in the lower halves of the 32-bit
+ * lanes, `odd` in the upper halves, so that memory has the items in turn. */
 static inline floats join_bf16(floats even, floats odd)
 {
     const uint32x4_t lower = vmovl_u16(rounded_bf16(even));

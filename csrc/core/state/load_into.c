@@ -160,7 +160,8 @@ static mls_code add_pair_name(mls_status *st, const mls_load_into_pair *pair)
 }
 
 /* Check shapes and dtypes of a pair: MLS_E_SHAPE; MLS_E_DTYPE, also for any two different
- * dtypes unless `cast`. The name is quoted only on failure, because that is slow. */
+ * dtypes unless `cast`. In errors, "expected" is the source and "got" the target. The
+ * name is quoted only on failure, because that is slow. */
 static mls_code check_kind(const mls_load_into_pair *pair, bool cast, mls_status *st)
 {
     const mls_dtype to = pair->dst->dtype, from = pair->src->dtype;

@@ -275,7 +275,8 @@ typedef struct job {
 } job;
 
 /* Zeroes `*j` and fills its chain and its request from the arguments that planners share.
- * `slots` (an int, 0: the planner chooses) may be NULL for planners without slots.
+ * `offload` is a bool: whether steps may move activations to the host and back. `slots`
+ * (an int, 0: the planner chooses) may be NULL for planners without slots.
  * Returns -1 with an exception set, and nothing to release; otherwise end with
  * job_end. */
 static int job_init(job *j, mlspy_state *state, PyObject *chain, PyObject *slots,

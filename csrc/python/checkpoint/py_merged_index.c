@@ -316,8 +316,9 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
     return tuple;
 }
 
-/* Describe a tensor over all of its shards as a new tuple: section, key, parameter, state
- * or None, dtype, shape, layout, axes or None, number of shards, their uncompressed
+/* Describe a tensor over all of its shards as a new tuple: section, key (the name in a
+ * state dict), its two parts (the parameter, and the optimizer state or None), dtype,
+ * shape, layout, axes_tuple, number of shards, their uncompressed
  * bytes, highest version, tier or None, stored bytes, number of sparse shards, codec of a
  * compressed shard or None. The dtype is NumPy's name, not the name in the file, except
  * that an opaque tensor has dtype and shape of its file. NULL with an exception set. */
@@ -511,8 +512,9 @@ static PyObject *merged_index_heads(mlspy_merged_index *self, PyObject *unused)
 /* ---- verification ---- */
 
 /* Describe a problem as a new tuple: kind, file, key or None, part or None, rank, offset,
- * bytes, text. Key and part are None for a problem of a whole file. The text may quote
- * the system in any encoding. NULL with an exception set. */
+ * bytes, text. Offset and bytes are the damaged range of the file. Key and part are None
+ * for a problem of a whole file. The text may quote the system in any encoding. NULL with
+ * an exception set. */
 static PyObject *problem_tuple(const mls_index *index, const mls_problem *problem)
 {
     const bool is_file_problem = problem->shard == SIZE_MAX;

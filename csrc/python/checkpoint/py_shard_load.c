@@ -687,8 +687,9 @@ PyObject *mlspy_merged_index_load_into(mlspy_merged_index *self, PyObject *const
  * mlstate/checkpoint/_store/index_patterns.py determines which ranks store which parts.
  */
 
-/* Return the pattern of an index as a new tuple: (its text as bytes, (part of each group
- * of shards, ...)). None for an index without a pattern; NULL with an exception set. */
+/* Return the pattern of an index as a new tuple: (bytes that are equal for equal
+ * patterns, (part of each group of shards, ...)). Indexes with equal patterns differ only
+ * in these parts. None for an index without a pattern; NULL with an exception set. */
 static PyObject *pattern_tuple(const mlspy_state *state, const mls_index *index)
 {
     mls_index_pattern pattern;
@@ -739,9 +740,9 @@ static mls_index_pattern *find_patterns(const mlspy_merged_index *self,
     return patterns;
 }
 
-/* Return the places of a tensor as new bytes, with an mls_index_pattern_place for each
- * index that lists it: the key of its parts in the result of select_parts. NULL with an
- * exception set. */
+/* Return the places of a tensor as new bytes, with a pair (number of the index, group of
+ * the shard in its pattern) for each shard: the key of its parts in the result of
+ * select_parts. An index without a pattern is skipped. NULL with an exception set. */
 static PyObject *places_bytes(const mlspy_merged_index *self,
                               const mls_index_pattern *patterns,
                               const mls_merged_index_tensor *tensor)
@@ -834,10 +835,11 @@ PyObject *mlspy_merged_index_select_parts(mlspy_merged_index *self, PyObject *co
 }
 
 /* Append the reads of one tensor to a list of (path, begin, end, bytes, origin), one for
- * each place; on failure the list is released and set to NULL. Reads may be divided at
- * multiples of MLS_READ_SPAN from the origin; -1: not at all. They are computed by the
- * same function as in a load, but without destinations. Zeros that were not stored are
- * not read. */
+ * each place: `bytes` of the file's bytes begin .. end - 1 are read. On failure the list
+ * is released and set to NULL. Reads may be divided at multiples of MLS_READ_SPAN from
+ * the origin, an offset in the file; -1: not at all. They are computed by the same
+ * function as in a load, but without destinations. Zeros that were not stored are not
+ * read. */
 static void add_reads(const load_job *job, const mls_load_item *w, bool verify,
                       PyObject **list)
 {

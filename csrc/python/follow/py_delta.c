@@ -1,5 +1,6 @@
 /* py_delta: differences of two arrays as arrays of gaps and values; mlstate/follow calls
- * it. */
+ * it. Values are the changed elements, gaps the numbers of unchanged elements before each
+ * of them (delta.h). */
 #include "arguments/args.h"
 #include "array/array_alloc.h"
 #include "array/array_view.h"
@@ -191,10 +192,10 @@ static unsigned char *log_application(PyObject *log, PyObject *target, PyObject 
 /* delta_apply(target, gaps, values, elements, log | None, checksum)
  *     -> CRC32C of the target | None
  *
- * Write the values of a delta to `target`. Nothing is written and logged if an exception
- * is raised. `log` is a list; the call appends (target, gaps, overwritten elements): the
- * delta that restores the target. Python's signal handlers cannot run between the entry
- * and the change. */
+ * Write the values of a delta of `elements` elements to `target`, which has as many;
+ * `checksum` is a bool. Nothing is written and logged if an exception is raised. `log` is
+ * a list; the call appends (target, gaps, overwritten elements): the delta that restores
+ * the target. Python's signal handlers cannot run between the entry and the change. */
 PyObject *core_delta_apply(mlspy_state *state, PyObject *const *args)
 {
     delta_view view = {.delta = {.gaps = NULL}};
