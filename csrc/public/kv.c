@@ -48,8 +48,9 @@ const char *mlstate_kv_error_text(int code)
     return code >= 0 && code < count ? texts[code] : "unknown error";
 }
 
-/* Convert a code of the core to a public one. Functions of kv that need no file return
- * only these; all others become MLSTATE_KV_ERROR_VALUE. */
+/* Convert a code of the core to a public one. The core's functions that are called here
+ * return only these codes and MLS_E_VALUE, so all others become MLSTATE_KV_ERROR_VALUE.
+ */
 static int public_code(mls_code code)
 {
     switch (code) {

@@ -527,8 +527,8 @@ static bool add_others(planner *p)
 
 /* ---- the plan ---- */
 
-/* Check all pairs, then divide them into chunks and tasks. After an error the caller
- * frees the plan. */
+/* Check all pairs, then divide them into chunks and tasks. MLS_E_SHAPE, MLS_E_DTYPE,
+ * MLS_E_OVERLAP, MLS_E_MEMORY: the caller frees the plan. */
 static mls_code make_plan(planner *p)
 {
     mls_code code = MLS_OK;

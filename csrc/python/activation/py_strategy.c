@@ -384,9 +384,9 @@ static int init_settings(strategy_object *self, const char *label, PyObject *obj
  *
  * Constructs a strategy of any kind: `flags` are the kind's, `label` names its number in
  * errors (NULL: it has none), and `number` is that number or None. Layers are tuples of
- * str without duplicates; mlstate/activation/_strategies.py converts users'
- * lists, and reports all layers that are in both tuples. Here the first such layer is
- * refused. `share` is the share of the memory to use, above 0 and at most 1 (the
+ * str without duplicates; mlstate/activation/_strategies.py converts users' lists, and
+ * reports all layers that are in both tuples. Here the first such layer is refused with
+ * ValueError. `share` is the share of the memory to use, above 0 and at most 1 (the
  * default). `clock` returns seconds; None: the core's clock. It is read once: the first
  * adjustment is due ten seconds after construction.
  */

@@ -318,10 +318,10 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
 
 /* Describe a tensor over all of its shards as a new tuple: section, key (the name in a
  * state dict), its two parts (the parameter, and the optimizer state or None), dtype,
- * shape, layout, axes_tuple, number of shards, their uncompressed
- * bytes, highest version, tier or None, stored bytes, number of sparse shards, codec of a
- * compressed shard or None. The dtype is NumPy's name, not the name in the file, except
- * that an opaque tensor has dtype and shape of its file. NULL with an exception set. */
+ * shape, layout, axes_tuple, number of shards, their uncompressed bytes, highest version,
+ * storage tier or None, stored bytes, number of sparse shards, codec of a compressed
+ * shard or None. The dtype is NumPy's name, not the name in the file, except that an
+ * opaque tensor has dtype and shape of its file. NULL with an exception set. */
 static PyObject *tensor_tuple(const mlspy_merged_index *self,
                               const mls_merged_index_tensor *t)
 {
@@ -442,7 +442,8 @@ static PyObject *merged_index_files(mlspy_merged_index *self, PyObject *unused)
 }
 
 /* copies() -> [(key, file, file of the listed tensor), ...]: the tensors that files of
- * another program contain more than once */
+ * another program contain more than once: the file of each further copy, and of the one
+ * that shards() lists and that is loaded */
 static PyObject *merged_index_copies(mlspy_merged_index *self, PyObject *unused)
 {
     (void)unused;

@@ -437,8 +437,9 @@ static int load_begin(load_job *job, mlspy_merged_index *self, PyObject *path,
                : 0;
 }
 
-/* Add one (path, begin, end, file's length, buffer) to the job's ranges; the tuple keeps
- * the path alive. Returns -1 with an exception set. */
+/* Add one (path, begin, end, file's length, buffer) to the job's ranges: the buffer has
+ * the file's bytes begin .. end - 1. The tuple keeps the path alive. Returns -1 with an
+ * exception set. */
 static int take_range(load_job *job, PyObject *object)
 {
     mls_file_range *range = &job->ranges[job->range_count];

@@ -67,8 +67,9 @@ static int view_next(const mlspy_state *state, named_views *v, bool writable)
     return 0;
 }
 
-/* Views every array of a sequence; `names` has their names, for errors. Returns -1 with
- * an exception set, and `*v` zeroed: ValueError if the lengths differ. */
+/* Views every array of a sequence; `names` has their names, for errors. `writable`: an
+ * array that must not be written to is an error. Returns -1 with an exception set, and
+ * `*v` zeroed: ValueError if the lengths differ. */
 static int named_views_of(const mlspy_state *state, PyObject *names, PyObject *arrays,
                           bool writable, named_views *v)
 {

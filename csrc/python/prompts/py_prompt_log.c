@@ -766,7 +766,9 @@ static PyObject *log_records(mlspy_prompt_log *self, PyObject *unused)
     return records.list;
 }
 
-/* stats() -> {name: int}: the members of mls_prompt_stats. */
+/* stats() -> {name: int}, the members of mls_prompt_stats: numbers of records, blocks,
+ * pinned records and segments (files); live_bytes of the records, disk_bytes of the
+ * files, memory_bytes of the index. */
 static PyObject *log_stats(mlspy_prompt_log *self, PyObject *unused)
 {
     (void)unused;

@@ -53,10 +53,10 @@ static int check_all_entries(const mlspy_state *state, PyObject *dict, PyObject 
     return answer;
 }
 
-/* Returns True if both arguments are dicts and `ask` answers yes for all entries of the
- * first, else False; NULL with an exception set. `same_length`: both must have the same
- * names; then lengths are compared first, and it is enough to find all names of one in
- * the other. */
+/* Returns True if `ask` answers yes for all entries of args[0], compared with args[1],
+ * else False; NULL with an exception set: TypeError unless both are dicts. `same_length`:
+ * both must have the same names; then lengths are compared first, and it is enough to
+ * find all names of one in the other. */
 static PyObject *check_two_dicts(const mlspy_state *state, PyObject *const *args,
                                  bool same_length, entry_check ask)
 {
@@ -359,7 +359,8 @@ static int batch_fill(const mlspy_state *state, const mlspy_pairs *p,
 
 /* Appends (name, changed, size, nan, max_abs, max_rel) to `*list` for each tensor of a
  * measured batch that changed: `changed` of its `size` elements differ, `nan` of them
- * because only one side is NaN (see mls_diff_result). On failure the list is released and
+ * because only one side is NaN, and the others have these largest distances, absolute and
+ * relative (see diff.h). On failure the list is released and
  * set to NULL; a NULL list stays NULL. */
 static void append_changes(const mlspy_pairs *p, const view_batch *batch, PyObject **list)
 {
