@@ -285,7 +285,8 @@ static int compare_ids(const void *a, const void *b)
                                  &((const mls_index_shard *)b)->id);
 }
 
-/* keys(section) -> [key, ...]: the names of a section's tensors, in byte order */
+/* keys(section) -> [key, ...]: the names of a section's tensors, ordered by the bytes of
+ * the parameter's name, then of the state's */
 static PyObject *merged_index_keys(mlspy_merged_index *self, PyObject *argument)
 {
     mls_section section;

@@ -85,7 +85,8 @@ static int take_vector(const mlspy_state *state, PyObject *array, const char *la
 }
 
 /* View gaps and values of a delta of an array of `elements` elements, and check them. The
- * caller releases `out`, also on failure. Returns -1 with an exception set. */
+ * caller releases `out`, also on failure. Returns -1 with an exception set: ValueError
+ * for arrays of another kind, FormatError for a delta that is invalid. */
 static int take_delta(const mlspy_state *state, PyObject *elements, PyObject *gaps,
                       PyObject *values, delta_view *out)
 {
@@ -118,7 +119,7 @@ static int take_delta(const mlspy_state *state, PyObject *elements, PyObject *ga
 
 /* delta_encode(base, new, checksum) -> (gaps, values, CRC32C of `new` | None): the
  * elements of `new` that differ from `base`. `checksum` is a bool: whether to compute the
- * CRC32C. */
+ * CRC32C. CompatibilityError if shape or dtype differ, or an array is byte-swapped. */
 PyObject *core_delta_encode(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view views[2] = {{.owner = NULL}};

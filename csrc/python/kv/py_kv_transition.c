@@ -235,7 +235,8 @@ static int take_dtype(const mlspy_state *state, PyObject *object, mls_dtype *out
 }
 
 /* Set the target of a transition to the caller's `out`, or to a new array if that is
- * None. All errors in `out` are found here, before it is written to. Returns -1 with an
+ * None; the view of one of unsigned integers (foreign_kind) has the dtype of its bits.
+ * All errors in `out` are found here, before it is written to. Returns -1 with an
  * exception set. */
 static int take_target(const mlspy_state *state, PyObject *source, PyObject *out,
                        transition *t)
