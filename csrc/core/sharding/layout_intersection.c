@@ -56,8 +56,9 @@ static bool same_box(const mls_part *a, const mls_part *b)
     return same;
 }
 
-/* Set `*from` and `*end` to the range of elements of `box`, in C order, that may belong
- * to the part `m->to`: `*from` to *end - 1. Returns false if it is empty. */
+/* Set `*from` and `*end` to the range of elements of `box`, numbered in C order, that may
+ * belong to the part `m->to`: `*from` to *end - 1, from the first to the last element
+ * that is also in the bounding box of the part. Returns false if it is empty. */
 static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
                        size_t *from, size_t *end)
 {

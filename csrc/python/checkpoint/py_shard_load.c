@@ -634,8 +634,8 @@ PyObject *mlspy_merged_index_fits(mlspy_merged_index *self, PyObject *const *arg
     return result;
 }
 
-/* Set the destinations of all parts: their targets. See `zeroed` of load_job. Returns -1
- * with an exception set. */
+/* Set the destinations of all parts: their targets, zeroed memory if job->zeroed. Returns
+ * -1 with an exception set. */
 static int place_targets(load_job *job)
 {
     mls_status st;

@@ -23,7 +23,8 @@ enum {
     SHARED_BYTES = 512 << 10 /* below this, waking a thread costs more than it saves */
 };
 
-/* Choose a table; all vector instruction sets use one source. */
+/* Choose a table: the scalar one, or the one for all vector instruction sets of the
+ * architecture. */
 const mls_diff_kernels *mls_diff_of(mls_cpu cpu)
 {
 #if defined(__x86_64__) || defined(__aarch64__)
