@@ -1,6 +1,10 @@
 /* py_planner: chains, simulated schedules, plans, and the best schedules. The public
  * functions are in mlstate/activation, in _chain.py, _plan.py and _planner.py.
  *
+ * A persistent schedule keeps what it stores, on the device or on the host, until the
+ * backward passes that need it are done (plan_costs.h). A planner may count the budget in
+ * slots: equal units, to which sizes are rounded up.
+ *
  * The GIL is released while the core plans. Now and then the calling thread reacquires
  * it to check for signals, so that Ctrl-C ends a long search.
  */
@@ -373,7 +377,8 @@ PyObject *core_plan_least(mlspy_state *state, PyObject *const *args)
 }
 
 /* Returns a new tuple (budgets in bytes, seconds, method, slots) with the points of a
- * Pareto curve as two arrays of equal length; the caller keeps the curve. */
+ * Pareto curve as two arrays of equal length, and the other two as plan_make; NULL with
+ * an exception set. The caller keeps the curve. */
 static PyObject *curve_of(const mls_plan_curve *curve)
 {
     const npy_intp count = (npy_intp)curve->count;

@@ -42,7 +42,8 @@ static void merged_index_dealloc(mlspy_merged_index *self)
     mlspy_free(self);
 }
 
-/* Raise the error `st` about an invalid index, with the name of its file `path`. */
+/* Raise the error `st` about an invalid index. The text gets "index/" and the last name
+ * of `path`, its file, in front; `path` becomes the exception's path. */
 static void fail_index(const mlspy_state *state, const mls_status *st, PyObject *path)
 {
     mls_status named = *st;

@@ -241,7 +241,9 @@ static int take_rotation(const mlspy_state *state, PyObject *const *args,
  * Moves keys with rotary position embedding by `shifts` positions, a contiguous ndarray
  * of int64 with one for each position or one for all. Writes to `out`, a writable array
  * or `keys` itself. `rotary_dim`: elements of the last axis that are rotated; None: all.
- * `base`, `scaling` and `interleaved` are as in mls_rotation. */
+ * Pair i is turned by the angle shift * base**(-2 * i / rotary_dim) / scaling, in
+ * radians. It is elements 2i and 2i + 1 if `interleaved` is True, else i and i +
+ * rotary_dim / 2. */
 PyObject *core_rotate_keys(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view views[3] = {{.owner = NULL}}; /* keys, shifts, out */

@@ -518,7 +518,7 @@ static int take_operation(PyObject *object, mls_prompt_operation *out)
 }
 
 /* Convert a tuple of numbers of a match's records to an array, which the caller frees;
- * NULL with an exception set. */
+ * NULL with an exception set: IndexError for a record that the match lacks. */
 static size_t *take_hits(const mls_prompt_match *match, PyObject *numbers)
 {
     const Py_ssize_t count = PyTuple_GET_SIZE(numbers);
@@ -640,9 +640,9 @@ static PyObject *damage_list(const mls_prompt_damage *damage, size_t count)
     return list;
 }
 
-/* Verify all records, and return the damage_list, or NULL with an exception set.
- * With `repair` the caller has locked the log, which is unlocked here, and damaged
- * records are removed. */
+/* Verify all records, and return the damage_list, or NULL with an exception set. With
+ * `repair` the caller has locked the log, which is unlocked here, and damaged records are
+ * removed. */
 static PyObject *verify_log(const mlspy_state *state, mlspy_prompt_log *self, bool repair)
 {
     mls_prompt_damage *damage = NULL;

@@ -31,8 +31,8 @@
 typedef int (*entry_check)(const mlspy_state *state, PyObject *key, PyObject *value,
                            mlspy_finder *other);
 
-/* Returns 1 if `ask` answers yes for all entries of `dict`, compared with `other`; 0
- * after the first no; -1 with an exception set. */
+/* Returns 1 if `ask` answers yes for all entries of `dict`, compared with the dict
+ * `other`; 0 after the first no; -1 with an exception set. */
 static int check_all_entries(const mlspy_state *state, PyObject *dict, PyObject *other,
                              entry_check ask)
 {
