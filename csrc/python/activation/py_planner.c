@@ -1,9 +1,9 @@
 /* py_planner: chains, simulated schedules, plans, and the best schedules. The public
  * functions are in mlstate/activation, in _chain.py, _plan.py and _planner.py.
  *
- * A persistent schedule keeps what it stores, on the device or on the host, until the
- * backward passes that need it are done (plan_costs.h). A planner may count the budget in
- * slots: equal units, to which sizes are rounded up.
+ * A persistent schedule keeps each stored activation, on the device or on the host, until
+ * the backward passes that need it are done (plan_costs.h). A planner may count the
+ * budget in slots, equal units: it rounds each size up to whole slots.
  *
  * The GIL is released while the core plans. Now and then the calling thread reacquires
  * it to check for signals, so that Ctrl-C ends a long search.
