@@ -517,9 +517,9 @@ typedef struct quantized_move {
     mls_quantized whole, quantized; /* `quantized` has the tokens only */
 } quantized_move;
 
-/* Check the numbers of a move along an axis that is not the last, and write the shape of
- * its target to `target_shape`. Sets the axis and the position of `out`. Returns a public
- * code. */
+/* Check the numbers of a move of a cache of `shape` along an axis that is not the last,
+ * and write the shape of its target to `target_shape`, which has MLS_KV_MAX_RANK entries.
+ * Sets the axis and the position of `out`. Returns a public code. */
 static int check_move(const int64_t *shape, int rank, int seq_axis, int64_t target_length,
                       int64_t position, int64_t *target_shape, quantized_move *out)
 {

@@ -251,7 +251,8 @@ static PyObject *simulate(const mlspy_state *state, const mls_chain *chain,
 /* chain_simulate(chain, steps, detailed) -> (seconds, peak bytes[, before, peaks, after,
  * times])
  *
- * Simulates a schedule; the arrays, one entry for each step, only if `detailed`.
+ * Simulates a schedule, an array as steps_array makes; the arrays of arrays_of, one entry
+ * for each step, only if `detailed`. Raises ValueError for an invalid schedule.
  */
 PyObject *core_chain_simulate(mlspy_state *state, PyObject *const *args)
 {

@@ -113,9 +113,9 @@ int mlspy_take_shape(const mlspy_state *state, PyObject *object, size_t *shape)
 /* layout_part(layout, shape, index) -> ((start, ...), (length, ...), begin, end, flat)
  *
  * Returns part `index` of a tensor of `shape`: the box of the part, one `start` and
- * `length` for each axis, and the range `begin` to `end` of elements in the box; `flat`:
- * the range may be only some of them. Slices and a reshape of an array select the same
- * part.
+ * `length` for each axis, and the range `begin` to `end` - 1 of the box's elements in C
+ * order; `flat`: the range may be only some of them. Slices and a reshape of an array
+ * select the same part. Raises ValueError for an `index` out of range.
  */
 PyObject *core_layout_part(mlspy_state *state, PyObject *const *args)
 {

@@ -326,7 +326,7 @@ PyObject *core_kv_move(mlspy_state *state, PyObject *const *args)
 
 /* Read `*rank` dimensions from a sequence of non-negative ints; `label` names it in
  * messages. `shape` has MLS_MAX_RANK entries; more dimensions are refused. Returns -1
- * with an exception set. */
+ * with an exception set: CompatibilityError for them or a negative number. */
 static int take_shape(const mlspy_state *state, PyObject *object, const char *label,
                       int *rank, size_t *shape)
 {

@@ -667,7 +667,8 @@ static PyObject *verify_log(const mlspy_state *state, mlspy_prompt_log *self, bo
     return result;
 }
 
-/* verify() -> [(segment, offset, text), ...]: the damaged records. */
+/* verify() -> [(segment, offset, text), ...]: reads all records, and returns the damaged
+ * ones: the segment's name, the offset in it, and the reason. */
 static PyObject *log_verify(mlspy_prompt_log *self, PyObject *unused)
 {
     (void)unused;

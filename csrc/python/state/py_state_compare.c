@@ -71,8 +71,8 @@ static PyObject *check_two_dicts(const mlspy_state *state, PyObject *const *args
     return answer < 0 ? NULL : PyBool_FromLong(answer);
 }
 
-/* Looks up a name in the second dict. Returns 1 with a new reference in `*value`, 0, or
- * -1 with an exception set: TypeError for a key that is not a str. */
+/* Looks up a name in the second dict. Returns 1 with a new reference in `*value`, 0 if it
+ * is missing, or -1 with an exception set: TypeError for a key that is not a str. */
 static int find_name(mlspy_finder *other, PyObject *key, PyObject **value)
 {
     if (!PyUnicode_Check(key)) {
