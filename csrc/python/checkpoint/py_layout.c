@@ -210,7 +210,8 @@ PyObject *core_layout_names(mlspy_state *state, PyObject *const *args)
 }
 
 /* layout_parse(text) -> (layout, whether the text has the number of parts), or None for a
- * text that names no layout; see mls_layout_parse */
+ * text that names no layout: the name of a layout, such as "rows", or "axis:K", followed
+ * by "=N" for N parts; without it the layout has 0 parts */
 PyObject *core_layout_parse(mlspy_state *state, PyObject *const *args)
 {
     (void)state;

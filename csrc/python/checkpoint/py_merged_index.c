@@ -191,7 +191,8 @@ static mls_file_checksums *take_records(PyObject *items, size_t count)
 
 /* Make the only index of `self` from the headers of the files `names` in `folder`,
  * without the GIL. `checksums` is NULL, or a tuple that is empty or has the record of
- * each file. Returns -1 with an exception set. */
+ * each file (take_record): then sizes and headers are compared with it, and the tensors
+ * get its checksums. Returns -1 with an exception set. */
 static int read_headers(const mlspy_state *state, mlspy_merged_index *self,
                         PyObject *folder, PyObject *names, PyObject *checksums)
 {

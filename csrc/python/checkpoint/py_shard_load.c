@@ -655,10 +655,10 @@ static int place_targets(load_job *job)
 /* load_into(source, section, keys, cutting, targets, verify, progress) -> bytes
  *
  * `source` is a folder, or (URL, ranges, zeroed) with a tuple of (path, begin, end,
- * length of the file, buffer): then only the bytes of these ranges are read, or, if there
- * are none, zeros that were not stored. A target that is not packed needs all its bytes
- * at once. `zeroed` is true if `load` has created the targets: long zeros are not
- * written.
+ * length of the file, buffer): then only the bytes of these ranges are read, or, if
+ * `ranges` is empty, only zeros that were not stored are written. A target that is not
+ * packed needs all its bytes at once. `zeroed` is true if `load` has created the targets:
+ * long zeros are not written.
  *
  * `cutting` is (layout, index, world) for all tensors, or a list with a place for each.
  * `targets` maps keys to writable arrays or tensors; targets that are not packed are read

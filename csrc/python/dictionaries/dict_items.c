@@ -59,7 +59,8 @@ bool mlspy_entry_needs_no_check(PyObject *key, PyObject *value)
            !PyDataType_REFCHK(PyArray_DESCR((PyArrayObject *)value));
 }
 
-/* A subclass of str is converted to an exact str by PyUnicode_FromObject. */
+/* An ndarray must have numbers, any other value be array-like. A subclass of str is
+ * converted to an exact str by PyUnicode_FromObject. */
 PyObject *mlspy_check_entry(PyObject *key, PyObject *value)
 {
     mls_str name;
