@@ -48,8 +48,9 @@ const char *mlstate_kv_error_text(int code)
     return code >= 0 && code < count ? texts[code] : "unknown error";
 }
 
-/* Convert a code of the core to a public one. Functions of kv that need no file return
- * only these; all others become MLSTATE_KV_ERROR_VALUE. */
+/* Convert a code of the core to a public one. The core's functions that are called here
+ * return only these codes and MLS_E_VALUE, so all others become MLSTATE_KV_ERROR_VALUE.
+ */
 static int public_code(mls_code code)
 {
     switch (code) {
@@ -190,7 +191,8 @@ static bool any_overlap(const mls_tensor *const *views, int count)
 
 /* ---- transitions ---- */
 
-/* A transition's arrays. */
+/* Arrays of a move, as the caller passes them: strides in elements, `shape` of the
+ * source. */
 typedef struct move_arrays {
     const void *source;
     void *target;
@@ -199,8 +201,8 @@ typedef struct move_arrays {
     int rank, seq_axis;
 } move_arrays;
 
-/* Check the numbers of `request` against the source, and complete it: names, and the axis
- * 0 .. rank - 1 for `seq_axis`. Returns a public code. */
+/* Check target_length and position of `request` against the source, and complete it: the
+ * names, and the axis 0 .. rank - 1 that `seq_axis` means. Returns a public code. */
 static int check_request(const mls_tensor *source, int seq_axis, mls_kv_request *request)
 {
     mls_status st;
@@ -282,7 +284,8 @@ int mlstate_kv_compact(const void *source, int source_dtype,
 /* ---- masks ---- */
 
 /* Fill rows first_row .. end_row - 1 of an attention mask, as a view of two axes.
- * `row_stride` is in elements; a negative one counts as a number outside its range. */
+ * `row_stride` is in elements; a negative one is MLSTATE_KV_ERROR_CAPACITY, like other
+ * negative numbers. */
 int mlstate_kv_mask(void *mask, int dtype, int64_t row_stride, int64_t seq_length,
                     int64_t attention_size, int64_t sinks, int64_t first_row,
                     int64_t end_row, double fill)
@@ -408,7 +411,8 @@ int mlstate_kv_quantized_lengths(int64_t length, int bits, int64_t group, int64_
     return code;
 }
 
-/* The arguments of a quantization except for the values. */
+/* The arguments of a quantization except for the values; `dtype` is the public dtype of
+ * scales and biases. */
 typedef struct quantization {
     const uint32_t *codes;
     const void *scales, *biases;
@@ -504,17 +508,18 @@ int mlstate_kv_dequantize(void *values, int dtype, const int64_t *strides,
 
 /* ---- quantization on the way to another length ---- */
 
-/* The length of a move, and the views of its tokens and of all positions. */
+/* A move of the first `position` tokens along `axis`, and the views of these tokens and
+ * of all positions, on both sides. */
 typedef struct quantized_move {
     int axis;
     size_t position;
-    mls_tensor values, tokens;
+    mls_tensor values, tokens;      /* all positions; the tokens only */
     mls_quantized whole, quantized; /* `quantized` has the tokens only */
 } quantized_move;
 
-/* Check the numbers of a move along an axis that is not the last, and write the shape of
- * its target to `target_shape`. Sets the axis and the position of `out`. Returns a public
- * code. */
+/* Check the numbers of a move of a cache of `shape` along an axis that is not the last,
+ * and write the shape of its target to `target_shape`, which has MLS_KV_MAX_RANK entries.
+ * Sets the axis and the position of `out`. Returns a public code. */
 static int check_move(const int64_t *shape, int rank, int seq_axis, int64_t target_length,
                       int64_t position, int64_t *target_shape, quantized_move *out)
 {

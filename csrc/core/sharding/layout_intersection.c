@@ -7,8 +7,9 @@
  */
 #include "sharding/layout_intersection.h"
 
-/* Return the bounding box of a part. The part's first and last element have equal outer
- * coordinates up to some axis; all axes inside that one are whole in the box. */
+/* Return the bounding box of a part: for a part that is not flat or has no elements, its
+ * own box. The first and the last element of a flat part have equal outer coordinates up
+ * to some axis; all axes inside that one are whole in the box. */
 static mls_part bounding_box(const mls_part *part)
 {
     mls_part box = *part;
@@ -55,8 +56,9 @@ static bool same_box(const mls_part *a, const mls_part *b)
     return same;
 }
 
-/* Set `*from` and `*end` to the range of elements of `box`, in C order, that may belong
- * to the part `m->to`: `*from` to *end - 1. Returns false if it is empty. */
+/* Set `*from` and `*end` to the range of elements of `box`, numbered in C order, that may
+ * belong to the part `m->to`: `*from` to *end - 1, from the first to the last element
+ * that is also in the bounding box of the part. Returns false if it is empty. */
 static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
                        size_t *from, size_t *end)
 {
@@ -80,8 +82,8 @@ static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
 }
 
 /* Set m->from and m->end at the current depth to the parts of this step that may
- * intersect `to`; an empty range for none. Parts have equal lengths except at the end, so
- * a division finds them. */
+ * intersect m->to; an empty range for none. Parts have the length `each`, except at the
+ * end, so a division finds them. */
 static void enter_step(mls_layout_intersection *m)
 {
     const mls_part *box = &m->box[m->depth];
@@ -100,7 +102,8 @@ static void enter_step(mls_layout_intersection *m)
     m->end[m->depth] = any ? (end - 1) / each + 1 : 0;
 }
 
-/* Start the iteration over the parts that intersect `to`. An empty part intersects
+/* Start the iteration over the parts that intersect `to`. The first box is the whole
+ * tensor: the only part of the layout without steps, `none`. An empty part intersects
  * nothing, so the iteration is then at its end. */
 void mls_layout_intersection_init(mls_layout_intersection *meeting,
                                   const mls_layout *layout, int rank, const size_t *shape,

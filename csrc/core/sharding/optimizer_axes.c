@@ -33,9 +33,10 @@ static bool lacks_axis(const size_t *shape, int parameter_rank,
     return true;
 }
 
-/* Return the parameter's axis that the state lacks, or MLS_NO_AXIS. Row statistics are
- * summed over the last axis: "row" states lack the last axis, "col" states the one before
- * it. If both fit, the name decides, else the last axis that fits. */
+/* Return the parameter's axis that the state named `state` lacks, or MLS_NO_AXIS. `shape`
+ * is the state's, with one axis less than the parameter's. Row statistics are summed over
+ * the last axis: "row" states lack the last axis, "col" states the one before it. If
+ * several axes fit, the name decides, else the last axis that fits. */
 static int find_missing_axis(mls_str state, const size_t *shape, int parameter_rank,
                              const size_t *parameter_shape)
 {
@@ -55,9 +56,10 @@ static int find_missing_axis(mls_str state, const size_t *shape, int parameter_r
     return MLS_NO_AXIS;
 }
 
-/* Find the parameter's axis for each axis of a state; false: all are the same. Three
- * cases in this order: the same shape; the same number of axes, some with length 1; one
- * axis fewer. In all other cases no axis corresponds to one of the parameter's. */
+/* Find the parameter's axis for each axis of a state. Returns false, with `axes`
+ * unchanged, if the shapes are the same or the state has no axes. Otherwise two cases:
+ * the same number of axes, some with length 1; one axis fewer. In all other cases no axis
+ * corresponds to one of the parameter's. */
 bool mls_optimizer_axes(mls_str state, int rank, const size_t *shape, int parameter_rank,
                         const size_t *parameter_shape, signed char *axes)
 {

@@ -28,7 +28,8 @@ bool mls_optimizer_axes(mls_str state, int rank, const size_t *shape, int parame
  * parameter. `rank` is the number of the tensor's axes, and axes[i] the parameter's axis
  * for axis i (from mls_optimizer_axes); NULL if the tensor has the parameter's own axes.
  * Steps along axes that the tensor lacks are dropped, because every part of the parameter
- * needs all of the tensor there. A flat step is kept only if `axes` is NULL. */
+ * needs all of the tensor there. A flat step is kept only if `axes` is NULL and `rank` is
+ * above 0. */
 void mls_layout_project(const mls_layout *layout, size_t index, int rank,
                         const signed char *axes, mls_layout *out, size_t *out_index);
 

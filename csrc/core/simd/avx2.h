@@ -38,7 +38,7 @@ MLS_TARGET static inline void store_half(unsigned char *items, __m128i half)
 #include "simd/x86.h"
 
 /* Rounds to bfloat16, ties to even, by an addition on the bits; the results are in the
- * upper halves, and the lower ones are undefined. Wrong for NaN. */
+ * upper halves of the 32-bit lanes, and the lower ones are undefined. Wrong for NaN. */
 MLS_TARGET static inline __m256i rounded_numbers(floats values)
 {
     const __m256i bits = _mm256_castps_si256(values);
@@ -66,8 +66,9 @@ MLS_TARGET static inline void store_bf16(unsigned char *items, floats values)
     store_half(items, _mm_packus_epi32(low, high));
 }
 
-/* Rounds both to bfloat16 and interleaves them: `even` in the lower halves, `odd` in the
- * upper halves. NaNs are rare: one branch is cheaper than two blends. */
+/* Rounds both to bfloat16 and interleaves them: `even` in the lower halves of the 32-bit
+ * lanes, `odd` in the upper halves, so that memory has the items in turn. NaNs are rare:
+ * one branch is cheaper than two blends. */
 MLS_TARGET static inline floats join_bf16(floats even, floats odd)
 {
     enum { UPPER_HALVES = 0xAA };

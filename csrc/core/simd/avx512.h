@@ -36,8 +36,8 @@ MLS_TARGET static inline void store_half(unsigned char *items, __m256i half)
 #include "simd/x86.h"
 
 /* Rounds to bfloat16, ties to even, by an addition on the bits; the results are in the
- * upper halves, and the lower ones are undefined. A NaN keeps its upper half with the
- * quiet bit set. */
+ * upper halves of the 32-bit lanes, and the lower ones are undefined. A NaN keeps its
+ * upper half with the quiet bit set. */
 MLS_TARGET static inline __m512i rounded_bf16(floats values)
 {
     const __m512i bits = _mm512_castps_si512(values);
@@ -54,8 +54,8 @@ MLS_TARGET static inline void store_bf16(unsigned char *items, floats values)
     store_half(items, _mm512_cvtepi32_epi16(upper));
 }
 
-/* Rounds both to bfloat16 and interleaves them: `even` in the lower halves, `odd` in the
- * upper halves. */
+/* Rounds both to bfloat16 and interleaves them: `even` in the lower halves of the 32-bit
+ * lanes, `odd` in the upper halves, so that memory has the items in turn. */
 MLS_TARGET static inline floats join_bf16(floats even, floats odd)
 {
     const __m512i lower = _mm512_srli_epi32(rounded_bf16(even), 16);

@@ -64,8 +64,8 @@ static inline void store_bf16(unsigned char *items, floats values)
     vst1_u8(items, vreinterpret_u8_u16(rounded_bf16(values)));
 }
 
-/* Rounds both to bfloat16 and interleaves them: `even` in the lower halves, `odd` in the
- * upper halves. */
+/* Rounds both to bfloat16 and interleaves them: `even` in the lower halves of the 32-bit
+ * lanes, `odd` in the upper halves, so that memory has the items in turn. */
 static inline floats join_bf16(floats even, floats odd)
 {
     const uint32x4_t lower = vmovl_u16(rounded_bf16(even));
@@ -94,7 +94,7 @@ static inline uint32x2_t load_64(const unsigned char *items)
     return vreinterpret_u32_u8(vld1_u8(items));
 }
 
-/* Loads 4 bytes from any address, twice. */
+/* Loads 4 bytes from any address into both halves of a register of 8 bytes. */
 static inline uint16x4_t load_32(const unsigned char *items)
 {
     uint32_t bits;
@@ -127,7 +127,8 @@ static inline doubles doubles_i32(const unsigned char *items)
     return vcvtq_f64_s64(vmovl_s32(vreinterpret_s32_u32(load_64(items))));
 }
 
-/* Two registers rounded to one of float16 or bfloat16. */
+/* Returns a register with `first` and then `second`, rounded to float16 (pack_bf16: to
+ * bfloat16). */
 static inline floats pack_f16(floats first, floats second)
 {
     return vreinterpretq_f32_f16(vcombine_f16(vcvt_f16_f32(first), vcvt_f16_f32(second)));

@@ -11,7 +11,8 @@
 #ifndef MLS_SIMD_X86_H
 #define MLS_SIMD_X86_H
 
-/* The smaller of two floats, the larger of two doubles; `y` if one of them is NaN. */
+/* The smaller of two floats, the larger of two doubles, in each lane; `y` if one of them
+ * is NaN. */
 MLS_TARGET static inline floats least_f32(floats x, floats y)
 {
     return MLS_MM(min_ps)(x, y);

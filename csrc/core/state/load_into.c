@@ -113,11 +113,11 @@ typedef struct item {
 typedef struct planner {
     const mls_load_into_pair *pairs;
     size_t count;
-    bool cast;
-    item *items;
+    bool cast;                        /* dtypes may be converted */
+    item *items;                      /* one for each pair */
     mls_address_range *spans, *spare; /* two per pair; at first, the reads are in `spans`
                                          and the writes in `spare` */
-    size_t reads, writes;
+    size_t reads, writes;             /* numbers of ranges */
     size_t clusters;
     size_t *heads; /* first pair of each cluster, or `count` */
     mls_load_into *load;
@@ -160,7 +160,8 @@ static mls_code add_pair_name(mls_status *st, const mls_load_into_pair *pair)
 }
 
 /* Check shapes and dtypes of a pair: MLS_E_SHAPE; MLS_E_DTYPE, also for any two different
- * dtypes unless `cast`. The name is quoted only on failure, because that is slow. */
+ * dtypes unless `cast`. In errors, "expected" is the source and "got" the target. The
+ * name is quoted only on failure, because that is slow. */
 static mls_code check_kind(const mls_load_into_pair *pair, bool cast, mls_status *st)
 {
     const mls_dtype to = pair->dst->dtype, from = pair->src->dtype;
@@ -236,7 +237,8 @@ static void prefetch_pair(const planner *p, size_t index)
 
 /* Check pair `index` alone, fill its item, and list the address ranges that it reads
  * and writes. A pair of two identical views is only read: its item stays zeroed, with 0
- * bytes to copy. MLS_E_SHAPE, MLS_E_DTYPE, MLS_E_OVERLAP. */
+ * bytes to copy. MLS_E_SHAPE, MLS_E_DTYPE. MLS_E_OVERLAP: elements of the target share
+ * memory; that is certain too if its bytes exceed size_t, since memory has fewer. */
 static mls_code check_pair(planner *p, size_t index)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
@@ -290,7 +292,8 @@ static mls_code fail_overlap(planner *p, size_t written, size_t read)
 }
 
 /* Put the target of pair number `pair` into the cluster of pair number `other`, which
- * gets a new one if it has none. */
+ * gets a new one if it has none: an earlier range of the sweep, whose memory it shares.
+ */
 static void join_cluster(planner *p, size_t pair, size_t other)
 {
     if (p->items[other].cluster == 0) {
@@ -524,8 +527,8 @@ static bool add_others(planner *p)
 
 /* ---- the plan ---- */
 
-/* Check all pairs, then divide them into chunks and tasks. After an error the caller
- * frees the plan. */
+/* Check all pairs, then divide them into chunks and tasks. MLS_E_SHAPE, MLS_E_DTYPE,
+ * MLS_E_OVERLAP, MLS_E_MEMORY: the caller frees the plan. */
 static mls_code make_plan(planner *p)
 {
     mls_code code = MLS_OK;

@@ -28,7 +28,8 @@ static int refuse_activation(PyObject *activation)
 
 /* Multiplies `*bytes`, the bytes of an element, by each size of a tuple. Returns 0, 1 on
  * overflow without an exception, or -1 with an exception set: ValueError if a size is
- * negative or not an int. `*bytes` is then undefined. */
+ * negative or not an int, or the exception of its __index__. `*bytes` is undefined after
+ * a result other than 0. */
 static int multiply_sizes(PyObject *sizes, size_t *bytes)
 {
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(sizes); i++) {
@@ -206,8 +207,8 @@ static bool tensor_bytes(mlspy_state *state, PyObject *activation, size_t *out)
 }
 
 /* Sets `*out` to the bytes of an activation from its attributes `shape` and `dtype`.
- * Returns 0, 1 without an exception if there are too many bytes, or -1 with an exception
- * set. */
+ * Returns 0, 1 without an exception if they exceed PTRDIFF_MAX, or -1 with an exception
+ * set; then `*out` is unchanged. */
 static int described_bytes(const mlspy_state *state, PyObject *activation, size_t *out)
 {
     PyObject *shape = PyObject_GetAttr(activation, state->names[MLSPY_NAME_SHAPE]);
@@ -255,8 +256,8 @@ PyObject *core_activation_bytes(mlspy_state *state, PyObject *const *args)
 /* memory_footprint() -> (used, peak, total): bytes of memory that this process uses now,
  * that it used at most, and that it may use
  *
- * Releases the GIL: the system files to read are short, but the system may be slow to
- * produce them.
+ * Raises StoreError if the system does not report them. Releases the GIL: the system
+ * files to read are short, but the system may be slow to produce them.
  */
 PyObject *core_memory_footprint(mlspy_state *state, PyObject *const *args)
 {

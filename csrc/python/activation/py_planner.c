@@ -1,6 +1,10 @@
 /* py_planner: chains, simulated schedules, plans, and the best schedules. The public
  * functions are in mlstate/activation, in _chain.py, _plan.py and _planner.py.
  *
+ * A persistent schedule keeps each stored activation, on the device or on the host, until
+ * the backward passes that need it are done (plan_costs.h). A planner may count the
+ * budget in slots, equal units: it rounds each size up to whole slots.
+ *
  * The GIL is released while the core plans. Now and then the calling thread reacquires
  * it to check for signals, so that Ctrl-C ends a long search.
  */
@@ -247,7 +251,8 @@ static PyObject *simulate(const mlspy_state *state, const mls_chain *chain,
 /* chain_simulate(chain, steps, detailed) -> (seconds, peak bytes[, before, peaks, after,
  * times])
  *
- * Simulates a schedule; the arrays, one entry for each step, only if `detailed`.
+ * Simulates a schedule, an array as steps_array makes; the arrays of arrays_of, one entry
+ * for each step, only if `detailed`. Raises ValueError for an invalid schedule.
  */
 PyObject *core_chain_simulate(mlspy_state *state, PyObject *const *args)
 {
@@ -275,7 +280,8 @@ typedef struct job {
 } job;
 
 /* Zeroes `*j` and fills its chain and its request from the arguments that planners share.
- * `slots` (an int, 0: the planner chooses) may be NULL for planners without slots.
+ * `offload` is a bool: whether steps may move activations to the host and back. `slots`
+ * (an int, 0: the planner chooses) may be NULL for planners without slots.
  * Returns -1 with an exception set, and nothing to release; otherwise end with
  * job_end. */
 static int job_init(job *j, mlspy_state *state, PyObject *chain, PyObject *slots,
@@ -331,7 +337,8 @@ static const char *const methods[] = {[MLS_PLAN_BY_BYTES] = "bytes",
  * Finds the fastest persistent schedule within the budget; see mls_plan_make. `chain` is
  * the tuple of take_chain. The argument `slots` is the number of slots to plan by, or 0:
  * to the byte, or by slots if that is too expensive. `method` is one of the `methods`
- * above; the returned slots are 0 unless it is "slots". */
+ * above; the returned slots are 0 unless it is "slots". `steps` is from steps_array.
+ * Raises CapacityError if no schedule fits. */
 PyObject *core_plan_make(mlspy_state *state, PyObject *const *args)
 {
     job j;
@@ -352,7 +359,8 @@ PyObject *core_plan_make(mlspy_state *state, PyObject *const *args)
     return result;
 }
 
-/* plan_least(chain, offload) -> the least bytes for which a persistent schedule fits
+/* plan_least(chain, offload) -> the least budget, in bytes, that fits a persistent
+ * schedule
  *
  * Faster than a plan, but still cubic in the number of blocks, so it can be interrupted
  * too.
@@ -370,7 +378,8 @@ PyObject *core_plan_least(mlspy_state *state, PyObject *const *args)
 }
 
 /* Returns a new tuple (budgets in bytes, seconds, method, slots) with the points of a
- * Pareto curve as two arrays of equal length; the caller keeps the curve. */
+ * Pareto curve as two arrays of equal length, and the other two as plan_make; NULL with
+ * an exception set. The caller keeps the curve. */
 static PyObject *curve_of(const mls_plan_curve *curve)
 {
     const npy_intp count = (npy_intp)curve->count;
@@ -432,11 +441,13 @@ static int take_limits(const mlspy_state *state, PyObject *budget, PyObject *sta
 /* search_schedules(chain, budget_bytes, offload, start, states) -> (steps, optimal,
  * states)
  *
- * Finds the best of all valid schedules within the budget, visiting at most `states`
+ * Finds the fastest of all valid schedules within the budget, visiting at most `states`
  * states (0: the core's default). `start` has the steps of a schedule to improve, or is
  * None: then any time is acceptable. `optimal`: the search was complete; the returned
- * states are those visited. The core reads the start steps without the GIL: they are the
- * read-only array of a plan.
+ * states are those visited, and `steps` is from steps_array. Raises CapacityError if no
+ * schedule fits, or the search is too long without a start; ValueError for a start that
+ * is invalid or exceeds the budget. The core reads the start steps without the GIL:
+ * they are the read-only array of a plan.
  */
 PyObject *core_search_schedules(mlspy_state *state, PyObject *const *args)
 {

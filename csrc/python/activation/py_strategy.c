@@ -249,8 +249,9 @@ static int take_figure(strategy_object *self, PyObject *value, const char *name,
     return 0;
 }
 
-/* Reads the memory in use by self._measure(), and lets the core adjust the interval at
- * time `now` (in ticks). Returns -1 with an exception set, and nothing adjusted. */
+/* Calls self._measure(), which returns the bytes of memory in use and in total, and lets
+ * the core adjust the interval at time `now` (in ticks). Returns -1 with an exception
+ * set, and nothing adjusted. */
 static int adjust_interval(strategy_object *self, int64_t now)
 {
     PyObject *in_use, *there_are;
@@ -381,11 +382,13 @@ static int init_settings(strategy_object *self, const char *label, PyObject *obj
 
 /* Strategy(number, checkpoint_layers, exclude_layers, share, clock), all optional
  *
- * Constructs a strategy of any kind; `label` and `flags` belong to its kind. Layers
- * are tuples of str without duplicates; mlstate/activation/_strategies.py converts users'
- * lists, and reports all layers that are in both tuples. Here the first such layer is
- * refused. `share` is the share of the memory to use, above 0 and at most 1. The clock is
- * read once: the first adjustment is due ten seconds after construction.
+ * Constructs a strategy of any kind: `flags` are the kind's, `label` names its number in
+ * errors (NULL: it has none), and `number` is that number or None. Layers are tuples of
+ * str without duplicates; mlstate/activation/_strategies.py converts users' lists, and
+ * reports all layers that are in both tuples. Here the first such layer is refused with
+ * ValueError. `share` is the share of the memory to use, above 0 and at most 1 (the
+ * default). `clock` returns seconds; None: the core's clock. It is read once: the first
+ * adjustment is due ten seconds after construction.
  */
 static PyObject *new_strategy(PyTypeObject *type, PyObject *args, const char *label,
                               unsigned flags)

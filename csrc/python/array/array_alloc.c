@@ -4,8 +4,8 @@
 #include "array/array_view.h"
 
 /* Return a new reference to the descriptor of `dtype`, or NULL with an exception set. The
- * room caches it, because finding ml_dtypes takes longer than making an array, in
- * particular if it is not installed. */
+ * room, which the arrays of one call share, caches it, because finding ml_dtypes takes
+ * longer than making an array, in particular if it is not installed. */
 static PyArray_Descr *find_descr(mlspy_room *room, mls_dtype dtype)
 {
     if (room->descrs[dtype] == NULL) {
@@ -75,8 +75,9 @@ PyObject *mlspy_array_over(mlspy_room *room, mls_dtype dtype, int rank,
     return array;
 }
 
-/* Allocate the block for the arrays from `index` on, if they need one; the room drops the
- * block before it. Returns -1 with an exception set. */
+/* Allocate the block for the arrays from `index` on, which are not planned yet. Without a
+ * block (room->block is NULL) each of them gets its own memory. The room drops the block
+ * before it. Returns -1 with an exception set. */
 static int next_block(mlspy_room *room, size_t index)
 {
     Py_CLEAR(room->block);

@@ -268,8 +268,8 @@ static void fill_view(PyArrayObject *array, mls_dtype dtype, mlspy_view *out)
 }
 
 /* Set `*out` to a view of an ndarray, which becomes the owner; `label` names it in
- * errors. Returns -1 with an exception set for a dtype of no tensor; any shape and
- * strides are accepted. */
+ * errors. Returns -1 with CompatibilityError set for a dtype that the core lacks; any
+ * shape and strides are accepted. */
 static int view_of_ndarray(const mlspy_state *state, PyArrayObject *array,
                            const char *label, mlspy_view *out)
 {
@@ -285,8 +285,8 @@ static int view_of_ndarray(const mlspy_state *state, PyArrayObject *array,
 
 /* ---- DLPack ---- */
 
-/* Find the core's dtype of a DLPack element. Returns false if the core has none. Only an
- * item of a packed dtype has several lanes. */
+/* Find the core's dtype for a DLPack dtype. Returns false if the core has none. Only an
+ * item of a packed dtype has several lanes: the elements in it. */
 static bool dlpack_dtype_of(dlpack_dtype kind, mls_dtype *out)
 {
     const size_t bits = (size_t)kind.bits * kind.lanes;

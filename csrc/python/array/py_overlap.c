@@ -35,8 +35,8 @@ static int take_memory(PyObject *object, mls_tensor *out)
 }
 
 /* memory_overlap(memory, other | None) -> bool: whether two views share a byte, or two
- * elements of the same view, if `other` is None. Each memory is (address, item bytes,
- * shape, strides in bytes). */
+ * elements of the same view, if `other` is None; True also for strides too irregular to
+ * decide (overlap.h). Each memory is (address, item bytes, shape, strides in bytes). */
 PyObject *core_memory_overlap(mlspy_state *state, PyObject *const *args)
 {
     (void)state;

@@ -50,9 +50,9 @@ static int take_codes(const mlspy_state *state, PyObject *const *args,
  * by scales, and writes the products to `values`
  *
  * All arrays have three axes: matrices, rows, columns. `codes` has bytes of any dtype,
- * which hold codes of `dtype`; `scales` may be None. `skip` codes of each row are not
- * used. `block` is (rows, columns) of the values that share a scale, `first` is (row,
- * column) of the first value in the matrix of the scales. See scaled_codes.h.
+ * which hold codes of `dtype`; `scales` may be None. The first `skip` codes of each row
+ * are not used. `block` is (rows, columns) of the values that share a scale, `first` is
+ * (row, column) of the first value in the matrix of the scales. See scaled_codes.h.
  */
 PyObject *core_scaled_codes_decode(mlspy_state *state, PyObject *const *args)
 {

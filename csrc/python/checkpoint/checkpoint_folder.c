@@ -43,7 +43,8 @@ static PyObject *join_path(PyObject *path, const char *relative)
     return PyUnicode_FromFormat("%U/%s", path, relative);
 }
 
-/* Errors about contents start with the file's name and the tensor. An OSError shows its
+/* The text of an error about contents gets the file's name in front, and that of an error
+ * with a tensor the tensor's name, unless the core has added them. An OSError shows its
  * path anyway. The exception's path is the file's path, if the file is known. */
 PyObject *mlspy_raise_under(const mlspy_state *state, const mls_status *st,
                             PyObject *path, const char *relative)

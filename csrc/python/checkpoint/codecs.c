@@ -9,10 +9,12 @@
 
 #include <string.h>
 
-/* Convert the exception that is set to a status, and return its code. `began`: this
- * thread began the work. Exceptions that do not come from a codec (KeyboardInterrupt, or
- * any exception of a signal handler) then stay set, because Python runs signal handlers
- * there. Other threads lose their exceptions with their thread states. */
+/* Convert the exception that is set to a status, and return its code: MLS_E_MEMORY for a
+ * MemoryError, MLS_E_VALUE if the codec is not installed, MLS_E_STOPPED (see below), else
+ * MLS_E_FORMAT. `began`: this thread began the work. Exceptions that do not come from a
+ * codec (KeyboardInterrupt, or any exception of a signal handler) then stay set, with
+ * MLS_E_STOPPED, because Python runs signal handlers there. Other threads lose their
+ * exceptions with their thread states. */
 static mls_code set_status(bool began, mls_status *st)
 {
     mls_code result = MLS_E_FORMAT;

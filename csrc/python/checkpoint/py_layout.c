@@ -113,9 +113,9 @@ int mlspy_take_shape(const mlspy_state *state, PyObject *object, size_t *shape)
 /* layout_part(layout, shape, index) -> ((start, ...), (length, ...), begin, end, flat)
  *
  * Returns part `index` of a tensor of `shape`: the box of the part, one `start` and
- * `length` for each axis, and the range `begin` to `end` of elements in the box; `flat`:
- * the range may be only some of them. Slices and a reshape of an array select the same
- * part.
+ * `length` for each axis, and the range `begin` to `end` - 1 of the box's elements in C
+ * order; `flat`: the range may be only some of them. Slices and a reshape of an array
+ * select the same part. Raises ValueError for an `index` out of range.
  */
 PyObject *core_layout_part(mlspy_state *state, PyObject *const *args)
 {
@@ -210,7 +210,8 @@ PyObject *core_layout_names(mlspy_state *state, PyObject *const *args)
 }
 
 /* layout_parse(text) -> (layout, whether the text has the number of parts), or None for a
- * text that names no layout; see mls_layout_parse */
+ * text that names no layout: the name of a layout, such as "rows", or "axis:K", followed
+ * by "=N" for N parts; without it the layout has 0 parts */
 PyObject *core_layout_parse(mlspy_state *state, PyObject *const *args)
 {
     (void)state;

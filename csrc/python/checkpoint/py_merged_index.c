@@ -42,7 +42,8 @@ static void merged_index_dealloc(mlspy_merged_index *self)
     mlspy_free(self);
 }
 
-/* Raise the error `st` about an invalid index, with the name of its file `path`. */
+/* Raise the error `st` about an invalid index. The text gets "index/" and the last name
+ * of `path`, its file, in front; `path` becomes the exception's path. */
 static void fail_index(const mlspy_state *state, const mls_status *st, PyObject *path)
 {
     mls_status named = *st;
@@ -139,9 +140,10 @@ static PyObject *merged_index_new(PyTypeObject *type, PyObject *args, PyObject *
 }
 
 /* Convert the record of a file: (bytes, starts, checksums), or None, which leaves
- * `*record` zeroed. `starts` and `checksums` are bytes objects with native integers of 8
- * and 4 bytes; the record borrows them, so the caller keeps the tuple alive. Returns -1
- * with an exception set. */
+ * `*record` zeroed. `bytes` is the size of the file, `starts` has the offset of each of
+ * its parts, and `checksums` the CRC32C of each MiB of each part (file_checksums.h):
+ * bytes objects with native integers of 8 and 4 bytes. The record borrows them, so the
+ * caller keeps the tuple alive. Returns -1 with an exception set. */
 static int take_record(PyObject *item, mls_file_checksums *record)
 {
     unsigned long long bytes;
@@ -189,7 +191,8 @@ static mls_file_checksums *take_records(PyObject *items, size_t count)
 
 /* Make the only index of `self` from the headers of the files `names` in `folder`,
  * without the GIL. `checksums` is NULL, or a tuple that is empty or has the record of
- * each file. Returns -1 with an exception set. */
+ * each file (take_record): then sizes and headers are compared with it, and the tensors
+ * get its checksums. Returns -1 with an exception set. */
 static int read_headers(const mlspy_state *state, mlspy_merged_index *self,
                         PyObject *folder, PyObject *names, PyObject *checksums)
 {
@@ -257,7 +260,8 @@ done:
 }
 
 /* of_files(folder, (name, ...), (record or None, ...)=()) -> MergedIndex of safetensors
- * files of another program, whose names in the folder the caller has checked */
+ * files of another program, whose names in the folder the caller has checked; a record is
+ * the tuple of take_record */
 static PyObject *merged_index_of_files(PyObject *type, PyObject *args)
 {
     PyTypeObject *cls = (PyTypeObject *)type;
@@ -283,7 +287,8 @@ static int compare_ids(const void *a, const void *b)
                                  &((const mls_index_shard *)b)->id);
 }
 
-/* keys(section) -> [key, ...]: the names of a section's tensors, in byte order */
+/* keys(section) -> [key, ...]: the names of a section's tensors, ordered by the bytes of
+ * the parameter's name, then of the state's */
 static PyObject *merged_index_keys(mlspy_merged_index *self, PyObject *argument)
 {
     mls_section section;
@@ -314,11 +319,12 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
     return tuple;
 }
 
-/* Describe a tensor over all of its shards as a new tuple: section, key, parameter, state
- * or None, dtype, shape, layout, axes or None, number of shards, their uncompressed
- * bytes, highest version, tier or None, stored bytes, number of sparse shards, codec of a
- * compressed shard or None. The dtype is NumPy's name, not the name in the file, except
- * that an opaque tensor has dtype and shape of its file. NULL with an exception set. */
+/* Describe a tensor over all of its shards as a new tuple: section, key (the name in a
+ * state dict), its two parts (the parameter, and the optimizer state or None), dtype,
+ * shape, layout, axes_tuple, number of shards, their uncompressed bytes, highest version,
+ * storage tier or None, stored bytes, number of sparse shards, codec of a compressed
+ * shard or None. The dtype is NumPy's name, not the name in the file, except that an
+ * opaque tensor has dtype and shape of its file. NULL with an exception set. */
 static PyObject *tensor_tuple(const mlspy_merged_index *self,
                               const mls_merged_index_tensor *t)
 {
@@ -353,9 +359,10 @@ static PyObject *merged_index_tensors(mlspy_merged_index *self, PyObject *unused
     return list;
 }
 
-/* Return a new reference to a tuple of a shard's layers, or None for a plain shard. Each
- * layer is a tuple: file, offset, bytes, CRC32C, uncompressed bytes, visible bytes, codec
- * or None. */
+/* Return a new reference to a tuple of a shard's layers, oldest first, or None for a
+ * plain shard; NULL with an exception set. Each layer is a tuple: file, offset, bytes,
+ * CRC32C as hexadecimal digits, uncompressed bytes, visible bytes (of elements that no
+ * later layer stores), codec or None. */
 static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *shard)
 {
     if (shard->layers == NULL) {
@@ -380,9 +387,10 @@ static PyObject *layers_tuple(const mls_index *index, const mls_index_shard *sha
     return tuple;
 }
 
-/* Describe a shard: section, key, part, shape of the part, rank, file, offset, bytes,
- * CRC32C, version, layers or None. A shard with layers has None for file, offset and
- * CRC32C. */
+/* Describe a shard as a new tuple: section, key, number of its part, shape of the part,
+ * rank that saved it, file, offset, bytes, CRC32C as hexadecimal digits, version, layers
+ * or None. A shard with layers has None for file, offset and CRC32C; one in a file
+ * without checksums has none for the CRC32C only. NULL with an exception set. */
 static PyObject *shard_tuple(const mls_index *index, const mls_index_shard *shard)
 {
     size_t dims[MLS_LAYOUT_RANK];
@@ -437,7 +445,8 @@ static PyObject *merged_index_files(mlspy_merged_index *self, PyObject *unused)
 }
 
 /* copies() -> [(key, file, file of the listed tensor), ...]: the tensors that files of
- * another program contain more than once */
+ * another program contain more than once: the file of each further copy, and of the one
+ * that shards() lists and that is loaded */
 static PyObject *merged_index_copies(mlspy_merged_index *self, PyObject *unused)
 {
     (void)unused;
@@ -458,8 +467,8 @@ static PyObject *merged_index_copies(mlspy_merged_index *self, PyObject *unused)
 
 /* header(path) -> bytes or None
  *
- * Rebuilds the header of a file from the first index that lists the complete file; None
- * if no index does.
+ * Rebuilds the header of a safetensors file, with its length field, from the first index
+ * that lists the complete file; None if no index does.
  */
 static PyObject *merged_index_header(mlspy_merged_index *self, PyObject *argument)
 {
@@ -485,7 +494,8 @@ static PyObject *merged_index_header(mlspy_merged_index *self, PyObject *argumen
 }
 
 /* heads() -> [(generation, rank, world_size, shards, bytes, stored bytes), ...], one for
- * each index */
+ * each index: `shards` is their number, `bytes` are those of the elements, and stored
+ * bytes those in the files */
 static PyObject *merged_index_heads(mlspy_merged_index *self, PyObject *unused)
 {
     (void)unused;
@@ -506,8 +516,9 @@ static PyObject *merged_index_heads(mlspy_merged_index *self, PyObject *unused)
 /* ---- verification ---- */
 
 /* Describe a problem as a new tuple: kind, file, key or None, part or None, rank, offset,
- * bytes, text. Key and part are None for a problem of a whole file. The text may quote
- * the system in any encoding. NULL with an exception set. */
+ * bytes, text. Offset and bytes are the damaged range of the file. Key and part are None
+ * for a problem of a whole file. The text may quote the system in any encoding. NULL with
+ * an exception set. */
 static PyObject *problem_tuple(const mls_index *index, const mls_problem *problem)
 {
     const bool is_file_problem = problem->shard == SIZE_MAX;

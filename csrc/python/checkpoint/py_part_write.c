@@ -129,8 +129,10 @@ static PyObject *places_list(const file_layout *f)
  * bytes, blocks, [(offset, first block), ...])
  *
  * Computes the layout of a safetensors file, and its header if `crcs` is a buffer of
- * uint32 with the CRC32C of each block; without it, the header is None. `format` is the
- * text of the metadata "format".
+ * uint32 with the CRC32C of each block; without it, the header is None. The elements of
+ * each tensor are divided into blocks with a checksum each: `blocks` is their number, and
+ * `first block` is the index of a tensor's first one. `format` is the text of the
+ * metadata "format".
  */
 PyObject *core_safetensors_layout(mlspy_state *state, PyObject *const *args)
 {
@@ -184,8 +186,9 @@ static void args_fini(parts_args *a)
     mls_free((void *)a->job.names);
 }
 
-/* Look up the place of an item: (file, offset, first block, number, dtype) under its name
- * in the dict `places`. Returns -1 with an exception set. */
+/* Look up the place of an item under its name in the dict `places`: the tuple that
+ * parts_write describes. Returns -1 with an exception set: KeyError for a missing name.
+ */
 static int take_place(const mls_shard_item *item, PyObject *places, mls_placed_item *out)
 {
     PyObject *name = mlspy_str_of(item->id.name), *place = NULL, *dtype;
@@ -250,9 +253,10 @@ static int take_args(const mlspy_state *state, PyObject *const *args, parts_args
  *
  * Writes the items of shards_collect into existing files, and syncs these if `sync`.
  * `files` has the names of the files in `folder`. `places` maps each tensor's name to
- * (index of its file, offset, first block, number, dtype in the file). Shares of
- * checksums are XORed to `crcs`, a buffer of uint32 with an entry for each block;
- * `written`, a buffer of uint64, counts bytes: of a tensor at its number.
+ * (index of its file, offset, index of its first block in `crcs`, its index in `written`,
+ * dtype in the file). This rank's shares of checksums are XORed to `crcs`, a buffer of
+ * uint32 with an entry for each block of all files. The bytes written of each tensor are
+ * added to `written`, a buffer of uint64. Returns None.
  */
 PyObject *core_parts_write(mlspy_state *state, PyObject *const *args)
 {

@@ -61,8 +61,8 @@ static void items_fini(mlspy_shard_items *g)
     PyBuffer_Release(&g->staging);
 }
 
-/* Hold `owner`, whose memory they use, for all items added since the last call. Returns
- * -1 with MemoryError set. */
+/* Hold a reference to `owner` for each item added since the last call: the items use its
+ * memory. Returns -1 with MemoryError set. */
 static int hold_owner(mlspy_shard_items *g, PyObject *owner)
 {
     if (g->owner_room < g->list.item_room) {
@@ -88,8 +88,8 @@ static void describe_tensor(const mls_tensor_id *id, const char *key,
                   key);
 }
 
-/* Read the attribute `shape` of a value. Returns its rank, or -1 without an exception if
- * the attribute is missing or invalid. */
+/* Read the attribute `shape` of a value into `shape`, which has MLS_LAYOUT_RANK entries.
+ * Returns the rank, or -1 without an exception if the attribute is missing or invalid. */
 static int stated_shape(const mlspy_shard_items *g, PyObject *value, size_t *shape)
 {
     PyObject *shape_object = PyObject_GetAttr(value, g->state->names[MLSPY_NAME_SHAPE]);

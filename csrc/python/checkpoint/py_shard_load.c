@@ -75,8 +75,8 @@ static void load_fini(load_job *job)
 }
 
 /* Convert (layout or None, index, world): part `index` of the layout. Without a layout,
- * tensors are cut as stored, but for `world` ranks; 0 loads whole tensors. Returns -1
- * with an exception set. */
+ * tensors are cut as stored, but for `world` ranks, and `index` is the rank; 0 ranks:
+ * load whole tensors. Returns -1 with an exception set. */
 static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting *out)
 {
     PyObject *layout;
@@ -188,8 +188,9 @@ static int choose_parts(load_job *job, mls_section section, PyObject *keys,
 
 /* ---- loading: find stored ranges ---- */
 
-/* Find the stored ranges of all parts without the GIL, before memory for the result is
- * allocated. Returns -1 with an exception set. */
+/* Find the stored ranges (pieces) of all parts without the GIL, before memory for the
+ * result is allocated, and check the files in the folder. Returns -1 with an exception
+ * set. */
 static int find_pieces(load_job *job)
 {
     mls_status st;
@@ -436,8 +437,9 @@ static int load_begin(load_job *job, mlspy_merged_index *self, PyObject *path,
                : 0;
 }
 
-/* Add one (path, begin, end, file's length, buffer) to the job's ranges; the tuple keeps
- * the path alive. Returns -1 with an exception set. */
+/* Add one (path, begin, end, file's length, buffer) to the job's ranges: the buffer has
+ * the file's bytes begin .. end - 1. The tuple keeps the path alive. Returns -1 with an
+ * exception set. */
 static int take_range(load_job *job, PyObject *object)
 {
     mls_file_range *range = &job->ranges[job->range_count];
@@ -498,11 +500,11 @@ static int load_init(load_job *job, mlspy_merged_index *self, PyObject *source,
                : 0;
 }
 
-/* load(source, section, keys, (layout, index, world), verify, mmap, progress) -> {key:
- * array}
+/* load(source, section, keys, cutting, verify, mmap, progress) -> {key: array}
  *
  * `source` is a folder, or (URL, ranges, true): then the arrays are only created.
- */
+ * `cutting` is as for load_into. `verify`: compare checksums; `mmap`: map arrays if
+ * possible; `progress` (or None) is called with numbers of bytes that were read. */
 PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *args,
                                   Py_ssize_t count)
 {
@@ -522,9 +524,9 @@ PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *arg
 
 /* ---- loading: into existing arrays ---- */
 
-/* Check that a view fits part `i`, and keep its memory, or for a target that is not
- * packed a copy of the view. Takes the view's reference. Returns -1 with an exception
- * set. */
+/* Check that a view fits part `i`, and keep in the job its memory, or for a target that
+ * is not packed a copy of the view. On success the job takes the view's owner. Returns -1
+ * with an exception set. */
 static int keep_target(const load_job *job, size_t i, mlspy_view *view)
 {
     mls_status st;
@@ -632,8 +634,8 @@ PyObject *mlspy_merged_index_fits(mlspy_merged_index *self, PyObject *const *arg
     return result;
 }
 
-/* Set the destinations of all parts: their targets. See `zeroed` of load_job. Returns -1
- * with an exception set. */
+/* Set the destinations of all parts: their targets, zeroed memory if job->zeroed. Returns
+ * -1 with an exception set. */
 static int place_targets(load_job *job)
 {
     mls_status st;
@@ -653,14 +655,14 @@ static int place_targets(load_job *job)
 /* load_into(source, section, keys, cutting, targets, verify, progress) -> bytes
  *
  * `source` is a folder, or (URL, ranges, zeroed) with a tuple of (path, begin, end,
- * length of the file, buffer): then only the bytes of these ranges are read, or, if there
- * are none, zeros that were not stored. A target that is not packed needs all its bytes
- * at once. `zeroed` is true if `load` has created the targets: long zeros are not
- * written.
+ * length of the file, buffer): then only the bytes of these ranges are read, or, if
+ * `ranges` is empty, only zeros that were not stored are written. A target that is not
+ * packed needs all its bytes at once. `zeroed` is true if `load` has created the targets:
+ * long zeros are not written.
  *
  * `cutting` is (layout, index, world) for all tensors, or a list with a place for each.
  * `targets` maps keys to writable arrays or tensors; targets that are not packed are read
- * through temporary memory. */
+ * through temporary memory. `verify` and `progress` are as for load. */
 PyObject *mlspy_merged_index_load_into(mlspy_merged_index *self, PyObject *const *args,
                                        Py_ssize_t count)
 {
@@ -686,8 +688,9 @@ PyObject *mlspy_merged_index_load_into(mlspy_merged_index *self, PyObject *const
  * mlstate/checkpoint/_store/index_patterns.py determines which ranks store which parts.
  */
 
-/* Return the pattern of an index as a new tuple: (its text as bytes, (part of each group
- * of shards, ...)). None for an index without a pattern; NULL with an exception set. */
+/* Return the pattern of an index as a new tuple: (bytes that are equal for equal
+ * patterns, (part of each group of shards, ...)). Indexes with equal patterns differ only
+ * in these parts. None for an index without a pattern; NULL with an exception set. */
 static PyObject *pattern_tuple(const mlspy_state *state, const mls_index *index)
 {
     mls_index_pattern pattern;
@@ -738,9 +741,9 @@ static mls_index_pattern *find_patterns(const mlspy_merged_index *self,
     return patterns;
 }
 
-/* Return the places of a tensor as new bytes, with an mls_index_pattern_place for each
- * index that lists it: the key of its parts in the result of select_parts. NULL with an
- * exception set. */
+/* Return the places of a tensor as new bytes, with a pair (number of the index, group of
+ * the shard in its pattern) for each shard: the key of its parts in the result of
+ * select_parts. An index without a pattern is skipped. NULL with an exception set. */
 static PyObject *places_bytes(const mlspy_merged_index *self,
                               const mls_index_pattern *patterns,
                               const mls_merged_index_tensor *tensor)
@@ -833,10 +836,11 @@ PyObject *mlspy_merged_index_select_parts(mlspy_merged_index *self, PyObject *co
 }
 
 /* Append the reads of one tensor to a list of (path, begin, end, bytes, origin), one for
- * each place; on failure the list is released and set to NULL. Reads may be divided at
- * multiples of MLS_READ_SPAN from the origin; -1: not at all. They are computed by the
- * same function as in a load, but without destinations. Zeros that were not stored are
- * not read. */
+ * each place: `bytes` of the file's bytes begin .. end - 1 are read. On failure the list
+ * is released and set to NULL. Reads may be divided at multiples of MLS_READ_SPAN from
+ * the origin, an offset in the file; -1: not at all. They are computed by the same
+ * function as in a load, but without destinations. Zeros that were not stored are not
+ * read. */
 static void add_reads(const load_job *job, const mls_load_item *w, bool verify,
                       PyObject **list)
 {

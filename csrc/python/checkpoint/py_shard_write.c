@@ -22,10 +22,12 @@
 #include <errno.h>
 #include <unistd.h>
 
-enum { MANIFEST_NODES = 64 << 20 };
+enum { MANIFEST_NODES = 64 << 20 }; /* most values of a JSON text */
 
-/* Return the result of a write as a new dict {"path": ..., "bytes": ..., ...}; NULL with
- * an exception set. */
+/* Return the result of a write as a new dict: "path", "bytes" and "crc32c" (hexadecimal
+ * digits) of the index, "shards" and "data_bytes" of all shards that it lists, and
+ * "new_shards", "new_bytes" and "new_files" that this write made. NULL with an exception
+ * set. */
 static PyObject *written_dict(const mls_shards_written *w)
 {
     char crc[MLS_CRC_DIGITS];
@@ -147,9 +149,9 @@ static int take_codec(PyObject *name, mls_shard_job *job)
     return MLSPY_REFUSE(PyExc_ValueError, "no codec is called '%.80U'", name);
 }
 
-/* Set the members of a job from the arguments that both functions below have, and zero
- * the rest. Returns the items (borrowed from their capsule), or NULL with an exception
- * set. */
+/* Set the members of a job from the arguments that shards_write and shards_plan share,
+ * and zero the rest. Shards smaller than `pack_below` bytes share a file. Returns the
+ * items (borrowed from their capsule), or NULL with an exception set. */
 static mlspy_shard_items *take_job(const mlspy_state *state, PyObject *generation,
                                    PyObject *items, PyObject *pack_below,
                                    mls_shard_job *job)
@@ -274,7 +276,8 @@ PyObject *core_json_checksum_check(mlspy_state *state, PyObject *const *args)
 }
 
 /* json_check(data, depth, path): raises FormatError unless `data` is JSON as
- * docs/format.md requires, nested at most `depth` deep; `path` is only for the error */
+ * docs/format.md requires, nested at most `depth` deep, with at most MANIFEST_NODES
+ * values; `path` is only for the error */
 PyObject *core_json_check(mlspy_state *state, PyObject *const *args)
 {
     char *bytes;
@@ -316,7 +319,8 @@ PyObject *core_crc32c(mlspy_state *state, PyObject *const *args)
 /* file_replace(path, data, mode): makes `data` the content of a file, or creates the file
  *
  * Used for the roots of checkpoints. Afterwards the file contains all of `data`, durably;
- * after a failure it is unchanged. `mode`, less the umask, applies to a new file.
+ * after a failure it is unchanged, unless only the sync of its folder failed. `mode`,
+ * less the umask, applies to a new file.
  */
 PyObject *core_file_replace(mlspy_state *state, PyObject *const *args)
 {
@@ -385,7 +389,8 @@ PyObject *core_path_rename(mlspy_state *state, PyObject *const *args)
 }
 
 /* file_name(name, number) -> a file name for `name` that is valid on any system, without
- * a suffix; only long names are truncated, and then contain the number */
+ * a suffix; only long names are truncated, and then contain the number, which the caller
+ * makes unique among them */
 PyObject *core_file_name(mlspy_state *state, PyObject *const *args)
 {
     mls_str text;

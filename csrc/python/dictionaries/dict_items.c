@@ -59,7 +59,8 @@ bool mlspy_entry_needs_no_check(PyObject *key, PyObject *value)
            !PyDataType_REFCHK(PyArray_DESCR((PyArrayObject *)value));
 }
 
-/* A subclass of str is converted to an exact str by PyUnicode_FromObject. */
+/* An ndarray must have numbers, any other value be array-like. A subclass of str is
+ * converted to an exact str by PyUnicode_FromObject. */
 PyObject *mlspy_check_entry(PyObject *key, PyObject *value)
 {
     mls_str name;
@@ -180,7 +181,9 @@ static bool same_key(PyObject *a, PyObject *b)
 #endif
 
 /* Return whether the next entry of the finder's dict has the key; if so, `*out` is a new
- * reference to its value. After the first mismatch all keys are looked up by hash. */
+ * reference to its value. After the first mismatch always returns false, and the caller
+ * looks up all keys by hash; so does a free-threaded Python, whose dicts may change
+ * during PyDict_Next. */
 static bool next_is(mlspy_finder *finder, PyObject *key, PyObject **out)
 {
 #if defined(Py_GIL_DISABLED)
@@ -336,8 +339,8 @@ static int facts_of_attributes(const mlspy_state *state, PyObject *shape, PyObje
                                                                                   : 0;
 }
 
-/* Fill in the facts of an item whose array lacks these attributes, from a view of its
- * memory. Returns -1 with an exception set. */
+/* Fill in the facts of an item whose array lacks the attribute `shape` or `dtype`, from a
+ * view of its memory. Returns -1 with an exception set. */
 static int facts_of_view(const mlspy_state *state, mlspy_item *item)
 {
     char label[MLS_NAME_BYTES];

@@ -1,5 +1,6 @@
 /* py_delta: differences of two arrays as arrays of gaps and values; mlstate/follow calls
- * it. */
+ * it. Values are the changed elements, gaps the numbers of unchanged elements before each
+ * of them (delta.h). */
 #include "arguments/args.h"
 #include "array/array_alloc.h"
 #include "array/array_view.h"
@@ -84,7 +85,8 @@ static int take_vector(const mlspy_state *state, PyObject *array, const char *la
 }
 
 /* View gaps and values of a delta of an array of `elements` elements, and check them. The
- * caller releases `out`, also on failure. Returns -1 with an exception set. */
+ * caller releases `out`, also on failure. Returns -1 with an exception set: ValueError
+ * for arrays of another kind, FormatError for a delta that is invalid. */
 static int take_delta(const mlspy_state *state, PyObject *elements, PyObject *gaps,
                       PyObject *values, delta_view *out)
 {
@@ -117,7 +119,7 @@ static int take_delta(const mlspy_state *state, PyObject *elements, PyObject *ga
 
 /* delta_encode(base, new, checksum) -> (gaps, values, CRC32C of `new` | None): the
  * elements of `new` that differ from `base`. `checksum` is a bool: whether to compute the
- * CRC32C. */
+ * CRC32C. CompatibilityError if shape or dtype differ, or an array is byte-swapped. */
 PyObject *core_delta_encode(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view views[2] = {{.owner = NULL}};
@@ -191,10 +193,10 @@ static unsigned char *log_application(PyObject *log, PyObject *target, PyObject 
 /* delta_apply(target, gaps, values, elements, log | None, checksum)
  *     -> CRC32C of the target | None
  *
- * Write the values of a delta to `target`. Nothing is written and logged if an exception
- * is raised. `log` is a list; the call appends (target, gaps, overwritten elements): the
- * delta that restores the target. Python's signal handlers cannot run between the entry
- * and the change. */
+ * Write the values of a delta of `elements` elements to `target`, which has as many;
+ * `checksum` is a bool. Nothing is written and logged if an exception is raised. `log` is
+ * a list; the call appends (target, gaps, overwritten elements): the delta that restores
+ * the target. Python's signal handlers cannot run between the entry and the change. */
 PyObject *core_delta_apply(mlspy_state *state, PyObject *const *args)
 {
     delta_view view = {.delta = {.gaps = NULL}};
@@ -300,7 +302,7 @@ PyObject *core_delta_filter(mlspy_state *state, PyObject *const *args)
 }
 
 /* array_crc32c(array, start) -> CRC32C of the bytes that gave `start`, followed by the
- * elements in C order */
+ * elements in C order; `start` is 0 for no bytes before */
 PyObject *core_array_crc32c(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view view = {.owner = NULL};

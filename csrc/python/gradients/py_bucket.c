@@ -125,10 +125,11 @@ static int view_packed(const mlspy_state *state, PyObject *array, const char *la
     return 0;
 }
 
-/* Views an array that a bucket can use without a copy and that has this dtype and shape:
- * a plain ndarray, or a tensor in main memory. Returns 1 with a view for the caller to
- * release, 0 without a view for any other object, and -1 with TypeError set if `dtype` or
- * `shape` is invalid. */
+/* Views an array that a bucket can use without a copy and that has this dtype (a name)
+ * and shape (a tuple): a plain ndarray, or a tensor in main memory; if `writable`, one
+ * that may be written to. Returns 1 with a view for the caller to release, 0 without a
+ * view for any other object, and -1 with TypeError set if `dtype` or `shape` is invalid.
+ */
 static int view_fitting(const mlspy_state *state, PyObject *array, PyObject *dtype,
                         PyObject *shape, bool writable, mlspy_view *out)
 {
@@ -286,8 +287,9 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
  * Makes the bucket of rank `rank` of `world` ranks from a list of tuples (array, counts,
  * out) or (array, counts, out, dtype, shape): `counts` has the number of elements of
  * each rank's part of the array, and `out` receives this rank's part, reduced and
- * divided. With `dtype` and `shape`, `out` must have them; without, any dtype that
- * reductions support. The capsule holds its own references to the arrays.
+ * divided: `op` is "sum", "min" or "max", and the result is divided by `divisor`. With
+ * `dtype` and `shape`, `out` must have them; without, any dtype that reductions support.
+ * The capsule holds its own references to the arrays.
  */
 PyObject *core_bucket(mlspy_state *state, PyObject *const *args)
 {
@@ -588,8 +590,9 @@ done:
 
 /* sketch(array, start, seed) -> (signed sum, sum of absolute values)
  *
- * Computes the sketch of a packed array (ams_sketch.h); its first element has index
- * `start`. Equal seeds give equal signs.
+ * Computes the sketch of a packed array (ams_sketch.h). In the signed sum each element
+ * has a pseudo-random sign, which `seed` and the index of the element determine; the
+ * first element has index `start`.
  */
 PyObject *core_sketch(mlspy_state *state, PyObject *const *args)
 {

@@ -67,8 +67,9 @@ static int view_next(const mlspy_state *state, named_views *v, bool writable)
     return 0;
 }
 
-/* Views every array of a sequence; `names` has their names, for errors. Returns -1 with
- * an exception set, and `*v` zeroed: ValueError if the lengths differ. */
+/* Views every array of a sequence; `names` has their names, for errors. `writable`: an
+ * array that must not be written to is an error. Returns -1 with an exception set, and
+ * `*v` zeroed: ValueError if the lengths differ. */
 static int named_views_of(const mlspy_state *state, PyObject *names, PyObject *arrays,
                           bool writable, named_views *v)
 {
@@ -118,7 +119,8 @@ static void raise_for_array(const mlspy_state *state, const named_views *v, Py_s
     mlspy_raise(state, &named, NULL);
 }
 
-/* Returns `count` norm partials as a new list of pairs (squares, nonfinite). */
+/* Returns `count` norm partials as a new list of pairs (squares, nonfinite): the sum of
+ * an array's squares, and the number of its elements that are NaN or infinite. */
 static PyObject *list_partials(const mls_norm_partial *partials, Py_ssize_t count)
 {
     PyObject *list = PyList_New(count);

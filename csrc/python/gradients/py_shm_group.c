@@ -204,6 +204,11 @@ static int check_length(const mlspy_view *view, const char *label, const size_t 
  * because both need the GIL. There is no early return between begin_operation() and
  * finish_operation(). The result is created before finish_operation(), which drops it if
  * the operation failed.
+ *
+ * Every operation raises CollectiveError if the calls of the ranks do not match or the
+ * group is broken (by a timeout, an abort, or a rank that died, left or was interrupted),
+ * RuntimeError if the link is closed or busy, and the exception of a signal handler.
+ * Outputs may then be partly filled.
  */
 
 /* barrier(timeout, text): returns when every rank has called it */

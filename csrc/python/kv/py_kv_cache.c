@@ -133,9 +133,10 @@ PyObject *mlspy_ring_positions(const mls_kv_ring *ring)
     return array;
 }
 
-/* Read the three `numbers` of a ring: its `sinks`, the `length` in tokens appended so
- * far, and the `shift` of the slots after the sinks (see mls_kv_ring_borrow). Returns -1
- * with an exception set. */
+/* Read the three `numbers` of a ring: its `sinks` (the first tokens, which are never
+ * evicted), the `length` in tokens appended so far, and the `shift` by which the slots
+ * after the sinks are rotated (see mls_kv_ring_borrow). Returns -1 with an exception
+ * set. */
 static int take_ring(const mlspy_state *state, PyObject *const *numbers, size_t *sinks,
                      size_t *length, size_t *shift)
 {
@@ -240,7 +241,9 @@ static int take_rotation(const mlspy_state *state, PyObject *const *args,
  * Moves keys with rotary position embedding by `shifts` positions, a contiguous ndarray
  * of int64 with one for each position or one for all. Writes to `out`, a writable array
  * or `keys` itself. `rotary_dim`: elements of the last axis that are rotated; None: all.
- * `base`, `scaling` and `interleaved` are as in mls_rotation. */
+ * Pair i is turned by the angle shift * base**(-2 * i / rotary_dim) / scaling, in
+ * radians. It is elements 2i and 2i + 1 if `interleaved` is True, else i and i +
+ * rotary_dim / 2. */
 PyObject *core_rotate_keys(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view views[3] = {{.owner = NULL}}; /* keys, shifts, out */

@@ -57,8 +57,9 @@ typedef struct lease_object {
 /* Arguments of both constructors. */
 typedef struct memory_args {
     mls_tensor view; /* dtype and shape; no memory */
-    int axis;
-    size_t capacity, sinks;
+    int axis;        /* of the sequence */
+    size_t capacity, /* positions of a KVBuffer, slots of a RollingBuffer */
+        sinks;       /* first tokens, which a RollingBuffer never evicts */
 } memory_args;
 
 /* Create an object of `type` without memory. Consumes `descr`, which may be NULL with an
@@ -210,7 +211,9 @@ static mls_code fill_locked(buffer_object *self, const mlspy_state *state,
     return code;
 }
 
-/* fill(array): copy an array into the buffer; shape and dtype must be the buffer's */
+/* fill(array): copy an array into the buffer; shape, dtype and byte order must be the
+ * buffer's. CompatibilityError for another shape or dtype; the byte order is not
+ * checked. */
 static PyObject *buffer_fill(buffer_object *self, PyObject *array)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -228,7 +231,9 @@ static PyObject *buffer_fill(buffer_object *self, PyObject *array)
 }
 
 /* resize(length, position | None): sets the length to `length` positions, keeps the first
- * `position` of them (None: all that both lengths have) and zeroes the rest */
+ * `position` of them (None: all that both lengths have) and zeroes the rest.
+ * CapacityError beyond the capacity, or if `position` exceeds the old or the new length.
+ */
 static PyObject *buffer_resize(buffer_object *self, PyObject *args)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -253,7 +258,8 @@ static PyObject *buffer_resize(buffer_object *self, PyObject *args)
 }
 
 /* reserve(capacity): raises the capacity to `capacity` positions, which may move the
- * memory; BufferError while a view exists */
+ * memory; BufferError while a view exists, CapacityError for less than the current
+ * capacity */
 static PyObject *buffer_reserve(buffer_object *self, PyObject *number)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -314,7 +320,7 @@ static PyObject *ring_append(ring_object *self, PyObject *tokens)
     return mlspy_none(state, code, &st);
 }
 
-/* trim(count): drops the last `count` tokens */
+/* trim(count): drops the last `count` tokens; CapacityError if the ring holds fewer */
 static PyObject *ring_trim(ring_object *self, PyObject *number)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -328,8 +334,10 @@ static PyObject *ring_trim(ring_object *self, PyObject *number)
     return mlspy_none(state, code, &st);
 }
 
-/* fill(slots, oldest, next, evicted): replaces all slots and counters, as
- * mls_kv_ring_fill */
+/* fill(slots, oldest, next, evicted): replaces all slots, and the counters that counts()
+ * returns: the first position after the sinks that is held, the position of the next
+ * token, and the number of evicted tokens. On an error, as of mls_kv_ring_fill, the ring
+ * is unchanged. */
 static PyObject *ring_fill(ring_object *self, PyObject *args)
 {
     static const char *const names[] = {"oldest", "next", "evicted"};

@@ -33,9 +33,9 @@ typedef struct transition {
     mlspy_view source, target;
     double pad_value; /* value of the positions after the tokens */
     PyObject *dtype;  /* of the result, or None; borrowed */
-    bool low_memory;
-    bool is_zeroed; /* the target reads as zeros already */
-    PyObject *result;
+    bool low_memory;  /* keep pages without tokens of a large new target untouched */
+    bool is_zeroed;   /* the target reads as zeros already */
+    PyObject *result; /* the array of the target; strong */
 } transition;
 
 /* Release a transition at any step. It starts zeroed, so members of later steps are
@@ -75,8 +75,9 @@ static int take_seq_axis(const mlspy_state *state, PyObject *object, int64_t *ou
 /* The items of a KVMove of mlstate/kv/_move.py. */
 enum { TARGET_LENGTH, POSITION, SEQ_AXIS, COMPACT, PAD_VALUE, DTYPE, LOW_MEMORY, ITEMS };
 
-/* Read the numbers of a KVMove, and check them against the source's shape. Without a
- * position the source is full. Returns -1 with an exception set. */
+/* Read the numbers of a KVMove, and check them against `shape`, the source's, with `rank`
+ * axes. Without a position the source is full. Sets all of `request` but `pad` and
+ * `memory`. Returns -1 with an exception set. */
 static int take_request(const mlspy_state *state, PyObject *move, int rank,
                         const size_t *shape, mls_kv_request *request)
 {
@@ -132,8 +133,9 @@ typedef struct result_kind {
     PyArray_Descr *descr; /* strong reference */
 } result_kind;
 
-/* Allocate an ndarray of the target's shape, and view it. A zeroed one of at least
- * UNTOUCHED_BYTES stays untouched except where tokens are written. Returns -1 with an
+/* Allocate an ndarray of the target's shape, and view it. If the padding is 0, one of at
+ * least UNTOUCHED_BYTES is zeroed, and stays untouched except where tokens are written;
+ * with low_memory the system is advised to use small pages for it. Returns -1 with an
  * exception set. */
 static int allocate_target(const mlspy_state *state, const result_kind *kind,
                            transition *t)
@@ -233,7 +235,8 @@ static int take_dtype(const mlspy_state *state, PyObject *object, mls_dtype *out
 }
 
 /* Set the target of a transition to the caller's `out`, or to a new array if that is
- * None. All errors in `out` are found here, before it is written to. Returns -1 with an
+ * None; the view of one of unsigned integers (foreign_kind) has the dtype of its bits.
+ * All errors in `out` are found here, before it is written to. Returns -1 with an
  * exception set. */
 static int take_target(const mlspy_state *state, PyObject *source, PyObject *out,
                        transition *t)
@@ -323,7 +326,7 @@ PyObject *core_kv_move(mlspy_state *state, PyObject *const *args)
 
 /* Read `*rank` dimensions from a sequence of non-negative ints; `label` names it in
  * messages. `shape` has MLS_MAX_RANK entries; more dimensions are refused. Returns -1
- * with an exception set. */
+ * with an exception set: CompatibilityError for them or a negative number. */
 static int take_shape(const mlspy_state *state, PyObject *object, const char *label,
                       int *rank, size_t *shape)
 {
@@ -540,8 +543,10 @@ static PyObject *mask_target(const mlspy_state *state, PyObject *dtype, PyObject
  * dtype, fill, out | None) -> the rows of an attention mask
  *
  * Row `i` is 0 where token `i` attends to a token: itself, `attention_size` earlier ones,
- * and the first `sinks` tokens; elsewhere it is `fill`. The fill is encoded before the
- * first element is written, so `out` is unchanged if the dtype cannot hold it.
+ * and the first `sinks` tokens; elsewhere it is `fill`. The rows are start .. stop - 1;
+ * None: all; True: the row of `position`. The result is `out`, or a new array of `dtype`.
+ * The fill is encoded before the first element is written, so `out` is unchanged if the
+ * dtype cannot hold it.
  */
 PyObject *core_kv_mask(mlspy_state *state, PyObject *const *args)
 {

@@ -125,9 +125,10 @@ static void release_prefix(mls_prompt_prefix *prefix)
     prefix->tokens = NULL;
 }
 
-/* Convert the arguments (fingerprint, tokens, block_tokens) at `args` to `*out`. The
- * token ids are copied: the caller frees them with release_prefix. The fingerprint is
- * borrowed. Returns -1 with an exception set. */
+/* Convert the arguments (fingerprint, tokens, block_tokens) at `args` to `*out`: bytes
+ * that identify the model, the token ids of a prompt, and the tokens of a block, the unit
+ * of its prefixes. The token ids are copied: the caller frees them with release_prefix.
+ * The fingerprint is borrowed. Returns -1 with an exception set. */
 static int take_prefix(const mlspy_state *state, PyObject *const *args,
                        mls_prompt_prefix *out)
 {
@@ -290,8 +291,9 @@ static int take_part(const mlspy_state *state, PyObject *part, put_items *all,
     return mlspy_check(state, code, &st);
 }
 
-/* Convert one record (kind, end, meta, parts) to `item`. Its parts get the numbers from
- * `*next` on, which advances. Returns -1 with an exception set. */
+/* Convert one record (kind, end, meta, parts) to `item`: its kind (0: a block), the
+ * tokens of the prompt up to its end, metadata as bytes, and a list of parts. Its parts
+ * get the numbers from `*next` on, which advances. Returns -1 with an exception set. */
 static int take_item(const mlspy_state *state, PyObject *object, put_items *all,
                      mls_prompt_item *item, size_t *next)
 {
@@ -387,7 +389,8 @@ static int take_limit(const mlspy_state *state, PyObject *object, uint64_t *out)
     return 0;
 }
 
-/* Return a list with the result of each record: see mls_prompt_item. */
+/* Return a list with the result of each record: 1 if it was written, 0 if it was stored
+ * already, -1 if it had no parent or no room. NULL with an exception set. */
 static PyObject *put_results(const put_items *all)
 {
     PyObject *list = PyList_New((Py_ssize_t)all->count);
@@ -470,8 +473,9 @@ static PyObject *put_locked(const mlspy_state *state, mlspy_prompt_log *self,
 }
 
 /* put(fingerprint, tokens, block_tokens, records, max_bytes, timeout) -> [int, ...]:
- * store the records (kind, end, meta, parts) of one prompt. Results as in
- * mls_prompt_item. Waits at most `timeout` seconds for another writer. */
+ * store the records of one prompt, tuples as in take_item. Evicts others first if the log
+ * would exceed `max_bytes` (None: unlimited). Results as in put_results. Waits at most
+ * `timeout` seconds for another writer. */
 static PyObject *log_put(mlspy_prompt_log *self, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -514,7 +518,7 @@ static int take_operation(PyObject *object, mls_prompt_operation *out)
 }
 
 /* Convert a tuple of numbers of a match's records to an array, which the caller frees;
- * NULL with an exception set. */
+ * NULL with an exception set: IndexError for a record that the match lacks. */
 static size_t *take_hits(const mls_prompt_match *match, PyObject *numbers)
 {
     const Py_ssize_t count = PyTuple_GET_SIZE(numbers);
@@ -567,7 +571,8 @@ static PyObject *mark_records(const mlspy_state *state, mlspy_prompt_log *self,
 }
 
 /* mark(match, records, operation, timeout) -> number of changed records: "pin", "unpin",
- * "delete" or "drop" records of a match, given by their numbers. Waits at most `timeout`
+ * "delete" or "drop" records of a match, given by their numbers. "delete" keeps records
+ * that are the parent of another one, "drop" removes them too. Waits at most `timeout`
  * seconds for another writer. */
 static PyObject *log_mark(mlspy_prompt_log *self, PyObject *const *args, Py_ssize_t count)
 {
@@ -635,9 +640,9 @@ static PyObject *damage_list(const mls_prompt_damage *damage, size_t count)
     return list;
 }
 
-/* Verify all records, and return the list of damaged ones, or NULL with an exception set.
- * With `repair` the caller has locked the log, which is unlocked here, and damaged
- * records are removed. */
+/* Verify all records, and return the damage_list, or NULL with an exception set. With
+ * `repair` the caller has locked the log, which is unlocked here, and damaged records are
+ * removed. */
 static PyObject *verify_log(const mlspy_state *state, mlspy_prompt_log *self, bool repair)
 {
     mls_prompt_damage *damage = NULL;
@@ -662,7 +667,8 @@ static PyObject *verify_log(const mlspy_state *state, mlspy_prompt_log *self, bo
     return result;
 }
 
-/* verify() -> [(segment, offset, text), ...]: the damaged records. */
+/* verify() -> [(segment, offset, text), ...]: reads all records, and returns the damaged
+ * ones: the segment's name, the offset in it, and the reason. */
 static PyObject *log_verify(mlspy_prompt_log *self, PyObject *unused)
 {
     (void)unused;
@@ -734,7 +740,9 @@ static bool list_record(void *context, const mls_prompt_listed *listed)
 }
 
 /* records() -> [(key, parent, kind, end, fingerprint, bytes, pinned, used, tokens, meta),
- * ...]: all records whose header can be read. */
+ * ...]: all records whose header can be read. `parent` is the key of the record before,
+ * `bytes` the size of the payload, `used` the time of the last use: the larger, the
+ * later. */
 static PyObject *log_records(mlspy_prompt_log *self, PyObject *unused)
 {
     (void)unused;
@@ -759,7 +767,9 @@ static PyObject *log_records(mlspy_prompt_log *self, PyObject *unused)
     return records.list;
 }
 
-/* stats() -> {name: int}: the members of mls_prompt_stats. */
+/* stats() -> {name: int}, the members of mls_prompt_stats: numbers of records, blocks,
+ * pinned records and segments (files); live_bytes of the records, disk_bytes of the
+ * files, memory_bytes of the index. */
 static PyObject *log_stats(mlspy_prompt_log *self, PyObject *unused)
 {
     (void)unused;

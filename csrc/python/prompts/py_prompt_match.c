@@ -87,7 +87,9 @@ PyObject *mlspy_prompt_damage_text(const mls_prompt_damage *damage)
     return PyUnicode_DecodeUTF8(text, (Py_ssize_t)strlen(text), "backslashreplace");
 }
 
-/* Return a tuple of (kind, start, end, bytes) for the records of a match. */
+/* Return a tuple of (kind, start, end, bytes) for the records of a match: the record is
+ * of the tokens start .. end - 1 of the prompt, and its payload has that many bytes. NULL
+ * with an exception set. */
 static PyObject *records_tuple(const mls_prompt_match *match)
 {
     PyObject *tuple = PyTuple_New((Py_ssize_t)match->count);
@@ -133,7 +135,8 @@ PyObject *mlspy_prompt_match_of(const mlspy_state *state, mls_prompt_match *matc
 
 /* ---- methods ---- */
 
-/* Convert the number of a record of a match; returns SIZE_MAX with an exception set. */
+/* Convert the number of a record of a match, from 0; returns SIZE_MAX with an exception
+ * set: IndexError for one that the match lacks. */
 static size_t take_record(const mls_prompt_match *match, PyObject *object)
 {
     const Py_ssize_t number = PyNumber_AsSsize_t(object, PyExc_IndexError);
@@ -195,7 +198,8 @@ static PyObject *match_parts(PyObject *self, PyObject *record)
 
 /* Convert the number of a record, of its part, and the array that receives bytes of the
  * part, to a request. Sets `*bytes` to the length of the part. The caller releases
- * `view`, also on failure. Returns -1 with an exception set. */
+ * `view`, also on failure. Returns -1 with an exception set: IndexError for a record or
+ * part that does not exist. */
 static int take_part(const mlspy_state *state, const mls_prompt_match *match,
                      PyObject *record, Py_ssize_t part, PyObject *array,
                      mls_prompt_request *request, mlspy_view *view, uint64_t *bytes)
@@ -217,8 +221,9 @@ static int take_part(const mlspy_state *state, const mls_prompt_match *match,
     return 0;
 }
 
-/* Convert one request (record, part, array); the array has the part's bytes. The caller
- * releases `view`, also on failure. Returns -1 with an exception set. */
+/* Convert one request (record, part, array); the array must have as many bytes as the
+ * part, else CompatibilityError. The caller releases `view`, also on failure. Returns -1
+ * with an exception set. */
 static int take_request(const mlspy_state *state, const mls_prompt_match *match,
                         PyObject *item, mls_prompt_request *request, mlspy_view *view)
 {

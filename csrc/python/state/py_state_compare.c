@@ -31,8 +31,8 @@
 typedef int (*entry_check)(const mlspy_state *state, PyObject *key, PyObject *value,
                            mlspy_finder *other);
 
-/* Returns 1 if `ask` answers yes for all entries of `dict`, compared with `other`; 0
- * after the first no; -1 with an exception set. */
+/* Returns 1 if `ask` answers yes for all entries of `dict`, compared with the dict
+ * `other`; 0 after the first no; -1 with an exception set. */
 static int check_all_entries(const mlspy_state *state, PyObject *dict, PyObject *other,
                              entry_check ask)
 {
@@ -53,10 +53,10 @@ static int check_all_entries(const mlspy_state *state, PyObject *dict, PyObject 
     return answer;
 }
 
-/* Returns True if both arguments are dicts and `ask` answers yes for all entries of the
- * first, else False; NULL with an exception set. `same_length`: both must have the same
- * names; then lengths are compared first, and it is enough to find all names of one in
- * the other. */
+/* Returns True if `ask` answers yes for all entries of args[0], compared with args[1],
+ * else False; NULL with an exception set: TypeError unless both are dicts. `same_length`:
+ * both must have the same names; then lengths are compared first, and it is enough to
+ * find all names of one in the other. */
 static PyObject *check_two_dicts(const mlspy_state *state, PyObject *const *args,
                                  bool same_length, entry_check ask)
 {
@@ -71,8 +71,8 @@ static PyObject *check_two_dicts(const mlspy_state *state, PyObject *const *args
     return answer < 0 ? NULL : PyBool_FromLong(answer);
 }
 
-/* Looks up a name in the second dict. Returns 1 with a new reference in `*value`, 0, or
- * -1 with an exception set: TypeError for a key that is not a str. */
+/* Looks up a name in the second dict. Returns 1 with a new reference in `*value`, 0 if it
+ * is missing, or -1 with an exception set: TypeError for a key that is not a str. */
 static int find_name(mlspy_finder *other, PyObject *key, PyObject **value)
 {
     if (!PyUnicode_Check(key)) {
@@ -228,8 +228,10 @@ static int has_same(const mlspy_state *state, PyObject *key, PyObject *value,
     return same ? 1 : 0;
 }
 
-/* state_compare(source, target) -> (missing, unexpected, shapes, dtypes), as
- * mlspy_pairs_report: the differences that are known without reading elements */
+/* state_compare(source, target) -> (missing, unexpected, shapes, dtypes), lists as by
+ * mlspy_pairs_report: the names that only the source has, those that only the target has,
+ * and tuples (name, of the source, of the target) of different shapes and dtypes. These
+ * differences are known without reading elements. */
 PyObject *core_state_compare(mlspy_state *state, PyObject *const *args)
 {
     mlspy_pairs p;
@@ -357,7 +359,8 @@ static int batch_fill(const mlspy_state *state, const mlspy_pairs *p,
 
 /* Appends (name, changed, size, nan, max_abs, max_rel) to `*list` for each tensor of a
  * measured batch that changed: `changed` of its `size` elements differ, `nan` of them
- * because only one side is NaN (see mls_diff_result). On failure the list is released and
+ * because only one side is NaN, and the others have these largest distances, absolute and
+ * relative (see diff.h). On failure the list is released and
  * set to NULL; a NULL list stays NULL. */
 static void append_changes(const mlspy_pairs *p, const view_batch *batch, PyObject **list)
 {
@@ -464,8 +467,9 @@ static int same_unknown(const mlspy_state *state, const mlspy_pairs *p)
     return same;
 }
 
-/* Returns 1 if all other pairs have equal elements, 0 if not, -1 with an exception set.
- * Compares them batch by batch, and stops at the first difference. */
+/* Returns 1 if all pairs of dtypes that the core knows have equal elements, 0 if not, -1
+ * with an exception set. Compares them batch by batch, and stops at the first
+ * difference. */
 static int same_elements(const mlspy_state *state, const mlspy_pairs *p)
 {
     view_batch *batch = mls_alloc(1, sizeof *batch);

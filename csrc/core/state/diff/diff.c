@@ -23,7 +23,8 @@ enum {
     SHARED_BYTES = 512 << 10 /* below this, waking a thread costs more than it saves */
 };
 
-/* Choose a table; all vector instruction sets use one source. */
+/* Choose a table: the scalar one, or the one for all vector instruction sets of the
+ * architecture. */
 const mls_diff_kernels *mls_diff_of(mls_cpu cpu)
 {
 #if defined(__x86_64__) || defined(__aarch64__)
@@ -66,10 +67,11 @@ mls_code mls_diff_check(const mls_tensor *a, const mls_tensor *b, mls_status *st
 
 /* ---- runs ---- */
 
+/* One of the two tensors, at an element of a run. */
 typedef struct side {
-    const unsigned char *at;
-    ptrdiff_t step;
-    bool swapped;
+    const unsigned char *at; /* the element */
+    ptrdiff_t step;          /* bytes from one element of the run to the next */
+    bool swapped;            /* not in native byte order */
 } side;
 
 typedef struct measurer {
@@ -178,6 +180,8 @@ static size_t part_rest(mls_diff_pair pair, size_t count, size_t index)
     return rest < length ? rest : length;
 }
 
+/* `count` elements of pair number `pair`, from element `start` of its traversal on, and
+ * the result of comparing them. */
 typedef struct part {
     size_t pair, start, count;
     mls_diff_result differences;
@@ -203,7 +207,8 @@ static void measure_task(void *context, size_t index)
 }
 
 /* Count the parts and the bytes of all pairs; the bytes decide whether other threads
- * help. Returns false on overflow, when no memory could hold the parts either. */
+ * help. Returns false on overflow, when no memory could hold the parts either; `*parts`
+ * and `*bytes` are then unchanged. */
 static bool count_parts(const mls_diff_pair *pairs, size_t count, size_t *parts,
                         size_t *bytes)
 {
@@ -315,7 +320,8 @@ static void search_large(void *context, size_t index)
 }
 
 /* Compare without allocating anything, so that it cannot fail: one run of the pool for
- * all small pairs, and one for each large pair. */
+ * all pairs of at most one part, and one for each larger pair. If the bytes cannot be
+ * counted, they are enough for other threads to help. */
 bool mls_diff_same(const mls_diff_kernels *kernels, mls_pool *pool,
                    const mls_diff_pair *pairs, size_t count)
 {

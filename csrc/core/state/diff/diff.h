@@ -58,8 +58,9 @@ typedef struct mls_diff_pair {
     const mls_tensor *a, *b;
 } mls_diff_pair;
 
-/* Compares `count` pairs, and stores their results in `out`. The threads of the pool
- * share large tensors. MLS_E_MEMORY: `out` is unchanged. */
+/* Compares `count` pairs, and stores the result of each in `out`, which has `count`
+ * entries. The threads of the pool (NULL: none) share large tensors. MLS_E_MEMORY: `out`
+ * is unchanged. */
 mls_code mls_diff(const mls_diff_kernels *kernels, mls_pool *pool,
                   const mls_diff_pair *pairs, size_t count, mls_diff_result *out,
                   mls_status *st);

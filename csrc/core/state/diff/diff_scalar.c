@@ -12,7 +12,8 @@
 enum { BLOCK = 4096 }; /* bytes compared with memcmp first */
 
 /* Count an unequal element without NaN on either side, and update the maxima. `distance`
- * is the magnitude of their difference, `largest` the larger of their magnitudes. */
+ * is the magnitude of their difference, `largest` the larger of their magnitudes. The
+ * relative distance is their quotient: 0 for two zeros, infinite if `distance` is. */
 static void add_difference(double distance, double largest, mls_diff_result *into)
 {
     double relative = largest > 0 ? distance / largest : 0;

@@ -97,8 +97,9 @@ MLS_INLINED doubles magnitude(doubles x)
     return (doubles)((signed_64)x & INT64_MAX);
 }
 
-/* Compares two registers of doubles, and updates the maxima and counts in `l`. 0 / 0 is
- * NaN, which most_f64 ignores. Equal doubles have equal bits in the dtype. */
+/* Compares two registers of doubles, and updates the maxima and counts in `l`. A true
+ * comparison is -1 in each lane, so its subtraction counts. 0 / 0 is NaN, which most_f64
+ * ignores. Equal doubles have equal bits in the dtype. */
 MLS_INLINED void measure(lanes *l, doubles x, doubles y)
 {
     const doubles distance = magnitude(x - y);
@@ -208,7 +209,8 @@ MLS_INLINED void diff_run(const unsigned char *a, const unsigned char *b, size_t
     into->max_rel = isinf(into->max_abs) ? into->max_abs : greatest(l.ratio);
 }
 
-/* Defines the kernel of dtype X. */
+/* Defines the kernel of dtype X, whose items have `size` bytes. `member` is the field of
+ * item_kind for its load function. */
 #    define MLS_DEFINE_DIFF(X, size, member)                                             \
         MLS_TARGET static void diff_##X(const void *a, const void *b, size_t count,      \
                                         mls_diff_result *into)                           \
