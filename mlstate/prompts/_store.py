@@ -133,6 +133,8 @@ class PromptStore:
         self._block = check_int("block_tokens", block_tokens, 1, _MOST_BLOCK)
         self._max_bytes = None if max_bytes is None else parse_size("max_bytes", max_bytes, 1)
         self._timeout = check_number("lock_timeout", lock_timeout)
+        if not self._timeout >= 0:  # NaN too, which would wait without end
+            raise ValueError(f"lock_timeout must be 0 or more seconds, got {lock_timeout}")
         self._policy = checked_policy(snapshots)
         if not isinstance(model_type, str | None):
             raise TypeError(f"model_type must be a str, got {type(model_type).__name__}")

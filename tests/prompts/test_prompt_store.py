@@ -443,7 +443,8 @@ def test_wrong_types_are_refused(store, tmp_path):
         store.restore(5, into=np.zeros((1, 2, 3)))
     with pytest.raises(TypeError, match="created by"):
         Match()
-    for options in ({"block_tokens": 0}, {"max_bytes": 0}, {"snapshots": "x"}, {"spec": 5}):
+    times = [{"lock_timeout": seconds} for seconds in (-1, float("nan"))]
+    for options in ({"block_tokens": 0}, {"max_bytes": 0}, {"snapshots": "x"}, {"spec": 5}, *times):
         with pytest.raises((TypeError, ValueError)):
             PromptStore(tmp_path / "other", model=MODEL, **options)
     assert not (tmp_path / "other").exists()
