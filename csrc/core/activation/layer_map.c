@@ -81,9 +81,9 @@ mls_table_layer *mls_layer_find(const mls_layer_map *table, const mls_layer_key 
     return number == 0 ? NULL : &table->layers[number - 1];
 }
 
-/* Replaces the table by one of `slot_count` slots and inserts all layers again. The
- * layers are distinct, so each takes its first empty slot without comparisons. Returns
- * false if memory runs out; nothing is changed then. */
+/* Replaces the table by one of `slot_count` slots, a power of two, and inserts all
+ * layers again. The layers are distinct, so each takes its first empty slot without
+ * comparisons. Returns false if memory runs out; nothing is changed then. */
 static bool grow_slots(mls_layer_map *table, size_t slot_count)
 {
     mls_layer_slot *slots = mls_alloc(slot_count, sizeof *slots);
@@ -104,8 +104,9 @@ static bool grow_slots(mls_layer_map *table, size_t slot_count)
     return true;
 }
 
-/* Ensures room for one more layer and its slot. Returns false if memory runs out. A
- * partial enlargement is kept on failure; it is harmless. */
+/* Ensures room for one more layer and its slot. `room` is a power of two (mls_grow), so
+ * the number of slots is one too. Returns false if memory runs out. A partial enlargement
+ * is kept on failure; it is harmless. */
 static bool reserve_layer(mls_layer_map *table)
 {
     mls_table_layer *layers =

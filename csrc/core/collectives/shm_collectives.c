@@ -23,9 +23,10 @@ mls_code mls_shm_barrier(mls_shm *g, const mls_shm_call *call, mls_status *st)
 
 /* ---- all_gather and broadcast ---- */
 
-/* State of a gather. `sent` and `read` are offsets that apply to the bytes of every
- * rank. A broadcast is a gather in which only the root has bytes; `data` and `out` are
- * the same there, so that nothing is written to the root's array. */
+/* State of a gather. `sizes` are the bytes of each rank, and `most` is the largest of
+ * them. `sent` and `read` are offsets that apply to the bytes of every rank. A broadcast
+ * is a gather in which only the root has bytes; `data` and `out` are the same there, so
+ * that nothing is written to the root's array. */
 typedef struct gather {
     mls_shm *g;
     const unsigned char *data;
@@ -138,8 +139,9 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
     return mls_shm_run(g, &flow, call, st);
 }
 
-/* Copy this rank's share of the root's bytes to all other ranks, directly between their
- * arrays. The ranks divide the work; otherwise only the root would copy. */
+/* Copy this rank's share of the root's bytes to all ranks but the root, directly between
+ * their arrays. The ranks divide the work, in whole cache lines, and the last one takes
+ * the rest; otherwise only the root would copy. */
 static mls_code copy_broadcast(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -202,8 +204,9 @@ mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
 
 /* ---- all_to_all ---- */
 
-/* Bytes for and from each rank, and progress. `most` is the largest transfer between two
- * different ranks. */
+/* Bytes for and from each rank, and progress: `sent` and `read` bytes of every transfer
+ * are done. `most` is the largest transfer between two different ranks. `began`: the
+ * sizes have been exchanged. */
 typedef struct exchange_state {
     mls_shm *g;
     const unsigned char *data;
@@ -337,10 +340,10 @@ mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *da
 typedef struct collect_state {
     gather gather; /* its `out` is unused */
     size_t sizes[MLS_SHM_MAX_RANKS];
-    unsigned char *places[MLS_SHM_MAX_RANKS];
-    const mls_shm_places *asked;
-    bool takes; /* this rank receives the bytes */
-    bool began;
+    unsigned char *places[MLS_SHM_MAX_RANKS]; /* the caller's buffer for each rank */
+    const mls_shm_places *asked;              /* provides these buffers */
+    bool takes;                               /* this rank receives the bytes */
+    bool began;                               /* the first step was read */
 } collect_state;
 
 /* Return the bytes of data in the first step's slot, after the size, so that short texts

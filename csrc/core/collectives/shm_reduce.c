@@ -66,12 +66,13 @@ typedef struct scatter {
     bool wants_norms; /* compute the norm partials of the segments */
 } scatter;
 
+/* Elements of one segment's share of a rank, in the range of a slot for that rank. */
 typedef struct share_range {
     size_t segment;
     size_t start;  /* index of the first element in the rank's share */
     size_t at;     /* index of the first element in the segment */
     size_t length; /* elements */
-    size_t offset; /* bytes from the start of the range */
+    size_t offset; /* bytes from the start of the range of the slot */
 } share_range;
 
 /* Move `c`, the cursor of `rank`, to the first segment that has elements left for it;

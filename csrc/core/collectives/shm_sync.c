@@ -24,11 +24,13 @@
 typedef struct wait_condition {
     bool reads, writes;
     bool all_consumed; /* wait until no rank reads the published slots any more */
-    int source;        /* rank whose slots are read; -1 for all */
+    int source;        /* rank whose slots are read; MLS_SHM_NO_RANK: all */
 } wait_condition;
 
-static const int64_t second = 1000000000;
-static const int64_t nap = 20 * 1000 * 1000; /* between two checks of a rank's life */
+static const int64_t second = 1000000000; /* nanoseconds, like `nap` */
+static const int64_t nap =
+    20 * 1000 * 1000; /* longest sleep between two checks of a rank's
+                         life, and least time between two polls */
 
 /* Return a time in nanoseconds that never decreases. */
 static int64_t read_clock(void)
@@ -50,8 +52,8 @@ static inline void pause_cpu(void)
 
 /* ---- ranks that are not ready ---- */
 
-/* Return a rank that has not published the next step to read, or -1 if there is none;
- * looks only at rank `source` unless that is -1. */
+/* Return a rank that has not published the next step to read, or MLS_SHM_NO_RANK (-1) if
+ * there is none; looks only at rank `source` unless that is MLS_SHM_NO_RANK. */
 static int find_unpublished(const mls_shm *g, int source)
 {
     const size_t first = source < 0 ? 0 : (size_t)source;
@@ -65,8 +67,8 @@ static int find_unpublished(const mls_shm *g, int source)
 }
 
 /* Return a rank that still has `most` or more of this rank's published steps to consume,
- * or -1. With `most` equal to the depth, -1 means that the next slot is free; with 1,
- * that all ranks have read everything. */
+ * or MLS_SHM_NO_RANK. With `most` equal to the depth, that means that the next slot is
+ * free; with 1, that all ranks have read everything. */
 static int find_unconsumed(const mls_shm *g, size_t most)
 {
     for (size_t rank = 0; rank < g->shape.world; rank++) {
@@ -78,7 +80,9 @@ static int find_unconsumed(const mls_shm *g, size_t most)
     return MLS_SHM_NO_RANK;
 }
 
-/* Return the rank that blocks every condition of `w`, or -1 if one of them holds. */
+/* Return a rank for which this rank must wait, or MLS_SHM_NO_RANK if all steps were read
+ * (`all_consumed`), or if reading or writing, as far as `w` asks for them, is possible.
+ */
 static int find_blocking_rank(const mls_shm *g, wait_condition w)
 {
     int peer = MLS_SHM_NO_RANK;
@@ -131,7 +135,8 @@ static bool is_dead(const mls_shm *g, size_t rank)
 /* ---- failing ---- */
 
 /* Write to `text` (`room` bytes) how far rank `rank` is, for the message of this rank,
- * which waited in vain for it in the operation `kind`. */
+ * which waited in vain for it in the operation `kind`. A rank's `doing` is the number of
+ * its last operation, shifted by 8 bits, and the operation's kind. */
 static void describe_progress(const mls_shm *g, mls_shm_kind kind, size_t rank,
                               char *text, size_t room)
 {
@@ -175,10 +180,10 @@ static mls_code fail_on_timeout(mls_shm *g, const mls_shm_clock *clock, mls_shm_
     return break_group(g, kind, MLS_SHM_TIMEOUT, peer, more, st);
 }
 
-/* Check, while waiting for rank `peer` or working (-1) in the operation `kind`: is the
- * group broken, has the deadline passed while waiting, does the caller's `poll` want to
- * stop? `poll` is called at most every `nap` nanoseconds. MLS_E_PEER, MLS_E_STOPPED; the
- * last two break the group. */
+/* Check, while waiting for rank `peer` or working (MLS_SHM_NO_RANK) in the operation
+ * `kind`: is the group broken (MLS_E_PEER), has the deadline passed while waiting
+ * (MLS_E_PEER), does the caller's `poll` want to stop (MLS_E_STOPPED)? A passed deadline
+ * and a stop break the group. `poll` is called at most every `nap` nanoseconds. */
 static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
                                int peer, mls_status *st)
 {
@@ -203,9 +208,9 @@ static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind ki
 }
 
 /* Check whether rank `peer`, for which this rank waits, has left or died; that breaks the
- * group (MLS_E_PEER). Tests the lock before the state, because a leaving rank changes
- * them in the other order. Steps that it published before still count, so the condition
- * `w` is checked once more. */
+ * group (MLS_E_PEER). A rank that has not joined yet is waited for. Tests the lock before
+ * the state, because a leaving rank changes them in the other order. Steps that it
+ * published before still count, so the condition `w` is checked once more. */
 static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition w, int peer,
                             mls_status *st)
 {

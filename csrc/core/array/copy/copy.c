@@ -257,7 +257,8 @@ typedef struct part {
 } part;
 
 /* Return which of the `left` elements of a run to store next: all, or as many as the
- * trial has room for. `item` is the size of an element in bytes.
+ * trial has room for (`trial->left` bytes), and at most FRESH_PART bytes in fresh memory.
+ * `item` is the size of an element in bytes.
  *
  * Fresh memory is written from its end. The first store to a huge page makes the system
  * clear it in ascending order, so the end of the page is cached and the beginning is not.

@@ -3,7 +3,6 @@
  *
  * Processors with AVX-512 use these kernels too: on an AMD EPYC (family 25 model 17)
  * registers twice as wide took 0.92 to 1.08 times as long (bench_kernels.py).
- *
  */
 #include "array/copy/copy_kernels.h"
 
@@ -100,8 +99,9 @@ MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src, size_
 
 MLS_DEFINE_RUNS
 
-/* Copy through the cache, from the end, in whole vectors: see next_part in copy.c. memcpy
- * copies the rest at the start, and short copies. */
+/* Copy through the cache, from the end, in whole vectors: the system clears a fresh huge
+ * page in ascending order, so its end is cached (see next_part in copy.c). memcpy copies
+ * the rest at the start, and short copies. */
 MLS_INLINED void copy_by_loop(unsigned char *dst, const unsigned char *src, size_t bytes)
 {
     enum { SHORT = 2048, STEP = 4 * WIDTH };

@@ -58,7 +58,8 @@ static const uint32_t *convert_crcs(mls_index *x, const mls_stored *tensor, size
 }
 
 /* Append the tensors of file number `file` to `x->shards`: each is a whole tensor of
- * version 1. `*crcs_used` counts the used elements of `x->crcs`. MLS_E_FORMAT: a tensor
+ * version 1. An opaque tensor, whose dtype no array can have, is listed as one axis of
+ * its bytes. `*crcs_used` counts the used elements of `x->crcs`. MLS_E_FORMAT: a tensor
  * has too many dimensions. */
 static mls_code list_tensors(mls_index *x, size_t file, size_t *crcs_used, mls_status *st)
 {

@@ -325,7 +325,7 @@ static int compare_places(const void *a, const void *b)
 }
 
 /* Check that no path is listed twice. Pointers are sorted instead of the files, because
- * shards refer to files by their index. */
+ * shards refer to files by their index. MLS_E_FORMAT, MLS_E_MEMORY. */
 static mls_code check_files(const mls_index *x, mls_status *st)
 {
     const void **sorted = mls_alloc(x->file_count, sizeof *sorted);
@@ -369,8 +369,9 @@ static size_t list_places(const mls_index *x, shard_place *out)
     return count;
 }
 
-/* Check that no byte of a file belongs to two places. So reading all places reads at most
- * the size of the files. MLS_E_FORMAT names the later of two shards that overlap. */
+/* Check that no byte of a file belongs to two places (byte ranges in files that store
+ * shards). So reading all places reads at most the size of the files. MLS_E_FORMAT names
+ * the later of two shards that overlap. MLS_E_MEMORY. */
 static mls_code check_overlaps(const mls_index *x, mls_status *st)
 {
     const size_t count = list_places(x, NULL);

@@ -57,8 +57,8 @@ mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
     return w;
 }
 
-/* Add the name of the item's tensor to the error in the status.
- * Returns the error's code. */
+/* Add the name of the item's tensor to the error in the status. Returns the error's
+ * code. */
 static mls_code name_tensor(const mls_load_item *w, mls_status *st)
 {
     const mls_str name = w->tensor->facts->id.name;
@@ -96,7 +96,8 @@ static mls_code set_shapes(const mls_load_item *w, const char *have, const char 
     return name_tensor(w, st);
 }
 
-/* Check that the stored tensor has the shape of the target's whole tensor. */
+/* Check that the stored tensor has the shape of the target's whole tensor: `rank`
+ * dimensions `shape`. MLS_E_SHAPE. */
 mls_code mls_load_item_check_full(const mls_load_item *w, int rank, const size_t *shape,
                                   mls_status *st)
 {
@@ -140,7 +141,8 @@ mls_code mls_load_item_run(mls_load_item *w, int64_t begin, int64_t end, mls_sta
     return MLS_OK;
 }
 
-/* Check that the target has dtype and shape of the part to load. */
+/* Check that the target has dtype and shape of the part to load; MLS_E_SHAPE if either
+ * differs. */
 mls_code mls_load_item_check_target(const mls_load_item *w, const mls_tensor *target,
                                     mls_status *st)
 {

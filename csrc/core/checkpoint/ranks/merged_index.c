@@ -69,7 +69,7 @@ static int compare_listed(const void *a, const void *b)
 /* Check that indexes that share a file agree on its size and checksum, and that their
  * shards together fit the file. `files`, `count` of them, are sorted by path. Shards of
  * one index do not overlap, but several indexes could claim the same bytes, and so claim
- * more data than the files contain. */
+ * more data than the files contain. MLS_E_FORMAT. */
 static mls_code check_sharing(const listed *files, size_t count, mls_status *st)
 {
     uint64_t used = 0;
@@ -89,7 +89,7 @@ static mls_code check_sharing(const listed *files, size_t count, mls_status *st)
 }
 
 /* Check that the `count` indexes agree on the files that they share. Each index was
- * checked for itself when it was parsed. */
+ * checked for itself when it was parsed. MLS_E_FORMAT: they disagree; MLS_E_MEMORY. */
 static mls_code check_files(const mls_index *const *indexes, size_t count, mls_status *st)
 {
     size_t total = 0, first = 0;
@@ -250,12 +250,12 @@ static mls_code check_missing(const mls_merged_index *merged,
 }
 
 typedef struct listing {
-    const mls_merged_index_shard *from;
-    const mls_part *part; /* part of the shard */
-    const mls_part *to;
+    const mls_merged_index_shard *from; /* the current shard */
+    const mls_part *part;               /* part of the shard */
+    const mls_part *to;                 /* the requested part, packed at `data` */
     unsigned char *data;
-    mls_read_scratch room;
-    size_t count;
+    mls_read_scratch room; /* arrays of the result */
+    size_t count;          /* places listed so far */
 } listing;
 
 /* Append a stored place of the current shard and the piece that reads it; `place` NULL:

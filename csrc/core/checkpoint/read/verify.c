@@ -98,7 +98,8 @@ static bool has_failed(verifier *v)
 }
 
 /* Append a copy of `problem`; the caller holds the lock. The list is limited: an empty
- * pool would otherwise produce a problem for each of a million files. */
+ * pool would otherwise produce a problem for each of a million files. If memory runs out,
+ * the verification fails (`v->code`). */
 static void append_problem(verifier *v, const mls_problem *problem)
 {
     mls_problems *problems = &v->report;
@@ -349,8 +350,8 @@ static void add_altered(verifier *v, const spot *s, size_t file, uint64_t offset
 }
 
 /* Read the block that starts at byte `start` of place `number` in the open file `fd`,
- * compare its checksum, and add a problem if it differs. A block is the smallest range
- * that a checksum can identify as damaged. `buffer` has STEP bytes. */
+ * compare its checksum, and add a problem if it differs or cannot be read. A block is the
+ * smallest range that a checksum can identify as damaged. `buffer` has STEP bytes. */
 static void verify_block(verifier *v, int fd, size_t number, size_t start,
                          unsigned char *buffer)
 {

@@ -62,8 +62,9 @@ bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text)
 #    pragma GCC optimize("O3")
 #endif
 
-/* Move byte b of each of `count` elements at `from` to plane b of `to`, or back. `item`,
- * the bytes of an element, and `back` are constants at each call. */
+/* Move byte b of each of `count` elements at `from` to plane b of `to`, `count` adjacent
+ * bytes, or back. `item`, the bytes of an element, and `back` are constants at each
+ * call. */
 static inline void move_items(const unsigned char *restrict from, size_t count,
                               size_t item, bool back, unsigned char *restrict to)
 {
@@ -204,9 +205,9 @@ static mls_code load_blocks(mls_compressed_frame_room *room, const mls_coded *co
     return MLS_OK;
 }
 
-/* Read bytes `begin` .. `end` of the place's compressed bytes; `*out` points to them in
- * the buffer, until the next call. With verification whole blocks are read, and kept for
- * the next frame. */
+/* Read bytes `begin` .. `end` of the compressed bytes `coded`; `*out` points to them in
+ * the buffer, until the next call. With verification (`coded->crc` is not NULL) whole
+ * blocks are read, and kept for the next frame. */
 static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_coded *coded,
                                  size_t begin, size_t end, const unsigned char **out,
                                  mls_status *st)
@@ -225,7 +226,8 @@ static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_code
 
 /* Read and decompress frame `number`, counted from 0. A frame whose stored length equals
  * its uncompressed length is stored uncompressed and not shuffled. MLS_E_VALUE: there is
- * no decoder. */
+ * no decoder; other errors of reading, of a damaged block and of the codec, see the
+ * header. After an error `*data` is not valid. */
 mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
                                    const mls_coded *coded, size_t number,
                                    const unsigned char **data, mls_status *st)

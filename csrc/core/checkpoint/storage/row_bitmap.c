@@ -70,8 +70,9 @@ static size_t mark_row(unsigned char *bits, size_t row)
 }
 
 /* Set the bit of each row of `now` that differs from `before`, or from zeros if that is
- * NULL, and return the number of newly set bits. The first and last row may be incomplete
- * here: other threads may process the rest of them. */
+ * NULL, and return the number of newly set bits. Both have elements `first` .. `first +
+ * count` of the shard. The first and last row may be incomplete here: other threads may
+ * process the rest of them. */
 static size_t mark_rows(const mls_row_cut *rows, unsigned char *bits, size_t first,
                         size_t count, const unsigned char *now,
                         const unsigned char *before)

@@ -239,8 +239,9 @@ static void round_to_frames(const mls_compressed_frames *frames, size_t *begin,
 }
 
 /* Add up the bytes that reading `to` loads from the place's file: whole blocks if it is
- * verified, whole frames if it is compressed. Runs are ascending, so one pass finds both
- * ends, and a block or frame that two runs share is counted once. */
+ * verified, whole frames if it is compressed. All members are 0 if nothing is requested,
+ * or if the place exceeds its file. Runs are ascending, so one pass finds both ends, and
+ * a block or frame that two runs share is counted once. */
 mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_part *to,
                                      bool verify)
 {

@@ -26,11 +26,11 @@ typedef struct writing {
     const mls_parts_job *job;
     const mls_placed_item *placed;
     part_file *file;
-    uint64_t offset; /* of the tensor's first byte in the file */
-    uint32_t *crcs;  /* of the tensor's blocks */
-    size_t item_bytes;
-    size_t bytes; /* of the whole tensor */
-    size_t unreported;
+    uint64_t offset;     /* of the tensor's first byte in the file */
+    uint32_t *crcs;      /* of the tensor's blocks */
+    size_t item_bytes;   /* of an element in the file */
+    size_t bytes;        /* of the whole tensor in the file */
+    size_t unreported;   /* bytes written, but not yet reported as progress */
     size_t end;          /* end of the last bytes of the tensor that were written */
     uint32_t share;      /* of the checksum of the bytes up to `end` in their block */
     uint64_t zero_count; /* mls_crc_zeros(zero_count) is `zeros`: runs repeat lengths */
@@ -239,8 +239,8 @@ static mls_code write_file(const mls_parts_job *job, const mls_placed_item *item
 }
 
 /* Return whether the file, block and result numbers of an item are within the job's
- * arrays, and its offset is not negative. The caller's numbers are signed and
- * unchecked. */
+ * arrays (its tensor's last block too), and its offset is not negative. The caller's
+ * numbers are signed and unchecked. */
 static bool is_inside(const mls_parts_job *job, const mls_placed_item *placed)
 {
     const mls_shard_item *item = placed->item;

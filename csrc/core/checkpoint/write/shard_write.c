@@ -124,14 +124,15 @@ static void free_buffers(writer *w)
 
 /* ---- one file's bytes ---- */
 
+/* The bytes of one task on their way to its file. */
 typedef struct sink {
     writer *w;
     output *out;
     mls_status *st;
-    unsigned char *buffer;
-    size_t used;
-    uint64_t offset;
-    bool silent; /* progress was already reported */
+    unsigned char *buffer; /* MLS_WRITE_BUFFER bytes */
+    size_t used;           /* bytes in the buffer */
+    uint64_t offset;       /* of the buffer's first byte in the file */
+    bool silent;           /* progress was already reported */
 } sink;
 
 /* Report `bytes` finished bytes, unless the sink is silent. MLS_E_STOPPED: the callback
@@ -299,7 +300,7 @@ static const char *folder_name(int number)
 
 /* Open the folders of all sections and of indexes into `w->folders`; the one of states
  * may be missing (-1). A symbolic link is refused: it may lead to another checkpoint. An
- * open descriptor keeps referring to the same folder, even after a rename. */
+ * open descriptor keeps referring to the same folder, even after a rename. MLS_E_IO. */
 static mls_code open_folders(writer *w, mls_status *st)
 {
     for (int i = 0; i < FOLDER_COUNT; i++) {
@@ -397,7 +398,8 @@ static mls_code check_new_name(const writer *w, const char *path, mls_status *st
 }
 
 /* Lay out one file, create it under its temporary name, and reserve its space. `created`
- * is set as soon as there is a file to delete. A large file gets O_DIRECT if possible. */
+ * is set as soon as there is a file to delete. A large file gets O_DIRECT if possible.
+ * MLS_E_IO, MLS_E_SIZE, MLS_E_MEMORY; `out->fd` may be open then. */
 static mls_code open_output(writer *w, output *out, mls_status *st)
 {
     if (mls_write_plan_lay_out(&w->plan, out->planned, st) != MLS_OK ||
@@ -491,9 +493,10 @@ static mls_code finish_output(sink *s)
 /* ---- tasks ---- */
 
 /* Write the bytes of task `t`: a whole file, or `t->bytes` from byte `t->start` on of a
- * file with one tensor. `buffer` is memory that no other task uses. The last task of a
- * file completes the file; the lock around the counter makes the other tasks' checksums
- * visible to it. */
+ * file with one tensor. A shard with frames is compressed first; if it does not shrink
+ * enough, it is written uncompressed. `buffer` (MLS_WRITE_BUFFER bytes) is memory that
+ * no other task uses. The last task of a file completes the file; the lock around the
+ * counter makes the other tasks' checksums visible to it. */
 static mls_code run_task(writer *w, const task *t, unsigned char *buffer, mls_status *st)
 {
     output *out = &w->outputs[t->file];

@@ -53,7 +53,8 @@ static size_t dims_of(const mls_shard_item *item)
 }
 
 /* Allocate everything whose size follows from the items. The sums cannot overflow, since
- * they are smaller than the items in memory. */
+ * they are smaller than the items in memory. MLS_E_SHAPE: an item has too many
+ * dimensions; MLS_E_MEMORY. After an error the caller frees the arrays. */
 static mls_code allocate(mls_write_plan *plan, mls_status *st)
 {
     const mls_shard_job *job = plan->job;
@@ -80,9 +81,9 @@ static mls_code allocate(mls_write_plan *plan, mls_status *st)
                : MLS_OK;
 }
 
-/* Fill in `shard` and `planned` from an item; `dims` receives the shape of its part.
- * Layout and shape are validated here, once, for all later steps.
- * Errors name the tensor. */
+/* Fill in `shard` and `planned` from an item; `dims` receives the shape of its part, and
+ * has room for dims_of(item). Layout and shape are validated here, once, for all later
+ * steps. Errors of mls_layout_part, or MLS_E_SIZE; they name the tensor. */
 static mls_code describe_shard(const mls_shard_item *item, mls_index_shard *shard,
                                mls_planned *planned, size_t *dims, mls_status *st)
 {
