@@ -1,5 +1,8 @@
 /* chain: checks of a chain, and the simulation of its schedules.
  *
+ * Activation i is the input of block i, so activation i + 1 is its output. Saved i is
+ * everything that block i keeps for its backward pass, its output included.
+ *
  * The simulator is independent of the planners. It keeps one byte for each activation and
  * for each saved block, and checks every rule at every step.
  */

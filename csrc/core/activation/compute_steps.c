@@ -1,4 +1,8 @@
 /* compute_steps: removes the drops of a schedule, and adds them again in the best places.
+ *
+ * Activation i is the input of block i, so activation i + 1 is its output. Saved i is
+ * everything that block i keeps for its backward pass, its output included. A drop frees
+ * an activation that has its own memory.
  */
 #include "activation/compute_steps.h"
 

@@ -1,7 +1,8 @@
 /* layer_map: a hash table from layer names to data about layers.
  *
  * Open addressing with linear probing, at most half full. A slot stores half of the hash,
- * so most probes of other layers do not read the layer.
+ * so most probes of other layers do not read the layer. It also stores the number of the
+ * layer, counted from 1; 0 means empty.
  */
 #include "activation/layer_map.h"
 

@@ -4,8 +4,10 @@
  * from these. Otherwise each rank sends every peer that peer's share through the slots,
  * in a range for each peer, and sums its own share in rank order.
  *
- * Writer and reader advance equal cursors over equal counts, so they agree on the
- * contents of a range without a description in the slot.
+ * A segment is one array of the call; its elements are divided into one share for each
+ * rank, in rank order. In each step a rank fills one slot, and then reads (drains) the
+ * slots of all ranks. Writer and reader advance equal cursors over equal counts, so they
+ * agree on the contents of a range without a description in the slot.
  */
 #include "collectives/shm_protocol.h"
 

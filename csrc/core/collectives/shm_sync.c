@@ -1,10 +1,13 @@
 /* shm_sync: the steps of an operation, and how ranks wait for each other.
  *
- * A rank fills slots while some are free, and reads as soon as all have published, so
- * both sides of a copy work at the same time. Only the first step of an operation is
- * taken alone: when all ranks have published it, each compares the calls of the others.
- * All ranks reach the same result, and none has published more. After a mismatch they are
- * still at the same step, and the group stays usable.
+ * In a step each rank fills one slot of its ring and publishes it, and then reads
+ * (drains) the slots of the others and counts them as consumed. In a direct operation the
+ * slots contain addresses, and threads access each other's arrays. A rank fills slots
+ * while some are free, and reads as soon as all have published, so both sides of a copy
+ * work at the same time. Only the first step of an operation is taken alone: when all
+ * ranks have published it, each compares the calls of the others. All ranks reach the
+ * same result, and none has published more. After a mismatch they are still at the same
+ * step, and the group stays usable.
  */
 #include "collectives/shm_protocol.h"
 

@@ -1,4 +1,7 @@
-/* delta: checks of deltas, and growth and width of their streams. */
+/* delta: checks of deltas, and growth and width of their streams.
+ *
+ * A gap is the number of unchanged elements before a changed one. It has units of 1 or 2
+ * bytes; the greatest unit, an escape, is continued by the next, any other ends a gap. */
 #include "follow/delta_kernels.h"
 #include "follow/delta_streams.h"
 

@@ -5,7 +5,9 @@
  * the whole run. Otherwise the run passes through a stack buffer in chunks: gather, swap
  * bytes, convert, scatter.
  *
- * Elements may be moved in any order, since the two views do not overlap.
+ * Large results are stored part by part: a part may be a trial, which is timed to choose
+ * between stores through the cache and past it (cpu_store_choice.h). Elements may be
+ * moved in any order, since the two views do not overlap.
  */
 #include "array/copy/copy.h"
 

@@ -1,4 +1,8 @@
-/* file_checksums: the tensors of an index borrow nothing from the records. */
+/* file_checksums: the tensors of an index borrow nothing from the records.
+ *
+ * A record divides its file into parts: the header, with its length field, and each
+ * tensor. A part has a checksum for each block, MLS_SAFETENSORS_BLOCK bytes; its last
+ * block may be shorter. */
 #include "checkpoint/index/file_checksums.h"
 
 #include "base/memory.h"

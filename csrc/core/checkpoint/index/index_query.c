@@ -1,6 +1,8 @@
 /* index_query: queries on one index, and checks across all of its shards.
  *
- * The checks sort first: equal shards and overlapping places are then neighbours. */
+ * A place is a byte range of a file that stores a shard or one of its layers: a plain
+ * shard has one place, any other shard one for each layer. The checks sort first: equal
+ * shards and overlapping places are then neighbours. */
 #include "checkpoint/index/index.h"
 
 #include "base/memory.h"
@@ -369,9 +371,9 @@ static size_t list_places(const mls_index *x, shard_place *out)
     return count;
 }
 
-/* Check that no byte of a file belongs to two places (byte ranges in files that store
- * shards). So reading all places reads at most the size of the files. MLS_E_FORMAT names
- * the later of two shards that overlap. MLS_E_MEMORY. */
+/* Check that no byte of a file belongs to two places. So reading all places reads at most
+ * the size of the files. MLS_E_FORMAT names the later of two shards that overlap.
+ * MLS_E_MEMORY. */
 static mls_code check_overlaps(const mls_index *x, mls_status *st)
 {
     const size_t count = list_places(x, NULL);

@@ -3,6 +3,10 @@
  * The order of members and the form of numbers are fixed, so that an index has the same
  * bytes on every machine.
  *
+ * The text has tables of files, kinds, shards and layers. A kind is the set of properties
+ * that many shards share. The table of layers has a row for each place, a byte range of a
+ * file: one for a plain shard, else one for each layer of the shard.
+ *
  * Nothing is checked here: index.h lists the caller's duties. */
 #include "checkpoint/index/index.h"
 

@@ -1,4 +1,8 @@
-/* load_plan: choose parts, look them up in the merged index, set destinations. */
+/* load_plan: choose parts, look them up in the merged index, set destinations.
+ *
+ * A part is what a rank needs of a tensor: a box or a flat range of its elements. A place
+ * is a byte range of a file that stores a shard or one of its layers, or the zeros of a
+ * shard that are not stored. A piece is what the part needs of one place. */
 #include "checkpoint/ranks/load_plan.h"
 
 #include "base/memory.h"

@@ -2,6 +2,10 @@
  *
  * The merged index stores pointers only; all data stays in the parsed indexes. Any rank
  * may have stored any part of any tensor, so shards are matched by sorting all of them.
+ *
+ * A place is a byte range of a file that stores a shard or one of its layers, or the
+ * zeros of a shard that are not stored. A piece is what a requested part needs of one
+ * place.
  */
 #include "checkpoint/ranks/merged_index.h"
 

@@ -1,5 +1,10 @@
 /* shard_read: execute the tasks of a read plan (read_plan.h).
  *
+ * A place is a byte range of a file that stores a shard or one of its layers, or zeros
+ * that are not stored. A piece is what a requested part of the tensor needs of one place.
+ * A span is a byte range of a piece's place, and a task is some neighbouring spans. A run
+ * is contiguous in the place and in the destination. A block is the unit of checksums.
+ *
  * Each byte takes the shortest path. A long run is read from the system's cache directly
  * into its destination. Small shards that are adjacent in a file are read directly too,
  * several in one call. Short runs of a shard with small gaps are read together into a

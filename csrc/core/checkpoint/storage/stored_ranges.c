@@ -1,5 +1,10 @@
 /* stored_ranges: iterate over runs of stored bytes.
  *
+ * A place is a byte range of a file that stores a shard or one of its layers, or the
+ * zeros of a shard that are not stored. The visible ranges of a layer are its elements
+ * that no later layer stores. A run is contiguous in the place and in the packed
+ * requested part.
+ *
  * If a place stores the whole shard, the runs are the intersection of shard and requested
  * part. If it is a layer, these runs are intersected with the layer's visible ranges.
  * Both sequences skip ahead: visible ranges by binary search, runs by restarting the

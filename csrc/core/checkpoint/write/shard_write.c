@@ -7,7 +7,10 @@
  * header, which makes the file valid, and renames it.
  *
  * Many files are made durable with one syncfs (each fsync would commit the file system's
- * journal), few files with one fsync each. */
+ * journal), few files with one fsync each.
+ *
+ * A block is the unit of checksums of a tensor in a file. A layer stores some rows of a
+ * shard, or its compressed elements; other shards are stored plain. */
 #include "checkpoint/write/shard_write.h"
 
 #include "base/memory.h"

@@ -5,7 +5,10 @@
  * is written uncompressed.
  *
  * The compressed length, and so the offset of the next tensor, is only known at the end.
- * So a compressed shard has its own file, which one thread compresses and writes. */
+ * So a compressed shard has its own file, which one thread compresses and writes.
+ *
+ * A frame is 1 MiB of elements, compressed independently. A shard's frames belong to its
+ * new layer: all of its elements, or only the rows that this save writes. */
 #include "checkpoint/write/write_plan.h"
 
 #include "base/memory.h"

@@ -1,5 +1,9 @@
 /* write_plan: sort items, match them with the committed shards, and assign files.
  *
+ * A place is a byte range of a file that stores a shard or one of its layers. A plain
+ * shard has one place; any other has layers, the newest of which hides the elements that
+ * it stores in older ones. A part is what the item stores of its tensor.
+ *
  * Items and the previous index have the same order, so one merge pass matches them. Small
  * shards share segments: files of limited size, so that several threads can write them,
  * and obsolete data can be dropped without rewriting much. */

@@ -7,7 +7,11 @@
  * the checksums of all bytes read are verified.
  *
  * If changed rows may become a new layer, reading continues to the end, or until too many
- * rows changed. */
+ * rows changed.
+ *
+ * A place is a byte range of a file that stores a committed shard or one of its layers.
+ * The elements of a layer are visible unless a later layer stores them too. A row is some
+ * consecutive elements, which are stored together; a block is the unit of checksums. */
 #include "checkpoint/write/write_plan.h"
 
 #include "base/memory.h"
