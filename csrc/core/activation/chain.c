@@ -120,7 +120,7 @@ static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
 }
 
 /* Checks the transfer rates, bytes per second: both or none (0), since every offload
- * needs a load. */
+ * needs a load. MLS_E_VALUE. */
 static mls_code check_rates(const mls_chain *c, mls_status *st)
 {
     const bool none = c->offload_rate == 0 && c->load_rate == 0;

@@ -54,8 +54,8 @@ static void fill_gather(void *context, unsigned char *slot)
     s->sent += s->g->shape.slot_bytes;
 }
 
-/* Copy one slot of each rank to its place in `out`. This rank's own bytes are copied from
- * its array, not through a slot. */
+/* Copy one slot of each rank to its place in `out`. This rank's own bytes are copied
+ * from its array, not through a slot. Cannot fail. */
 static mls_code drain_gather(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -87,7 +87,7 @@ static void publish_address(void *context, unsigned char *slot)
 }
 
 /* Copy the bytes of all ranks directly from their arrays, whose addresses are in the
- * slots, into `out` in rank order. */
+ * slots, into `out` in rank order. Cannot fail. */
 static mls_code read_gather(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -142,7 +142,7 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
 
 /* Copy this rank's share of the root's bytes to all ranks but the root, directly between
  * their arrays. The ranks divide the work, in whole cache lines, and the last one takes
- * the rest; otherwise only the root would copy. */
+ * the rest; otherwise only the root would copy. Cannot fail. */
 static mls_code copy_broadcast(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -280,9 +280,9 @@ static void copy_own(const exchange_state *s)
     mls_shm_copy(s->g, s->out + to, s->data + from, s->sizes[0][s->g->rank]);
 }
 
-/* Read one step of all peers. The first step has their sizes: they are compared, and this
- * rank's own bytes are copied. Later steps have up to `piece_bytes` bytes of each peer
- * for this rank. */
+/* Read one step of all peers. The first step has their sizes: they are compared, and
+ * this rank's own bytes are copied. Later steps have up to `piece_bytes` bytes of each
+ * peer for this rank. MLS_E_PEER: the sizes do not match. */
 static mls_code drain_exchange(void *context, uint64_t step, mls_status *st)
 {
     exchange_state *s = context;
@@ -390,7 +390,7 @@ static mls_code read_sizes(collect_state *s, uint64_t step, mls_status *st)
 }
 
 /* Copy one step of all ranks into the caller's buffers, if this rank receives; its own
- * bytes come from its array. */
+ * bytes come from its array. MLS_E_MEMORY: the caller has no buffers. */
 static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
 {
     collect_state *s = context;

@@ -172,8 +172,8 @@ static mls_code break_group(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size
     return mls_shm_failed_rank(g, kind, more, st);
 }
 
-/* Fails because the deadline passed while this rank waited for `peer`; breaks the
- * group. */
+/* Fails because the deadline passed while this rank waited for `peer`; breaks the group.
+ * Returns MLS_E_PEER. */
 static mls_code fail_on_timeout(mls_shm *g, const mls_shm_clock *clock, mls_shm_kind kind,
                                 size_t peer, mls_status *st)
 {
@@ -304,9 +304,10 @@ static void consume_step(mls_shm *g)
 }
 
 /* Read the next step of all ranks with `drain`, in a direct operation only if the group
- * is intact: otherwise the arrays of other ranks may be freed already. A rank that breaks
- * the group reads `direct` afterwards, and a rank that sets `direct` reads `broken`
- * afterwards, so at least one of them sees the other. */
+ * is intact: otherwise the arrays of other ranks may be freed already. A rank that
+ * breaks the group reads `direct` afterwards, and a rank that sets `direct` reads
+ * `broken` afterwards, so at least one of them sees the other. MLS_E_PEER: the group is
+ * broken; errors of `drain`. */
 static mls_code drain_slots(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
 {
     if (flow->drain == NULL || !flow->direct) {

@@ -165,7 +165,7 @@ static size_t find_part(const mls_file_checksums *r, const mls_index_shard *shar
 
 /* Check that each tensor that has bytes and a record is exactly one part of its record.
  * Nothing is changed, so that a failure leaves the index as it was. On failure `*failed`
- * is the number of the file. */
+ * is the number of the file. MLS_E_FORMAT. */
 static mls_code compare_tensors(const mls_index *x, const mls_file_checksums *records,
                                 size_t *failed, mls_status *st)
 {

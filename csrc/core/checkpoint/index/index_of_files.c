@@ -12,9 +12,9 @@
 #include <unistd.h>
 
 /* Read the header of the file `name` in `folder` into the next element of `x->headers`,
- * and append the file to `x->files`; both have room for it. The file is closed again. The
- * header is counted even if the file's size cannot be read, so that mls_index_fini frees
- * it. */
+ * and append the file to `x->files`; both have room for it. The file is closed again.
+ * The header is counted even if the file's size cannot be read, so that mls_index_fini
+ * frees it. Errors of mls_safetensors_open; MLS_E_IO, MLS_E_MEMORY. */
 static mls_code read_file(mls_index *x, const char *folder, const char *name,
                           const mls_crc_kernels *crc, mls_status *st)
 {

@@ -35,9 +35,9 @@ static bool is_tensor(const mls_layer *place)
     return place->row == 0 && place->frames == NULL;
 }
 
-/* Allocate room for every place that is in file number `file` (a place is one stored byte
- * range of a shard), and for their keys. `r->count` stays 0 until collect_places. The
- * caller frees the arrays, also after a failure. */
+/* Allocate room for every place that is in file number `file` (a place is one stored
+ * byte range of a shard), and for their keys. `r->count` stays 0 until collect_places.
+ * The caller frees the arrays, also after a failure. MLS_E_MEMORY. */
 static mls_code allocate_members(rebuild *r, const mls_index *index, size_t file,
                                  mls_status *st)
 {

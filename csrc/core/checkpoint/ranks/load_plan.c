@@ -187,8 +187,8 @@ static bool has_long_zeros(const mls_stored_shard *stored, size_t count)
 
 /* Compare the sizes of the files of the `count` places `stored`, in `folder`, with the
  * recorded sizes. Neighbours usually share a file, which is checked once: `*file` is the
- * path of the last checked file, and after a failure the one that differs. `links`: files
- * may be symbolic links. */
+ * path of the last checked file, and after a failure the one that differs. `links`:
+ * files may be symbolic links. Errors of mls_file_expect. */
 static mls_code check_files(const mls_stored_shard *stored, size_t count, int folder,
                             bool links, const char **file, mls_status *st)
 {

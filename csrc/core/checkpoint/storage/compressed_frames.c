@@ -156,8 +156,9 @@ mls_code mls_block_changed(uint64_t offset, size_t start, size_t length,
     return mls_status_got(st, "%08lx", (unsigned long)checksum);
 }
 
-/* Read block `block` of the compressed bytes into position `slot` (0 or 1) of the buffer,
- * and verify it. The last block may be shorter. */
+/* Read block `block` of the compressed bytes into position `slot` (0 or 1) of the
+ * buffer, and verify it. The last block may be shorter. MLS_E_CHECKSUM: it is damaged;
+ * errors of mls_source_read_at. */
 static mls_code read_block(const mls_compressed_frame_room *room, const mls_coded *coded,
                            size_t block, size_t slot, mls_status *st)
 {
@@ -178,7 +179,7 @@ static mls_code read_block(const mls_compressed_frame_room *room, const mls_code
 
 /* Make the buffer contain the verified blocks `first` to `last`, one or two, from its
  * start. Blocks that are in the buffer already are moved, not read again. After an error
- * the buffer counts as empty. */
+ * the buffer counts as empty. Errors as read_block. */
 static mls_code load_blocks(mls_compressed_frame_room *room, const mls_coded *coded,
                             size_t first, size_t last, mls_status *st)
 {
@@ -207,7 +208,7 @@ static mls_code load_blocks(mls_compressed_frame_room *room, const mls_coded *co
 
 /* Read bytes `begin` .. `end` of the compressed bytes `coded`; `*out` points to them in
  * the buffer, until the next call. With verification (`coded->crc` is not NULL) whole
- * blocks are read, and kept for the next frame. */
+ * blocks are read, and kept for the next frame. Errors as read_block. */
 static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_coded *coded,
                                  size_t begin, size_t end, const unsigned char **out,
                                  mls_status *st)

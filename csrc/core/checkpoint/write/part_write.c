@@ -159,7 +159,7 @@ static mls_code report(writing *w, size_t least, mls_status *st)
 
 /* Write bytes `at` .. `at + count` of the item to byte `to` of the tensor in the file.
  * Steps end at file offsets that are multiples of MLS_PART_STEP, and therefore of the
- * item size: the header aligns tensors to it. */
+ * item size: the header aligns tensors to it. MLS_E_IO, MLS_E_STOPPED. */
 static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_status *st)
 {
     while (count > 0) {

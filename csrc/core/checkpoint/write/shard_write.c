@@ -148,8 +148,8 @@ static mls_code report_progress(const sink *s, size_t bytes)
 }
 
 /* Write the first `bytes` bytes of the aligned buffer at the sink's offset. For direct
- * I/O the last block is padded with zeros. Some file systems accept O_DIRECT but fail the
- * write (EINVAL); it is then repeated without direct I/O. */
+ * I/O the last block is padded with zeros. Some file systems accept O_DIRECT but fail
+ * the write (EINVAL); it is then repeated without direct I/O. MLS_E_IO. */
 static mls_code write_aligned(sink *s, size_t bytes)
 {
     size_t length = bytes;
@@ -170,7 +170,8 @@ static mls_code write_aligned(sink *s, size_t bytes)
 }
 
 /* Write the used bytes of the buffer at the sink's offset, advance the offset, and empty
- * the buffer. Bytes are reported as done after the system call. */
+ * the buffer. Bytes are reported as done after the system call. MLS_E_IO,
+ * MLS_E_STOPPED. */
 static mls_code flush_buffer(sink *s)
 {
     mls_code code = s->used == 0 ? MLS_OK : write_aligned(s, s->used);
@@ -237,7 +238,7 @@ static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
 
 /* Append bytes `start` .. `end` of one tensor of the file to the sink, and compute the
  * checksums of its blocks. `start` is a block boundary, so each block and its checksum
- * belong to one task. */
+ * belong to one task. MLS_E_IO, MLS_E_STOPPED. */
 static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t start,
                            size_t end)
 {
@@ -272,7 +273,8 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
 }
 
 /* Append all compressed bytes `coded` of a tensor to the sink, and compute the checksum
- * of each block, in steps that end with a block or with the buffer. */
+ * of each block, in steps that end with a block or with the buffer. MLS_E_IO,
+ * MLS_E_STOPPED. */
 static mls_code put_compressed(sink *s, const mls_header_tensor *tensor,
                                const unsigned char *coded)
 {
@@ -369,7 +371,8 @@ static void remove_file(const writer *w, const char *path)
 
 /* Allocate disk space for the open file of `out`, if it has DIRECT_LEAST bytes or more,
  * so that a full disk is detected before writing, and several threads can write behind
- * the current end. File systems without that operation just let the file grow. */
+ * the current end. File systems without that operation just let the file grow.
+ * MLS_E_IO. */
 static mls_code reserve_space(const output *out, mls_status *st)
 {
 #if defined(__linux__)
@@ -429,7 +432,7 @@ static mls_code open_output(writer *w, output *out, mls_status *st)
 
 /* Open the file of `out` unless another task has opened it; other tasks wait meanwhile.
  * Files are opened late and closed early, so that even a hundred thousand files need few
- * descriptors. */
+ * descriptors. Errors of open_output. */
 static mls_code ensure_output(writer *w, output *out, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -442,7 +445,8 @@ static mls_code ensure_output(writer *w, output *out, mls_status *st)
 }
 
 /* Write the header, which makes the file valid, and record its checksum in the index. It
- * ends at the first tensor, at a multiple of the alignment, so it needs no padding. */
+ * ends at the first tensor, at a multiple of the alignment, so it needs no padding.
+ * MLS_E_IO. */
 static mls_code write_header(sink *s)
 {
     mls_header *header = &s->out->planned->header;
@@ -692,7 +696,7 @@ static bool can_sync_once(int folder)
 }
 
 /* Sync the whole file system with syncfs, or else the folders: files that are synced
- * separately were synced when they were written. */
+ * separately were synced when they were written. MLS_E_IO. */
 static mls_code make_durable(const writer *w, mls_status *st)
 {
 #if defined(__linux__)
@@ -719,7 +723,8 @@ static mls_code make_durable(const writer *w, mls_status *st)
 /* ---- the index ---- */
 
 /* Write `text`, the index, to a temporary file, and rename it to `path`. It is synced
- * here only if files are synced separately. On failure the temporary file is deleted. */
+ * here only if files are synced separately. On failure the temporary file is deleted.
+ * MLS_E_IO. */
 static mls_code write_small(const writer *w, const char *path,
                             const mls_json_writer *text, mls_status *st)
 {

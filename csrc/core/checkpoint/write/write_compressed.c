@@ -242,10 +242,10 @@ static mls_code report_progress(const mls_shard_job *job, size_t bytes, mls_stat
                : mls_fail(st, MLS_E_STOPPED, "stopped");
 }
 
-/* Compress the frames of a shard into `to` and set their `ends`; `*out` is the compressed
- * length. Stops as soon as the gain is too small, so that the output exceeds three
- * quarters by one frame at most. `room` has space for two frames. All bytes are reported
- * as done. */
+/* Compress the frames of a shard into `to` and set their `ends`; `*out` is the
+ * compressed length. Stops as soon as the gain is too small, so that the output exceeds
+ * three quarters by one frame at most. `room` has space for two frames. All bytes are
+ * reported as done. MLS_E_STOPPED; errors of the codec. */
 static mls_code encode_frames(const mls_write_plan *plan, mls_planned *planned,
                               unsigned char *room, unsigned char *to, size_t *out,
                               mls_status *st)

@@ -446,8 +446,8 @@ static mls_code keep_shard(mls_write_plan *plan, size_t number, file_use *uses,
     return MLS_OK;
 }
 
-/* Keep the stored bytes of all shards that can_keep allows. The others are written whole,
- * and lose their new layers. */
+/* Keep the stored bytes of all shards that can_keep allows. The others are written
+ * whole, and lose their new layers. MLS_E_MEMORY. */
 static mls_code keep_shards(mls_write_plan *plan, mls_status *st)
 {
     file_use *uses = NULL;
@@ -464,7 +464,8 @@ static mls_code keep_shards(mls_write_plan *plan, mls_status *st)
 }
 
 /* Allocate the new index's list of files: at most one for each written shard, plus the
- * previous files. Unused pages of the list are never touched, so they cost nothing. */
+ * previous files. Unused pages of the list are never touched, so they cost nothing.
+ * MLS_E_MEMORY. */
 static mls_code allocate_files(mls_write_plan *plan, mls_status *st)
 {
     const mls_index *before = plan->job->before;
@@ -572,8 +573,9 @@ static size_t next_file(const mls_write_plan *plan, const placing *placings, siz
 }
 
 /* Write the path of a new file, whose first shard is `first`, to `path`:
- * "params/layer.0.weight.3-8.<generation>-<rank>.safetensors", or "segment-12" instead of
- * tensor and part. No tensor's file can have that name, since it has no part. */
+ * "params/layer.0.weight.3-8.<generation>-<rank>.safetensors", or "segment-12" instead
+ * of tensor and part. No tensor's file can have that name, since it has no part.
+ * MLS_E_SIZE: the path is too long. */
 static mls_code name_file(const mls_write_plan *plan, const placing *first, char *path,
                           mls_status *st)
 {
