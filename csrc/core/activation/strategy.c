@@ -157,8 +157,9 @@ void mls_strategy_reset(mls_strategy *s, int64_t now)
 }
 
 /* Restores the counters of a pickled strategy. A pickle may be written by another
- * program: states that no sequence of decisions reaches are refused. `adjusted_at` is a
- * clock value (at most MLS_MAX_TICKS) less a difference of two (at most twice that), so
+ * program: states that no sequence of decisions reaches are refused (MLS_E_VALUE).
+ * `checkpointed` counts layers, `high` adjustments under high pressure. `adjusted_at` is
+ * a clock value (at most MLS_MAX_TICKS) less a difference of two (at most twice that), so
  * its magnitude is at most three times MLS_MAX_TICKS. */
 mls_code mls_strategy_restore(mls_strategy *s, int64_t checkpointed, int64_t interval,
                               int64_t adjusted_at, int64_t high, mls_status *st)

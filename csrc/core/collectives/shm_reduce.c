@@ -6,8 +6,9 @@
  *
  * A segment is one array of the call; its elements are divided into one share for each
  * rank, in rank order. In each step a rank fills one slot, and then reads (drains) the
- * slots of all ranks. Writer and reader advance equal cursors over equal counts, so they
- * agree on the contents of a range without a description in the slot.
+ * slots of all ranks for that step (`step`, its number in the group). Writer and reader
+ * advance equal cursors over equal counts, so they agree on the contents of a range
+ * without a description in the slot.
  */
 #include "collectives/shm_protocol.h"
 

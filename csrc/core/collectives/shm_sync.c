@@ -391,7 +391,7 @@ static mls_code compare_records(const mls_shm *g, mls_status *st)
     return MLS_OK;
 }
 
-/* Refuse an operation in a forked child, and in a broken group. MLS_E_PEER. */
+/* Refuse the operation `kind` in a forked child, and in a broken group. MLS_E_PEER. */
 static mls_code check_usable(mls_shm *g, mls_shm_kind kind, mls_status *st)
 {
     const char *name = mls_shm_kind_name(kind);

@@ -236,8 +236,9 @@ static copier copier_for(const mls_kernels *kernels, const mls_tensor *dst,
 }
 
 /* Begin to store the elements of `dst` in runs of `count` adjacent ones; `count` is 0 if
- * kernels do not store them. Returns the kind of store, and the trial that measures it if
- * there is one. Short runs use plain stores. */
+ * kernels do not store them. `operation` is measured on its own, and `destination`
+ * describes the whole result. Returns the kind of store, and the trial that measures it
+ * if there is one. Short runs use plain stores. */
 static mls_store_trial begin_runs(const mls_kernels *kernels,
                                   mls_store_operation operation, const mls_tensor *dst,
                                   size_t count, mls_destination destination)

@@ -233,8 +233,9 @@ MLS_INLINED void pad_rows_by(unsigned char *to, const unsigned char *from,
     }
 }
 
-/* Copy and pad rows with the kind of store `how`. A fence ends stores that bypass the
- * cache. */
+/* Copy `rows` rows of `used` bytes, which start `src_step` bytes apart, and fill each up
+ * to `row` bytes with the pattern, with the kind of store `how`. A fence ends stores that
+ * bypass the cache. */
 MLS_TARGET static void pad_rows(void *dst, const void *src, size_t src_step, size_t used,
                                 size_t row, size_t rows, uint64_t pattern, mls_store how)
 {

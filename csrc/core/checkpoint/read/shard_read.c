@@ -442,8 +442,8 @@ static void fill_zeros(read_worker *w, run_reader *r)
  * If several spans fail, the first one in the order of the pieces is reported,
  * independent of the number of threads. So spans before a failed one are still read. */
 
-/* Record the failure `st` of span `s`, unless an earlier span failed or the read was
- * stopped. The earliest span in the caller's order is reported. */
+/* Record the failure `st` of span `s` in the shared state, unless an earlier span failed
+ * or the read was stopped. The earliest span in the caller's order is reported. */
 static void record_failure(read_state *shared, const mls_read_span *s,
                            const mls_status *st)
 {
