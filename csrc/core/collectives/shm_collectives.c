@@ -3,9 +3,9 @@
  *
  * Threads publish the addresses of large arrays and copy directly. Otherwise data moves
  * through the slots: in each step a rank fills one slot, and then reads (drains) the
- * slots of that step of all ranks. If a rank sends different bytes to each peer, its slot
- * is divided into one range for each peer; otherwise all ranks read the whole slot. A
- * rank's own bytes never pass through a slot.
+ * slots of all ranks for that step (`step`, its number in the group). If a rank sends
+ * different bytes to each peer, its slot is divided into one range for each peer;
+ * otherwise all ranks read the whole slot. A rank's own bytes never pass through a slot.
  */
 #include "collectives/shm_protocol.h"
 

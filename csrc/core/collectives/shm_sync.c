@@ -250,9 +250,9 @@ static bool spin_until_ready(const mls_shm *g, wait_condition w)
 }
 
 /* Wait until no rank blocks the condition `w`: first spin, then sleep on this rank's
- * bell, in short naps between which deadline, caller and blocking rank are checked.
- * `sleeping` is set before the condition is tested once more, so that no wake-up is lost.
- * MLS_E_PEER, MLS_E_STOPPED. */
+ * bell, in short naps between which deadline (`clock`), caller and blocking rank are
+ * checked. `sleeping` is set before the condition is tested once more, so that no wake-up
+ * is lost. MLS_E_PEER, MLS_E_STOPPED. */
 static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
                          wait_condition w, mls_status *st)
 {

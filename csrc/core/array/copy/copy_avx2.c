@@ -197,10 +197,10 @@ MLS_INLINED void put_small(unsigned char *to, __m128i value, bool streams)
     }
 }
 
-/* The kernel pad_rows (see copy.h) with stores past the cache if `streams`, without their
- * fence. Vectors of 16 bytes, because arrays of NumPy are aligned to no more; through the
- * cache, unaligned larger ones are faster. The vector with the end of the copied bytes is
- * assembled on the stack. */
+/* The kernel pad_rows (see below, and copy.h) with stores past the cache if `streams`,
+ * without their fence. `to` has the rows without gaps. Vectors of 16 bytes, because
+ * arrays of NumPy are aligned to no more; through the cache, unaligned larger ones are
+ * faster. The vector with the end of the copied bytes is assembled on the stack. */
 MLS_INLINED void pad_rows_by(unsigned char *to, const unsigned char *from,
                              size_t src_step, size_t used, size_t row, size_t rows,
                              uint64_t pattern, bool streams)

@@ -396,9 +396,9 @@ static size_t count_adjacent(const verifier *v, size_t first, size_t most, size_
     return count;
 }
 
-/* Verify `count` adjacent places from `first` on, of `bytes` bytes in total, with one
- * read into `buffer`; none is longer than a block. Returns false if the read failed; the
- * caller then reads each place alone. */
+/* Verify `count` adjacent places of the open file `fd` from `first` on, of `bytes` bytes
+ * in total, with one read into `buffer`; none is longer than a block. Returns false if
+ * the read failed; the caller then reads each place alone. */
 static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, size_t bytes,
                             unsigned char *buffer)
 {
@@ -421,8 +421,8 @@ static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, siz
     return true;
 }
 
-/* Verify place `number` from byte `start` on: all of it, or PART bytes. Stops if
- * verification has failed. `buffer` has STEP bytes. */
+/* Verify place `number` in the open file `fd` from byte `start` on: all of it, or at
+ * most PART bytes. Stops if verification has failed. `buffer` has STEP bytes. */
 static void verify_place(verifier *v, int fd, size_t number, size_t start,
                          unsigned char *buffer)
 {

@@ -111,8 +111,8 @@ size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_
                : mark_rows(rows, bits, first, count, now, before);
 }
 
-/* Return the first row in `row` .. `end` whose bit equals `set`, or `end`. Skips eight
- * rows at a time. */
+/* Return the first row in `row` .. `end` whose bit in `bits` equals `set`, or `end`.
+ * Skips eight rows at a time. */
 static size_t find_row(const unsigned char *bits, size_t row, size_t end, bool set)
 {
     const unsigned char none = set ? 0 : UINT8_MAX;
