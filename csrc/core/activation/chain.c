@@ -1,5 +1,8 @@
 /* chain: checks of a chain, and the simulation of its schedules.
  *
+ * Activation i is the input of block i, so activation i + 1 is its output. Saved i is
+ * everything that block i keeps for its backward pass, its output included.
+ *
  * The simulator is independent of the planners. It keeps one byte for each activation and
  * for each saved block, and checks every rule at every step.
  */
@@ -68,7 +71,8 @@ static mls_code check_bytes(const char *name, const int64_t *bytes, size_t count
 }
 
 /* Checks all arrays of bytes (with their Python names for messages), and the relations
- * between them. */
+ * between them. MLS_E_VALUE: an entry is below its limit; MLS_E_SIZE: all bytes together
+ * exceed 62 bits. */
 static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
 {
     const size_t n = c->blocks;
@@ -116,7 +120,7 @@ static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
 }
 
 /* Checks the transfer rates, bytes per second: both or none (0), since every offload
- * needs a load. */
+ * needs a load. MLS_E_VALUE. */
 static mls_code check_rates(const mls_chain *c, mls_status *st)
 {
     const bool none = c->offload_rate == 0 && c->load_rate == 0;
@@ -132,7 +136,8 @@ static mls_code check_rates(const mls_chain *c, mls_status *st)
 }
 
 /* Checks all numbers of a chain. No planner's schedule runs a block more often than there
- * are blocks, so with the last check no schedule's time overflows. */
+ * are blocks, so with the last check, which allows for one run more, no schedule's time
+ * overflows. */
 mls_code mls_chain_check(const mls_chain *c, mls_status *st)
 {
     if (c->blocks == 0 || c->blocks > MLS_CHAIN_MAX_BLOCKS) {
@@ -186,7 +191,8 @@ typedef struct machine {
     const mls_chain *chain;
     unsigned char *alone; /* n + 1: activation k has its own memory */
     unsigned char *saved; /* n: NOWHERE, ON_DEVICE or ON_HOST */
-    size_t left;          /* remaining backward passes; gradient `left` is held */
+    size_t left;          /* remaining backward passes; gradient `left` is held, but none
+                             before the first of them */
     int64_t live_bytes;
     double seconds;
 } machine;

@@ -1,4 +1,8 @@
 /* compute_steps: removes the drops of a schedule, and adds them again in the best places.
+ *
+ * Activation i is the input of block i, so activation i + 1 is its output. Saved i is
+ * everything that block i keeps for its backward pass, its output included. A drop frees
+ * an activation that has its own memory.
  */
 #include "activation/compute_steps.h"
 
@@ -47,16 +51,18 @@ size_t mls_compute_steps_of(const mls_step *steps, size_t count, mls_compute_ste
 /* Location of saved i. */
 enum { NOWHERE, ON_DEVICE, ON_HOST };
 
-/* The needs of later steps. A single pass over the steps, from the last to the first,
- * finds the unused forwards and the last use of each activation. */
+/* The needs of the steps visited so far, which are later in the schedule. A single pass
+ * over the steps, from the last to the first, finds the unused forwards and the last use
+ * of each activation. */
 typedef struct demand {
     unsigned char *needed; /* n + 1: a later step needs activation k in its own memory */
-    unsigned char *saved;  /* n: location of saved i */
+    unsigned char *saved;  /* n: location of saved i before the step visited last */
 } demand;
 
 /* Undoes a step's effect on the demand, since steps are visited backwards: its output is
- * not needed before it. Sets `step->drops` for an offload whose activation no later step
- * needs. Returns false for a forward whose output no later step needs. */
+ * not needed before it, and saved i is where the step requires it (`default`: a backward
+ * pass). Sets `step->drops` for an offload whose activation no later step needs. Returns
+ * false for a forward whose output no later step needs. */
 static bool consume_output(demand *d, mls_compute_step *step)
 {
     const size_t i = (size_t)step->index;

@@ -1,7 +1,8 @@
 /* layer_map: a hash table from layer names to data about layers.
  *
  * Open addressing with linear probing, at most half full. A slot stores half of the hash,
- * so most probes of other layers do not read the layer.
+ * so most probes of other layers do not read the layer. It also stores the number of the
+ * layer, counted from 1; 0 means empty.
  */
 #include "activation/layer_map.h"
 
@@ -55,8 +56,8 @@ static bool is_layer(const mls_layer_map *table, const mls_table_layer *layer,
             same_bytes(table->text + layer->name_at, key->name.data, key->name.length));
 }
 
-/* Returns the slot of the layer, or the empty slot for it. The table must have
- * slots; half of them are empty. */
+/* Returns the slot of the layer with the name of `key`, or the empty slot for it. The
+ * table must have slots; half of them are empty. */
 static mls_layer_slot *slot_of(const mls_layer_map *table, const mls_layer_key *key)
 {
     const uint32_t hash = mix_hash(key->hash);
@@ -81,9 +82,9 @@ mls_table_layer *mls_layer_find(const mls_layer_map *table, const mls_layer_key 
     return number == 0 ? NULL : &table->layers[number - 1];
 }
 
-/* Replaces the table by one of `slot_count` slots and inserts all layers again. The
- * layers are distinct, so each takes its first empty slot without comparisons. Returns
- * false if memory runs out; nothing is changed then. */
+/* Replaces the table by one of `slot_count` slots, a power of two, and inserts all
+ * layers again. The layers are distinct, so each takes its first empty slot without
+ * comparisons. Returns false if memory runs out; nothing is changed then. */
 static bool grow_slots(mls_layer_map *table, size_t slot_count)
 {
     mls_layer_slot *slots = mls_alloc(slot_count, sizeof *slots);
@@ -104,8 +105,9 @@ static bool grow_slots(mls_layer_map *table, size_t slot_count)
     return true;
 }
 
-/* Ensures room for one more layer and its slot. Returns false if memory runs out. A
- * partial enlargement is kept on failure; it is harmless. */
+/* Ensures room for one more layer and its slot. `room` is a power of two (mls_grow), so
+ * the number of slots is one too. Returns false if memory runs out. A partial enlargement
+ * is kept on failure; it is harmless. */
 static bool reserve_layer(mls_layer_map *table)
 {
     mls_table_layer *layers =

@@ -119,8 +119,10 @@ int mls_decide_smart(mls_strategy *s, const mls_layer_question *q, mls_status *s
 
 /* ---- settings and state ---- */
 
-/* Initialises a strategy. `number` (NULL: none) must be above 0, `max_share` above 0 and
- * at most 1 as a float32. The two names are for messages; `now` is in ticks. */
+/* Initialises a strategy. `number` is the setting of a kind that has one, such as the
+ * interval (MLS_STRATEGY_KINDS; NULL: none); it must be above 0. `max_share` is the share
+ * of the memory above which the interval shrinks: above 0 and at most 1 as a float32. The
+ * two names are for messages; `now` is in ticks. */
 mls_code mls_strategy_init(mls_strategy *out, const int64_t *number,
                            const char *number_name, double max_share,
                            const char *share_name, int64_t now, mls_status *st)
@@ -155,7 +157,10 @@ void mls_strategy_reset(mls_strategy *s, int64_t now)
 }
 
 /* Restores the counters of a pickled strategy. A pickle may be written by another
- * program: states that no sequence of decisions reaches are refused. */
+ * program: states that no sequence of decisions reaches are refused (MLS_E_VALUE).
+ * `checkpointed` counts layers, `high` adjustments under high pressure. `adjusted_at` is
+ * a clock value (at most MLS_MAX_TICKS) less a difference of two (at most twice that), so
+ * its magnitude is at most three times MLS_MAX_TICKS. */
 mls_code mls_strategy_restore(mls_strategy *s, int64_t checkpointed, int64_t interval,
                               int64_t adjusted_at, int64_t high, mls_status *st)
 {

@@ -5,8 +5,8 @@
  */
 #include "base/address_ranges.h"
 
-/* Return the end of the run that starts at index `from`: ranges whose `low` does not
- * decrease. `from` may be `count`. */
+/* Return the end of the run of `spans` that starts at index `from`: ranges whose `low`
+ * does not decrease. `from` may be `count`. */
 static size_t run_end(const mls_address_range *spans, size_t from, size_t count)
 {
     size_t end = from < count ? from + 1 : count;

@@ -31,9 +31,10 @@ typedef enum mls_sharing {
 } mls_sharing;
 
 /* Find owners of the same memory. `sorted` has `count` ranges, sorted by `low`. Calls
- * compare(data, a, b) for each two owners whose ranges overlap, `a` being the one with
- * the lower or earlier range. Sets tied[owner] for each owner that a later one is tied
- * to. Returns false at the first mixed pair, and stores its owners in pair[0] and
+ * compare(data, a, b) for two owners whose ranges overlap, `a` being the one with the
+ * lower or earlier range. A tied pair ends the search for `a`: `b`, the same array, is
+ * compared with the rest. Sets tied[owner] for the smaller owner of each tied pair.
+ * Returns false at the first mixed pair, and stores its owners in pair[0] and
  * pair[1]. */
 bool mls_address_ranges_tied(const mls_address_range *sorted, size_t count,
                              mls_sharing (*compare)(const void *data, size_t a, size_t b),

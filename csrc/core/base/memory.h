@@ -27,7 +27,8 @@ void *mls_realloc(void *block, size_t count, size_t size);
 void *mls_double(void *block, size_t *room, size_t size);
 
 /* Return a block that holds the `count` elements of `block` and has room for one more:
- * mls_double is called if it is full. */
+ * mls_double is called if it is full (`count` equals `*room`). Returns NULL on failure;
+ * the old block and `*room` stay valid. */
 static inline void *mls_grow(void *block, size_t count, size_t *room, size_t size)
 {
     return count < *room ? block : mls_double(block, room, size);

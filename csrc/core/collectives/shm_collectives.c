@@ -2,9 +2,10 @@
  * shm_reduce.c has the sums.
  *
  * Threads publish the addresses of large arrays and copy directly. Otherwise data moves
- * through the slots. If a rank sends different bytes to each peer, its slot is divided
- * into one range for each peer; otherwise all ranks read the whole slot. A rank's own
- * bytes never pass through a slot.
+ * through the slots: in each step a rank fills one slot, and then reads (drains) the
+ * slots of all ranks for that step (`step`, its number in the group). If a rank sends
+ * different bytes to each peer, its slot is divided into one range for each peer;
+ * otherwise all ranks read the whole slot. A rank's own bytes never pass through a slot.
  */
 #include "collectives/shm_protocol.h"
 
@@ -23,9 +24,10 @@ mls_code mls_shm_barrier(mls_shm *g, const mls_shm_call *call, mls_status *st)
 
 /* ---- all_gather and broadcast ---- */
 
-/* State of a gather. `sent` and `read` are offsets that apply to the bytes of every
- * rank. A broadcast is a gather in which only the root has bytes; `data` and `out` are
- * the same there, so that nothing is written to the root's array. */
+/* State of a gather. `sizes` are the bytes of each rank, and `most` is the largest of
+ * them. `sent` and `read` are offsets that apply to the bytes of every rank. A broadcast
+ * is a gather in which only the root has bytes; `data` and `out` are the same there, so
+ * that nothing is written to the root's array. */
 typedef struct gather {
     mls_shm *g;
     const unsigned char *data;
@@ -52,8 +54,8 @@ static void fill_gather(void *context, unsigned char *slot)
     s->sent += s->g->shape.slot_bytes;
 }
 
-/* Copy one slot of each rank to its place in `out`. This rank's own bytes are copied from
- * its array, not through a slot. */
+/* Copy one slot of each rank to its place in `out`. This rank's own bytes are copied
+ * from its array, not through a slot. Cannot fail. */
 static mls_code drain_gather(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -85,7 +87,7 @@ static void publish_address(void *context, unsigned char *slot)
 }
 
 /* Copy the bytes of all ranks directly from their arrays, whose addresses are in the
- * slots, into `out` in rank order. */
+ * slots, into `out` in rank order. Cannot fail. */
 static mls_code read_gather(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -138,8 +140,9 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
     return mls_shm_run(g, &flow, call, st);
 }
 
-/* Copy this rank's share of the root's bytes to all other ranks, directly between their
- * arrays. The ranks divide the work; otherwise only the root would copy. */
+/* Copy this rank's share of the root's bytes to all ranks but the root, directly between
+ * their arrays. The ranks divide the work, in whole cache lines, and the last one takes
+ * the rest; otherwise only the root would copy. Cannot fail. */
 static mls_code copy_broadcast(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -202,8 +205,9 @@ mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
 
 /* ---- all_to_all ---- */
 
-/* Bytes for and from each rank, and progress. `most` is the largest transfer between two
- * different ranks. */
+/* Bytes for and from each rank, and progress: `sent` and `read` bytes of every transfer
+ * are done. `most` is the largest transfer between two different ranks. `began`: the
+ * sizes have been exchanged. */
 typedef struct exchange_state {
     mls_shm *g;
     const unsigned char *data;
@@ -276,9 +280,9 @@ static void copy_own(const exchange_state *s)
     mls_shm_copy(s->g, s->out + to, s->data + from, s->sizes[0][s->g->rank]);
 }
 
-/* Read one step of all peers. The first step has their sizes: they are compared, and this
- * rank's own bytes are copied. Later steps have up to `piece_bytes` bytes of each peer
- * for this rank. */
+/* Read one step of all peers. The first step has their sizes: they are compared, and
+ * this rank's own bytes are copied. Later steps have up to `piece_bytes` bytes of each
+ * peer for this rank. MLS_E_PEER: the sizes do not match. */
 static mls_code drain_exchange(void *context, uint64_t step, mls_status *st)
 {
     exchange_state *s = context;
@@ -337,10 +341,10 @@ mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *da
 typedef struct collect_state {
     gather gather; /* its `out` is unused */
     size_t sizes[MLS_SHM_MAX_RANKS];
-    unsigned char *places[MLS_SHM_MAX_RANKS];
-    const mls_shm_places *asked;
-    bool takes; /* this rank receives the bytes */
-    bool began;
+    unsigned char *places[MLS_SHM_MAX_RANKS]; /* the caller's buffer for each rank */
+    const mls_shm_places *asked;              /* provides these buffers */
+    bool takes;                               /* this rank receives the bytes */
+    bool began;                               /* the first step was read */
 } collect_state;
 
 /* Return the bytes of data in the first step's slot, after the size, so that short texts
@@ -386,7 +390,7 @@ static mls_code read_sizes(collect_state *s, uint64_t step, mls_status *st)
 }
 
 /* Copy one step of all ranks into the caller's buffers, if this rank receives; its own
- * bytes come from its array. */
+ * bytes come from its array. MLS_E_MEMORY: the caller has no buffers. */
 static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
 {
     collect_state *s = context;

@@ -107,7 +107,7 @@ typedef struct mls_shm_call {
  *   left or aborted.
  * - MLS_E_STOPPED: `poll` returned false; the group is broken.
  * - MLS_E_MEMORY (mls_shm_gather_bytes only): `place` returned false; the group is
- * broken.
+ *   broken.
  */
 
 /* Waits until every rank has called it. */

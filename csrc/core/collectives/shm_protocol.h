@@ -157,10 +157,10 @@ typedef struct mls_shm_flow {
     void *context;
 } mls_shm_flow;
 
-/* Deadline of an operation. */
+/* Deadline of an operation, and the last call of its `poll`. */
 typedef struct mls_shm_clock {
     const mls_shm_call *call;
-    int64_t deadline, polled; /* nanoseconds */
+    int64_t deadline, polled; /* nanoseconds of the monotonic clock */
 } mls_shm_clock;
 
 /* Begins an operation: starts `clock`, publishes the first step of `flow`, and compares

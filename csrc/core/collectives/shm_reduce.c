@@ -4,8 +4,11 @@
  * from these. Otherwise each rank sends every peer that peer's share through the slots,
  * in a range for each peer, and sums its own share in rank order.
  *
- * Writer and reader advance equal cursors over equal counts, so they agree on the
- * contents of a range without a description in the slot.
+ * A segment is one array of the call; its elements are divided into one share for each
+ * rank, in rank order. In each step a rank fills one slot, and then reads (drains) the
+ * slots of all ranks for that step (`step`, its number in the group). Writer and reader
+ * advance equal cursors over equal counts, so they agree on the contents of a range
+ * without a description in the slot.
  */
 #include "collectives/shm_protocol.h"
 
@@ -66,12 +69,13 @@ typedef struct scatter {
     bool wants_norms; /* compute the norm partials of the segments */
 } scatter;
 
+/* Elements of one segment's share of a rank, in the range of a slot for that rank. */
 typedef struct share_range {
     size_t segment;
     size_t start;  /* index of the first element in the rank's share */
     size_t at;     /* index of the first element in the segment */
     size_t length; /* elements */
-    size_t offset; /* bytes from the start of the range */
+    size_t offset; /* bytes from the start of the range of the slot */
 } share_range;
 
 /* Move `c`, the cursor of `rank`, to the first segment that has elements left for it;
@@ -167,7 +171,7 @@ static size_t share_bytes(const scatter *s)
 }
 
 /* Sum the next elements of this rank's share from the slots of all ranks, in rank order,
- * into the outputs; this rank's elements come from its own array. */
+ * into the outputs; this rank's elements come from its own array. Cannot fail. */
 static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -231,7 +235,7 @@ static void fill_addresses(void *context, unsigned char *slot)
 }
 
 /* Sum this rank's share of each segment directly from the arrays of all ranks, in rank
- * order; their addresses are in the slots. */
+ * order; their addresses are in the slots. Cannot fail. */
 static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -331,8 +335,8 @@ static void fill_total(void *context, unsigned char *slot)
     mls_shm_copy(s->g, slot, s->data, s->bytes);
 }
 
-/* Reduce the whole arrays in the slots of all ranks, in rank order, into `out`, which may
- * be this rank's own array: the kernels allow that. */
+/* Reduce the whole arrays in the slots of all ranks, in rank order, into `out`, which
+ * may be this rank's own array: the kernels allow that. Cannot fail. */
 static mls_code drain_total(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -381,7 +385,7 @@ static void fill_pair(void *context, unsigned char *slot)
 
 /* Reduce this rank's share of the arrays block by block, and copy each block into the
  * results of all ranks. Only this rank reads or writes this share, in any array, so a
- * result may be the array itself. */
+ * result may be the array itself. Cannot fail. */
 static mls_code sum_into_all(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -409,10 +413,11 @@ static mls_code sum_into_all(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* Reduce a large array: each rank reduces its share into `out`, and then all ranks gather
- * the shares. `out` may be the array itself: a rank overwrites its own share after it
- * read it, and the shares of others after it sent them. `print` is the fingerprint of the
- * call. */
+/* Reduce a large array: each rank reduces its share into `out`, and then all ranks
+ * gather the shares. `out` may be the array itself: a rank overwrites its own share
+ * after it read it, and the shares of others after it sent them. `print` is the
+ * fingerprint of the call. MLS_E_PEER, MLS_E_STOPPED; `out` may then be partly
+ * filled. */
 static mls_code reduce_large(const total *s, const mls_shm_call *call, uint64_t print,
                              mls_status *st)
 {

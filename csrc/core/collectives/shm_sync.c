@@ -1,10 +1,13 @@
 /* shm_sync: the steps of an operation, and how ranks wait for each other.
  *
- * A rank fills slots while some are free, and reads as soon as all have published, so
- * both sides of a copy work at the same time. Only the first step of an operation is
- * taken alone: when all ranks have published it, each compares the calls of the others.
- * All ranks reach the same result, and none has published more. After a mismatch they are
- * still at the same step, and the group stays usable.
+ * In a step each rank fills one slot of its ring and publishes it, and then reads
+ * (drains) the slots of the others and counts them as consumed. In a direct operation the
+ * slots contain addresses, and threads access each other's arrays. A rank fills slots
+ * while some are free, and reads as soon as all have published, so both sides of a copy
+ * work at the same time. Only the first step of an operation is taken alone: when all
+ * ranks have published it, each compares the calls of the others. All ranks reach the
+ * same result, and none has published more. After a mismatch they are still at the same
+ * step, and the group stays usable.
  */
 #include "collectives/shm_protocol.h"
 
@@ -24,11 +27,13 @@
 typedef struct wait_condition {
     bool reads, writes;
     bool all_consumed; /* wait until no rank reads the published slots any more */
-    int source;        /* rank whose slots are read; -1 for all */
+    int source;        /* rank whose slots are read; MLS_SHM_NO_RANK: all */
 } wait_condition;
 
-static const int64_t second = 1000000000;
-static const int64_t nap = 20 * 1000 * 1000; /* between two checks of a rank's life */
+static const int64_t second = 1000000000; /* nanoseconds, like `nap` */
+static const int64_t nap =
+    20 * 1000 * 1000; /* longest sleep between two checks of a rank's
+                         life, and least time between two polls */
 
 /* Return a time in nanoseconds that never decreases. */
 static int64_t read_clock(void)
@@ -50,8 +55,8 @@ static inline void pause_cpu(void)
 
 /* ---- ranks that are not ready ---- */
 
-/* Return a rank that has not published the next step to read, or -1 if there is none;
- * looks only at rank `source` unless that is -1. */
+/* Return a rank that has not published the next step to read, or MLS_SHM_NO_RANK (-1) if
+ * there is none; looks only at rank `source` unless that is MLS_SHM_NO_RANK. */
 static int find_unpublished(const mls_shm *g, int source)
 {
     const size_t first = source < 0 ? 0 : (size_t)source;
@@ -65,8 +70,8 @@ static int find_unpublished(const mls_shm *g, int source)
 }
 
 /* Return a rank that still has `most` or more of this rank's published steps to consume,
- * or -1. With `most` equal to the depth, -1 means that the next slot is free; with 1,
- * that all ranks have read everything. */
+ * or MLS_SHM_NO_RANK. With `most` equal to the depth, that means that the next slot is
+ * free; with 1, that all ranks have read everything. */
 static int find_unconsumed(const mls_shm *g, size_t most)
 {
     for (size_t rank = 0; rank < g->shape.world; rank++) {
@@ -78,7 +83,9 @@ static int find_unconsumed(const mls_shm *g, size_t most)
     return MLS_SHM_NO_RANK;
 }
 
-/* Return the rank that blocks every condition of `w`, or -1 if one of them holds. */
+/* Return a rank for which this rank must wait, or MLS_SHM_NO_RANK if all steps were read
+ * (`all_consumed`), or if reading or writing, as far as `w` asks for them, is possible.
+ */
 static int find_blocking_rank(const mls_shm *g, wait_condition w)
 {
     int peer = MLS_SHM_NO_RANK;
@@ -131,7 +138,8 @@ static bool is_dead(const mls_shm *g, size_t rank)
 /* ---- failing ---- */
 
 /* Write to `text` (`room` bytes) how far rank `rank` is, for the message of this rank,
- * which waited in vain for it in the operation `kind`. */
+ * which waited in vain for it in the operation `kind`. A rank's `doing` is the number of
+ * its last operation, shifted by 8 bits, and the operation's kind. */
 static void describe_progress(const mls_shm *g, mls_shm_kind kind, size_t rank,
                               char *text, size_t room)
 {
@@ -164,8 +172,8 @@ static mls_code break_group(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size
     return mls_shm_failed_rank(g, kind, more, st);
 }
 
-/* Fails because the deadline passed while this rank waited for `peer`; breaks the
- * group. */
+/* Fails because the deadline passed while this rank waited for `peer`; breaks the group.
+ * Returns MLS_E_PEER. */
 static mls_code fail_on_timeout(mls_shm *g, const mls_shm_clock *clock, mls_shm_kind kind,
                                 size_t peer, mls_status *st)
 {
@@ -175,10 +183,10 @@ static mls_code fail_on_timeout(mls_shm *g, const mls_shm_clock *clock, mls_shm_
     return break_group(g, kind, MLS_SHM_TIMEOUT, peer, more, st);
 }
 
-/* Check, while waiting for rank `peer` or working (-1) in the operation `kind`: is the
- * group broken, has the deadline passed while waiting, does the caller's `poll` want to
- * stop? `poll` is called at most every `nap` nanoseconds. MLS_E_PEER, MLS_E_STOPPED; the
- * last two break the group. */
+/* Check, while waiting for rank `peer` or working (MLS_SHM_NO_RANK) in the operation
+ * `kind`: is the group broken (MLS_E_PEER), has the deadline passed while waiting
+ * (MLS_E_PEER), does the caller's `poll` want to stop (MLS_E_STOPPED)? A passed deadline
+ * and a stop break the group. `poll` is called at most every `nap` nanoseconds. */
 static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
                                int peer, mls_status *st)
 {
@@ -203,9 +211,9 @@ static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind ki
 }
 
 /* Check whether rank `peer`, for which this rank waits, has left or died; that breaks the
- * group (MLS_E_PEER). Tests the lock before the state, because a leaving rank changes
- * them in the other order. Steps that it published before still count, so the condition
- * `w` is checked once more. */
+ * group (MLS_E_PEER). A rank that has not joined yet is waited for. Tests the lock before
+ * the state, because a leaving rank changes them in the other order. Steps that it
+ * published before still count, so the condition `w` is checked once more. */
 static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition w, int peer,
                             mls_status *st)
 {
@@ -242,9 +250,9 @@ static bool spin_until_ready(const mls_shm *g, wait_condition w)
 }
 
 /* Wait until no rank blocks the condition `w`: first spin, then sleep on this rank's
- * bell, in short naps between which deadline, caller and blocking rank are checked.
- * `sleeping` is set before the condition is tested once more, so that no wake-up is lost.
- * MLS_E_PEER, MLS_E_STOPPED. */
+ * bell, in short naps between which deadline (`clock`), caller and blocking rank are
+ * checked. `sleeping` is set before the condition is tested once more, so that no wake-up
+ * is lost. MLS_E_PEER, MLS_E_STOPPED. */
 static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
                          wait_condition w, mls_status *st)
 {
@@ -296,9 +304,10 @@ static void consume_step(mls_shm *g)
 }
 
 /* Read the next step of all ranks with `drain`, in a direct operation only if the group
- * is intact: otherwise the arrays of other ranks may be freed already. A rank that breaks
- * the group reads `direct` afterwards, and a rank that sets `direct` reads `broken`
- * afterwards, so at least one of them sees the other. */
+ * is intact: otherwise the arrays of other ranks may be freed already. A rank that
+ * breaks the group reads `direct` afterwards, and a rank that sets `direct` reads
+ * `broken` afterwards, so at least one of them sees the other. MLS_E_PEER: the group is
+ * broken; errors of `drain`. */
 static mls_code drain_slots(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
 {
     if (flow->drain == NULL || !flow->direct) {
@@ -382,7 +391,7 @@ static mls_code compare_records(const mls_shm *g, mls_status *st)
     return MLS_OK;
 }
 
-/* Refuse an operation in a forked child, and in a broken group. MLS_E_PEER. */
+/* Refuse the operation `kind` in a forked child, and in a broken group. MLS_E_PEER. */
 static mls_code check_usable(mls_shm *g, mls_shm_kind kind, mls_status *st)
 {
     const char *name = mls_shm_kind_name(kind);

@@ -114,7 +114,8 @@ const mls_crc_kernels *mls_crc_of(mls_cpu cpu)
 }
 
 /* Copy bytes and continue the checksum over them, part by part: each part uses the kind
- * of store that the trial asks for. `destination` describes the whole result. */
+ * of store that the trial asks for, which may time it to find the fastest kind.
+ * `destination` describes the whole result. */
 uint32_t mls_crc_copy(const mls_crc_kernels *crc32c, mls_store_choices *choices,
                       uint32_t crc, void *dst, const void *src, size_t bytes,
                       mls_destination destination)

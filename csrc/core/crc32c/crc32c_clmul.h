@@ -67,8 +67,9 @@ TARGET_INLINE bool has_bytes(const mls_crc_run *r, size_t bytes)
     return r->bytes - r->at >= bytes;
 }
 
-/* Read blocks of four lanes, whose length `lane` has, as long as they fit. Takes the
- * remainder `total` so far and returns the remainder of everything read.
+/* Read blocks of four lanes as long as they fit; the move `lane->past_one` has the length
+ * of a lane. Takes the remainder `total` so far and returns the remainder of everything
+ * read.
  *
  * The remainder so far belongs to the vector just before the first lane, so the first
  * lane begins with a shorter move. The other lanes begin with zero, which any move leaves

@@ -92,8 +92,9 @@ TARGET_INLINE crc_word add_words(crc_word crc, const unsigned char *from)
     return add_word(add_word(crc, load8(from + 16)), load8(from + 24));
 }
 
-/* Continue the checksum over one block: three CRC lanes over its first half, and six
- * remainders over its second half. Six hide the latency of the multiplication. */
+/* Continue the checksum over one block of BLOCK bytes at `from`: three CRC lanes over its
+ * first half, and six remainders over its second half. Six hide the latency of the
+ * multiplication. */
 TARGET_INLINE crc_word add_block(crc_word crc, const unsigned char *from)
 {
     const unsigned char *half = from + 3 * LANE;

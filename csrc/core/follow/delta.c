@@ -1,4 +1,7 @@
-/* delta: checks of deltas, and growth and width of their streams. */
+/* delta: checks of deltas, and growth and width of their streams.
+ *
+ * A gap is the number of unchanged elements before a changed one. It has units of 1 or 2
+ * bytes; the greatest unit, an escape, is continued by the next, any other ends a gap. */
 #include "follow/delta_kernels.h"
 #include "follow/delta_streams.h"
 
@@ -75,9 +78,10 @@ static void add_units(const unsigned char *gaps, size_t *unchanged, size_t *esca
     *escapes = escaped;
 }
 
-/* Return the number of bytes at the start of `gaps` whose units stay within the array,
- * and add their elements to `*next` and the changed ones to `*changed`. Examines CHECKED
- * units of 1 byte at a time; wider gaps are left to the caller. */
+/* Return the length of a part at the start of `gaps` whose units stay within the array: a
+ * multiple of CHECKED bytes, not always as long as possible. Adds its elements to `*next`
+ * and the changed ones to `*changed`. Examines CHECKED units of 1 byte at a time; wider
+ * gaps are left to the caller. */
 static size_t skip_valid_units(const mls_delta *delta, size_t *next, size_t *changed)
 {
     size_t at = 0, unchanged, escapes;
@@ -170,8 +174,9 @@ static bool grow_stream(unsigned char **stream, size_t *room, size_t bytes)
     return true;
 }
 
-/* Make room for the elements of a block. Reserves for the worst case: an escape for each
- * full gap up to `end`. */
+/* Make room for `changed` elements with numbers below `end`; false if memory runs out.
+ * Reserves for the worst case: an escape (the greatest unit, which the next one
+ * continues) for each full gap up to `end`. */
 bool mls_delta_reserve(mls_delta_writer *writer, size_t changed, size_t end)
 {
     mls_delta *d = &writer->delta;
@@ -231,8 +236,9 @@ static bool fit_stream(unsigned char **stream, size_t bytes)
     return fitted != NULL;
 }
 
-/* Choose the width of the gaps, and give the delta to the caller. Count the bytes of wide
- * gaps only if these can be fewer. */
+/* Choose the width of the gaps, and give the delta to the caller; MLS_E_MEMORY if memory
+ * runs out, or has run out before (`complete` is false). Count the bytes of wide gaps
+ * only if these can be fewer. */
 mls_code mls_delta_finish(mls_delta_writer *writer, bool complete, mls_delta *out,
                           mls_status *st)
 {

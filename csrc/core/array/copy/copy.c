@@ -5,7 +5,9 @@
  * the whole run. Otherwise the run passes through a stack buffer in chunks: gather, swap
  * bytes, convert, scatter.
  *
- * Elements may be moved in any order, since the two views do not overlap.
+ * Large results are stored part by part: a part may be a trial, which is timed to choose
+ * between stores through the cache and past it (cpu_store_choice.h). Elements may be
+ * moved in any order, since the two views do not overlap.
  */
 #include "array/copy/copy.h"
 
@@ -234,8 +236,9 @@ static copier copier_for(const mls_kernels *kernels, const mls_tensor *dst,
 }
 
 /* Begin to store the elements of `dst` in runs of `count` adjacent ones; `count` is 0 if
- * kernels do not store them. Returns the kind of store, and the trial that measures it if
- * there is one. Short runs use plain stores. */
+ * kernels do not store them. `operation` is measured on its own, and `destination`
+ * describes the whole result. Returns the kind of store, and the trial that measures it
+ * if there is one. Short runs use plain stores. */
 static mls_store_trial begin_runs(const mls_kernels *kernels,
                                   mls_store_operation operation, const mls_tensor *dst,
                                   size_t count, mls_destination destination)
@@ -257,7 +260,8 @@ typedef struct part {
 } part;
 
 /* Return which of the `left` elements of a run to store next: all, or as many as the
- * trial has room for. `item` is the size of an element in bytes.
+ * trial has room for (`trial->left` bytes), and at most FRESH_PART bytes in fresh memory.
+ * `item` is the size of an element in bytes.
  *
  * Fresh memory is written from its end. The first store to a huge page makes the system
  * clear it in ascending order, so the end of the page is cached and the beginning is not.

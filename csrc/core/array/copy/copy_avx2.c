@@ -3,7 +3,6 @@
  *
  * Processors with AVX-512 use these kernels too: on an AMD EPYC (family 25 model 17)
  * registers twice as wide took 0.92 to 1.08 times as long (bench_kernels.py).
- *
  */
 #include "array/copy/copy_kernels.h"
 
@@ -100,8 +99,9 @@ MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src, size_
 
 MLS_DEFINE_RUNS
 
-/* Copy through the cache, from the end, in whole vectors: see next_part in copy.c. memcpy
- * copies the rest at the start, and short copies. */
+/* Copy through the cache, from the end, in whole vectors: the system clears a fresh huge
+ * page in ascending order, so its end is cached (see next_part in copy.c). memcpy copies
+ * the rest at the start, and short copies. */
 MLS_INLINED void copy_by_loop(unsigned char *dst, const unsigned char *src, size_t bytes)
 {
     enum { SHORT = 2048, STEP = 4 * WIDTH };
@@ -197,10 +197,10 @@ MLS_INLINED void put_small(unsigned char *to, __m128i value, bool streams)
     }
 }
 
-/* The kernel pad_rows (see copy.h) with stores past the cache if `streams`, without their
- * fence. Vectors of 16 bytes, because arrays of NumPy are aligned to no more; through the
- * cache, unaligned larger ones are faster. The vector with the end of the copied bytes is
- * assembled on the stack. */
+/* The kernel pad_rows (see below, and copy.h) with stores past the cache if `streams`,
+ * without their fence. `to` has the rows without gaps. Vectors of 16 bytes, because
+ * arrays of NumPy are aligned to no more; through the cache, unaligned larger ones are
+ * faster. The vector with the end of the copied bytes is assembled on the stack. */
 MLS_INLINED void pad_rows_by(unsigned char *to, const unsigned char *from,
                              size_t src_step, size_t used, size_t row, size_t rows,
                              uint64_t pattern, bool streams)
@@ -233,8 +233,9 @@ MLS_INLINED void pad_rows_by(unsigned char *to, const unsigned char *from,
     }
 }
 
-/* Copy and pad rows with the kind of store `how`. A fence ends stores that bypass the
- * cache. */
+/* Copy `rows` rows of `used` bytes, which start `src_step` bytes apart, and fill each up
+ * to `row` bytes with the pattern, with the kind of store `how`. A fence ends stores that
+ * bypass the cache. */
 MLS_TARGET static void pad_rows(void *dst, const void *src, size_t src_step, size_t used,
                                 size_t row, size_t rows, uint64_t pattern, mls_store how)
 {

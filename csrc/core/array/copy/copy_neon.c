@@ -16,8 +16,8 @@ typedef uint8x16_t vector;
 #    include "array/copy/convert_vectors.h"
 
 /* Convert `count` elements of `from_bytes` to elements of `to_bytes` each: whole vectors
- * (`convert`), then the rest (`scalar`). Inlined into each conversion, so that `convert`
- * is not a function call. */
+ * (`convert`), then the rest (`scalar`). Stores are plain, regardless of `how`. Inlined
+ * into each conversion, so that `convert` is not a function call. */
 MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src, size_t count,
                              mls_store how, size_t from_bytes, size_t to_bytes,
                              vector_function convert, mls_convert_run scalar)
@@ -39,7 +39,7 @@ static void copy_run(void *dst, const void *src, size_t bytes, mls_store store)
 }
 
 /* Repeat the 8 bytes of `pattern` over `bytes` bytes. Any alignment works: the size of a
- * register is a multiple of the pattern's size. */
+ * register is a multiple of the pattern's size. Stores are plain for every `store`. */
 static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_store store)
 {
     unsigned char *to = dst;

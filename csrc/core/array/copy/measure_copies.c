@@ -1,4 +1,8 @@
 /* measure_copies: two large results of each variant of each operation, and small copies.
+ *
+ * A variant is a kind of store: memcpy, a loop of vectors, or past the cache. A trial is
+ * a timed copy with one of them; the decision is made for each operation and size class
+ * (cpu_store_choice.h).
  */
 #include "array/copy/measure_copies.h"
 

@@ -23,8 +23,9 @@ typedef struct decode_job {
     const mls_scaled_codes *codes;
     bool by_columns;      /* adjacent rows of a column are adjacent in the values */
     size_t rows, columns; /* of a tile */
-    size_t row_tiles, column_tiles;
-    float table[256]; /* the value of each code without its scale */
+    size_t row_tiles, column_tiles; /* of one matrix: tiles below each other, and side by
+                                       side */
+    float table[256];               /* the value of each code without its scale */
 } decode_job;
 
 /* ---- checks ---- */
@@ -82,8 +83,8 @@ static bool has_scales(const mls_tensor *values, const mls_scaled_codes *codes)
                    values->shape[2]));
 }
 
-/* Check that values, codes and scales belong together. Check dtypes first, then the
- * values' memory, and at last the shapes of codes and scales. */
+/* Check that values, codes and scales belong together. Check dtypes first (MLS_E_DTYPE),
+ * then the values' memory, and at last the shapes of codes and scales (MLS_E_SHAPE). */
 mls_code mls_scaled_codes_check(const mls_tensor *values, const mls_scaled_codes *codes,
                                 mls_status *st)
 {

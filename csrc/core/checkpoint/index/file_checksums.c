@@ -1,4 +1,8 @@
-/* file_checksums: the tensors of an index borrow nothing from the records. */
+/* file_checksums: the tensors of an index borrow nothing from the records.
+ *
+ * A record divides its file into parts: the header, with its length field, and each
+ * tensor. A part has a checksum for each block, MLS_SAFETENSORS_BLOCK bytes; its last
+ * block may be shorter. */
 #include "checkpoint/index/file_checksums.h"
 
 #include "base/memory.h"
@@ -94,7 +98,9 @@ static mls_code fail_size(uint64_t bytes, const mls_file_checksums *r, mls_statu
 }
 
 /* Compare the size and the header of the file `name` in `folder` with its record `r`. The
- * bytes of tensors are not read. `block` is scratch memory for one block. */
+ * bytes of tensors are not read. `block` is scratch memory for one block. MLS_E_FORMAT:
+ * the size differs, or the record's parts do not cover the file; MLS_E_CHECKSUM: the
+ * header differs; MLS_E_IO, MLS_E_MEMORY. */
 static mls_code compare_file(const char *folder, const char *name,
                              const mls_file_checksums *r, const mls_crc_kernels *crc,
                              unsigned char *block, mls_status *st)
@@ -145,8 +151,8 @@ mls_code mls_file_checksums_compare(const mls_file_checksums *records, const cha
     return code;
 }
 
-/* Return the index of the part of `r` that has exactly the bytes of
- * `shard`, or SIZE_MAX. */
+/* Return the index of the part of `r` that has exactly the bytes of `shard`, or
+ * SIZE_MAX. */
 static size_t find_part(const mls_file_checksums *r, const mls_index_shard *shard)
 {
     size_t at;
@@ -159,7 +165,7 @@ static size_t find_part(const mls_file_checksums *r, const mls_index_shard *shar
 
 /* Check that each tensor that has bytes and a record is exactly one part of its record.
  * Nothing is changed, so that a failure leaves the index as it was. On failure `*failed`
- * is the number of the file. */
+ * is the number of the file. MLS_E_FORMAT. */
 static mls_code compare_tensors(const mls_index *x, const mls_file_checksums *records,
                                 size_t *failed, mls_status *st)
 {
@@ -205,7 +211,7 @@ static void use_records(mls_index *x, const mls_file_checksums *records,
 /* For each file with a record, set `firsts[file]` to a new array: the number of blocks
  * before each part. Otherwise it stays NULL. On failure `*failed` is the number of the
  * file, and the caller frees the arrays. MLS_E_FORMAT: the file's size is not the
- * recorded one. */
+ * recorded one, or the record's parts do not cover the file. MLS_E_MEMORY. */
 static mls_code number_blocks(const mls_index *x, const mls_file_checksums *records,
                               size_t **firsts, size_t *failed, mls_status *st)
 {

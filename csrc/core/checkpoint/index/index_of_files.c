@@ -12,9 +12,9 @@
 #include <unistd.h>
 
 /* Read the header of the file `name` in `folder` into the next element of `x->headers`,
- * and append the file to `x->files`; both have room for it. The file is closed again. The
- * header is counted even if the file's size cannot be read, so that mls_index_fini frees
- * it. */
+ * and append the file to `x->files`; both have room for it. The file is closed again.
+ * The header is counted even if the file's size cannot be read, so that mls_index_fini
+ * frees it. Errors of mls_safetensors_open; MLS_E_IO, MLS_E_MEMORY. */
 static mls_code read_file(mls_index *x, const char *folder, const char *name,
                           const mls_crc_kernels *crc, mls_status *st)
 {
@@ -58,7 +58,8 @@ static const uint32_t *convert_crcs(mls_index *x, const mls_stored *tensor, size
 }
 
 /* Append the tensors of file number `file` to `x->shards`: each is a whole tensor of
- * version 1. `*crcs_used` counts the used elements of `x->crcs`. MLS_E_FORMAT: a tensor
+ * version 1. An opaque tensor, whose dtype no array can have, is listed as one axis of
+ * its bytes. `*crcs_used` counts the used elements of `x->crcs`. MLS_E_FORMAT: a tensor
  * has too many dimensions. */
 static mls_code list_tensors(mls_index *x, size_t file, size_t *crcs_used, mls_status *st)
 {

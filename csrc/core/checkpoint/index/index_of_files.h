@@ -14,12 +14,11 @@
 
 /* Read the headers of `count` files in `folder`, in the order of `names`, and list their
  * tensors as parameters. The bytes of an opaque tensor are listed as an array of uint8.
- * Names have at most MLS_PATH_BYTES bytes; the caller has checked
- * that they do not leave the folder. Symbolic links are followed. The index has no
- * generation. Shards of files without checksums have `crcs` NULL, and `header_crc` of
- * such files is 0. If several files have a tensor of one name, the first file's is
- * listed; the others are the index's copies, and the caller compares their bytes. Gives:
- * release with mls_index_fini.
+ * Names have at most MLS_PATH_BYTES bytes; the caller has checked that they do not leave
+ * the folder. Symbolic links are followed. The index has no generation. Shards of files
+ * without checksums have `crcs` NULL, and `header_crc` of such files is 0. If several
+ * files have a tensor of one name, the first file's is listed; the others are the index's
+ * copies, and the caller compares their bytes. Gives: release with mls_index_fini.
  * `*failed` is the number of the file that an error is about. MLS_E_FORMAT also if two
  * files have a tensor of one name with other dtypes or shapes. Other errors as
  * mls_safetensors_open. `*out` is untouched on failure. */

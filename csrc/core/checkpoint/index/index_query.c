@@ -1,6 +1,8 @@
 /* index_query: queries on one index, and checks across all of its shards.
  *
- * The checks sort first: equal shards and overlapping places are then neighbours. */
+ * A place is a byte range of a file that stores a shard or one of its layers: a plain
+ * shard has one place, any other shard one for each layer. The checks sort first: equal
+ * shards and overlapping places are then neighbours. */
 #include "checkpoint/index/index.h"
 
 #include "base/memory.h"
@@ -325,7 +327,7 @@ static int compare_places(const void *a, const void *b)
 }
 
 /* Check that no path is listed twice. Pointers are sorted instead of the files, because
- * shards refer to files by their index. */
+ * shards refer to files by their index. MLS_E_FORMAT, MLS_E_MEMORY. */
 static mls_code check_files(const mls_index *x, mls_status *st)
 {
     const void **sorted = mls_alloc(x->file_count, sizeof *sorted);
@@ -370,7 +372,8 @@ static size_t list_places(const mls_index *x, shard_place *out)
 }
 
 /* Check that no byte of a file belongs to two places. So reading all places reads at most
- * the size of the files. MLS_E_FORMAT names the later of two shards that overlap. */
+ * the size of the files. MLS_E_FORMAT names the later of two shards that overlap.
+ * MLS_E_MEMORY. */
 static mls_code check_overlaps(const mls_index *x, mls_status *st)
 {
     const size_t count = list_places(x, NULL);

@@ -1,10 +1,10 @@
 /* index_read: parse an index.
  *
  * The reader makes two passes over the document. The first counts the elements that the
- * shards need; the second fills the index shard by shard, with one cursor for each
- * column. Each count is bounded by a number of JSON values or digits, so memory is
- * proportional to the length of the text. Errors name the shard once its name has been
- * read. */
+ * shards need; the second fills the index shard by shard, with a cursor for each column:
+ * an array, or a string of numbers or checksums. Each count is bounded by a number of
+ * JSON values or digits, so memory is proportional to the length of the text. Errors are
+ * MLS_E_FORMAT or MLS_E_MEMORY; they name the shard once its name has been read. */
 #include "checkpoint/index/index.h"
 
 #include "base/memory.h"
@@ -99,8 +99,8 @@ static const char *tier_of(int i)
 
 /* ---- files ---- */
 
-/* Read the table of files from `object`, one JSON array of paths and two columns. Each
- * file is at least as long as its header's length field. */
+/* Read the table of files from `object`: an array of paths, and columns of lengths and
+ * header checksums. Each file is at least as long as its header's length field. */
 static mls_code read_files(reader *r, mls_json_node object)
 {
     enum { PATH, FILE_BYTES, HEADER_CRC, COUNT };
@@ -506,9 +506,9 @@ static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t eleme
     return read_crcs(r, layer);
 }
 
-/* Read all `count` layers of a shard with `elements` elements, and compute the visible
- * ranges of each. One full, uncompressed layer makes a plain shard, the usual case, whose
- * place is stored in `shard` itself. */
+/* Read all `count` layers (0: only zeros) of a shard with `elements` elements, and
+ * compute the visible ranges of each. One full, uncompressed layer makes a plain shard,
+ * the usual case, whose place is stored in `shard` itself. */
 static mls_code read_layers(reader *r, mls_index_shard *shard, size_t elements,
                             size_t count)
 {
@@ -683,8 +683,8 @@ typedef struct needs {
     size_t dims, sparse, layers, row_ranges, frames, ends;
 } needs;
 
-/* Count in `n` the array elements that all layers need. Each row range takes one, and
- * resolving it takes two more, as in mls_layers_room. */
+/* Count in `n` the array elements that all layers need. A row range takes one; resolving
+ * takes two for each range or full layer, and one for each shard (mls_layers_room). */
 static void count_layers(const reader *r, needs *n)
 {
     mls_json_node rows = r->arrays[0], frames = r->arrays[FRAMES - ROWS];

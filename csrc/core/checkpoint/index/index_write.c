@@ -3,6 +3,10 @@
  * The order of members and the form of numbers are fixed, so that an index has the same
  * bytes on every machine.
  *
+ * The text has tables of files, kinds, shards and layers. A kind is the set of properties
+ * that many shards share. The table of layers has a row for each place, a byte range of a
+ * file: one for a plain shard, else one for each layer of the shard.
+ *
  * Nothing is checked here: index.h lists the caller's duties. */
 #include "checkpoint/index/index.h"
 
@@ -75,8 +79,9 @@ static void put_layout(mls_json_writer *b, const mls_layout *layout)
 }
 
 /* Append a shard's object without its closing brace: all members if `is_complete`,
- * otherwise only those that belong to its kind. Defaults (no state, the parameter's axes,
- * no tier) are omitted, so that equal shards have equal text. */
+ * otherwise only those of its kind, which many shards share: all but name, shape and
+ * part. Defaults (no state, the parameter's axes, no tier) are omitted, so that equal
+ * shards have equal text. */
 static void put_members(mls_json_writer *b, const mls_index_shard *s, bool is_complete)
 {
     put_text(b, "{\"section\":", mls_section_name(s->id.section));
@@ -118,7 +123,8 @@ void mls_index_put_shard(mls_json_writer *b, const mls_index_shard *s)
     put_number(b, ",\"version\":", s->version);
 }
 
-/* Append the compressed lengths of all frames as one string: "61044,59812". */
+/* Append the compressed lengths of all frames as one string: "61044,59812". A compressed
+ * layer has at least one frame. */
 static void put_frames(mls_json_writer *b, const mls_compressed_frames *frames)
 {
     const size_t count = mls_compressed_frames_count(frames->bytes);
@@ -171,8 +177,8 @@ void mls_index_put_layer(mls_json_writer *b, const mls_layer *layer)
 enum { KINDS_COMPARED = 32 };
 
 typedef struct kind_table {
-    size_t *firsts, count;
-    size_t *of_shards;
+    size_t *firsts, count; /* the first shard of each kind; number of kinds */
+    size_t *of_shards;     /* the kind of each shard */
 } kind_table;
 
 /* Return whether two shards have the same kind: put_members writes the same text for

@@ -7,7 +7,8 @@
 
 #include <string.h>
 
-/* A tensor of the file: one place of one shard. `shape` is the shape of the part. */
+/* A tensor of the file: one place of one shard. `shape` is that of the array in the file:
+ * of the shard's part, or of the place's bytes. */
 typedef struct member {
     const mls_index_shard *shard;
     mls_layer place;
@@ -34,9 +35,9 @@ static bool is_tensor(const mls_layer *place)
     return place->row == 0 && place->frames == NULL;
 }
 
-/* Allocate room for every place that is in file number `file` (a place is one stored byte
- * range of a shard), and for their keys. `r->count` stays 0 until collect_places. The
- * caller frees the arrays, also after a failure. */
+/* Allocate room for every place that is in file number `file` (a place is one stored
+ * byte range of a shard), and for their keys. `r->count` stays 0 until collect_places.
+ * The caller frees the arrays, also after a failure. MLS_E_MEMORY. */
 static mls_code allocate_members(rebuild *r, const mls_index *index, size_t file,
                                  mls_status *st)
 {
@@ -121,8 +122,8 @@ static void describe_shards(const rebuild *r, mls_json_writer *text)
 }
 
 /* Lay out the header with the checksums that the index records. After MLS_OK the caller
- * releases it with mls_header_fini. MLS_E_MEMORY, or MLS_E_SIZE:
- * the header is too long. */
+ * releases it with mls_header_fini. MLS_E_MEMORY, or MLS_E_SIZE: the header is too
+ * long. */
 static mls_code lay_out_header(const rebuild *r, mls_header *header, mls_status *st)
 {
     static const char key[] = MLS_SAFETENSORS_PREFIX "shards";

@@ -1,8 +1,9 @@
 /* index_pattern: group the shards of an index by layout and part.
  *
- * An index has few groups: one for each way of cutting tensors, and one for whole
- * tensors. So each shard is compared with all groups, starting with the previous shard's
- * group. */
+ * The pattern of an index is its tensors and layouts and the group of each shard, without
+ * the numbers of parts: equal for ranks that store the same tensors in the same way. An
+ * index has few groups: one for each way of cutting tensors, and one for whole tensors.
+ * So each shard is compared with all groups, starting with the previous shard's group. */
 #include "checkpoint/ranks/index_pattern.h"
 
 #include "base/memory.h"

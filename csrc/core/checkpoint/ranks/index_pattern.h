@@ -41,7 +41,8 @@ mls_index_pattern *mls_index_patterns_new(const mls_index *indexes, size_t count
 void mls_index_patterns_free(mls_index_pattern *patterns, size_t count);
 
 /* Append bytes that are equal for two indexes if and only if their patterns are equal.
- * They depend on the machine's byte order. The caller checks the writer for errors. */
+ * The pattern must be `known`. The bytes depend on the machine's byte order. The caller
+ * checks the writer for errors. */
 void mls_index_pattern_bytes(const mls_index *index, const mls_index_pattern *pattern,
                              mls_json_writer *out);
 

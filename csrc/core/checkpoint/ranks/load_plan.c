@@ -1,4 +1,8 @@
-/* load_plan: choose parts, look them up in the merged index, set destinations. */
+/* load_plan: choose parts, look them up in the merged index, set destinations.
+ *
+ * A part is what a rank needs of a tensor: a box or a flat range of its elements. A place
+ * is a byte range of a file that stores a shard or one of its layers, or the zeros of a
+ * shard that are not stored. A piece is what the part needs of one place. */
 #include "checkpoint/ranks/load_plan.h"
 
 #include "base/memory.h"
@@ -57,8 +61,8 @@ mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
     return w;
 }
 
-/* Add the name of the item's tensor to the error in the status.
- * Returns the error's code. */
+/* Add the name of the item's tensor to the error in the status. Returns the error's
+ * code. */
 static mls_code name_tensor(const mls_load_item *w, mls_status *st)
 {
     const mls_str name = w->tensor->facts->id.name;
@@ -96,7 +100,8 @@ static mls_code set_shapes(const mls_load_item *w, const char *have, const char 
     return name_tensor(w, st);
 }
 
-/* Check that the stored tensor has the shape of the target's whole tensor. */
+/* Check that the stored tensor has the shape of the target's whole tensor: `rank`
+ * dimensions `shape`. MLS_E_SHAPE. */
 mls_code mls_load_item_check_full(const mls_load_item *w, int rank, const size_t *shape,
                                   mls_status *st)
 {
@@ -140,7 +145,8 @@ mls_code mls_load_item_run(mls_load_item *w, int64_t begin, int64_t end, mls_sta
     return MLS_OK;
 }
 
-/* Check that the target has dtype and shape of the part to load. */
+/* Check that the target has dtype and shape of the part to load; MLS_E_SHAPE if either
+ * differs. */
 mls_code mls_load_item_check_target(const mls_load_item *w, const mls_tensor *target,
                                     mls_status *st)
 {
@@ -181,8 +187,8 @@ static bool has_long_zeros(const mls_stored_shard *stored, size_t count)
 
 /* Compare the sizes of the files of the `count` places `stored`, in `folder`, with the
  * recorded sizes. Neighbours usually share a file, which is checked once: `*file` is the
- * path of the last checked file, and after a failure the one that differs. `links`: files
- * may be symbolic links. */
+ * path of the last checked file, and after a failure the one that differs. `links`:
+ * files may be symbolic links. Errors of mls_file_expect. */
 static mls_code check_files(const mls_stored_shard *stored, size_t count, int folder,
                             bool links, const char **file, mls_status *st)
 {

@@ -2,6 +2,10 @@
  *
  * The merged index stores pointers only; all data stays in the parsed indexes. Any rank
  * may have stored any part of any tensor, so shards are matched by sorting all of them.
+ *
+ * A place is a byte range of a file that stores a shard or one of its layers, or the
+ * zeros of a shard that are not stored. A piece is what a requested part needs of one
+ * place.
  */
 #include "checkpoint/ranks/merged_index.h"
 
@@ -69,7 +73,7 @@ static int compare_listed(const void *a, const void *b)
 /* Check that indexes that share a file agree on its size and checksum, and that their
  * shards together fit the file. `files`, `count` of them, are sorted by path. Shards of
  * one index do not overlap, but several indexes could claim the same bytes, and so claim
- * more data than the files contain. */
+ * more data than the files contain. MLS_E_FORMAT. */
 static mls_code check_sharing(const listed *files, size_t count, mls_status *st)
 {
     uint64_t used = 0;
@@ -89,7 +93,7 @@ static mls_code check_sharing(const listed *files, size_t count, mls_status *st)
 }
 
 /* Check that the `count` indexes agree on the files that they share. Each index was
- * checked for itself when it was parsed. */
+ * checked for itself when it was parsed. MLS_E_FORMAT: they disagree; MLS_E_MEMORY. */
 static mls_code check_files(const mls_index *const *indexes, size_t count, mls_status *st)
 {
     size_t total = 0, first = 0;
@@ -250,12 +254,12 @@ static mls_code check_missing(const mls_merged_index *merged,
 }
 
 typedef struct listing {
-    const mls_merged_index_shard *from;
-    const mls_part *part; /* part of the shard */
-    const mls_part *to;
+    const mls_merged_index_shard *from; /* the current shard */
+    const mls_part *part;               /* part of the shard */
+    const mls_part *to;                 /* the requested part, packed at `data` */
     unsigned char *data;
-    mls_read_scratch room;
-    size_t count;
+    mls_read_scratch room; /* arrays of the result */
+    size_t count;          /* places listed so far */
 } listing;
 
 /* Append a stored place of the current shard and the piece that reads it; `place` NULL:

@@ -3,7 +3,7 @@
 #include "checkpoint/ranks/merged_index_summary.h"
 
 /* Add up all shards of a tensor. `version` is the highest one, `sparse` the number of
- * sparse shards, and `codec` NULL if nothing is compressed. */
+ * sparse shards, and `codec` that of the last compressed place, NULL if there is none. */
 mls_tensor_summary mls_tensor_summarize(const mls_merged_index *merged,
                                         const mls_merged_index_tensor *tensor)
 {

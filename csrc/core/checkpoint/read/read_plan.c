@@ -1,5 +1,9 @@
 /* read_plan: spans, their order, tasks.
  *
+ * A place is a byte range of a file that stores a shard or one of its layers, or zeros
+ * that are not stored. A piece is what a requested part of the tensor needs of one place.
+ * It is read in spans, byte ranges of the place, and threads take tasks of some spans.
+ *
  * Costs are measured in bytes that could be read in the same time, so that small tensors
  * and compressed data get realistic weights. */
 #include "checkpoint/read/read_plan.h"

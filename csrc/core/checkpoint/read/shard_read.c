@@ -1,5 +1,10 @@
 /* shard_read: execute the tasks of a read plan (read_plan.h).
  *
+ * A place is a byte range of a file that stores a shard or one of its layers, or zeros
+ * that are not stored. A piece is what a requested part of the tensor needs of one place.
+ * A span is a byte range of a piece's place, and a task is some neighbouring spans. A run
+ * is contiguous in the place and in the destination. A block is the unit of checksums.
+ *
  * Each byte takes the shortest path. A long run is read from the system's cache directly
  * into its destination. Small shards that are adjacent in a file are read directly too,
  * several in one call. Short runs of a shard with small gaps are read together into a
@@ -147,8 +152,9 @@ static mls_code fail_not_regular(const char *file_kind, mls_status *st)
     return mls_status_got(st, "%s", file_kind);
 }
 
-/* Report a failed openat, by its errno `reason`. If `links` is false, symbolic links were
- * refused: our own folders contain none. */
+/* Report a failed openat, by its errno `reason`. If `links` is false, symbolic links
+ * were refused: our own folders contain none. Returns MLS_E_FORMAT if the file is not a
+ * regular one, else MLS_E_IO. */
 static mls_code fail_open(int reason, bool links, mls_status *st)
 {
     if (!links && (reason == ELOOP || reason == EMLINK)) {
@@ -298,7 +304,7 @@ static size_t find_group_end(const run_reader *r)
 /* Read all runs of a span without verification: long runs directly, short runs together
  * through a buffer that stays in the cache. Long runs are read in steps, because systems
  * read ahead further, and into larger pages, for many short calls than for one long
- * call. */
+ * call. MLS_E_IO, MLS_E_FORMAT (the file became shorter), MLS_E_MEMORY. */
 static mls_code read_unverified(read_worker *w, run_reader *r, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -333,7 +339,8 @@ static bool is_verified(const read_state *shared, const mls_stored_shard *shard)
 }
 
 /* Read `bytes` bytes of a block, from byte `at` of the place, and deliver the requested
- * ones: directly if one run needs them all. `*crc` is the block's checksum so far. */
+ * ones: directly if one run needs them all. `*crc` is the block's checksum so far.
+ * MLS_E_IO, MLS_E_FORMAT (the file became shorter), MLS_E_MEMORY. */
 static mls_code read_step(read_worker *w, run_reader *r, size_t at, size_t bytes,
                           uint32_t *crc, mls_status *st)
 {
@@ -389,7 +396,7 @@ static mls_code read_verified(read_worker *w, run_reader *r, mls_status *st)
 /* ---- compressed: whole frames ---- */
 
 /* Read all runs of a span from a compressed place, frame by frame; frames without
- * requested bytes are skipped. */
+ * requested bytes are skipped. Errors of mls_compressed_frame_read. */
 static mls_code read_compressed(read_worker *w, run_reader *r, mls_status *st)
 {
     const mls_stored_shard *shard = r->span->piece->shard;
@@ -435,8 +442,8 @@ static void fill_zeros(read_worker *w, run_reader *r)
  * If several spans fail, the first one in the order of the pieces is reported,
  * independent of the number of threads. So spans before a failed one are still read. */
 
-/* Record the failure `st` of span `s`, unless an earlier span failed or the read was
- * stopped. The earliest span in the caller's order is reported. */
+/* Record the failure `st` of span `s` in the shared state, unless an earlier span failed
+ * or the read was stopped. The earliest span in the caller's order is reported. */
 static void record_failure(read_state *shared, const mls_read_span *s,
                            const mls_status *st)
 {

@@ -98,7 +98,8 @@ static bool has_failed(verifier *v)
 }
 
 /* Append a copy of `problem`; the caller holds the lock. The list is limited: an empty
- * pool would otherwise produce a problem for each of a million files. */
+ * pool would otherwise produce a problem for each of a million files. If memory runs out,
+ * the verification fails (`v->code`). */
 static void append_problem(verifier *v, const mls_problem *problem)
 {
     mls_problems *problems = &v->report;
@@ -349,8 +350,8 @@ static void add_altered(verifier *v, const spot *s, size_t file, uint64_t offset
 }
 
 /* Read the block that starts at byte `start` of place `number` in the open file `fd`,
- * compare its checksum, and add a problem if it differs. A block is the smallest range
- * that a checksum can identify as damaged. `buffer` has STEP bytes. */
+ * compare its checksum, and add a problem if it differs or cannot be read. A block is the
+ * smallest range that a checksum can identify as damaged. `buffer` has STEP bytes. */
 static void verify_block(verifier *v, int fd, size_t number, size_t start,
                          unsigned char *buffer)
 {
@@ -395,9 +396,9 @@ static size_t count_adjacent(const verifier *v, size_t first, size_t most, size_
     return count;
 }
 
-/* Verify `count` adjacent places from `first` on, of `bytes` bytes in total, with one
- * read into `buffer`; none is longer than a block. Returns false if the read failed; the
- * caller then reads each place alone. */
+/* Verify `count` adjacent places of the open file `fd` from `first` on, of `bytes` bytes
+ * in total, with one read into `buffer`; none is longer than a block. Returns false if
+ * the read failed; the caller then reads each place alone. */
 static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, size_t bytes,
                             unsigned char *buffer)
 {
@@ -420,8 +421,8 @@ static bool verify_adjacent(verifier *v, int fd, size_t first, size_t count, siz
     return true;
 }
 
-/* Verify place `number` from byte `start` on: all of it, or PART bytes. Stops if
- * verification has failed. `buffer` has STEP bytes. */
+/* Verify place `number` in the open file `fd` from byte `start` on: all of it, or at
+ * most PART bytes. Stops if verification has failed. `buffer` has STEP bytes. */
 static void verify_place(verifier *v, int fd, size_t number, size_t start,
                          unsigned char *buffer)
 {

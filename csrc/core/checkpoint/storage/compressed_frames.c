@@ -62,8 +62,9 @@ bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text)
 #    pragma GCC optimize("O3")
 #endif
 
-/* Move byte b of each of `count` elements at `from` to plane b of `to`, or back. `item`,
- * the bytes of an element, and `back` are constants at each call. */
+/* Move byte b of each of `count` elements at `from` to plane b of `to`, `count` adjacent
+ * bytes, or back. `item`, the bytes of an element, and `back` are constants at each
+ * call. */
 static inline void move_items(const unsigned char *restrict from, size_t count,
                               size_t item, bool back, unsigned char *restrict to)
 {
@@ -154,8 +155,9 @@ mls_code mls_block_changed(uint64_t offset, size_t start, size_t length,
     return mls_status_got(st, "%08lx", (unsigned long)checksum);
 }
 
-/* Read block `block` of the compressed bytes into position `slot` (0 or 1) of the buffer,
- * and verify it. The last block may be shorter. */
+/* Read block `block` of the compressed bytes into position `slot` (0 or 1) of the
+ * buffer, and verify it. The last block may be shorter. MLS_E_CHECKSUM: it is damaged;
+ * errors of mls_source_read_at. */
 static mls_code read_block(const mls_compressed_frame_room *room, const mls_coded *coded,
                            size_t block, size_t slot, mls_status *st)
 {
@@ -176,7 +178,7 @@ static mls_code read_block(const mls_compressed_frame_room *room, const mls_code
 
 /* Make the buffer contain the verified blocks `first` to `last`, one or two, from its
  * start. Blocks that are in the buffer already are moved, not read again. After an error
- * the buffer counts as empty. */
+ * the buffer counts as empty. Errors as read_block. */
 static mls_code load_blocks(mls_compressed_frame_room *room, const mls_coded *coded,
                             size_t first, size_t last, mls_status *st)
 {
@@ -203,9 +205,9 @@ static mls_code load_blocks(mls_compressed_frame_room *room, const mls_coded *co
     return MLS_OK;
 }
 
-/* Read bytes `begin` .. `end` of the place's compressed bytes; `*out` points to them in
- * the buffer, until the next call. With verification whole blocks are read, and kept for
- * the next frame. */
+/* Read bytes `begin` .. `end` of the compressed bytes `coded`; `*out` points to them in
+ * the buffer, until the next call. With verification (`coded->crc` is not NULL) whole
+ * blocks are read, and kept for the next frame. Errors as read_block. */
 static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_coded *coded,
                                  size_t begin, size_t end, const unsigned char **out,
                                  mls_status *st)
@@ -224,7 +226,8 @@ static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_code
 
 /* Read and decompress frame `number`, counted from 0. A frame whose stored length equals
  * its uncompressed length is stored uncompressed and not shuffled. MLS_E_VALUE: there is
- * no decoder. */
+ * no decoder; other errors of reading, of a damaged block and of the codec, see the
+ * header. After an error `*data` is not valid. */
 mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
                                    const mls_coded *coded, size_t number,
                                    const unsigned char **data, mls_status *st)

@@ -70,8 +70,9 @@ static size_t mark_row(unsigned char *bits, size_t row)
 }
 
 /* Set the bit of each row of `now` that differs from `before`, or from zeros if that is
- * NULL, and return the number of newly set bits. The first and last row may be incomplete
- * here: other threads may process the rest of them. */
+ * NULL, and return the number of newly set bits. Both have elements `first` .. `first +
+ * count` of the shard. The first and last row may be incomplete here: other threads may
+ * process the rest of them. */
 static size_t mark_rows(const mls_row_cut *rows, unsigned char *bits, size_t first,
                         size_t count, const unsigned char *now,
                         const unsigned char *before)
@@ -110,8 +111,8 @@ size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_
                : mark_rows(rows, bits, first, count, now, before);
 }
 
-/* Return the first row in `row` .. `end` whose bit equals `set`, or `end`. Skips eight
- * rows at a time. */
+/* Return the first row in `row` .. `end` whose bit in `bits` equals `set`, or `end`.
+ * Skips eight rows at a time. */
 static size_t find_row(const unsigned char *bits, size_t row, size_t end, bool set)
 {
     const unsigned char none = set ? 0 : UINT8_MAX;

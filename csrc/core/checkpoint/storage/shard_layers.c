@@ -1,5 +1,8 @@
 /* shard_layers: compute the visible ranges of each layer.
  *
+ * A layer stores the elements of its row ranges; without rows it is full and stores all.
+ * Elements are visible in the newest layer that stores them.
+ *
  * A sweep over the shard has one cursor for each layer. At each position the newest layer
  * that stores the element is visible, until its range ends or a range of a newer layer
  * begins. Each step ends at a boundary of some row range, so the number of steps is at

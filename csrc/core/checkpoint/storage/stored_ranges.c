@@ -1,5 +1,10 @@
 /* stored_ranges: iterate over runs of stored bytes.
  *
+ * A place is a byte range of a file that stores a shard or one of its layers, or the
+ * zeros of a shard that are not stored. The visible ranges of a layer are its elements
+ * that no later layer stores. A run is contiguous in the place and in the packed
+ * requested part.
+ *
  * If a place stores the whole shard, the runs are the intersection of shard and requested
  * part. If it is a layer, these runs are intersected with the layer's visible ranges.
  * Both sequences skip ahead: visible ranges by binary search, runs by restarting the
@@ -239,8 +244,9 @@ static void round_to_frames(const mls_compressed_frames *frames, size_t *begin,
 }
 
 /* Add up the bytes that reading `to` loads from the place's file: whole blocks if it is
- * verified, whole frames if it is compressed. Runs are ascending, so one pass finds both
- * ends, and a block or frame that two runs share is counted once. */
+ * verified, whole frames if it is compressed. All members are 0 if nothing is requested,
+ * or if the place exceeds its file. Runs are ascending, so one pass finds both ends, and
+ * a block or frame that two runs share is counted once. */
 mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_part *to,
                                      bool verify)
 {

@@ -26,11 +26,11 @@ typedef struct writing {
     const mls_parts_job *job;
     const mls_placed_item *placed;
     part_file *file;
-    uint64_t offset; /* of the tensor's first byte in the file */
-    uint32_t *crcs;  /* of the tensor's blocks */
-    size_t item_bytes;
-    size_t bytes; /* of the whole tensor */
-    size_t unreported;
+    uint64_t offset;     /* of the tensor's first byte in the file */
+    uint32_t *crcs;      /* of the tensor's blocks */
+    size_t item_bytes;   /* of an element in the file */
+    size_t bytes;        /* of the whole tensor in the file */
+    size_t unreported;   /* bytes written, but not yet reported as progress */
     size_t end;          /* end of the last bytes of the tensor that were written */
     uint32_t share;      /* of the checksum of the bytes up to `end` in their block */
     uint64_t zero_count; /* mls_crc_zeros(zero_count) is `zeros`: runs repeat lengths */
@@ -159,7 +159,7 @@ static mls_code report(writing *w, size_t least, mls_status *st)
 
 /* Write bytes `at` .. `at + count` of the item to byte `to` of the tensor in the file.
  * Steps end at file offsets that are multiples of MLS_PART_STEP, and therefore of the
- * item size: the header aligns tensors to it. */
+ * item size: the header aligns tensors to it. MLS_E_IO, MLS_E_STOPPED. */
 static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_status *st)
 {
     while (count > 0) {
@@ -239,8 +239,8 @@ static mls_code write_file(const mls_parts_job *job, const mls_placed_item *item
 }
 
 /* Return whether the file, block and result numbers of an item are within the job's
- * arrays, and its offset is not negative. The caller's numbers are signed and
- * unchecked. */
+ * arrays (its tensor's last block too), and its offset is not negative. The caller's
+ * numbers are signed and unchecked. */
 static bool is_inside(const mls_parts_job *job, const mls_placed_item *placed)
 {
     const mls_shard_item *item = placed->item;

@@ -85,7 +85,8 @@ mls_code mls_shard_list_set_memory(mls_shard_list *list, const mls_tensor *memor
 }
 
 /* Add the item for part `index` of `layout` of a replicated array of tensor `id`: a view
- * of the part's box, and for a flat part the position of its first element in the box. */
+ * of the part's box, and for a flat part the position of its first element in the box.
+ * Errors of mls_layout_part, with the tensor's name; MLS_E_MEMORY. */
 static mls_code add_part(mls_shard_list *list, const mls_tensor_id *id,
                          const mls_tensor *array, const mls_layout *layout, size_t index,
                          mls_status *st)

@@ -7,7 +7,10 @@
  * header, which makes the file valid, and renames it.
  *
  * Many files are made durable with one syncfs (each fsync would commit the file system's
- * journal), few files with one fsync each. */
+ * journal), few files with one fsync each.
+ *
+ * A block is the unit of checksums of a tensor in a file. A layer stores some rows of a
+ * shard, or its compressed elements; other shards are stored plain. */
 #include "checkpoint/write/shard_write.h"
 
 #include "base/memory.h"
@@ -124,14 +127,15 @@ static void free_buffers(writer *w)
 
 /* ---- one file's bytes ---- */
 
+/* The bytes of one task on their way to its file. */
 typedef struct sink {
     writer *w;
     output *out;
     mls_status *st;
-    unsigned char *buffer;
-    size_t used;
-    uint64_t offset;
-    bool silent; /* progress was already reported */
+    unsigned char *buffer; /* MLS_WRITE_BUFFER bytes */
+    size_t used;           /* bytes in the buffer */
+    uint64_t offset;       /* of the buffer's first byte in the file */
+    bool silent;           /* progress was already reported */
 } sink;
 
 /* Report `bytes` finished bytes, unless the sink is silent. MLS_E_STOPPED: the callback
@@ -144,8 +148,8 @@ static mls_code report_progress(const sink *s, size_t bytes)
 }
 
 /* Write the first `bytes` bytes of the aligned buffer at the sink's offset. For direct
- * I/O the last block is padded with zeros. Some file systems accept O_DIRECT but fail the
- * write (EINVAL); it is then repeated without direct I/O. */
+ * I/O the last block is padded with zeros. Some file systems accept O_DIRECT but fail
+ * the write (EINVAL); it is then repeated without direct I/O. MLS_E_IO. */
 static mls_code write_aligned(sink *s, size_t bytes)
 {
     size_t length = bytes;
@@ -166,7 +170,8 @@ static mls_code write_aligned(sink *s, size_t bytes)
 }
 
 /* Write the used bytes of the buffer at the sink's offset, advance the offset, and empty
- * the buffer. Bytes are reported as done after the system call. */
+ * the buffer. Bytes are reported as done after the system call. MLS_E_IO,
+ * MLS_E_STOPPED. */
 static mls_code flush_buffer(sink *s)
 {
     mls_code code = s->used == 0 ? MLS_OK : write_aligned(s, s->used);
@@ -233,7 +238,7 @@ static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
 
 /* Append bytes `start` .. `end` of one tensor of the file to the sink, and compute the
  * checksums of its blocks. `start` is a block boundary, so each block and its checksum
- * belong to one task. */
+ * belong to one task. MLS_E_IO, MLS_E_STOPPED. */
 static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t start,
                            size_t end)
 {
@@ -268,7 +273,8 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
 }
 
 /* Append all compressed bytes `coded` of a tensor to the sink, and compute the checksum
- * of each block, in steps that end with a block or with the buffer. */
+ * of each block, in steps that end with a block or with the buffer. MLS_E_IO,
+ * MLS_E_STOPPED. */
 static mls_code put_compressed(sink *s, const mls_header_tensor *tensor,
                                const unsigned char *coded)
 {
@@ -299,7 +305,7 @@ static const char *folder_name(int number)
 
 /* Open the folders of all sections and of indexes into `w->folders`; the one of states
  * may be missing (-1). A symbolic link is refused: it may lead to another checkpoint. An
- * open descriptor keeps referring to the same folder, even after a rename. */
+ * open descriptor keeps referring to the same folder, even after a rename. MLS_E_IO. */
 static mls_code open_folders(writer *w, mls_status *st)
 {
     for (int i = 0; i < FOLDER_COUNT; i++) {
@@ -365,7 +371,8 @@ static void remove_file(const writer *w, const char *path)
 
 /* Allocate disk space for the open file of `out`, if it has DIRECT_LEAST bytes or more,
  * so that a full disk is detected before writing, and several threads can write behind
- * the current end. File systems without that operation just let the file grow. */
+ * the current end. File systems without that operation just let the file grow.
+ * MLS_E_IO. */
 static mls_code reserve_space(const output *out, mls_status *st)
 {
 #if defined(__linux__)
@@ -397,7 +404,8 @@ static mls_code check_new_name(const writer *w, const char *path, mls_status *st
 }
 
 /* Lay out one file, create it under its temporary name, and reserve its space. `created`
- * is set as soon as there is a file to delete. A large file gets O_DIRECT if possible. */
+ * is set as soon as there is a file to delete. A large file gets O_DIRECT if possible.
+ * MLS_E_IO, MLS_E_SIZE, MLS_E_MEMORY; `out->fd` may be open then. */
 static mls_code open_output(writer *w, output *out, mls_status *st)
 {
     if (mls_write_plan_lay_out(&w->plan, out->planned, st) != MLS_OK ||
@@ -424,7 +432,7 @@ static mls_code open_output(writer *w, output *out, mls_status *st)
 
 /* Open the file of `out` unless another task has opened it; other tasks wait meanwhile.
  * Files are opened late and closed early, so that even a hundred thousand files need few
- * descriptors. */
+ * descriptors. Errors of open_output. */
 static mls_code ensure_output(writer *w, output *out, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -437,7 +445,8 @@ static mls_code ensure_output(writer *w, output *out, mls_status *st)
 }
 
 /* Write the header, which makes the file valid, and record its checksum in the index. It
- * ends at the first tensor, at a multiple of the alignment, so it needs no padding. */
+ * ends at the first tensor, at a multiple of the alignment, so it needs no padding.
+ * MLS_E_IO. */
 static mls_code write_header(sink *s)
 {
     mls_header *header = &s->out->planned->header;
@@ -491,9 +500,10 @@ static mls_code finish_output(sink *s)
 /* ---- tasks ---- */
 
 /* Write the bytes of task `t`: a whole file, or `t->bytes` from byte `t->start` on of a
- * file with one tensor. `buffer` is memory that no other task uses. The last task of a
- * file completes the file; the lock around the counter makes the other tasks' checksums
- * visible to it. */
+ * file with one tensor. A shard with frames is compressed first; if it does not shrink
+ * enough, it is written uncompressed. `buffer` (MLS_WRITE_BUFFER bytes) is memory that
+ * no other task uses. The last task of a file completes the file; the lock around the
+ * counter makes the other tasks' checksums visible to it. */
 static mls_code run_task(writer *w, const task *t, unsigned char *buffer, mls_status *st)
 {
     output *out = &w->outputs[t->file];
@@ -686,7 +696,7 @@ static bool can_sync_once(int folder)
 }
 
 /* Sync the whole file system with syncfs, or else the folders: files that are synced
- * separately were synced when they were written. */
+ * separately were synced when they were written. MLS_E_IO. */
 static mls_code make_durable(const writer *w, mls_status *st)
 {
 #if defined(__linux__)
@@ -713,7 +723,8 @@ static mls_code make_durable(const writer *w, mls_status *st)
 /* ---- the index ---- */
 
 /* Write `text`, the index, to a temporary file, and rename it to `path`. It is synced
- * here only if files are synced separately. On failure the temporary file is deleted. */
+ * here only if files are synced separately. On failure the temporary file is deleted.
+ * MLS_E_IO. */
 static mls_code write_small(const writer *w, const char *path,
                             const mls_json_writer *text, mls_status *st)
 {

@@ -5,7 +5,10 @@
  * is written uncompressed.
  *
  * The compressed length, and so the offset of the next tensor, is only known at the end.
- * So a compressed shard has its own file, which one thread compresses and writes. */
+ * So a compressed shard has its own file, which one thread compresses and writes.
+ *
+ * A frame is 1 MiB of elements, compressed independently. A shard's frames belong to its
+ * new layer: all of its elements, or only the rows that this save writes. */
 #include "checkpoint/write/write_plan.h"
 
 #include "base/memory.h"
@@ -239,10 +242,10 @@ static mls_code report_progress(const mls_shard_job *job, size_t bytes, mls_stat
                : mls_fail(st, MLS_E_STOPPED, "stopped");
 }
 
-/* Compress the frames of a shard into `to` and set their `ends`; `*out` is the compressed
- * length. Stops as soon as the gain is too small, so that the output exceeds three
- * quarters by one frame at most. `room` has space for two frames. All bytes are reported
- * as done. */
+/* Compress the frames of a shard into `to` and set their `ends`; `*out` is the
+ * compressed length. Stops as soon as the gain is too small, so that the output exceeds
+ * three quarters by one frame at most. `room` has space for two frames. All bytes are
+ * reported as done. MLS_E_STOPPED; errors of the codec. */
 static mls_code encode_frames(const mls_write_plan *plan, mls_planned *planned,
                               unsigned char *room, unsigned char *to, size_t *out,
                               mls_status *st)

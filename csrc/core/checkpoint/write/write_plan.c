@@ -1,5 +1,9 @@
 /* write_plan: sort items, match them with the committed shards, and assign files.
  *
+ * A place is a byte range of a file that stores a shard or one of its layers. A plain
+ * shard has one place; any other has layers, the newest of which hides the elements that
+ * it stores in older ones. A part is what the item stores of its tensor.
+ *
  * Items and the previous index have the same order, so one merge pass matches them. Small
  * shards share segments: files of limited size, so that several threads can write them,
  * and obsolete data can be dropped without rewriting much. */
@@ -53,7 +57,8 @@ static size_t dims_of(const mls_shard_item *item)
 }
 
 /* Allocate everything whose size follows from the items. The sums cannot overflow, since
- * they are smaller than the items in memory. */
+ * they are smaller than the items in memory. MLS_E_SHAPE: an item has too many
+ * dimensions; MLS_E_MEMORY. After an error the caller frees the arrays. */
 static mls_code allocate(mls_write_plan *plan, mls_status *st)
 {
     const mls_shard_job *job = plan->job;
@@ -80,9 +85,9 @@ static mls_code allocate(mls_write_plan *plan, mls_status *st)
                : MLS_OK;
 }
 
-/* Fill in `shard` and `planned` from an item; `dims` receives the shape of its part.
- * Layout and shape are validated here, once, for all later steps.
- * Errors name the tensor. */
+/* Fill in `shard` and `planned` from an item; `dims` receives the shape of its part, and
+ * has room for dims_of(item). Layout and shape are validated here, once, for all later
+ * steps. Errors of mls_layout_part, or MLS_E_SIZE; they name the tensor. */
 static mls_code describe_shard(const mls_shard_item *item, mls_index_shard *shard,
                                mls_planned *planned, size_t *dims, mls_status *st)
 {
@@ -441,8 +446,8 @@ static mls_code keep_shard(mls_write_plan *plan, size_t number, file_use *uses,
     return MLS_OK;
 }
 
-/* Keep the stored bytes of all shards that can_keep allows. The others are written whole,
- * and lose their new layers. */
+/* Keep the stored bytes of all shards that can_keep allows. The others are written
+ * whole, and lose their new layers. MLS_E_MEMORY. */
 static mls_code keep_shards(mls_write_plan *plan, mls_status *st)
 {
     file_use *uses = NULL;
@@ -459,7 +464,8 @@ static mls_code keep_shards(mls_write_plan *plan, mls_status *st)
 }
 
 /* Allocate the new index's list of files: at most one for each written shard, plus the
- * previous files. Unused pages of the list are never touched, so they cost nothing. */
+ * previous files. Unused pages of the list are never touched, so they cost nothing.
+ * MLS_E_MEMORY. */
 static mls_code allocate_files(mls_write_plan *plan, mls_status *st)
 {
     const mls_index *before = plan->job->before;
@@ -567,8 +573,9 @@ static size_t next_file(const mls_write_plan *plan, const placing *placings, siz
 }
 
 /* Write the path of a new file, whose first shard is `first`, to `path`:
- * "params/layer.0.weight.3-8.<generation>-<rank>.safetensors", or "segment-12" instead of
- * tensor and part. No tensor's file can have that name, since it has no part. */
+ * "params/layer.0.weight.3-8.<generation>-<rank>.safetensors", or "segment-12" instead
+ * of tensor and part. No tensor's file can have that name, since it has no part.
+ * MLS_E_SIZE: the path is too long. */
 static mls_code name_file(const mls_write_plan *plan, const placing *first, char *path,
                           mls_status *st)
 {

@@ -44,7 +44,7 @@ typedef struct scanned_shard {
 /* A task: several small shards, or elements `from` .. `to` of one. */
 typedef struct piece {
     size_t first, count; /* range in the scanned shards */
-    size_t from, to;
+    size_t from, to;     /* used only if `count` is 1 */
 } piece;
 
 typedef struct sparse_scan {

@@ -7,7 +7,11 @@
  * the checksums of all bytes read are verified.
  *
  * If changed rows may become a new layer, reading continues to the end, or until too many
- * rows changed. */
+ * rows changed.
+ *
+ * A place is a byte range of a file that stores a committed shard or one of its layers.
+ * The elements of a layer are visible unless a later layer stores them too. A row is some
+ * consecutive elements, which are stored together; a block is the unit of checksums. */
 #include "checkpoint/write/write_plan.h"
 
 #include "base/memory.h"
@@ -38,6 +42,7 @@ typedef struct compared_shard {
     atomic_size_t left;    /* unfinished pieces */
 } compared_shard;
 
+/* More than any number of rows; other tasks may still add theirs without overflow. */
 #define LOST (SIZE_MAX / 2)
 
 /* Bytes `from` .. `to` of a place, or of the zeros of a shard. */
@@ -49,6 +54,7 @@ typedef struct piece {
 
 #define ZEROS SIZE_MAX
 
+/* Pieces `from` .. `to`, which one task compares. */
 typedef struct batch {
     size_t from, to;
 } batch;
@@ -129,7 +135,7 @@ static bool open_file(compare_state *c, file_reader *r, const mls_layer *place)
 
 /* Compare elements `first` .. `first + count` of a shard in the caller's memory with
  * their stored bytes `before`. Changed rows are marked and counted if the shard has bits;
- * otherwise any change counts once. */
+ * otherwise any change counts once. `r` lends its memory for packed elements. */
 static void compare_elements(const compare_state *c, compared_shard *shard, size_t first,
                              size_t count, const unsigned char *before, file_reader *r)
 {
@@ -148,7 +154,7 @@ static void compare_elements(const compare_state *c, compared_shard *shard, size
 
 /* Compare the visible elements in `data`, which are bytes `start` .. `start + bytes`
  * (uncompressed) of a place, with the caller's memory. Elements that later layers hide
- * are skipped. */
+ * are skipped. `r` lends its memory, see compare_elements. */
 static void compare_read(const compare_state *c, compared_shard *shard,
                          const mls_layer *place, size_t start, size_t bytes,
                          const unsigned char *data, file_reader *r)
