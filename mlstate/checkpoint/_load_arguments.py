@@ -80,7 +80,10 @@ def checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
 
 
 def checked_device(device: object, *, mmap: bool) -> Any:
-    """Return ``device=`` as a device of torch, or None; raise if it is none, or with `mmap`."""
+    """Return `device` as a device of torch; None stays None.
+
+    Raises ValueError with `mmap`, and the errors of `TensorBackend.device_of`.
+    """
     if device is None:
         return None
     if mmap:

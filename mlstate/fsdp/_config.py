@@ -27,8 +27,8 @@ class FSDP:
     op : {"sum", "mean", "min", "max"}, default "sum"
         The reduction over ranks.
     gradient_divide_factor : float, optional
-        Divisor of the sums, applied in float32 or wider before rounding. Default: 1, or the
-        number of ranks for ``"mean"``.
+        Divisor of the sums, applied in float32 or wider before rounding; for ``op="sum"`` only.
+        Default: 1. ``op="mean"`` divides by the number of ranks.
     reduce_dtype : {"float32"}, optional
         Keep sums of 16- and 8-bit floats in float32, the dtype of the computation. Default:
         round them once, to the parameter's dtype.
@@ -58,9 +58,9 @@ class FSDP:
     Raises
     ------
     TypeError
-        If `process_group` is not a process group, or `bucket_bytes` is not an int.
+        If an argument has a wrong type.
     ValueError
-        If another argument is invalid.
+        If an argument has an invalid value.
 
     Notes
     -----

@@ -179,10 +179,11 @@ class BackwardPass:
         return error
 
     def _reduce_submitted(self) -> None:
-        """Reduce the submitted buckets that no earlier call has reduced.
+        """Reduce the next submitted buckets, as many as all ranks have ready.
 
-        It is called once for each submitted bucket. A call may reduce several, and later calls
-        then find none left.
+        At most `_BUCKETS_PER_HEADER`, at least one if there is any. It is called once for each
+        submitted bucket; a call may reduce several, and later calls then find none left. If the
+        ranks disagree on the first bucket, that bucket counts as reduced, by its gradients.
         """
         first, end = self._reduced, min(self._submitted, self._reduced + _BUCKETS_PER_HEADER)
         if first == end:

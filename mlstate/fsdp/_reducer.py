@@ -239,9 +239,10 @@ class Session:
         session, or b"" if later buckets are unknown.
 
         Returns the number of reduced buckets, and None; `finish` raises their failures. If the
-        ranks disagree on the first bucket, nothing is reduced. Then the second value is the list
-        of `entries` on which all ranks agree, in the same order on all ranks; the caller divides
-        them into buckets again. If a rank refuses the call, all entries fail.
+        ranks disagree on the first bucket, nothing is reduced. Then the number is 1, for this
+        bucket, and the second value is the list of `entries` on which all ranks agree, in the same
+        order on all ranks; the caller divides them into buckets again. If a rank refuses the call,
+        all entries fail.
 
         Ranks with equal first buckets and equal non-empty plans must have equal later buckets.
         """

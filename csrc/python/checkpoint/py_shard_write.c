@@ -186,13 +186,15 @@ static mlspy_shard_items *take_job(const mlspy_state *state, PyObject *generatio
  * Writes the shards of `items` and an index of them as `generation`, the name of a
  * version of the checkpoint in hexadecimal digits. `before` is a MergedIndex of the
  * committed checkpoint, whose unchanged shards are not written again, or None to write
- * everything. `how` is (pack_below, sparse, incremental, compress), see mls_shards_write.
- * Python has checked the two flags, so any value except True is False; the number comes
- * from the user. `progress` is called with the number of bytes since its last call, or is
- * None. `freed` is called once, without arguments, after the last read of the arrays of
- * the list; if it is set, the save runs beside other work, and has its own threads
- * instead of the shared ones. `mode`: permission bits of new files. `temporary`: the
- * files are read soon and then deleted, so they are not synced.
+ * everything. `how` is (pack_below: shards of fewer bytes share files, sparse: omit rows
+ * of zeros, incremental: write only changed rows of a shard, compress: name of a codec or
+ * None), see mls_shards_write. Python has checked the two flags, so any value except True
+ * is False; `pack_below` comes from the user. `progress` is called with the number of
+ * bytes since its last call, or is None. `freed` is called at most once, without
+ * arguments, after the last read of the arrays of the list, and not if writing failed
+ * before; if it is set, the save runs beside other work, and has its own threads instead
+ * of the shared ones. `mode`: permission bits of new files. `temporary`: the files are
+ * read soon and then deleted, so they are not synced.
  */
 PyObject *core_shards_write(mlspy_state *state, PyObject *const *args)
 {

@@ -144,9 +144,10 @@ def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
 
 
 def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
-    """Return an optimizer's state of a file as arrays by parameter name and state.
+    """Return the optimizer of a file: arrays by ``<parameter>.<state>``, groups, learning rate.
 
-    `tree`: a result of ``optimizer.state_dict()``. Raises FormatError if it is malformed.
+    `tree`: a result of ``optimizer.state_dict()``, with the entry ``param_groups``. `path`: for
+    errors. Raises FormatError if the groups or states are malformed.
     """
     groups = tree["param_groups"]
     saved_states = tree.get("state", {})

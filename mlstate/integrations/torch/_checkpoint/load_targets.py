@@ -579,9 +579,10 @@ class OptimizerFilling(Filling):
         return _place(key, current) if run is None else Place(*run.place(current.detach()))
 
     def _convert_exactly(self) -> None:
-        """Read states that torch converts without rounding into arrays of the stored dtype.
+        """Let states that torch converts without rounding be read in their stored dtype.
 
-        `done` then copies them to the optimizer's tensors, which converts them.
+        Their entries in `arrays` become new CPU tensors of that dtype, which the load fills. `done`
+        copies them to the optimizer's tensors, which converts them.
         """
         import torch
 
