@@ -101,9 +101,11 @@ def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, object]) -> Non
     """Take over arrays that the user replaced, and states that the user added or removed.
 
     `used`: the user's handle. `states`: the states that a torch optimizer now has for the
-    parameter. Everything is checked before anything is changed. Raises CompatibilityError if the
-    parameter was removed, or a replacement has another shape, dtype or kind; ValueError for an
-    invalid name of a state, TypeError for a state of the optimizer that is not a tensor.
+    parameter. A tensor with which the optimizer replaced a state becomes the part's; if the user
+    replaced the state too, it gets the user's elements. A state is removed if neither has it.
+    Everything is checked before anything is changed. Raises CompatibilityError if the parameter was
+    removed, or a replacement has another shape, dtype or kind; ValueError for an invalid name of a
+    state, TypeError for a state of the optimizer that is not a tensor.
     """
     refuse_other_states({f"{unit.name}.{name}": value for name, value in states.items()})
     arrays = {**states, **used.states}
@@ -118,6 +120,10 @@ def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, object]) -> Non
             continue  # was removed
         else:
             array = arrays.pop(part.state)
+            new = states.get(part.state, part.array)
+            if new is not part.array:
+                array = new if array is part.array else array
+                part = _check(unit, part, new)  # the optimizer refers to this tensor from now on
         if array is not part.array:
             replaced.append((part, _check(unit, part, array).elements))
         parts.append(part)

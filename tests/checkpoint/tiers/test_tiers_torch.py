@@ -6,6 +6,7 @@ from test_tiers import bits, given_bits, states
 
 import mlstate
 from mlstate.checkpoint import TieredState
+from mlstate.errors import CompatibilityError
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -189,3 +190,42 @@ def test_groups_are_current_and_states_that_are_not_tensors_are_refused(folder):
             sgd.state[module.weight]["count"] = 3
     with pytest.raises(TypeError, match=r"'weight.count' is a int"):
         TieredState(module, sgd, folder.with_name("other"), device="cpu")
+
+
+class Momentum(torch.optim.Optimizer):
+    """Replaces its state in each step, instead of changing it in place."""
+
+    def __init__(self, parameters, dtype=None):
+        self.dtype = dtype
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            sums = self.state[parameter].get("sum", torch.zeros_like(parameter))
+            self.state[parameter]["sum"] = (sums + parameter.grad).to(self.dtype)
+
+
+def test_states_that_an_optimizer_replaces_are_the_unit_s(folder):
+    layer = torch.nn.Linear(2, 1, bias=False)
+    optimizer = Momentum(layer.parameters())
+    layer.weight.grad = torch.ones_like(layer.weight)
+    with TieredState(layer, optimizer, folder) as tiers:
+        for step in (1.0, 2.0, 3.0):
+            with tiers.use("weight"):
+                optimizer.step()
+            tiers.demote("weight", to="cold")
+            assert optimizer.state[layer.weight]["sum"].numel() == 0  # its memory is in the file
+            with tiers.use("weight") as unit:
+                assert unit.states["sum"] is optimizer.state[layer.weight]["sum"]
+                assert unit.states["sum"].tolist() == [[step, step]]
+        with tiers.use("weight") as unit:
+            optimizer.step()
+            unit.states["sum"] = torch.full((1, 2), 9.0)
+        assert optimizer.state[layer.weight]["sum"].tolist() == [[9, 9]]
+        optimizer.dtype = torch.float64
+        with (
+            pytest.raises(CompatibilityError, match=r"'weight.sum' is a tensor of float32"),
+            tiers.use("weight"),
+        ):
+            optimizer.step()
