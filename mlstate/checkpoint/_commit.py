@@ -289,7 +289,8 @@ class Commit:
         raise: a failed one its own error, others a CollectiveError about the first that failed.
         Without one, the caller's `abort` deletes the files. `header` describes the state in the
         manifest. `copies`: names of shards that this rank leaves to another one, joined by NUL.
-        After an error the old checkpoint is unchanged.
+        After an error the old checkpoint is unchanged, unless replacing the manifest itself failed:
+        then either may be current.
         """
         if self._group is None:
             self._replace_manifest(header, self._reports, ())
@@ -514,8 +515,9 @@ def write_and_commit(
     """Write the gathered shards and commit them; every rank calls it, even after a failure.
 
     `progress` is called with numbers of bytes, `freed` when the arrays may change. Returns the
-    saved checkpoint. After an error in the commit or before, the old checkpoint is unchanged. After
-    a later one (a CollectiveError, or a warning that is raised) the new one is current.
+    saved checkpoint. After an error in the commit or before, the old checkpoint is unchanged; if
+    replacing the manifest itself failed, either may be current. After a later one (a
+    CollectiveError, or a warning that is raised) the new one is current.
     """
     commit = Commit(target)
     with commit.holder:

@@ -55,7 +55,7 @@ def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str
 def try_root(
     files: CheckpointFiles, root: str, options: LoadOptions
 ) -> tuple[LoadedState | None, MLStateError | None]:
-    """Load the manifest `root`, of a step, on all ranks; return the state or an error, else None.
+    """Load the manifest `root`, of a step, on all ranks; return (state, None) or (None, error).
 
     The error is this rank's, or CollectiveError if only another rank cannot read the step. An
     exception other than FormatError and StoreError is raised, and then every rank raises.

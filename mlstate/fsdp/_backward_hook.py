@@ -245,6 +245,14 @@ class FSDPBackwardHook:
             self._pass = None
             current.abandon()
 
+    def _abandon_if_idle(self) -> None:
+        """Abandon an aborted pass, unless a thread holds the lock: then a pass is alive."""
+        if self._lock.acquire(blocking=False):
+            try:
+                self._abandon_aborted()
+            finally:
+                self._lock.release()
+
     def _scatter_in_hook(self, name: str, gradient: Any) -> Any:
         """Scatter the gradient of parameter `name` of a model that is not a torch module.
 
@@ -475,8 +483,7 @@ class FSDPBackwardHook:
         >>> hook.scatter_gradient(FSDPShardingUnit("w", (2,), "float64", 0), np.ones(2))
         array([1., 1.])
         """
-        with self._lock:
-            self._abandon_aborted()
+        self._abandon_if_idle()
         bind_unit(unit, self._reducer.rank, self._reducer.world_size)
         return self._reducer.scatter_one(unit, full_gradient)
 
@@ -517,8 +524,7 @@ class FSDPBackwardHook:
         """
         if not sharding_units or _is_empty("full_gradients", full_gradients):
             return
-        with self._lock:
-            self._abandon_aborted()
+        self._abandon_if_idle()
         bind_units(sharding_units, self._reducer.rank, self._reducer.world_size)
         self._reducer.scatter(sharding_units, full_gradients)
 

@@ -74,7 +74,7 @@ class PromptStore:
     max_pending_bytes : int or str
         Most bytes of copies that asynchronous puts hold.
     lock_timeout : float
-        Seconds to wait while another process writes.
+        Seconds to wait while another process writes, 0 or more.
 
     Raises
     ------

@@ -57,7 +57,7 @@ static bool is_layer(const mls_layer_map *table, const mls_table_layer *layer,
 }
 
 /* Returns the slot of the layer with the name of `key`, or the empty slot for it. The
- * table must have slots; half of them are empty. */
+ * table must have slots; at least half of them are empty. */
 static mls_layer_slot *slot_of(const mls_layer_map *table, const mls_layer_key *key)
 {
     const uint32_t hash = mix_hash(key->hash);

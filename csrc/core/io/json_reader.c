@@ -294,8 +294,8 @@ static mls_code fail_memory(json_parser *p)
 }
 
 /* Make room for more nodes; `at` is the offset of the next value, for the message. Grows
- * by half, so that the unused part stays below half of the used part. MLS_E_FORMAT: the
- * limit of values is reached. MLS_E_MEMORY. */
+ * by half and 16 nodes, so that the unused part stays in proportion to the used part.
+ * MLS_E_FORMAT: the limit of values is reached. MLS_E_MEMORY. */
 static mls_code add_room(json_parser *p, size_t at)
 {
     mls_json *doc = p->doc;

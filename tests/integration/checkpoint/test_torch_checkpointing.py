@@ -165,6 +165,12 @@ def test_a_division_in_another_order_than_the_mesh_is_refused(tmp_path, mesh_dim
         else:
             with pytest.raises(TypeError, match=r"'w' is a DTensor .* dimensions \(1, 0\) in this"):
                 part_of("w", tensor)
+        # flatten() gives a _StridedShard and the default order
+        local = torch.arange(12.0).reshape(2, 6)[1:, :3].clone()  # of rank 1
+        flat = DTensor.from_local(local, mesh, [Shard(1), Shard(0)]).flatten()
+        if mesh_dims == (0, 1):
+            part = part_of("w", flat)
+            assert torch.equal(part.layout.take(torch.arange(12.0), part.index), part.array)
     finally:
         dist.destroy_process_group()
 

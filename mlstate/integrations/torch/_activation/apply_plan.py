@@ -26,7 +26,7 @@ def find_blocks(module: Any, blocks: Any, count: int | None) -> list[tuple[str, 
 
     `blocks`: a pattern, a list, or None. `count`: their number; None: any. Raises ValueError if
     there are none, more or fewer, or the choice is ambiguous; see `apply_plan`. Raises TypeError
-    if a block is not callable.
+    if a block is not callable or, without `blocks`, if `module` is neither a module nor a list.
     """
     import torch
 

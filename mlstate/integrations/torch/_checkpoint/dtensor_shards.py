@@ -75,6 +75,8 @@ def _sharding_order(name: str, value: Any) -> list[int]:
             )
         order.append(number)
     for entry in getattr(getattr(value, "_spec", None), "shard_order", None) or ():
+        if any(hasattr(value.placements[n], "split_factor") for n in entry.mesh_dims):
+            continue  # the factors tell the order of this axis, not the entry
         if [n for n in order if value.placements[n].dim == entry.tensor_dim] != [*entry.mesh_dims]:
             raise _sharding_error(
                 name,
