@@ -455,8 +455,9 @@ class FSDPBackwardHook:
         ----------
         unit : FSDPShardingUnit
             The unit of the parameter.
-        full_gradient : array or torch.Tensor
-            The full gradient, with the parameter's shape and dtype.
+        full_gradient : array, torch.Tensor or None
+            The full gradient, with the parameter's shape and dtype; None if this rank has none.
+            Every rank must call.
 
         Returns
         -------

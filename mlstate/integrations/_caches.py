@@ -154,8 +154,9 @@ class EntryPlan:
     def both(self, where: str, owner: str, *kinds: str, prefix: str = "") -> list[CacheEntry]:
         """Return the entries of keys and values of the layer at `where`, or [] if it has neither.
 
-        `owner`: class of the layer, for errors. `prefix`: of the names "keys" and "values". Raises
-        CompatibilityError if only one exists, or their shapes before the last axis differ.
+        `owner`: class of the layer, for errors. `kinds`: accepted kinds, as for `entry`. `prefix`:
+        of the names "keys" and "values". Raises CompatibilityError as `entry`, if only one exists,
+        or if their shapes differ before the last of four axes.
         """
         parts = f"{prefix}keys", f"{prefix}values"
         entries_or_none = [self.entry(where, owner, part, *kinds) for part in parts]

@@ -39,8 +39,8 @@ def _refusal(
     """Return an error that lists all mismatches, in torch's words.
 
     `missing`, `unexpected`: names that only the target, or only the source has. `shapes`, `dtypes`:
-    (name, in the source, in the target). `strict`, `cast`: mismatches that these allow are left
-    out.
+    (name, in the source, in the target). `strict` and `cast`: of the load; missing and unexpected
+    names are left out unless `strict`, dtypes with `cast`. At least one mismatch must remain.
     """
     lines = []
     if strict and missing:
@@ -165,8 +165,9 @@ def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: b
         raise _refusal(filling.arrays, arrays, strict, cast, *report)
     entries = {name: source[name] for name in memory if hasattr(source.get(name), "dtype")}
     dtypes = _core.state_compare(entries, memory)[3]
-    if not all(cast and {have, want} <= FLOATS for _, have, want in dtypes):
-        raise _refusal(memory, entries, strict, False, [], [], [], dtypes)
+    refused = [each for each in dtypes if not (cast and {each[1], each[2]} <= FLOATS)]
+    if refused:
+        raise _refusal(memory, entries, strict, False, [], [], [], refused)
     if own_load is not None:
         try:
             own_load.apply()

@@ -27,8 +27,9 @@ enum {
 
 /* ---- checks ---- */
 
-/* Check `keys` against the rotation `r`: the number of axes, the sequence axis, the
- * dtype, rotary_dim, and the number of shifts. MLS_E_SHAPE, MLS_E_DTYPE, MLS_E_VALUE. */
+/* Check `keys` against the rotation `r`: the number of axes, the sequence axis, which is
+ * not negative, the dtype, rotary_dim, and the number of shifts. MLS_E_SHAPE,
+ * MLS_E_DTYPE, MLS_E_VALUE. */
 static mls_code check_keys(const mls_tensor *keys, const mls_rotation *r, mls_status *st)
 {
     int checked_axis;

@@ -25,7 +25,7 @@ typedef struct mls_rotation {
     double base, scaling;
     size_t rotary_dim; /* elements of the last axis that are rotated, from the first on */
     bool interleaved;  /* pair i is 2i and 2i + 1; if false, i and i + rotary_dim / 2 */
-    int axis;          /* the sequence axis, not the last one */
+    int axis;          /* the sequence axis, 0 to rank - 2 */
     const int64_t *shifts; /* borrowed; one for each position, or one for all */
     size_t shift_count;
 } mls_rotation;

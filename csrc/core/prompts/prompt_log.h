@@ -194,8 +194,9 @@ mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *fre
 
 /* Read all records and compare checksums. With `repair`, for which the log must be
  * locked, damaged records are removed. Sets `*out` to the `*count` damaged ones; the
- * caller frees it with mls_free.
- * MLS_E_STOPPED; MLS_E_MEMORY; MLS_E_IO: the removal failed. */
+ * caller frees it with mls_free. After an error it is not set.
+ * MLS_E_STOPPED; MLS_E_MEMORY; MLS_E_SIZE; MLS_E_IO: the removal failed, or the log
+ * cannot be read for a reason that proves no damage, such as too many open files. */
 mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress *progress,
                            mls_prompt_damage **out, size_t *count, mls_status *st);
 

@@ -120,7 +120,7 @@ def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, object]) -> Non
             continue  # was removed
         else:
             array = arrays.pop(part.state)
-            new = states.get(part.state, part.array)
+            new: Any = states.get(part.state, part.array)
             if new is not part.array:
                 array = new if array is part.array else array
                 part = _check(unit, part, new)  # the optimizer refers to this tensor from now on
