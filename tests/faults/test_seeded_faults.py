@@ -51,7 +51,7 @@ def try_faults(shim, program, kind, first, states, *defect):
 
 @pytest.mark.long
 @pytest.mark.parametrize(("program", "kind"), CASES)
-def test_nothing_is_lost_or_mixed_after_any_fault(shim, program, kind):
+def test_faults_leave_one_complete_version(shim, program, kind):
     count, chunk = fault_harness.amount(*STATES[program][kind]), CHUNKS[program]
     for first in range(0, count, chunk):
         report = try_faults(shim, program, kind, first, min(chunk, count - first))

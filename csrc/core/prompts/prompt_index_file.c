@@ -155,7 +155,7 @@ static mls_code replace_file(const mls_prompt_log *log, mls_status *st)
     return code;
 }
 
-/* Replace the index file, after entries that are no longer used were dropped. A file that
+/* Replace the index file, without the entries that nothing uses. A file that
  * is not regular is left alone (MLS_E_FORMAT), so that the user notices it. */
 mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st)
 {

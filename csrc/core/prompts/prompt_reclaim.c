@@ -158,7 +158,7 @@ static uint32_t *list_entries(const mls_prompt_log *log, uint32_t number, size_t
 
 /* Append a copy of the record of entry `number`, which is in the segment `file` of
  * `length` bytes; the copy is flagged as moved, and pinned if the entry is. Remove the
- * entry instead if the record is damaged or another one, which is no error. Errors as
+ * entry instead, and return MLS_OK, if the record is damaged or another one. Errors as
  * mls_prompt_append_copy. */
 static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
                             uint64_t length, uint32_t number, mls_status *st)
@@ -487,8 +487,8 @@ mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_
 }
 
 /* Evict and compact. Compact the newest segment too, and write the index file, which is
- * then as short as possible. It is no failure if the log does not fit: pinned records may
- * exceed the limit. `*freed` is set on failure too, to the bytes freed until then. */
+ * then as short as possible. Returns MLS_OK even if the log does not fit: pinned records
+ * may exceed the limit. `*freed` is set on failure too, to the bytes freed until then. */
 mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *freed,
                           mls_status *st)
 {

@@ -227,8 +227,8 @@ static mls_code skip_damage(scan *s, bool *done, mls_status *st)
 
 /* Enter the records from the end of the segment on. With `skips`, the scan continues
  * behind damaged headers. Without, it ends there: at the end of the newest segment that
- * is usually a record that is being written. A file that became shorter is no error.
- * Errors as scan_window. */
+ * is usually a record that is being written. The scan of a file that became
+ * shorter ends at its new end, with MLS_OK. Errors as scan_window. */
 static mls_code scan_records(scan *s, bool skips, mls_status *st)
 {
     unsigned char window[WINDOW];
@@ -284,8 +284,8 @@ static mls_code scan_newest(mls_prompt_log *log, bool skips, bool *changed,
 
 /* ---- the folder ---- */
 
-/* Add segment `number`, which becomes the log's highest, and enter its records. One that
- * is damaged or gone is left out, which is no error. MLS_E_IO, MLS_E_MEMORY,
+/* Add segment `number`, which becomes the log's highest, and enter its records. A
+ * damaged or missing one is left out, and the result is MLS_OK. MLS_E_IO, MLS_E_MEMORY,
  * MLS_E_SIZE. */
 static mls_code scan_new_segment(mls_prompt_log *log, uint32_t number, mls_status *st)
 {

@@ -75,8 +75,8 @@ static void load_fini(load_job *job)
 }
 
 /* Convert (layout or None, index, world): part `index` of the layout. Without a layout,
- * tensors are cut as stored, but for `world` ranks, and `index` is the rank; 0 ranks:
- * load whole tensors. Returns -1 with an exception set. */
+ * the stored one divides the tensors among `world` ranks, and `index` is the rank;
+ * `world` 0: load whole tensors. Returns -1 with an exception set. */
 static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting *out)
 {
     PyObject *layout;

@@ -163,8 +163,8 @@ class ObjectFolder:
     def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:
         """Return size and time of files of another program by name; None for a missing one.
 
-        Later reads of these names require the same content, by its tag; names of an earlier call
-        are no longer checked.
+        Later reads of these names require the same content, by its tag; reads of other names,
+        also those of an earlier call, do not.
         """
         infos: dict[str, ObjectInfo | None] = {}
 

@@ -18,9 +18,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-/* How to cut a tensor: into part `index` of `layout`; without a layout, in the way that
- * it is stored, but for `world` ranks; if `world` is 0 too, the whole tensor is
- * loaded. */
+/* How to cut a tensor: into part `index` of `layout`. Without a layout, the stored one
+ * divides it among `world` ranks instead; `world` 0: load the whole tensor. */
 typedef struct mls_cutting {
     bool has_layout;
     mls_layout layout;

@@ -235,7 +235,7 @@ class Filling:
         """Complete the load after all reads: copy to devices, set zeros.
 
         Also increments the versions of the tensors, so that a backward pass that needs the old
-        content raises. The checkpoint can cause no error here.
+        content raises. All errors of the checkpoint were raised before.
         """
         import torch
 
