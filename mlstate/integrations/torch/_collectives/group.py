@@ -226,7 +226,8 @@ class TorchGroup(Engine):
                 f"pass a larger timeout= or look there ({text[:300]})"
             )
         else:
-            reason = f"{who or 'another rank'} is gone, or called something else ({text[:300]})"
+            who = who or "another rank"
+            reason = f"{who} is gone, has failed, or called something else ({text[:300]})"
         return failed(call.name, self._rank, f"{reason}; the group is unusable: create a new one")
 
     # ---- memory ----
