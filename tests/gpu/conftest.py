@@ -1,6 +1,7 @@
 """Tests of mlstate with tensors of a CUDA device; without one they are skipped: make test-gpu."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -8,13 +9,13 @@ import pytest
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 torch = pytest.importorskip("torch")
-FOLDER = os.path.dirname(__file__)
+FOLDER = Path(__file__).parent
 
 
 def pytest_collection_modifyitems(items):
     """Ignore warnings of other packages, whose versions differ between machines with a GPU."""
     for item in items:
-        if str(item.path).startswith(FOLDER):
+        if item.path.is_relative_to(FOLDER):
             item.add_marker(pytest.mark.torch)
             item.add_marker(pytest.mark.filterwarnings("ignore"))
             item.add_marker(pytest.mark.filterwarnings("error::mlstate.errors.CheckpointWarning"))

@@ -33,11 +33,11 @@ class ToDevice(torch.nn.Module):
 
 def layers_on(device, count=8, width=512):
     torch.manual_seed(1)
-    block = torch.nn.Linear, torch.nn.GELU, torch.nn.Dropout
-    made = [
-        torch.nn.Sequential(block[0](width, width), block[1](), block[2](0.2)) for _ in range(count)
+    parts = torch.nn.Linear, torch.nn.GELU, torch.nn.Dropout
+    layers = [
+        torch.nn.Sequential(parts[0](width, width), parts[1](), parts[2](0.2)) for _ in range(count)
     ]
-    return torch.nn.Sequential(*made).to(device)
+    return torch.nn.Sequential(*layers).to(device)
 
 
 def results(model, x, mixed=False):

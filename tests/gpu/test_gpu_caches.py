@@ -34,7 +34,9 @@ def test_transitions_give_the_bits_of_main_memory(device, dtype, axis):
         for move in moves:
             moved = transition_kv_state(source, size, seq_axis=axis, **move)
             assert moved.device == source.device
-            assert bits_of(moved) == bits_of(transition_kv_state(expected, size, seq_axis=axis, **move))
+            assert bits_of(moved) == bits_of(
+                transition_kv_state(expected, size, seq_axis=axis, **move)
+            )
         out = torch.full_like(moved.to(dtype), 7)
         assert transition_kv_state(source, size, 2, seq_axis=axis, out=out) is out
         assert bits_of(out) == bits_of(transition_kv_state(expected, size, 2, seq_axis=axis))
@@ -85,7 +87,7 @@ def test_a_cache_is_resized_trimmed_and_restored(device):
     assert bits_of(dict(states[0].arrays)) == bits_of(dict(states[1].arrays))
 
 
-def test_masks_and_states_of_one_array_work_with_attention_on_the_device(device):
+def test_masks_work_with_attention_on_the_device(device):
     mask = torch.from_numpy(create_causal_mask(12, dtype="float32").copy()).to(device)
     keys = cache_on(device)[:1, :1]
     attended = torch.nn.functional.scaled_dot_product_attention(
@@ -117,7 +119,7 @@ def decode(models, model, token, cache, count):
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @needs("transformers")
-def test_moved_caches_continue_with_the_tokens_of_the_unmoved_one(device, models, kind):
+def test_moved_caches_continue_with_the_tokens_of_the_unmoved_cache(device, models, kind):
     from transformers import DynamicCache, StaticCache
 
     from mlstate.integrations.transformers import from_cache, to_cache
@@ -126,7 +128,11 @@ def test_moved_caches_continue_with_the_tokens_of_the_unmoved_one(device, models
     prompt = models.prompt().to(device)
 
     def filled():
-        cache = DynamicCache(config=model.config) if kind == "dynamic" else StaticCache(model.config, 64)
+        cache = (
+            DynamicCache(config=model.config)
+            if kind == "dynamic"
+            else StaticCache(model.config, 64)
+        )
         return cache, models.run(model, prompt, cache).argmax(-1, keepdim=True)
 
     with torch.no_grad():

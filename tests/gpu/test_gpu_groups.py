@@ -27,10 +27,9 @@ from mlstate.integrations.torch import (  # noqa: E402
 def group(request, device, tmp_path_factory):
     """A group of one rank."""
     options = {"device_id": device} if request.param == "nccl" and device.type == "cuda" else {}
-    dist.init_process_group(
-        request.param if device.type == "cuda" else "gloo",
-        store=dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1), rank=0, world_size=1, **options,
-    )  # fmt: skip
+    backend = request.param if device.type == "cuda" else "gloo"
+    store = dist.FileStore(str(tmp_path_factory.mktemp("group") / "store"), 1)
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, **options)
     try:
         with TorchGroup(check=True) as wrapped:
             yield wrapped
@@ -57,8 +56,10 @@ def gradients(model):
 
 @pytest.mark.parametrize("is_array", [False, True])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_operations_return_what_one_rank_sends(device, group, is_array, asynchronous):
-    value = np.arange(6.0).reshape(3, 2) if is_array else torch.arange(6.0, device=device).view(3, 2)
+def test_operations_of_a_single_rank_return_its_values(device, group, is_array, asynchronous):
+    value = (
+        np.arange(6.0).reshape(3, 2) if is_array else torch.arange(6.0, device=device).view(3, 2)
+    )
     for dtype in ("float32", "bfloat16", "uint8") if not is_array else ("float32",):
         each = value.astype(dtype) if is_array else value.to(getattr(torch, dtype))
         calls = (
@@ -204,7 +205,7 @@ def test_a_model_of_fsdp2_continues_as_without_a_load(device, group, path, how):
     for step in range(3, 5):
         train(into, optimizer, step)
     assert local(into, optimizer) == local(model, adamw)
-    plain = model_on(device, 3)
-    mlstate.load(source, into={"model": plain})
+    unsharded = model_on(device, 3)
+    mlstate.load(source, into={"model": unsharded})
     arrays = DistributedStateCollector(group).gather_full_state(into)
-    assert set(arrays) == set(plain.state_dict())
+    assert set(arrays) == set(unsharded.state_dict())

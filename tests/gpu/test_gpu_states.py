@@ -49,7 +49,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_what_the_core_cannot_read_is_computed_right_or_refused_by_name(
+def test_calls_on_device_tensors_give_the_result_of_the_host_or_name_the_tensor(
     device, tmp_path, monkeypatch, call
 ):
     monkeypatch.chdir(tmp_path)
@@ -70,10 +70,10 @@ def test_what_the_core_cannot_read_is_computed_right_or_refused_by_name(
 
 def test_states_of_a_device_are_compared_element_by_element(device):
     collector = DistributedStateCollector(SingleGroup())
-    one, other = ({"w": torch.zeros(3, device=device, dtype=torch.bfloat16)} for _ in range(2))
-    assert collector.compare_states([one, other]) == []
-    other["w"][2] = 2
-    (difference,) = collector.compare_states([one, other])
+    first, second = ({"w": torch.zeros(3, device=device, dtype=torch.bfloat16)} for _ in range(2))
+    assert collector.compare_states([first, second]) == []
+    second["w"][2] = 2
+    (difference,) = collector.compare_states([first, second])
     assert "in 1 of 3 elements, by at most 2" in difference.text
 
 

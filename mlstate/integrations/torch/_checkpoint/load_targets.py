@@ -259,7 +259,7 @@ def _is_on_device(tensor: torch.Tensor) -> bool:
 def _on_host(tensor: torch.Tensor, staged: dict[Any, torch.Tensor]) -> torch.Tensor:
     """Return a tensor itself, or for a tensor on a device, CPU memory like it without content.
 
-    `staged`: this memory by that of the tensor; new memory is added.
+    `staged`: this memory by the key of the tensor's memory; new memory is added.
     """
     import torch
 
