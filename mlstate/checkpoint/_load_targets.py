@@ -124,7 +124,9 @@ class _ArrayTarget:
         self.tensors = [value for value in arrays.values() if is_torch(value)]
         if self.tensors:
             arrays = backend_of(self.tensors[0], TensorBackend).arrays_of(arrays)
-        self.on_device = {name: each for name, each in arrays.items() if _is_on_device(each)}
+        self.on_device: dict[str, Any] = {
+            name: each for name, each in arrays.items() if _is_on_device(each)
+        }
         staged = {id(each): new_packed(each, each.shape) for each in self.on_device.values()}
         self.arrays = {name: staged.get(id(array), array) for name, array in arrays.items()}
         self.known = arrays.keys()
@@ -140,7 +142,8 @@ class _ArrayTarget:
         `names`: of the arrays that were read.
         """
         for name in self.zeros:
-            self.on_device.get(name, self.arrays[name])[...] = 0
+            target: Any = self.on_device[name] if name in self.on_device else self.arrays[name]
+            target[...] = 0
         for name in self.on_device.keys() & names:
             overwrite(self.on_device[name], self.arrays[name])
         if self.tensors:
