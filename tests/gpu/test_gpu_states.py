@@ -106,7 +106,8 @@ def test_experts_in_tiers_train_as_without_them(device, tmp_path, is_on_device):
             if k == 1:
                 tiers.demote(f"{k}.weight", to="cold")
         for name in tiers:
-            tiers.demote(name, to="warm") if tiers.tier(name) == "hot" else tiers.promote(name)
+            move = tiers.demote if tiers.tier(name) == "hot" else tiers.promote
+            move(name, to="warm")
     assert_equal((reference.cpu(), adam_on_host(adam)), (experts, other))
 
 
