@@ -422,7 +422,7 @@ def compare_weights(
                 # True: all of the file is needed, with or without checksums in it
                 with folder.file_to_verify(name, lambda path: True) as path:
                     problems += record_problems(path, name, record, progress)
-            elif text := changed_text(folder.read(name), record):
+            elif text := changed_text(folder.read(name), record, progress):
                 problems.append(file_problem("changed", name, text, length=record.nbytes))
         except MLStateError as error:
             if folder.is_outage(error):
