@@ -36,13 +36,20 @@ def test_targets_sharing_memory_are_refused_before_writing(path):
     memory = np.arange(16.0)
     both = r"the targets model\['a'\] and model\['b'\] share memory"
     refused(both, memory, model={"a": memory[:8], "b": memory[7:15]})
-    refused(r"model\['b'\] and model\['a'\] share", memory, model={"a": memory[8:], "b": memory[1:9]})
+    refused(
+        r"model\['b'\] and model\['a'\] share", memory, model={"a": memory[8:], "b": memory[1:9]}
+    )
     other = memory[:8].view(np.int64)
     mlstate.save(path / "kinds", {"a": np.ones(8), "b": np.ones(8, np.int64)})
     with pytest.raises(ValueError, match=both):
         mlstate.load(path / "kinds", into={"model": {"a": memory[:8], "b": other}})
     model = {"a": memory[:8], "b": memory[8:]}
-    refused(r"model\['a'\] and optimizer\['a.m'\] share", memory, model=model, optimizer={"a.m": memory[:8]})
+    refused(
+        r"model\['a'\] and optimizer\['a.m'\] share",
+        memory,
+        model=model,
+        optimizer={"a.m": memory[:8]},
+    )
 
     columns = {"a": memory[::2], "b": memory[1::2]}  # the two share no byte
     mlstate.load(path, into={"model": columns})
