@@ -181,6 +181,20 @@ def test_one_file_has_its_checksums_beside_it(tmp_path):
     assert problems_of(path) == [("changed", path.name, "c")]
 
 
+def test_file_with_the_longest_name_can_be_loaded(tmp_path):
+    path = tmp_path / ("w" * (255 - len(".safetensors")) + ".safetensors")
+    mlstate.save_file({"w": np.ones(3)}, path)
+    assert mlstate.load_file(path)["w"].tolist() == [1, 1, 1]
+
+
+def test_checksums_that_cannot_be_looked_for_are_an_error(tmp_path):
+    path = tmp_path / "w.safetensors"
+    mlstate.save_file({"w": np.ones(3)}, path)
+    (tmp_path / NAME).symlink_to(NAME)  # a loop
+    with pytest.raises(StoreError, match="cannot read the checksums"):
+        mlstate.load_file(path)
+
+
 @pytest.mark.parametrize(
     "names",
     [
