@@ -277,7 +277,7 @@ def begin_write(
     else:
         target = Target.of(place)
     if name in ("mlstate", "dcp", "huggingface") and not any_suffix:
-        refuse_file_name(files)
+        refuse_file_name(files.folder)
     # after the listing, so that nothing appears in between
     refuse_existing(files.folder, overwrite)
     return target

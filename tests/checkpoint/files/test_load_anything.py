@@ -94,6 +94,13 @@ def test_targets_are_filled_or_unchanged(path):
     with pytest.raises(mlstate.CompatibilityError):
         mlstate.load(path, into={"model": target, "optimizer": wrong})
     assert not target["b"].any()
+    frozen = np.zeros((4, 2), np.float32)
+    frozen.flags.writeable = False
+    repeated = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (4, 2), (0, 0))
+    for array, text in ((frozen, "read-only"), (repeated, "share memory")):
+        with pytest.raises(ValueError, match=text):
+            mlstate.load(path, into={"model": target, "optimizer": {"layers.0.w.m": array}})
+    assert not target["b"].any()
     mlstate.load(path, into={"model": target, "optimizer": moments})
     assert mlstate.diff(target, WEIGHTS).identical and mlstate.diff(moments, MOMENTS).identical
     some = {"b": np.zeros(3), "other": np.zeros(1)}
