@@ -189,7 +189,7 @@ def _fit_names(
     have = set(selected)
     target_names = filling.known
     unfilled = [name for name in target_names if name not in have and name not in filling.optional]
-    missing = _without_tied(loader, unfilled, selected, filling)
+    missing = _without_tied(loader, section, unfilled, selected, filling)
     # a choice of names has two sections only, and all names of a named state are chosen
     lacking, _ = names.select(missing, min(section.number, OPTIMIZER))
     unexpected = [name for name in selected if name not in target_names]
@@ -204,7 +204,7 @@ def _fit_names(
 
 
 def _without_tied(
-    loader: Loader, unfilled: list[str], selected: list[str], filling: Any
+    loader: Loader, section: Section, unfilled: list[str], selected: list[str], filling: Any
 ) -> list[str]:
     """Return the names of `unfilled` whose memory receives no value under another name.
 
@@ -215,7 +215,7 @@ def _without_tied(
         return unfilled
     arrays = filling.arrays
     order = [name for name in (*unfilled, *selected) if name in arrays]
-    [tied] = _core.targets_tied([(order, arrays)])
+    [tied] = _core.targets_tied([(section.label, order, arrays)])
     left_out = set(tied) - set(selected)
     return [name for name in unfilled if name not in left_out]
 
@@ -453,7 +453,7 @@ def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
     `ready`: the targets in the order of the reads.
     """
     tied = _core.targets_tied(
-        [(ready_target.names, ready_target.filling.arrays) for ready_target in ready]
+        [(each.section.label, each.names, each.filling.arrays) for each in ready]
     )
     remaining = []
     for ready_target, others in zip(ready, tied, strict=True):
