@@ -263,7 +263,9 @@ def test_error_restores_replaced_parameters_and_buffers(tmp_path):
 
 def test_an_error_names_the_modules_that_stay_changed(tmp_path):
     mlstate.save(tmp_path, nn.Sequential(Extra(4), Picky(3)))
-    with pytest.raises(CompatibilityError, match=r"stay changed.*: model: '1': ValueError: odd") as info:
+    with pytest.raises(
+        CompatibilityError, match=r"stay changed.*: model: '1': ValueError: odd"
+    ) as info:
         loaded(tmp_path, nn.Sequential(Extra(5), Picky(1)))
     assert "'0'" not in str(info.value)
 
