@@ -110,7 +110,7 @@ class ModuleHooks(Hooks):
 
     def outdated(self) -> str:
         """Return why gradients of the module would stay unreduced, or an empty string."""
-        change = self.bindings.change()
+        _, change = self.bindings.change()
         return change and f"{change} after register_hooks: close() and register them again"
 
     def keep_unsent(self, name: str) -> None:
@@ -274,7 +274,7 @@ def _refuse_outdated_hooks(optimizer: torch.optim.Optimizer, *_: object) -> None
             error = CollectiveError(
                 f"{type(optimizer).__name__}.step: its gradient is not reduced: {problem}"
             )
-            error.name = problem.split("'")[1]
+            error.name, _ = hooks.bindings.change()
             raise error
 
 
