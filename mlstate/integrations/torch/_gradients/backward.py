@@ -269,8 +269,10 @@ def _refuse_outdated_hooks(optimizer: torch.optim.Optimizer, *_: object) -> None
     torch calls it before each step of any optimizer.
     """
     for hooks in live_hooks():
-        problem = hooks.outdated() if isinstance(hooks, ModuleHooks) else ""
-        if problem and hooks.bindings.concerns(optimizer):  # type: ignore[attr-defined]
+        if not isinstance(hooks, ModuleHooks):
+            continue
+        problem = hooks.outdated()
+        if problem and hooks.bindings.concerns(optimizer):
             error = CollectiveError(
                 f"{type(optimizer).__name__}.step: its gradient is not reduced: {problem}"
             )
