@@ -334,6 +334,10 @@ static int take_shape(const mlspy_state *state, PyObject *object, const char *la
     /* a copy, because an item's __index__ may change the caller's list */
     PyObject *items = PySequence_Tuple(object);
     if (items == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Format(PyExc_TypeError, "%s must be a sequence of integers, got %.100s",
+                         label, Py_TYPE(object)->tp_name);
+        }
         return -1;
     }
     const Py_ssize_t count = PyTuple_GET_SIZE(items);
