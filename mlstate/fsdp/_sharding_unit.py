@@ -188,10 +188,10 @@ class FSDPShardingUnit:
         >>> unit.counts
         (1, 1, 1, 0)
         """
-        if self._world_size == world_size:
+        if type(world_size) is int and self._world_size == world_size:
             return
         check_int(f"{self.parameter_name}: world_size", world_size, 1, _MOST_RANKS)
-        if self._world_size is not None:
+        if self._world_size not in (None, world_size):
             raise ValueError(
                 f"{self.parameter_name}: this unit is for {self._world_size} ranks, but the group "
                 f"has {world_size}"

@@ -533,7 +533,7 @@ static PyObject *mask_target(const mlspy_state *state, PyObject *dtype, PyObject
     memcpy(expected.shape, shape, sizeof shape);
     mls_code code = mls_copy_check(&view->tensor, &expected, "out", &st);
     if (code == MLS_OK && (int)view->tensor.dtype >= MLS_CONVERTIBLE) {
-        code = mls_fail(&st, MLS_E_DTYPE, "a mask is made of floats, not %s",
+        code = mls_fail(&st, MLS_E_DTYPE, "a mask is made of floats, not of dtype %s",
                         mls_dtype_of(view->tensor.dtype)->name);
     }
     if (mlspy_check(state, code, &st) < 0) {
