@@ -80,10 +80,13 @@ class GradientBackend(Protocol):
         It keeps the memory alive.
         """
 
-    def add_gradient(self, total: Any, tensor: Any) -> None:
-        """Add `tensor` to `total` in place, by the framework's operation.
+    def sum_sparse(self, total: Any, tensor: Any) -> Any:
+        """Return the sum of both in new memory, or None if both are dense."""
 
-        For devices, layouts and subclasses that the core cannot read.
+    def add_gradient(self, total: Any, tensor: Any) -> None:
+        """Add `tensor` to `total` in place, by the framework's operation; both are dense.
+
+        For devices and subclasses that the core cannot read.
         """
 
     def norm_partial(self, tensor: Any) -> tuple[float, int]:
