@@ -463,7 +463,7 @@ class OwnLoad:
         """
         import torch
 
-        failures: list[str] = []
+        failures: list[tuple[str, str]] = []  # name of the unit, error
         metadata = self.contract.metadata_of_module()
         for unit, state in zip(self.units, self._before, strict=True):
             errors: list[str] = []
@@ -473,7 +473,7 @@ class OwnLoad:
             except CompatibilityError as error:
                 errors.append(str(error))
             if errors:
-                failures.append(f"{_name_of(unit)!r}: {errors[0]}")
+                failures.append((_name_of(unit), errors[0]))
         for table, before in self._tables:  # a load may replace parameters
             table.clear()
             table.update(before)
@@ -482,7 +482,8 @@ class OwnLoad:
                 if tensor.shape == clone.shape:
                     tensor.copy_(clone)
         if failures:
-            raise _refusal(failures[0].split("'")[1], "; ".join(failures))
+            text = "; ".join(f"{name!r}: {error}" for name, error in failures)
+            raise _refusal(failures[0][0], text)
 
     def _load(
         self,
