@@ -11,6 +11,7 @@ import numpy as np
 from .. import _core
 from ..errors import MLStateError
 from .backend import TensorBackend, backend_of, imported_backends
+from .dtypes import text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -90,6 +91,26 @@ def is_same_memory(first: Array, second: Array) -> bool:
     if first is second or _size_of(first) == 0:
         return True
     return _has_memory(first, second) and _memory_of(first) == _memory_of(second)
+
+
+def memory_key(array: Any) -> tuple[object, ...]:
+    """Return a key that is equal for two arrays or tensors of the same elements in the same memory.
+
+    It is valid while the arrays exist. Each object whose elements have no known address, such as an
+    empty array or a meta tensor, has its own key.
+    """
+    if not _has_memory(array) or _size_of(array) == 0:
+        return (id(array),)
+    facts: tuple[object, ...]
+    if is_torch(array):
+        if str(array.layout) != "torch.strided" or array.is_nested or array.is_quantized:
+            return (id(array),)
+        # one memory may have a conjugate or negative view
+        facts = array.dtype, array.device, array.is_conj(), array.is_neg()
+    else:
+        facts = array.dtype.str, text_of(array.dtype)
+    memory = _memory_of(array)
+    return (*memory, *facts) if memory[0] != 0 else (id(array),)
 
 
 def names_sharing_memory(arrays: Mapping[str, Any]) -> set[str]:

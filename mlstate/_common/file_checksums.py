@@ -7,6 +7,7 @@ CRC32C.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from itertools import pairwise
@@ -184,6 +185,7 @@ def read_local(path: str) -> Checksums | None:
     Raises StoreError, and FormatError if it is malformed.
     """
     try:
+        os.lstat(path)  # most files have no checksums; a failing `open` takes three times as long
         with open_regular(path) as file:
             return parse(file.read(_MOST_BYTES + 1), path)  # `parse` refuses more bytes
     except (FileNotFoundError, NotADirectoryError):
@@ -193,6 +195,8 @@ def read_local(path: str) -> Checksums | None:
             f"{path}: a folder has the name of the file of checksums", path
         ) from None
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:  # no such file can exist
+            return None
         raise store_error(error, "cannot read the checksums", path) from None
 
 

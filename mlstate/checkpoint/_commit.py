@@ -46,16 +46,13 @@ replacement of the manifest is lost, so that it may still happen, nothing is del
 
 from __future__ import annotations
 
-import errno
 import os
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from .._common.log import log
-from .._common.store_error import store_error
-from ..errors import CollectiveError, FormatError, MLStateError, StoreError
-from ._folder.names import FOLDERS, MANIFEST, Root
+from ..errors import CollectiveError, MLStateError, StoreError
+from ._folder.names import FOLDERS, MANIFEST
 from ._rank_messages import broadcast_text, error_text, gather_bytes, pack_message, unpack_message
 from ._replica_assignment import check_copies
 from ._store.checkpoint_files import Generation, generations_to_delete, root_path
@@ -63,7 +60,7 @@ from ._store.index_patterns import pattern_of, with_patterns
 from ._store.manifest import IndexRecord, Manifest, build_checked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
     from ..collectives import ProcessGroup
@@ -78,24 +75,6 @@ def creation_time() -> str:
 
     now = datetime.datetime.now(datetime.UTC)
     return now.isoformat(timespec="microseconds").replace("+00:00", "Z")
-
-
-def refuse_manager_folder(target: SaveTarget, roots: Sequence[Root]) -> None:
-    """Raise StoreError (EEXIST) if the roots are a manager's steps.
-
-    A manager's own save and one that replaces all steps are allowed.
-    """
-    is_allowed = not roots or target.keep_root or target.replace_steps
-    if not is_allowed and target.files.holds_steps(roots):
-        raise store_error(
-            FileExistsError(
-                errno.EEXIST,
-                "the folder holds the steps of a CheckpointManager: save with "
-                "CheckpointManager(path).save(step, ...), or into another folder",
-            ),
-            "cannot save the checkpoint",
-            target.path,
-        )
 
 
 def _record_of(written: dict[str, Any]) -> IndexRecord:
@@ -187,8 +166,10 @@ class Commit:
         if self._target.content is not None:
             files.refuse_change(self._target.content)
         roots = files.list_roots()
-        refuse_manager_folder(self._target, roots)
-        self._before, self._has_steps = self._read_replaced(), bool(roots)
+        if not (self._target.keep_root or self._target.replace_steps):
+            files.refuse_steps(roots)
+        self._before = files.find_replaced(self._target.caller.warn)
+        self._has_steps = bool(roots)
         # roots/ may hold a newer root that did not become the manifest
         self._sequence = files.next_sequence(self._before, roots)
         if claim.unfinished is not None:
@@ -196,25 +177,6 @@ class Commit:
         generation = os.urandom(8).hex()
         claim.note(generation)
         self._generation = generation
-
-    def _read_replaced(self) -> Manifest | None:
-        """Return the checkpoint that a save replaces; None if there is none or it is damaged.
-
-        A damaged checkpoint causes a warning. An intact manifest of a newer format raises
-        FormatError.
-        """
-        try:
-            return self._files.find_manifest()
-        except FormatError as error:
-            path, data = self._files.path, self._folder.read(MANIFEST)
-            try:
-                _core.json_checksum_check(data, path)
-            except FormatError:
-                log("WARNING", "%s: the checkpoint is damaged and replaced: %s", path, error)
-                text = f"the existing checkpoint is damaged and will be replaced: {error}"
-                self._target.caller.warn(text)
-                return None
-            raise
 
     # ---- write: every rank writes its own files ----
 
@@ -235,10 +197,10 @@ class Commit:
             return
         try:
             shards, gathered.shards = gathered.shards, None
+            # only local shards can be compared with the new ones
+            keeps_shards = self._keeps_shards and self._folder.is_local
+            before = self._previous_index() if keeps_shards else None
             with self._folder.new_files(progress) as new:
-                # a temporary folder has no old shards to compare with
-                keeps_shards = self._keeps_shards and not new.is_temporary
-                before = self._previous_index() if keeps_shards else None
                 report: dict[str, Any] = _core.shards_write(
                     new.path,
                     self._generation,
@@ -440,9 +402,9 @@ class Commit:
         if before is None and retain is None:
             return {}
         with suppress(MLStateError, MemoryError):
-            old = self._files.read_all_roots()
-            old += [] if before is None else [before]
+            old = [] if before is None else [before]
             if retain is not None:
+                old += self._files.read_all_roots()
                 retain(manifest)
             return generations_to_delete(old, self._files.read_all_roots())
         return {}
@@ -457,7 +419,7 @@ class Commit:
         dead, live = ([Generation(*fields) for fields in plan[name]] for name in ("gone", "kept"))
         rank, world_size = self._target.rank, self._target.world_size
         try:
-            self._files.delete_own_files(rank, world_size, dead, live)
+            self._files.delete_own_files(rank, world_size, dead, live, self._merged_indexes)
         except (MLStateError, MemoryError) as error:
             return f"rank {rank}: {error}"
         return ""

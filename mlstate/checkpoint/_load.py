@@ -41,7 +41,7 @@ from ._store.rank_indexes import Indexes
 from ._store.weight_files import listed_only_error, warn_of_total, without_missing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
     from typing import Unpack
 
     from .. import _core
@@ -201,6 +201,7 @@ class LoadRequest(NamedTuple):
     cast: bool  # to the dtypes of `into`
     dtype: str  # of the floats of a new state; "" for the stored ones
     options: LoadOptions
+    choose_again: Callable[[], str] | None = None  # of step="best": returns the root of the best
 
 
 class Loader:
@@ -514,8 +515,10 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
 
     No rank changes anything before every rank has checked its targets. If an object of one rank
     refuses its state, every rank undoes its changes. All begin again if the checkpoint is replaced,
-    and raise StoreError if that happens `TRIES` times.
+    or if the best step is deleted or differs between ranks, and raise StoreError if that happens
+    `TRIES` times.
     """
+    root, choose_again = request.root, request.choose_again
 
     def agree_on(manifest: Manifest | None, error: BaseException | None, attempt: int) -> bool:
         """Return whether all ranks read the same checkpoint; False: all open it again.
@@ -525,10 +528,12 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
         """
         generation = "" if manifest is None else manifest.generation
         again = False
-        can_retry = manifest is not None and attempt < TRIES - 1
-        if can_retry and isinstance(error, FileNotFoundError):
+        if attempt < TRIES - 1 and isinstance(error, FileNotFoundError):
             try:
-                again = request.files.is_replaced(request.root, generation)
+                if choose_again is not None and not request.files.folder.exists(root):
+                    again = True  # by the retention of a manager
+                elif manifest is not None:
+                    again = request.files.is_replaced(root, generation)
             except MLStateError as other:
                 error = other
         return agree(group, generation, error, again=again)
@@ -540,7 +545,8 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
         try:
             undo_all(applied, StoreError("the checkpoint was replaced"))
             applied = []
-            manifest = request.files.read_manifest(request.root)
+            root = choose_again() if attempt > 0 and choose_again is not None else root
+            manifest = request.files.read_manifest(root)
             loader = Loader(request, manifest)
             prepared = prepare(loader)
         except BaseException as caught:
@@ -633,8 +639,11 @@ def _check_request(
             raise ValueError(
                 "mmap=True returns views of the files and cannot fill into=: pass only one of them"
             )
+    choose_again = None
     if (step, monitor, mode) != (None, None, None):
-        root, manifest = choose_root(files, root, step, monitor, mode), None
+        choose = partial(choose_root, files, root, step, monitor, mode)
+        root, manifest = choose(), None
+        choose_again = choose if step == "best" else None
     by_target = layout is None and rank is None and world_size is None
     if group is not None:
         rank, world_size = group.rank, group.world_size
@@ -649,6 +658,7 @@ def _check_request(
         cast=cast,
         dtype=dtype,
         options=options,
+        choose_again=choose_again,
     )
     return request, manifest
 
@@ -831,7 +841,10 @@ def _load_step(
     """
     request, manifest = _check_request(path, step, monitor, mode, options)
     files, root, into = request.files, request.root, options["into"]
-    if manifest is None:
+    group = optional_group(options["group"])
+    is_together = group is not None and group.world_size > 1 and needs_all_ranks(into)
+    # The ranks open the best step together: one that finds it deleted must not raise alone.
+    if manifest is None and not (is_together and request.choose_again):
         foreign = find_whole(path, files)
         if foreign is None:
             try:
@@ -843,8 +856,7 @@ def _load_step(
 
             return load_whole(foreign, request)
         request = request._replace(root=root)
-    group = optional_group(options["group"])
-    if group is not None and group.world_size > 1 and needs_all_ranks(into):
+    if group is not None and is_together:
         return _load_together(group, request)
     load_root = _load_new_state if into is None else _load_into_targets
     return files.read_root(root, partial(load_root, request), manifest)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_cache, is_torch
+from .._common.arrays import is_cache, is_torch, new_packed, overlaps_itself, overwrite
 from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._sharding.layout import Cuts, Layout, Steps
@@ -100,6 +100,15 @@ def check_into(into: Any) -> None:
         )
 
 
+def _is_on_device(array: Any) -> bool:
+    """Return whether an array is a tensor with elements outside main memory.
+
+    Those whose elements share memory with one another are left out: the core refuses them.
+    """
+    has_elements = is_torch(array) and array.device.type not in ("cpu", "meta")
+    return has_elements and not overlaps_itself(array)
+
+
 class _ArrayTarget:
     """Arrays of the caller that receive one section."""
 
@@ -108,13 +117,18 @@ class _ArrayTarget:
     def __init__(self, target: Any) -> None:
         """Wrap the arrays to fill, by name.
 
-        Torch tensors are filled as arrays that share their memory.
+        Torch tensors are filled as arrays that share their memory; those on a device as new
+        tensors in main memory, which `done` copies.
         """
         arrays = dict(target)
         self.tensors = [value for value in arrays.values() if is_torch(value)]
         if self.tensors:
             arrays = backend_of(self.tensors[0], TensorBackend).arrays_of(arrays)
-        self.arrays = arrays
+        self.on_device: dict[str, Any] = {
+            name: each for name, each in arrays.items() if _is_on_device(each)
+        }
+        staged = {id(each): new_packed(each, each.shape) for each in self.on_device.values()}
+        self.arrays = {name: staged.get(id(array), array) for name, array in arrays.items()}
         self.known = arrays.keys()
         self.zeros: list[str] = []
 
@@ -122,10 +136,16 @@ class _ArrayTarget:
         """Note that the array `name` becomes zero in `done`: the checkpoint lacks it."""
         self.zeros.append(name)
 
-    def done(self) -> None:
-        """Zero the noted arrays, and note the writes for torch's autograd."""
+    def done(self, names: list[str]) -> None:
+        """Zero the noted arrays, copy to devices, and note the writes for torch's autograd.
+
+        `names`: of the arrays that were read.
+        """
         for name in self.zeros:
-            self.arrays[name][...] = 0
+            target: Any = self.on_device[name] if name in self.on_device else self.arrays[name]
+            target[...] = 0
+        for name in self.on_device.keys() & names:
+            overwrite(self.on_device[name], self.arrays[name])
         if self.tensors:
             backend_of(self.tensors[0], TensorBackend).note_written(self.tensors)
 
@@ -169,7 +189,7 @@ def _fit_names(
     have = set(selected)
     target_names = filling.known
     unfilled = [name for name in target_names if name not in have and name not in filling.optional]
-    missing = _without_tied(loader, unfilled, selected, filling)
+    missing = _without_tied(loader, section, unfilled, selected, filling)
     # a choice of names has two sections only, and all names of a named state are chosen
     lacking, _ = names.select(missing, min(section.number, OPTIMIZER))
     unexpected = [name for name in selected if name not in target_names]
@@ -184,7 +204,7 @@ def _fit_names(
 
 
 def _without_tied(
-    loader: Loader, unfilled: list[str], selected: list[str], filling: Any
+    loader: Loader, section: Section, unfilled: list[str], selected: list[str], filling: Any
 ) -> list[str]:
     """Return the names of `unfilled` whose memory receives no value under another name.
 
@@ -195,7 +215,7 @@ def _without_tied(
         return unfilled
     arrays = filling.arrays
     order = [name for name in (*unfilled, *selected) if name in arrays]
-    [tied] = _core.targets_tied([(order, arrays)])
+    [tied] = _core.targets_tied([(section.label, order, arrays)])
     left_out = set(tied) - set(selected)
     return [name for name in unfilled if name not in left_out]
 
@@ -285,7 +305,7 @@ def _fill(loader: Loader, ready_target: _Ready) -> None:
         stored = {name: filling.arrays[name] for name in ready_target.casts}
         filling.arrays.update(ready_target.casts)
         load_into(ready_target.casts, stored, cast=True)
-    filling.done()
+    filling.done(ready_target.names)
 
 
 # ---- optimizers ----
@@ -433,7 +453,7 @@ def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
     `ready`: the targets in the order of the reads.
     """
     tied = _core.targets_tied(
-        [(ready_target.names, ready_target.filling.arrays) for ready_target in ready]
+        [(each.section.label, each.names, each.filling.arrays) for each in ready]
     )
     remaining = []
     for ready_target, others in zip(ready, tied, strict=True):

@@ -20,7 +20,7 @@ from .._common.regular_file import open_regular
 from .._sharding.layout import Cutting, Layout
 from ..errors import CompatibilityError, FormatError, MLStateError, StoreError
 from ..state._kind import KEY, kind_of
-from ..state._load_into import load_into
+from ..state._load_into import check_load, load_into
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
 from ._files.convert import PARTS, format_of, read_any
@@ -279,9 +279,9 @@ def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) 
     """Copy model and optimizer into the targets of ``into``; return both targets.
 
     A target that the user did not pass is None. `where`: the source, for errors. `arrays`: of model
-    and optimizer, by name. Names, shapes and dtypes of all are checked before one is changed.
-    Raises CompatibilityError if they do not match, ValueError for named states or a torch
-    optimizer.
+    and optimizer, by name. Everything is checked before one is changed. Raises CompatibilityError
+    for other names, shapes or dtypes, ValueError for named states, a torch optimizer, or an array
+    that cannot be written.
     """
     into, strict = request.options["into"], request.options["strict"]
     take = into.get if hasattr(into, "get") else lambda name: getattr(into, name, None)
@@ -307,9 +307,8 @@ def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) 
                 raise names_error([], absent, [], where.path)
     model, optimizer = targets
     if optimizer is not None and model is not None:
-        trial = {name: array.copy() for name, array in StateDict(optimizer).items()}
-        # A copy of the optimizer is filled before the model is changed.
-        load_into(trial, arrays[1], strict=strict, cast=request.cast)  # raises before any change
+        # raises before the model is changed
+        check_load(optimizer, arrays[1], strict=strict, cast=request.cast)
     for target, each in zip(targets, arrays, strict=True):
         if target is not None:
             load_into(target, each, strict=strict, cast=request.cast)

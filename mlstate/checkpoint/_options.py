@@ -135,7 +135,8 @@ def complete_save_options(function: Callable[..., object], options: SaveOptions)
     value, ImportError if the codec's package is missing.
     """
     options = complete_options(function, options, SAVE_DEFAULTS)
+    options["lock_timeout"] = check_timeout(options["lock_timeout"])
     check_flags(sparse=options["sparse"], incremental=options["incremental"])
     if options["compress"] is not None:
         codecs.check(options["compress"])
-    return options | {"lock_timeout": check_timeout(options["lock_timeout"])}
+    return options

@@ -32,7 +32,7 @@ from ..state._kind import kind_of
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
 from ._backend import CheckpointBackend
-from ._commit import refuse_manager_folder, write_and_commit
+from ._commit import write_and_commit
 from ._options import SAVE_DEFAULTS, complete_save_options, show_options
 from ._replica_assignment import Assignment, assign_replicas
 from ._states.collect import NO_STATES, NamedStates, add_entries, take_states
@@ -339,7 +339,7 @@ def _refuse_manager_folder_early(target: SaveTarget) -> None:
     if target.keep_root or target.replace_steps:
         return
     try:
-        refuse_manager_folder(target, target.files.list_roots())
+        target.files.refuse_steps(target.files.list_roots())
     except StoreError as error:
         if error.errno == errno.EEXIST:
             raise

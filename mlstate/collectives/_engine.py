@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .._common.arguments import check_flags
 from .._common.arrays import is_torch
+from .._common.streams import on_current_stream
 from ._arguments import (
     ReduceOp,
     check_array,
@@ -91,11 +92,11 @@ class OperationQueue:
     def _enqueue(self, operation: str, task: Task) -> Work:
         """Queue a task for the queue's thread, which is started if necessary; return its `Work`.
 
-        `operation`: its name, for errors.
+        The task runs on the CUDA stream of the caller. `operation`: its name, for errors.
         """
         import threading
 
-        work = Work(operation, self._rank)
+        work, task = Work(operation, self._rank), on_current_stream(task)
         with self._lock:
             self._queue.append((work, task))
             if self._worker is None:

@@ -51,19 +51,6 @@ def item_bytes(array: Any) -> int:
     return int(array.element_size() if is_torch(array) else array.dtype.itemsize)
 
 
-def place_key(array: Any) -> tuple[object, ...]:
-    """Return a key that is equal for arrays over the same elements in the same memory.
-
-    It is valid while the arrays exist.
-    """
-    if 0 in array.shape:
-        return (id(array),)  # empty arrays have no memory to share
-    if is_torch(array):
-        return array.device, array.data_ptr(), array.dtype, tuple(array.shape), array.stride()
-    address = array.__array_interface__["data"][0]
-    return address, array.dtype, array.shape, array.strides
-
-
 # ---- parts ----
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
-from .._common.arrays import new_packed
+from .._common.arrays import memory_key, new_packed
 from .._common.text import ranks_text, shorten
 from .._sharding.layout import Layout, Shard
 from ..errors import CompatibilityError
 from ..state._compatibility import LISTED, LONGEST
 from ..state._diff import TensorChange
 from ..state._state_dict import StateDict
-from ._byte_ranges import Part, array_of, copy_part, digest, dtype_of, place_key
+from ._byte_ranges import Part, array_of, copy_part, digest, dtype_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -101,7 +101,7 @@ def describe(state: Mapping[str, object]) -> list[Entry]:
         shape = tuple(array.shape) if shard is None else shard.shape
         steps = None if shard is None else shard.layout._steps
         part = 0 if shard is None else shard.index
-        first = seen.setdefault((place_key(array), shape, steps, part), name)
+        first = seen.setdefault((memory_key(array), shape, steps, part), name)
         tied = None if first == name else first
         replica = 0 if shard is None else shard.replica
         entries.append(Entry(name, dtype_of(array), shape, steps, part, replica, tied))

@@ -203,6 +203,8 @@ def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:
     Raises TypeError, with a hint, for a path or an object that holds states. Any other object is
     returned unchanged: the core refuses it.
     """
+    if isinstance(state, dict):
+        return state
     if is_module(state):
         return backend_of(state, StateBackend).module_entries(state)
     if isinstance(state, str | os.PathLike):
@@ -210,13 +212,13 @@ def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:
             f"expected a mapping of str to array, got {state!r}: mlstate.load reads a path, and "
             "mlstate.diff compares two"
         )
-    if not isinstance(state, dict) and isinstance(state, Mapping):
+    if isinstance(state, Mapping):
         return dict(state)
-    if not isinstance(state, dict) and hasattr(state, "state_dict"):
+    if hasattr(state, "state_dict"):
         raise TypeError(
             f"expected a mapping of str to array, got {type(state).__name__}: pass its state_dict()"
         )
-    if not isinstance(state, dict) and hasattr(state, "model"):
+    if hasattr(state, "model"):
         raise TypeError(
             f"expected a mapping of str to array, got {type(state).__name__}, which holds several "
             "states: pass its .model or .optimizer"

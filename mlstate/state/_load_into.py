@@ -141,13 +141,33 @@ def load_into(
     if is_module(target):
         _load_into_module(target, as_dict(source), strict, cast)
         return
-    target, source = as_dict(target), as_dict(source)
-    report = _core.state_load(target, source, strict, cast, False)
-    if isinstance(report, tuple):
-        raise _refusal(target, source, strict, cast, *report)
-    written = [array for array in report if is_torch(array)]
+    written = [
+        array
+        for array in _load(as_dict(target), as_dict(source), strict, cast, dry_run=False)
+        if is_torch(array)
+    ]
     if written:
         backend_of(written[0], TensorBackend).note_written(written)
+
+
+def check_load(
+    target: Mapping[str, Any], source: Mapping[str, Any], *, strict: bool, cast: bool
+) -> None:
+    """Raise what `load_into` would raise for these mappings; nothing is written."""
+    _load(as_dict(target), as_dict(source), strict, cast, dry_run=True)
+
+
+def _load(
+    target: dict[str, Any], source: dict[str, Any], strict: bool, cast: bool, *, dry_run: bool
+) -> list[Any]:
+    """Copy the arrays of `source` to `target`, and return the written ones; raise as `load_into`.
+
+    `dry_run`: only check.
+    """
+    report = _core.state_load(target, source, strict, cast, dry_run)
+    if isinstance(report, tuple):
+        raise _refusal(target, source, strict, cast, *report)
+    return report
 
 
 def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: bool) -> None:
@@ -160,9 +180,7 @@ def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: b
     backend = backend_of(module, StateBackend)
     filling, memory, own_load = backend.module_target(module, source, strict=strict)
     arrays = {name: value for name, value in source.items() if not filling.loads_itself(name)}
-    report = _core.state_load(filling.arrays, arrays, strict, cast, True)
-    if isinstance(report, tuple):
-        raise _refusal(filling.arrays, arrays, strict, cast, *report)
+    _load(filling.arrays, arrays, strict, cast, dry_run=True)
     entries = {name: source[name] for name in memory if hasattr(source.get(name), "dtype")}
     dtypes = _core.state_compare(entries, memory)[3]
     refused = [each for each in dtypes if not (cast and {each[1], each[2]} <= FLOATS)]
@@ -176,7 +194,7 @@ def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: b
             raise
     # Everything was checked by the dry run above, so this cannot fail.
     _core.state_load(filling.arrays, arrays, strict, cast, False)
-    filling.done()
+    filling.done([name for name in filling.arrays if name in arrays])
 
 
 def check_rules(rules: object) -> None:

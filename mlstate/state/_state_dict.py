@@ -452,7 +452,8 @@ class StateDict(_core.StateDict):
         Parameters
         ----------
         copy : bool, default False
-            Copy every array, so that the tensors do not share memory with the arrays.
+            Copy the arrays, so that the tensors do not share memory with them. Names of the same
+            elements, such as tied weights, get one tensor.
 
         Returns
         -------

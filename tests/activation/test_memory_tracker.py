@@ -142,7 +142,7 @@ def test_torch_without_cuda_falls_back_to_process(torch):
 
 
 @pytest.mark.torch
-def test_a_device_is_measured_once_torch_uses_it(torch):
+def test_a_gpu_is_measured_once_torch_uses_it(torch):
     if not torch.cuda.is_available():
         pytest.skip("there is no device")
     torch.zeros(1, device="cuda")

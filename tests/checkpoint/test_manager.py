@@ -14,6 +14,7 @@ import child
 import numpy as np
 import pytest
 from checkpoint_model import flip_shard, same
+from rank_threads import run_local
 from thread_team import run_in_threads
 
 import mlstate
@@ -138,6 +139,37 @@ def test_a_best_step_that_is_deleted_before_it_is_read_gives_way_to_the_new_best
         loaded = mlstate.load(run, step="best", monitor="loss", names=iter(["w"]))
         assert loaded.step == 2 and list(loaded.model) == ["w"]
     assert len(choices) == 2
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_ranks_together_choose_again_if_the_best_step_is_deleted(tmp_path, monkeypatch, number):
+    from mlstate.checkpoint import _load
+
+    with CheckpointManager(tmp_path / "run", keep=None) as manager:
+        for step, loss in enumerate([0.5, 0.2, 0.4]):
+            states = {"seen": {"step": step}}
+            manager.save(step, state(step), states=states, metadata={"loss": loss})
+    choices, lock = [], threading.Lock()
+
+    def choose(files, *arguments):
+        with lock:
+            choices.append(choose_root(files, *arguments))
+            if len(choices) == number:  # this rank chose it, or both did
+                (tmp_path / "run" / choices[0]).unlink()
+            root = choices[-1]
+        while len(choices) < 2:
+            time.sleep(0.001)
+        return root
+
+    def load(group):
+        seen = {"step": 0}
+        best = {"step": "best", "monitor": "loss", "group": group}
+        loaded = mlstate.load(tmp_path / "run", **best, into={"states": {"seen": seen}})
+        return loaded.step, seen
+
+    choose_root = _load.choose_root
+    monkeypatch.setattr(_load, "choose_root", choose)
+    assert run_local(load) == [(2, {"step": 2})] * 2
 
 
 def test_the_only_step_of_a_folder_can_be_the_best(tmp_path):

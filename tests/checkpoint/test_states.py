@@ -318,6 +318,16 @@ def test_targets_that_do_not_fit_are_named(tmp_path):
     assert loaded.states == {}
 
 
+def test_error_for_one_target_of_two_states_names_both(tmp_path):
+    state = {"w": np.arange(3.0)}
+    mlstate.save(tmp_path / "a", states={"first": state, "second": state})
+    target = {"w": np.zeros(3)}
+    text = r"states\['first'\]\['w'\] and states\['second'\]\['w'\] share memory"
+    with pytest.raises(ValueError, match=text):
+        mlstate.load(tmp_path / "a", into={"states": {"first": target, "second": target}})
+    assert not target["w"].any()
+
+
 def test_states_are_saved_in_the_background_and_by_steps(tmp_path):
     loader, rng = Loader(1), np.random.default_rng(0)
     handle = save_async(tmp_path / "c", {"w": np.ones(4)}, states={"loader": loader, "rng": rng})

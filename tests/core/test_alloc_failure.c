@@ -366,9 +366,9 @@ static mls_code verify_shards(mls_status *st)
 static mls_code list_shards(mls_status *st)
 {
     const mls_index none = {.rank = 1};
-    const mls_index *const indexes[] = {&committed, &none};
+    const mls_index *const indexes[] = {&committed, &none}, *disagreeing;
     mls_merged_index merged = {.tensor_count = 77};
-    const mls_code code = mls_merged_index_init(&merged, indexes, 2, st);
+    const mls_code code = mls_merged_index_init(&merged, indexes, 2, &disagreeing, st);
     CHECK(merged.tensor_count == (code == MLS_OK ? 4 : 77));
     if (code == MLS_OK) {
         mls_merged_index_fini(&merged);
@@ -411,7 +411,7 @@ static mls_code find_shards(mls_status *st)
 /* Plan to load a committed tensor into memory that is not packed. */
 static mls_code plan_load(mls_status *st)
 {
-    const mls_index *const indexes[] = {&committed};
+    const mls_index *const indexes[] = {&committed}, *disagreeing;
     const mls_cutting full = {0};
     const long saved_countdown = countdown;
     const char *file;
@@ -420,7 +420,7 @@ static mls_code plan_load(mls_status *st)
     mls_load_target target = {0};
     static unsigned char memory[1 << 20];
     countdown = 0; /* list_shards tests the merged index */
-    CHECK(mls_merged_index_init(&merged, indexes, 1, st) == MLS_OK);
+    CHECK(mls_merged_index_init(&merged, indexes, 1, &disagreeing, st) == MLS_OK);
     countdown = saved_countdown;
     mls_code code = mls_load_plan_init(&plan, &merged, 1, st);
     CHECK(code == MLS_OK || plan.items == NULL);

@@ -62,7 +62,8 @@ static mls_code read_coded(mls_status *st)
     mls_part parts[1];
     mls_read_range pieces[1];
     size_t count = 0, failed = 77;
-    mls_code code = mls_merged_index_init(&merged, indexes, 1, st);
+    const mls_index *disagreeing;
+    mls_code code = mls_merged_index_init(&merged, indexes, 1, &disagreeing, st);
     if (code == MLS_OK) {
         const mls_part part = mls_index_part(&coded.shards[0]);
         code = mls_merged_index_pieces(&merged, &merged.tensors[0], &part, got,

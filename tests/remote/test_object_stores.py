@@ -136,6 +136,16 @@ def test_a_new_save_replaces_all_objects_of_the_old_one(url, store, options):
     assert mlstate.load(url, names="scalar", storage_options=options).model["scalar"] == 2
 
 
+def test_a_save_reads_no_index_twice(url, store, options):
+    for seed in (1, 2):
+        store.faults.reset()
+        mlstate.save(url, state_of(seed), storage_options=options)
+    paths = [path for method, path in store.faults.log if method == "GET" and "/index/" in path]
+    assert len(paths) == len(set(paths)) == 2, "the old one to delete its files, the new one"
+    lists = [path for method, path in store.faults.log if (method, path) == ("GET", "/bucket")]
+    assert len(lists) == 4, "of the roots before and after the commit, of both uploaded folders"
+
+
 def test_inspect_lists_the_tensors(url, options):
     mlstate.save(url, {"w": np.ones((4, 2))}, step=5, storage_options=options)
     listing = checkpoint.inspect(url, storage_options=options)

@@ -346,8 +346,12 @@ def test_uploaded_checksums_are_compared(url, store, options, tmp_path):
         store.put(f"{url}/plain/{path.name}", path.read_bytes())
     place = f"{url}/plain"
     assert same(mlstate.load(place, storage_options=options).model, {"head": MODEL["head"]})
-    report = mlstate.verify(place, storage_options=options)
+    counts = []
+    report = mlstate.verify(place, storage_options=options, progress=counts.append)
     assert report and "mlstate.checksums.json" in report.compared[0]
+    assert sum(counts) == sum(
+        path.stat().st_size for path in folder.iterdir() if path.name != "mlstate.checksums.json"
+    )
     for name in ("model.safetensors", "config.json"):
         data = (folder / name).read_bytes()
         store.put(f"{place}/{name}", data[:-1] + b"!")

@@ -93,6 +93,7 @@ static int merge_indexes(const mlspy_state *state, mlspy_merged_index *self,
     mls_code code;
     self->indexes = mls_alloc(count, sizeof *self->indexes);
     const mls_index **pointers = mls_alloc(count, sizeof *pointers);
+    const mls_index *disagreeing;
     int failed = -1;
     if (self->indexes == NULL || pointers == NULL) {
         PyErr_NoMemory();
@@ -105,11 +106,13 @@ static int merge_indexes(const mlspy_state *state, mlspy_merged_index *self,
         }
         pointers[i] = &self->indexes[i];
     }
-    MLSPY_WITHOUT_GIL(code = mls_merged_index_init(&self->merged, pointers, count, &st));
+    MLSPY_WITHOUT_GIL(
+        code = mls_merged_index_init(&self->merged, pointers, count, &disagreeing, &st));
     failed = code == MLS_OK ? 0 : -1;
-    if (failed < 0) {
-        mlspy_raise_under(state, &st, count > 0 ? PyTuple_GET_ITEM(names, 0) : Py_None,
-                          NULL);
+    if (failed < 0 && disagreeing != NULL) {
+        fail_index(state, &st, PyTuple_GET_ITEM(names, disagreeing - self->indexes));
+    } else if (failed < 0) {
+        mlspy_raise(state, &st, Py_None);
     }
 done:
     mls_free(pointers);
@@ -230,7 +233,7 @@ static int read_headers(const mlspy_state *state, mlspy_merged_index *self,
         goto done;
     }
     const char *path = PyBytes_AS_STRING(encoded);
-    const mls_index *index = self->indexes;
+    const mls_index *index = self->indexes, *disagreeing;
     size_t at = 0;
     mls_status st;
     mls_code code;
@@ -245,8 +248,9 @@ static int read_headers(const mlspy_state *state, mlspy_merged_index *self,
         if (code == MLS_OK && records != NULL) {
             code = mls_index_use_checksums(self->indexes, records, &at, &st);
         }
-        code =
-            code == MLS_OK ? mls_merged_index_init(&self->merged, &index, 1, &st) : code;
+        if (code == MLS_OK) {
+            code = mls_merged_index_init(&self->merged, &index, 1, &disagreeing, &st);
+        }
     Py_END_ALLOW_THREADS
     failed = code == MLS_OK ? 0 : -1;
     if (failed < 0) {

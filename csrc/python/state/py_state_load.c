@@ -236,7 +236,7 @@ static mls_sharing tied_compare(const void *data, size_t a, size_t b)
     return mls_tensor_overlap(&left, &right) ? MLS_MIXED : MLS_APART;
 }
 
-/* Checks the sections, a list of pairs (keys, targets), and allocates room for all
+/* Checks the sections, a list of (label, keys, targets), and allocates room for all
  * targets. Returns -1 with an exception set. The caller zeroes the job before, and frees
  * its memory in any case. */
 static int tied_init(PyObject *sections, tied_job *job)
@@ -246,8 +246,8 @@ static int tied_init(PyObject *sections, tied_job *job)
         return MLSPY_REFUSE(PyExc_TypeError, "sections must be a list");
     }
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sections); i++) {
-        PyObject *keys, *targets;
-        if (mlspy_take_tuple(PyList_GET_ITEM(sections, i), "a section", "O!O!",
+        PyObject *label, *keys, *targets;
+        if (mlspy_take_tuple(PyList_GET_ITEM(sections, i), "a section", "UO!O!", &label,
                              &PyList_Type, &keys, &PyDict_Type, &targets) < 0) {
             return -1;
         }
@@ -273,8 +273,8 @@ static int tied_init(PyObject *sections, tied_job *job)
 static int tied_view(const mlspy_state *state, PyObject *sections, tied_job *job)
 {
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(sections); i++) {
-        PyObject *keys = PyTuple_GET_ITEM(PyList_GET_ITEM(sections, i), 0);
-        PyObject *targets = PyTuple_GET_ITEM(PyList_GET_ITEM(sections, i), 1);
+        PyObject *keys = PyTuple_GET_ITEM(PyList_GET_ITEM(sections, i), 1);
+        PyObject *targets = PyTuple_GET_ITEM(PyList_GET_ITEM(sections, i), 2);
         for (Py_ssize_t j = 0; j < PyList_GET_SIZE(keys); j++) {
             if (tied_add(state, job, i, PyList_GET_ITEM(keys, j), targets) < 0) {
                 return -1;
@@ -286,8 +286,8 @@ static int tied_view(const mlspy_state *state, PyObject *sections, tied_job *job
 
 /* Sets `job->tied` for each target that has the memory of a later target of the same
  * section; only that one is filled. Returns -1 with ValueError set if targets overlap in
- * any other way. */
-static int tied_find(tied_job *job)
+ * any other way. `sections`: their labels are named. */
+static int tied_find(PyObject *sections, tied_job *job)
 {
     size_t pair[2];
     const mls_address_range *sorted =
@@ -296,10 +296,14 @@ static int tied_find(tied_job *job)
                                 pair)) {
         return 0;
     }
-    return MLSPY_REFUSE(PyExc_ValueError,
-                        "the targets %R and %R share memory, but are not the same tensor"
-                        ": load into a copy of one of them",
-                        job->targets[pair[0]].key, job->targets[pair[1]].key);
+    const tied_target *a = &job->targets[pair[0]], *b = &job->targets[pair[1]];
+    return MLSPY_REFUSE(
+        PyExc_ValueError,
+        "the targets %U[%R] and %U[%R] share memory, but are not one tensor of one "
+        "state: "
+        "load into a copy of one of them",
+        PyTuple_GET_ITEM(PyList_GET_ITEM(sections, a->section), 0), a->key,
+        PyTuple_GET_ITEM(PyList_GET_ITEM(sections, b->section), 0), b->key);
 }
 
 /* Returns a new list [[key, ...], ...] of the keys to skip, for each of the sections. */
@@ -317,9 +321,11 @@ static PyObject *tied_result(const tied_job *job, Py_ssize_t sections)
     return result;
 }
 
-/* targets_tied([(keys, targets), ...]) -> [[key, ...], ...], one list for each section
+/* targets_tied([(label, keys, targets), ...]) -> [[key, ...], ...], one list for each
+ * section
  *
- * A section is a list of keys to load, and a dict of the arrays to fill by key.
+ * A section is its name for errors, a list of keys to load, and a dict of the arrays to
+ * fill by key.
  * Returns the keys whose array also belongs to a later key, so that they need no read.
  * Raises ValueError if arrays share memory in any other way: they are filled at the same
  * time, and each would contain a part of the other.
@@ -329,7 +335,7 @@ PyObject *core_targets_tied(mlspy_state *state, PyObject *const *args)
     tied_job job = {0};
     PyObject *result = NULL;
     if (tied_init(args[0], &job) == 0 && tied_view(state, args[0], &job) == 0 &&
-        tied_find(&job) == 0) {
+        tied_find(args[0], &job) == 0) {
         result = tied_result(&job, PyList_GET_SIZE(args[0]));
     }
     mls_free(job.targets);

@@ -422,7 +422,7 @@ def compare_weights(
                 # True: all of the file is needed, with or without checksums in it
                 with folder.file_to_verify(name, lambda path: True) as path:
                     problems += record_problems(path, name, record, progress)
-            elif text := changed_text(folder.read(name), record):
+            elif text := changed_text(folder.read(name), record, progress):
                 problems.append(file_problem("changed", name, text, length=record.nbytes))
         except MLStateError as error:
             if folder.is_outage(error):
@@ -467,18 +467,26 @@ def _checksums_problem(error: FormatError | StoreError) -> Problem:
     return file_problem("checksums", name, str(error))
 
 
+def _has_weights(folder: Folder) -> bool:
+    """Return whether `load` of the folder reads weights; False for several models or variants."""
+    try:
+        return folder.find_weights() is not None
+    except FormatError:
+        return False
+
+
 def verify_foreign(
     path: str, progress: Callable[[int], object] | None = None
 ) -> VerifyReport | None:
     """Compare a local file, or a folder without a checkpoint, with its checksums or blobs.
 
-    Returns None if it has neither, or if the folder is a checkpoint or has weights, which another
-    function verifies. `progress`: as for `compare_files`. Raises StoreError if the folder cannot be
-    listed; errors of the file of checksums are problems in the report.
+    Returns None if it has neither, or if the folder is a checkpoint or has one model's weights,
+    which another function verifies. `progress`: as for `compare_files`. Raises StoreError if the
+    folder cannot be listed; errors of the file of checksums are problems in the report.
     """
     folder = LocalFolder(path)
     if os.path.isdir(path) and (
-        folder.exists(MANIFEST) or folder.exists("roots") or folder.find_weights() is not None
+        folder.exists(MANIFEST) or folder.exists("roots") or _has_weights(folder)
     ):
         return None
     report = VerifyReport(path)

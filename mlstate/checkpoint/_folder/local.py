@@ -423,17 +423,21 @@ class LocalFolder:
         are then deleted already.
         """
         removed: list[str] = []
-        for part, names in group_by_part(paths).items():
-            removed += self._remove_from(part, names)
+        try:
+            for part, names in group_by_part(paths).items():
+                self._remove_from(part, names, removed)
+        finally:
+            if is_logged("DEBUG"):
+                for path in removed:
+                    log("DEBUG", "%s: deleted the file %s", self.path, path)
         return removed
 
-    def _remove_from(self, part: str, names: list[str]) -> list[str]:
-        """Delete the files `names` of the subfolder `part`; return the paths that existed.
+    def _remove_from(self, part: str, names: list[str], removed: list[str]) -> None:
+        """Delete the files `names` of the subfolder `part`, and add their paths to `removed`.
 
-        [] if the subfolder does not exist. Raises StoreError at the first file that cannot be
-        deleted. Deleted files are logged, also then.
+        Files and subfolders that do not exist are ignored. Raises StoreError at the first file that
+        cannot be deleted.
         """
-        removed: list[str] = []
         path = self._join(part)
         try:
             with self._descriptor(part) as descriptor:
@@ -443,14 +447,9 @@ class LocalFolder:
                         os.unlink(name, dir_fd=descriptor.fileno())
                         removed.append(os.path.join(part, name))
         except FileNotFoundError:
-            return []
+            return
         except OSError as error:
             raise store_error(error, "cannot delete the file", path) from None
-        finally:
-            if is_logged("DEBUG"):
-                for name in removed:
-                    log("DEBUG", "%s: deleted the file %s", self.path, name)
-        return removed
 
     def sync(self, part: str) -> None:
         """Make earlier deletions in the subfolder `part` durable."""

@@ -171,13 +171,13 @@ class CheckpointFiles:
                 return read_weights(self.folder, name, data)
             except OSError as error:
                 raise store_error(error, "cannot read the folder", self.path) from None
+        path = self.join(name)
         try:
             data = self.folder.read(name)
         except StoreError as error:
             if name != MANIFEST or error.errno not in (errno.ENOENT, errno.ENOTDIR):
                 raise
             raise self._no_checkpoint(error) from None
-        path = self.join(name)
         manifest = parse(data, path)
         if name not in (MANIFEST, root_path(manifest)):
             raise format_error(
@@ -202,11 +202,29 @@ class CheckpointFiles:
 
     def find_manifest(self) -> Manifest | None:
         """Read the manifest of the current checkpoint; None if there is none."""
+        path = self.join(MANIFEST)
         try:
             data = self.folder.read(MANIFEST)
         except FileNotFoundError:
             return None
-        return parse(data, self.join(MANIFEST))
+        return parse(data, path)
+
+    def find_replaced(self, warn: Callable[[str], object]) -> Manifest | None:
+        """Return the manifest that a save replaces; None if there is none or it is damaged.
+
+        `warn` is called with a text about damage. An intact manifest of a newer format raises
+        FormatError.
+        """
+        try:
+            return self.find_manifest()
+        except FormatError as error:
+            try:
+                _core.json_checksum_check(self.folder.read(MANIFEST), self.path)
+            except FormatError:
+                log("WARNING", "%s: the checkpoint is damaged and replaced: %s", self.path, error)
+                warn(f"the existing checkpoint is damaged and will be replaced: {error}")
+                return None
+            raise
 
     def is_replaced(self, root: str, generation: str) -> bool:
         """Return whether a root no longer has `generation`: then its files may be deleted."""
@@ -265,6 +283,16 @@ class CheckpointFiles:
             return any(root.generation == generation for root in roots)
         return False
 
+    def refuse_steps(self, roots: Sequence[Root]) -> None:
+        """Raise StoreError (EEXIST) if the folder, with these roots, holds a manager's steps."""
+        if roots and self.holds_steps(roots):
+            text = (
+                "the folder holds the steps of a CheckpointManager: save with "
+                "CheckpointManager(path).save(step, ...), or into another folder"
+            )
+            exists = FileExistsError(errno.EEXIST, text)
+            raise store_error(exists, "cannot save the checkpoint", self.path)
+
     def content(self, *, roots: bool = True) -> FolderContent:
         """Return the current checkpoints of the folder; an empty content if it has none.
 
@@ -306,10 +334,10 @@ class CheckpointFiles:
 
     def load_index(self, record: IndexRecord) -> bytes:
         """Return the bytes of the index of `record`; raise ChecksumError if they have changed."""
+        path = self.join(record.path)
         data = self.folder.read(record.path)
         crc = f"{_core.crc32c(data):08x}"
         if len(data) != record.bytes or crc != record.crc32c:
-            path = self.join(record.path)
             error = _core.ChecksumError(
                 f"{path}: not the index that was committed: {len(data)} bytes with checksum "
                 f"{crc}, expected {record.bytes} bytes with {record.crc32c}"
@@ -335,13 +363,14 @@ class CheckpointFiles:
         chosen = list(range(len(manifest.indexes)) if ranks is None else ranks)
         records = [manifest.indexes[rank] for rank in chosen]
         before = {} if texts is None else dict(texts)
+        paths = tuple(self.join(record.path) for record in records)
         data = []
         for rank, record in zip(chosen, records, strict=True):
             data.append(before[rank] if rank in before else self.load_index(record))
         if texts is not None:
             texts.clear()
             texts.update(zip(chosen, data, strict=True))
-        merged = _core.MergedIndex(tuple(data), tuple(self.join(each.path) for each in records))
+        merged = _core.MergedIndex(tuple(data), paths)
         for record, head in zip(records, merged.heads(), strict=True):
             generation, rank, world_size, *sums, _ = head
             if (generation, world_size, sums) != (
@@ -549,13 +578,19 @@ class CheckpointFiles:
                 manifests[manifest.generation] = manifest
         return list(manifests.values())
 
-    def _index_files(self, which: Generation, rank: int) -> tuple[str, set[str]]:
+    def _index_files(
+        self, which: Generation, rank: int, merged_indexes: Mapping[str, _core.MergedIndex]
+    ) -> tuple[str, set[str]]:
         """Return the path of one rank's index of the save `which`, and the paths that it names.
 
-        Raises FormatError if the index is of another save.
+        `merged_indexes`: as of `delete_own_files`. Raises FormatError if the index is of another
+        save.
         """
         path = f"index/{which.generation}.{rank}.json"
-        merged = _core.MergedIndex((self.folder.read(path),), (self.join(path),))
+        merged = merged_indexes.get(which.generation)
+        if merged is None:
+            where = self.join(path)
+            merged = _core.MergedIndex((self.folder.read(path),), (where,))
         [(generation, number, world_size, *_)] = merged.heads()
         if (generation, number, world_size) != (which.generation, rank, which.world_size):
             raise self._other_index(path)
@@ -567,13 +602,19 @@ class CheckpointFiles:
         self.delete_own_files(0, 1, plan["gone"], plan["kept"])
 
     def delete_own_files(
-        self, rank: int, world_size: int, replaced: list[Generation], remaining: list[Generation]
+        self,
+        rank: int,
+        world_size: int,
+        replaced: list[Generation],
+        remaining: list[Generation],
+        merged_indexes: Mapping[str, _core.MergedIndex] = _NONE,
     ) -> list[str]:
         """Delete a rank's files of the saves `replaced` that the saves `remaining` do not need.
 
         A rank of an old save that this group of `world_size` ranks lacks is handled by the rank
-        with its number modulo `world_size`. Returns the deleted paths. Raises FormatError or
-        StoreError if an index cannot be read; no file of that index's rank is deleted then.
+        with its number modulo `world_size`. `merged_indexes`: indexes of saves of one rank that
+        were read before, by generation. Returns the deleted paths. Raises FormatError or StoreError
+        if an index cannot be read; no file of that index's rank is deleted then.
         """
         deleted = []
         worlds = [which.world_size for which in replaced]
@@ -581,11 +622,11 @@ class CheckpointFiles:
             needed: set[str] = set()
             for which in remaining:
                 if owner < which.world_size:
-                    needed |= self._index_files(which, owner)[1]
+                    needed |= self._index_files(which, owner, merged_indexes)[1]
             dead: list[str] = []
             for which in replaced:
                 if owner < which.world_size:
-                    path, files = self._index_files(which, owner)
+                    path, files = self._index_files(which, owner, merged_indexes)
                     dead += sorted(files - needed)
                     dead.append(path)
             suffix = f"-{owner}.safetensors"

@@ -153,12 +153,12 @@ def open_target(
 
     Without `any_suffix`, raises ValueError for the name of another format's file.
     """
-    files = open_files(path, storage_options)
-    if not isinstance(files.path, str):
+    folder = open_folder(path, storage_options)
+    if not isinstance(folder.path, str):
         raise TypeError("the path of a checkpoint must be a str")
     if not any_suffix:
-        refuse_file_name(files)
-    return files
+        refuse_file_name(folder)
+    return CheckpointFiles(folder)
 
 
 class RootPath(NamedTuple):
@@ -208,13 +208,13 @@ _FILE_SUFFIXES = frozenset(
 )
 
 
-def refuse_file_name(files: CheckpointFiles) -> None:
+def refuse_file_name(folder: Folder) -> None:
     """Raise ValueError for a new folder whose name has the suffix of another format's files.
 
     A folder that has a checkpoint already may have such a name.
     """
-    suffix = os.path.splitext(files.path)[1].lower()
-    if suffix not in _FILE_SUFFIXES or files.folder.has_checkpoint():
+    suffix = os.path.splitext(folder.path)[1].lower()
+    if suffix not in _FILE_SUFFIXES or folder.has_checkpoint():
         return
     remedy = "mlstate convert writes files of other formats"
     if suffix == ".safetensors":
@@ -222,7 +222,7 @@ def refuse_file_name(files: CheckpointFiles) -> None:
     elif suffix in (".npz", ".pt", ".pth", ".bin"):
         remedy = f"save_file writes a .safetensors file, and mlstate convert a {suffix} file of it"
     raise ValueError(
-        f"{files.path}: a checkpoint is a folder, and {suffix} is the suffix of a file: "
+        f"{folder.path}: a checkpoint is a folder, and {suffix} is the suffix of a file: "
         f"{remedy}; for a folder, pass a path without this suffix"
     )
 

@@ -22,6 +22,8 @@ from ...errors import ChecksumError
 from .._folder.weight_names import is_index
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from .._folder.protocol import Folder
 
 
@@ -41,11 +43,16 @@ def find_checksums(folder: Folder) -> Checksums | None:
     return None
 
 
-def changed_text(data: bytes, record: Record) -> str:
-    """Return how bytes differ from the record of their file; "" if they do not."""
+def changed_text(
+    data: bytes, record: Record, progress: Callable[[int], object] | None = None
+) -> str:
+    """Return how bytes differ from the record of their file; "" if they do not.
+
+    `progress`: called with the bytes of each compared block.
+    """
     if len(data) != record.nbytes:
         return changed_size(len(data), record)
-    ranges = changed_ranges(BytesIO(data), record)
+    ranges = changed_ranges(BytesIO(data), record, progress)
     return f"bytes {ranges[0][0]} to {sum(ranges[0])} have changed" if ranges else ""
 
 

@@ -15,14 +15,13 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ..._common.arrays import refuse_given_away
+from ..._common.arrays import memory_key, refuse_given_away
 from ..._common.backend import backend_named, backend_of, is_module, is_optimizer
 from ..._common.budget import parse_budget
 from ..._common.local_path import local_folder
 from ..._common.store_error import store_error
 from ..._common.text import names_hint
 from ..._sharding.layout import TIERS, Shard, Tier
-from ...distributed._byte_ranges import place_key
 from ...distributed._merge import like
 from ...errors import CapacityError, CheckpointWarning, FormatError, TensorNotFoundError
 from ...state._optimizer_state import OptimizerStateDict
@@ -152,7 +151,7 @@ class TierMoves:
             if any(self._is_on_device(part.array) for part in unit.parts):
                 unit.tier = Tier.HOT
             for part in unit.parts:
-                other = seen.setdefault(place_key(part.elements), part.key)
+                other = seen.setdefault(memory_key(part.elements), part.key)
                 if other != part.key and part.nbytes:
                     raise ValueError(
                         f"{other!r} and {part.key!r} are one array: tied parameters are one "

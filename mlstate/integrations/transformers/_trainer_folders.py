@@ -11,6 +11,7 @@ import dataclasses
 import json
 import re
 import warnings
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,8 @@ from ...checkpoint._folder.local import LocalFolder
 from ...errors import CheckpointWarning, MLStateError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from ...checkpoint import CheckpointManager
 
 POSITION = "trainer_state.json"
@@ -259,6 +262,20 @@ def _restore_best(output: Path, manager: CheckpointManager, position: str) -> st
     return json.dumps({**entries, "best_model_checkpoint": str(folder)}, indent=2) + "\n"
 
 
+@contextmanager
+def _exclude_ranks(output: Path, manager: CheckpointManager) -> Iterator[None]:
+    """Exclude other ranks on this machine by a lock; a store's is a temporary file in `output`."""
+    place = manager._checkpoints.folder
+    exclusion = (place if place.is_local else LocalFolder(str(output))).exclusive(_LOCK_SECONDS)
+    with exclusion.holder:
+        exclusion.acquire()
+        try:
+            yield
+        finally:
+            if not place.is_local:  # a rank that waits for this file makes a new one
+                (output / "lock").unlink(missing_ok=True)
+
+
 def _restore_folder(output: Path, manager: CheckpointManager, step: int, position: str) -> Path:
     """Write the Trainer's folder of a step again, from the step: weights and `position`.
 
@@ -267,12 +284,7 @@ def _restore_folder(output: Path, manager: CheckpointManager, step: int, positio
     """
     folder = folder_of(output, step)
     output.mkdir(parents=True, exist_ok=True)
-    place = manager._checkpoints.folder
-    if not place.is_local:  # the ranks of this machine exclude each other
-        place = LocalFolder(str(output))
-    exclusion = place.exclusive(_LOCK_SECONDS)
-    with exclusion.holder:
-        exclusion.acquire()
+    with _exclude_ranks(output, manager):
         if is_whole(folder, position):
             return folder  # another rank has restored it
         with new_path(Target.of(folder)) as name:

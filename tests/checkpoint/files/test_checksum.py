@@ -181,6 +181,40 @@ def test_one_file_has_its_checksums_beside_it(tmp_path):
     assert problems_of(path) == [("changed", path.name, "c")]
 
 
+def test_file_with_the_longest_name_can_be_loaded(tmp_path):
+    path = tmp_path / ("w" * (255 - len(".safetensors")) + ".safetensors")
+    mlstate.save_file({"w": np.ones(3)}, path)
+    assert mlstate.load_file(path)["w"].tolist() == [1, 1, 1]
+
+
+def test_checksums_that_cannot_be_looked_for_are_an_error(tmp_path):
+    path = tmp_path / "w.safetensors"
+    mlstate.save_file({"w": np.ones(3)}, path)
+    (tmp_path / NAME).symlink_to(NAME)  # a loop
+    with pytest.raises(StoreError, match="cannot read the checksums"):
+        mlstate.load_file(path)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("model.fp16.safetensors", "model.bf16.safetensors"),
+        ("model-00001-of-00002.safetensors", "model-00001-of-00003.safetensors"),
+    ],
+    ids=["variants", "models"],
+)
+def test_folder_of_several_models_is_verified_by_its_checksums(tmp_path, names):
+    for name in names:
+        mlstate.save_file({"w": np.ones(3)}, tmp_path / name)
+    with pytest.raises(FormatError, match="the folder holds several"):
+        mlstate.verify(tmp_path)
+    checksum(tmp_path)
+    assert mlstate.verify(tmp_path)
+    flip(tmp_path / names[1], -1)
+    assert problems_of(tmp_path) == [("changed", names[1], "w")]
+    assert main(["verify", str(tmp_path)]) == 1
+
+
 def test_checksums_of_the_parent_cover_a_subfolder(tmp_path):
     write_folder(tmp_path / "pipe" / "unet", STATE)
     (tmp_path / "pipe" / "model_index.json").write_text("{}")

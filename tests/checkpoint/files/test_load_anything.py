@@ -94,6 +94,13 @@ def test_targets_are_filled_or_unchanged(path):
     with pytest.raises(mlstate.CompatibilityError):
         mlstate.load(path, into={"model": target, "optimizer": wrong})
     assert not target["b"].any()
+    frozen = np.zeros((4, 2), np.float32)
+    frozen.flags.writeable = False
+    repeated = np.lib.stride_tricks.as_strided(np.zeros(1, np.float32), (4, 2), (0, 0))
+    for array, text in ((frozen, "read-only"), (repeated, "share memory")):
+        with pytest.raises(ValueError, match=text):
+            mlstate.load(path, into={"model": target, "optimizer": {"layers.0.w.m": array}})
+    assert not target["b"].any()
     mlstate.load(path, into={"model": target, "optimizer": moments})
     assert mlstate.diff(target, WEIGHTS).identical and mlstate.diff(moments, MOMENTS).identical
     some = {"b": np.zeros(3), "other": np.zeros(1)}
@@ -143,6 +150,20 @@ def test_a_flipped_bit_is_found(tmp_path, suffix):
     path.write_bytes(data)
     [problem] = mlstate.verify(path).problems
     assert problem.kind == "altered" and problem.path == path.name
+
+
+@pytest.mark.parametrize("names", [None, "b"])
+def test_an_unverified_load_reads_changed_elements(tmp_path, names):
+    path = tmp_path / "a.safetensors"
+    write_any(path, WEIGHTS, mlstate.OptimizerStateDict(MOMENTS))
+    data = bytearray(path.read_bytes())
+    data[data.index(WEIGHTS["b"].tobytes())] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(mlstate.ChecksumError):
+        mlstate.load(path, names=names)
+    loaded = mlstate.load(path, names=names, verify=False)
+    assert loaded.model["b"].tobytes() != WEIGHTS["b"].tobytes()
+    assert ("layers.0.w" in loaded.model) == (names is None)
 
 
 def test_a_truncated_folder_of_torch_is_unreadable(tmp_path):

@@ -788,7 +788,7 @@ def test_tensors_as_on_a_device(path, monkeypatch):
 
 
 @pytest.mark.torch
-def test_tensors_on_a_device(path):
+def test_tensors_on_a_gpu(path):
     torch = pytest.importorskip("torch")
     pytest.importorskip("ml_dtypes")
     if not torch.cuda.is_available():

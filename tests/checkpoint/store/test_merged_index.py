@@ -7,9 +7,11 @@ import pytest
 from checkpoint_model import same
 from index_tables import records_of, tables_of
 from json_checksums import START, renew_checksum
+from rank_threads import run_local
 
 import mlstate
 from mlstate import _core
+from mlstate.checkpoint import Layout, Shard
 from mlstate.checkpoint._store.open_path import open_files
 
 WHOLE = (None, 0, 0)
@@ -66,6 +68,23 @@ def test_wrong_index_value_is_reported_with_tensor_and_offset(saved):
     assert caught.value.offset == column + len('"bytes":"40,')
     assert (caught.value.expected, caught.value.got) == ("56", "52")
     assert wrong[caught.value.offset :].startswith(b"52,")
+
+
+def test_indexes_that_disagree_name_the_later_one(tmp_path):
+    def save(group):
+        shard = Shard(np.ones(2, "f4"), Layout.rows(3), group.rank, shape=(6,))
+        mlstate.save(tmp_path, {"w": shard}, group=group)
+
+    run_local(save, 3)
+    records = open_files(tmp_path).read_manifest().indexes
+    texts = [(tmp_path / record.path).read_bytes() for record in records]
+    paths = tuple(str(tmp_path / record.path) for record in records)
+    assert _core.MergedIndex(tuple(texts), paths).keys(0) == ["w"]
+    texts[1] = renew_checksum(texts[1].replace(b'"F32"', b'"I32"'))
+    with pytest.raises(mlstate.FormatError, match="shard of rank 0 and one of rank 1") as caught:
+        _core.MergedIndex(tuple(texts), paths)
+    assert (caught.value.path, caught.value.name) == (paths[1], "w")
+    assert str(caught.value).startswith(f"{records[1].path}: ")
 
 
 @pytest.mark.parametrize("verify", [False, True])

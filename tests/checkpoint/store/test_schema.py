@@ -54,7 +54,7 @@ BETWEEN_MEMBERS = {
         "a layer's bytes are those of its rows": r'"bytes" does not match the elements',
         "frames are those of the layer": r'"frames" must have a length for each MiB',
         "the bytes are in no other layer": r'"offset" overlaps another layer of the shard',
-        "ranks agree on a tensor": r"of a tensor differs between ranks",
+        "ranks agree on a tensor": r"of a tensor differs between a shard",
     },
     "manifest": {
         "an index for each rank": r"digits for \d+ ranks|a list of \d+ numbers",

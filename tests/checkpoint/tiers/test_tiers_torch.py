@@ -123,7 +123,7 @@ def test_a_torch_optimizer_needs_its_module(folder):
         tiers.add(layer, adam)
 
 
-def test_hot_is_the_memory_of_an_accelerator(folder):
+def test_hot_is_the_memory_of_a_gpu(folder):
     if not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device here")
     model = {"w": torch.arange(1024.0), "n": torch.ones(3)}

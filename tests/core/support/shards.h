@@ -225,10 +225,11 @@ static inline bool reads_back(const mls_index *index, const mls_shard_item *item
     mls_stored_shard stored[16];
     mls_part parts[16];
     mls_read_range pieces[16];
+    const mls_index *disagreeing;
     mls_status st;
     size_t count = 0, failed;
     const mls_part to = part_at((mls_layout){0}, item->rank, item->shape, 0);
-    if (mls_merged_index_init(&merged, &index, 1, &st) != MLS_OK) {
+    if (mls_merged_index_init(&merged, &index, 1, &disagreeing, &st) != MLS_OK) {
         return false;
     }
     const size_t bytes = mls_part_count(&to) * mls_dtype_of(item->dtype)->item_bytes;

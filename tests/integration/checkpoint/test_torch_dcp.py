@@ -10,6 +10,7 @@ dcp = pytest.importorskip("torch.distributed.checkpoint")
 import mlstate  # noqa: E402
 from mlstate.checkpoint._files.convert import read_any, write_any  # noqa: E402
 from mlstate.cli import main  # noqa: E402
+from mlstate.state import OptimizerStateDict, StateDict  # noqa: E402
 
 if not torch.distributed.is_available():
     pytest.skip("torch without torch.distributed", allow_module_level=True)
@@ -112,3 +113,57 @@ def test_flat_files_warn_of_named_states(tmp_path):
         write_any(tmp_path / "a.safetensors", *parts)
     assert read_any(tmp_path / "a.safetensors").metadata == {"plain": {"a": [1]}}
     write_any(tmp_path / "a.dcp", *parts)  # without a warning
+
+
+def as_lists(value):
+    """The value, with lists in place of arrays."""
+    if hasattr(value, "keys"):
+        return {key: as_lists(value[key]) for key in value}
+    return [*map(as_lists, value)] if isinstance(value, list) else np.asarray(value).tolist()
+
+
+W, MOMENT = {"w": np.ones(2)}, {"w.m": np.ones(2)}
+
+
+@pytest.mark.parametrize("suffix", [".dcp", ".pt"])
+@pytest.mark.parametrize(
+    ("model", "optimizer", "states"),
+    [
+        ({}, None, {}),
+        ({}, MOMENT, {"app": {"model": W}}),
+        (W, {}, {"ema": {}, "run": {"a": {}, "b": [np.ones(2)]}}),
+        (None, MOMENT, {"state_dict": W}),
+    ],
+    ids=["empty model", "state with a model", "empty states", "state named as a model"],
+)
+def test_empty_parts_are_restored(tmp_path, suffix, model, optimizer, states):
+    path = tmp_path / f"a{suffix}"
+    model = model if model is None else StateDict(model)
+    optimizer = optimizer if optimizer is None else OptimizerStateDict(optimizer)
+    write_any(path, model, optimizer, {"epoch": 3}, states)
+    parts = read_any(path)
+    for part, expected in zip(parts, (model, optimizer, {"epoch": 3}, states), strict=True):
+        assert as_lists(part) == as_lists(expected)
+
+
+@pytest.mark.parametrize("suffix", [".dcp", ".pt"])
+def test_optimizer_array_of_no_parameter_is_refused(tmp_path, suffix):
+    match = r"arrays that are not named .*: seen;"
+    with pytest.raises(mlstate.CompatibilityError, match=match) as caught:
+        write_any(tmp_path / f"a{suffix}", None, {"w.m": np.ones(2), "seen": np.ones(1)})
+    assert caught.value.name == "seen" and not list(tmp_path.iterdir())
+
+
+def test_empty_dict_in_a_list_is_refused_before_the_folder_is_written(tmp_path):
+    states = {"run": {"steps": [{"a": {}}, np.ones(2)]}}
+    with pytest.raises(mlstate.CompatibilityError, match=r"run\.steps\.a is a list"):
+        write_any(tmp_path / "a.dcp", StateDict({"w": np.ones(2)}), None, {}, states)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("text", ["[[0]", '["model", 3]', '[["model", "w", "x"]]', "5", "[" * 9999])
+def test_malformed_record_of_empty_parts_is_refused(tmp_path, text):
+    tree = {"model": {"w": torch.ones(2)}, "mlstate": {"version": "1", "empty": text}}
+    dcp.save(tree, checkpoint_id=tmp_path / "a.dcp")
+    with pytest.raises(mlstate.FormatError, match="'mlstate' does not describe the file"):
+        read_any(tmp_path / "a.dcp")

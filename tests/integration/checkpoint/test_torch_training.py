@@ -216,27 +216,6 @@ def test_a_module_that_has_parts_by_hand_is_cut_by_layout(tmp_path):
     assert torch.equal(part[0].weight, module[0].weight[:3])
 
 
-def test_tensors_on_a_device_are_filled_by_way_of_main_memory(tmp_path, monkeypatch):
-    from mlstate.integrations.torch._checkpoint import load_targets as _training
-
-    module, adam = trained(torch.optim.Adam)
-    mlstate.save(tmp_path / "a", module, adam)
-    staged = []
-
-    def as_if_on_a_device(tensor):
-        staged.append(torch.empty(tensor.shape, dtype=tensor.dtype))
-        return staged[-1]
-
-    monkeypatch.setattr(_training, "_on_host", as_if_on_a_device)
-    fresh, other = trained(torch.optim.Adam, 0, seed=1)
-    mlstate.load(tmp_path / "a", into={"model": fresh, "optimizer": other})
-    assert len(staged) == 4 + 8
-    assert all(
-        torch.equal(a, b) for a, b in zip(fresh.parameters(), module.parameters(), strict=True)
-    )
-    same_states(other, adam)
-
-
 def test_schedules_go_into_metadata(tmp_path):
     module, sgd = trained(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9))
     schedule = torch.optim.lr_scheduler.StepLR(sgd, 2)

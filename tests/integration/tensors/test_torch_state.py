@@ -369,7 +369,43 @@ def test_copies_are_copies():
         tensor.fill_(9)
     assert shared.tolist() == [0, 1, 2, 3]
     assert (state["c"] == 1).all()
-    assert tensors["a"].data_ptr() != tensors["b"].data_ptr()
+
+
+@pytest.mark.parametrize("copy", [False, True])
+def test_one_array_under_two_names_is_one_tensor(copy):
+    array, weight, other = np.arange(4.0), torch.ones(2, 2), torch.ones(2, 2)
+    swapped = array.astype(">f8")
+    state = {"a": array, "b": array, "c": weight, "d": weight, "e": other, "f": swapped}
+    tensors = tensors_of({**state, "g": swapped}, copy=copy)
+    assert tensors["a"] is tensors["b"] and tensors["c"] is tensors["d"]
+    assert tensors["f"] is tensors["g"]
+    assert tensors["e"].data_ptr() != tensors["c"].data_ptr()
+
+
+def test_copies_of_a_modules_tied_weights_are_tied():
+    layer, tied = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    tied.weight = layer.weight
+    module = torch.nn.Sequential(layer, tied)
+    for state in (module.state_dict(), StateDict.from_torch(module)):
+        tensors = tensors_of(state, copy=True)
+        assert tensors["0.weight"] is tensors["1.weight"]
+        assert tensors["0.bias"] is not tensors["1.bias"]
+        assert tensors["0.weight"].data_ptr() != layer.weight.data_ptr()
+
+
+def test_copies_of_different_values_in_one_memory_stay_apart():
+    numbers = torch.tensor([1 + 2j, 3j])
+    array = np.arange(4, dtype="<i4")
+    views = {"a": array, "b": array.view(">i4"), "c": array.reshape(2, 2), "d": array[:2]}
+    tensors = tensors_of({**views, "e": numbers, "f": numbers.conj()}, copy=True)
+    for name, value in views.items():
+        assert tensors[name].tolist() == value.tolist()
+    assert tensors["f"].tolist() == [1 - 2j, -3j]
+    meta = {name: torch.ones(2, device="meta") for name in "ab"}
+    empty = {name: np.ones((0, 2)) for name in "cd"}
+    sparse = torch.eye(2).to_sparse()
+    tensors = tensors_of({**meta, **empty, "sparse": sparse}, copy=True)
+    assert tensors["a"] is not tensors["b"] and tensors["c"] is not tensors["d"]
 
 
 @pytest.mark.parametrize("dtype", ["U3", "M8[D]", "longdouble", "f4,i4"])

@@ -170,6 +170,7 @@ def test_a_run_continues_on_a_new_machine_from_steps_elsewhere(tmp_path, runs, k
         assert MLStateCallback.last_checkpoint(tmp_path / "old") is None
     last = MLStateCallback.last_checkpoint(tmp_path / "new", place, **options)
     assert last == str(tmp_path / "new" / "checkpoint-4")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["checkpoint-4"]
     callback = MLStateCallback(place, **options)
     resumed = train(runs, tmp_path / "new", resume=last, callback=callback, max_steps=5)
     assert resumed.resumed[0] == 4

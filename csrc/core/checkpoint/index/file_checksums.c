@@ -25,24 +25,31 @@ static uint64_t part_end(const mls_file_checksums *r, size_t part)
     return part + 1 < r->count ? r->starts[part + 1] : r->bytes;
 }
 
+/* Report that the parts of record `r` do not cover its file. Returns MLS_E_FORMAT. */
+static mls_code fail_parts(const mls_file_checksums *r, mls_status *st)
+{
+    return mls_fail(st, MLS_E_FORMAT, "its checksums do not cover its %llu bytes",
+                    (unsigned long long)r->bytes);
+}
+
 /* Count the blocks of all parts: `first[i]` receives the number of blocks before part i,
- * so `first` needs room for `r->count` elements. Returns false unless the parts cover the
- * file in order, and each block has one checksum. */
-static bool count_blocks(const mls_file_checksums *r, size_t *first)
+ * so `first` needs room for `r->count` elements. MLS_E_FORMAT: the parts do not cover the
+ * file in order, or a block lacks its checksum. */
+static mls_code count_blocks(const mls_file_checksums *r, size_t *first, mls_status *st)
 {
     uint64_t blocks = 0; /* cannot wrap: a block has at least one byte */
     for (size_t i = 0; i < r->count; i++) {
         const uint64_t end = part_end(r, i);
         if (r->starts[i] >= end || end > r->bytes || (i == 0 && r->starts[0] != 0)) {
-            return false;
+            return fail_parts(r, st);
         }
         first[i] = (size_t)blocks;
         blocks += (end - r->starts[i] - 1) / MLS_SAFETENSORS_BLOCK + 1;
         if (blocks > r->crc_count) {
-            return false;
+            return fail_parts(r, st);
         }
     }
-    return blocks == r->crc_count;
+    return blocks == r->crc_count ? MLS_OK : fail_parts(r, st);
 }
 
 /* Report a changed header; `offset` is the damaged block's offset in the file. Returns
@@ -113,10 +120,7 @@ static mls_code compare_file(const char *folder, const char *name,
     mls_code code = MLS_OK;
     if (path == NULL || first == NULL) {
         code = mls_fail(st, MLS_E_MEMORY, "no memory for %zu parts", r->count);
-    } else if (!count_blocks(r, first)) {
-        code = mls_fail(st, MLS_E_FORMAT, "its checksums do not cover its %llu bytes",
-                        (unsigned long long)r->bytes);
-    } else {
+    } else if ((code = count_blocks(r, first, st)) == MLS_OK) {
         snprintf(path, length, "%s/%s", folder, name);
         code = mls_file_open(path, &fd, &bytes, st);
         if (code == MLS_OK) {
@@ -225,8 +229,11 @@ static mls_code number_blocks(const mls_index *x, const mls_file_checksums *reco
         if (firsts[i] == NULL) {
             return mls_fail(st, MLS_E_MEMORY, "no memory for %zu parts", r->count);
         }
-        if (x->files[i].bytes != r->bytes || !count_blocks(r, firsts[i])) {
-            return fail_size(x->files[i].bytes, r, st);
+        const mls_code code = x->files[i].bytes == r->bytes
+                                  ? count_blocks(r, firsts[i], st)
+                                  : fail_size(x->files[i].bytes, r, st);
+        if (code != MLS_OK) {
+            return code;
         }
     }
     return MLS_OK;

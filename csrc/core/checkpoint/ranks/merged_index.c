@@ -16,15 +16,18 @@
 #include <stdlib.h>
 #include <string.h>
 
+static int compare_ranks(const mls_index *x, const mls_index *y)
+{
+    return x->rank < y->rank ? -1 : x->rank > y->rank;
+}
+
 /* For qsort: by id, part and rank, so that the lowest rank comes first among equal
  * parts. */
 static int compare_shards(const void *a, const void *b)
 {
     const mls_merged_index_shard *x = a, *y = b;
     const int parts = mls_index_compare(x->shard, y->shard);
-    return parts != 0                        ? parts
-           : x->index->rank < y->index->rank ? -1
-                                             : x->index->rank > y->index->rank;
+    return parts != 0 ? parts : compare_ranks(x->index, y->index);
 }
 
 /* Append the next shard, in the order of compare_shards, to the last tensor, or start a
@@ -43,7 +46,10 @@ static mls_code add_shard(mls_merged_index *c, const mls_merged_index_shard *nex
     } else if (!mls_index_same_tensor(tensor->facts, next->shard)) {
         const mls_str name = next->shard->id.name;
         mls_fail(st, MLS_E_FORMAT,
-                 "the dtype, shape or layout of a tensor differs between ranks");
+                 "the dtype, shape or layout of a tensor differs between a shard of rank "
+                 "%llu and one of rank %llu",
+                 (unsigned long long)c->shards[tensor->from].index->rank,
+                 (unsigned long long)next->index->rank);
         return mls_status_name(st, name.data, name.length);
     }
     if (tensor->count == 0 ||
@@ -59,42 +65,52 @@ static mls_code add_shard(mls_merged_index *c, const mls_merged_index_shard *nex
 
 /* A file as listed by one index, and the number of its bytes that this index uses. */
 typedef struct listed {
+    const mls_index *index;
     const mls_index_file *file;
     uint64_t used;
 } listed;
 
-/* For qsort: the entries for one file become neighbours. */
+/* For qsort: the entries for one file become neighbours, the lowest rank first. */
 static int compare_listed(const void *a, const void *b)
 {
     const listed *x = a, *y = b;
-    return strcmp(x->file->path, y->file->path);
+    const int paths = strcmp(x->file->path, y->file->path);
+    return paths != 0 ? paths : compare_ranks(x->index, y->index);
 }
 
 /* Check that indexes that share a file agree on its size and checksum, and that their
  * shards together fit the file. `files`, `count` of them, are sorted by path. Shards of
  * one index do not overlap, but several indexes could claim the same bytes, and so claim
- * more data than the files contain. MLS_E_FORMAT. */
-static mls_code check_sharing(const listed *files, size_t count, mls_status *st)
+ * more data than the files contain. MLS_E_FORMAT: `*failed` receives the later one
+ * of two indexes that disagree. */
+static mls_code check_sharing(const listed *files, size_t count, const mls_index **failed,
+                              mls_status *st)
 {
     uint64_t used = 0;
     for (size_t i = 0; i < count; i++) {
         const mls_index_file *file = files[i].file;
-        const bool again = i > 0 && compare_listed(&files[i - 1], &files[i]) == 0;
-        const mls_index_file *before = again ? files[i - 1].file : file;
+        const bool again = i > 0 && strcmp(files[i - 1].file->path, file->path) == 0;
+        const listed *before = again ? &files[i - 1] : &files[i];
         used = again ? used : 0;
-        if (file->bytes != before->bytes || file->header_crc != before->header_crc ||
+        if (file->bytes != before->file->bytes ||
+            file->header_crc != before->file->header_crc ||
             !mls_u64_add(used, files[i].used, &used) || used > file->bytes) {
+            *failed = files[i].index;
             return mls_fail(st, MLS_E_FORMAT,
-                            "the ranks have different records of the file %.150s",
-                            file->path);
+                            "ranks %llu and %llu have different records of the file "
+                            "%.150s",
+                            (unsigned long long)before->index->rank,
+                            (unsigned long long)files[i].index->rank, file->path);
         }
     }
     return MLS_OK;
 }
 
 /* Check that the `count` indexes agree on the files that they share. Each index was
- * checked for itself when it was parsed. MLS_E_FORMAT: they disagree; MLS_E_MEMORY. */
-static mls_code check_files(const mls_index *const *indexes, size_t count, mls_status *st)
+ * checked for itself when it was parsed. MLS_E_FORMAT: they disagree, see check_sharing;
+ * MLS_E_MEMORY. */
+static mls_code check_files(const mls_index *const *indexes, size_t count,
+                            const mls_index **failed, mls_status *st)
 {
     size_t total = 0, first = 0;
     for (size_t i = 0; i < count; i++) {
@@ -108,7 +124,7 @@ static mls_code check_files(const mls_index *const *indexes, size_t count, mls_s
     for (size_t i = 0; i < count; i++) {
         const mls_index *index = indexes[i];
         for (size_t j = 0; j < index->file_count; j++) {
-            files[first + j].file = &index->files[j];
+            files[first + j] = (listed){.index = index, .file = &index->files[j]};
         }
         for (size_t j = 0; j < index->shard_count; j++) {
             const size_t places = mls_index_place_count(&index->shards[j]);
@@ -121,7 +137,7 @@ static mls_code check_files(const mls_index *const *indexes, size_t count, mls_s
         first += index->file_count;
     }
     qsort(files, total, sizeof *files, compare_listed);
-    const mls_code code = check_sharing(files, total, st);
+    const mls_code code = check_sharing(files, total, failed, st);
     mls_free(files);
     return code;
 }
@@ -129,9 +145,10 @@ static mls_code check_files(const mls_index *const *indexes, size_t count, mls_s
 /* Collect pointers to all shards, sort them by tensor, part and rank, and group them. A
  * single index is sorted already. */
 mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *indexes,
-                               size_t count, mls_status *st)
+                               size_t count, const mls_index **failed, mls_status *st)
 {
     mls_merged_index c = {0};
+    *failed = NULL;
     mls_code code = MLS_OK;
     size_t total = 0;
     for (size_t i = 0; i < count; i++) {
@@ -147,7 +164,7 @@ mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *in
                         total);
         goto done;
     }
-    if (count > 1 && (code = check_files(indexes, count, st)) != MLS_OK) {
+    if (count > 1 && (code = check_files(indexes, count, failed, st)) != MLS_OK) {
         goto done;
     }
     total = 0;
@@ -163,6 +180,7 @@ mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *in
     }
     for (size_t i = 0; code == MLS_OK && i < total; i++) {
         code = add_shard(&c, &sorted[i], st);
+        *failed = code == MLS_OK ? NULL : sorted[i].index;
     }
 done:
     mls_free(sorted);

@@ -38,9 +38,10 @@ typedef struct mls_merged_index {
 /* Merge `count` indexes. Gives: release with mls_merged_index_fini, before the indexes.
  * MLS_E_FORMAT: shards disagree on their tensor's dtype, shape or layout, or indexes
  * disagree on a file's size or checksum, or their shards need more bytes than the file
- * has. MLS_E_MEMORY. `*out` is untouched on failure. */
+ * has. MLS_E_MEMORY. `*out` is untouched on failure. `*failed` receives the later
+ * one of two indexes that disagree; NULL for success and other failures. */
 mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *indexes,
-                               size_t count, mls_status *st);
+                               size_t count, const mls_index **failed, mls_status *st);
 
 void mls_merged_index_fini(
     mls_merged_index *merged); /* accepts a zeroed one; zeroes it */

@@ -167,12 +167,13 @@ class SampledModel:
         """
         import torch
 
-        states = generator_states(devices_of(tensors_in((self.args, self.kwargs))))
         modules = [self.module, *self.blocks]
         real = [module for module in modules if isinstance(module, torch.nn.Module)]
         buffers = {id(b): (b, b.detach().clone()) for m in real for b in m.buffers()}
         parameters = {id(p): p for m in real for p in m.parameters() if p.requires_grad}
         gradients = [(p, p.grad) for p in parameters.values()]
+        tensors = tensors_in((self.args, self.kwargs))
+        states = generator_states(devices_of([*tensors, *parameters.values()]))
         try:
             for parameter, _ in gradients:
                 parameter.grad = torch.zeros_like(parameter)

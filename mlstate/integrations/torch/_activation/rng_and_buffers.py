@@ -174,6 +174,11 @@ class Buffers:
                 if buffer is not None:
                     yield module, name
 
+    def parameters(self) -> Iterator[torch.Tensor | None]:
+        """Yield the parameters of the modules that have the buffers."""
+        for module in self._modules:
+            yield from module._parameters.values()
+
     def copy(self) -> tuple[dict[_Place, Any], dict[_Place, Any]]:
         """Copy the buffers that may change in a run of the block.
 
@@ -239,13 +244,14 @@ class Surroundings:
     def __init__(self, module: object, buffers: Buffers, leaves: Sequence[Any]) -> None:
         """Record the state that a run depends on: random states, buffers, training mode, autocast.
 
-        `leaves`: the block's arguments; the generators of their devices count.
+        `leaves`: the block's arguments. The generators of their devices count, and of the devices
+        of the block's parameters, since the block may move its arguments there.
         """
         import torch
 
         self._training = getattr(module, "training", None)
         self._buffers = buffers
-        self._devices = devices_of(leaves)
+        self._devices = devices_of([*leaves, *buffers.parameters()])
         self._states = _pack_states(generator_states(self._devices))
         self._copies: dict[_Place, torch.Tensor] = {}
         self._before = buffers.copy()

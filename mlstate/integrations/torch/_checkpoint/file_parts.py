@@ -7,6 +7,7 @@ states.
 
 from __future__ import annotations
 
+import json
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ....checkpoint._files.parts import MODEL, OPTIMIZER, Parts
-from ....errors import FormatError
+from ....errors import CompatibilityError, FormatError
 from ....state._compatibility import join
 from ....state._kind import restore
 from ....state._optimizer_state import OptimizerStateDict
@@ -37,6 +38,7 @@ _LIGHTNING = "optimizer_states"  # a list, with an item for each optimizer
 _FLAT = ("state.", "param_groups.")  # prefixes of keys in an optimizer that torch has flattened
 # Key of the entry with the classes of the state dicts, which `tree_of` adds.
 RECORD = "mlstate"
+_EMPTY = "empty"  # in that entry: paths of empty dicts, which torch's distributed checkpoints lack
 # Deeper trees are not state dicts, but dicts that contain themselves.
 _DEEPEST = 64
 _MOST_VALUES = 10_000_000
@@ -334,11 +336,19 @@ def _restore_optimizer(value: Any, texts: Mapping[str, Any], path: Path) -> Opti
     return optimizer
 
 
+def _is_recorded(tree: Mapping[Any, Any]) -> bool:
+    """Return whether mlstate wrote a tree, so that all its entries have the names of `tree_of`."""
+    record = tree.get(RECORD)
+    return isinstance(record, Mapping) and "version" in record
+
+
 def _find_parts(tree: Mapping[Any, Any]) -> tuple[list[str], list[str]]:
     """Return the keys of a file's dict that hold models, and those that hold optimizers.
 
     Only keys that programs commonly use are recognized; several optimizers with numbers are not.
     """
+    if _is_recorded(tree):
+        return [*tree.keys() & {MODEL}], [*tree.keys() & {OPTIMIZER}]
     numbered = [key for key in tree if isinstance(key, str) and re.match(r"optimizer_\d+\Z", key)]
     listed = tree.get(_LIGHTNING)
     optimizers = [*_OPTIMIZER_KEYS, *(numbered if len(numbered) == 1 else [])]
@@ -354,7 +364,7 @@ def _wrapper_of(tree: Mapping[Any, Any]) -> Any:
     torch's tutorials wrap both in one entry, as in ``{"app": AppState(…)}``. With several such
     entries, or equal keys inside and outside, no entry is chosen.
     """
-    if any(_find_parts(tree)):
+    if _is_recorded(tree) or any(_find_parts(tree)):
         return None
     wrappers = [
         key
@@ -395,7 +405,7 @@ def parts_of(tree: Any, path: Path) -> Parts:
     tree = unwrap(tree, _wrapper_of(tree))
     models, optimizers = _find_parts(tree)
     metadata: dict[str, Any] = {}
-    if not models and not optimizers:
+    if not models and not optimizers and not _is_recorded(tree):
         if any(isinstance(value, Mapping) and _find_parts(value)[1] for value in tree.values()):
             # several models with their optimizers: none of them is the model
             return Parts(None, None, metadata, _add_rest(tree, metadata, path))
@@ -438,6 +448,50 @@ def _outline(paths: list[tuple[Any, ...]]) -> Any:
     if all(type(key) is int for key in inner):
         return [_outline(below) for below in inner.values()]
     return {key: _outline(below) for key, below in inner.items()}
+
+
+def record_empty(tree: dict[str, Any]) -> None:
+    """Record the paths of the empty dicts of a tree in its entry `RECORD`, if it has both.
+
+    torch leaves these dicts out of distributed checkpoints. Raises CompatibilityError for one in a
+    list, because torch cannot read a list that lacks an item.
+    """
+    paths: list[list[str]] = []
+
+    def add_paths(value: Any, path: list[str], is_listed: bool) -> None:
+        if isinstance(value, list):
+            for each in value:
+                add_paths(each, path, True)
+        elif isinstance(value, Mapping):
+            for key, each in value.items():
+                add_paths(each, [*path, str(key)], is_listed)
+            if not value and is_listed:
+                raise CompatibilityError(
+                    f"{'.'.join(path)} is a list with an empty dict, which torch's distributed "
+                    "checkpoints cannot hold: convert to a checkpoint of mlstate or a .pt file, or "
+                    "leave it out (--skip)"
+                )
+            if not value:
+                paths.append(path)
+
+    add_paths(tree, [], False)
+    if paths and RECORD in tree:
+        tree[RECORD][_EMPTY] = json.dumps(paths)
+
+
+def restore_empty(tree: dict[str, Any], path: Path) -> None:
+    """Add the empty dicts that `record_empty` recorded in a tree that torch read.
+
+    `path`: of the file, for the FormatError if the record is malformed.
+    """
+    text = tree[RECORD].get(_EMPTY, "[]") if _is_recorded(tree) else "[]"
+    try:
+        for keys in json.loads(text):
+            place: Any = tree
+            for key in keys:
+                place = place.setdefault(key, {})
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise format_error(path, f"entry {RECORD!r} does not describe the file") from None
 
 
 class Choice(NamedTuple):

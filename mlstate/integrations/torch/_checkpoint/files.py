@@ -27,7 +27,7 @@ from ....state._compatibility import join
 from ....state._kind import describe
 from ....state._optimizer_state import OptimizerStateDict
 from .._tensors.state import tensors_of
-from .file_parts import RECORD, Choice, choose_keys, format_error
+from .file_parts import RECORD, Choice, choose_keys, format_error, record_empty, restore_empty
 from .file_parts import parts_of as parts_of
 from .optimizer import number_states, packed_states, unpack_state
 from .optimizer_contract import NOT_VALUES, decode_value
@@ -73,11 +73,20 @@ def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
     """Return an optimizer's state in the form of ``optimizer.state_dict()``.
 
     Parameters are numbers if all names are numbered (``param_0`` and so on), else names. Raises
-    CompatibilityError if a parameter with states is in none of the groups.
+    CompatibilityError if a parameter with states is in none of the groups, or if an array is not
+    the state of a parameter.
     """
     saved = state.param_groups or ({"lr": state.learning_rate, "params": list(state.parameters())},)
     listed = [str(name) for group in saved for name in group.get("params", ())]
     unknown = sorted(set(state.parameters()) - set(listed))
+    others = [name for name in state if "." not in name]
+    if others:
+        error = CompatibilityError(
+            "the optimizer has arrays that are not named <parameter>.<state>, as torch needs: "
+            f"{join(others)}; convert to another format, or leave the optimizer out (--skip)"
+        )
+        error.name = others[0]
+        raise error
     if unknown:
         error = CompatibilityError(
             f"the optimizer has states of parameters that none of its groups lists: {join(unknown)}"
@@ -318,8 +327,8 @@ def _describe_refusal(text: str) -> str:
 def write_pt(target: Target, parts: Parts) -> None:
     """Atomically write a file that ``torch.load`` reads with ``weights_only``.
 
-    `target`: the path; its old content is replaced. `parts`: those that are None or empty are left
-    out. Raises as `tree_of` does, before anything is written.
+    `target`: the path; its old content is replaced. `parts`: those that are None are left out.
+    Raises as `tree_of` does, before anything is written.
     """
     tree = tree_of(parts)
     with replacing(target.path, target) as file:
@@ -368,6 +377,7 @@ def read_dcp(path: Path, selection: Selection) -> Parts:
             cause.path = str(path)
             raise cause from None
         raise format_error(path, f"torch cannot read it: {_first_line(cause)}") from None
+    restore_empty(tree, path)
     entries = choices[-1].complete(tree)
     rest = path / _LIGHTNING_REST
     if os.path.lexists(rest):
@@ -379,12 +389,13 @@ def read_dcp(path: Path, selection: Selection) -> Parts:
 def write_dcp(target: Target, parts: Parts) -> None:
     """Write a directory that torch.distributed.checkpoint reads, in place of an old one.
 
-    `parts`: those that are None or empty are left out. Raises ValueError if `target` exists and is
-    not such a checkpoint.
+    `parts`: those that are None are left out, and `read_dcp` restores those that are empty. Raises
+    ValueError if `target` exists and is not such a checkpoint.
     """
     import torch.distributed.checkpoint as dcp
 
     tree = tree_of(parts)
+    record_empty(tree)
     if not (target.is_vacant or os.path.isfile(os.path.join(target.path, ".metadata"))):
         raise ValueError(
             f"{target.path}: exists already and is not a torch checkpoint; delete it first: a "

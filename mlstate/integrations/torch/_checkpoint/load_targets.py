@@ -186,8 +186,9 @@ class Filling:
     """Memory of this rank for one section of a checkpoint.
 
     The core writes `arrays`: the tensors themselves, or for tensors on a device, CPU tensors that
-    `done` copies from. A checkpoint may lack the names in `optional`, which are further names of
-    the same memory. `contract` lists submodules of a module that load their entries themselves.
+    `done` copies from, one for all names of the same memory. A checkpoint may lack the names in
+    `optional`, which are further names of the same memory. `contract` lists submodules of a module
+    that load their entries themselves.
     """
 
     def __init__(
@@ -203,7 +204,8 @@ class Filling:
         self.places = places
         self.contract = contract
         self.optional = frozenset(optional)
-        self.arrays = {name: _on_host(place.tensor) for name, place in places.items()}
+        staged: dict[Any, torch.Tensor] = {}
+        self.arrays = {name: _on_host(place.tensor, staged) for name, place in places.items()}
         self.known: Collection[str] = places.keys()  # names to compare with the stored ones
         self.zeros: list[torch.Tensor] = []  # of entries that the checkpoint lacks
 
@@ -231,31 +233,43 @@ class Filling:
         """Register a tensor that the checkpoint lacks, to become zeros in `done`."""
         self.zeros.append(self.places[name].tensor)
 
-    def done(self) -> None:
+    def done(self, names: Iterable[str]) -> None:
         """Complete the load after all reads: copy to devices, set zeros.
 
         Also increments the versions of the tensors, so that a backward pass that needs the old
-        content raises. All errors of the checkpoint were raised before.
+        content raises. All errors of the checkpoint were raised before. `names`: of the arrays that
+        were read; the others have no content, and their tensors stay as they are.
         """
         import torch
 
+        tensors = {name: self.places[name].tensor for name in names}
         with torch.no_grad():
             for tensor in self.zeros:
                 tensor.zero_()
-            for name, array in self.arrays.items():
-                tensor = self.places[name].tensor
-                if array is not tensor:
-                    tensor.copy_(array)
-        note_written([place.tensor for place in self.places.values()])
+            for name, tensor in tensors.items():
+                if self.arrays[name] is not tensor:
+                    tensor.copy_(self.arrays[name])
+        note_written(tensors.values())
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor itself, or for a tensor on a device, new CPU memory like it."""
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
+def _on_host(tensor: torch.Tensor, staged: dict[Any, torch.Tensor]) -> torch.Tensor:
+    """Return a tensor itself, or for a tensor on a device, CPU memory like it without content.
+
+    `staged`: this memory by the key of the tensor's memory; new memory is added.
+    """
     import torch
 
-    if tensor.device.type == "cpu":
+    if not _is_on_device(tensor):
         return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    where = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride()
+    memory = *where, tensor.shape, tensor.dtype
+    if memory not in staged:
+        staged[memory] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    return staged[memory]
 
 
 def fill_module(module: torch.nn.Module) -> Filling:
@@ -713,13 +727,13 @@ class OptimizerFilling(Filling):
         elif is_number(value):
             self._add_state(slot, state, type(value)(0))
 
-    def done(self) -> None:
+    def done(self, names: Iterable[str]) -> None:
         """Complete the load: add created and read states, and set the groups' values.
 
         States in `rest` are removed. An optimizer with its own load methods is unchanged: they
-        receive `state_dict`.
+        receive `state_dict`. `names`: of the states that were read.
         """
-        super().done()
+        super().done(names)
         if self.own_loader:
             return
         for slot, state, value in self.rest.values():

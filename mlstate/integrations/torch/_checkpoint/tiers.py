@@ -76,7 +76,15 @@ def on_device(array: Array, device: torch.device) -> torch.Tensor:
 
 
 def in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to new main memory, with the same strides."""
+    """Copy a tensor to new main memory, with the same strides.
+
+    On CUDA it waits for all streams of the device: another thread may have used the tensor on its
+    own stream, and the memory is freed after the copy.
+    """
+    import torch
+
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize(tensor.device)
     return _copy_tensor(tensor, "cpu")
 
 

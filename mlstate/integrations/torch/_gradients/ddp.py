@@ -136,7 +136,9 @@ class _Buckets:
         parts = dict(
             zip((self._names[p] for p in bucket.parameters()), bucket.gradients(), strict=True)
         )
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        # with its device, the future lets streams that wait for it wait for this one
+        devices = None if buffer.device.type == "cpu" else [buffer.device]
+        done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
 
         def task() -> None:
             """Reduce the bucket in the group's thread; keep an error, and set the future anyway."""

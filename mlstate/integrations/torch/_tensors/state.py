@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...._common.arrays import overlaps_itself, refuse_given_away
+from ...._common.arrays import memory_key, overlaps_itself, refuse_given_away
 from ...._common.dtypes import label_of, name_of, stored_dtype
 from ...._common.set_module import set_module
 from ....errors import CompatibilityError, UnstorableError
@@ -364,13 +364,14 @@ def tensors_of(state: Mapping[str, object], *, copy: bool = False) -> dict[str, 
         Arrays of NumPy, or of another library with ``__dlpack__``. Tensors among the values are
         returned detached.
     copy : bool, default False
-        Copy the value of each name to new memory; ties are lost.
+        Copy the arrays to new memory. Names of the same elements, such as tied weights, get one
+        tensor; arrays that overlap in other ways are separated.
 
     Returns
     -------
     dict of str to torch.Tensor
-        Tensors in the same order. Without `copy`, overlapping arrays, such as tied weights, share
-        one storage, and one array under two names is one tensor.
+        Tensors in the same order. One array under two names is one tensor. Without `copy`,
+        overlapping arrays share one storage.
 
     Raises
     ------
@@ -395,19 +396,25 @@ def tensors_of(state: Mapping[str, object], *, copy: bool = False) -> dict[str, 
 
     tensors: dict[str, torch.Tensor] = {}
     arrays: dict[str, NDArray] = {}
-    tensors_by_id: dict[int, NDArray] = {}
+    tensors_by_key: dict[object, torch.Tensor] = {}
+    arrays_by_key: dict[object, NDArray] = {}
     checked: set[str] = set()
     entries = dict(state)
     for name, value in entries.items():
+        key = memory_key(value) if copy else (id(value),)
         if isinstance(value, torch.Tensor) or (
             not isinstance(value, np.ndarray | np.generic) and hasattr(value, "__dlpack__")
         ):
-            tensor = (
-                value if isinstance(value, torch.Tensor) else torch.utils.dlpack.from_dlpack(value)
-            )
-            tensors[name] = tensor.detach().clone() if copy else tensor.detach()
+            if key not in tensors_by_key:
+                tensor = (
+                    value
+                    if isinstance(value, torch.Tensor)
+                    else torch.utils.dlpack.from_dlpack(value)
+                ).detach()
+                tensors_by_key[key] = tensor.clone() if copy else tensor
+            tensors[name] = tensors_by_key[key]
             continue
-        if copy or id(value) not in tensors_by_id:
+        if key not in arrays_by_key:
             array = np.asarray(value)
             dtype = name_of(array.dtype)  # labelled integers equal plain ones
             if dtype not in checked:
@@ -416,7 +423,7 @@ def tensors_of(state: Mapping[str, object], *, copy: bool = False) -> dict[str, 
                 checked.add(dtype)
             if copy or not sharable(array):
                 array = array.astype(array.dtype.newbyteorder("="), order="K", copy=True)
-            tensors_by_id[id(value)] = array
-        arrays[name] = tensors_by_id[id(value)]
+            arrays_by_key[key] = array
+        arrays[name] = arrays_by_key[key]
     tensors.update(share(arrays))
     return {name: tensors[name] for name in entries}

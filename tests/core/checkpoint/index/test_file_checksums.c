@@ -111,6 +111,14 @@ TEST(records_that_do_not_fit_are_refused)
     CHECK(compare(&record) == MLS_E_FORMAT);
     record.crc_count = 5;
     CHECK(compare(&record) == MLS_E_FORMAT);
+    CHECK(use(&record, &x) == MLS_E_FORMAT);
+    CHECK(strstr(status.text, "do not cover its") != NULL);
+    mls_index_fini(&x);
+    record.crc_count = 4;
+    record.bytes++; /* of the file that was recorded */
+    CHECK(use(&record, &x) == MLS_E_FORMAT);
+    CHECK(strstr(status.text, "and had ") != NULL);
+    mls_index_fini(&x);
     record = record_of_file();
     starts[2] = BYTES;
     CHECK(compare(&record) == MLS_E_FORMAT);

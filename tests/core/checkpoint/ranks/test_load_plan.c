@@ -49,8 +49,8 @@ BEFORE_EACH
     items[4].axes = turned;
     const mls_shard_job job = job_of(items, 5, generations[0], NULL);
     f.index = write_all(&job, &written);
-    const mls_index *index = &f.index;
-    REQUIRE(mls_merged_index_init(&f.merged, &index, 1, &status) == MLS_OK);
+    const mls_index *index = &f.index, *disagreeing;
+    REQUIRE(mls_merged_index_init(&f.merged, &index, 1, &disagreeing, &status) == MLS_OK);
     REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 8, &status) == MLS_OK);
 }
 
@@ -221,8 +221,8 @@ TEST(long_zero_runs_are_not_written)
     mls_shard_job job = job_of(&item, 1, generations[0], NULL);
     job.sparse = true;
     f.index = write_all(&job, &written);
-    const mls_index *index = &f.index;
-    REQUIRE(mls_merged_index_init(&f.merged, &index, 1, &status) == MLS_OK);
+    const mls_index *index = &f.index, *disagreeing;
+    REQUIRE(mls_merged_index_init(&f.merged, &index, 1, &disagreeing, &status) == MLS_OK);
     REQUIRE(mls_load_plan_init(&f.plan, &f.merged, 1, &status) == MLS_OK);
     const mls_load_item *w = add_full("zeros");
     REQUIRE(w != NULL);

@@ -58,6 +58,7 @@ static mls_tensor_id id_of(const char *name)
 static rank ranks[RANKS];
 static const mls_index *indexes[RANKS];
 static mls_merged_index merged;
+static const mls_index *failed; /* by the last mls_merged_index_init */
 
 /* The reads that a part needs, of the last call of find_pieces. */
 static mls_stored_shard stored[MOST];
@@ -93,7 +94,7 @@ TEST(parts_of_all_ranks_come_together)
 {
     static const char *const names[] = {"only.0", "only.1", "only.2", "only.3", "w"};
     const mls_index *turned[RANKS] = {indexes[2], indexes[0], indexes[3], indexes[1]};
-    REQUIRE(mls_merged_index_init(&merged, turned, RANKS, &status) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, turned, RANKS, &failed, &status) == MLS_OK);
     REQUIRE(merged.tensor_count == 5 && merged.shard_count == 8);
     for (size_t i = 0; i < 5; i++) {
         const mls_tensor_id id = id_of(names[i]);
@@ -112,7 +113,7 @@ TEST(parts_of_all_ranks_come_together)
 TEST(absent_tensors_return_no_index)
 {
     static const char *const absent[] = {"", "only", "only.4", "w.", "x"};
-    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &failed, &status) == MLS_OK);
     for (size_t i = 0; i < sizeof absent / sizeof absent[0]; i++) {
         const mls_tensor_id id = id_of(absent[i]);
         CHECK(mls_merged_index_find(&merged, &id) == SIZE_MAX);
@@ -121,7 +122,7 @@ TEST(absent_tensors_return_no_index)
     state.section = MLS_OPTIM_STATE;
     CHECK(mls_merged_index_find(&merged, &state) == SIZE_MAX);
     mls_merged_index_fini(&merged);
-    REQUIRE(mls_merged_index_init(&merged, NULL, 0, &status) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, NULL, 0, &failed, &status) == MLS_OK);
     CHECK(merged.tensor_count == 0 && mls_merged_index_find(&merged, &state) == SIZE_MAX);
 }
 
@@ -135,7 +136,7 @@ TEST(replicated_part_belongs_to_the_first_rank)
         indexes[i] = index_of(&ranks[i]);
     }
     const mls_index *turned[] = {indexes[2], indexes[1], indexes[0]};
-    REQUIRE(mls_merged_index_init(&merged, turned, 3, &status) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, turned, 3, &failed, &status) == MLS_OK);
     REQUIRE(merged.tensor_count == 2 && merged.shard_count == 3);
     CHECK(merged.tensors[0].count == 2 && merged.tensors[1].count == 1);
     CHECK(merged.shards[0].index->rank == 1 && merged.shards[1].index->rank == 3);
@@ -152,9 +153,10 @@ TEST(disagreeing_ranks_are_refused)
             i == 3 ? cut(0, 3) : cut(i == 4 ? MLS_LAYOUT_FLAT : 0, 2), 1);
         const mls_index *both[] = {index_of(&a), index_of(&b)};
         merged = (mls_merged_index){.tensor_count = 77};
-        CHECK(mls_merged_index_init(&merged, both, 2, &status) == MLS_E_FORMAT);
+        CHECK(mls_merged_index_init(&merged, both, 2, &failed, &status) == MLS_E_FORMAT);
         CHECK_TEXT(status.name, "w");
-        CHECK(merged.tensor_count == 77);
+        CHECK(strstr(status.text, "rank 0 and one of rank 1") != NULL);
+        CHECK(failed == both[1] && merged.tensor_count == 77);
     }
     merged = (mls_merged_index){0};
 }
@@ -172,25 +174,28 @@ TEST(a_file_of_several_ranks_is_one_file)
             indexes[i] = index_of(&ranks[i]);
         }
         merged = (mls_merged_index){.tensor_count = 77};
-        CHECK(mls_merged_index_init(&merged, indexes, 2, &status) ==
+        CHECK(mls_merged_index_init(&merged, indexes, 2, &failed, &status) ==
               (claimed == 200 ? MLS_OK : MLS_E_FORMAT));
         CHECK(merged.tensor_count == (claimed == 200 ? 2U : 77U));
         if (claimed == 200) {
             mls_merged_index_fini(&merged);
         }
         ranks[1].file.header_crc = 1;
-        CHECK(mls_merged_index_init(&merged, indexes, 2, &status) == MLS_E_FORMAT);
+        CHECK(mls_merged_index_init(&merged, indexes, 2, &failed, &status) ==
+              MLS_E_FORMAT);
+        CHECK(strstr(status.text, "ranks 0 and 1") != NULL && failed == indexes[1]);
         CHECK(strstr(status.text, "params/x") != NULL);
         ranks[1].file.header_crc = 0;
         ranks[1].file.bytes = 4000;
-        CHECK(mls_merged_index_init(&merged, indexes, 2, &status) == MLS_E_FORMAT);
+        CHECK(mls_merged_index_init(&merged, indexes, 2, &failed, &status) ==
+              MLS_E_FORMAT);
     }
     merged = (mls_merged_index){0};
 }
 
 TEST(only_intersecting_shards_are_read)
 {
-    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &failed, &status) == MLS_OK);
     static const size_t counts[] = {2, 2, 1}; /* rows 0 .. 3, 3 .. 6, 6 .. 8 of 2 each */
     for (size_t i = 0; i < 3; i++) {
         const mls_part to = part_at(cut(0, 3), 2, matrix, i);
@@ -217,7 +222,7 @@ TEST(only_intersecting_shards_are_read)
 TEST(missing_part_is_an_error_only_if_requested)
 {
     indexes[1] = indexes[3]; /* rows 2 .. 4 are missing */
-    REQUIRE(mls_merged_index_init(&merged, indexes, 3, &status) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, 3, &failed, &status) == MLS_OK);
     const mls_tensor_id id = id_of("w");
     const mls_merged_index_tensor *w =
         &merged.tensors[mls_merged_index_find(&merged, &id)];
@@ -244,7 +249,7 @@ TEST(huge_part_counts_are_handled)
     rank r = rank_of(0);
     add(&r, "w", MLS_U8, 1, hundred, cut(0, 1000000000), 7);
     const mls_index *index = index_of(&r);
-    REQUIRE(mls_merged_index_init(&merged, &index, 1, &status) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, &index, 1, &failed, &status) == MLS_OK);
     const mls_part seventh = part_at(cut(0, 100), 1, hundred, 7);
     const mls_part eighth = part_at(cut(0, 100), 1, hundred, 8);
     CHECK(find_pieces(merged.tensors, &seventh) == MLS_OK);
@@ -254,7 +259,7 @@ TEST(huge_part_counts_are_handled)
 
 TEST(contiguous_part_is_read_in_place)
 {
-    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &failed, &status) == MLS_OK);
     const mls_merged_index_tensor *w = &merged.tensors[4];
     for (size_t row = 0; row < 8; row++) {
         const mls_part to = part_at(cut(0, 8), 2, matrix, row);
@@ -287,7 +292,7 @@ TEST(only_visible_overlay_ranges_are_read)
     CHECK(mls_layers_room(&layers) == 5);
     CHECK(mls_layers_resolve(&layers, 12, room) == 4);
     ranks[0].shards[1].layers = &layers;
-    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &status) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &failed, &status) == MLS_OK);
     const mls_merged_index_tensor *w = &merged.tensors[4];
     REQUIRE(w->places == 6); /* three plain ones, two layers, zeros */
     static const struct {
@@ -318,7 +323,7 @@ TEST(only_visible_overlay_ranges_are_read)
 TEST(a_part_that_is_not_stored_has_no_run)
 {
     uint64_t offset;
-    REQUIRE(mls_merged_index_init(&merged, indexes, 2, &status) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, indexes, 2, &failed, &status) == MLS_OK);
     const mls_part last = part_at(cut(0, 4), 2, matrix, 3);
     const mls_part middle =
         part_at(cut(0, 3), 2, matrix, 1); /* starts within a stored part */

@@ -327,7 +327,7 @@ TEST(read_errors_while_comparing_are_reported)
 TEST(read_errors_while_compressing_are_reported)
 {
     const mls_part to = part_at((mls_layout){0}, 2, matrix, 0);
-    const mls_index *const index = &t.index;
+    const mls_index *const index = &t.index, *disagreeing;
     unsigned char *got = malloc(BYTES);
     mls_merged_index merged;
     mls_stored_shard stored[1];
@@ -336,7 +336,7 @@ TEST(read_errors_while_compressing_are_reported)
     size_t count = 0, failed;
     REQUIRE(t.data != NULL && got != NULL);
     REQUIRE(save(true, false, false) != NULL);
-    REQUIRE(mls_merged_index_init(&merged, &index, 1, &status) == MLS_OK);
+    REQUIRE(mls_merged_index_init(&merged, &index, 1, &disagreeing, &status) == MLS_OK);
     REQUIRE(mls_merged_index_pieces(&merged, &merged.tensors[0], &to, got,
                                     &(mls_read_scratch){stored, parts, pieces}, &count,
                                     &status) == MLS_OK);
