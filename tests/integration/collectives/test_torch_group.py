@@ -111,6 +111,30 @@ def test_on_a_device_the_backend_moves_the_bytes():
     assert calls[-1] == 0.001 and late.began and not link.overlapped_task
 
 
+def test_error_of_another_backend_than_gloo_is_passed_on():
+    import torch
+    import torch.distributed as dist
+
+    from mlstate import CollectiveError
+    from mlstate.collectives._engine import Call
+    from mlstate.integrations.torch import TorchGroup
+    from mlstate.integrations.torch._collectives.exchange import Link
+
+    class Backend(dist.ProcessGroup):
+        def recv(self, *_):
+            raise RuntimeError("odd")
+
+    link = Link(Backend(0, 2), torch.device("cpu"), None)
+    with pytest.raises(RuntimeError, match="odd") as caught:
+        link.exchange([torch.ones(1)] * 2, [torch.ones(1)] * 2)
+    assert link.closed_peers() == []
+    group = TorchGroup.__new__(TorchGroup)
+    group._rank = 0
+    error = group._explain_error(Call("barrier", None, False), link, "", caught.value)
+    assert isinstance(error, CollectiveError)
+    assert "rank 1 is gone, has failed (perhaps because of another rank)" in str(error)
+
+
 @pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter"])
 def test_single_group_takes_sparse_tensors(operation):
     torch = pytest.importorskip("torch", reason="sparse tensors are torch's")
