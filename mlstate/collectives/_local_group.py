@@ -269,6 +269,8 @@ class LocalGroup(Engine):
         CollectiveError
             If a rank is missing after `timeout`, two processes pass the same rank, or the
             values of `world_size` differ.
+        OSError
+            If rank 0 cannot create the socket at which the ranks meet.
         ValueError
             If a number is out of range.
 

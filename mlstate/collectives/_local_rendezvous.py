@@ -80,8 +80,10 @@ def _is_other_user(peer: socket.socket) -> bool:
 def _open_listener(address: str) -> socket.socket | None:
     """Return a socket that listens at `address`; the caller closes it.
 
-    None if another process listens there, or the system refuses: the caller then tries to connect.
+    None if another process listens there: the caller then tries to connect. Raises OSError, with
+    the address as its file name, if no process can listen there.
     """
+    import errno
     import socket
 
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -93,9 +95,13 @@ def _open_listener(address: str) -> socket.socket | None:
             listener.bind(address)
             os.chmod(address, 0o600)
         listener.listen(128)
-    except OSError:
+    except OSError as error:
+        was_bound = bool(listener.getsockname())  # then another process removed the file
         listener.close()
-        return None
+        if was_bound or error.errno == errno.EADDRINUSE:
+            return None
+        number, text = error.errno or errno.ENAMETOOLONG, error.strerror or str(error)
+        raise OSError(number, text, address.replace("\0", "@")) from error
     except BaseException:
         listener.close()
         raise
@@ -452,7 +458,8 @@ def _join_group(name: str, rank: int, world_size: int, address: str, deadline: f
 def meet(name: str, rank: int, world_size: int, seconds: float) -> Any:
     """Wait up to `seconds` for all ranks of the job `name`, and return this rank's link to them.
 
-    Raises CollectiveError if ranks are missing then, or contradict each other.
+    Raises CollectiveError if ranks are missing then, or contradict each other, OSError if rank 0
+    cannot listen.
     """
     address = _socket_address(name)
     deadline = time.monotonic() + seconds

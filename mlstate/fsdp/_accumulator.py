@@ -176,13 +176,19 @@ def _check_gradient(name: object, gradient: Any) -> Any:
 def _check_same(name: str, total: _Sum, gradient: Any) -> None:
     """Raise CompatibilityError unless `gradient` can be added to the existing sum `total`.
 
-    It must have the device and shape of the sum, and the dtype of the gradients before. `name`:
-    of the parameter, for the error.
+    It must have the device and shape of the sum, the dtype of the gradients before, and the layout
+    of a sum that is not strided. `name`: of the parameter, for the error.
     """
+    layout, expected_layout = (
+        str(getattr(array, "layout", "torch.strided")) for array in (gradient, total.array)
+    )
+    if expected_layout == "torch.strided":  # torch also adds sparse gradients to it
+        layout = expected_layout
     for label, got, expected in (
         ("kind", location_of(gradient), location_of(total.array)),
         ("shape", tuple(gradient.shape), tuple(total.array.shape)),
         ("dtype", dtype_name(gradient), total.given),
+        ("layout", layout, expected_layout),
     ):
         if got != expected:
             raise _mismatch_error(name, label, got, expected)
@@ -284,6 +290,8 @@ class GradientAccumulator:
     def add_gradients(self, gradients: Mapping[str, Array] | None) -> None:
         """Add the gradients of one micro-batch: all of them, or none if it raises.
 
+        If a GPU fails during the addition, some may have been added.
+
         Parameters
         ----------
         gradients : mapping of str to array, or None
@@ -294,8 +302,9 @@ class GradientAccumulator:
         Raises
         ------
         CompatibilityError
-            If a gradient's shape, dtype, device or kind differs from the running sum's, or if
-            its dtype cannot be accumulated. A subclass of ValueError.
+            If a gradient's shape, dtype, device or kind differs from the running sum's, if it
+            is dense and that sum is sparse, or if its dtype cannot be accumulated. A subclass of
+            ValueError.
         ValueError
             If a gradient is None.
         TypeError
@@ -397,7 +406,7 @@ class GradientAccumulator:
         """Add gradients to existing sums, by name; they fit their sums.
 
         `core_sums`: gradients that the core can read. `others`: the core adds those that it can
-        read, which move to `core_sums`; torch adds the rest.
+        read, which move to `core_sums`; torch adds the rest, first those that need new memory.
         """
         rest = []
         for name, gradient in others.items():
@@ -407,6 +416,10 @@ class GradientAccumulator:
                 rest.append((total, gradient))
             else:
                 core_sums[name] = partials
+        new_sums = [
+            backend_of(gradient, GradientBackend).sum_sparse(total.array, gradient)
+            for total, gradient in rest
+        ]
         totals = [self._sums[name] for name in core_sums]
         if totals:
             targets = [total.array for total in totals]
@@ -416,8 +429,11 @@ class GradientAccumulator:
             for total, figures in zip(totals, partials, strict=True):
                 total.count += 1
                 total.figures = figures
-        for total, gradient in rest:
-            backend_of(gradient, GradientBackend).add_gradient(total.array, gradient)
+        for (total, gradient), new_sum in zip(rest, new_sums, strict=True):
+            if new_sum is None:
+                backend_of(gradient, GradientBackend).add_gradient(total.array, gradient)
+            else:
+                total.array = new_sum
             total.count += 1
             total.figures = None
 

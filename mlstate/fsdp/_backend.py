@@ -27,8 +27,8 @@ class ModuleHooks(Protocol):
         this process, for the CollectiveError if the pass runs inside another one.
         """
 
-    def outdated(self) -> str:
-        """Return why gradients of the module would stay unreduced, or an empty string."""
+    def outdated(self) -> tuple[str, str]:
+        """Return a parameter whose gradient would stay unreduced, and why; ("", "") if none."""
 
     def keep_unsent(self, name: str) -> None:
         """Note that a `no_sync` pass has added to a parameter's gradient."""
@@ -80,10 +80,13 @@ class GradientBackend(Protocol):
         It keeps the memory alive.
         """
 
-    def add_gradient(self, total: Any, tensor: Any) -> None:
-        """Add `tensor` to `total` in place, by the framework's operation.
+    def sum_sparse(self, total: Any, tensor: Any) -> Any:
+        """Return the sum of both in new memory, or None if both are dense."""
 
-        For devices, layouts and subclasses that the core cannot read.
+    def add_gradient(self, total: Any, tensor: Any) -> None:
+        """Add `tensor` to `total` in place, by the framework's operation; both are dense.
+
+        For devices and subclasses that the core cannot read.
         """
 
     def norm_partial(self, tensor: Any) -> tuple[float, int]:

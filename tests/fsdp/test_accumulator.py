@@ -429,6 +429,23 @@ def test_sparse_and_double_complex_tensors_are_left_to_torch(torch):
     assert accumulator.norm == 5
 
 
+@pytest.mark.parametrize("layout", ["dense", "other coordinates"])
+def test_nothing_is_added_if_torch_cannot_add_a_sparse_gradient(torch, layout):
+    sparse = torch.eye(3).to_sparse()
+    ones = torch.ones(3, 3)
+    wrong = ones if layout == "dense" else ones.to_sparse(1)
+    accumulator = GradientAccumulator()
+    accumulator.add_gradients({"a": np.ones(2), "b": sparse, "c": sparse})
+    with pytest.raises((CompatibilityError, RuntimeError)) as caught:
+        accumulator.add_gradients({"a": np.ones(2), "b": sparse, "c": wrong})
+    if layout == "dense":
+        assert caught.value.name == "c" and "layout is torch.strided" in str(caught.value)
+    assert set(accumulator.counts.values()) == {1}
+    sums = accumulator.get_and_clear_gradients()
+    assert sums["a"].tolist() == [1, 1]
+    assert torch.equal(sums["b"].to_dense(), sparse.to_dense())
+
+
 def test_negated_and_conjugated_views_are_resolved(torch):
     z = torch.tensor([1 + 2j, 3 - 1j])
     sums = sums_of(*[{"neg": z.conj().imag, "conj": z.conj(), "plain": z}] * 2)

@@ -231,6 +231,30 @@ def a_rank_that_dies_is_seen(group):
 
 
 @scenario
+def an_error_names_all_ranks_that_are_gone(group):
+    """Rank 1 ends, rank 2 therefore fails and ends, and rank 0 notices rank 2 first."""
+    from mlstate.integrations.torch._collectives.exchange import Link
+
+    link = Link(dist.group.WORLD, torch.device("cpu"), None)
+    link.barrier()
+    assert link.closed_peers() == []
+    if group.rank == 1:
+        print_outcome("an_error_names_all_ranks_that_are_gone", "ok")
+        os._exit(0)
+    if group.rank == 2:
+        text = "barrier on rank 2: rank 1 is gone, has failed (perhaps because of another rank)"
+        raises(CollectiveError, text, group.barrier, timeout=15)
+        print_outcome("an_error_names_all_ranks_that_are_gone", "ok")
+        os._exit(0)
+    began = time.monotonic()
+    while link.closed_peers() != [1, 2]:
+        assert time.monotonic() - began < 15
+        time.sleep(0.01)
+    text = "barrier on rank 0: one of rank 1, rank 2 is gone or has failed, the others perhaps"
+    raises(CollectiveError, text, group.barrier, timeout=15)
+
+
+@scenario
 def partial_failure_breaks_the_group(group):
     """Out of memory, or Ctrl-C: the ranks are out of step."""
     from mlstate.integrations.torch._collectives import exchange as _exchange

@@ -26,7 +26,7 @@ from thread_team import run_in_threads
 
 import mlstate
 from mlstate import CollectiveError
-from mlstate.collectives import LocalGroup
+from mlstate.collectives import LocalGroup, _local_rendezvous
 from mlstate.collectives._local_rendezvous import _socket_address
 
 pytestmark = [
@@ -351,6 +351,14 @@ def test_absent_rank_is_named():
     assert "did not join within 0.2 s" in str(caught)
     caught = raises(CollectiveError, "", LocalGroup.join, name, 1, 3, timeout=0.2)
     assert f"rank 0 of job {name!r} did not start within 0.2 s" in str(caught)
+
+
+@pytest.mark.parametrize("folder", ["missing", "x" * 200])
+def test_error_has_the_address_at_which_rank_0_cannot_listen(folder, tmp_path, monkeypatch):
+    address = str(tmp_path / folder / "socket")
+    monkeypatch.setattr(_local_rendezvous, "_socket_address", lambda name: address)
+    caught = raises(OSError, "", LocalGroup.join, "job", 0, 2, timeout=5)
+    assert (caught.filename, bool(caught.errno)) == (address, True)
 
 
 def test_a_name_can_be_used_again():

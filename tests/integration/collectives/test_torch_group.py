@@ -18,6 +18,7 @@ RANKS = Path(__file__).with_name("group_ranks.py")
 NAMES = rank_jobs.scenarios(Path(group_scenarios.__file__)) + rank_jobs.scenarios(RANKS)
 FAILURES = NAMES[NAMES.index("a_rank_that_does_not_come_is_a_timeout") :]
 WORKING = [name for name in NAMES if name not in FAILURES]
+RANKS_OF_FAILURES = {"an_error_names_all_ranks_that_are_gone": 3}  # 2 of others
 outcomes = rank_jobs.jobs(RANKS, {2: WORKING, 3: WORKING}, limit_seconds=240)
 
 
@@ -55,7 +56,8 @@ def test_a_process_may_end_with_operations_under_way(tmp_path):
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failure_is_an_error_on_every_rank_that_is_left(name, tmp_path):
     began = time.monotonic()
-    rank_jobs.check(rank_jobs.run_ranks(RANKS, 2, [name], tmp_path / "ranks"), name)
+    world = RANKS_OF_FAILURES.get(name, 2)
+    rank_jobs.check(rank_jobs.run_ranks(RANKS, world, [name], tmp_path / "ranks"), name)
     assert time.monotonic() - began < 60
 
 
@@ -107,6 +109,30 @@ def test_on_a_device_the_backend_moves_the_bytes():
     late = Link(Backend(), device, 0.0)
     late.barrier()
     assert calls[-1] == 0.001 and late.began and not link.overlapped_task
+
+
+def test_error_of_another_backend_than_gloo_is_passed_on():
+    import torch
+    import torch.distributed as dist
+
+    from mlstate import CollectiveError
+    from mlstate.collectives._engine import Call
+    from mlstate.integrations.torch import TorchGroup
+    from mlstate.integrations.torch._collectives.exchange import Link
+
+    class Backend(dist.ProcessGroup):
+        def recv(self, *_):
+            raise RuntimeError("odd")
+
+    link = Link(Backend(0, 2), torch.device("cpu"), None)
+    with pytest.raises(RuntimeError, match="odd") as caught:
+        link.exchange([torch.ones(1)] * 2, [torch.ones(1)] * 2)
+    assert link.closed_peers() == []
+    group = TorchGroup.__new__(TorchGroup)
+    group._rank = 0
+    error = group._explain_error(Call("barrier", None, False), link, "", caught.value)
+    assert isinstance(error, CollectiveError)
+    assert "rank 1 is gone, has failed (perhaps because of another rank)" in str(error)
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "all_gather", "reduce_scatter"])

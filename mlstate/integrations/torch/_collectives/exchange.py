@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 # Separates these messages from messages that a program sends over the same group.
 _TAG = 0x6D6C73
+_PROBE_TAG = _TAG + 1  # of messages that no rank sends
 # Number of elements per summation step, so that the sum stays in the cache.
 _BLOCK = 1 << 18
 
@@ -30,6 +31,7 @@ class Link(ExchangeLink):
         "_deadline",
         "_device",
         "_group",
+        "_peers",
         "began",
         "overlapped_task",
         "peer",
@@ -45,6 +47,7 @@ class Link(ExchangeLink):
         self._group = group
         self._deadline = None if timeout is None else monotonic() + timeout
         self.began = False  # communication was started
+        self._peers: set[int] = set()  # that messages were exchanged with
         self.peer: int | None = None  # the rank that this one waits for, if it is a single rank
         self.overlapped_task: Callable[[], None] | None = None  # runs once communication began
         self._device = device
@@ -118,6 +121,7 @@ class Link(ExchangeLink):
         for call, parts, peer in calls:
             if not len(parts[peer]):
                 continue
+            self._peers.add(peer)
             try:
                 works.append((peer, call([parts[peer]], peer, _TAG)))
             except RuntimeError as error:
@@ -127,6 +131,29 @@ class Link(ExchangeLink):
         if failure is not None:
             raise failure
         return works
+
+    def closed_peers(self) -> list[int]:
+        """Return the ranks, in order, whose connection to this one is closed; empty unless on gloo.
+
+        Considers ranks that took part in this operation: to connect to others could take long. A
+        connection is closed if its rank has ended or either rank has timed out. On such a
+        connection, a receive fails at once. Other receives remain: do not use the group afterwards.
+        """
+        import torch
+
+        try:
+            backend = self._group._get_backend(torch.device("cpu")).name()
+        except RuntimeError:  # a group of Python has none
+            return []
+        if backend != "gloo":
+            return []
+        closed = []
+        for peer in sorted(self._peers):
+            try:
+                self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _PROBE_TAG)
+            except RuntimeError:
+                closed.append(peer)
+        return closed
 
     def broadcast(self, memory: torch.Tensor, root: int) -> None:
         """Overwrite `memory` with the memory of rank `root`; on a device by torch's operation."""

@@ -187,7 +187,7 @@ class TorchGroup(Engine):
                 self._ended = ended or f"broken by {call.name}, which failed"
             if not isinstance(error, RuntimeError):  # torch raises only RuntimeError
                 raise
-            raise self._explain_error(call, link.peer, ended, error) from error
+            raise self._explain_error(call, link, ended, error) from error
 
     def _compare_calls(self, link: Link, call: Call) -> None:
         """Compare the calls of all ranks; raise CollectiveError on every rank if they differ.
@@ -209,13 +209,13 @@ class TorchGroup(Engine):
                 raise failed(call.name, link.rank, reason)
 
     def _explain_error(
-        self, call: Call, peer: int | None, ended: str, error: RuntimeError
+        self, call: Call, link: Link, ended: str, error: RuntimeError
     ) -> CollectiveError:
-        """Return the error of an operation that failed in torch while waiting for rank `peer`.
+        """Return the error of an operation that failed in torch, which names suspected ranks.
 
-        `peer` None: torch does not report it. `ended`: why the group had ended before, or "".
+        `ended`: why the group had ended before, or "".
         """
-        text = " ".join(str(error).split())
+        text, peer = " ".join(str(error).split()), link.peer
         who = None if peer is None else f"rank {peer}"
         if ended:
             reason = f"this group was {ended} meanwhile"
@@ -226,8 +226,16 @@ class TorchGroup(Engine):
                 f"pass a larger timeout= or look there ({text[:300]})"
             )
         else:
-            who = who or "another rank"
-            reason = f"{who} is gone, has failed, or called something else ({text[:300]})"
+            suspects = [] if peer is None else sorted({peer, *link.closed_peers()})
+            if len(suspects) > 1:  # this rank may notice the failure of the first one last
+                names = ", ".join(f"rank {suspect}" for suspect in suspects)
+                reason = f"one of {names} is gone or has failed, the others perhaps because of it"
+            else:
+                reason = (
+                    f"{who or 'another rank'} is gone, has failed (perhaps because of another "
+                    "rank), or called something else"
+                )
+            reason += f" ({text[:300]})"
         return failed(call.name, self._rank, f"{reason}; the group is unusable: create a new one")
 
     # ---- memory ----

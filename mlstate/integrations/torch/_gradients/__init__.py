@@ -5,6 +5,7 @@ from .accumulate import copy_of as copy_of
 from .accumulate import item_bytes as item_bytes
 from .accumulate import norm_partial as norm_partial
 from .accumulate import readable as readable
+from .accumulate import sum_sparse as sum_sparse
 from .accumulate import tensor_in as tensor_in
 from .backward import hook_module as hook_module
 from .backward import parameters_of as parameters_of

@@ -50,10 +50,23 @@ def tensor_in(memory: np.ndarray, dtype: str, like: torch.Tensor) -> torch.Tenso
     return torch.from_numpy(memory).view(torch_dtype(dtype, like)).view(like.shape)
 
 
-def add_gradient(total: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Add `tensor` to `total` in place, with torch's operation.
+def sum_sparse(total: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the sum of both in new memory, or None if both are strided.
 
-    This is for other devices, layouts and subclasses, whose memory the core cannot access.
+    Such sums need new memory even in place, so that they can fail.
+    """
+    import torch
+
+    if total.layout == tensor.layout == torch.strided:
+        return None
+    with torch.no_grad():
+        return total + tensor
+
+
+def add_gradient(total: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Add `tensor` to `total` in place, with torch's operation; both are strided.
+
+    This is for other devices and subclasses, whose memory the core cannot access.
     """
     import torch
 
