@@ -595,8 +595,8 @@ class OptimizerFilling(Filling):
     def _stage_exact_conversions(self) -> None:
         """Let states that torch converts without rounding be read in their stored dtype.
 
-        Their entries in `arrays` become new CPU tensors of that dtype, which the load fills. `finish`
-        copies them to the optimizer's tensors, which converts them.
+        Their entries in `arrays` become new CPU tensors of that dtype, which the load fills.
+        `finish` copies them to the optimizer's tensors, which converts them.
         """
         import torch
 
