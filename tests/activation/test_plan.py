@@ -178,7 +178,7 @@ def test_budget_below_unplanned_peak_forces_recomputation():
         (None, {}, TypeError, "budget_bytes"),
         (0, {}, CapacityError, "smallest sufficient budget is"),
         (2**63, {}, CapacityError, "64 bits"),
-        (100, {"slots": 0}, ValueError, "choose at least 1"),
+        (100, {"slots": 0}, ValueError, "slots must be 1 or more or None, got 0"),
         (100, {"slots": 1 << 40}, ValueError, "choose 1 to"),
         (100, {"slots": 1.5}, TypeError, "float"),
         (1000, {"schedules": "best"}, ValueError, "persistent, any"),
@@ -232,6 +232,17 @@ def test_more_slots_never_worsen_the_plan():
     assert exact.predicted_seconds <= fine.predicted_seconds <= coarse.predicted_seconds
     assert fine.predicted_seconds < 1.02 * exact.predicted_seconds
     assert max(p.predicted_peak_bytes for p in (exact, fine, coarse)) <= budget
+
+
+@pytest.mark.parametrize("schedules", ["persistent", "any"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_budget_too_tight_for_slots_names_their_number(schedules, slots):
+    chain = uniform(40)
+    with pytest.raises(CapacityError) as caught:
+        plan(chain, 1)
+    least = int(caught.value.expected)
+    method = plan(chain, least, slots=slots, schedules=schedules).method
+    assert method.endswith(f"that fits: too tight a budget for {slots} slots")
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ class CheckpointTarget(NamedTuple):
 class Format(NamedTuple):
     """Reader, writer and path suffixes of one file format."""
 
-    read: Callable[[Any], Parts]
+    read: Callable[..., Parts]  # of a place; with `checked` too in formats of `_COMPARED_BY_LOAD`
     write: Callable[[Any, Parts], None]  # to a `CheckpointTarget` or a `Target`
     suffixes: tuple[str, ...]
 
@@ -252,7 +252,8 @@ def read_any(
         else:
             # the reader for torch returns all entries of Lightning
             is_part = selection is not None and name == "lightning"
-            parts = FORMATS["torch" if is_part else name].read(place)
+            options = (checked,) if name in _COMPARED_BY_LOAD else ()
+            parts = FORMATS["torch" if is_part else name].read(place, *options)
         return chosen.apply(parts, place)
 
 
@@ -471,24 +472,30 @@ def _write_safetensors(target: Target, parts: Parts) -> None:
         save_file(state, temporary, texts)
 
 
-def _read_safetensors(path: Place) -> Parts:
-    """Return the content (`Parts`) of a safetensors file, on this machine or in a store."""
+def _read_safetensors(path: Place, checked: bool) -> Parts:
+    """Return the content (`Parts`) of a safetensors file, on this machine or in a store.
+
+    `checked`: compare it with its checksums, if there are any.
+    """
     if isinstance(path, Path):
-        return read_file(path, mmap=False)
+        return read_file(path, mmap=False, checked=checked)
     from ... import checkpoint
 
-    loaded = checkpoint.load(path)
+    loaded = checkpoint.load(path, verify=checked)
     texts = dict(loaded.metadata or {})
     assert loaded.model is not None
     return _parts_of_texts(Path(path.folder.file), loaded.model, texts)
 
 
-def read_file(path: Path, *, mmap: bool) -> Parts:
-    """Return the content (`Parts`) of a safetensors file; `mmap`: with views of the mapped file."""
+def read_file(path: Path, *, mmap: bool, checked: bool = True) -> Parts:
+    """Return the content (`Parts`) of a safetensors file.
+
+    `mmap`: with views of the mapped file. `checked`: compare it with its checksums, if any.
+    """
     from .. import load_file, load_metadata
 
     metadata: dict[str, Any] = dict(load_metadata(path))
-    return _parts_of_texts(path, load_file(path, mmap=mmap), metadata)
+    return _parts_of_texts(path, load_file(path, mmap=mmap, verify=checked), metadata)
 
 
 def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> Parts:
@@ -568,10 +575,10 @@ def _read_npz(path: Path) -> Parts:
 # ---- mlstate checkpoints and torch files ----
 
 
-def _read_mlstate(path: Place) -> Parts:
+def _read_mlstate(path: Place, checked: bool) -> Parts:
     from ... import checkpoint
 
-    return parts_of(checkpoint.load(path))
+    return parts_of(checkpoint.load(path, verify=checked))
 
 
 def parts_of(loaded: LoadedState) -> Parts:
@@ -597,12 +604,15 @@ def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
     save(folder, model, optimizer, step=step, metadata=metadata, states=states or None)
 
 
-def _read_huggingface(path: Place) -> Parts:
-    """Read the weights of a Hugging Face folder, in safetensors or in files of torch."""
+def _read_huggingface(path: Place, checked: bool) -> Parts:
+    """Read the weights of a Hugging Face folder, in safetensors or in files of torch.
+
+    `checked`: compare files of safetensors with their checksums, if there are any.
+    """
     folder = _folder_of(path)
     root = torch_weights_root(folder)
     if root is None:
-        return _read_mlstate(path)
+        return _read_mlstate(path, checked)
     return Parts(read_torch_weights(folder, root), None, {}, {})
 
 

@@ -152,6 +152,20 @@ def test_a_flipped_bit_is_found(tmp_path, suffix):
     assert problem.kind == "altered" and problem.path == path.name
 
 
+@pytest.mark.parametrize("names", [None, "b"])
+def test_an_unverified_load_reads_changed_elements(tmp_path, names):
+    path = tmp_path / "a.safetensors"
+    write_any(path, WEIGHTS, mlstate.OptimizerStateDict(MOMENTS))
+    data = bytearray(path.read_bytes())
+    data[data.index(WEIGHTS["b"].tobytes())] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(mlstate.ChecksumError):
+        mlstate.load(path, names=names)
+    loaded = mlstate.load(path, names=names, verify=False)
+    assert loaded.model["b"].tobytes() != WEIGHTS["b"].tobytes()
+    assert ("layers.0.w" in loaded.model) == (names is None)
+
+
 def test_a_truncated_folder_of_torch_is_unreadable(tmp_path):
     pytest.importorskip("torch")
     write_any(tmp_path / "a.dcp", WEIGHTS)

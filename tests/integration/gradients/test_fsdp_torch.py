@@ -185,6 +185,18 @@ def test_replaced_parameter_is_reported_before_the_optimizer_step(change, gradie
     step()  # without hooks
 
 
+def test_the_error_for_a_replaced_parameter_has_its_name():
+    module = torch.nn.ModuleDict({"it's": torch.nn.Linear(2, 1)})
+    unit = FSDPShardingUnit("it's.weight", (1, 2), "float32", 0)
+    with FSDPBackwardHook(FSDP(SingleGroup())) as hook:
+        hook.register_hooks(module, {"it's.weight": unit})
+        _assign(module)
+        optimizer = torch.optim.SGD(module.parameters())
+        with pytest.raises(CollectiveError, match='"it\'s.weight" was replaced') as caught:
+            optimizer.step()
+    assert caught.value.name == "it's.weight"
+
+
 def test_an_optimizer_of_another_module_may_step():
     module, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     unit = FSDPShardingUnit("weight", (1, 2), "float32", 0)

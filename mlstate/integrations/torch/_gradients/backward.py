@@ -110,7 +110,7 @@ class ModuleHooks(Hooks):
 
     def outdated(self) -> str:
         """Return why gradients of the module would stay unreduced, or an empty string."""
-        change = self.bindings.change()
+        _, change = self.bindings.change()
         return change and f"{change} after register_hooks: close() and register them again"
 
     def keep_unsent(self, name: str) -> None:
@@ -269,12 +269,14 @@ def _refuse_outdated_hooks(optimizer: torch.optim.Optimizer, *_: object) -> None
     torch calls it before each step of any optimizer.
     """
     for hooks in live_hooks():
-        problem = hooks.outdated() if isinstance(hooks, ModuleHooks) else ""
-        if problem and hooks.bindings.concerns(optimizer):  # type: ignore[attr-defined]
+        if not isinstance(hooks, ModuleHooks):
+            continue
+        problem = hooks.outdated()
+        if problem and hooks.bindings.concerns(optimizer):
             error = CollectiveError(
                 f"{type(optimizer).__name__}.step: its gradient is not reduced: {problem}"
             )
-            error.name = problem.split("'")[1]
+            error.name, _ = hooks.bindings.change()
             raise error
 
 

@@ -46,8 +46,10 @@ class Bindings:
                     facts = (parameter._cdata, by_id[id(parameter)], not parameter.requires_grad)
                     self._bindings.append(_Binding(child._parameters, key, parameter, name, *facts))
 
-    def change(self) -> str:
-        """Return a text on a parameter that was replaced, added or unfrozen; "" if none was.
+    def change(self) -> tuple[str, str]:
+        """Return a parameter's name, and a text that it was replaced, added or unfrozen.
+
+        Both are "" if none was.
 
         Only parameters that need a hook count: with a hook, or requiring a gradient.
         """
@@ -55,21 +57,21 @@ class Bindings:
             current = binding.table.get(binding.key)
             if current is binding.parameter:
                 if not binding.has_hook and binding.was_frozen and current.requires_grad:
-                    return f"{binding.name!r} was unfrozen"
+                    return binding.name, f"{binding.name!r} was unfrozen"
                 if binding.has_hook and current._cdata != binding.address:
-                    return f"{binding.name!r} was replaced"
+                    return binding.name, f"{binding.name!r} was replaced"
             elif binding.has_hook or (current is not None and current.requires_grad):
-                return f"{binding.name!r} was replaced"
+                return binding.name, f"{binding.name!r} was replaced"
         if all(len(table) == count for table, count in self._tables):
-            return ""
+            return "", ""
         bound_ids = {id(binding.parameter) for binding in self._bindings}
         return next(
             (
-                f"{name!r} was added"
+                (name, f"{name!r} was added")
                 for name, parameter in self._module.named_parameters()
                 if parameter.requires_grad and id(parameter) not in bound_ids
             ),
-            "",
+            ("", ""),
         )
 
     def concerns(self, optimizer: torch.optim.Optimizer) -> bool:
