@@ -118,7 +118,7 @@ class _ArrayTarget:
         """Wrap the arrays to fill, by name.
 
         Torch tensors are filled as arrays that share their memory; those on a device as new
-        tensors in main memory, which `done` copies.
+        tensors in main memory, which `finish` copies.
         """
         arrays = dict(target)
         self.tensors = [value for value in arrays.values() if is_torch(value)]
@@ -133,10 +133,10 @@ class _ArrayTarget:
         self.zeros: list[str] = []
 
     def zero(self, name: str) -> None:
-        """Note that the array `name` becomes zero in `done`: the checkpoint lacks it."""
+        """Note that the array `name` becomes zero in `finish`: the checkpoint lacks it."""
         self.zeros.append(name)
 
-    def done(self, names: list[str]) -> None:
+    def finish(self, names: list[str]) -> None:
         """Zero the noted arrays, copy to devices, and note the writes for torch's autograd.
 
         `names`: of the arrays that were read.
@@ -305,7 +305,7 @@ def _fill(loader: Loader, ready_target: _Ready) -> None:
         stored = {name: filling.arrays[name] for name in ready_target.casts}
         filling.arrays.update(ready_target.casts)
         load_into(ready_target.casts, stored, cast=True)
-    filling.done(ready_target.names)
+    filling.finish(ready_target.names)
 
 
 # ---- optimizers ----

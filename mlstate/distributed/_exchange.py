@@ -136,7 +136,7 @@ class Piece(NamedTuple):
     end: int
     at: int  # byte offset in this peer's part of the message
 
-    def in_message(self, data: NDArray, start: int = 0) -> NDArray:
+    def view_message(self, data: NDArray, start: int = 0) -> NDArray:
         """Return a view of the range's bytes in the message `data`.
 
         `start`: byte offset of the peer's part in the message.
@@ -144,15 +144,15 @@ class Piece(NamedTuple):
         at = start + self.at
         return data[at : at + (self.end - self.begin) * self.job.size]
 
-    def in_part(self, parts: Mapping[str, object]) -> tuple[Any, int, int]:
+    def locate_in_part(self, parts: Mapping[str, object]) -> tuple[Any, int, int]:
         """Return the array of the job's part, and the range in it, as `take` and `put` need them.
 
         `parts`: by tensor name, a rank's part of each tensor.
         """
         return array_of(parts[self.job.tensor.name]), self.begin, self.end
 
-    def in_whole(self, wholes: Mapping[str, object]) -> tuple[Any, int, int]:
-        """Return the box of the part in a whole tensor, and the range in it, as `in_part`.
+    def locate_in_whole(self, wholes: Mapping[str, object]) -> tuple[Any, int, int]:
+        """Return the box of the part in a whole tensor, and the range in it, as `locate_in_part`.
 
         `wholes`: whole tensors by name.
         """
@@ -226,7 +226,7 @@ def _memory_of(pieces: Sequence[Piece], parts: Mapping[str, Any]) -> NDArray | N
 
     Such a message is sent or received without a buffer. `parts`: a rank's arrays by tensor name.
     """
-    return place_of(*pieces[0].in_part(parts)) if len(pieces) == 1 else None
+    return place_of(*pieces[0].locate_in_part(parts)) if len(pieces) == 1 else None
 
 
 def _pack(pieces: Iterable[Piece], parts: Mapping[str, Any], data: NDArray) -> NDArray:
@@ -235,7 +235,7 @@ def _pack(pieces: Iterable[Piece], parts: Mapping[str, Any], data: NDArray) -> N
     `parts`: a rank's arrays by tensor name. Padding is left as it is.
     """
     for piece in pieces:
-        take(*piece.in_part(parts), piece.in_message(data))
+        take(*piece.locate_in_part(parts), piece.view_message(data))
     return data
 
 
@@ -365,7 +365,7 @@ class Gathering(_Transfer):
                 data, counts=counts, out_counts=sizes, out=received, timeout=self.timeout
             )
             for piece, start in _pieces_of(message, sizes) if me == self.root else ():
-                put(*piece.in_whole(self.wholes), piece.in_message(received, start))
+                put(*piece.locate_in_whole(self.wholes), piece.view_message(received, start))
 
     def run(
         self, state: Mapping[str, Any], entries: list[list[Entry]], verify: bool
@@ -573,7 +573,7 @@ class Broadcasting(_Transfer):
                 data = _pack(pieces if sends else (), sent_state, room.of(count))
             self.group.broadcast(data, root=self.root, timeout=self.timeout)
             for piece in pieces if direct is None and not sends else ():
-                put(*piece.in_part(sent_state), piece.in_message(data))
+                put(*piece.locate_in_part(sent_state), piece.view_message(data))
 
     def _to_each(
         self, state: Mapping[str, object], source: Mapping[str, object] | None, jobs: list[Job]
@@ -592,14 +592,14 @@ class Broadcasting(_Transfer):
             # the root packs the parts of all ranks
             for piece, start in _pieces_of(message, sizes) if me == self.root else ():
                 assert source is not None
-                take(*piece.in_whole(source), piece.in_message(data, start))
+                take(*piece.locate_in_whole(source), piece.view_message(data, start))
             gets = [sizes[me] if rank == self.root else 0 for rank in range(world)]
             received = receive_buffer.of(sizes[me])
             self.group.all_to_all(
                 data, counts=sends, out_counts=gets, out=received, timeout=self.timeout
             )
             for piece in message.get(me, ([], 0))[0]:
-                put(*piece.in_part(state), piece.in_message(received))
+                put(*piece.locate_in_part(state), piece.view_message(received))
 
 
 def _tensor_of(entry: Entry) -> Tensor:

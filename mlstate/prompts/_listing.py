@@ -14,7 +14,21 @@ if TYPE_CHECKING:
 
 HEADERS = ("prompt", "model", "tokens", "ends with", "bytes", "pinned")
 _DIGITS = 12  # of a key, in tables
-_NO_PARENT = bytes(16)
+
+
+class _Record(NamedTuple):
+    """A record of the store, as the core lists it."""
+
+    key: bytes
+    parent: bytes  # key of the record before
+    kind: int
+    end: int  # position after its last token
+    fingerprint: bytes
+    nbytes: int
+    pinned: bool
+    last_used: int
+    token_ids: NDArray
+    description: bytes
 
 
 class StoredPrompt(NamedTuple):
@@ -66,43 +80,41 @@ def list_prompts(log: _core.PromptLog, path: str) -> list[StoredPrompt]:
     Each is a snapshot, or a block that no other record continues. `log`: the records of the store.
     `path`: of the store, for errors.
     """
-    # A record: key, key of the record before, kind, end, model, bytes, pinned, last use, token ids
-    # and description.
-    records = {record[0]: record for record in log.records()}
-    continued = {record[1] for record in records.values()}
-    tips = [r for r in records.values() if r[0] not in continued or r[2] == SNAPSHOT]
+    records = {record.key: record for record in map(_Record._make, log.records())}
+    continued = {record.parent for record in records.values()}
+    tips = [r for r in records.values() if r.key not in continued or r.kind == SNAPSHOT]
     prompts = [_prompt_of(tip, records, path) for tip in tips]
     return sorted(prompts, key=lambda each: each.last_used, reverse=True)
 
 
-def _prompt_of(tip: Any, records: dict[bytes, Any], path: str) -> StoredPrompt:
+def _prompt_of(tip: _Record, records: dict[bytes, _Record], path: str) -> StoredPrompt:
     """Return the prompt that ends with the record `tip`; `records`: all by key.
 
     It begins at the first record whose predecessor is not stored. A cycle of records, in a damaged
     store, ends it too.
     """
     chain = [tip]
-    while chain[-1][1] in records and len(chain) <= len(records):
-        chain.append(records[chain[-1][1]])
+    while chain[-1].parent in records and len(chain) <= len(records):
+        chain.append(records[chain[-1].parent])
     heads = (_head_of(record, path) for record in reversed(chain))
     head = next((each for each in heads if each is not None), None)
     return StoredPrompt(
-        key=tip[0].hex(),
-        fingerprint=tip[4].hex(),
+        key=tip.key.hex(),
+        fingerprint=tip.fingerprint.hex(),
         model="?" if head is None else head.label,
-        length=sum(len(record[8]) for record in chain),
-        token_ids=[record[8] for record in reversed(chain)],
-        kind="snapshot" if tip[2] == SNAPSHOT else "block",
-        nbytes=sum(record[5] for record in chain),
-        pinned=tip[6],
-        last_used=tip[7],
+        length=sum(len(record.token_ids) for record in chain),
+        token_ids=[record.token_ids for record in reversed(chain)],
+        kind="snapshot" if tip.kind == SNAPSHOT else "block",
+        nbytes=sum(record.nbytes for record in chain),
+        pinned=tip.pinned,
+        last_used=tip.last_used,
         head=head,
     )
 
 
-def _head_of(record: Any, path: str) -> Head | None:
+def _head_of(record: _Record, path: str) -> Head | None:
     """Return the head in the description of a record; None for a block after the first."""
     try:
-        return head_of(record[9], path)
+        return head_of(record.description, path)
     except FormatError:  # of a block that is not the first one
         return None

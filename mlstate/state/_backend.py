@@ -31,7 +31,7 @@ class StateBackend(Protocol):
         """Return how to load `source`, entries by name, into a module: three values.
 
         The first has the memory to write: `arrays` by name, `loads_itself` for names that a
-        submodule loads, and `done`, to call after the write. The second has the tensors of
+        submodule loads, and `finish`, to call after the write. The second has the tensors of
         submodules that load themselves, by name. The third is the prepared load of these, with
         `apply` and `undo`, or None. `strict`: also load those without an entry in `source`.
         """

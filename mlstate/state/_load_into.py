@@ -194,7 +194,7 @@ def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: b
             raise
     # Everything was checked by the dry run above, so this cannot fail.
     _core.state_load(filling.arrays, arrays, strict, cast, False)
-    filling.done([name for name in filling.arrays if name in arrays])
+    filling.finish([name for name in filling.arrays if name in arrays])
 
 
 def check_rules(rules: object) -> None:

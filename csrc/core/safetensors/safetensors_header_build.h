@@ -26,17 +26,15 @@ typedef struct mls_header_tensor {
     size_t bytes;    /* the product of shape and item size */
     size_t number;   /* any number, to find the tensor again after sorting */
     uint64_t offset; /* set here: offset of the tensor's first byte in the file */
-    uint32_t
-        *crcs; /* set here: array for the checksums of its blocks, filled by the caller */
+    uint32_t *crcs;  /* set here: room for its blocks' checksums; the caller fills it */
 } mls_header_tensor;
 
 typedef struct mls_header {
     mls_header_tensor *tensors; /* belong to the caller; in file order */
     size_t count;
-    mls_json_writer
-        text; /* the length bytes and the padded JSON: the file up to the first tensor */
-    uint64_t file_bytes; /* length of the whole file */
-    uint32_t *crcs;      /* checksums of all blocks */
+    mls_json_writer text; /* length and padded JSON: the file up to the first tensor */
+    uint64_t file_bytes;  /* length of the whole file */
+    uint32_t *crcs;       /* checksums of all blocks */
     size_t block_count;
     size_t header_crc, block_crcs; /* positions of their digits in `text` */
 } mls_header;

@@ -172,17 +172,21 @@ def _take_state(
 # ---- the folder ----
 
 
-def _refuse_existing(folder: str, start: Target | None) -> Target:
+def _target_of(folder: str, replaced: Target | None) -> Target:
     """Return the target of an export; raise StoreError (EEXIST) if it must not be replaced.
 
-    `start`: the target when the caller began, if a Hugging Face folder is to be replaced.
+    `replaced`: the Hugging Face folder to replace, as it was when the caller began; None: the
+    target must not exist.
     """
-    target = start or Target.of(folder)
-    if target.is_vacant or (start and os.path.isdir(folder) and LocalFolder(folder).find_weights()):
-        return target
+    if replaced is None:
+        target = Target.of(folder)
+        if target.is_vacant:
+            return target
+    elif replaced.is_vacant or (os.path.isdir(folder) and LocalFolder(folder).find_weights()):
+        return replaced
     text = (
         "it exists already, and is not a Hugging Face folder"
-        if start
+        if replaced
         else "it exists already: choose another path, or delete it first"
     )
     raise store_error(FileExistsError(errno.EEXIST, text), "cannot export", folder)
@@ -407,7 +411,7 @@ def write_folder(
                 if plan.is_converted and files_from is not None:
                     tensors = {name: (kind, shape) for name, kind, shape in chain(*plan.tensors)}
                     refuse_quantized(open_folder(files_from, reads=True), tensors)
-                end = _refuse_existing(folder, start)
+                end = _target_of(folder, start)
                 temporary = _temporary_name(folder)
                 _begin(temporary, plan)
         except BaseException as caught:

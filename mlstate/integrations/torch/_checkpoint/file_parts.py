@@ -21,7 +21,7 @@ from ....checkpoint._files.parts import MODEL, OPTIMIZER, Parts
 from ....errors import CompatibilityError, FormatError
 from ....state._compatibility import join
 from ....state._kind import restore
-from ....state._optimizer_state import OptimizerStateDict
+from ....state._optimizer_state import OptimizerStateDict, OptimizerType
 from ....state._state_dict import StateDict
 from .._tensors.state import arrays_of
 from .optimizer import as_array, is_number, keywords_from, stored_states
@@ -174,10 +174,11 @@ def _optimizer_from(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
                 raise format_error(path, f"the optimizer has {name!r} twice")
             states[name] = value
     try:
-        forms, stored = stored_states(groups, names.values(), states)
+        stored_groups, arrays = stored_states(groups, names.values(), states)
     except (TypeError, ValueError) as error:
         raise format_error(path, f"the optimizer's {error}") from None
-    return OptimizerStateDict(arrays_of(stored), **keywords_from("other", forms, stored))
+    keywords = keywords_from(OptimizerType.OTHER, stored_groups, arrays)
+    return OptimizerStateDict(arrays_of(arrays), **keywords)
 
 
 def _is_flat_optimizer(value: Any) -> bool:

@@ -186,7 +186,7 @@ class Filling:
     """Memory of this rank for one section of a checkpoint.
 
     The core writes `arrays`: the tensors themselves, or for tensors on a device, CPU tensors that
-    `done` copies from, one for all names of the same memory. A checkpoint may lack the names in
+    `finish` copies from, one for all names of the same memory. A checkpoint may lack the names in
     `optional`, which are further names of the same memory. `contract` lists submodules of a module
     that load their entries themselves.
     """
@@ -230,10 +230,10 @@ class Filling:
                 )
 
     def zero(self, name: str) -> None:
-        """Register a tensor that the checkpoint lacks, to become zeros in `done`."""
+        """Register a tensor that the checkpoint lacks, to become zeros in `finish`."""
         self.zeros.append(self.places[name].tensor)
 
-    def done(self, names: Iterable[str]) -> None:
+    def finish(self, names: Iterable[str]) -> None:
         """Complete the load after all reads: copy to devices, set zeros.
 
         Also increments the versions of the tensors, so that a backward pass that needs the old
@@ -410,7 +410,7 @@ def _new_state(
 class OptimizerFilling(Filling):
     """Memory of this rank for the states of an optimizer.
 
-    Missing states are created; `done` adds them to the optimizer. States that the load does not
+    Missing states are created; `finish` adds them to the optimizer. States that the load does not
     include do not change.
     """
 
@@ -462,9 +462,9 @@ class OptimizerFilling(Filling):
         places, alone = self._sort_states(saved)
         self.numbers = self._read_scalars(request.read(sorted(alone)) if alone else {}, alone)
         super().__init__(places)
-        self._convert_exactly()
+        self._stage_exact_conversions()
         self.unsaved = self._list_unsaved()
-        # the unsaved states that the user chose: `zero` or `done` resets them
+        # the unsaved states that the user chose: `zero` or `finish` resets them
         self.rest = {key: self.unsaved[key] for key in request.meant(list(self.unsaved))}
         self.known = {**records, **self.rest}.keys()
         if not self.own_loader and not any(slot.run for slot in self.slots.values()):
@@ -493,7 +493,7 @@ class OptimizerFilling(Filling):
         return state_value if slot.run or fits else None
 
     def _add_state(self, slot: ParameterSlot, state: str, value: Any) -> None:
-        """Note a new state of a parameter's tensor, which `done` adds to the optimizer."""
+        """Note a new state of a parameter's tensor, which `finish` adds to the optimizer."""
         self.made.setdefault(id(slot.owner), (slot.owner, {}))[1][state] = value
 
     def _is_number(self, key: str, slot: ParameterSlot, saved: Any, numbers: set[str]) -> bool:
@@ -507,7 +507,7 @@ class OptimizerFilling(Filling):
         return is_number(self.optimizer.state.get(slot.owner, {}).get(key.rpartition(".")[2]))
 
     def _sort_states(self, saved: Any) -> tuple[dict[str, Place], dict[str, bool]]:
-        """Return the places of states to read in place, and the keys of those that `done` sets.
+        """Return the places of states to read in place, and the keys of those that `finish` sets.
 
         The second maps each key to True if its value is a Python number, and to False for tensors
         of one element and nested values. `saved`: groups and learning rate of the checkpoint. A
@@ -592,11 +592,11 @@ class OptimizerFilling(Filling):
             self._add_state(slot, state, current)
         return _place(key, current) if run is None else Place(*run.place(current.detach()))
 
-    def _convert_exactly(self) -> None:
+    def _stage_exact_conversions(self) -> None:
         """Let states that torch converts without rounding be read in their stored dtype.
 
-        Their entries in `arrays` become new CPU tensors of that dtype, which the load fills. `done`
-        copies them to the optimizer's tensors, which converts them.
+        Their entries in `arrays` become new CPU tensors of that dtype, which the load fills.
+        `finish` copies them to the optimizer's tensors, which converts them.
         """
         import torch
 
@@ -631,7 +631,7 @@ class OptimizerFilling(Filling):
     def _read_scalars(
         self, arrays: dict[str, NDArray], alone: dict[str, bool]
     ) -> dict[tuple[int, str], tuple[ParameterSlot, Any]]:
-        """Return the values that `done` sets, by (id of the owner, state's name).
+        """Return the values that `finish` sets, by (id of the owner, state's name).
 
         `arrays`: stored values by key. `alone`: of `_sort_states`. Raises CompatibilityError if
         parameters in one flat parameter have different values.
@@ -709,9 +709,9 @@ class OptimizerFilling(Filling):
             self.numbers[where] = (slot, states[slot.owner][where[1]])
 
     def zero(self, name: str) -> None:
-        """Register a state that the checkpoint lacks, to become zeros in `done`.
+        """Register a state that the checkpoint lacks, to become zeros in `finish`.
 
-        Other values than tensors and numbers stay in `rest`, and `done` removes them.
+        Other values than tensors and numbers stay in `rest`, and `finish` removes them.
         """
         import torch
 
@@ -727,13 +727,13 @@ class OptimizerFilling(Filling):
         elif is_number(value):
             self._add_state(slot, state, type(value)(0))
 
-    def done(self, names: Iterable[str]) -> None:
+    def finish(self, names: Iterable[str]) -> None:
         """Complete the load: add created and read states, and set the groups' values.
 
         States in `rest` are removed. An optimizer with its own load methods is unchanged: they
         receive `state_dict`. `names`: of the states that were read.
         """
-        super().done(names)
+        super().finish(names)
         if self.own_loader:
             return
         for slot, state, value in self.rest.values():

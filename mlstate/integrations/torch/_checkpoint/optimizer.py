@@ -175,7 +175,7 @@ def _kind_of(optimizer: torch.optim.Optimizer) -> str:
 
     kinds = set(OptimizerType)
     names = (c.__name__.lower() for c in type(optimizer).__mro__)
-    return next((name for name in names if name in kinds), "other")
+    return next((name for name in names if name in kinds), OptimizerType.OTHER)
 
 
 def _state_forms(values: list[Mapping[str, object]]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ....state._optimizer_state import OptimizerType
 from .._tensors.state import tensors_of
 from .optimizer import keywords_from, stored_states
 
@@ -110,5 +111,5 @@ def optimizer_groups(optimizer: torch.optim.Optimizer, names: list[str]) -> dict
     `names`: of the parameters, in the order of the groups.
     """
     groups, _ = stored_states(optimizer.param_groups, names, {})
-    keywords = keywords_from("other", groups, {})
+    keywords = keywords_from(OptimizerType.OTHER, groups, {})
     return {key: keywords[key] for key in ("param_groups", "learning_rate")}
