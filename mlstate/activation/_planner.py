@@ -125,14 +125,14 @@ def plan(
     with parsed.errors():
         if schedules == "any":
             return _plan_any(chain, budget, number, offload)
-        # `used`: slots of the core's search; 0 if it used none
+        # `used`: slots of the core's search; 0 if it was to the byte
         steps, method, used = _core.plan_make(chain._arrays, budget, number, offload)
     return Plan(
         chain,
         steps,
         budget_bytes=budget,
         schedules=schedules,
-        method=_METHODS[method].format(used or number),
+        method=_METHODS[method].format(used),
         exact=method == "bytes",
     )
 
@@ -147,7 +147,7 @@ def _plan_any(chain: Chain, budget: int, slots: int, offload: bool) -> Plan:
     with suppress(_core.CapacityError):  # other schedules may need less memory
         start, how, used = _core.plan_make(chain._arrays, budget, slots, offload)
     steps, optimal, states = _core.search_schedules(chain._arrays, budget, offload, start, 0)
-    persistent = f"the fastest persistent schedule, {_METHODS[how].format(used or slots)}"
+    persistent = f"the fastest persistent schedule, {_METHODS[how].format(used)}"
     return Plan(
         chain,
         steps,

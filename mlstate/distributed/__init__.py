@@ -310,7 +310,12 @@ class DistributedStateCollector:
             Replicas differ, shards differ in shape, dtype or layout, or a part is missing.
             ``differences`` has a `RankDifference` for each.
         TypeError
-            A state is not a mapping of str to arrays.
+            `states` is a single state or not iterable, a state is not a mapping of str to arrays,
+            or an array has Python objects.
+        UnstorableError
+            A tensor is not plain memory, such as a sparse one.
+        ValueError
+            A name is not valid Unicode.
 
         Examples
         --------
@@ -350,7 +355,7 @@ class DistributedStateCollector:
 
         Raises
         ------
-        TypeError, ValueError
+        TypeError, UnstorableError, ValueError
             As for `merge_states`.
 
         Examples
@@ -410,6 +415,8 @@ class DistributedStateCollector:
         CollectiveError
             Raised on the other ranks if one rank fails before the transfer. Raised on all ranks
             if they pass different arguments. Also errors of the group.
+        TypeError, UnstorableError, ValueError
+            An argument is wrong, or as for `merge_states`.
 
         Notes
         -----
@@ -522,8 +529,8 @@ class DistributedStateCollector:
             Raises if this rank cannot take part.
             """
             state, store = _collect_state(target, model, fill=True)
-            check_writable(state)
             entries = describe(state)
+            check_writable(state)
             if self._group.rank != root:
                 return (state, store, None), entries, []
             full = None if source is None else _collect_state(source, None)[0]

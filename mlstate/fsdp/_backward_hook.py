@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._common.arguments import check_flags
+from .._common.arguments import check_flags, check_number
 from .._common.arrays import is_torch
 from .._common.backend import backend_named
 from ..collectives._arguments import dtype_name
@@ -230,7 +230,7 @@ class FSDPBackwardHook:
             gradient, on_failure = hooks.take(name, token)
             problem = ""
             if self._pass is None:
-                _, problem = hooks.outdated()  # becomes an error on all ranks, which wait for it
+                problem = hooks.outdated()  # becomes an error on all ranks, which wait for this one
                 self._pass = BackwardPass(self._plan, self._reducer)
             self._pass.token = token
             self._pass.add(name, gradient, on_failure, problem)
@@ -300,6 +300,7 @@ class FSDPBackwardHook:
         >>> units["b"].local_gradient
         array([1., 1.])
         """
+        check_flags(accumulate=accumulate)
         self._bind_units(sharding_units)
         self._plan = BucketPlan(sharding_units, self._reducer, accumulate=accumulate)
 
@@ -699,6 +700,7 @@ class FSDPBackwardHook:
         parameter  rank  element  expected  actual
         w          0     1        2.0       1.0
         """
+        atol = check_number("atol", atol)
         if not atol >= 0:
             raise ValueError(f"atol must be 0 or more, got {atol}")
         if unreduced is not None and full_gradients is not None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import _core
 from .._common.arrays import write_into
-from ._arguments import capacity_error
+from ._arguments import as_integer, capacity_error
 
 if TYPE_CHECKING:
     from .._types import Array, DType, NDArray
@@ -164,7 +163,7 @@ def create_decode_mask(
     ------
     CapacityError
         A number is negative, or the position is outside ``0..seq_length - 1``.
-    CompatibilityError, ValueError
+    CompatibilityError, TypeError, ValueError
         As for `create_attention_size_mask`.
 
     Examples
@@ -175,6 +174,7 @@ def create_decode_mask(
     >>> create_decode_mask(6, 2, 4, sinks=1, dtype="float32").tolist()
     [[[[0.0, -inf, 0.0, 0.0, 0.0, -inf]]]]
     """
+    current_position = as_integer("current_position", current_position)
     if current_position == seq_length:
         raise capacity_error(
             f"current_position {current_position} has no row: a mask of seq_length {seq_length} "
@@ -215,7 +215,7 @@ def create_causal_mask(
 
     Raises
     ------
-    CapacityError, CompatibilityError, ValueError
+    CapacityError, CompatibilityError, TypeError, ValueError
         As for `create_attention_size_mask`.
 
     Examples
@@ -229,7 +229,8 @@ def create_causal_mask(
     >>> np.array_equal(create_causal_mask(9, 3), create_attention_size_mask(9, 3, 0))
     True
     """
-    seq_length = index(seq_length)  # NumPy's small integers would overflow below
+    # NumPy's small integers would overflow below
+    seq_length = as_integer("seq_length", seq_length)
     reach = seq_length if attention_size is None else attention_size
     # Row `seq_length - 1` of a mask of width `2 * seq_length - 1`: it contains the last row of
     # this mask, and the shifted columns that the other rows show.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import contextmanager
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from .._common.arrays import is_torch, write_into
 from .._common.backend import backend_of
 from .._common.text import names_hint
 from ..errors import CompatibilityError, MLStateError
+from ._arguments import as_integer
 from ._integer_conversion import convert_source
 from ._move import KVBackend, KVMove
 
@@ -316,8 +316,9 @@ def get_transition_info(
     312
     """
     # Convert to Python integers: NumPy's overflow, and json does not support them.
-    source_seq_length, target_seq_length = index(source_seq_length), index(target_seq_length)
-    current_position = index(current_position)
+    source_seq_length = as_integer("source_seq_length", source_seq_length)
+    target_seq_length = as_integer("target_seq_length", target_seq_length)
+    current_position = as_integer("current_position", current_position)
     if source_seq_length == 0:
         raise ValueError("source_seq_length is 0: there is nothing to expand by a factor")
     return {

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Self, TypedDict
 
 from .. import _core
 from ..errors import CapacityError, CompatibilityError
+from ._arguments import as_count
 from ._axis import sequence_axis, valid_axis
 from ._move import KVMove
 from ._transition import transition_kv_state
@@ -40,6 +41,11 @@ def _dimension_axes(rank: int, axis: int) -> dict[str, int]:
             axes["num_kv_heads"] = axis - 1
         axes["head_dim"] = rank - 1
     return axes
+
+
+def _as_dimension(name: str, value: int | None) -> int | None:
+    """Return `value`, the argument `name`, checked by `as_count`, or None for None."""
+    return None if value is None else as_count(name, value)
 
 
 class StateTransitionManager:
@@ -124,27 +130,27 @@ class StateTransitionManager:
         Raises
         ------
         CapacityError
-            `state_seq_length` is negative. A ValueError.
+            A number is negative, or does not fit into 64 bits. A ValueError.
         TypeError
-            `state_seq_length` is not an integer.
+            `model_name` is not a str, or a number is not an integer.
         """
-        # The check of a move from an empty cache to this length refuses a wrong length.
-        _core.kv_check((1, 1, 0, 1), KVMove(state_seq_length, 0))
+        if not isinstance(model_name, str):
+            raise TypeError(f"model_name must be a str, got {type(model_name).__name__}")
         self.models[model_name] = {
-            "state_seq_length": state_seq_length,
-            "num_layers": num_layers,
-            "num_kv_heads": num_kv_heads,
-            "head_dim": head_dim,
+            "state_seq_length": as_count("state_seq_length", state_seq_length),
+            "num_layers": _as_dimension("num_layers", num_layers),
+            "num_kv_heads": _as_dimension("num_kv_heads", num_kv_heads),
+            "head_dim": _as_dimension("head_dim", head_dim),
         }
 
     def _config(self, model_name: str) -> ModelConfig:
         """Return the configuration of a registered model; raises ValueError for others."""
         try:
             return self.models[model_name]
-        except KeyError:
+        except (KeyError, TypeError):  # a name may be no hashable value
             registered = ", ".join(self.models) or "none yet"
             raise ValueError(
-                f"model '{model_name}' is not registered; registered are: {registered}"
+                f"model {model_name!r} is not registered; registered are: {registered}"
             ) from None
 
     def transition(

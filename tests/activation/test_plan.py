@@ -234,6 +234,17 @@ def test_more_slots_never_worsen_the_plan():
     assert max(p.predicted_peak_bytes for p in (exact, fine, coarse)) <= budget
 
 
+@pytest.mark.parametrize("schedules", ["persistent", "any"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_a_budget_too_tight_for_slots_names_their_number(schedules, slots):
+    chain = uniform(40)
+    with pytest.raises(CapacityError) as caught:
+        plan(chain, 1)
+    least = int(caught.value.expected)
+    method = plan(chain, least, slots=slots, schedules=schedules).method
+    assert method.endswith(f"that fits: too tight a budget for {slots} slots")
+
+
 @pytest.mark.slow
 def test_long_chains_are_planned_by_slots():
     chain = random_chain(520)

@@ -649,3 +649,37 @@ def test_uncopyable_object_state_is_refused_by_name(tmp_path):
     with pytest.raises(CompatibilityError, match=r"states\['counter'\].*cannot be copied"):
         mlstate.load(tmp_path, into={"states": {"counter": target}})
     assert target.position is lock
+
+
+# ---- one target under two names ----
+
+ORDERS = {
+    "str keys": ({"a": 1, "b": [2]}, {"b": [2], "a": 1}),
+    "int keys": ({1: "x", 2: "y"}, {2: "y", 1: "x"}),
+    "nested": ({"x": {"a": np.ones(2), "b": "k"}}, {"x": {"b": "k", "a": np.ones(2)}}),
+    "counter": ({"n": Counter("aab")}, {"n": Counter("baa")}),
+}
+
+
+@pytest.mark.parametrize("pair", ORDERS.values(), ids=ORDERS)
+def test_dicts_whose_keys_have_another_order_are_equal_values(tmp_path, pair):
+    mlstate.save(tmp_path, {}, states=dict(zip("ab", pair, strict=True)))
+    target = {}
+    mlstate.load(tmp_path, into={"states": {"a": target, "b": target}}, strict=False)
+
+
+@pytest.mark.parametrize(
+    "pair",
+    [
+        (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)),
+        ({"a": [1, 2]}, {"a": [2, 1]}),
+        ({"a": 1, "b": 2}, {"b": 1, "a": 2}),
+        ({1: "x", 2: "y"}, {2: "x", 1: "y"}),
+    ],
+)
+def test_values_that_differ_are_refused_for_one_target(tmp_path, pair):
+    mlstate.save(tmp_path, {}, states={"a": {"v": pair[0]}, "b": {"v": pair[1]}})
+    target = {"v": 0}
+    with pytest.raises(CompatibilityError, match="an object for each"):
+        mlstate.load(tmp_path, into={"states": {"a": target, "b": target}})
+    assert target == {"v": 0}

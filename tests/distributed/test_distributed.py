@@ -14,6 +14,7 @@ from mlstate.checkpoint import Layout, Shard
 from mlstate.collectives import SingleGroup
 from mlstate.distributed import DistributedStateCollector
 from mlstate.distributed._byte_ranges import boxes, bytes_of, put, take
+from mlstate.errors import UnstorableError
 
 
 def run(function, world_size=2):
@@ -581,3 +582,24 @@ def test_unwritable_targets_are_refused_on_all_ranks(array, text):
         collector.broadcast_state({"w": array if collector.group.rank else np.ones(3)})
 
     rank_1_raises(send, ValueError, text)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ["sparse", "meta", "lazy"])
+def test_tensors_without_plain_memory_are_named(kind):
+    torch = pytest.importorskip("torch")
+    makers = {
+        "sparse": lambda: torch.eye(2).to_sparse(),
+        "meta": lambda: torch.ones(2, device="meta"),
+        "lazy": torch.nn.parameter.UninitializedParameter,
+    }
+    state = {"a": np.ones(1), "layer.w": makers[kind]()}
+    collector = DistributedStateCollector(SingleGroup())
+    for call in (
+        lambda: collector.compare_states([state, state]),
+        lambda: collector.merge_states([state]),
+        lambda: collector.gather_full_state(state),
+        lambda: collector.broadcast_state(state),
+    ):
+        with pytest.raises(UnstorableError, match=r"'layer\.w' is "):
+            call()

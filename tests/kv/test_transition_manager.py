@@ -36,6 +36,28 @@ def test_registered_models_are_listed():
     assert StateTransitionManager().models == {}, "no model is shared between managers"
 
 
+NUMBERS = ("state_seq_length", "num_layers", "num_kv_heads", "head_dim")
+
+
+@pytest.mark.parametrize("value", [True, np.False_, 1.5, "4", np.ones(2, int)])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_model_with_a_wrong_number_is_not_registered(manager, name, value):
+    before = dict(manager.models)
+    with pytest.raises(TypeError, match=f"^{name} must be an integer"):
+        manager.register_model("new", **{"state_seq_length": 4, name: value})
+    with pytest.raises(CapacityError, match=f"^{name} must be at least 0"):
+        manager.register_model("new", **{"state_seq_length": 4, name: -1})
+    assert manager.models == before
+
+
+@pytest.mark.parametrize("name", [None, 3, ["a"]])
+def test_names_of_models_are_text(manager, name):
+    with pytest.raises(TypeError, match="model_name must be a str"):
+        manager.register_model(name, 4)
+    with pytest.raises(ValueError, match="is not registered"):
+        manager.get_transition_path(name, "model_8")
+
+
 def test_transition(manager):
     source = cache()
     got = manager.transition(source, "model_8", "model_16", 5)
@@ -96,7 +118,7 @@ def test_registered_dimensions_are_checked(manager, field, value):
 
 def test_invalid_lengths_are_refused():
     manager = StateTransitionManager()
-    with pytest.raises(CapacityError, match="negative"):
+    with pytest.raises(CapacityError, match="must be at least 0, got -1"):
         manager.register_model("bad", -1)
     for length in (256.0, "256", None):
         with pytest.raises(TypeError, match="must be an integer"):

@@ -41,7 +41,7 @@ typedef enum mls_plan_method {
 typedef struct mls_plan {
     mls_schedule schedule; /* owned */
     mls_plan_method method;
-    size_t slots; /* for MLS_PLAN_BY_SLOTS, else 0 */
+    size_t slots; /* of the search; 0 for MLS_PLAN_BY_BYTES */
 } mls_plan;
 
 /* Plans a checked chain. Free the plan with mls_plan_fini.

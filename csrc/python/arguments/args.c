@@ -1,7 +1,7 @@
 /* args: convert positional arguments, with one clear error for each.
  *
  * The public functions in Python name and check their parameters; these checks come
- * second. As in Python, any object with __index__ is an integer, and a float is not.
+ * second. Any object with __index__ is an integer; a float is not, nor a bool.
  */
 #include "arguments/args.h"
 
@@ -48,10 +48,11 @@ int mlspy_take_tuple(PyObject *object, const char *label, const char *format, ..
 int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *label,
                      int64_t *out)
 {
-    PyObject *number = PyNumber_Index(object);
+    const bool is_flag = PyBool_Check(object) || PyArray_IsScalar(object, Bool);
+    PyObject *number = is_flag ? NULL : PyNumber_Index(object);
     if (number == NULL) {
         /* __index__ itself may raise another exception, which is kept */
-        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+        if (is_flag || PyErr_ExceptionMatches(PyExc_TypeError)) {
             PyErr_Format(PyExc_TypeError, "%s must be an integer, got %.100s", label,
                          Py_TYPE(object)->tp_name);
         }

@@ -25,7 +25,7 @@ int mlspy_take_positional(PyTypeObject *type, PyObject *args, PyObject *kwargs,
  * exception set: TypeError, which names `label`, if `object` is not a tuple. */
 int mlspy_take_tuple(PyObject *object, const char *label, const char *format, ...);
 
-/* Convert an int, or any object with __index__, such as NumPy's integers. `label` names
+/* Convert an int, or another object with __index__ that is not a bool. `label` names
  * the argument in errors. Returns -1 with `*out` untouched and an exception set:
  * TypeError for another object, CapacityError beyond 64 bits, or the exception of
  * __index__. */

@@ -58,20 +58,24 @@ class _Source(NamedTuple):
 
     def text(self) -> str:
         """Return a text that is the same for equal values; sharded arrays are left out."""
-        return json.dumps(_with_digests(*self.stored))
+        return json.dumps(_with_digests(*self.stored), sort_keys=True)
 
 
 def _with_digests(node: Any, arrays: Mapping[str, Any]) -> Any:
     """Return a JSON form with digests of its arrays instead of their keys, to compare values.
 
-    Forms of equal values are equal. Sharded arrays, which `arrays` lacks, become None.
+    Forms of equal values are equal: only for an OrderedDict does the order of keys matter. The
+    keys of JSON objects are in any order. Sharded arrays, which `arrays` lacks, become None.
     """
     if isinstance(node, list):
         return [_with_digests(each, arrays) for each in node]
     if not isinstance(node, dict):
         return node
     if "$" not in node or "key" not in node:
-        return {key: _with_digests(each, arrays) for key, each in node.items()}
+        form = {key: _with_digests(each, arrays) for key, each in node.items()}
+        if node.get("$") == "dict" and node["class"] != "OrderedDict":
+            form["items"].sort(key=json.dumps)
+        return form
     array = arrays.get(str(node["key"]))
     if array is None:
         return None

@@ -87,6 +87,36 @@ TEST(records_behind_a_damaged_header_are_not_cut)
     mls_prompt_log_free(other);
 }
 
+/* The reader still has the removed file open. */
+TEST(a_reader_notices_that_the_newest_segment_was_removed)
+{
+    mls_prompt_log *reader = open_log(), *writer = open_log();
+    CHECK(put_blocks(writer, 1, 1) == 1 && stored_tokens(reader, 1) == 4);
+    mls_prompt_log_free(writer);
+    CHECK(unlink(segment_path(1)) == 0);
+    CHECK(stored_tokens(reader, 1) == 0);
+    mls_prompt_log_free(reader);
+}
+
+/* As a restored backup, or a synchronised folder, replaces files. */
+TEST(a_reader_and_a_writer_follow_a_file_that_replaced_the_newest_segment)
+{
+    mls_prompt_log *reader = open_log(), *other = open_log();
+    size_t bytes = 0;
+    CHECK(put_blocks(other, 1, 1) == 1 && stored_tokens(reader, 1) == 4);
+    unsigned char *copy = read_file(segment_path(1), &bytes);
+    CHECK(unlink(segment_path(1)) == 0);
+    FILE *file = fopen(segment_path(1), "wb");
+    REQUIRE(copy != NULL && file != NULL);
+    CHECK(fwrite(copy, 1, bytes, file) == bytes && fclose(file) == 0);
+    mls_free(copy);
+    CHECK(put_blocks(other, 2, 1) == 1);
+    CHECK(file_bytes(segment_path(1)) > bytes);
+    CHECK(stored_tokens(reader, 2) == 4 && stored_tokens(reader, 1) == 4);
+    mls_prompt_log_free(other);
+    mls_prompt_log_free(reader);
+}
+
 TEST(a_reader_notices_that_the_segment_was_cut_and_written_again)
 {
     mls_prompt_log *reader = open_log(), *writer = open_log();

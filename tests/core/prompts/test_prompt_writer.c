@@ -42,6 +42,22 @@ TEST(the_damaged_part_of_the_last_put_is_stored_again)
     mls_prompt_log_free(log);
 }
 
+/* Nothing reads the damaged record before the put: the writer looks for it. */
+TEST(a_writer_that_opens_a_log_checks_the_records_of_the_last_put)
+{
+    mls_prompt_log *log = open_log();
+    CHECK(put_blocks(log, 1, 2) == 2 && put_blocks(log, 2, 3) == 3);
+    const uint64_t first = mls_prompt_entry_offset(&log->index.entries[2]);
+    const uint64_t last = mls_prompt_entry_offset(&log->index.entries[4]);
+    mls_prompt_log_free(log);
+    flip_byte(segment_path(1), first + 500);
+    flip_byte(segment_path(1), last + 500);
+    log = open_log();
+    CHECK(put_blocks(log, 2, 3) == 2);
+    CHECK(stored_tokens(log, 2) == 12 && stored_tokens(log, 1) == 8);
+    mls_prompt_log_free(log);
+}
+
 /* A put that finds its records stored by a killed writer returns that they are
  * durable. */
 TEST(records_of_another_writer_are_synced)

@@ -340,10 +340,8 @@ class ModuleContract:
         """
         import torch
 
-        tree = unit.module.named_modules(remove_duplicate=False)
         tensors = {}
-        for path, child in tree if unit.is_whole else [("", unit.module)]:
-            below = _joined(unwrapped_name(self.module, (unit.prefix + path).rstrip(".")))
+        for below, child in self.modules_of(unit):
             for key, tensor in _tensors_of(child):
                 memory = _memory_of(tensor)
                 if torch.nn.parameter.is_lazy(tensor):
@@ -351,6 +349,16 @@ class ModuleContract:
                 if memory is not None and _memory_of(self.entries.get(below + key)) == memory:
                     tensors[below + key] = tensor
         return tensors
+
+    def modules_of(self, unit: Unit) -> Iterator[tuple[str, torch.nn.Module]]:
+        """Yield the modules of `_modules_of`, each with the start of its entries' names.
+
+        A module that is reached by several paths is yielded for each of them.
+        """
+        tree = unit.module.named_modules(remove_duplicate=False)
+        for path, child in tree if unit.is_whole else [("", unit.module)]:
+            name = unwrapped_name(self.module, (unit.prefix + path).rstrip("."))
+            yield _joined(name), child
 
 
 def refuse_units(module: torch.nn.Module, wrapper: str) -> None:
@@ -405,18 +413,17 @@ class OwnLoad:
         self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for unit in units:
-            for module in _modules_of(unit):
+            for below, module in contract.modules_of(unit):
                 for table in (module._parameters, module._buffers):
                     self._tables.append((table, dict(table)))
                     for key, tensor in table.items():
                         if tensor is None or torch.nn.parameter.is_lazy(tensor):
                             continue
-                        name = f"{unit.name}.{key}".lstrip(".")
                         if tensor.device.type == "meta":
-                            refuse_unstorable(name, tensor)
+                            refuse_unstorable(below + key, tensor)
                         memory = _memory_of(tensor)
                         if memory not in clones:
-                            clones[memory] = _copy_of(name, tensor)
+                            clones[memory] = _copy_of(below + key, tensor)
                         self._memory.append((tensor, clones[memory]))
         self._before = self._by_unit(
             {
@@ -463,17 +470,18 @@ class OwnLoad:
         """
         import torch
 
-        failures: list[tuple[str, str]] = []  # name of the unit, error
+        failures: dict[str, str] = {}  # texts by the units' names
         metadata = self.contract.metadata_of_module()
         for unit, state in zip(self.units, self._before, strict=True):
+            name = _name_of(unit)
             errors: list[str] = []
             try:
                 copies = {key: _copy_of(key, value) for key, value in state.items()}
                 self._load(unit, copies, metadata, ([], [], errors))
             except CompatibilityError as error:
-                errors.append(str(error))
+                failures[name] = str(error)
             if errors:
-                failures.append((_name_of(unit), errors[0]))
+                failures[name] = f"{name!r}: {errors[0]}"
         for table, before in self._tables:  # a load may replace parameters
             table.clear()
             table.update(before)
@@ -482,8 +490,7 @@ class OwnLoad:
                 if tensor.shape == clone.shape:
                     tensor.copy_(clone)
         if failures:
-            text = "; ".join(f"{name!r}: {error}" for name, error in failures)
-            raise _refusal(failures[0][0], text)
+            raise _refusal(next(iter(failures)), "; ".join(failures.values()))
 
     def _load(
         self,
