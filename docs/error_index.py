@@ -26,34 +26,45 @@ PAGES = {
     "mlstate/coreai": "coreai",
     "mlstate/coreml": "coreml",
     "mlstate/distributed": "distributed",
+    "mlstate/follow": "follow",
     "mlstate/fsdp": "gradients",
     "mlstate/kv": "kv",
     "mlstate/plot": "activation",
+    "mlstate/prompts": "prompts",
     "mlstate": "state",
     "csrc/core/activation": "activation",
     "csrc/core/planning": "activation",
     "csrc/core/checkpoint": "checkpoints",
     "csrc/core/collectives": "groups",
+    "csrc/core/follow": "follow",
     "csrc/core/kv": "kv",
+    "csrc/core/prompts": "prompts",
     "csrc/core/safetensors": "files",
     "csrc/core/sharding": "checkpoints",
     "csrc/python/activation": "activation",
     "csrc/python/checkpoint": "checkpoints",
     "csrc/python/collectives": "groups",
+    "csrc/python/follow": "follow",
     "csrc/python/kv": "kv",
+    "csrc/python/prompts": "prompts",
     "csrc": "state",
 }
 HEAD = """\
 # Error messages
 
-Every message of mlstate, by its first words, with the page that explains its subject. `…` stands
-for a name, a number or a path. Search this page, or the site, for the first words of a message.
+The messages of exceptions and warnings, and the texts of damage that `verify` reports, with the
+page that explains the subject of each. `…` stands for a name, a number or a path. Search this page,
+or the site, for the first words of a message.
 """
-# A call of C that raises, and the text that follows its status and class.
+TEXT_IN_C = r'((?:"(?:[^"\\\n]|\\.)*"\s*(?:PRI\w+\s*)?)+)'
+# A call of C that raises or reports damage, and the text that follows its status and class, or the
+# two texts of a condition. Or a text in a variable.
 RAISES_IN_C = re.compile(
-    r"\b(?:mls_fail\w*|PyErr_Format|PyErr_SetString|mlspy_\w*(?:fail|raise|error)\w*)\s*\("
-    r'[^"();]*((?:"(?:[^"\\\n]|\\.)*"\s*(?:PRI\w+\s*)?)+)'
+    r"\b(?:(?:mls_fail\w*|MLSPY_FAIL|MLSPY_REFUSE|PyErr_Format|PyErr_SetString|add_problem"
+    rf'|mlspy_\w*(?:fail|raise|error)\w*)\s*\([^"();]*|(?:text|message)(?:\[\])? = )'
+    rf"{TEXT_IN_C}(?::\s*{TEXT_IN_C})?"
 )
+TEXT_NAMES = {"text", "texts", "message", "reason", "problem"}  # of variables of Python
 CONVERSION = re.compile(r"%[-+0-9.*]*(?:hh?|ll?|z|j|t)?[a-zA-Z]")
 
 
@@ -75,8 +86,10 @@ def text_of(node):
 
 
 def python_messages(source):
-    """Yield the texts that a Python source raises or warns of."""
+    """Yield the texts that a Python source raises, warns of or reports as damage."""
     for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") in TEXT_NAMES:
+            yield text_of(node.value)
         call = node.exc if isinstance(node, ast.Raise) else node
         if not isinstance(call, ast.Call):
             continue
@@ -86,11 +99,12 @@ def python_messages(source):
 
 
 def c_messages(source):
-    """Yield the texts that a C source raises."""
+    """Yield the texts that a C source raises or reports as damage."""
     for call in RAISES_IN_C.finditer(source):
-        text = re.sub(r'%[-0-9]*"\s*PRI\w+\s*("|$)', r"…\1", call[1]).replace('…"', "…")
-        parts = re.findall(r'"((?:[^"\\]|\\.)*)(?:"|$)', text)
-        yield CONVERSION.sub("…", "".join(parts).replace('\\"', '"'))
+        for literals in filter(None, call.groups()):
+            text = re.sub(r'%[-0-9]*"\s*PRI\w+\s*("|$)', r"…\1", literals).replace('…"', "…")
+            parts = re.findall(r'"((?:[^"\\]|\\.)*)(?:"|$)', text)
+            yield CONVERSION.sub("…", "".join(parts).replace('\\"', '"'))
 
 
 def messages(root):

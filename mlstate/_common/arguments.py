@@ -20,11 +20,23 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
-def check_number(name: str, value: object) -> float:
+def check_number(name: str, value: Any) -> float:
     """Return a real number, of Python, NumPy or a 0-dimensional tensor, as a float."""
-    if is_flag(value) or not hasattr(value, "__float__") or getattr(value, "shape", ()) != ():
+    is_number = hasattr(value, "__float__") and not isinstance(value, type)
+    if is_flag(value) or not is_number or getattr(value, "shape", ()) != ():
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     return float(value)
+
+
+def check_items(name: str, value: Any, of: str) -> list[Any]:
+    """Return the items of an iterable that is not one str; `of`: what they are, for the TypeError.
+
+    `name`: the parameter's name.
+    """
+    if isinstance(value, str | bytes) or not hasattr(value, "__iter__") or isinstance(value, type):
+        got = repr(value) if isinstance(value, str | bytes) else type(value).__name__
+        raise TypeError(f"{name} must be an iterable of {of}, got {got}")
+    return list(value)
 
 
 def check_int(name: str, value: Any, least: int, most: int | None = None, also: str = "") -> int:

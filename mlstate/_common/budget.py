@@ -87,8 +87,11 @@ def parse_budget(name: str, value: object, full: int | None = None, of: str = ""
         if full is None:
             raise _fraction_error(name, value)
         return Budget(_multiply(percent[1], full) // 100, full, f"of {of}", f"{value.strip()}")
-    if hasattr(value, "__index__") and not is_flag(value):
-        return Budget(index(value), 0, "", "")
+    try:
+        if not is_flag(value):
+            return Budget(index(value), 0, "", "")  # type: ignore[arg-type]
+    except TypeError:
+        pass  # a float, or no number
     if not isinstance(value, Real) or is_flag(value):
         raise TypeError(
             f"{name} must be a number of bytes or a size such as '6GiB', got {type(value).__name__}"

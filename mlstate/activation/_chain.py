@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
+from .._common.arguments import check_items, check_number
 from .._common.backend import backend_named
 from .._common.budget import Budget, parse_budget
 from .._common.text import bytes_text, count_text, table_html, table_text
@@ -59,6 +60,27 @@ def freeze_numbers(
     return frozen
 
 
+def check_chain(chain: Any) -> Chain:
+    """Return the argument `chain`; raise TypeError if it is not a `Chain`."""
+    if not isinstance(chain, Chain):
+        raise TypeError(f"chain must be a Chain, got {type(chain).__name__}")
+    return chain
+
+
+def parse_json(text: Any) -> Any:
+    """Return the value of the argument `text`, a JSON text.
+
+    Raises TypeError if it is not a str or bytes, and ValueError if it is invalid or nested too
+    deeply.
+    """
+    if not isinstance(text, str | bytes | bytearray):
+        raise TypeError(f"text must be a str or bytes, got {type(text).__name__}")
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("text is nested too deeply") from None
+
+
 def check_names(names: Iterable[str] | None, count: int, label: str) -> tuple[str, ...] | None:
     """Return `names` as a tuple, or None for None; raise unless they are `count` strings.
 
@@ -66,7 +88,7 @@ def check_names(names: Iterable[str] | None, count: int, label: str) -> tuple[st
     """
     if names is None:
         return None
-    checked = tuple(names)
+    checked = tuple(check_items("names", names, "str"))
     if len(checked) != count:
         raise ValueError(f"{len(checked)} names for {count} {label}")
     if not all(isinstance(name, str) for name in checked):
@@ -122,7 +144,7 @@ class Chain:
     CapacityError
         If the sum of all bytes exceeds 62 bits, or the sum of seconds the range of a float.
     TypeError
-        If bytes are not integers.
+        If bytes are not integers, rates or seconds no numbers, or names not str.
 
     References
     ----------
@@ -327,6 +349,8 @@ class Chain:
         ------
         ValueError
             If the text is not such an object, or the constructor refuses a value.
+        TypeError
+            If `text` is not a str or bytes, or as for the constructor.
 
         Examples
         --------
@@ -336,7 +360,7 @@ class Chain:
         >>> Chain.from_json(text).blocks
         2
         """
-        return cls._from_dict(json.loads(text))
+        return cls._from_dict(parse_json(text))
 
     @classmethod
     def _from_dict(cls, document: object) -> Chain:
@@ -468,7 +492,7 @@ def _check_rate(name: str, value: float | None) -> float:
     """
     if value is None:
         return 0.0
-    rate = float(value)
+    rate = check_number(name, value)
     if not rate > 0 or rate == float("inf"):
         raise ValueError(f"{name} is {rate:g}: give a finite number above 0, or None")
     return rate

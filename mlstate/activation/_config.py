@@ -9,6 +9,7 @@ from math import isnan
 from operator import index
 from typing import Any, Self, TypeAlias
 
+from .._common.arguments import check_number
 from .._common.budget import parse_size
 from ._combinators import CheckpointStrategy, check_strategy
 from ._strategies import (
@@ -201,9 +202,7 @@ def _check_positive(name: str, value: Any) -> int:
 
 def _check_share(value: Any) -> float:
     """Return `max_memory_percentage` as a float; raise unless it is above 0 and at most 1."""
-    if isinstance(value, str):
-        raise TypeError(f"max_memory_percentage must be a number, got {value!r}")
-    share = float(value)
+    share = check_number("max_memory_percentage", value)
     if isnan(share) or not 0 < share <= 1:
         raise ValueError(f"max_memory_percentage must be above 0 and at most 1, got {value}")
     return share
@@ -333,6 +332,11 @@ def create_interval(interval: int = 2) -> IntervalStrategy:
     IntervalStrategy
         A new strategy.
 
+    Raises
+    ------
+    CapacityError, TypeError, ValueError
+        As for the class.
+
     Examples
     --------
     >>> from mlstate.activation import create_interval
@@ -356,6 +360,11 @@ def create_selective(
     -------
     SelectiveStrategy
         A new strategy.
+
+    Raises
+    ------
+    TypeError, ValueError
+        As for the class.
 
     Examples
     --------
@@ -383,6 +392,11 @@ def create_size_based(
     SizeBasedStrategy
         A new strategy.
 
+    Raises
+    ------
+    CapacityError, TypeError, ValueError
+        As for the class.
+
     Examples
     --------
     >>> from mlstate.activation import create_size_based
@@ -409,6 +423,11 @@ def create_memory_aware(
     MemoryAwareStrategy
         A new strategy.
 
+    Raises
+    ------
+    TypeError, ValueError
+        As for the class.
+
     Examples
     --------
     >>> from mlstate.activation import create_memory_aware
@@ -430,6 +449,11 @@ def create_smart(exclude_layers: Iterable[str] | None = None) -> SmartStrategy:
     -------
     SmartStrategy
         A new strategy.
+
+    Raises
+    ------
+    TypeError
+        As for the class.
 
     Examples
     --------

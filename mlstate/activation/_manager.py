@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import threading
-from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
+from .._common.arguments import check_int
 from .._common.backend import backend_named
 from .._common.text import bytes_text, table_html, table_text
 from ._backend import ActivationBackend
@@ -157,7 +157,11 @@ class ActivationManager:
         if not isinstance(layer_id, str):
             raise TypeError(f"layer_id must be a str, got {type(layer_id).__name__}")
         nbytes = 0 if activation is None else _core.activation_bytes(activation)
-        place = self._index_of(layer_id) if layer_index is None else index(layer_index)
+        place = (
+            self._index_of(layer_id)
+            if layer_index is None
+            else check_int("layer_index", layer_index, 0)
+        )
         chosen = bool(self.strategy.should_checkpoint(layer_id, activation, place))
         with self._lock:
             layer = self._layers.setdefault(layer_id, _Layer(layer_id, place))

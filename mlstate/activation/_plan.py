@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import _core
+from .._common.arguments import check_int, check_items
 from .._common.backend import backend_named
 from .._common.text import bytes_text, table_text
 from ._backend import ActivationBackend
-from ._chain import Chain
-from ._combinators import name_of
+from ._chain import Chain, check_chain, parse_json
+from ._combinators import check_strategy, name_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from ._combinators import CheckpointStrategy
 
 _ROWS = 60
+_MOST_PASSES = 1000
 _FORMAT = "mlstate.plan"
 KINDS = ("forward", "save", "backward", "drop", "offload", "load")  # index: the core's number
 _FORWARD, _SAVE, _BACKWARD, _DROP, _OFFLOAD, _LOAD = range(len(KINDS))
@@ -336,6 +338,8 @@ class Plan:
         ------
         ValueError
             If the text is not a plan, or its schedule is not valid.
+        TypeError
+            If `text` is not a str or bytes, or a value has a wrong type.
 
         Examples
         --------
@@ -344,7 +348,7 @@ class Plan:
         Traceback (most recent call last):
         ValueError: a plan is a JSON object, got list
         """
-        document = json.loads(text)
+        document = parse_json(text)
         if not isinstance(document, dict):
             raise ValueError(f"a plan is a JSON object, got {type(document).__name__}")
         if document.get("format") != _FORMAT or document.get("version") != 1:
@@ -392,7 +396,9 @@ class Plan:
         IndexError
             If a block number is out of range.
         TypeError
-            If `blocks` is a mask; pass ``np.flatnonzero(mask)``.
+            If an argument has a wrong type, or `blocks` is a mask; pass ``np.flatnonzero(mask)``.
+        ValueError
+            If the budget is not finite, or a text that is not a size.
         CapacityError
             If the peak memory exceeds the budget.
 
@@ -403,13 +409,15 @@ class Plan:
         >>> Plan.from_recomputed(chain, [0])
         <Plan of 2 blocks: 7 s (+16.7%), peak 70 B; 1 kept, 1 recomputed, 0 offloaded>
         """
-        n = chain.blocks
+        n = check_chain(chain).blocks
         again = np.zeros(n, bool)
-        for block in blocks:
+        for block in check_items("blocks", blocks, "block numbers"):
             if isinstance(block, bool | np.bool_):
                 raise TypeError(
                     f"{block} is not a block number: convert a mask with np.flatnonzero(mask)"
                 )
+            if not hasattr(block, "__index__") or getattr(block, "shape", ()) != ():
+                raise TypeError(f"blocks must hold block numbers, got {block!r}")
             if not 0 <= index(block) < n:
                 raise IndexError(f"block {block}: this chain has {n}, counted from 0")
             again[block] = True
@@ -449,7 +457,7 @@ class Plan:
         budget_bytes : int, float or str, optional
             Largest peak memory allowed, see `plan`. Default: no limit.
         passes : int, default 2
-            Number of forward passes. The decisions of the last pass are used, because
+            Number of forward passes, up to 1,000. The decisions of the last pass are used, because
             `SmartStrategy` mostly collects sizes in the first.
 
         Returns
@@ -459,8 +467,10 @@ class Plan:
 
         Raises
         ------
+        TypeError
+            If an argument has a wrong type.
         ValueError
-            If `passes` is below 1.
+            If `passes` is not from 1 to 1,000, or as for `from_recomputed`.
         CapacityError
             If the peak memory exceeds the budget.
 
@@ -471,8 +481,9 @@ class Plan:
         >>> Plan.from_strategy(chain, IntervalStrategy(2)).recomputed
         [0, 2]
         """
-        if passes < 1:
-            raise ValueError(f"{passes} passes: choose at least 1")
+        check_chain(chain)
+        check_strategy(strategy, "strategy")
+        passes = check_int("passes", passes, 1, _MOST_PASSES)
         names, sizes = chain.names, chain.activation_bytes.tolist()
         blocks: list[int] = []
         for _ in range(passes):

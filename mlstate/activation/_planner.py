@@ -7,8 +7,9 @@ from operator import index
 from typing import TYPE_CHECKING, Literal
 
 from .. import _core
-from .._common.arguments import check_flags
+from .._common.arguments import check_flags, check_int, is_flag
 from .._common.text import bytes_text, count_text, table_html, table_text
+from ._chain import check_chain
 from ._plan import Plan
 
 if TYPE_CHECKING:
@@ -32,8 +33,10 @@ _METHODS = {
 def _check_arguments(chain: Chain, slots: int | None, offload: bool) -> int:
     """Check the common arguments of `plan` and `pareto`; return the number of slots, 0 for None.
 
-    Raises ValueError if `slots` is below 1, or `offload` is set for a chain without rates.
+    Raises ValueError if `slots` is below 1, or `offload` is set for a chain without rates, and
+    TypeError for arguments of another type.
     """
+    check_chain(chain)
     check_flags(offload=offload)
     if offload and chain.offload_bytes_per_second is None:
         raise ValueError(
@@ -42,9 +45,7 @@ def _check_arguments(chain: Chain, slots: int | None, offload: bool) -> int:
         )
     if slots is None:
         return 0
-    if index(slots) < 1:
-        raise ValueError(f"{slots} slots: choose at least 1, or None to plan to the byte")
-    return index(slots)
+    return check_int("slots", slots, 1, also=" or None")
 
 
 def plan(
@@ -84,6 +85,8 @@ def plan(
 
     Raises
     ------
+    TypeError
+        If an argument has a wrong type.
     CapacityError
         If no schedule fits. `expected` is the smallest sufficient budget in bytes; the message
         also has it in the unit of `budget_bytes`. Also if the table of blocks and slots would
@@ -234,6 +237,8 @@ class Pareto:
         ------
         IndexError
             If the index is out of range.
+        TypeError
+            If `i` is not an integer.
 
         Examples
         --------
@@ -242,7 +247,12 @@ class Pareto:
         >>> curve.plan(0)
         <Plan of 3 blocks: 12 s (+33.3%), peak 80 B of 80 B; 1 kept, 2 recomputed, 0 offloaded>
         """
-        budget = self[i][0]
+        if is_flag(i) or not hasattr(i, "__index__"):
+            raise TypeError(f"i must be an int, got {type(i).__name__}")
+        number = index(i)
+        if not -len(self) <= number < len(self):
+            raise IndexError(f"i is {number}: this curve has {count_text(len(self), 'point')}")
+        budget = self[number][0]
         return plan(self.chain, budget, slots=self._slots or None, offload=self.offload)
 
     def _title(self) -> str:
@@ -302,7 +312,7 @@ def pareto(chain: Chain, *, slots: int | None = None, offload: bool = False) -> 
     ------
     CapacityError
         If the table of blocks and slots would exceed 2 GiB.
-    ValueError
+    TypeError, ValueError
         See `plan`.
 
     Examples

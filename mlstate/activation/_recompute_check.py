@@ -132,6 +132,9 @@ def check(
 
     Raises
     ------
+    TypeError
+        If `plan` is not a plan, `module` not a module or a sequence of blocks, or `sample` contains
+        no tensor.
     ValueError
         See `Chain.from_torch` and `Plan.apply`.
     ImportError

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .. import _core
+from .._common.arguments import check_items
 from .._common.budget import parse_size
 from .._common.text import shorten
 from ._combinators import Operators
@@ -28,13 +29,11 @@ def layer_names(label: str, layers: Iterable[str] | None) -> tuple[str, ...]:
     """
     if layers is None:
         return ()
-    if isinstance(layers, str | bytes):
-        raise TypeError(f"{label} must be an iterable of layer ids, got {layers!r}: use a list")
-    names = tuple(dict.fromkeys(layers))
+    names = check_items(label, layers, "layer ids")
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"{label} must hold layer ids, which are str; got {name!r}")
-    return names
+    return tuple(dict.fromkeys(names))
 
 
 def check_overlap(chosen: Iterable[str], excluded: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
-from .._common.arrays import memory_key, named_refusals, new_packed, refuse_unstorable
+from .._common.arrays import memory_key, new_packed, refuse_unstorable
 from .._common.text import ranks_text, shorten
 from .._sharding.layout import Layout, Shard
 from ..errors import CompatibilityError
@@ -92,18 +92,11 @@ def describe(state: Mapping[str, object]) -> list[Entry]:
     Reads no element. Raises TypeError for arrays of Python objects, and UnstorableError for tensors
     without plain memory, such as sparse ones.
     """
-    with named_refusals(state):
-        return _describe(state)
-
-
-def _describe(state: Mapping[str, object]) -> list[Entry]:
-    """Return the entries of `describe`; errors of torch may lack the tensor's name."""
     entries = []
     seen: dict[Any, str] = {}  # the first tensor over each memory
     for name, value in state.items():
+        refuse_unstorable({name: value}, every=True)
         array = array_of(value)
-        if getattr(array, "is_meta", False):
-            refuse_unstorable({name: array}, every=True)
         if getattr(array.dtype, "hasobject", False):
             raise TypeError(f"{name!r} holds references to objects of this process")
         shard = value if isinstance(value, Shard) else None

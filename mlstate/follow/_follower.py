@@ -230,6 +230,8 @@ class Follower:
 
         Raises
         ------
+        TypeError, ValueError
+            `step` is not an integer from 0.
         FormatError, ChecksumError
             A version is damaged or does not belong to the arrays, and no later anchor exists.
         StoreError

@@ -24,7 +24,7 @@ from math import isfinite, sqrt
 from typing import TYPE_CHECKING, Any
 
 from .._common.arguments import check_number
-from .._common.backend import backend_named
+from .._common.backend import backend_named, is_module
 from .._common.set_module import set_module_of_exports
 from .._exports import show_exports
 from ..collectives._arguments import check_group
@@ -36,7 +36,7 @@ from ._config import FSDP
 from ._gradient_ops import norm_partials, scale, squares_in_order
 from ._reduce_scatter import ReduceScatterOperation
 from ._report import BackwardReport, Bucket
-from ._sharding_unit import FSDPShardingUnit
+from ._sharding_unit import FSDPShardingUnit, check_layout
 from ._verify import GradientReport, Mismatch
 
 if TYPE_CHECKING:
@@ -79,6 +79,13 @@ def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str,
     dict of str to FSDPShardingUnit
         The units by parameter name, in the module's order.
 
+    Raises
+    ------
+    TypeError
+        If `model` is not a module, or `group` not a group.
+    ValueError
+        If `layout` is another text.
+
     Examples
     --------
     >>> import torch
@@ -87,6 +94,9 @@ def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str,
     >>> sharding_units(torch.nn.Linear(3, 2, bias=False), SingleGroup(), layout="rows")
     {'weight': FSDPShardingUnit('weight' float32 (2, 3) rows, shard 0 of 1)}
     """
+    if not is_module(model):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_layout(layout)
     group = check_group(group)
     return {
         name: FSDPShardingUnit(
@@ -132,6 +142,8 @@ def clip_grad_norm(
     ------
     ValueError
         If `max_norm` is negative or NaN.
+    TypeError
+        If an argument has a wrong type.
     CollectiveError
         On every rank, if the norm is not finite or a rank passed another `max_norm`. The
         gradients are unchanged.

@@ -27,8 +27,8 @@ class ModuleHooks(Protocol):
         this process, for the CollectiveError if the pass runs inside another one.
         """
 
-    def outdated(self) -> str:
-        """Return why gradients of the module would stay unreduced, or an empty string."""
+    def outdated(self) -> tuple[str, str]:
+        """Return a parameter whose gradient would stay unreduced, and why; ("", "") if none."""
 
     def keep_unsent(self, name: str) -> None:
         """Note that a `no_sync` pass has added to a parameter's gradient."""

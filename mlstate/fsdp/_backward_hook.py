@@ -230,7 +230,7 @@ class FSDPBackwardHook:
             gradient, on_failure = hooks.take(name, token)
             problem = ""
             if self._pass is None:
-                problem = hooks.outdated()  # becomes an error on all ranks, which wait for this one
+                _, problem = hooks.outdated()  # becomes an error on all ranks, which wait for it
                 self._pass = BackwardPass(self._plan, self._reducer)
             self._pass.token = token
             self._pass.add(name, gradient, on_failure, problem)

@@ -30,6 +30,8 @@ class ReduceScatterOperation:
 
     Raises
     ------
+    TypeError
+        If an argument has a wrong type.
     ValueError
         If `shard_index` is not this rank, or another argument is invalid.
 

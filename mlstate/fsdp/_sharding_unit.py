@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 from math import prod
-from operator import index
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._common.arguments import check_int
+from .._common.arguments import check_int, check_items
 from .._common.dtypes import EXTENSIONS, name_of, stored_dtype
 from .._sharding.layout import LAYOUT_NAMES, Layout, Shard, steps_of
 from ..errors import CompatibilityError
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 # Names of one cut whose parts are contiguous runs of the parameter, as buckets need them.
+_MOST_RANKS = 1 << 20
 _LAYOUTS = sorted(n for n in LAYOUT_NAMES if steps_of(n, 2) in ((("flat", 2),), ((0, 2),)))
 
 
@@ -31,7 +31,10 @@ def dtype_text(dtype: Any) -> str:
     text = str(dtype)
     if text.startswith("torch.") or text in EXTENSIONS:
         return text.removeprefix("torch.")
-    return name_of(np.dtype(dtype))
+    try:
+        return name_of(np.dtype(dtype))
+    except TypeError:  # NumPy's text lacks the name
+        raise TypeError(f"dtype must be a dtype or its name, got {dtype!r:.200}") from None
 
 
 @cache
@@ -46,6 +49,12 @@ def _numpy_dtype(dtype: str) -> Any:
         return np.dtype(dtype)
     except TypeError:  # a dtype that NumPy lacks
         return stored_dtype(dtype)
+
+
+def check_layout(layout: object) -> None:
+    """Raise ValueError unless the argument `layout` is one of `_LAYOUTS`."""
+    if not isinstance(layout, str) or layout not in _LAYOUTS:
+        raise ValueError(f"layout must be {' or '.join(map(repr, _LAYOUTS))}, got {layout!r}")
 
 
 class FSDPShardingUnit:
@@ -128,14 +137,13 @@ class FSDPShardingUnit:
             raise ValueError(
                 f"parameter_name must be a str that is not empty, got {parameter_name!r}"
             )
-        if layout not in _LAYOUTS:
-            layouts = " or ".join(map(repr, _LAYOUTS))
-            raise ValueError(f"layout must be {layouts}, got {layout!r}")
+        check_layout(layout)
         self.shard_index: int = check_int("shard_index", shard_index, 0)
         self.parameter_name: str = parameter_name
-        self.shape: tuple[int, ...] = tuple(index(n) for n in shape)
-        if any(n < 0 for n in self.shape):
-            raise ValueError(f"{parameter_name}: shape {self.shape} has a negative dimension")
+        self.shape: tuple[int, ...] = tuple(
+            check_int(f"{parameter_name}: each number of shape", n, 0)
+            for n in check_items("shape", shape, "integers")
+        )
         if layout == "rows" and not self.shape:
             raise CompatibilityError(
                 f"{parameter_name}: a parameter without dimensions has no rows; pass layout='flat'"
@@ -169,6 +177,8 @@ class FSDPShardingUnit:
         ------
         ValueError
             If the unit has another number of ranks, or its shard index is out of range.
+        TypeError
+            If `world_size` is not an integer.
 
         Examples
         --------
@@ -178,11 +188,10 @@ class FSDPShardingUnit:
         >>> unit.counts
         (1, 1, 1, 0)
         """
-        if self._world_size == world_size:
+        if type(world_size) is int and self._world_size == world_size:
             return
-        if index(world_size) < 1:
-            raise ValueError(f"{self.parameter_name}: world_size must be 1 or more")
-        if self._world_size is not None:
+        check_int(f"{self.parameter_name}: world_size", world_size, 1, _MOST_RANKS)
+        if self._world_size not in (None, world_size):
             raise ValueError(
                 f"{self.parameter_name}: this unit is for {self._world_size} ranks, but the group "
                 f"has {world_size}"

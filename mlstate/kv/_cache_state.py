@@ -329,6 +329,8 @@ class CacheState(CopiedByValue):
 
         Raises
         ------
+        TypeError
+            `n` is not an integer.
         CapacityError
             `n` is negative, or the tokens exceed the positions of an entry. Nothing is changed
             then. A ValueError.
@@ -349,6 +351,8 @@ class CacheState(CopiedByValue):
 
         Raises
         ------
+        TypeError
+            `capacity` is not an integer.
         CapacityError
             The tokens of an entry do not fit. Nothing is changed then. A ValueError.
         CompatibilityError
@@ -381,6 +385,8 @@ class CacheState(CopiedByValue):
 
         Raises
         ------
+        TypeError
+            `n` is not an integer.
         CapacityError
             `n` is negative or more than `length`. Nothing is changed then. A ValueError.
         CompatibilityError
@@ -411,7 +417,7 @@ class CacheState(CopiedByValue):
 
         Raises
         ------
-        CapacityError, CompatibilityError
+        CapacityError, CompatibilityError, TypeError
             As for `trim`.
         """
         number, length = as_integer("n", n), self._cache.length

@@ -216,6 +216,8 @@ class KVState(CopiedByValue):
 
         Raises
         ------
+        TypeError
+            `capacity` is not an integer.
         CapacityError
             `capacity` is less than the current one.
         BufferError

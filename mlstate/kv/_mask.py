@@ -174,6 +174,7 @@ def create_decode_mask(
     >>> create_decode_mask(6, 2, 4, sinks=1, dtype="float32").tolist()
     [[[[0.0, -inf, 0.0, 0.0, 0.0, -inf]]]]
     """
+    seq_length = as_integer("seq_length", seq_length)
     current_position = as_integer("current_position", current_position)
     if current_position == seq_length:
         raise capacity_error(

@@ -36,6 +36,9 @@ class RollingKVState(CopiedByValue):
 
     Raises
     ------
+    TypeError
+        `shape` is not a sequence of integers, another number is not an integer, or `dtype` is not a
+        dtype.
     CapacityError
         `capacity` is below 1, or `sinks` is negative or not below the capacity. A ValueError.
     CompatibilityError
@@ -200,6 +203,8 @@ class RollingKVState(CopiedByValue):
 
         Raises
         ------
+        TypeError
+            `n` is not an integer.
         CapacityError
             `n` is negative or more than `length`. Nothing is changed then.
 

@@ -76,6 +76,8 @@ def fingerprint(
 
     Raises
     ------
+    ValueError
+        The name of a model is empty.
     TypeError
         `model` has another type, or is a torch module and `hash_weights` is False.
     FormatError

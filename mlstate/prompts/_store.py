@@ -325,6 +325,11 @@ class PromptStore:
         list of int
             Positions after `start`, increasing: the ones of the policy `snapshots`, and the one
             before the last token. A model whose cache has no snapshots need not stop.
+
+        Raises
+        ------
+        TypeError, ValueError
+            As for `match`, or `start` is not an integer from 0.
         """
         length = len(as_tokens(tokens))
         return positions(self._policy, length, check_int("start", start, 0), self._block)

@@ -116,6 +116,11 @@ class OptimizerStateDict(StateDict):
         OptimizerStateDict
             Empty, at step 0.
 
+        Raises
+        ------
+        ValueError
+            `optimizer_type` is not one of `OptimizerType`.
+
         Examples
         --------
         >>> from mlstate import OptimizerStateDict

@@ -109,7 +109,7 @@ def test_configurations_are_values():
         ({"min_activation_size_bytes": -5}, ValueError, "min_activation_size_bytes .* got -5"),
         ({"max_memory_percentage": 1.5}, ValueError, "max_memory_percentage .* got 1.5"),
         ({"max_memory_percentage": float("nan")}, ValueError, "got nan"),
-        ({"max_memory_percentage": "1"}, TypeError, "max_memory_percentage .* got '1'"),
+        ({"max_memory_percentage": "1"}, TypeError, "max_memory_percentage .* got str"),
         ({"checkpoint_layers": "abc"}, TypeError, "checkpoint_layers .* got 'abc'"),
         ({"exclude_layers": [1]}, TypeError, "exclude_layers .* got 1"),
         (

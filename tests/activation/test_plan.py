@@ -178,7 +178,7 @@ def test_budget_below_unplanned_peak_forces_recomputation():
         (None, {}, TypeError, "budget_bytes"),
         (0, {}, CapacityError, "smallest sufficient budget is"),
         (2**63, {}, CapacityError, "64 bits"),
-        (100, {"slots": 0}, ValueError, "choose at least 1"),
+        (100, {"slots": 0}, ValueError, "slots must be 1 or more or None, got 0"),
         (100, {"slots": 1 << 40}, ValueError, "choose 1 to"),
         (100, {"slots": 1.5}, TypeError, "float"),
         (1000, {"schedules": "best"}, ValueError, "persistent, any"),

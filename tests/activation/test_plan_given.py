@@ -99,7 +99,7 @@ def test_invalid_blocks_are_refused():
             TypeError, match=r"True is not a block number: convert a mask with np.flatnonzero"
         ):
             Plan.from_recomputed(CHAIN, mask)
-    with pytest.raises(ValueError, match="0 passes"):
+    with pytest.raises(ValueError, match="passes must be from 1 to 1000, got 0"):
         Plan.from_strategy(CHAIN, IntervalStrategy(), passes=0)
     with pytest.raises(CapacityError, match="exceeds the budget of 60"):
         Plan.from_recomputed(CHAIN, [0], budget_bytes=60)

@@ -68,7 +68,7 @@ def test_a_torch_tensor_gives_a_torch_tensor(torch):
         ((SingleGroup(), (2,), "f4", 1), ValueError, "shard_index 1 is out of range"),
         ((SingleGroup(), (2,), "f4", -1), ValueError, "shard_index must be 0 or more"),
         ((SingleGroup(), (2,), "f4", 0.0), TypeError, "float"),
-        ((SingleGroup(), (-2,), "f4", 0), ValueError, "negative dimension"),
+        ((SingleGroup(), (-2,), "f4", 0), ValueError, "number of shape must be 0 or more, got -2"),
         ((SingleGroup(), (2,), None, 0), TypeError, "dtype must be"),
         ((SingleGroup(), (2,), "f4", 0, "prod"), ValueError, "'prod' is not a valid ReduceOp"),
     ],

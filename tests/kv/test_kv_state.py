@@ -163,7 +163,7 @@ def test_refused_sizes_keep_the_state():
         ((1,) * 9, {}, CompatibilityError, "2 to 8 dimensions, .* got 9: shape"),
         ((2, 3, -8, 5), {}, CompatibilityError, "shape has the negative dimension -8"),
         ((2, 3, 8.0, 5), {}, TypeError, "must be an integer"),
-        (8, {}, TypeError, "not iterable"),
+        (8, {}, TypeError, "shape must be a sequence of integers, got int"),
         ((2, 3, 8, 5), {"seq_axis": 4}, CompatibilityError, r"seq_axis 4 is outside -4..3: shape"),
         ((2, 3, 8, 5), {"seq_axis": -5}, CompatibilityError, r"seq_axis -5 is outside"),
         ((2, 3, 8, 5), {"seq_axis": 1.5}, TypeError, "seq_axis must be an integer"),

@@ -178,8 +178,8 @@ def test_out_in_the_other_byte_order():
         (np.ones((1, 1, 6, 5)), CompatibilityError, "out: .*shape"),
         (np.ones((6, 6)), CompatibilityError, "out: .*shape"),
         (np.ones((1, 1, 1, 6)), CompatibilityError, "out: .*shape"),
-        (np.ones((1, 1, 6, 6), int), CompatibilityError, "made of floats, not int64"),
-        (np.ones((1, 1, 6, 6), bool), CompatibilityError, "made of floats, not bool"),
+        (np.ones((1, 1, 6, 6), int), CompatibilityError, "made of floats, not of dtype int64"),
+        (np.ones((1, 1, 6, 6), bool), CompatibilityError, "made of floats, not of dtype bool"),
         (np.ones((1, 1, 6, 6), complex), CompatibilityError, "complex128 is not supported"),
         (np.broadcast_to(np.ones(6), (1, 1, 6, 6)), ValueError, "read-only"),
         ([[1.0]], TypeError, "out must be a NumPy array or a torch tensor"),
@@ -257,7 +257,7 @@ def test_mask_dtype_must_be_a_float(dtype):
         lambda: create_decode_mask(4, 2, 0, dtype=dtype),
         lambda: create_causal_mask(4, dtype=dtype),
     ):
-        with pytest.raises(CompatibilityError, match=f"made of floats, not {dtype}"):
+        with pytest.raises(CompatibilityError, match=f"made of floats, not of dtype {dtype}"):
             make()
     with pytest.raises(CompatibilityError, match="not supported"):
         create_decode_mask(4, 2, 0, dtype="S1")

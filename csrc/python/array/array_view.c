@@ -236,7 +236,13 @@ PyArray_Descr *mlspy_descr_of_object(const mlspy_state *state, PyObject *object,
     const int named = mlspy_dtype_named(object, out);
     if (named > 0) {
         descr = requested_descr(*out);
-    } else if (named < 0 || PyArray_DescrConverter(object, &descr) != NPY_SUCCEED) {
+    } else if (named < 0) {
+        return NULL;
+    } else if (PyArray_DescrConverter(object, &descr) != NPY_SUCCEED) {
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) { /* NumPy's text lacks the name */
+            PyErr_Format(PyExc_TypeError, "dtype must be a dtype or its name, got %.200R",
+                         object);
+        }
         return NULL;
     }
     /* NumPy has types that the core lacks: text, dates, objects, long double */

@@ -334,6 +334,10 @@ static int take_shape(const mlspy_state *state, PyObject *object, const char *la
     /* a copy, because an item's __index__ may change the caller's list */
     PyObject *items = PySequence_Tuple(object);
     if (items == NULL) {
+        if (PyErr_ExceptionMatches(PyExc_TypeError)) {
+            PyErr_Format(PyExc_TypeError, "%s must be a sequence of integers, got %.100s",
+                         label, Py_TYPE(object)->tp_name);
+        }
         return -1;
     }
     const Py_ssize_t count = PyTuple_GET_SIZE(items);
@@ -529,7 +533,7 @@ static PyObject *mask_target(const mlspy_state *state, PyObject *dtype, PyObject
     memcpy(expected.shape, shape, sizeof shape);
     mls_code code = mls_copy_check(&view->tensor, &expected, "out", &st);
     if (code == MLS_OK && (int)view->tensor.dtype >= MLS_CONVERTIBLE) {
-        code = mls_fail(&st, MLS_E_DTYPE, "a mask is made of floats, not %s",
+        code = mls_fail(&st, MLS_E_DTYPE, "a mask is made of floats, not of dtype %s",
                         mls_dtype_of(view->tensor.dtype)->name);
     }
     if (mlspy_check(state, code, &st) < 0) {

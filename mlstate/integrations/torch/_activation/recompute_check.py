@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...._common.set_module import set_module
+from ....activation._plan import Plan
 from ....activation._recompute_check import Finding, RecomputeReport
 from ....errors import MLStateError
 from .apply_plan import apply_plan
@@ -383,7 +384,8 @@ def check_recompute(
         If the choice of blocks is ambiguous, their number is not the plan's, or the model does not
         call each block once and in order.
     TypeError
-        If `sample` contains no tensor.
+        If `plan` is not a plan, `module` not a module or a sequence of blocks, or `sample` contains
+        no tensor.
 
     Examples
     --------
@@ -392,6 +394,8 @@ def check_recompute(
     >>> bool(check_recompute(torch.nn.Sequential(torch.nn.Tanh()), None, torch.ones(2)))
     True
     """
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"plan must be a Plan or None, got {type(plan).__name__}")
     model = SampledModel(module, sample, blocks, None if plan is None else plan.chain.blocks)
     block_numbers = set(range(len(model.found)) if plan is None else plan.recomputed)
     checker = _Checker(model, block_numbers)

@@ -108,10 +108,10 @@ class ModuleHooks(Hooks):
         call_at_end(callback)
         return weakref.ref(callback)
 
-    def outdated(self) -> str:
-        """Return why gradients of the module would stay unreduced, or an empty string."""
-        _, change = self.bindings.change()
-        return change and f"{change} after register_hooks: close() and register them again"
+    def outdated(self) -> tuple[str, str]:
+        """Return a parameter whose gradient would stay unreduced, and why; ("", "") if none."""
+        name, change = self.bindings.change()
+        return name, change and f"{change} after register_hooks: close() and register them again"
 
     def keep_unsent(self, name: str) -> None:
         """Note that a `no_sync` pass has added to a parameter's gradient, which stays unreduced."""
@@ -269,14 +269,12 @@ def _refuse_outdated_hooks(optimizer: torch.optim.Optimizer, *_: object) -> None
     torch calls it before each step of any optimizer.
     """
     for hooks in live_hooks():
-        if not isinstance(hooks, ModuleHooks):
-            continue
-        problem = hooks.outdated()
-        if problem and hooks.bindings.concerns(optimizer):
+        name, problem = hooks.outdated() if isinstance(hooks, ModuleHooks) else ("", "")
+        if problem and hooks.bindings.concerns(optimizer):  # type: ignore[attr-defined]
             error = CollectiveError(
                 f"{type(optimizer).__name__}.step: its gradient is not reduced: {problem}"
             )
-            error.name, _ = hooks.bindings.change()
+            error.name = name
             raise error
 
 

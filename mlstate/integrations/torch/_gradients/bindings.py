@@ -47,10 +47,9 @@ class Bindings:
                     self._bindings.append(_Binding(child._parameters, key, parameter, name, *facts))
 
     def change(self) -> tuple[str, str]:
-        """Return a parameter's name, and a text that it was replaced, added or unfrozen.
+        """Return the name of a parameter that was replaced, added or unfrozen, and a text on it.
 
         Both are "" if none was.
-
         Only parameters that need a hook count: with a hook, or requiring a gradient.
         """
         for binding in self._bindings:
