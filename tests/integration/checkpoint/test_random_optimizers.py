@@ -70,7 +70,7 @@ class Passing(optim.Optimizer):
 
 
 class Lookahead(Passing):
-    """Keeps slow weights beside the wrapped optimizer's states."""
+    """An optimizer with slow weights beside the states of the wrapped one."""
 
     def __init__(self, base):
         super().__init__(base)
