@@ -70,7 +70,7 @@ class Passing(optim.Optimizer):
 
 
 class Lookahead(Passing):
-    """An optimizer with slow weights beside the states of the wrapped one."""
+    """An optimizer with slow weights beside the wrapped optimizer's states."""
 
     def __init__(self, base):
         super().__init__(base)

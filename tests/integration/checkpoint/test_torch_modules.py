@@ -324,7 +324,7 @@ def test_modules_without_elements_are_refused(saved):
 
 
 class Composed(nn.Module):
-    """A module whose own method loads its entries and those of nested children."""
+    """A module whose own method loads its entries, also of nested children."""
 
     def __init__(self, leaf):
         super().__init__()
