@@ -609,10 +609,12 @@ def _check_request(
     mode: str | None,
     options: LoadOptions,
 ) -> tuple[LoadRequest, Manifest | None]:
-    """Check the arguments of a load; return the request, and the manifest if `path` has one.
+    """Check the arguments of a load; return the request, and the manifest if it is read already.
 
-    `step`, `monitor`, `mode`: which step to load. Replaces ``into``, ``names`` and ``device`` in
-    `options` by their checked forms.
+    That is so if `path` is a `RootPath` with a manifest, and no step is chosen. Otherwise it is
+    None, and the caller replaces the root of the request by the one that `open_root` finds. `step`,
+    `monitor`, `mode`: which step to load. Replaces ``into``, ``names`` and ``device`` in `options`
+    by their checked forms.
     """
     if is_module(options["into"]):
         options["into"] = {"model": options["into"]}

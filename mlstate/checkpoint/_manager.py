@@ -549,8 +549,8 @@ class CheckpointManager:
 
         Raises
         ------
-        ValueError
-            This is not the main thread, or the system has no such signal.
+        ValueError, OSError
+            This is not the main thread, or no such signal exists; it cannot be caught (SIGKILL).
 
         Examples
         --------

@@ -236,7 +236,8 @@ class SaveJob:
     def end(self, result: Checkpoint | None, error: BaseException | None) -> None:
         """Record result or error, release all references and memory, and wake waiting threads.
 
-        An error is printed here if the handle is gone and no call has raised it.
+        Called once: where the save ran, or by `give_up` if it never began. An error is printed here
+        if the handle is gone and no call has raised it.
         """
         if _groups.get(id(self.target.group)) is self:
             del _groups[id(self.target.group)]

@@ -76,7 +76,8 @@ _step.__name__ = "step"  # argparse: "invalid step value"
 def add_step(parser: argparse._ActionsContainer, name: str = "step", of: str = "run") -> None:
     """Add ``--step``, or an option of another `name`, to a command's parser.
 
-    `of`: the folder that the help refers to.
+    `name` ends in "step", by which `number_of_step` finds the option. `of`: the folder that the
+    help refers to.
     """
     parser.add_argument(
         f"--{name}",

@@ -49,7 +49,8 @@ class ModuleHooks(Protocol):
         """Gather the parts of reduced gradients, and add them to each parameter's gradient.
 
         `buckets`: sequences of sharding units whose local gradients are reduced. `timeout`:
-        seconds, None for the group's.
+        seconds, None for the group's. After an error some gradients are reduced and others not: the
+        caller calls `drop_full`.
         """
 
     def drop_full(self) -> None:

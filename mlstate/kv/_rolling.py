@@ -212,8 +212,8 @@ class RollingKVState(CopiedByValue):
         -----
         The slots become empty and zero. Evicted tokens do not come back, so a cache that has
         wrapped is shorter afterwards. Positions continue at the first one dropped. If tokens were
-        evicted and `n` reaches the sinks, the tokens before the evicted ones are the whole sequence
-        again, and positions continue after the last sink that is left.
+        evicted and `n` is so large that a sink is dropped too, the tokens before the evicted ones
+        are the whole sequence again, and positions continue after the last sink that is left.
 
         Examples
         --------

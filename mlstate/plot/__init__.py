@@ -98,8 +98,9 @@ def _stack(
 def _stacks(panels: dict[str, list[Group]], columns: list[str], legend_columns: int) -> Figure:
     """Return a figure of bars: the bytes of groups, in one panel for each title.
 
-    `panels`: the groups by title, one or two; each group is a bar. `columns`: names of a bar's
-    parts. `legend_columns`: columns of the legend.
+    `panels`: the groups by title, one or two; each group is a bar, and of many groups the middle
+    ones are one bar with their mean. `columns`: names of a bar's parts, at most as many as
+    `STATES`. `legend_columns`: columns of the legend.
     """
     shortened = {title: _shortened(groups) for title, groups in panels.items()}
     most = max(

@@ -73,8 +73,8 @@ mls_code mls_fail_at(mls_status *st, uint64_t offset, const char *format, ...)
 
 /* Add details to a status that mls_fail filled, and return its code: the name of the
  * tensor, state or key (`length` bytes), the expected value, the actual one, or both.
- * Each is truncated to fit. The phrases continue the message, such as "at least 4"; they
- * are not sentences. */
+ * Each is truncated to fit, and kept apart from the message. A value is a phrase, such as
+ * "at least 4". */
 mls_code mls_status_name(mls_status *st, const char *name, size_t length);
 mls_code mls_status_expected(mls_status *st, const char *format, ...) MLS_PRINTF(2, 3);
 mls_code mls_status_got(mls_status *st, const char *format, ...) MLS_PRINTF(2, 3);

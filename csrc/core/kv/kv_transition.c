@@ -130,7 +130,7 @@ mls_code mls_kv_check(int rank, const size_t *shape, mls_kv_request request,
 
 /* Fail with MLS_E_SHAPE because two caches differ in the property `label` (the lengths of
  * one axis, or the number of axes): it is `source` in one and `target` in the other.
- * `note` ends the message. */
+ * `note` follows in the message. */
 static mls_code fail_difference(const char *label, size_t source, size_t target,
                                 const char *note, mls_status *st)
 {

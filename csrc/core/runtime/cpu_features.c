@@ -164,11 +164,11 @@ static size_t read_sys_cache_bytes(int level)
     enum { CACHES = 8 };
     char text[32];
     for (int index = 0; index < CACHES; index++) {
-        const bool is_last_level = read_cache_file(index, "level", text, sizeof text) &&
+        const bool is_level = read_cache_file(index, "level", text, sizeof text) &&
                                    text[0] == (char)('0' + level) &&
                                    read_cache_file(index, "type", text, sizeof text) &&
                                    text[0] != 'I'; /* skip instruction caches */
-        if (is_last_level && read_cache_file(index, "size", text, sizeof text)) {
+        if (is_level && read_cache_file(index, "size", text, sizeof text)) {
             return (size_t)strtoul(text, NULL, 10) << 10;
         }
     }

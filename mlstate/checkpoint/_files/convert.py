@@ -233,8 +233,9 @@ def read_any(
     memory-mapped file. If a file numbers the parameters of an optimizer, as
     ``optimizer.state_dict()`` does, the names are the ``param_names`` of its groups, else
     ``param_0``, ``param_1``, ... Metadata are the other plain values in the file, and states are
-    all other entries. Only the entries of `selection` are returned, and of a distributed checkpoint
-    only these are read. Files are compared with the checksums of `checksum` if they are `checked`.
+    all other entries; of Lightning only the model is read without `selection`, with a warning. Only
+    the entries of `selection` are returned, and of a distributed checkpoint only these are read.
+    `checked`: compare the elements with their checksums, or files with those of `checksum`.
     """
     chosen = selection or Selection()
     place = place_of(path, storage_options, reads=True)

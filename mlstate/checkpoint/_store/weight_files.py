@@ -115,10 +115,10 @@ def parse_index(folder: Folder, root: str, data: bytes, suffix: str = SUFFIX) ->
 
 
 def list_set(folder: Folder, root: str) -> WeightFiles:
-    """Return the numbered files of a folder without an index; warn if some are missing.
+    """Return the numbered files of a folder without an index; warn that it has none.
 
-    `root`: the name pattern of the set. A warning names this case too if all exist. Raises
-    FormatError for wrong numbers.
+    `root`: the name pattern of the set. The warning also names missing files; without any file,
+    `missing` of the result is the pattern. Raises FormatError for wrong numbers.
     """
     try:
         files, missing = set_files(folder.names(""), root)

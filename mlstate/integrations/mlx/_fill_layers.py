@@ -230,7 +230,7 @@ def _plan_quantized(at: _Place) -> dict[str, Any]:
     return result
 
 
-def _check_window(at: _Place, entries: list[CacheEntry], window: int, keep: int) -> None:
+def _require_newest(at: _Place, entries: list[CacheEntry], window: int, keep: int) -> None:
     """Raise CompatibilityError if a layer needs tokens that the state has evicted.
 
     `entries`: of keys and values. `window`: number of newest tokens that the layer needs. `keep`:
@@ -256,7 +256,7 @@ def _ring_slots(at: _Place, entries: list[CacheEntry]) -> tuple[dict[str, Any], 
     needs tokens that were evicted.
     """
     window, keep = at.before.values["max_size"], at.before.values.get("keep", 0)
-    _check_window(at, entries, window, keep)
+    _require_newest(at, entries, window, keep)
     ring, positions = at.filler.ring_of(entries[0]), entries[0].seq_length or 0
     is_ordered = ring.next_slot in (at.length, ring.sinks)
     slots = {at.filler.ring_of(entry).next_slot for entry in entries}
@@ -290,7 +290,7 @@ def _plan_chunked(at: _Place) -> dict[str, Any]:
     entries = at.both("sliding")
     if not entries:
         return {}
-    _check_window(at, entries, at.before.values["chunk_size"], 0)
+    _require_newest(at, entries, at.before.values["chunk_size"], 0)
     is_whole = all(at.filler.ring_of(entry).next_slot == at.length for entry in entries)
     arrays = at.whole(entries) if is_whole else at.in_order(entries)
     start = 0 if is_whole else at.length - at.stored(entries)

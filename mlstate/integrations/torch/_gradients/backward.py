@@ -184,7 +184,8 @@ class ModuleHooks(Hooks):
 
         `buckets`: units that are gathered together; parameters of one dtype and device are sent in
         one message. `timeout`: seconds, or None. A parameter that no rank used has no part; it
-        keeps its gradient.
+        keeps its gradient. After an error some gradients are reduced and others not: the caller
+        calls `drop_full`.
         """
         for units in buckets:
             kinds: dict[object, list[tuple[FSDPShardingUnit, torch.nn.Parameter]]] = {}

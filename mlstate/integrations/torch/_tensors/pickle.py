@@ -92,9 +92,11 @@ def _encode_array(value: object) -> tuple[Any, NDArray] | None:
 def reduce_state(state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Return the result of ``__reduce_ex__`` for ``torch.save`` and for pickle protocol 2.
 
-    Torch tensors share the arrays' memory. Dtypes that torch lacks are stored as bytes; these
-    include strings, records and non-native byte order. An array that bytes cannot represent, such
-    as one of empty strings, is pickled by NumPy; reading it requires ``weights_only=False``.
+    Torch tensors share the arrays' memory; arrays that torch cannot share are copied, and so are
+    those with gaps that no other array shares, because a file would contain the gaps. Dtypes that
+    torch lacks are stored as bytes; these include strings, records and non-native byte order. An
+    array that bytes cannot represent, such as one of empty strings, is pickled by NumPy; reading it
+    requires ``weights_only=False``.
     """
     values = dict(state)
     forms: dict[str, Any] = {}
