@@ -49,8 +49,8 @@ class Bindings:
     def change(self) -> tuple[str, str]:
         """Return the name of a parameter that was replaced, added or unfrozen, and a text on it.
 
-        Both are "" if none was.
-        Only parameters that need a hook count: with a hook, or requiring a gradient.
+        Both are "" if none was. Only parameters that need a hook count: with a hook, or requiring a
+        gradient.
         """
         for binding in self._bindings:
             current = binding.table.get(binding.key)
