@@ -192,7 +192,7 @@ def test_the_error_for_a_replaced_parameter_has_its_name():
         hook.register_hooks(module, {"it's.weight": unit})
         _assign(module)
         optimizer = torch.optim.SGD(module.parameters())
-        with pytest.raises(CollectiveError, match='"it\'s.weight" was replaced') as caught:
+        with pytest.raises(CollectiveError, match=r'"it\'s\.weight" was replaced') as caught:
             optimizer.step()
     assert caught.value.name == "it's.weight"
 
