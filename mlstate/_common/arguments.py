@@ -20,7 +20,7 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
-def check_number(name: str, value: object) -> float:
+def check_number(name: str, value: Any) -> float:
     """Return a real number, of Python, NumPy or a 0-dimensional tensor, as a float."""
     is_number = hasattr(value, "__float__") and not isinstance(value, type)
     if is_flag(value) or not is_number or getattr(value, "shape", ()) != ():

@@ -337,8 +337,8 @@ static const char *const methods[] = {[MLS_PLAN_BY_BYTES] = "bytes",
  * Finds the fastest persistent schedule within the budget; see mls_plan_make. `chain` is
  * the tuple of take_chain. The argument `slots` is the number of slots to plan by, or 0:
  * to the byte, or by slots if that is too expensive. `method` is one of the `methods`
- * above; the returned slots are those of the search, 0 for "bytes". For "fits" they were
- * too coarse for the budget. `steps` is from steps_array.
+ * above; the returned slots are the number that the search used, 0 for "bytes". For
+ * "fits" they were too coarse for the budget. `steps` is from steps_array.
  * Raises CapacityError if no schedule fits. */
 PyObject *core_plan_make(mlspy_state *state, PyObject *const *args)
 {

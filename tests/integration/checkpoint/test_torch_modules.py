@@ -311,7 +311,7 @@ def test_modules_without_elements_are_refused(saved):
 
 
 class Composed(nn.Module):
-    """Loads its entries, and those of nested children, by its own method."""
+    """Loads its entries and the entries of nested children by an own method."""
 
     def __init__(self, leaf):
         super().__init__()

@@ -274,7 +274,7 @@ def _refuse_outdated_hooks(optimizer: torch.optim.Optimizer, *_: object) -> None
             error = CollectiveError(
                 f"{type(optimizer).__name__}.step: its gradient is not reduced: {problem}"
             )
-            error.name, _ = hooks.bindings.change()
+            error.name, _ = hooks.bindings.change()  # type: ignore[attr-defined]
             raise error
 
 
