@@ -7,7 +7,7 @@ import re
 from contextlib import contextmanager
 from numbers import Real
 from operator import index
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .. import _core
 from .arguments import check_int, is_flag
@@ -72,7 +72,7 @@ class Budget(NamedTuple):
         return _BYTES.sub(lambda m: f"{m[1]} {self.text(int(m[2]))}", message)
 
 
-def parse_budget(name: str, value: object, full: int | None = None, of: str = "") -> Budget:
+def parse_budget(name: str, value: Any, full: int | None = None, of: str = "") -> Budget:
     """Return a memory budget, rounded down to whole bytes.
 
     `value`: bytes as an int; a size such as ``"6GiB"`` or ``"1.5 GB"``; or a fraction of `full`

@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
 _HTML_ROWS = 50
+_TITLE = 600  # characters of a title
 _COMPARED = 10_000  # names; comparing them takes about 100 ms
 _LISTED = 8
 _NUMBERS = re.compile("([0-9]+)").split
@@ -154,12 +155,15 @@ def table_html(
 ) -> str:
     """Return a table with a title as HTML; rows after the 50th are only counted.
 
+    Long titles and cells are shortened, and unprintable characters in them escaped.
+
     Columns of numbers, with or without units, are right-aligned. `collapse` merges rows that differ
     only in their first cell. With `style` false, the page must already have the rules.
     """
     import re
     from html import escape  # slow to import because of its entity tables
 
+    title = shorten(title, _TITLE)
     visible = _collapse(rows) if collapse else rows
     hidden = len(visible) - _HTML_ROWS
     visible = visible[:_HTML_ROWS]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._common.backend import backend_named
-from .._common.text import count_text, table_html
+from .._common.text import count_text, shorten, table_html
 from ._backend import ActivationBackend
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _ROWS = 40
+_CELL = 600  # characters of a name or text in reports
 _HEADERS = ["block", "where", "what", "in detail"]
 
 
@@ -93,8 +94,10 @@ class RecomputeReport:
     def __str__(self) -> str:
         """Return the title and the first findings as lines."""
         lines = [
-            f"- {f.block}{', ' if f.where else ''}{f.where} ({f.kind}): {f.text}"
-            for f in self.findings[:_ROWS]
+            f"- {block}{', ' if where else ''}{where} ({kind}): {text}"
+            for block, where, kind, text in (
+                (shorten(cell, _CELL) for cell in finding) for finding in self.findings[:_ROWS]
+            )
         ]
         hidden = len(self.findings) - _ROWS
         more = [f"… {hidden:,} more"] if hidden > 0 else []

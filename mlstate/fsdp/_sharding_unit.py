@@ -10,6 +10,7 @@ import numpy as np
 
 from .._common.arguments import check_int, check_items
 from .._common.dtypes import EXTENSIONS, name_of, stored_dtype
+from .._common.text import shorten
 from .._sharding.layout import LAYOUT_NAMES, Layout, Shard, steps_of
 from ..errors import CompatibilityError
 
@@ -163,7 +164,7 @@ class FSDPShardingUnit:
 
     def __repr__(self) -> str:
         of = "" if self._world_size is None else f" of {self._world_size}"
-        return f"FSDPShardingUnit({self.fact}, shard {self.shard_index}{of})"
+        return f"FSDPShardingUnit({shorten(self.fact, 400)}, shard {self.shard_index}{of})"
 
     def bind(self, world_size: int) -> None:
         """Set the number of ranks; a group calls this for a unit without `world_size`.

@@ -329,11 +329,9 @@ class CacheState(CopiedByValue):
 
         Raises
         ------
-        TypeError
-            `n` is not an integer.
-        CapacityError
-            `n` is negative, or the tokens exceed the positions of an entry. Nothing is changed
-            then. A ValueError.
+        CapacityError, TypeError
+            `n` is not an integer, is negative, or the tokens exceed the positions of an entry.
+            Nothing is changed then.
         """
         length = self._cache.length + as_count("n", n)
         _check_length(self._cache.spec, length)
@@ -351,10 +349,8 @@ class CacheState(CopiedByValue):
 
         Raises
         ------
-        TypeError
-            `capacity` is not an integer.
-        CapacityError
-            The tokens of an entry do not fit. Nothing is changed then. A ValueError.
+        CapacityError, TypeError
+            The tokens of an entry do not fit, or `capacity` is not an integer; nothing changed.
         CompatibilityError
             An opaque entry cannot be resized. Nothing is changed then. A ValueError.
         MemoryError
@@ -385,10 +381,8 @@ class CacheState(CopiedByValue):
 
         Raises
         ------
-        TypeError
-            `n` is not an integer.
-        CapacityError
-            `n` is negative or more than `length`. Nothing is changed then. A ValueError.
+        CapacityError, TypeError
+            `n` is not an integer, or not in ``0..length``. Nothing is changed then.
         CompatibilityError
             An entry cannot drop tokens: a recurrent, convolution or opaque entry, or a sliding
             entry that has evicted tokens, which its window would need again. Nothing is changed

@@ -20,6 +20,7 @@ Overflow = Literal["stop", "shift_refill", "roll"]
 
 _OVERFLOWS = get_args(Overflow)
 _LISTED = 3  # batches in a repr
+_SIZES = 40  # of a ladder in its repr
 _MINUS_INFINITY = float("-inf")
 
 
@@ -654,8 +655,12 @@ class ContextLadder:
         return hash(self._settings())
 
     def __repr__(self) -> str:
+        sizes = str(self._sizes)
+        if len(self._sizes) > _SIZES:
+            first = ", ".join(map(str, self._sizes[: _SIZES - 1]))
+            sizes = f"({first}, …, {self._sizes[-1]})"
         return (
-            f"ContextLadder({self._sizes}, overflow={self._overflow!r}, "
+            f"ContextLadder({sizes}, overflow={self._overflow!r}, "
             f"batch_size={self._batch_size}, reserve_batches={self._reserve_batches}, "
             f"prompt_tokens={self._prompt_tokens})"
         )

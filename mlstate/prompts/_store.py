@@ -14,7 +14,7 @@ from .._common.local_path import local_folder
 from .._common.log import log
 from .._common.set_module import set_module
 from .._common.store_error import store_error
-from .._common.text import bytes_text, table_html
+from .._common.text import bytes_text, shorten, table_html
 from ..errors import CompatibilityError, FormatError
 from ..kv._cache_spec import CacheSpec
 from ._caches import as_tokens, check_encoder, state_of
@@ -557,7 +557,7 @@ class PromptStore:
         self.close()
 
     def __repr__(self) -> str:
-        return f"PromptStore({self._path!r}, model={self._label!r})"
+        return f"PromptStore({self._path!r}, model={shorten(self._label, 200)!r})"
 
     def _repr_html_(self) -> str:
         """Return the numbers of `stats` as an HTML table for notebooks."""
@@ -565,7 +565,7 @@ class PromptStore:
             (name.replace("_", " "), bytes_text(n) if name.endswith("bytes") else f"{n:,}")
             for name, n in self.stats().items()
         ]
-        title = f"PromptStore: {self._path}, model {self._label}"
+        title = f"PromptStore: {self._path}, model {shorten(self._label, 200)}"
         return table_html(title, ["", "value"], rows)
 
 

@@ -84,6 +84,14 @@ def test_tables_show_hostile_texts_as_they_are(text):
     assert table.cells == [text, ""] + [text] * 4 and table.texts == [text]
 
 
+@pytest.mark.parametrize("title", ["k" * 100_000, "<b>\u202eevil\x1b[31m\n" * 9, "x" * 700])
+def test_titles_are_short_and_escaped(title):
+    for rows in ([], [["a"]]):
+        page = table_html(title, ["name"], rows, style=False)
+        assert len(page) < 1200 and "<b>" not in page
+        assert not any(mark in page for mark in "\u202e\x1b\n")
+
+
 def test_long_tables_are_truncated_with_a_note():
     rows = [("<" * 5000, "&" * 5000)] * 10_000
     html = table_html("10,000 rows", ("a", "b"), rows)

@@ -509,3 +509,9 @@ def test_texts():
     assert "<td>stop</td>" in ContextLadder([8])._repr_html_()
     page = ContextLadder([8], overflow="roll", prompt_tokens=2)._repr_html_()
     assert "replace token 2, then the next" in page
+
+
+def test_a_ladder_of_many_sizes_has_a_short_repr():
+    text = repr(ContextLadder(range(1, 20_001)))
+    assert len(text) < 400 and text.startswith("ContextLadder((1, 2, 3, ") and "…, 20000)" in text
+    assert repr(ContextLadder([8, 16])).startswith("ContextLadder((8, 16), ")

@@ -165,9 +165,9 @@ static size_t read_sys_cache_bytes(int level)
     char text[32];
     for (int index = 0; index < CACHES; index++) {
         const bool is_level = read_cache_file(index, "level", text, sizeof text) &&
-                                   text[0] == (char)('0' + level) &&
-                                   read_cache_file(index, "type", text, sizeof text) &&
-                                   text[0] != 'I'; /* skip instruction caches */
+                              text[0] == (char)('0' + level) &&
+                              read_cache_file(index, "type", text, sizeof text) &&
+                              text[0] != 'I'; /* skip instruction caches */
         if (is_level && read_cache_file(index, "size", text, sizeof text)) {
             return (size_t)strtoul(text, NULL, 10) << 10;
         }
