@@ -89,7 +89,7 @@ def parse_budget(name: str, value: Any, full: int | None = None, of: str = "") -
         return Budget(_multiply(percent[1], full) // 100, full, f"of {of}", f"{value.strip()}")
     try:
         if not is_flag(value):
-            return Budget(index(value), 0, "", "")  # type: ignore[arg-type]
+            return Budget(index(value), 0, "", "")
     except TypeError:
         pass  # a float, or no number
     if not isinstance(value, Real) or is_flag(value):

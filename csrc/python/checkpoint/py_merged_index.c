@@ -225,7 +225,9 @@ static int read_headers(const mlspy_state *state, mlspy_merged_index *self,
             goto done;
         }
         if (length > MLS_PATH_BYTES) {
-            PyErr_SetString(PyExc_ValueError, "a file name is too long");
+            PyErr_Format(PyExc_ValueError,
+                         "%.100s...: a file name has at most %d bytes, got %zd", texts[i],
+                         MLS_PATH_BYTES, length);
             goto done;
         }
     }

@@ -235,7 +235,7 @@ def read_any(
     ``param_0``, ``param_1``, ... Metadata are the other plain values in the file, and states are
     all other entries; of Lightning only the model is read without `selection`, with a warning. Only
     the entries of `selection` are returned, and of a distributed checkpoint only these are read.
-    `checked`: compare the elements with their checksums, or files with those of `checksum`.
+    `checked`: compare elements with their checksums, or files with the checksums of `checksum`.
     """
     chosen = selection or Selection()
     place = place_of(path, storage_options, reads=True)

@@ -38,7 +38,7 @@ def torch_weights_root(folder: Folder) -> str | None:
     """Return the root of a local folder's ``.bin`` files; None if it has safetensors or neither."""
     if not (folder.is_local and folder.has_checkpoint()) or folder.find_weights() is not None:
         return None
-    return weights_root(folder.names(""), TORCH_SUFFIX)
+    return weights_root(folder.names(""), TORCH_SUFFIX, folder=folder.path)
 
 
 def read_torch_weights(folder: Folder, root: str) -> StateDict:

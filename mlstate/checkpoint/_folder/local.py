@@ -240,13 +240,13 @@ class LocalFolder:
         names: list[str] = []
         with suppress(StoreError):  # reading the manifest reports the reason
             names = self.names("")
-        return weights_root(names)
+        return weights_root(names, folder=self.path)
 
     def _hint(self) -> str:
         """Return how to load this folder, whose files have unknown names, for an error; or ""."""
         names = self.names("")
         files = sorted(name for name in names if name.endswith(SUFFIX))
-        if weights_root(names, TORCH_SUFFIX) is not None:
+        if weights_root(names, TORCH_SUFFIX, folder=self.path) is not None:
             return f"; mlstate convert reads its {TORCH_SUFFIX} files"
         if "model_index.json" in names:
             return "; it is a pipeline of diffusers: pass one of its subfolders, such as unet"

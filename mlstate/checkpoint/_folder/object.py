@@ -177,7 +177,7 @@ class ObjectFolder:
 
     def find_weights(self) -> str | None:
         """Return the root of the weights of a Hugging Face folder; None if it has none."""
-        return weights_root(self.names(""))
+        return weights_root(self.names(""), folder=self.path)
 
     def missing_reason(self) -> str:
         """Return "": the store's own error names the missing object or bucket."""

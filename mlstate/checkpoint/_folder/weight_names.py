@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..._common.store_error import format_error
 from ...errors import FormatError
 
 if TYPE_CHECKING:
@@ -123,13 +124,13 @@ def _place_of(name: str, suffix: str) -> _Place | None:
     return _Place(stem, dot + inner + variant, order, root)
 
 
-def weights_root(names: Iterable[str], suffix: str = SUFFIX) -> str | None:
+def weights_root(names: Iterable[str], suffix: str = SUFFIX, *, folder: str = "") -> str | None:
     """Return the name that describes the weights of a folder with the files `names`.
 
     It is a file, an index, or a pattern of numbered files; None without weights. `suffix`: of the
     format to look for. Of several stems, the first in `_STEMS` is chosen. Files with a variant in
     their name, such as ``model.fp16.safetensors``, are the weights if the folder has no others.
-    Raises FormatError if it has several variants, or several sets.
+    Raises FormatError, which names `folder`, if it has several variants, or several sets.
     """
     places = [place for name in names if (place := _place_of(name, suffix)) is not None]
     for stem in _STEMS[suffix]:
@@ -139,14 +140,16 @@ def weights_root(names: Iterable[str], suffix: str = SUFFIX) -> str | None:
             continue
         if "" not in variants and len(variants) > 1:
             roots = sorted(place.root for place in of_stem)
-            raise FormatError(f"the folder holds several variants: {', '.join(roots)}: {_REMEDY}")
+            text = f"{folder}: the folder holds several variants: {', '.join(roots)}: {_REMEDY}"
+            raise format_error(text, folder)
         # The smallest is "", no variant, if there are such files.
         variant = min(variants)
         chosen = [place for place in of_stem if place.variant == variant]
         first = min(place.order for place in chosen)
         roots = sorted(place.root for place in chosen if place.order == first)
         if len(roots) > 1:
-            raise FormatError(f"the folder holds several models: {', '.join(roots)}: {_REMEDY}")
+            text = f"{folder}: the folder holds several models: {', '.join(roots)}: {_REMEDY}"
+            raise format_error(text, folder)
         return roots[0]
     return None
 
