@@ -102,7 +102,8 @@ def _describe(state: Mapping[str, object]) -> list[Entry]:
     seen: dict[Any, str] = {}  # the first tensor over each memory
     for name, value in state.items():
         array = array_of(value)
-        if getattr(array, "is_meta", False):
+        layout = str(getattr(array, "layout", ""))  # of a torch tensor
+        if getattr(array, "is_meta", False) or layout.startswith("torch.sparse"):
             refuse_unstorable({name: array}, every=True)
         if getattr(array.dtype, "hasobject", False):
             raise TypeError(f"{name!r} holds references to objects of this process")
