@@ -16,6 +16,9 @@ def on_current_stream(task: Callable[[], ResultT]) -> Callable[[], ResultT]:
 
     Each thread begins with the default stream, which does not wait for the streams on which the
     caller computes the task's tensors. Without CUDA, `task` itself is returned.
+
+    Only the stream of the caller's current device counts. If the task's tensors are on another
+    device, the caller must synchronize them or make their device the current one before the call.
     """
     cuda = getattr(sys.modules.get("torch"), "cuda", None)  # absent while torch is being imported
     if cuda is None or not cuda.is_initialized():

@@ -17,8 +17,8 @@ class TierBackend(Protocol):
     def on_device(self, array: Any, device: Any) -> Any:
         """Copy an array or a tensor to new memory on a device; a tensor keeps its strides."""
 
-    def in_memory(self, tensor: Any) -> Any:
-        """Copy a tensor to new main memory, with the same strides."""
+    def in_memory(self, tensors: list[Any]) -> list[Any]:
+        """Copy tensors to new main memory, with the same strides, after all work on them ended."""
 
     def tensors_of_optimizer(self, optimizer: Any, module: Any) -> dict[str, Any]:
         """Return the values of an optimizer's states, by ``"<parameter>.<state>"``."""

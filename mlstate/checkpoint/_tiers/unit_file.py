@@ -364,8 +364,7 @@ def arrays_in(unit: Unit, to: Tier, path: str, device: Any) -> list[Any] | None:
         pairs = zip(unit.parts, arrays, strict=True)
         return [array if part.stays else on_device(array, device) for part, array in pairs]
     if device is not None and unit.tier == Tier.HOT:
-        pairs = zip(unit.parts, arrays, strict=True)
-        arrays = [array if part.stays else _from_device(part, array) for part, array in pairs]
+        _copy_from_device(unit.parts, arrays)
     if to == Tier.COLD:
         write_unit(path, unit, arrays)
         return [None] * len(arrays)
@@ -381,11 +380,15 @@ def _of_kind(part: Part, array: Any) -> Any:
     return backend_named("torch", TensorBackend).tensors_of({"": array})[""]
 
 
-def _from_device(part: Part, tensor: Any) -> Any:
-    """Return a copy of a device tensor in main memory: an array or a tensor, as the part has."""
-    copied = backend_of(tensor, TierBackend).in_memory(tensor)
-    if part.is_tensor:
-        return copied
-    return (
-        backend_of(tensor, TensorBackend).arrays_of({"": copied})[""].astype(part.dtype, copy=False)
-    )
+def _copy_from_device(parts: list[Part], arrays: list[Any]) -> None:
+    """Replace device tensors in `arrays` by copies in main memory, arrays or tensors as in `parts`.
+
+    `arrays`: of the parts. Those of parts that stay are in main memory.
+    """
+    moving = [k for k, part in enumerate(parts) if not part.stays]
+    copies = backend_named("torch", TierBackend).in_memory([arrays[k] for k in moving])
+    for k, copy in zip(moving, copies, strict=True):
+        arrays[k] = copy
+        if not parts[k].is_tensor:
+            array = backend_of(copy, TensorBackend).arrays_of({"": copy})[""]
+            arrays[k] = array.astype(parts[k].dtype, copy=False)

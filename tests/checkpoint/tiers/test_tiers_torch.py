@@ -66,7 +66,7 @@ def test_copies_own_their_memory_and_bits():
         torch.tensor(3.0), torch.zeros(0, 3), torch.rand(3, 4).t(), torch.rand(8)[::2],
         conjugated, conjugated.imag, torch.rand(3, requires_grad=True), torch.rand(2).bfloat16(),
     ):  # fmt: skip
-        copied = in_memory(tensor)
+        copied = in_memory([tensor])[0]
         assert torch.equal(copied, tensor) and copied.dtype == tensor.dtype
         assert copied.shape == tensor.shape and not copied.requires_grad
         assert not tensor.numel() or copied.data_ptr() != tensor.data_ptr()
@@ -141,6 +141,31 @@ def test_hot_is_the_memory_of_a_gpu(folder):
         assert w.is_cuda and torch.equal(w.cpu(), torch.arange(1024.0) + 1)
         tiers.demote("w")
         assert not w.is_cuda
+
+
+class OnDevice(torch.Tensor):
+    """A tensor in main memory that says it is on the second CUDA device."""
+
+    device = torch.device("cuda", 1)
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+
+def test_tensors_are_copied_from_the_device_after_a_single_wait_for_its_streams(monkeypatch):
+    """A thread may have written on a stream of its own, and the memory is freed after the copy."""
+    from mlstate.integrations.torch._checkpoint import tiers as module
+
+    calls, copy_tensor = [], module._copy_tensor
+    monkeypatch.setattr(torch.cuda, "synchronize", calls.append)
+    monkeypatch.setattr(
+        module, "_copy_tensor", lambda *args: calls.append("copy") or copy_tensor(*args)
+    )
+    tensors = [torch.arange(3.0).as_subclass(OnDevice), torch.ones(2).as_subclass(OnDevice)]
+    copies = module.in_memory([*tensors, torch.zeros(1)])
+    assert [each.tolist() for each in copies] == [[0, 1, 2], [1, 1], [0]]
+    assert calls == [torch.device("cuda", 1), "copy", "copy", "copy"]
+    del calls[:]
+    module.in_memory([torch.zeros(1)])
+    assert calls == ["copy"]
 
 
 def test_cold_units_are_not_saved_as_empty(tmp_path, folder):

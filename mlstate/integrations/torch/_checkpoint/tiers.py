@@ -76,17 +76,17 @@ def on_device(array: Array, device: torch.device) -> torch.Tensor:
     return _copy_tensor(array, device)
 
 
-def in_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Copy a tensor to new main memory, with the same strides.
+def in_memory(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copy the tensors of a unit to new main memory, with the same strides.
 
-    On CUDA it waits for all streams of the device: another thread may have used the tensor on its
-    own stream, and the memory is freed after the copy.
+    Before, it waits for all streams of their CUDA devices: another thread may have used a tensor on
+    its own stream, and the memory on the device is freed after the copy.
     """
     import torch
 
-    if tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)
-    return _copy_tensor(tensor, "cpu")
+    for device in {tensor.device for tensor in tensors if tensor.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
+    return [_copy_tensor(tensor, "cpu") for tensor in tensors]
 
 
 def tensors_of_optimizer(
