@@ -22,6 +22,7 @@ from torch import nn  # noqa: E402
 
 from mlstate.activation import Chain, Plan, plan  # noqa: E402
 from mlstate.integrations.torch import measure_peak, profile_chain  # noqa: E402
+from mlstate.integrations.torch._activation import block_calls  # noqa: E402
 from mlstate.integrations.torch._activation.block_calls import seed_of  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -135,6 +136,22 @@ def test_the_model_is_as_it_was():
     assert all(map(torch.equal, model.buffers(), buffers))
     assert torch.equal(torch.get_rng_state(), state)
     assert not model[0]._forward_pre_hooks and not model[0]._forward_hooks
+
+
+def test_the_generators_of_frozen_parameters_are_restored(monkeypatch):
+    """A frozen block that moves its input to its own device may draw there."""
+
+    class OnDevice(nn.Parameter):
+        device = torch.device("cuda", 1)
+
+    restored = []
+    monkeypatch.setattr(block_calls, "generator_states", lambda devices: sorted(map(str, devices)))
+    monkeypatch.setattr(block_calls, "set_generator_states", restored.append)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+    model[1].weight = OnDevice(torch.ones(4, 4), requires_grad=False)
+    with block_calls.SampledModel(model, x, None, None).untouched():
+        assert model[0].weight.grad is not None and model[1].weight.grad is None
+    assert restored == [["cuda:1"]]
 
 
 def test_blocks_inside_a_model_and_arguments_by_name():

@@ -170,8 +170,8 @@ class SampledModel:
         modules = [self.module, *self.blocks]
         real = [module for module in modules if isinstance(module, torch.nn.Module)]
         buffers = {id(b): (b, b.detach().clone()) for m in real for b in m.buffers()}
-        parameters = {id(p): p for m in real for p in m.parameters() if p.requires_grad}
-        gradients = [(p, p.grad) for p in parameters.values()]
+        parameters = {id(p): p for m in real for p in m.parameters()}
+        gradients = [(p, p.grad) for p in parameters.values() if p.requires_grad]
         tensors = tensors_in((self.args, self.kwargs))
         states = generator_states(devices_of([*tensors, *parameters.values()]))
         try:

@@ -37,11 +37,8 @@ def devices_of(leaves: Iterable[object]) -> set[torch.device]:
     """Return the devices of the tensors among `leaves`, which have generators; not the CPU."""
     import torch
 
-    return {
-        leaf.device
-        for leaf in leaves
-        if isinstance(leaf, torch.Tensor) and leaf.device.type not in ("cpu", "meta")
-    }
+    devices = {leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    return {device for device in devices if device.type not in ("cpu", "meta")}
 
 
 def generator_states(devices: Iterable[torch.device]) -> dict[Any, torch.Tensor]:
@@ -174,10 +171,9 @@ class Buffers:
                 if buffer is not None:
                     yield module, name
 
-    def parameters(self) -> Iterator[torch.Tensor | None]:
-        """Yield the parameters of the modules that have the buffers."""
-        for module in self._modules:
-            yield from module._parameters.values()
+    def parameters(self) -> list[torch.Tensor | None]:
+        """Return the parameters of the modules that have the buffers."""
+        return [each for module in self._modules for each in module._parameters.values()]
 
     def copy(self) -> tuple[dict[_Place, Any], dict[_Place, Any]]:
         """Copy the buffers that may change in a run of the block.

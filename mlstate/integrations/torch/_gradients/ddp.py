@@ -136,7 +136,7 @@ class _Buckets:
         parts = dict(
             zip((self._names[p] for p in bucket.parameters()), bucket.gradients(), strict=True)
         )
-        # with its device, the future lets streams that wait for it wait for this one
+        # with its device, the future records an event that waiting streams wait for
         devices = None if buffer.device.type == "cpu" else [buffer.device]
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(devices=devices)
 
