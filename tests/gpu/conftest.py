@@ -5,10 +5,6 @@ from pathlib import Path
 
 import pytest
 
-# cuBLAS reads it at its first use; without it, deterministic algorithms are refused.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-
-torch = pytest.importorskip("torch")
 FOLDER = Path(__file__).parent
 
 
@@ -24,6 +20,7 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def device():
     """The CUDA device."""
+    torch = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("torch finds no CUDA device")
     return torch.device("cuda", torch.cuda.current_device())
@@ -32,15 +29,27 @@ def device():
 @pytest.fixture
 def stream(device):
     """A stream of the device that nothing else uses."""
+    import torch
+
     return torch.cuda.Stream(device)
 
 
 @pytest.fixture(autouse=True)
-def deterministic():
-    """Let torch compute the same bits in each run."""
-    torch.use_deterministic_algorithms(True)
+def deterministic(device, monkeypatch):
+    """Let torch compute the same bits in each run.
+
+    It only warns of operations that have no such algorithm, since other packages run too, and an
+    earlier test may have used cuBLAS, which reads its setting once.
+    """
+    import torch
+
+    name = "CUBLAS_WORKSPACE_CONFIG"
+    monkeypatch.setenv(name, os.environ.get(name, ":4096:8"))
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 @pytest.fixture

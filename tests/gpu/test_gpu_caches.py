@@ -108,18 +108,26 @@ def models():
     return pytest.importorskip("cache_models")
 
 
-def decode(models, model, token, cache, count):
-    """Return the next tokens, chosen greedily."""
-    tokens = []
-    for _ in range(count):
-        token = models.run(model, token, cache).argmax(-1, keepdim=True)
-        tokens.append(int(token))
-    return tokens
+def decode(models, model, cache, count=20):
+    """Return the logits of the next tokens, which do not depend on the logits.
+
+    Greedy tokens would differ after a near tie, since each kind of cache has its own kernels.
+    """
+    tokens = models.prompt(count, 9).to(model.device)
+    return torch.cat([models.run(model, token, cache) for token in tokens.split(1, dim=1)])
+
+
+def assert_close(values, expected):
+    """Compare logits or keys, of about 0.1.
+
+    Two kinds of cache differ by 1e-7; logits without the key of a token differ by 7e-5 or more.
+    """
+    torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
 @needs("transformers")
-def test_moved_caches_continue_with_the_tokens_of_the_unmoved_cache(device, models, kind):
+def test_moved_caches_continue_with_the_logits_of_the_unmoved_cache(device, models, kind):
     from transformers import DynamicCache, StaticCache
 
     from mlstate.integrations.transformers import from_cache, to_cache
@@ -133,22 +141,21 @@ def test_moved_caches_continue_with_the_tokens_of_the_unmoved_cache(device, mode
             if kind == "dynamic"
             else StaticCache(model.config, 64)
         )
-        return cache, models.run(model, prompt, cache).argmax(-1, keepdim=True)
+        models.run(model, prompt, cache)
+        return cache
 
     with torch.no_grad():
-        cache, token = filled()
-        expected = decode(models, model, token, cache, 20)
+        expected = decode(models, model, filled())
         for into in (None, StaticCache(model.config, 64), DynamicCache(config=model.config)):
-            cache, token = filled()
-            moved = to_cache(from_cache(cache).copy(), into=into)
+            moved = to_cache(from_cache(filled()).copy(), into=into)
             assert moved.layers[0].keys.device == device
-            assert decode(models, model, token, moved, 20) == expected
-        cache, token = filled()
+            assert_close(decode(models, model, moved), expected)
+        cache = filled()
         state = from_cache(cache)
         before = state.snapshot()
-        decode(models, model, models.prompt(1, 9).to(device), cache, 5)  # a rejected draft
+        decode(models, model, cache, 5)  # a rejected draft
         state.restore(before)
-        assert decode(models, model, token, to_cache(state, into=cache), 20) == expected
+        assert_close(decode(models, model, to_cache(state, into=cache)), expected)
 
 
 @needs("transformers")
@@ -160,17 +167,16 @@ def test_a_longer_static_cache_keeps_its_address_for_graphs(device, models):
     model, prompt = models.new_model("llama").to(device), models.prompt().to(device)
     short, long = StaticCache(model.config, 32), StaticCache(model.config, 64)
     with torch.no_grad():
-        token = models.run(model, prompt, short).argmax(-1, keepdim=True)
+        models.run(model, prompt, short)
         models.run(model, prompt, long)
         places = [layer.keys.data_ptr() for layer in long.layers]
         to_cache(from_cache(short), into=long)
         assert places == [layer.keys.data_ptr() for layer in long.layers]
         fixed = StaticCache(model.config, 64)
         models.run(model, prompt, fixed)
-        assert bits_of([layer.keys for layer in long.layers]) == bits_of(
-            [layer.keys for layer in fixed.layers]
-        )
-        assert decode(models, model, token, long, 9) == decode(models, model, token, fixed, 9)
+        for moved, layer in zip(long.layers, fixed.layers, strict=True):
+            assert_close(moved.keys, layer.keys)
+        assert_close(decode(models, model, long, 9), decode(models, model, fixed, 9))
 
 
 @needs("transformers")

@@ -1,5 +1,7 @@
 """Saves and loads of CUDA tensors: the same training as without them, on any device and stream."""
 
+import gc
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -117,14 +119,16 @@ def test_a_captured_graph_continues_from_the_loaded_state(device, stream, path):
 def test_saves_and_loads_leave_no_memory_on_the_device(device, path):
     training, allocated = Training(device, 1), []
     training.run(0, 1)
-    for _ in range(4):
+    for _ in range(5):
         save(path, training)
         save_async(path, training.model, training.optimizer, states=training.states()).wait(SECONDS)
         mlstate.load(path, into=training.targets())
         mlstate.load(path, device=device)
         training.run(0, 1)
+        gc.collect()
         allocated.append(torch.cuda.memory_allocated(device))
-    assert allocated[1:] == allocated[:1] * 3
+    # the first round allocates what libraries keep, such as workspaces
+    assert allocated[2:] == allocated[1:2] * 3
 
 
 # ---- tensors ----

@@ -383,7 +383,7 @@ def _of_kind(part: Part, array: Any) -> Any:
 def _copy_from_device(parts: list[Part], arrays: list[Any]) -> None:
     """Replace device tensors in `arrays` by copies in main memory, arrays or tensors as in `parts`.
 
-    `arrays`: of the parts. Those of parts that stay are in main memory.
+    `arrays`: of the parts. Parts that stay have theirs in main memory.
     """
     moving = [k for k, part in enumerate(parts) if not part.stays]
     copies = backend_named("torch", TierBackend).in_memory([arrays[k] for k in moving])

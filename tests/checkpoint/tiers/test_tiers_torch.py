@@ -144,14 +144,14 @@ def test_hot_is_the_memory_of_a_gpu(folder):
 
 
 class OnDevice(torch.Tensor):
-    """A tensor in main memory that says it is on the second CUDA device."""
+    """A tensor in main memory whose device is the second of CUDA."""
 
     device = torch.device("cuda", 1)
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
 def test_tensors_are_copied_from_the_device_after_a_single_wait_for_its_streams(monkeypatch):
-    """A thread may have written on a stream of its own, and the memory is freed after the copy."""
+    """Another thread may use its own stream, and the memory is freed after the copy."""
     from mlstate.integrations.torch._checkpoint import tiers as module
 
     calls, copy_tensor = [], module._copy_tensor
