@@ -292,7 +292,7 @@ def test_diff_keeps_names_of_the_model_and_the_optimizer_apart(tmp_path):
     for name, number in {"a": 1, "b": 2}.items():
         mlstate.save(tmp_path / name, {"optimizer.w": np.full(2, number)}, {"w": np.ones(2)})
     difference = mlstate.diff(tmp_path / "a", tmp_path / "b")
-    assert list(difference.changed) == ["model['optimizer.w']"]
+    assert [each.name for each in difference.changes] == ["model['optimizer.w']"]
 
 
 @pytest.mark.parametrize("suffix", ["pt", "npz", "safetensors"])
