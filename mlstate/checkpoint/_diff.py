@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, cast
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
@@ -12,7 +13,7 @@ from ..state._diff import StateDiff
 from ..state._diff import diff as diff_states
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Iterator, Mapping
     from typing import TypeAlias
 
     from ._load import LoadedState
@@ -33,45 +34,66 @@ def _loaded(value: object, storage_options: Mapping[str, Any] | None) -> LoadedS
     return value if isinstance(value, LoadedState) else None
 
 
-def _add_entries(entries: dict[str, Any], name: str, value: Any) -> None:
-    """Add the arrays and numbers of a value to `entries`, however nested it is.
+class _Entry(NamedTuple):
+    """An array of a state, or the end of its name that tells a value of another kind."""
 
-    `name`: of the value; keys and indices are added with dots. A value of another kind, such as a
-    text, becomes part of a name, with an empty array.
+    keys: tuple[Any, ...]  # of the state, and the keys and indices in it
+    array: Any
+    end: str = ""  # of the name
+
+
+def _list_entries(keys: tuple[Any, ...], value: Any) -> Iterator[_Entry]:
+    """Yield the arrays and numbers of the value at `keys`, however nested it is.
+
+    A value of another kind, such as a text or an empty list, has an empty array.
     """
     if is_cache(value):
         from ..kv._stored import cache_values
 
-        _add_entries(entries, name, cache_values(value)[1])
-    elif hasattr(value, "keys"):
-        for key in value:
-            _add_entries(entries, f"{name}.{key}" if name else str(key), value[key])
+        value = cache_values(value)[1]
+    items: Iterable[tuple[Any, Any]] = ()
+    if hasattr(value, "keys"):
+        items = [(key, value[key]) for key in value]
     elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            _add_entries(entries, f"{name}.{number}", each)
-    elif hasattr(value, "dtype"):
-        entries[name] = value
+        items = enumerate(value)
+    if hasattr(value, "dtype"):
+        yield _Entry(keys, value)
     elif isinstance(value, int | float | complex) and np.asarray(value).dtype != object:
-        entries[name] = np.asarray(value)
-    else:  # integers beyond 64 bits too
-        entries[f"{name} = {value!r}"] = np.zeros(0)
+        yield _Entry(keys, np.asarray(value))
+    elif not items or not len(value):  # integers beyond 64 bits too
+        yield _Entry(keys, np.zeros(0), f" = {value!r}")
+    else:
+        for key, each in items:
+            yield from _list_entries((*keys, key), each)
+
+
+def _name_of(keys: tuple[Any, ...]) -> str:
+    """Return the keys of an entry joined by dots, without a first key "model"."""
+    return ".".join(map(str, keys[1:] if keys[0] == "model" else keys))
 
 
 def _entries(loaded: LoadedState, *, only_model: bool) -> dict[str, Any]:
     """Return the tensors and values of a loaded checkpoint by name.
 
-    Names outside the model get the prefix "optimizer" or "states". `only_model`: only the model, or
-    the optimizer of a checkpoint without a model, without a prefix.
+    Names outside the model get the prefix "optimizer" or "states". Entries whose names would be
+    equal, such as of the keys ``"a.b"`` and of ``"b"`` in ``"a"``, have all keys in brackets.
+    `only_model`: only the model, or the optimizer of a checkpoint without a model, without a
+    prefix.
     """
-    entries: dict[str, Any] = {}
-    if only_model and loaded.model is None:
-        _add_entries(entries, "", loaded.optimizer or {})
-        return entries
-    _add_entries(entries, "", loaded.model or {})
-    if not only_model:
-        _add_entries(entries, "optimizer", loaded.optimizer or {})
-        _add_entries(entries, "states", loaded.states)
-    return entries
+    states = {"model": loaded.model, "optimizer": loaded.optimizer, "states": loaded.states}
+    if only_model:
+        states = {"model": loaded.optimizer if loaded.model is None else loaded.model}
+    entries = [
+        each for label, state in states.items() if state for each in _list_entries((label,), state)
+    ]
+    counts = Counter(_name_of(each.keys) + each.end for each in entries)
+    named = {}
+    for keys, array, end in entries:
+        name = _name_of(keys) + end
+        if counts[name] > 1:
+            name = keys[0] + "".join(f"[{key!r}]" for key in keys[1:]) + end
+        named[name] = array
+    return named
 
 
 def diff(
@@ -91,7 +113,7 @@ def diff(
         of `load`, optimizers and named states are compared too, under names such as
         ``optimizer.w.m``; of one, the model, or the optimizer if it has no model. Lists and dicts
         in named states are compared by their items. Items that are neither arrays nor numbers, such
-        as texts, are part of the name: ``states.run.note = 'first'``.
+        as texts and empty lists, are part of the name: ``states.run.note = 'first'``.
     rtol, atol : float, default 0
         As for `mlstate.state.diff`.
     storage_options : mapping, optional

@@ -212,14 +212,15 @@ class CheckpointFiles:
     def find_replaced(self, warn: Callable[[str], object]) -> Manifest | None:
         """Return the manifest that a save replaces; None if there is none or it is damaged.
 
-        `warn` is called with a text about damage. An intact manifest of a newer format raises
-        FormatError.
+        `warn` is called with a text about damage. An intact manifest of a newer format, and a file
+        that is not regular, raise FormatError.
         """
         try:
             return self.find_manifest()
         except FormatError as error:
+            data = self.folder.read(MANIFEST)  # raises for a file that is not regular
             try:
-                _core.json_checksum_check(self.folder.read(MANIFEST), self.path)
+                _core.json_checksum_check(data, self.path)
             except FormatError:
                 log("WARNING", "%s: the checkpoint is damaged and replaced: %s", self.path, error)
                 warn(f"the existing checkpoint is damaged and will be replaced: {error}")

@@ -276,6 +276,9 @@ def test_errors_name_the_state_of_a_loaded_one(tmp_path):
         ({"note": "first"}, {"note": "second"}),
         ({"a": None}, {"a": True}),
         ({"a": np.zeros(2)}, {"b": np.zeros(2)}),
+        ({"a.b": 1, "a": {"b": 2}}, {"a.b": 3, "a": {"b": 2}}),
+        ({1: np.zeros(2), "1": np.ones(2)}, {1: np.ones(2), "1": np.ones(2)}),
+        ({"rows": [], "n": 1}, {"rows": {}, "n": 1}),
     ],
 )
 def test_diff_of_paths_compares_every_item_of_named_states(tmp_path, first, second):
@@ -283,6 +286,13 @@ def test_diff_of_paths_compares_every_item_of_named_states(tmp_path, first, seco
         mlstate.save(tmp_path / name, {"w": np.ones(2)}, states={"s": state})
     assert mlstate.diff(tmp_path / "a", tmp_path / "c").identical
     assert not mlstate.diff(tmp_path / "a", tmp_path / "b").identical
+
+
+def test_diff_keeps_names_of_the_model_and_the_optimizer_apart(tmp_path):
+    for name, number in {"a": 1, "b": 2}.items():
+        mlstate.save(tmp_path / name, {"optimizer.w": np.full(2, number)}, {"w": np.ones(2)})
+    difference = mlstate.diff(tmp_path / "a", tmp_path / "b")
+    assert [each.name for each in difference.changes] == ["model['optimizer.w']"]
 
 
 @pytest.mark.parametrize("suffix", ["pt", "npz", "safetensors"])
