@@ -2,6 +2,7 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -97,14 +98,15 @@ def test_gathered_states_have_the_bits_of_the_device(device):
 # ---- tiers ----
 
 
+@pytest.mark.parametrize("options", [{}, {"fused": True}], ids=["", "fused"])
 @pytest.mark.parametrize("is_on_device", [False, True])
-def test_experts_in_tiers_train_as_without_them(device, tmp_path, is_on_device):
-    reference, adam, inputs = experts_and_adam()
+def test_experts_in_tiers_train_as_without_them(device, tmp_path, is_on_device, options):
+    reference, adam, inputs = experts_and_adam(**options)
     inputs = [(k, x.to(device)) for k, x in inputs]
     reference.to(device)
     for k, x in inputs:
         train_step(reference[k], adam, x)
-    experts, other, _ = experts_and_adam()
+    experts, other, _ = experts_and_adam(**options)
     if is_on_device:
         experts.to(device)
     with TieredState(experts, other, tmp_path, device=device.type, hot_budget_bytes=2000) as tiers:
@@ -137,6 +139,17 @@ def test_a_thread_that_demotes_waits_for_the_stream_that_wrote(device, stream, t
         thread = threading.Thread(target=tiers.demote, args=("w",))
         thread.start(), thread.join()
         assert not state["w"].is_cuda and state["w"].eq(5).all()
+
+
+def test_a_unit_of_both_libraries_moves_to_every_tier(device, tmp_path):
+    state, moments = {"w": torch.ones(8, device=device)}, {"w.m": np.full(8, 2.0)}
+    with TieredState(state, moments, tmp_path) as tiers:
+        for tier in ("warm", "cold"):
+            tiers.demote("w", to=tier)
+        tiers.promote("w", to="hot")
+        with tiers.use("w") as unit:
+            assert unit.parameter.device == device and unit.parameter.eq(1).all()
+            assert all(torch.as_tensor(value).eq(2).all() for value in unit.states.values())
 
 
 # ---- followers ----

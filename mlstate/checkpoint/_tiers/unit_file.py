@@ -66,7 +66,17 @@ class Part:
     exchanged. A NumPy array is replaced by a new one after a move; a cold part has none.
     """
 
-    __slots__ = ("array", "dtype", "facts", "is_tensor", "key", "marked", "section", "shape")
+    __slots__ = (
+        "array",
+        "dtype",
+        "facts",
+        "is_tensor",
+        "key",
+        "marked",
+        "section",
+        "shape",
+        "stays",
+    )
 
     def __init__(self, section: int, key: str, value: Any) -> None:
         """Wrap one array or `Shard`, `value`, with the name `key`.
@@ -85,6 +95,9 @@ class Part:
         self.array: Any = value if self.is_tensor else array_of(value)
         self.shape = tuple(self.array.shape)
         self.dtype = self.array.dtype
+        is_on_device = self.is_tensor and self.array.device.type not in ("cpu", "meta")
+        # optimizers keep counters in main memory, if they are not fused or captured on a device
+        self.stays = section == 1 and not self.shape and not is_on_device
 
     @property
     def state(self) -> str:
@@ -102,11 +115,6 @@ class Part:
         if self.is_tensor:
             return str(self.dtype).removeprefix("torch.")
         return text_of(self.dtype)
-
-    @property
-    def stays(self) -> bool:
-        """Whether the part never moves to a device: optimizers keep counters in main memory."""
-        return self.section == 1 and not self.shape
 
     @property
     def nbytes(self) -> int:
@@ -383,9 +391,9 @@ def _of_kind(part: Part, array: Any) -> Any:
 def _copy_from_device(parts: list[Part], arrays: list[Any]) -> None:
     """Replace device tensors in `arrays` by copies in main memory, arrays or tensors as in `parts`.
 
-    `arrays`: of the parts. Parts that stay have theirs in main memory.
+    `arrays`: of the parts. Parts that stay, and NumPy arrays, are in main memory.
     """
-    moving = [k for k, part in enumerate(parts) if not part.stays]
+    moving = [k for k, part in enumerate(parts) if is_torch(arrays[k]) and not part.stays]
     copies = backend_named("torch", TierBackend).in_memory([arrays[k] for k in moving])
     for k, copy in zip(moving, copies, strict=True):
         arrays[k] = copy

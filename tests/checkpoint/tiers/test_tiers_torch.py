@@ -72,11 +72,11 @@ def test_copies_own_their_memory_and_bits():
         assert not tensor.numel() or copied.data_ptr() != tensor.data_ptr()
 
 
-def experts_and_adam():
-    """Experts used in turn, two of them never; an Adam optimizer; inputs."""
+def experts_and_adam(**options):
+    """Experts used in turn, two of them never; an Adam optimizer with `options`; inputs."""
     torch.manual_seed(3)
     experts = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(4))
-    adam = torch.optim.Adam(experts.parameters(), lr=0.01, foreach=False)
+    adam = torch.optim.Adam(experts.parameters(), lr=0.01, **({"foreach": False} | options))
     return experts, adam, [(i * i % 4, torch.randn(5, 8)) for i in range(12)]
 
 
