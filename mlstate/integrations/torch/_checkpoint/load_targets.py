@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...._common.arrays import overlaps_itself
+from ...._common.arrays import memory_key, overlaps_itself
 from ...._sharding.layout import Shard
 from ....errors import CompatibilityError
 from .._tensors.dtypes import torch_has
@@ -249,7 +249,10 @@ class Filling:
             for name, tensor in tensors.items():
                 if self.arrays[name] is not tensor:
                     tensor.copy_(self.arrays[name])
-        note_written(tensors.values())
+        # Tensors of one memory may count versions separately: all of them are noted.
+        written = {memory_key(self.places[name].tensor) for name in tensors}
+        places = (place.tensor for place in self.places.values())
+        note_written([tensor for tensor in places if memory_key(tensor) in written])
 
 
 def _is_on_device(tensor: torch.Tensor) -> bool:
