@@ -41,6 +41,11 @@ def is_cache(candidate: object) -> bool:
     return (cls.__module__, cls.__name__) in _CACHES
 
 
+def is_on_device(array: object) -> bool:
+    """Return whether this is a torch tensor with elements outside main memory."""
+    return is_torch(array) and array.device.type not in ("cpu", "meta")  # type: ignore[attr-defined]
+
+
 def _memory_of(array: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
     """Return address, item bytes, shape and strides in bytes, as `_core.memory_overlap` takes them.
 
@@ -161,6 +166,15 @@ def overwrite(target: Any, source: Any) -> None:
             target.copy_(source)
     else:
         target[...] = source
+
+
+def overwrite_with_zeros(target: Any) -> None:
+    """Set all elements to zero, without autograd; torch inference tensors are accepted."""
+    if is_torch(target):
+        with sys.modules["torch"].inference_mode():
+            target.zero_()
+    else:
+        target[...] = 0
 
 
 def copy_of(array: Any) -> Any:

@@ -799,6 +799,9 @@ def load(
     TypeError, ValueError
         A torch object in `into` is refused for one of the reasons of `save`, or arrays of `into`
         are read-only or overlap without being the same array. `into` is unchanged.
+    MLStateError
+        A device failed during the copy to a tensor of `into` on it; the message names the tensor.
+        The content of `into` is then undefined, also with ``verify="first"``.
 
     Notes
     -----

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_cache, is_torch, new_packed, overlaps_itself, overwrite
+from .._common.arrays import is_cache, is_torch
 from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
+from .._common.staged_targets import StagedTargets, refuse_overlaps_on_devices
 from .._sharding.layout import Cuts, Layout, Steps
 from ..errors import CompatibilityError
 from ..state._compatibility import LISTED, join, rename_hint
@@ -100,16 +101,7 @@ def check_into(into: Any) -> None:
         )
 
 
-def _is_on_device(array: Any) -> bool:
-    """Return whether an array is a tensor with elements outside main memory.
-
-    Those whose elements share memory with one another are left out: the core refuses them.
-    """
-    has_elements = is_torch(array) and array.device.type not in ("cpu", "meta")
-    return has_elements and not overlaps_itself(array)
-
-
-class _ArrayTarget:
+class _ArrayTarget(StagedTargets):
     """Arrays of the caller that receive one section."""
 
     optional: frozenset[str] = frozenset()  # names that the checkpoint may lack
@@ -117,37 +109,15 @@ class _ArrayTarget:
     def __init__(self, target: Any) -> None:
         """Wrap the arrays to fill, by name.
 
-        Torch tensors are filled as arrays that share their memory; those on a device as new
-        tensors in main memory, which `finish` copies.
+        Torch tensors in main memory are filled as arrays that share their memory.
         """
         arrays = dict(target)
-        self.tensors = [value for value in arrays.values() if is_torch(value)]
-        if self.tensors:
-            arrays = backend_of(self.tensors[0], TensorBackend).arrays_of(arrays)
-        self.on_device: dict[str, Any] = {
-            name: each for name, each in arrays.items() if _is_on_device(each)
-        }
-        staged = {id(each): new_packed(each, each.shape) for each in self.on_device.values()}
-        self.arrays = {name: staged.get(id(array), array) for name, array in arrays.items()}
+        tensors = {name: value for name, value in arrays.items() if is_torch(value)}
+        if tensors:
+            backend = backend_of(next(iter(tensors.values())), TensorBackend)
+            arrays = backend.arrays_of(arrays)
+        super().__init__(arrays, tensors)
         self.known = arrays.keys()
-        self.zeros: list[str] = []
-
-    def zero(self, name: str) -> None:
-        """Note that the array `name` becomes zero in `finish`: the checkpoint lacks it."""
-        self.zeros.append(name)
-
-    def finish(self, names: list[str]) -> None:
-        """Zero the noted arrays, copy to devices, and note the writes for torch's autograd.
-
-        `names`: of the arrays that were read.
-        """
-        for name in self.zeros:
-            target: Any = self.on_device[name] if name in self.on_device else self.arrays[name]
-            target[...] = 0
-        for name in self.on_device.keys() & names:
-            overwrite(self.on_device[name], self.arrays[name])
-        if self.tensors:
-            backend_of(self.tensors[0], TensorBackend).note_written(self.tensors)
 
 
 def names_error(
@@ -450,8 +420,12 @@ def _prepare_tensors(
 def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
     """Return the targets without names whose memory a later name shares: one read fills both.
 
-    `ready`: the targets in the order of the reads.
+    `ready`: the targets in the order of the reads. Raises ValueError if targets share memory in
+    any other way.
     """
+    refuse_overlaps_on_devices(
+        (each.section.label, each.names, each.filling.targets) for each in ready
+    )
     tied = _core.targets_tied(
         [(each.section.label, each.names, each.filling.arrays) for each in ready]
     )

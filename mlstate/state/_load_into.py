@@ -113,14 +113,18 @@ def load_into(
         it is left unchanged.
     TypeError
         An argument is not a mapping of str to array.
+    MLStateError
+        A device failed during the copy to a module's tensor on it; the message names the tensor.
+        The content of the module is then undefined.
 
     Notes
     -----
-    Everything is checked before the first byte is written; the copy itself cannot fail. No
-    memory is allocated for the elements. The GIL is released, and large tensors are copied by
-    `mlstate.get_num_threads` threads. Target tensors that share memory, such as tied weights,
-    are written in the order of the target. Autograd treats a write to a torch tensor as an
-    in-place change without gradient, like ``load_state_dict`` of a module.
+    Everything is checked before the first byte is written; the copy in main memory cannot fail.
+    No memory is allocated for the elements, except main memory for a module's tensors on a
+    device. The GIL is released, and large tensors are copied by `mlstate.get_num_threads`
+    threads. Target tensors that share memory, such as tied weights, are written in the order of
+    the target. Autograd treats a write to a torch tensor as an in-place change without gradient,
+    like ``load_state_dict`` of a module.
 
     Examples
     --------
@@ -186,15 +190,16 @@ def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: b
     refused = [each for each in dtypes if not (cast and {each[1], each[2]} <= FLOATS)]
     if refused:
         raise _refusal(memory, entries, strict, False, [], [], [], refused)
-    if own_load is not None:
-        try:
+    try:
+        if own_load is not None:
             own_load.apply()
-        except BaseException:
+        # Everything was checked by the dry run above: only a copy to a device can fail.
+        _core.state_load(filling.arrays, arrays, strict, cast, False)
+        filling.finish([name for name in filling.arrays if name in arrays])
+    except BaseException:
+        if own_load is not None:
             own_load.undo()
-            raise
-    # Everything was checked by the dry run above, so this cannot fail.
-    _core.state_load(filling.arrays, arrays, strict, cast, False)
-    filling.finish([name for name in filling.arrays if name in arrays])
+        raise
 
 
 def check_rules(rules: object) -> None:

@@ -7,8 +7,10 @@ torch = pytest.importorskip("torch")
 from device_training import Training, bits_of  # noqa: E402
 
 import mlstate  # noqa: E402
-from mlstate.checkpoint import _load_targets, export_huggingface  # noqa: E402
-from mlstate.integrations.torch._checkpoint import load_targets  # noqa: E402
+from mlstate._common import staged_targets  # noqa: E402
+from mlstate.checkpoint import export_huggingface  # noqa: E402
+from mlstate.errors import MLStateError  # noqa: E402
+from mlstate.integrations.torch import _tensors  # noqa: E402
 from mlstate.state import load_into  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -17,9 +19,25 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def staged(monkeypatch):
-    """Treat all tensors as tensors on a device."""
-    for module in (_load_targets, load_targets):
-        monkeypatch.setattr(module, "_is_on_device", lambda each: isinstance(each, torch.Tensor))
+    """Treat all tensors as tensors on a device; the tensors that were staged are returned."""
+    staged = []
+    new_packed = staged_targets.new_packed
+
+    def counted(target, shape):
+        staged.append(target)
+        return new_packed(target, shape)
+
+    def detached(state):
+        return {
+            name: each.detach() if isinstance(each, torch.Tensor) else each
+            for name, each in state.items()
+        }
+
+    monkeypatch.setattr(staged_targets, "is_on_device", lambda each: isinstance(each, torch.Tensor))
+    monkeypatch.setattr(staged_targets, "new_packed", counted)
+    monkeypatch.setattr(_tensors, "arrays_of", detached)
+    yield staged
+    assert staged
 
 
 def trained(seed):
@@ -62,9 +80,91 @@ def test_a_mapping_is_filled_with_its_strides_and_ties(tmp_path):
     into = {"w": zeros, "tied": zeros, "half": torch.zeros(3, 4)}
     mlstate.load(tmp_path / "c", into={"model": into}, cast=True)
     assert all(torch.equal(each, wide) for each in into.values()) and zeros.stride() == (1, 3)
-    with pytest.raises(ValueError, match="'w'"):
-        target = torch.zeros(3, 1).expand(3, 4)
-        mlstate.load(tmp_path / "c", names="w", into={"model": {"w": target}})
+
+
+def test_two_views_of_one_memory_receive_the_value_of_the_last_name(tmp_path, staged):
+    mlstate.save(tmp_path / "c", {name: torch.full((8,), ord(name)) for name in "abc"})
+    tensor = torch.zeros(8, dtype=torch.int64)
+    views = {"c": tensor[:], "a": tensor[:], "b": tensor[:]}
+    mlstate.load(tmp_path / "c", into={"model": views})
+    assert (tensor == ord("c")).all() and len(staged) == 1
+
+
+@pytest.mark.parametrize("kind", ["mapping", "module", "two states"])
+def test_targets_that_overlap_are_refused_and_stay_unchanged(tmp_path, kind):
+    tensor = torch.zeros(15)
+    views = {"a": tensor[:8], "b": tensor[7:]}
+    values = {name: torch.ones(8) for name in views}
+    mlstate.save(tmp_path / "c", values, states={"ema": values})
+    into = {"model": views}
+    if kind == "module":
+        into = {"model": torch.nn.ParameterDict(views)}
+    elif kind == "two states":
+        views["b"] = torch.zeros(8)
+        into["states"] = {"ema": {"a": torch.zeros(8), "b": tensor[:8]}}
+    with pytest.raises(ValueError, match=r"'[ab]'.*'b'.*share memory, but are not one tensor"):
+        mlstate.load(tmp_path / "c", into=into)
+    assert not tensor.any()
+
+
+def test_interleaved_targets_are_filled(tmp_path):
+    matrix = torch.zeros(4, 6)
+    mlstate.save(tmp_path / "c", {"even": torch.ones(4, 3), "odd": torch.full((4, 3), 2.0)})
+    mlstate.load(tmp_path / "c", into={"model": {"even": matrix[:, ::2], "odd": matrix[:, 1::2]}})
+    assert (matrix[:, ::2] == 1).all() and (matrix[:, 1::2] == 2).all()
+
+
+def test_a_target_whose_elements_share_memory_is_refused(tmp_path):
+    mlstate.save(tmp_path / "c", {"w": torch.ones(3, 4)})
+    target = torch.zeros(3, 1).expand(3, 4)
+    with pytest.raises(ValueError, match=r"'w'.*elements that share memory"):
+        mlstate.load(tmp_path / "c", into={"model": {"w": target}})
+    assert not target.any()
+
+
+def test_tensors_of_a_mapping_that_are_not_read_keep_their_versions(tmp_path):
+    mlstate.save(tmp_path / "c", {"a": torch.ones(8), "b": torch.ones(8)})
+    into = {"a": torch.zeros(8), "b": torch.zeros(8)}
+    before = {name: tensor._version for name, tensor in into.items()}
+    mlstate.load(tmp_path / "c", names="a", into={"model": into})
+    assert into["a"]._version > before["a"] and into["b"]._version == before["b"]
+
+
+class OwnLoad(torch.nn.Linear):
+    """A layer that loads its entries itself."""
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+
+
+@pytest.mark.parametrize("way", ["load", "verified load", "load_into"])
+def test_a_failing_device_is_reported_with_the_tensor(tmp_path, monkeypatch, way):
+    module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), OwnLoad(4, 4))
+    module[0].alias = torch.nn.Parameter(module[0].weight.data)
+    before = module[2].weight.detach().clone()
+    values = {name: torch.ones_like(each) for name, each in module.state_dict().items()}
+    mlstate.save(tmp_path / "c", values)
+    overwrite = staged_targets.overwrite
+
+    def failing(target, source):
+        if target.data_ptr() == module[1].weight.data_ptr():
+            raise torch.OutOfMemoryError("no memory left")
+        overwrite(target, source)
+
+    monkeypatch.setattr(staged_targets, "overwrite", failing)
+    out = (module[0].alias ** 2).sum()
+    with pytest.raises(
+        MLStateError, match=r"'1\.(weight|bias)'.*partly loaded.*no memory left"
+    ) as caught:
+        if way == "load_into":
+            load_into(module, values)
+        else:
+            verify = "first" if way == "verified load" else True
+            mlstate.load(tmp_path / "c", into={"model": module}, verify=verify)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
+    assert torch.equal(module[2].weight, before)  # its own load is undone
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
 
 
 def test_tied_weights_that_a_folder_has_under_one_name(tmp_path):

@@ -11,10 +11,10 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._common.arrays import overlaps_itself
+from ...._common.staged_targets import StagedTargets
 from ...._sharding.layout import Shard
 from ....errors import CompatibilityError
 from .._tensors.dtypes import torch_has
-from .._tensors.memory import note_written
 from .._tensors.state import state_dict_of
 from .dtensor_shards import (
     _reshard,
@@ -182,13 +182,11 @@ def saved_optimizer(
 # ---- loading into modules ----
 
 
-class Filling:
+class Filling(StagedTargets):
     """Memory of this rank for one section of a checkpoint.
 
-    The core writes `arrays`: the tensors themselves, or for tensors on a device, CPU tensors that
-    `finish` copies from, one for all names of the same memory. A checkpoint may lack the names in
-    `optional`, which are further names of the same memory. `contract` lists submodules of a module
-    that load their entries themselves.
+    A checkpoint may lack the names in `optional`, which are further names of the same memory.
+    `contract` lists submodules of a module that load their entries themselves.
     """
 
     def __init__(
@@ -201,13 +199,11 @@ class Filling:
 
         `optional`, `contract`: see the class.
         """
+        super().__init__({name: place.tensor for name, place in places.items()})
         self.places = places
         self.contract = contract
         self.optional = frozenset(optional)
-        staged: dict[Any, torch.Tensor] = {}
-        self.arrays = {name: _on_host(place.tensor, staged) for name, place in places.items()}
         self.known: Collection[str] = places.keys()  # names to compare with the stored ones
-        self.zeros: list[torch.Tensor] = []  # of entries that the checkpoint lacks
 
     def loads_itself(self, name: str) -> bool:
         """Return whether an entry belongs to a submodule that loads its entries itself."""
@@ -228,48 +224,6 @@ class Filling:
                     f"{name!r} is a part of a tensor, and its layout is known: do not pass "
                     "layout=, rank= and world_size="
                 )
-
-    def zero(self, name: str) -> None:
-        """Register a tensor that the checkpoint lacks, to become zeros in `finish`."""
-        self.zeros.append(self.places[name].tensor)
-
-    def finish(self, names: Iterable[str]) -> None:
-        """Complete the load after all reads: copy to devices, set zeros.
-
-        Also increments the versions of the tensors, so that a backward pass that needs the old
-        content raises. All errors of the checkpoint were raised before. `names`: of the arrays that
-        were read; the others have no content, and their tensors stay as they are.
-        """
-        import torch
-
-        tensors = {name: self.places[name].tensor for name in names}
-        with torch.no_grad():
-            for tensor in self.zeros:
-                tensor.zero_()
-            for name, tensor in tensors.items():
-                if self.arrays[name] is not tensor:
-                    tensor.copy_(self.arrays[name])
-        note_written(tensors.values())
-
-
-def _is_on_device(tensor: torch.Tensor) -> bool:
-    return tensor.device.type != "cpu"
-
-
-def _on_host(tensor: torch.Tensor, staged: dict[Any, torch.Tensor]) -> torch.Tensor:
-    """Return a tensor itself, or for a tensor on a device, CPU memory like it without content.
-
-    `staged`: this memory by the key of the tensor's memory; new memory is added.
-    """
-    import torch
-
-    if not _is_on_device(tensor):
-        return tensor
-    where = tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.stride()
-    memory = *where, tensor.shape, tensor.dtype
-    if memory not in staged:
-        staged[memory] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    return staged[memory]
 
 
 def fill_module(module: torch.nn.Module) -> Filling:
@@ -723,11 +677,11 @@ class OptimizerFilling(Filling):
         elif isinstance(value, torch.Tensor):
             detached = value.detach()
             flat = slot.run is not None and detached.numel() == slot.owner.numel()
-            self.zeros.append(slot.run.view(detached) if slot.run and flat else detached)
+            self.zeros[name] = slot.run.view(detached) if slot.run and flat else detached
         elif is_number(value):
             self._add_state(slot, state, type(value)(0))
 
-    def finish(self, names: Iterable[str]) -> None:
+    def finish(self, names: Collection[str]) -> None:
         """Complete the load: add created and read states, and set the groups' values.
 
         States in `rest` are removed. An optimizer with its own load methods is unchanged: they
