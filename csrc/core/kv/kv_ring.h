@@ -68,8 +68,8 @@ mls_code mls_kv_ring_append(mls_kv_ring *ring, const mls_kernels *kernels,
 
 /* Drop the last `count` tokens, which may be all, and zero their slots. The next token
  * takes the position of the first token dropped, unless tokens between it and the sinks
- * were evicted and the trim drops a sink too: then the position of the first sink dropped.
- * MLS_E_CAPACITY: `count` is more than the ring holds; the ring is unchanged. */
+ * were evicted and the trim drops a sink too: then the position of the first sink
+ * dropped. MLS_E_CAPACITY: `count` is more than the ring holds; the ring is unchanged. */
 mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t count,
                           mls_status *st);
 

@@ -337,9 +337,9 @@ static const char *const methods[] = {[MLS_PLAN_BY_BYTES] = "bytes",
  * Finds the fastest persistent schedule within the budget; see mls_plan_make. `chain` is
  * the tuple of take_chain. The argument `slots` is the number of slots to plan by, or 0:
  * to the byte, or by slots if that is too expensive. `method` is one of the `methods`
- * above. The search had the returned number of slots, 0 for "bytes"; for "fits", it found no
- * schedule with them. `steps` is from steps_array.
- * Raises CapacityError if no schedule fits. */
+ * above. The search had the returned number of slots, 0 for "bytes"; for "fits", it found
+ * no schedule with them. `steps` is from steps_array. Raises CapacityError if no schedule
+ * fits. */
 PyObject *core_plan_make(mlspy_state *state, PyObject *const *args)
 {
     job j;
