@@ -215,19 +215,31 @@ def refuse_given_away(state: Mapping[str, object]) -> None:
             )
 
 
+def refuse_masked(name: object, value: object) -> None:
+    """Raise TypeError for a masked array: its mask would be lost. `name`: in the state."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name!r} is a masked array, whose mask would be lost: pass its filled(), or its data "
+            "and mask as two arrays"
+        )
+
+
 def refuse_unstorable(state: Mapping[str, object], *, every: bool = False) -> None:
     """Raise CompatibilityError for a torch tensor that cannot be stored, or a `Shard` of one.
+
+    Raises TypeError for a masked array.
 
     `state`: tensors and other values by name. Unless `every`, only tensors of subclasses are
     examined: the core refuses the others.
     """
     torch = sys.modules.get("torch")
-    if torch is None:
-        return
-    fast = (np.ndarray,) if every else (np.ndarray, torch.Tensor, torch.nn.Parameter)
+    fast: tuple[type, ...] = (np.ndarray,)
+    if torch is not None and not every:
+        fast = np.ndarray, torch.Tensor, torch.nn.Parameter
     for name, value in state.items():
         if type(value) in fast:
             continue
+        refuse_masked(name, getattr(value, "array", value))
         tensor = value if is_torch(value) else getattr(value, "array", None)
         if tensor is not None and is_torch(tensor) and type(tensor) not in fast:
             backend_of(tensor, TensorBackend).refuse_unstorable(name, tensor)

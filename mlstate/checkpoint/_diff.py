@@ -42,7 +42,7 @@ class _Entry(NamedTuple):
     end: str = ""  # of the name
 
 
-def _list_entries(keys: tuple[Any, ...], value: Any) -> Iterator[_Entry]:
+def list_entries(keys: tuple[Any, ...], value: Any) -> Iterator[_Entry]:
     """Yield the arrays and numbers of the value at `keys`, however nested it is.
 
     A value of another kind, such as a text or an empty list, has an empty array.
@@ -64,7 +64,7 @@ def _list_entries(keys: tuple[Any, ...], value: Any) -> Iterator[_Entry]:
         yield _Entry(keys, np.zeros(0), f" = {value!r}")
     else:
         for key, each in items:
-            yield from _list_entries((*keys, key), each)
+            yield from list_entries((*keys, key), each)
 
 
 def _name_of(keys: tuple[Any, ...]) -> str:
@@ -84,7 +84,7 @@ def _entries(loaded: LoadedState, *, only_model: bool) -> dict[str, Any]:
     if only_model:
         states = {"model": loaded.optimizer if loaded.model is None else loaded.model}
     entries = [
-        each for label, state in states.items() if state for each in _list_entries((label,), state)
+        each for label, state in states.items() if state for each in list_entries((label,), state)
     ]
     counts = Counter(_name_of(each.keys) + each.end for each in entries)
     named = {}

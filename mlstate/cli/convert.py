@@ -210,7 +210,9 @@ def _changes(arguments: argparse.Namespace) -> Changes:
         old, equals, new = rule.partition("=")
         if not equals:
             raise ValueError(f"--rename {rule}: write OLD=NEW, such as 'module.=' or 'a.=b.'")
-        rules = {**(rules or {}), old: new}
+        rules = rules or {}
+        if rules.setdefault(old, new) != new:
+            raise ValueError(f"--rename {old}= is given twice, with {rules[old]!r} and {new!r}")
     dtype = arguments.dtype and float_name(arguments.dtype, "--dtype")
     return Changes(dtype, arguments.names, rules)
 
@@ -291,8 +293,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
         read_parts = _read(arguments, read)
         if changes.names is not None:  # they may choose tensors of one part only
             read_parts = read_parts.without_empty()
-        model, optimizer, metadata, states = read_parts
-        write_any(target, model, optimizer, metadata, states, format=write, target=start)
+        model, optimizer, metadata, states, step = read_parts
+        write_any(target, model, optimizer, metadata, states, format=write, target=start, step=step)
         parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
         data = {

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .._common.local_path import local_folder
 from .._common.text import printable
 from ..checkpoint._checkpoint import TensorRecord
+from ..checkpoint._diff import list_entries
 from ..checkpoint._files.convert import read_file
 from ..checkpoint._folder.names import SECTIONS
 from ..checkpoint._folder.protocol import TensorParts
@@ -121,8 +122,11 @@ class _FileSide:
     def __init__(self, path: str, parts: Parts | None = None) -> None:
         """Map the file at `path`, or use the `parts` that were read from it."""
         self.path = local_folder(path)
-        model, optimizer, *_ = parts or read_file(Path(self.path), mmap=True)
-        self._parts: tuple[dict[str, Any], ...] = (dict(model or {}), dict(optimizer or {}), {})
+        model, optimizer, _, states, _ = parts or read_file(Path(self.path), mmap=True)
+        # as a checkpoint names the arrays of named states; other values are parts of names
+        entries = list_entries((), states) if states else ()
+        named = {"/".join(map(str, keys)) + end: array for keys, array, end in entries}
+        self._parts: tuple[dict[str, Any], ...] = (dict(model or {}), dict(optimizer or {}), named)
 
     def is_replaced(self) -> bool:
         """Return False: a mapped file cannot be replaced."""

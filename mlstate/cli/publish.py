@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.text import bytes_text, count_text, printable, steps_text
 from ..checkpoint import verify
+from ..checkpoint._folder.names import MANIFEST
 from ..checkpoint._options import check_timeout
 from ..checkpoint._prune import delete_roots
 from ..checkpoint._store.open_path import RootPath, open_files
@@ -84,17 +85,24 @@ def run_list(arguments: argparse.Namespace) -> int:
 def run_verify(arguments: argparse.Namespace) -> int:
     """Read every byte of the versions, and print a row for each; return 1 if one is damaged."""
     files, lineage = _read(arguments.path)
+    newest = lineage.versions[-1]
     rows: list[dict[str, Any]] = []
     for version in lineage.versions:
         problems, nbytes = [], 0
-        if not files.folder.exists(version.root):  # deleted since the newest was published
-            continue
+        if not files.folder.exists(version.root):
+            # only the oldest versions are deleted, by a publisher or since this command began
+            is_oldest = not rows and version is not newest
+            if is_oldest or files.is_replaced(MANIFEST, newest.generation):
+                continue
+            problems = [f"{version.root}: it is missing"]
+        elif not rows and not version.has_model:
+            problems = ["the versions before it, which it changes, are missing"]
         try:
             report = verify(RootPath(files, version.root))
-            problems = [f"{each.path}: {each.text}" for each in report.problems]
+            problems += [f"{each.path}: {each.text}" for each in report.problems]
             nbytes = report.bytes
         except MLStateError as error:
-            problems = [str(error)]
+            problems = problems or [str(error)]
         facts = {"step": version.step, "kind": version.kind, "good": not problems, "bytes": nbytes}
         rows.append({**facts, "problems": problems})
     is_good = all(row["good"] for row in rows)

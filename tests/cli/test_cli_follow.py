@@ -62,6 +62,18 @@ def test_publish_ls_lists_the_versions(versions, run, run_json):
     assert data["versions"][1]["bytes"] < data["versions"][0]["bytes"] / 3
 
 
+@pytest.mark.parametrize(
+    ("removed", "bad"), [([1], [1]), ([0], [1]), ([5], [5]), (range(6), [5]), ([0, 1, 2], [])]
+)
+def test_publish_verify_finds_versions_without_the_ones_before(versions, run_json, removed, bad):
+    roots = sorted(Path("weights/roots").iterdir())
+    for number in removed:
+        roots[number].unlink()
+    status, data = run_json("publish", "verify", "weights")
+    assert [row["step"] for row in data["versions"] if row["problems"]] == bad
+    assert (status, data["good"]) == (int(bool(bad)), not bad)
+
+
 def test_publish_verify_names_the_damaged_version(versions, run, run_json):
     assert run("publish", "verify", "weights")[0] == 0
     damage(4)

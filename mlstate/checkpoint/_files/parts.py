@@ -23,6 +23,7 @@ class Parts(NamedTuple):
     optimizer: OptimizerStateDict | None
     metadata: dict[str, Any]
     states: dict[str, Any]
+    own_step: int | None = None  # of a checkpoint of mlstate
 
     @property
     def step(self) -> int | None:
@@ -30,6 +31,8 @@ class Parts(NamedTuple):
 
         Of several values, the first that is an int from 0 to 2**63 - 1 is used.
         """
+        if self.own_step is not None:
+            return self.own_step
         own = self.metadata.get("step"), self.metadata.get("global_step")
         for step in (*own, getattr(self.optimizer, "step", 0) or None):
             if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 63:
@@ -79,10 +82,10 @@ class Selection:
         if self.only and model is None and optimizer is None and len(states) == 1:
             [value] = states.values()
             if isinstance(value, OptimizerStateDict):
-                return Parts(None, value, metadata, {})
-            if is_flat(value):
-                return Parts(StateDict(value), None, metadata, {})
-        return Parts(model, optimizer, metadata, states)
+                model, optimizer, states = None, value, {}
+            elif is_flat(value):
+                model, states = StateDict(value), {}
+        return Parts(model, optimizer, metadata, states, parts.own_step)
 
 
 def is_flat(value: Any) -> bool:

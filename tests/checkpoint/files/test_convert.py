@@ -134,7 +134,7 @@ def test_files_of_other_writers_hold_a_model(tmp_path):
     path = tmp_path / "x.safetensors"
     save_file({"model.w": np.ones(2)}, path, {"format": "pt"})
     parts = read_any(path)
-    assert (list(parts[0]), parts[1:]) == (["model.w"], (None, {"format": "pt"}, {}))
+    assert (list(parts.model), parts[1:4]) == (["model.w"], (None, {"format": "pt"}, {}))
 
 
 # ---- safetensors ----
@@ -424,3 +424,16 @@ def test_links_and_modes_stay(tmp_path):
     assert link.is_symlink()
     assert path.read_bytes() == b"new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640
+
+
+def test_masked_arrays_are_refused(tmp_path):
+    state = {"m": np.ma.array([1.0, 2.0], mask=[False, True])}
+    for save in (
+        lambda: save_file(state, tmp_path / "m.safetensors"),
+        lambda: checkpoint.save(tmp_path / "m", state),
+        lambda: checkpoint.save(tmp_path / "m", states={"s": state}),
+        lambda: write_any(tmp_path / "m.npz", state),
+    ):
+        with pytest.raises(TypeError, match="'m' is a masked array"):
+            save()
+    assert list(tmp_path.iterdir()) == []
