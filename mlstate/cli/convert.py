@@ -293,8 +293,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
         read_parts = _read(arguments, read)
         if changes.names is not None:  # they may choose tensors of one part only
             read_parts = read_parts.without_empty()
-        model, optimizer, metadata, states, step = read_parts
-        write_any(target, model, optimizer, metadata, states, format=write, target=start, step=step)
+        model, optimizer, metadata, states = read_parts
+        write_any(target, model, optimizer, metadata, states, format=write, target=start)
         parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
         data = {

@@ -122,7 +122,7 @@ class _FileSide:
     def __init__(self, path: str, parts: Parts | None = None) -> None:
         """Map the file at `path`, or use the `parts` that were read from it."""
         self.path = local_folder(path)
-        model, optimizer, _, states, _ = parts or read_file(Path(self.path), mmap=True)
+        model, optimizer, _, states = parts or read_file(Path(self.path), mmap=True)
         # as a checkpoint names the arrays of named states; other values are parts of names
         entries = list_entries((), states) if states else ()
         named = {"/".join(map(str, keys)) + end: array for keys, array, end in entries}

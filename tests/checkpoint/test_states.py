@@ -683,3 +683,19 @@ def test_values_that_differ_are_refused_for_one_target(tmp_path, pair):
     with pytest.raises(CompatibilityError, match="an object for each"):
         mlstate.load(tmp_path, into={"states": {"a": target, "b": target}})
     assert target == {"v": 0}
+
+
+def test_values_that_differ_between_ranks_keep_their_numbers_in_any_byte_order(tmp_path):
+    def save(group):
+        value = {"seen": np.array([1.0, 2.0, group.rank], ">f8"), "n": 1}
+        mlstate.save(tmp_path / "c", states={"x": value}, group=group)
+
+    assert run_ranks(save, 2) == [None] * 2
+    loaded = mlstate.load(tmp_path / "c").states["x"]
+    assert [value["seen"].tolist() for value in loaded] == [[1, 2, 0], [1, 2, 1]]
+
+
+def test_masked_arrays_in_nested_values_are_refused(tmp_path):
+    masked = np.ma.array([1.0, 2.0], mask=[False, True])
+    with pytest.raises(TypeError, match="masked array"):
+        mlstate.save(tmp_path / "c", states={"x": [masked, 1]})

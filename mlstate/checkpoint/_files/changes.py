@@ -39,7 +39,7 @@ class Changes(NamedTuple):
         With `names`, the named states are left out, and a name without a match raises
         TensorNotFoundError.
         """
-        model, optimizer, metadata, states, step = parts
+        model, optimizer, metadata, states = parts
         if self.rename is not None:
             model, optimizer = _renamed(model, optimizer, self.rename)
         if self.names is not None:
@@ -49,7 +49,7 @@ class Changes(NamedTuple):
             states = {}
         if self.dtype is not None and model is not None:
             model = model.astype(self.dtype)
-        return Parts(model, optimizer, metadata, states, step)
+        return Parts(model, optimizer, metadata, states)
 
 
 def _renamed(model: Any, optimizer: Any, rules: dict[str, str]) -> tuple[Any, Any]:

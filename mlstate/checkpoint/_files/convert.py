@@ -297,14 +297,12 @@ def write_any(
     overwrite: bool = False,
     storage_options: Mapping[str, object] | None = None,
     target: CheckpointTarget | Target | None = None,
-    step: int | None = None,
 ) -> None:
     """Write a state to a file or directory of any known format, or to a checkpoint at a URL.
 
     The write is atomic. `overwrite` replaces an existing file, checkpoint or torch directory of the
     same format, including all steps of a `CheckpointManager`. A caller that began earlier passes
     the `target` of `begin_write` instead. A target that changed since then is left unchanged.
-    `step`: of a checkpoint of mlstate; None: of the optimizer or the metadata.
     Raises ValueError without a state, StoreError (EEXIST) for a target that must stay, and
     CompatibilityError for values that the format cannot hold.
     """
@@ -332,7 +330,7 @@ def write_any(
                     "for both: rename one of them"
                 )
             values |= texts
-        FORMATS[name].write(target, Parts(weights, moments, _checked_metadata(values), named, step))
+        FORMATS[name].write(target, Parts(weights, moments, _checked_metadata(values), named))
 
 
 # Formats that can hold named states.
@@ -471,7 +469,7 @@ def _write_safetensors(target: Target, parts: Parts) -> None:
     """
     from .. import save_file
 
-    model, optimizer, metadata, *_ = parts
+    model, optimizer, metadata, _ = parts
     state, record = _join_states(model, optimizer)
     json_values = {key: value for key, value in metadata.items() if not isinstance(value, str)}
     if json_values:
@@ -564,7 +562,7 @@ def _write_npz(target: Target, parts: Parts) -> None:
     """Write a state to an .npz file, whose record has the kind of state and the metadata."""
     from .npz import write_npz
 
-    model, optimizer, metadata, *_ = parts
+    model, optimizer, metadata, _ = parts
     state, record = _join_states(model, optimizer)
     kind = describe(state)
     write_npz(target, _as_arrays(state), {**record, "kind": kind, "metadata": metadata})
@@ -597,7 +595,7 @@ def _read_mlstate(path: Place, checked: bool) -> Parts:
 def parts_of(loaded: LoadedState) -> Parts:
     """Return the content (`Parts`) of a loaded checkpoint, in the form of `read_any`.
 
-    An optimizer without a step, or without one the metadata, get the checkpoint's too.
+    The step is in the optimizer, or without one in the metadata.
     """
     metadata = dict(loaded.metadata or {})
     optimizer = loaded.optimizer
@@ -605,14 +603,14 @@ def parts_of(loaded: LoadedState) -> Parts:
         metadata.setdefault("step", loaded.step)
     if not (optimizer is None or isinstance(optimizer, OptimizerStateDict)):
         optimizer = OptimizerStateDict(optimizer, step=loaded.step or 0)
-    return Parts(loaded.model, optimizer, metadata, dict(loaded.states), loaded.step)
+    return Parts(loaded.model, optimizer, metadata, dict(loaded.states))
 
 
 def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
-    """Save the parts as a checkpoint of mlstate, with their step."""
+    """Save the parts as a checkpoint of mlstate, with the step of the optimizer or the metadata."""
     from .._save import save
 
-    model, optimizer, metadata, states, _ = parts
+    model, optimizer, metadata, states = parts
     folder, step = target.save_folder(), parts.step
     save(folder, model, optimizer, step=step, metadata=metadata, states=states or None)
 

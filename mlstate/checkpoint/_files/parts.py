@@ -23,7 +23,6 @@ class Parts(NamedTuple):
     optimizer: OptimizerStateDict | None
     metadata: dict[str, Any]
     states: dict[str, Any]
-    own_step: int | None = None  # of a checkpoint of mlstate
 
     @property
     def step(self) -> int | None:
@@ -31,8 +30,6 @@ class Parts(NamedTuple):
 
         Of several values, the first that is an int from 0 to 2**63 - 1 is used.
         """
-        if self.own_step is not None:
-            return self.own_step
         own = self.metadata.get("step"), self.metadata.get("global_step")
         for step in (*own, getattr(self.optimizer, "step", 0) or None):
             if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 63:
@@ -85,7 +82,7 @@ class Selection:
                 model, optimizer, states = None, value, {}
             elif is_flat(value):
                 model, states = StateDict(value), {}
-        return Parts(model, optimizer, metadata, states, parts.own_step)
+        return Parts(model, optimizer, metadata, states)
 
 
 def is_flat(value: Any) -> bool:

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..._common.arrays import is_cache, is_torch
+from ..._common.arrays import is_cache, is_torch, refuse_masked
 from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.dtypes import name_of, numpy_dtype
 from ..._common.json_values import DEEPEST, check_text
@@ -164,6 +164,7 @@ class _Encoder:
             key = self.store(np.frombuffer(value.getvalue(), np.uint8), path)
             return {"$": "BytesIO", "key": key, "position": value.tell()}
         form = "numpy"
+        refuse_masked(where, value)
         if isinstance(value, np.generic):
             form, value = "scalar", np.asarray(value)
         elif is_torch(value):
@@ -322,7 +323,7 @@ def encode(value: Any, where: str, *, exact: bool = False) -> Tree:
 
 
 def whole_arrays(tree: Tree) -> dict[str, NDArray]:
-    """Return a tree's arrays by key, in C order and main memory, without its shards.
+    """Return a tree's arrays by key, in C and native byte order and main memory, without shards.
 
     Tensors of a device are replaced in the tree by copies in main memory, so that they move once.
     """
@@ -334,7 +335,8 @@ def whole_arrays(tree: Tree) -> dict[str, NDArray]:
         if is_torch(value):
             tree.arrays[key] = array = value.cpu()
             array = backend_of(array, TensorBackend).arrays_of({key: array})[key]
-        arrays[key] = np.ascontiguousarray(array).reshape(np.shape(array))
+        native = np.asarray(array).astype(array.dtype.newbyteorder("="), copy=False)
+        arrays[key] = np.ascontiguousarray(native).reshape(np.shape(array))
     return arrays
 
 

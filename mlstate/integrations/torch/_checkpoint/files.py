@@ -144,7 +144,7 @@ def tree_of(parts: Parts) -> dict[str, Any]:
     the classes of the states. Raises ValueError if a state has the name of another entry, and
     CompatibilityError for a value that torch's files cannot hold without pickle.
     """
-    model, optimizer, metadata, states, _ = parts
+    model, optimizer, metadata, states = parts
     kinds = {"model": describe(model), "optimizer": describe(optimizer)}
     texts = {kind: text for kind, text in kinds.items() if text is not None}
     if model is not None and optimizer is None and not metadata and not states and not texts:
