@@ -430,7 +430,7 @@ def test_sparse_and_double_complex_tensors_are_left_to_torch(torch):
 
 
 @pytest.mark.parametrize("layout", ["dense", "other coordinates"])
-def test_nothing_is_added_if_torch_cannot_add_a_sparse_gradient(torch, layout):
+def test_a_refused_sparse_gradient_leaves_every_sum_unchanged(torch, layout):
     sparse = torch.eye(3).to_sparse()
     ones = torch.ones(3, 3)
     wrong = ones if layout == "dense" else ones.to_sparse(1)

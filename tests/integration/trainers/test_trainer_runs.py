@@ -162,7 +162,7 @@ def test_a_run_continues_on_a_new_machine_from_steps_elsewhere(tmp_path, runs, k
     place, options = tmp_path / "steps", {}
     if kind == "store":
         server = request.getfixturevalue("store")
-        place, options = "s3://bucket/run", {"storage_options": server.options()}
+        place, options = "s3://bucket/trainer", {"storage_options": server.options()}
     resumed = MLStateCallback.last_checkpoint(tmp_path / "old", place, **options)
     assert resumed is None  # nothing was saved yet
     train(runs, tmp_path / "old", callback=MLStateCallback(place, **options))
