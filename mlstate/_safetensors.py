@@ -7,12 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import _core
 from ._common.arguments import check_flags
-from ._common.arrays import (
-    named_refusals,
-    refuse_given_away,
-    refuse_masked,
-    refuse_unstorable,
-)
+from ._common.arrays import named_refusals, refuse_given_away, refuse_unstorable
 from ._common.file_checksums import find_of_file
 from ._common.local_path import local_path
 from ._common.set_module import set_module
@@ -37,7 +32,6 @@ def _checked(name: object, value: object) -> object:
             f"{name!r} is a Shard, part {value.index} of {value.layout.parts}: state files hold "
             "whole arrays; pass a Shard to mlstate.save"
         )
-    refuse_masked(name, value)
     if type(value) in (bool, int, float, complex, str, bytes, list, tuple):
         raise TypeError(
             f"{name!r} is a {type(value).__name__}: state files hold arrays; "

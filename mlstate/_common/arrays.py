@@ -227,7 +227,7 @@ def refuse_masked(name: object, value: object) -> None:
 def refuse_unstorable(state: Mapping[str, object], *, every: bool = False) -> None:
     """Raise CompatibilityError for a torch tensor that cannot be stored, or a `Shard` of one.
 
-    Raises TypeError for a masked array.
+    A masked array raises TypeError.
 
     `state`: tensors and other values by name. Unless `every`, only tensors of subclasses are
     examined: the core refuses the others.

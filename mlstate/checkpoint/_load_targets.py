@@ -20,7 +20,7 @@ from .._common.staged_targets import StagedTargets, refuse_overlaps_on_devices
 from .._sharding.layout import Cuts, Layout, Steps
 from ..errors import CompatibilityError
 from ..state._compatibility import LISTED, join, rename_hint
-from ..state._load_into import load_into
+from ..state._load_into import check_load, load_into
 from ..state._optimizer_state import OptimizerStateDict
 from ._backend import CheckpointBackend, OptimizerRecord, OptimizerRequest
 from ._folder.names import SECTIONS
@@ -248,7 +248,7 @@ def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> 
 def _check(loader: Loader, ready_target: _Ready) -> None:
     """Raise CompatibilityError if a stored tensor does not fit `ready_target` in shape or dtype.
 
-    No tensor is read.
+    Raises ValueError for an array that cannot be written. No tensor is read.
     """
     section = ready_target.section
     keys, arrays = (
@@ -256,6 +256,8 @@ def _check(loader: Loader, ready_target: _Ready) -> None:
         section.by_key(ready_target.filling.arrays, ready_target.names),
     )
     loader.merged_index.fits(loader.folder, section.number, keys, ready_target.cuts, arrays)
+    stored = {name: ready_target.filling.arrays[name] for name in ready_target.casts}
+    check_load(ready_target.casts, stored, strict=True, cast=True)
 
 
 def _fill(loader: Loader, ready_target: _Ready) -> None:
@@ -272,9 +274,11 @@ def _fill(loader: Loader, ready_target: _Ready) -> None:
     folder, progress = loader.request.files.folder, loader.options["progress"]
     folder.load_into(parts, arrays, loader.verify, progress)
     if ready_target.casts:
-        stored = {name: filling.arrays[name] for name in ready_target.casts}
+        was_read = set(ready_target.names)
+        casts = {name: each for name, each in ready_target.casts.items() if name in was_read}
+        stored = {name: filling.arrays[name] for name in casts}
         filling.arrays.update(ready_target.casts)
-        load_into(ready_target.casts, stored, cast=True)
+        load_into(casts, stored, cast=True)
     filling.finish(ready_target.names)
 
 
@@ -427,7 +431,7 @@ def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
         (each.section.label, each.names, each.filling.targets) for each in ready
     )
     tied = _core.targets_tied(
-        [(each.section.label, each.names, each.filling.arrays) for each in ready]
+        [(each.section.label, each.names, {**each.filling.arrays, **each.casts}) for each in ready]
     )
     remaining = []
     for ready_target, others in zip(ready, tied, strict=True):

@@ -147,3 +147,36 @@ def test_a_target_of_another_float_dtype_is_shown_the_cast(tmp_path, dtype, has_
     if has_hint:
         assert mlstate.load(tmp_path / "c", into={"model": target}, cast=True)
         assert target["w"].tolist() == [1, 1, 1]
+
+
+def _repeated(array):
+    return np.lib.stride_tricks.as_strided(array[:1], array.shape, (0,))
+
+
+def _frozen(array):
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize(
+    ("targets", "text"),
+    [
+        (lambda a, x: (a, _frozen(x[3:])), "read-only"),
+        (lambda a, x: (a, _repeated(x[3:])), "share memory with one another"),
+        (lambda a, x: (x[:3], x[1:4]), r"model\['a'\] and model\['b'\] share memory"),
+    ],
+)
+def test_arrays_that_cannot_be_converted_into_leave_all_unchanged(tmp_path, targets, text):
+    mlstate.save(tmp_path / "c", {"a": np.ones(3, np.float32), "b": np.full(3, 2, np.float32)})
+    same, other = np.zeros(3, np.float32), np.zeros(6)
+    into = dict(zip("ab", targets(same, other), strict=True))
+    with pytest.raises(ValueError, match=text):
+        mlstate.load(tmp_path / "c", into={"model": into}, cast=True)
+    assert not same.any() and not other.any()
+
+
+def test_tied_arrays_are_converted_once(tmp_path):
+    mlstate.save(tmp_path / "c", {"a": np.ones(3, np.float32), "b": np.full(3, 2, np.float32)})
+    tied = np.zeros(3)
+    mlstate.load(tmp_path / "c", into={"model": {"a": tied, "b": tied}}, cast=True)
+    assert tied.tolist() == [2, 2, 2]

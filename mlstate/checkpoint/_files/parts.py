@@ -79,9 +79,9 @@ class Selection:
         if self.only and model is None and optimizer is None and len(states) == 1:
             [value] = states.values()
             if isinstance(value, OptimizerStateDict):
-                model, optimizer, states = None, value, {}
-            elif is_flat(value):
-                model, states = StateDict(value), {}
+                return Parts(None, value, metadata, {})
+            if is_flat(value):
+                return Parts(StateDict(value), None, metadata, {})
         return Parts(model, optimizer, metadata, states)
 
 
