@@ -53,7 +53,7 @@ def tensor_in(memory: np.ndarray, dtype: str, like: torch.Tensor) -> torch.Tenso
 def sum_sparse(total: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the sum of both in new memory, or None if both are strided.
 
-    Such sums need new memory even in place, so that they can fail.
+    Such a sum needs new memory even in place, and can fail for lack of it.
     """
     import torch
 
