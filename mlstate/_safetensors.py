@@ -127,6 +127,8 @@ def save_file(
     refuse_given_away(entries := _entries(state))
     refuse_unstorable(entries)
     tensors = tuple((name, _checked(name, value)) for name, value in entries.items())
+    if metadata is not None and not hasattr(metadata, "keys"):
+        raise TypeError(f"metadata must be a mapping, got {type(metadata).__name__}")
     texts = {} if metadata is None else dict(metadata)
     if KEY in texts:
         raise ValueError(

@@ -20,6 +20,12 @@ def check_flags(**flags: object) -> None:
             raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
+def check_callback(name: str, value: object) -> None:
+    """Raise TypeError unless a callback is callable or None; `name`: the parameter's name."""
+    if value is not None and not callable(value):
+        raise TypeError(f"{name} must be callable, got {type(value).__name__}")
+
+
 def check_number(name: str, value: Any) -> float:
     """Return a real number, of Python, NumPy or a 0-dimensional tensor, as a float."""
     is_number = hasattr(value, "__float__") and not isinstance(value, type)

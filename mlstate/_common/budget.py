@@ -112,10 +112,10 @@ def parse_budget(name: str, value: Any, full: int | None = None, of: str = "") -
     return Budget(_multiply(f"{number:.15f}", full), full, f"of {of}", f"{number:g}")
 
 
-def parse_size(name: str, value: object, least: int = 0) -> int:
+def parse_size(name: str, value: object, least: int = 0, most: int | None = None) -> int:
     """Return a number of bytes from an int, or from a size such as ``"5GB"``.
 
-    `name`: the parameter's name in errors. Raises ValueError below `least`.
+    `name`: the parameter's name in errors. Raises ValueError below `least` or above `most`.
     """
     if isinstance(value, str):
         value = _parse_text(name, value).nbytes
@@ -123,7 +123,7 @@ def parse_size(name: str, value: object, least: int = 0) -> int:
         raise TypeError(
             f"{name} must be an int or a size such as '5GB', got {type(value).__name__}"
         )
-    return check_int(name, value, least)
+    return check_int(name, value, least, most)
 
 
 def _fraction_error(name: str, value: str) -> ValueError:

@@ -74,5 +74,8 @@ def _check_working_folder(path: str) -> None:
 
 
 def local_folder(path: str | os.PathLike[str]) -> str:
-    """Return a path as an absolute str; see `local_path`."""
-    return os.path.abspath(local_path(path))
+    """Return a path as an absolute str; see `local_path`. Raises TypeError for bytes."""
+    name = local_path(path)
+    if not isinstance(name, str):
+        raise TypeError(f"the path must be a str or os.PathLike of str, got bytes: {name!r}")
+    return os.path.abspath(name)

@@ -14,7 +14,7 @@ from .._sharding.layout import Layout, Shard, steps_of
 from ._folder.names import MANIFEST, SECTIONS
 from ._load import chosen_names
 from ._load_arguments import ranks_of
-from ._options import PACK_BELOW
+from ._options import PACK_BELOW, PACK_BELOW_MOST
 from ._replica_assignment import by_section, whole_names
 from ._save import refuse_empty_save, states_of
 from ._sections import STATES
@@ -218,8 +218,8 @@ def plan_save(
     >>> plan_save(model, rank=7, world_size=4096)
     SavePlan(rank 7 of 4096: 1,000 shards, 114,688,000 bytes, 4 files, index ... bytes, ...)
     """
-    pack_below_bytes = parse_size("pack_below_bytes", pack_below_bytes)
-    world_size = check_int("world_size", world_size, 1)
+    pack_below_bytes = parse_size("pack_below_bytes", pack_below_bytes, 0, PACK_BELOW_MOST)
+    world_size = check_int("world_size", world_size, 1, (1 << 31) - 1)
     if not 0 <= check_int("rank", rank, -1 << 63) < world_size:
         raise ValueError(f"rank {rank} of {world_size} does not exist")
     refuse_empty_save(model, optimizer)
@@ -313,6 +313,8 @@ def plan_load(
     (4128, 4160, 1)
     """
     check_flags(verify=verify)
+    if not isinstance(root, str):
+        raise TypeError(f"root must be a str, got {type(root).__name__}")
     files = open_files(path, storage_options, reads=True)
     cutting = ranks_of(rank, world_size, layout, None)
     listed = listed_names(names)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING, Any, ForwardRef, TypedDict, TypeVar, cast
 
-from .._common.arguments import check_flags
+from .._common.arguments import check_callback, check_flags
 from .._common.text import names_hint
 from ._store import codecs
 
@@ -55,6 +55,7 @@ class LoadOptions(TypedDict, total=False):
 
 
 PACK_BELOW = 262144
+PACK_BELOW_MOST = (1 << 63) - 1
 _HINTS: dict[str, ForwardRef] = {**SaveOptions.__annotations__, **LoadOptions.__annotations__}
 # words of keywords that other libraries use, and the keyword of the same meaning here
 _MEANT = {
@@ -113,7 +114,7 @@ def complete_options(
     """Return the keywords of a call, completed by `defaults`.
 
     Raises TypeError for an unknown keyword; `function` is named in it, and its parameters are
-    suggested.
+    suggested. Raises it too if ``progress`` cannot be called.
     """
     for name in options:
         if name not in defaults:
@@ -125,6 +126,7 @@ def complete_options(
             raise TypeError(
                 f"{function.__qualname__}() got an unexpected keyword argument {name!r}{hint}"
             )
+    check_callback("progress", options.get("progress"))
     return {**defaults, **options}
 
 

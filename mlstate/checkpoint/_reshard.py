@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
-from .._common.arguments import check_flags, check_int
+from .._common.arguments import check_callback, check_flags, check_int
 from .._sharding.layout import Layout, Shard, Steps, steps_of
 from ._checkpoint import Checkpoint, TensorRecord
 from ._commit import Commit
@@ -205,6 +205,7 @@ def reshard(
     array([0., 1., 2., 3., 4., 5.])
     """
     check_flags(overwrite=overwrite)
+    check_callback("progress", progress)
     if world_size is None:
         if not isinstance(layout, Layout):
             raise TypeError("world_size= is needed unless layout is a Layout")

@@ -33,7 +33,7 @@ from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
 from ._backend import CheckpointBackend
 from ._commit import write_and_commit
-from ._options import SAVE_DEFAULTS, complete_save_options, show_options
+from ._options import PACK_BELOW_MOST, SAVE_DEFAULTS, complete_save_options, show_options
 from ._replica_assignment import Assignment, assign_replicas
 from ._states.collect import NO_STATES, NamedStates, add_entries, take_states
 from ._states.modules import metadata_of
@@ -128,7 +128,7 @@ def check_target(
         files.folder.require_local("incremental=True", "save whole shards")
     rank, world_size = 0, 1
     group = optional_group(options["group"])
-    pack_below = parse_size("pack_below_bytes", options["pack_below_bytes"])
+    pack_below = parse_size("pack_below_bytes", options["pack_below_bytes"], 0, PACK_BELOW_MOST)
     flags = bool(options["sparse"]), bool(options["incremental"])
     if group is not None:
         rank, world_size = group.rank, group.world_size
@@ -280,13 +280,16 @@ def _as_dict(state: Any, section: str, source: Any) -> dict[str, Any] | None:
     return arrays
 
 
-def _step_of(step: int | None, optimizer: Any) -> int | None:
-    """Return the step to save: the argument, or the one of an `OptimizerStateDict`, or None."""
+def _step_of(step: int | None, optimizer: Any, *, is_needed: bool) -> int | None:
+    """Return the step to save: the argument, or the one of an `OptimizerStateDict`, or None.
+
+    Raises TypeError for None if a step `is_needed`.
+    """
     if step is None and isinstance(optimizer, OptimizerStateDict):
-        return optimizer.step
-    if step is None:
+        step = optimizer.step
+    if step is None and not is_needed:
         return None
-    return check_int("step", step, 0, (1 << 63) - 1, " or None")
+    return check_int("step", step, 0, (1 << 63) - 1, "" if is_needed else " or None")
 
 
 def _checked_metadata(mapping: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -374,7 +377,7 @@ def take_content(
         dicts = (params, _as_dict(pair[1], "optim_state", optimizer), named.arrays)
         header = {
             "writer": WRITER,
-            "step": _step_of(step, pair[1]),
+            "step": _step_of(step, pair[1], is_needed=target.keep_root),
             "world_size": target.world_size,
             "model": kind_of(pair[0]),
             "optimizer": kind_of(pair[1]),

@@ -880,8 +880,6 @@ def save_async(
     memory = staging_of(staging)
     options = complete_save_options(save_async, options)
     progress = options["progress"]
-    if progress is not None and not callable(progress):
-        raise TypeError(f"progress must be callable, got {type(progress).__name__}")
     budget = None
     if max_staging_bytes is not None:
         budget = parse_budget("max_staging_bytes", max_staging_bytes)

@@ -6,11 +6,13 @@ The core makes the copies. This module keeps the memory from one save to the nex
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
 
 from .. import _core
+from .._common.arguments import check_int
 
 _NO_MEMORY = np.empty(0, np.uint8)  # created here, because freeing memory must not allocate
 
@@ -52,10 +54,7 @@ class Staging:
 
     def __init__(self, nbytes: int) -> None:
         """Allocate `nbytes` of staging memory and touch its pages, so that no save has to."""
-        if not hasattr(nbytes, "__index__"):
-            raise TypeError(f"nbytes must be an int, got {type(nbytes).__name__}")
-        if nbytes < 0:
-            raise ValueError(f"nbytes must be 0 or more, got {nbytes}")
+        nbytes = check_int("nbytes", nbytes, 0, sys.maxsize)
         self._users: dict[str, object] = {}  # the save that uses the memory
         self._memory = np.empty(nbytes, np.uint8)
         _core.memory_touch(self._memory)

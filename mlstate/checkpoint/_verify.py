@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.arguments import check_flags
+from .._common.arguments import check_callback, check_flags
 from .._common.log import log
 from .._common.store_error import store_error
 from .._common.text import bytes_text, table_text
@@ -646,6 +646,7 @@ def verify(
     [('altered', 'w', 4096)]
     """
     check_flags(repair=repair)
+    check_callback("progress", progress)
     listed = listed_names(names)
     if repair and listed is not None:
         raise ValueError("a repair verifies all tensors: leave out names")

@@ -9,7 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
-from ..._common.arguments import check_flags
+from ..._common.arguments import check_callback, check_flags
 from ..._common.atomic_file import Target, replacing
 from ..._common.file_checksums import (
     BLOCK,
@@ -207,6 +207,7 @@ def checksum(
     [('changed', 'config.json')]
     """
     check_flags(overwrite=overwrite)
+    check_callback("progress", progress)
     try:
         folder, names, target_path = _place_of(path)
     except OSError as error:

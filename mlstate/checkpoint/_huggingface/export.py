@@ -21,6 +21,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
+from ..._common.arguments import check_callback
 from ..._common.arrays import refuse_unstorable
 from ..._common.atomic_file import Target
 from ..._common.backend import backend_of, is_module
@@ -588,6 +589,7 @@ def export_huggingface(
     >>> sorted(mlstate.checkpoint.inspect(path).files())
     ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
     """
+    check_callback("progress", progress)
     request = take_export(
         path, model=model, group=group, max_shard_bytes=max_shard_bytes, rename=rename, dtype=dtype
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ....state._optimizer_state import OptimizerType
-from .._tensors.state import tensors_of
+from .._tensors.state import device_of, tensors_of
 from .optimizer import keywords_from, stored_states
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def accelerator(values: Iterable[object], device: torch.device) -> Any:
     import torch
 
     if device is not None:
-        return torch.device(device)
+        return device_of(device)
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     for tensor in tensors:
         if tensor.device.type not in ("cpu", "meta"):
