@@ -14,10 +14,10 @@ from ..._common.log import is_logged, log
 from ..._common.regular_file import check_regular, open_descriptor
 from ..._common.store_error import format_error, store_error
 from ...errors import StoreError
-from .names import MANIFEST, group_by_part
+from .names import group_by_part
 from .protocol import FileInfo, NewFiles
 from .weight_names import INDEX, SINGLE, SUFFIX, TORCH_SUFFIX, weights_root
-from .writer_lock import WriterLock
+from .writer_lock import WriterLock, new_file_mode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -330,11 +330,11 @@ class LocalFolder:
 
     def claim(self, timeout: float | None = None) -> WriterLock:
         """Return the writers' lock; `timeout` is None if the caller has no such parameter."""
-        return WriterLock(self, timeout=timeout)
+        return WriterLock(self.path, timeout=timeout)
 
     def exclusive(self, timeout: float) -> WriterLock:
         """Return the writers' lock."""
-        return WriterLock(self, timeout=timeout)
+        return WriterLock(self.path, timeout=timeout)
 
     def create(self, parts: Iterable[str]) -> None:
         """Create the folder and its subfolders `parts` durably; these get the folder's permissions.
@@ -359,27 +359,11 @@ class LocalFolder:
         except OSError as error:
             raise store_error(error, action, self.path) from None
 
-    def new_file_mode(self) -> int:
-        """Return the permissions of new files: no more than the folder and its manifest have.
-
-        The owner can always read and write them. A missing folder or manifest restricts nothing.
-        Raises StoreError if the permissions cannot be read.
-        """
-        mode = 0o666
-        for path in (self.path, os.path.join(self.path, MANIFEST)):
-            try:
-                mode &= os.stat(path).st_mode | 0o600
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise store_error(error, "cannot read the permissions", path) from None
-        return mode
-
     def new_files(
         self, progress: Callable[[int], object] | None
     ) -> AbstractContextManager[NewFiles]:
         """Return a context with the folder itself."""
-        return nullcontext(NewFiles(self.path, self.new_file_mode(), is_temporary=False))
+        return nullcontext(NewFiles(self.path, new_file_mode(self.path), is_temporary=False))
 
     def add_empty(self, path: str) -> None:
         """Create an empty file durably; do nothing if the path exists.

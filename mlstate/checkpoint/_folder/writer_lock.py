@@ -17,7 +17,7 @@ import errno
 import os
 import re
 import stat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ... import _core
 from ..._common.atomic_file import Target, change_mode, replacing
@@ -25,9 +25,6 @@ from ..._common.regular_file import NOT_REGULAR
 from ..._common.store_error import store_error
 from ...errors import StoreError
 from .names import MANIFEST
-
-if TYPE_CHECKING:
-    from .local import LocalFolder
 
 _NAME = "lock"
 _TRIES = 64  # attempts to lock the file while other writers replace it
@@ -133,6 +130,23 @@ def _lock_folder(descriptor: _core.Descriptor) -> bool:
     return True
 
 
+def new_file_mode(folder: str) -> int:
+    """Return the permissions of new files: no more than the folder and its manifest have.
+
+    The owner can always read and write them. A missing folder or manifest restricts nothing.
+    Raises StoreError if the permissions cannot be read.
+    """
+    mode = 0o666
+    for path in (folder, os.path.join(folder, MANIFEST)):
+        try:
+            mode &= os.stat(path).st_mode | 0o600
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise store_error(error, "cannot read the permissions", path) from None
+    return mode
+
+
 class WriterLock:
     """The lock of a writing process.
 
@@ -148,9 +162,9 @@ class WriterLock:
     is_unsure = False  # whether a `commit` succeeded can always be read from the folder
 
     def __init__(
-        self, folder: LocalFolder, subject: str = "checkpoint", timeout: float | None = None
+        self, folder: str, subject: str = "checkpoint", timeout: float | None = None
     ) -> None:
-        """Prepare the lock of a local folder; `acquire` takes it.
+        """Prepare the lock of the local folder at the path `folder`; `acquire` takes it.
 
         `subject`: name of the locked thing in errors. `timeout`: seconds to wait for another
         writer; None: fail at once.
@@ -158,7 +172,7 @@ class WriterLock:
         self._timeout = timeout
         self._subject = subject
         self._folder = folder
-        self._path = os.path.join(folder.path, _NAME)
+        self._path = os.path.join(folder, _NAME)
         self.holder = _core.Descriptor()  # dropping it closes and unlocks, too
         self._is_new = False
         self._owner: dict[str, Any] = {}  # this process, as the lock's text names it
@@ -177,7 +191,7 @@ class WriterLock:
         while True:
             try:
                 for _ in range(_TRIES):
-                    with _core.Descriptor(self._folder.path, os.O_RDONLY) as folder:
+                    with _core.Descriptor(self._folder, os.O_RDONLY) as folder:
                         is_alone = _lock_folder(folder)
                         if is_alone and self._try():
                             return
@@ -243,7 +257,7 @@ class WriterLock:
         `number`: its descriptor. `mode`: its permissions now. The bits for execution stay, because
         FAT has them on every file and refuses to change them.
         """
-        limited = mode & (self._folder.new_file_mode() | 0o111)
+        limited = mode & (new_file_mode(self._folder) | 0o111)
         if limited != mode & 0o777:
             change_mode(number, limited)
 
@@ -319,9 +333,9 @@ class WriterLock:
 
         `root`: path of a second copy, which is written before it; None: no copy.
         """
-        mode = self._folder.new_file_mode()
+        mode = new_file_mode(self._folder)
         for path in (MANIFEST,) if root is None else (root, MANIFEST):
-            _core.file_replace(os.path.join(self._folder.path, path), data, mode)
+            _core.file_replace(os.path.join(self._folder, path), data, mode)
 
     def release(self) -> None:
         """Unlock and close the file; do nothing if it is closed.

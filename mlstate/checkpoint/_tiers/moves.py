@@ -187,7 +187,7 @@ class TierMoves:
 
     def _lock_directory(self) -> None:
         """Take the writers' lock of the folder; `_close` releases it, at the latest at exit."""
-        lock = WriterLock(LocalFolder(self._directory), "folder of tiers")
+        lock = WriterLock(self._directory, "folder of tiers")
         self._close = weakref.finalize(self, lock.release)  # before acquire, for interrupts
         lock.acquire()
 
