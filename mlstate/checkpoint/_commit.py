@@ -168,10 +168,8 @@ class Commit:
         roots = files.list_roots()
         if not (self._target.keep_root or self._target.replace_steps):
             files.refuse_steps(roots)
-        self._before = files.find_replaced(self._target.caller.warn)
+        self._before, self._sequence = files.find_replaced(roots, self._target.caller.warn)
         self._has_steps = bool(roots)
-        # roots/ may hold a newer root that did not become the manifest
-        self._sequence = files.next_sequence(self._before, roots)
         if claim.unfinished is not None:
             files.delete_unfinished(claim.unfinished, self._before)
         generation = os.urandom(8).hex()

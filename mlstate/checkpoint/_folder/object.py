@@ -145,14 +145,15 @@ class ObjectFolder:
                 self.read(path)
 
         missing = [path for path in paths if path not in self._roots]
-        self._run_tasks([partial(read, path) for path in missing])
+        run_tasks([partial(read, path) for path in missing], self._options.max_concurrency)
 
     def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
         """Return size and time of the objects at `paths` that exist, by path.
 
         Each folder in `paths` takes a list request. Raises StoreError if it fails.
         """
-        listed = {part: self.store.list_folder(part) for part in {*map(os.path.dirname, paths)}}
+        store = self.store
+        listed = {part: store.list_folder(part) for part in {*map(os.path.dirname, paths)}}
         infos = {}
         for path in paths:
             part, name = os.path.split(path)
@@ -171,7 +172,7 @@ class ObjectFolder:
         def note(name: str) -> None:
             infos[name] = self.store.info(name)
 
-        self._run_tasks([partial(note, name) for name in names])
+        run_tasks([partial(note, name) for name in names], self._options.max_concurrency)
         self._tags = {name: info.tag for name, info in infos.items() if info is not None}
         return {name: info and _file_info(info) for name, info in infos.items()}
 
@@ -349,7 +350,8 @@ class ObjectFolder:
         `names`: of the objects.
         """
         with self._scratch() as local:
-            self._run_tasks([partial(self._copy_header, local, name) for name in names])
+            tasks = [partial(self._copy_header, local, name) for name in names]
+            run_tasks(tasks, self._options.max_concurrency)
             yield local
 
     @contextmanager
@@ -366,17 +368,6 @@ class ObjectFolder:
                 self._copy_ranges(local, [(name, 0, os.path.getsize(path))], self._copy_range)
             yield path
 
-    def _run_tasks(
-        self,
-        tasks: Sequence[Callable[[], object]],
-        progress: Callable[[int], object] | None = None,
-    ) -> None:
-        """Run tasks in threads, as many at the same time as the options allow.
-
-        `progress` is called with 0 while they run, and may raise to stop.
-        """
-        run_tasks(tasks, self._options.max_concurrency, progress)
-
     def _copy_ranges(
         self, local: str, ranges: Sequence[Range], copy: Callable[[str, str, int, int], None]
     ) -> None:
@@ -387,13 +378,12 @@ class ObjectFolder:
         step = self._options.part_bytes
         for folder in {"", *(os.path.dirname(path) for path, *_ in ranges)}:
             os.makedirs(os.path.join(local, folder), exist_ok=True)
-        self._run_tasks(
-            [
-                partial(copy, local, path, at, min(at + step, end))
-                for path, begin, end in ranges
-                for at in range(begin, end, step)
-            ]
-        )
+        tasks = [
+            partial(copy, local, path, at, min(at + step, end))
+            for path, begin, end in ranges
+            for at in range(begin, end, step)
+        ]
+        run_tasks(tasks, self._options.max_concurrency)
 
     def _copy_existing(self, local: str, path: str, begin: int, end: int) -> None:
         """Copy a range as `_copy_range`; do nothing if the object does not exist."""
@@ -478,15 +468,14 @@ class ObjectFolder:
             }
             store = self.store
             uploaded = find_uploaded(store, MANIFEST, local, sizes)
-            # Requests at the same time for one file: all files together use the number in the
-            # options.
-            parts = max(1, self._options.max_concurrency // max(1, len(sizes)))
+            threads = self._options.max_concurrency
+            parts = max(1, threads // max(1, len(sizes)))  # requests at a time for each file
             # the index first: it describes the objects of an interrupted save
             indexes = [path for path in sizes if os.path.dirname(path) == INDEX_FOLDER]
             shards = [path for path in sizes if os.path.dirname(path) != INDEX_FOLDER]
             for paths in (indexes, shards):
                 puts = ((path, f"{local}/{path}", parts, uploaded.get(path)) for path in paths)
-                self._run_tasks([partial(store.put_file, *put) for put in puts], progress)
+                run_tasks([partial(store.put_file, *put) for put in puts], threads, progress)
             if not self.has_files(sizes):
                 text = "an uploaded object is missing or has another size"
                 raise store_error(OSError(errno.EIO, text), "cannot save", self.path)

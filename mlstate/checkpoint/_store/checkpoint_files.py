@@ -209,12 +209,20 @@ class CheckpointFiles:
             return None
         return parse(data, path)
 
-    def find_replaced(self, warn: Callable[[str], object]) -> Manifest | None:
-        """Return the manifest that a save replaces; None if there is none or it is damaged.
+    def find_replaced(
+        self, roots: Sequence[Root], warn: Callable[[str], object]
+    ) -> tuple[Manifest | None, int]:
+        """Return the manifest that a save replaces, and the sequence number of the save.
 
-        `warn` is called with a text about damage. An intact manifest of a newer format, and a file
-        that is not regular, raise FormatError.
+        The manifest is None if there is none or it is damaged. `roots`: of steps, sorted; one may
+        be newer than the manifest. `warn` is called with a text about damage. An intact manifest of
+        a newer format, and a file that is not regular, raise FormatError.
         """
+        replaced = self._find_undamaged(warn)
+        return replaced, self._next_sequence(replaced, roots)
+
+    def _find_undamaged(self, warn: Callable[[str], object]) -> Manifest | None:
+        """Return the manifest; None if there is none or it is damaged; see `find_replaced`."""
         try:
             return self.find_manifest()
         except FormatError as error:
@@ -252,7 +260,7 @@ class CheckpointFiles:
                     raise
         return read(self.read_manifest(root))
 
-    def next_sequence(self, newest: Manifest | None, roots: Sequence[Root]) -> int:
+    def _next_sequence(self, newest: Manifest | None, roots: Sequence[Root]) -> int:
         """Return the sequence number of the next save: the largest one of a valid root, plus one.
 
         `newest`: the current manifest or None. `roots`: of steps, sorted. A file name alone is not

@@ -105,13 +105,12 @@ def open_folder(
         if storage_options is None and (reads or not folder.file):
             return folder
     if is_url(path):
-        is_file = is_weights_root(path.rstrip("/").rpartition("/")[2])
-        if is_file and not reads:
-            _check_url(path)
-            raise ValueError(f"{path}: {_ONLY_READ}")
         url, file = _check_url(path), ""
-        if is_file:
-            url, _, file = url.rpartition("/")
+        parent, _, name = url.rpartition("/")
+        if is_weights_root(name):
+            if not reads:
+                raise ValueError(f"{path}: {_ONLY_READ}")
+            url, file = parent, name
         options = take_options(storage_options)
         if options.cache_folder is None:
             return ObjectFolder(url, options, file)
@@ -154,8 +153,6 @@ def open_target(
     Without `any_suffix`, raises ValueError for the name of another format's file.
     """
     folder = open_folder(path, storage_options)
-    if not isinstance(folder.path, str):
-        raise TypeError("the path of a checkpoint must be a str")
     if not any_suffix:
         refuse_file_name(folder)
     return CheckpointFiles(folder)
