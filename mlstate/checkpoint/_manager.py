@@ -704,8 +704,8 @@ class CheckpointManager:
     ) -> tuple[list[Root], dict[str, Manifest]]:
         """Return the roots to delete, except generation `newest`; and manifests of others by path.
 
-        `roots`: the readable ones, oldest first. If `is_new`, `newest` was written just now, so
-        that it can be loaded.
+        `roots`: the readable ones, oldest first. If `is_new`, `newest` was written just now, and
+        its files are not checked.
         """
         good = newest if is_new else ""
         retained = self._rules.choose(

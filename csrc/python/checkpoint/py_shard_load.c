@@ -741,20 +741,20 @@ static mls_index_pattern *find_patterns(const mlspy_merged_index *self,
     return patterns;
 }
 
-/* Return the places of a tensor as new bytes, with a pair (number of the index, group of
- * the shard in its pattern) for each shard: the key of its parts in the result of
- * select_parts. An index without a pattern is skipped. NULL with an exception set. */
-static PyObject *places_bytes(const mlspy_merged_index *self,
-                              const mls_index_pattern *patterns,
-                              const mls_merged_index_tensor *tensor)
+/* Return which indexes list a tensor, as a new bytes object: the memory of an array of
+ * mls_index_pattern_place, one for each shard. Python unpacks it, and select_parts uses
+ * it as a key. NULL with an exception set. */
+static PyObject *tensor_places(const mlspy_merged_index *self,
+                               const mls_index_pattern *patterns,
+                               const mls_merged_index_tensor *tensor)
 {
-    mls_json_writer b = {.most = (size_t)1 << 30};
+    mls_json_writer buf = {.most = (size_t)1 << 30}; /* used as a growing buffer */
     mls_index_pattern_places(self->indexes, patterns, self->index_count,
-                             &tensor->facts->id, &b);
-    PyObject *bytes = b.code == MLS_OK
-                          ? PyBytes_FromStringAndSize(b.data, (Py_ssize_t)b.length)
+                             &tensor->facts->id, &buf);
+    PyObject *bytes = buf.code == MLS_OK
+                          ? PyBytes_FromStringAndSize(buf.data, (Py_ssize_t)buf.length)
                           : PyErr_NoMemory();
-    mls_json_writer_fini(&b);
+    mls_json_writer_fini(&buf);
     return bytes;
 }
 
@@ -766,7 +766,7 @@ PyObject *mlspy_merged_index_places(mlspy_merged_index *self, PyObject *unused)
     PyObject *list =
         patterns == NULL ? NULL : PyList_New((Py_ssize_t)self->merged.tensor_count);
     MLSPY_PUT_EACH(list, i, self->merged.tensor_count,
-                   places_bytes(self, patterns, &self->merged.tensors[i]));
+                   tensor_places(self, patterns, &self->merged.tensors[i]));
     mls_index_patterns_free(patterns, self->index_count);
     return list;
 }
@@ -791,7 +791,7 @@ static int add_parts(const load_job *job, const mls_index_pattern *patterns,
                      const mls_load_item *w, Py_ssize_t most, PyObject *dict)
 {
     const mls_index_shard *facts = w->tensor->facts;
-    PyObject *key = places_bytes(job->merged, patterns, w->tensor);
+    PyObject *key = tensor_places(job->merged, patterns, w->tensor);
     PyObject *set = key == NULL ? NULL : part_set_for(dict, key);
     mls_layout_intersection meeting;
     size_t part;
