@@ -53,18 +53,18 @@ struct mls_load_into {
 static bool simplify_axes(const mls_load_into_pair *pair, mls_tensor *dst,
                           mls_tensor *src)
 {
-    mls_strided_iter w;
-    if (!mls_strided_iter_init(&w, pair->dst, pair->src)) {
+    mls_strided_iter iter;
+    if (!mls_strided_iter_init(&iter, pair->dst, pair->src)) {
         return false;
     }
     *dst = *pair->dst;
     *src = *pair->src;
-    dst->rank = src->rank = w.rank + 1;
-    for (int axis = 0; axis <= w.rank; axis++) {
-        const bool run = axis == w.rank;
-        dst->shape[axis] = src->shape[axis] = run ? w.length : w.shape[axis];
-        dst->strides[axis] = run ? w.a_step : w.a_strides[axis];
-        src->strides[axis] = run ? w.b_step : w.b_strides[axis];
+    dst->rank = src->rank = iter.rank + 1;
+    for (int axis = 0; axis <= iter.rank; axis++) {
+        const bool run = axis == iter.rank;
+        dst->shape[axis] = src->shape[axis] = run ? iter.length : iter.shape[axis];
+        dst->strides[axis] = run ? iter.a_step : iter.a_strides[axis];
+        src->strides[axis] = run ? iter.b_step : iter.b_strides[axis];
     }
     return true;
 }
@@ -204,9 +204,9 @@ static bool is_single_copy(const mls_load_into_pair *pair)
     if (mls_tensor_is_contiguous(dst) && mls_tensor_is_contiguous(src)) {
         return true;
     }
-    mls_strided_iter w; /* packed in the same other order on both sides */
-    return mls_strided_iter_init(&w, dst, src) && w.rank == 0 &&
-           w.a_step == (ptrdiff_t)bytes && w.b_step == (ptrdiff_t)bytes;
+    mls_strided_iter iter; /* packed in the same other order on both sides */
+    return mls_strided_iter_init(&iter, dst, src) && iter.rank == 0 &&
+           iter.a_step == (ptrdiff_t)bytes && iter.b_step == (ptrdiff_t)bytes;
 }
 
 /* Append the address range of a view to `spans`, and count it in `*count`, if the view

@@ -142,20 +142,20 @@ static void skip_run(mls_stored_runs *r, const mls_row_range *extent)
 static bool next_common(mls_stored_runs *r, mls_run *out)
 {
     while (r->run.count > 0 || next_run(r)) {
-        const mls_row_range *e = &r->shard->visible[r->extent];
-        const size_t run_end = r->run.a + r->run.count, end = e->begin + e->count;
+        const mls_row_range *range = &r->shard->visible[r->extent];
+        const size_t run_end = r->run.a + r->run.count, end = range->begin + range->count;
         if (end <= r->run.a) {
             if (!next_extent(r)) {
                 return false;
             }
-        } else if (run_end <= e->begin) {
-            skip_run(r, e);
+        } else if (run_end <= range->begin) {
+            skip_run(r, range);
         } else {
             /* the rest of the run is kept for the next visible range */
-            const size_t from = r->run.a > e->begin ? r->run.a : e->begin;
+            const size_t from = r->run.a > range->begin ? r->run.a : range->begin;
             const size_t until = run_end < end ? run_end : end;
-            *out = (mls_run){e->at + (from - e->begin), r->run.b + (from - r->run.a),
-                             until - from};
+            *out = (mls_run){range->at + (from - range->begin),
+                             r->run.b + (from - r->run.a), until - from};
             r->run.b += until - r->run.a;
             r->run.count = run_end - until;
             r->run.a = until;
