@@ -25,14 +25,15 @@
 /* ---- helpers ---- */
 
 /* Mix everything of a reduction that decides the bits of its result into the hash
- * `print`. */
-static uint64_t mix_reduction(uint64_t print, const mls_reduction *r)
+ * `fingerprint`. */
+static uint64_t mix_reduction(uint64_t fingerprint, const mls_reduction *r)
 {
     uint64_t divisor;
     memcpy(&divisor, &r->divisor, sizeof divisor);
-    print = mls_shm_mix(print, (uint64_t)r->dtype | (uint64_t)r->out_dtype << 8 |
-                                   (uint64_t)r->op << 16);
-    return mls_shm_mix(print, divisor);
+    fingerprint =
+        mls_shm_mix(fingerprint, (uint64_t)r->dtype | (uint64_t)r->out_dtype << 8 |
+                                     (uint64_t)r->op << 16);
+    return mls_shm_mix(fingerprint, divisor);
 }
 
 /* Prefetches the cache line of an address for writing. A hint only; never faults. */
@@ -266,23 +267,23 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
 static uint64_t hash_segments(const mls_shm *g, const mls_shm_call *call,
                               const mls_segment *segments, size_t count)
 {
-    uint64_t print = mls_shm_mix(mls_shm_mix_text(0, call->text), count);
+    uint64_t fingerprint = mls_shm_mix(mls_shm_mix_text(0, call->text), count);
     for (size_t i = 0; i < count; i++) {
-        print = mix_reduction(print, &segments[i].reduction);
+        fingerprint = mix_reduction(fingerprint, &segments[i].reduction);
         for (size_t rank = 0; rank < g->shape.world; rank++) {
-            print = mls_shm_mix(print, segments[i].counts[rank]);
+            fingerprint = mls_shm_mix(fingerprint, segments[i].counts[rank]);
         }
     }
-    return print;
+    return fingerprint;
 }
 
 /* Return the functions of a scatter through the slots, for the protocol, and reset the
- * handle's cursors. `print` is the fingerprint of the call. */
-static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t print)
+ * handle's cursors. `fingerprint`: of the call. */
+static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t fingerprint)
 {
     memset(s->g->cursors, 0, sizeof s->g->cursors);
     return (mls_shm_flow){.kind = kind,
-                          .fingerprint = print,
+                          .fingerprint = fingerprint,
                           .source = MLS_SHM_NO_RANK,
                           .fill = fill_scatter,
                           .drain = drain_scatter,
@@ -415,11 +416,10 @@ static mls_code sum_into_all(void *context, uint64_t step, mls_status *st)
 
 /* Reduce a large array: each rank reduces its share into `out`, and then all ranks
  * gather the shares. `out` may be the array itself: a rank overwrites its own share
- * after it read it, and the shares of others after it sent them. `print` is the
- * fingerprint of the call. MLS_E_PEER, MLS_E_STOPPED; `out` may then be partly
- * filled. */
-static mls_code reduce_large(const total *s, const mls_shm_call *call, uint64_t print,
-                             mls_status *st)
+ * after it read it, and the shares of others after it sent them. `fingerprint`: of the
+ * call. MLS_E_PEER, MLS_E_STOPPED; `out` may then be partly filled. */
+static mls_code reduce_large(const total *s, const mls_shm_call *call,
+                             uint64_t fingerprint, mls_status *st)
 {
     mls_shm *g = s->g;
     const size_t item = mls_dtype_of(s->reduction->dtype)->item_bytes;
@@ -431,7 +431,7 @@ static mls_code reduce_large(const total *s, const mls_shm_call *call, uint64_t 
     mls_segment segment = {
         .data = s->data, .counts = counts, .out = own_out, .reduction = *s->reduction};
     scatter parts = {.g = g, .segments = &segment, .count = 1};
-    const mls_shm_flow flow = scatter_flow(&parts, MLS_SHM_ALL_REDUCE, print);
+    const mls_shm_flow flow = scatter_flow(&parts, MLS_SHM_ALL_REDUCE, fingerprint);
     mls_shm_clock clock;
     mls_code code = mls_shm_begin(g, &flow, call, &clock, st);
     if (code == MLS_OK) {
@@ -455,18 +455,18 @@ mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *da
     if (code != MLS_OK) {
         return code;
     }
-    const uint64_t print =
+    const uint64_t fingerprint =
         mix_reduction(mls_shm_mix(mls_shm_mix_text(0, call->text), n), reduction);
     const size_t bytes = n * mls_dtype_of(reduction->dtype)->item_bytes;
     total s = {
         .g = g, .data = data, .out = out, .n = n, .bytes = bytes, .reduction = reduction};
     const bool direct = mls_shm_is_direct(g, bytes);
     if (!direct && bytes * g->shape.world > SMALL) {
-        return reduce_large(&s, call, print, st);
+        return reduce_large(&s, call, fingerprint, st);
     }
     const mls_shm_flow flow = {
         .kind = MLS_SHM_ALL_REDUCE,
-        .fingerprint = print,
+        .fingerprint = fingerprint,
         .source = MLS_SHM_NO_RANK,
         .direct = direct,
         .fill = direct ? fill_pair : fill_total,

@@ -192,9 +192,9 @@ size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *ro
         return resolve_single(layers, elements, room);
     }
     size_t starts[MLS_LAYERS_MOST + 2] = {0}, layer_number;
-    mls_row_range extent;
+    mls_row_range range;
     layer_sweep sweep = {.layers = layers, .elements = elements};
-    while (next_visible(&sweep, &layer_number, &extent)) {
+    while (next_visible(&sweep, &layer_number, &range)) {
         starts[layer_number + 1]++;
     }
     /* convert counts to start positions; the zeros come last */
@@ -208,8 +208,8 @@ size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *ro
     layers->zeros = room + starts[layers->count];
     layers->zero_count = starts[layers->count + 1] - starts[layers->count];
     sweep = (layer_sweep){.layers = layers, .elements = elements};
-    while (next_visible(&sweep, &layer_number, &extent)) {
-        room[starts[layer_number]++] = extent;
+    while (next_visible(&sweep, &layer_number, &range)) {
+        room[starts[layer_number]++] = range;
     }
     /* the second sweep advanced each start to the end of its list */
     return starts[layers->count];
