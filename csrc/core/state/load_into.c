@@ -242,7 +242,7 @@ static void prefetch_pair(const planner *p, size_t index)
 static mls_code check_pair(planner *p, size_t index)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
-    item *it = &p->items[index];
+    item *entry = &p->items[index];
     const mls_code code = check_kind(pair, p->cast, p->st);
     if (code != MLS_OK) {
         return code;
@@ -252,18 +252,18 @@ static mls_code check_pair(planner *p, size_t index)
         return MLS_OK;
     }
     if (mls_tensor_overlaps_itself(pair->dst) ||
-        !mls_tensor_bytes(pair->dst, &it->bytes)) {
+        !mls_tensor_bytes(pair->dst, &entry->bytes)) {
         mls_fail(p->st, MLS_E_OVERLAP,
                  "%s: elements of the target share memory with one another, as in a "
                  "broadcast view: load into a copy of it",
                  quote_name(pair->name).text);
         return add_pair_name(p->st, pair);
     }
-    it->to = pair->dst->data;
-    it->from = pair->src->data;
-    it->plain = is_single_copy(pair);
+    entry->to = pair->dst->data;
+    entry->from = pair->src->data;
+    entry->plain = is_single_copy(pair);
     add_range(p->spare, &p->writes, pair->dst, index, true);
-    if (!mls_size_add(p->load->bytes, it->bytes, &p->load->bytes)) {
+    if (!mls_size_add(p->load->bytes, entry->bytes, &p->load->bytes)) {
         p->load->bytes =
             SIZE_MAX; /* saturates; needed only to tell whether the load is large */
     }
@@ -357,10 +357,10 @@ static void link_clusters(planner *p)
         p->heads[cluster] = p->count;
     }
     for (size_t pair = p->count; pair-- > 0;) {
-        item *it = &p->items[pair];
-        if (it->cluster > 0) {
-            it->next = p->heads[it->cluster - 1];
-            p->heads[it->cluster - 1] = pair;
+        item *entry = &p->items[pair];
+        if (entry->cluster > 0) {
+            entry->next = p->heads[entry->cluster - 1];
+            p->heads[entry->cluster - 1] = pair;
         }
     }
 }
@@ -434,23 +434,24 @@ static bool add_chunk(planner *p, chunk part, size_t bytes, bool together)
 static bool add_unsplit(planner *p, size_t index, bool together)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
-    const item *it = &p->items[index];
-    const chunk unsplit = {.pair = it->plain ? NULL : pair,
-                           .to = it->to,
-                           .from = it->from,
-                           .size = it->plain ? it->bytes : 0};
-    return add_chunk(p, unsplit, it->bytes, together);
+    const item *entry = &p->items[index];
+    const chunk unsplit = {.pair = entry->plain ? NULL : pair,
+                           .to = entry->to,
+                           .from = entry->from,
+                           .size = entry->plain ? entry->bytes : 0};
+    return add_chunk(p, unsplit, entry->bytes, together);
 }
 
 /* Divide a plain pair into chunks of PART bytes; the last one may be shorter and may
  * share a task. Returns false if memory runs out. */
-static bool split_copy(planner *p, const item *it)
+static bool split_copy(planner *p, const item *entry)
 {
     bool fits = true;
-    for (size_t at = 0; at < it->bytes && fits; at += PART) {
-        const size_t rest = it->bytes - at;
+    for (size_t at = 0; at < entry->bytes && fits; at += PART) {
+        const size_t rest = entry->bytes - at;
         const size_t size = rest < PART ? rest : PART;
-        fits = add_chunk(p, (chunk){NULL, it->to + at, it->from + at, size}, size, false);
+        fits = add_chunk(p, (chunk){NULL, entry->to + at, entry->from + at, size}, size,
+                         false);
     }
     return fits;
 }
@@ -509,16 +510,16 @@ static bool add_others(planner *p)
 {
     bool fits = true;
     for (size_t i = 0; i < p->count && fits; i++) {
-        const item *it = &p->items[i];
-        if (it->bytes == 0 || it->cluster > 0) {
+        const item *entry = &p->items[i];
+        if (entry->bytes == 0 || entry->cluster > 0) {
             continue;
         }
-        if (it->bytes <= PART) {
+        if (entry->bytes <= PART) {
             fits = add_unsplit(p, i, false);
-        } else if (it->plain) {
-            fits = split_copy(p, it);
+        } else if (entry->plain) {
+            fits = split_copy(p, entry);
         } else {
-            fits = split_strided(p, &p->pairs[i], it->bytes);
+            fits = split_strided(p, &p->pairs[i], entry->bytes);
         }
     }
     end_task(p);
