@@ -124,9 +124,10 @@ static void try_restarts(const solver *dp, size_t s, size_t t, size_t from, size
             mls_size_most((size_t)dp->need[left], shift + (size_t)*below);
         const size_t first = mls_size_most(bound, finite);
         if (first < end) {
-            dp->kernels->row(values + first, values_of(dp->table, s, k - 1) + first,
-                             values_of(dp->table, k, t) + first - shift,
-                             again_of(dp, s, k), end - first);
+            dp->kernels->restart_row(values + first,
+                                     values_of(dp->table, s, k - 1) + first,
+                                     values_of(dp->table, k, t) + first - shift,
+                                     again_of(dp, s, k), end - first);
         }
         below += dp->n - k - 1;
     }
@@ -224,7 +225,7 @@ static void multiply_tile(const solver *dp, size_t s, size_t t, size_t first, si
     for (size_t k = first; k < last; k += LARGE) {
         const mls_plan_tile job =
             prepare_tile(dp, &b, s, t, k, mls_size_least(k + LARGE, last));
-        dp->kernels->tile(&job);
+        dp->kernels->restart_tile(&job);
     }
 }
 
@@ -250,7 +251,7 @@ static void multiply_large(const solver *dp, size_t s, size_t t, size_t s_end,
             mls_plan_tile job = jobs[i];
             job.from = mls_size_most(job.from, strip);
             job.to = mls_size_least(job.to, strip + STRIP);
-            dp->kernels->tile(&job);
+            dp->kernels->restart_tile(&job);
         }
     }
 }
@@ -267,9 +268,9 @@ static void try_save(const solver *dp, size_t s, size_t t, int64_t moved, double
     const size_t rest = shift + (size_t)dp->need[mls_plan_cell(dp->n, s + 1, t)];
     const size_t first = mls_size_most((size_t)mls_plan_save_need(c, s, t), rest);
     if (first < dp->entries) {
-        dp->kernels->keep(values_of(dp->table, s, t) + first,
-                          values_of(dp->table, s + 1, t) + first - shift, (float)seconds,
-                          dp->entries - first);
+        dp->kernels->save_row(values_of(dp->table, s, t) + first,
+                              values_of(dp->table, s + 1, t) + first - shift,
+                              (float)seconds, dp->entries - first);
     }
 }
 

@@ -625,9 +625,9 @@ static void run_task(void *context, size_t task)
     const mls_load_into *load = j->load;
     for (size_t i = load->starts[task]; i < load->starts[task + 1]; i++) {
         const chunk *part = &load->chunks[i];
-        if (part->pair == NULL) {
+        if (part->pair == NULL) { /* bytes */
             mls_copy_bytes(j->kernels, part->to, part->from, part->size, j->destination);
-        } else if (part->size == 0) {
+        } else if (part->size == 0) { /* a whole pair */
             mls_copy(j->kernels, part->pair->dst, part->pair->src, j->destination);
         } else {
             copy_rows(j, part);
