@@ -197,14 +197,14 @@ class Commit:
             shards, gathered.shards = gathered.shards, None
             # only local shards can be compared with the new ones
             keeps_shards = self._keeps_shards and self._folder.is_local
-            before = self._previous_index() if keeps_shards else None
+            previous_index = self._previous_index() if keeps_shards else None
             with self._folder.new_files(progress) as new:
                 report: dict[str, Any] = _core.shards_write(
                     new.path,
                     self._generation,
                     shards,
-                    before,
-                    self._target.how,
+                    previous_index,
+                    self._target.write_options,
                     progress,
                     freed,
                     new.mode,

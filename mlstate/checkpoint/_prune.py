@@ -79,7 +79,8 @@ def _old_roots(files: CheckpointFiles, keep: int | None) -> list[Root]:
         return []
     manager = CheckpointManager(files.path, keep=keep)
     newest = files.read_manifest().generation
-    return manager._divide_roots(newest, manager._roots(FormatError), is_new=False)[0]
+    old, _ = manager._divide_roots(newest, manager._roots(FormatError), is_new=False)
+    return old
 
 
 def _steps_of(files: CheckpointFiles) -> dict[Root, int | None]:

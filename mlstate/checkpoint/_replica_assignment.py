@@ -33,7 +33,7 @@ _OF_PARAMETERS = frozenset({"params", "python_numbers", "packed_states"})
 class Assignment(NamedTuple):
     """The arrays that a rank must write, or the reason why the ranks cannot save."""
 
-    mine: tuple[frozenset[str], ...] | None = None  # whole arrays by section; None for all
+    own_names: tuple[frozenset[str], ...] | None = None  # whole arrays by section; None for all
     copies: bytes = b""  # names of shards that another rank must write, if to be reported
     error: BaseException | None = None  # of this rank, or one that names another rank
     digests: tuple[set[bytes], ...] = ()  # of all ranks, for each own digest

@@ -77,6 +77,15 @@ class SaveFolder(NamedTuple):
         return os.fspath(self.folder)
 
 
+class WriteOptions(NamedTuple):
+    """The options of `save` that `_core.shards_write` takes."""
+
+    pack_below_bytes: int
+    sparse: bool
+    incremental: bool
+    compress: str | None  # name of a codec
+
+
 class SaveTarget(NamedTuple):
     """The checked arguments of `save` that describe where and how to save."""
 
@@ -86,8 +95,7 @@ class SaveTarget(NamedTuple):
     rank: int
     world_size: int
     layout: Layout | str | None  # for arrays that are not a `Shard`
-    # options of `_core.shards_write`: pack_below_bytes, sparse, incremental, compress
-    how: tuple[int, bool, bool, str | None]
+    write_options: WriteOptions
     keep_root: bool  # keep the root under roots/, as `CheckpointManager` does
     replace_steps: bool
     content: FolderContent | None  # as of `SaveFolder`
@@ -129,7 +137,7 @@ def check_target(
     rank, world_size = 0, 1
     group = optional_group(options["group"])
     pack_below = parse_size("pack_below_bytes", options["pack_below_bytes"], 0, PACK_BELOW_MOST)
-    flags = bool(options["sparse"]), bool(options["incremental"])
+    is_sparse, is_incremental = bool(options["sparse"]), bool(options["incremental"])
     if group is not None:
         rank, world_size = group.rank, group.world_size
     return SaveTarget(
@@ -139,7 +147,7 @@ def check_target(
         rank=rank,
         world_size=world_size,
         layout=options["layout"],
-        how=(pack_below, *flags, options["compress"]),
+        write_options=WriteOptions(pack_below, is_sparse, is_incremental, options["compress"]),
         keep_root=save_folder.retain is not None,
         replace_steps=save_folder.replace_steps,
         content=save_folder.content,
@@ -435,7 +443,7 @@ def gather_shards(
                 assigned = _assign_replicas(target.group, steps, content)
         gathered.copies, gathered.error = assigned.copies, assigned.error
         if gathered.error is None:
-            dicts, own_names = content.dicts, assigned.mine
+            dicts, own_names = content.dicts, assigned.own_names
             if content.named.trees:
                 content.named.add_trees(target.group, assigned.digests)
             ranks = (target.rank, target.world_size)

@@ -135,7 +135,7 @@ class SaveJob:
         # moment in any thread. RLock is implemented in C, so an interrupt cannot split `with`;
         # it can split the methods of a Condition, which then stays locked.
         self.guard = threading.RLock()
-        self.bells: deque[Any] = deque()  # locks of waiting threads; released on a change
+        self.wake_locks: deque[Any] = deque()  # one for each waiting thread; released on a change
         self.begun = self.staged = self.ended = False
         # `asked`: an error needs no report, as a call raised it; `abandoned`: the handle is gone
         self.cancelled = self.asked = self.abandoned = False
@@ -157,24 +157,24 @@ class SaveJob:
 
         name = f"mlstate save {os.path.basename(self.path)}"
         self.thread = threading.Thread(target=self.run, name=name, daemon=False)
-        bell = threading.Lock()
-        bell.acquire()
+        attempted = threading.Lock()
+        attempted.acquire()
         try:
-            _thread.start_new_thread(self.start_thread, (bell,))
-            bell.acquire()
+            _thread.start_new_thread(self.start_thread, (attempted,))
+            attempted.acquire()
         except (RuntimeError, MemoryError):
             pass
         if self.thread.ident is None:
             self.run()
 
-    def start_thread(self, bell: Any) -> None:
-        """Start the save's thread if the system can; release `bell`, which the caller waits for."""
+    def start_thread(self, attempted: Any) -> None:
+        """Start the save's thread if the system can; then release the lock `attempted`."""
         try:
             self.thread.start()
         except (RuntimeError, MemoryError):
             pass
         finally:
-            bell.release()
+            attempted.release()
 
     def give_up(self) -> None:
         """Stop a save whose handle did not reach the caller, for example after an interrupt.
@@ -250,7 +250,7 @@ class SaveJob:
             self.staged_at = self.staged_at or self.ended_at
             self.staged = self.ended = True
             report = error is not None and self.abandoned and not self.asked
-        self.ring()
+        self.wake_waiters()
         if report:
             self.report()
 
@@ -303,7 +303,7 @@ class SaveJob:
         """
         memory = copies.memory
         if memory is None:
-            compresses = self.target.how[3] is not None
+            compresses = self.target.write_options.compress is not None
             overhead = _core.shards_overhead(gathered.shards, compresses)
             memory = self.memory(gathered.nbytes, overhead)
         _, lent = _core.shards_stage(gathered.shards, memory, copies.used)
@@ -313,12 +313,12 @@ class SaveJob:
         """Mark the job as staged: the state may change."""
         self.staged_at = time.perf_counter()
         self.staged = True
-        self.ring()
+        self.wake_waiters()
 
-    def ring(self) -> None:
+    def wake_waiters(self) -> None:
         """Wake the threads that wait."""
-        while self.bells:
-            self.bells.pop().release()
+        while self.wake_locks:
+            self.wake_locks.pop().release()
 
     def cancellation(self) -> StoreError:
         """Return the error of a cancelled save."""
@@ -375,23 +375,24 @@ class SaveJob:
                 add_wait(self.waits, start, now)
 
     def wait_until(self, event: str, timeout: float | None) -> bool:
-        """Wait for "staged" or "ended" by a lock of this thread; return False after `timeout`.
+        """Wait for "staged" or "ended"; return False after `timeout`.
 
-        `timeout`: seconds, None for no limit. An interrupt affects no other thread.
+        `timeout`: seconds, None for no limit. Each waiting thread has a lock of its own, which
+        `wake_waiters` releases, so an interrupt affects no other thread.
         """
         import threading
 
         end = None if timeout is None else time.monotonic() + timeout
         while True:
-            bell = threading.Lock()
-            bell.acquire()
-            self.bells.append(bell)  # before the test, so that no change is missed
+            wake_lock = threading.Lock()
+            wake_lock.acquire()
+            self.wake_locks.append(wake_lock)  # before the test, so that no change is missed
             if getattr(self, event):
                 return True
             left = -1.0 if end is None else max(0.0, end - time.monotonic())
-            if not bell.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
+            if not wake_lock.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
                 with suppress(ValueError, IndexError):  # already released, or about to be
-                    self.bells.remove(bell)
+                    self.wake_locks.remove(wake_lock)
                 return bool(getattr(self, event))
 
     def wait_for(self, event: str, timeout: float | None) -> None:

@@ -49,7 +49,7 @@ def read_roots(
             if isinstance(error, FormatError):
                 log("WARNING", "%s: a step is damaged: %s", files.path, error)
             continue
-        roots_by_step.pop(manifest.step, None)
+        roots_by_step.pop(manifest.step, None)  # the new one goes to the end: the order is of age
         roots_by_step[manifest.step] = (root, manifest)
     return list(roots_by_step.values())
 

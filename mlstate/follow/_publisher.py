@@ -309,7 +309,7 @@ class Publisher:
         names = None
         if self._group is not None:
             assigned = assign_replicas(self._group, (values, None, None), (), error)
-            error, names = assigned.error, assigned.mine
+            error, names = assigned.error, assigned.own_names
         try:
             if error is not None:
                 raise error

@@ -75,7 +75,7 @@ class BackwardPass:
         self.times: list[tuple[str, float]] = []  # when gradients arrived, if recorded
         self._plan = plan
         self._reducer = reducer
-        self._lacking = [len(bucket) for bucket in plan.buckets]  # gradients yet to arrive
+        self._missing_counts = [len(bucket) for bucket in plan.buckets]  # gradients yet to arrive
         self._full_at = [0.0] * len(plan.buckets)  # `perf_counter` at the last gradient; 0: none
         self._submitted = 0  # number of buckets passed to the thread, or reduced by `finish`
         self._reduced = 0  # number of submitted buckets that are reduced
@@ -103,12 +103,12 @@ class BackwardPass:
         entry = Entry(plan.units[name], gradient, problem, on_failure, allow_unused=allow_unused)
         self.arrived[name] = entry
         number = plan.bucket_of[name]
-        self._lacking[number] -= 1
+        self._missing_counts[number] -= 1
         if self.session.events is not None:
             self._full_at[number] = perf_counter()
             self.times.append((name, self._full_at[number]))
         # in order on all ranks: a full bucket waits for those before it
-        while self._submitted < plan.early and self._lacking[self._submitted] == 0:
+        while self._submitted < plan.early and self._missing_counts[self._submitted] == 0:
             self._submitted += 1
             queue = self._reducer.queue
             self._works.append(queue.run("reduce_scatter", self._reduce_submitted, async_op=True))

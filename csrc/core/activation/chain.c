@@ -211,7 +211,8 @@ typedef struct refusal {
 } refusal;
 
 /* Puts the reason why a step is invalid into `*why`; returns false. */
-static bool refuse(refusal *why, const char *object, const char *reason, size_t index)
+static bool refuse_step(refusal *why, const char *object, const char *reason,
+                        size_t index)
 {
     *why = (refusal){object, reason, index};
     return false;
@@ -230,13 +231,13 @@ static bool activation_is_stored(const machine *m, size_t k)
 static bool can_run(const machine *m, size_t i, refusal *why)
 {
     if (i >= m->left) {
-        return refuse(why, "backward", "has run already", i);
+        return refuse_step(why, "backward", "has run already", i);
     }
     if (!activation_is_stored(m, i)) {
-        return refuse(why, "activation", "does not exist", i);
+        return refuse_step(why, "activation", "does not exist", i);
     }
     if (activation_is_stored(m, i + 1)) {
-        return refuse(why, "activation", "already exists", i + 1);
+        return refuse_step(why, "activation", "already exists", i + 1);
     }
     return true;
 }
@@ -261,7 +262,7 @@ static bool run_forward(machine *m, size_t i, effect *e, refusal *why)
 static bool run_save(machine *m, size_t i, effect *e, refusal *why)
 {
     if (m->saved[i] != NOWHERE) {
-        return refuse(why, "saved", "already exists", i);
+        return refuse_step(why, "saved", "already exists", i);
     }
     if (!can_run(m, i, why)) {
         return false;
@@ -280,14 +281,14 @@ static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
     const mls_chain *c = m->chain;
     const bool first = i + 1 == c->blocks;
     if (m->left != i + 1) {
-        return refuse(why, "gradient", "does not exist", i + 1);
+        return refuse_step(why, "gradient", "does not exist", i + 1);
     }
     if (m->saved[i] != ON_DEVICE) {
         const char *reason = m->saved[i] == ON_HOST ? "is on the host" : "does not exist";
-        return refuse(why, "saved", reason, i);
+        return refuse_step(why, "saved", reason, i);
     }
     if (!activation_is_stored(m, i)) {
-        return refuse(why, "activation", "does not exist", i);
+        return refuse_step(why, "activation", "does not exist", i);
     }
     m->left = i;
     m->saved[i] = NOWHERE;
@@ -305,10 +306,10 @@ static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
 static bool run_drop(machine *m, size_t k, effect *e, refusal *why)
 {
     if (k == 0) {
-        return refuse(why, "activation", "is the input and stays", k);
+        return refuse_step(why, "activation", "is the input and stays", k);
     }
     if (m->alone[k] == 0) {
-        return refuse(why, "activation", "is not a separate tensor", k);
+        return refuse_step(why, "activation", "is not a separate tensor", k);
     }
     m->alone[k] = 0;
     *e = (effect){.frees = m->chain->activation_bytes[k]};
@@ -321,10 +322,11 @@ static bool run_offload(machine *m, size_t i, effect *e, refusal *why)
 {
     const mls_chain *c = m->chain;
     if (c->offload_rate <= 0) {
-        return refuse(why, "saved", "cannot be offloaded: the chain has no rates", i);
+        return refuse_step(why, "saved", "cannot be offloaded: the chain has no rates",
+                           i);
     }
     if (m->saved[i] != ON_DEVICE) {
-        return refuse(why, "saved", "is not on the device", i);
+        return refuse_step(why, "saved", "is not on the device", i);
     }
     m->saved[i] = ON_HOST;
     m->alone[i + 1] = 1;
@@ -339,10 +341,10 @@ static bool run_load(machine *m, size_t i, effect *e, refusal *why)
 {
     const mls_chain *c = m->chain;
     if (m->saved[i] != ON_HOST) {
-        return refuse(why, "saved", "is not on the host", i);
+        return refuse_step(why, "saved", "is not on the host", i);
     }
     if (activation_is_stored(m, i + 1)) {
-        return refuse(why, "activation", "already exists", i + 1);
+        return refuse_step(why, "activation", "already exists", i + 1);
     }
     m->saved[i] = ON_DEVICE;
     *e = (effect){.makes = c->saved_bytes[i],

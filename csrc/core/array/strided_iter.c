@@ -17,66 +17,68 @@ static size_t magnitude(ptrdiff_t stride)
 
 /* Insert an axis of `length` indices, with its strides in bytes in both views, so that
  * the first view's strides stay in descending order, without regard to signs. */
-static void insert_axis(mls_strided_iter *w, size_t length, ptrdiff_t a_stride,
+static void insert_axis(mls_strided_iter *iter, size_t length, ptrdiff_t a_stride,
                         ptrdiff_t b_stride)
 {
-    int place = w->rank;
-    while (place > 0 && magnitude(w->a_strides[place - 1]) < magnitude(a_stride)) {
-        w->shape[place] = w->shape[place - 1];
-        w->a_strides[place] = w->a_strides[place - 1];
-        w->b_strides[place] = w->b_strides[place - 1];
+    int place = iter->rank;
+    while (place > 0 && magnitude(iter->a_strides[place - 1]) < magnitude(a_stride)) {
+        iter->shape[place] = iter->shape[place - 1];
+        iter->a_strides[place] = iter->a_strides[place - 1];
+        iter->b_strides[place] = iter->b_strides[place - 1];
         place--;
     }
-    w->shape[place] = length;
-    w->a_strides[place] = a_stride;
-    w->b_strides[place] = b_stride;
-    w->rank++;
+    iter->shape[place] = length;
+    iter->a_strides[place] = a_stride;
+    iter->b_strides[place] = b_stride;
+    iter->rank++;
 }
 
 /* Merge each axis with the next inner one if its stride equals the length of the inner
  * axis times the inner stride, in both views. */
-static void merge_axes(mls_strided_iter *w)
+static void merge_axes(mls_strided_iter *iter)
 {
     int axis_count = 0; /* the last axis so far of the result */
-    for (int axis = 1; axis < w->rank; axis++) {
-        const ptrdiff_t length = (ptrdiff_t)w->shape[axis];
-        if (w->a_strides[axis_count] == w->a_strides[axis] * length &&
-            w->b_strides[axis_count] == w->b_strides[axis] * length) {
-            w->shape[axis_count] *= w->shape[axis];
+    for (int axis = 1; axis < iter->rank; axis++) {
+        const ptrdiff_t length = (ptrdiff_t)iter->shape[axis];
+        if (iter->a_strides[axis_count] == iter->a_strides[axis] * length &&
+            iter->b_strides[axis_count] == iter->b_strides[axis] * length) {
+            iter->shape[axis_count] *= iter->shape[axis];
         } else {
             axis_count++;
-            w->shape[axis_count] = w->shape[axis];
+            iter->shape[axis_count] = iter->shape[axis];
         }
-        w->a_strides[axis_count] = w->a_strides[axis];
-        w->b_strides[axis_count] = w->b_strides[axis];
+        iter->a_strides[axis_count] = iter->a_strides[axis];
+        iter->b_strides[axis_count] = iter->b_strides[axis];
     }
-    w->rank = axis_count + 1;
+    iter->rank = axis_count + 1;
 }
 
 /* Start an iteration at the first run; false: the views are empty. Sort and merge the
  * axes. The innermost axis becomes the run; mls_strided_iter_next counts the others. */
-bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_tensor *b)
+bool mls_strided_iter_init(mls_strided_iter *iter, const mls_tensor *a,
+                           const mls_tensor *b)
 {
-    w->rank = 0;
+    iter->rank = 0;
     for (int axis = 0; axis < a->rank; axis++) {
         if (a->shape[axis] == 0) {
             return false;
         }
         if (a->shape[axis] > 1) {
-            insert_axis(w, a->shape[axis], a->strides[axis],
+            insert_axis(iter, a->shape[axis], a->strides[axis],
                         b == NULL ? a->strides[axis] : b->strides[axis]);
         }
     }
-    if (w->rank == 0) { /* one element */
+    if (iter->rank == 0) { /* one element */
         const ptrdiff_t item = (ptrdiff_t)mls_tensor_item_bytes(a);
-        insert_axis(w, 1, item, b == NULL ? item : (ptrdiff_t)mls_tensor_item_bytes(b));
+        insert_axis(iter, 1, item,
+                    b == NULL ? item : (ptrdiff_t)mls_tensor_item_bytes(b));
     }
-    merge_axes(w);
-    w->rank--;
-    w->length = w->shape[w->rank];
-    w->a_step = w->a_strides[w->rank];
-    w->b_step = w->b_strides[w->rank];
-    memset(w->index, 0, (size_t)w->rank * sizeof w->index[0]);
+    merge_axes(iter);
+    iter->rank--;
+    iter->length = iter->shape[iter->rank];
+    iter->a_step = iter->a_strides[iter->rank];
+    iter->b_step = iter->b_strides[iter->rank];
+    memset(iter->index, 0, (size_t)iter->rank * sizeof iter->index[0]);
     return true;
 }
 
@@ -84,14 +86,14 @@ bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_t
 
 /* Move to a run by its number. Split the run's number into one index for each axis, the
  * last axis fastest. */
-void mls_strided_iter_seek(mls_strided_iter *w, size_t run, ptrdiff_t *a, ptrdiff_t *b)
+void mls_strided_iter_seek(mls_strided_iter *iter, size_t run, ptrdiff_t *a, ptrdiff_t *b)
 {
     ptrdiff_t a_at = 0, b_at = 0;
-    for (int axis = w->rank - 1; axis >= 0; axis--) {
-        w->index[axis] = run % w->shape[axis];
-        run /= w->shape[axis];
-        a_at += w->a_strides[axis] * (ptrdiff_t)w->index[axis];
-        b_at += w->b_strides[axis] * (ptrdiff_t)w->index[axis];
+    for (int axis = iter->rank - 1; axis >= 0; axis--) {
+        iter->index[axis] = run % iter->shape[axis];
+        run /= iter->shape[axis];
+        a_at += iter->a_strides[axis] * (ptrdiff_t)iter->index[axis];
+        b_at += iter->b_strides[axis] * (ptrdiff_t)iter->index[axis];
     }
     *a = a_at;
     *b = b_at;

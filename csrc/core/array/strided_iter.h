@@ -27,31 +27,34 @@ typedef struct mls_strided_iter {
 
 /* Start at the first run, at offset 0 of the views `a` and `b`. `b` must have the shape
  * of `a`; NULL means a view with the strides of `a`. Returns false if the views are
- * empty; `w` must then not be used. */
-bool mls_strided_iter_init(mls_strided_iter *w, const mls_tensor *a, const mls_tensor *b);
+ * empty; `iter` must then not be used. */
+bool mls_strided_iter_init(mls_strided_iter *iter, const mls_tensor *a,
+                           const mls_tensor *b);
 
 /* Advance to the next run and update `*a` and `*b`, its offsets in bytes from the data of
  * both views. Returns false after the last run; the offsets are then invalid. Counts like
  * an odometer: an axis at its end returns to 0 and the next outer axis advances. Inline,
  * because runs may be very short. */
-static inline bool mls_strided_iter_next(mls_strided_iter *w, ptrdiff_t *a, ptrdiff_t *b)
+static inline bool mls_strided_iter_next(mls_strided_iter *iter, ptrdiff_t *a,
+                                         ptrdiff_t *b)
 {
-    for (int axis = w->rank - 1; axis >= 0; axis--) {
-        *a += w->a_strides[axis];
-        *b += w->b_strides[axis];
-        if (++w->index[axis] < w->shape[axis]) {
+    for (int axis = iter->rank - 1; axis >= 0; axis--) {
+        *a += iter->a_strides[axis];
+        *b += iter->b_strides[axis];
+        if (++iter->index[axis] < iter->shape[axis]) {
             return true;
         }
-        *a -= w->a_strides[axis] * (ptrdiff_t)w->shape[axis];
-        *b -= w->b_strides[axis] * (ptrdiff_t)w->shape[axis];
-        w->index[axis] = 0;
+        *a -= iter->a_strides[axis] * (ptrdiff_t)iter->shape[axis];
+        *b -= iter->b_strides[axis] * (ptrdiff_t)iter->shape[axis];
+        iter->index[axis] = 0;
     }
     return false;
 }
 
 /* Move to run number `run`, counted from 0, and set `*a` and `*b` to its offsets in bytes
  * from the data of both views. The caller ensures that the run exists. */
-void mls_strided_iter_seek(mls_strided_iter *w, size_t run, ptrdiff_t *a, ptrdiff_t *b);
+void mls_strided_iter_seek(mls_strided_iter *iter, size_t run, ptrdiff_t *a,
+                           ptrdiff_t *b);
 
 /* Copy `count` items of `item` bytes (1, 2, 4 or 8), which start `stride` bytes apart at
  * `from`, to adjacent memory at `packed`. */

@@ -86,7 +86,7 @@ static void *map_zeros(size_t bytes)
     return data == MAP_FAILED ? NULL : data;
 }
 
-static void unmap(void *data, size_t bytes)
+static void unmap_pages(void *data, size_t bytes)
 {
     munmap(data, bytes);
 }
@@ -142,7 +142,7 @@ mls_code mls_pages_grow(mls_pages *pages, size_t bytes, mls_status *st)
 void mls_pages_fini(mls_pages *pages)
 {
     if (pages->data != NULL) {
-        unmap(pages->data, pages->mapped);
+        unmap_pages(pages->data, pages->mapped);
     }
     *pages = (mls_pages){0};
 }
@@ -161,7 +161,7 @@ static void advise_pages(void *data, size_t bytes, size_t page, int advice)
     }
 }
 
-static void advise(void *data, size_t bytes, int advice)
+static void advise_memory(void *data, size_t bytes, int advice)
 {
     advise_pages(data, bytes, mls_page_bytes(), advice);
 }
@@ -186,7 +186,7 @@ void mls_advise_inner_huge_pages(void *data, size_t bytes)
 void mls_advise_pages(void *data, size_t bytes, bool huge)
 {
 #if defined(__linux__)
-    advise(data, bytes, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+    advise_memory(data, bytes, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
 #else
     (void)data, (void)bytes, (void)huge;
 #endif
@@ -197,7 +197,7 @@ void mls_advise_pages(void *data, size_t bytes, bool huge)
 void mls_populate_pages(void *data, size_t bytes)
 {
 #if defined(MADV_POPULATE_WRITE) /* Linux 5.14 */
-    advise(data, bytes, MADV_POPULATE_WRITE);
+    advise_memory(data, bytes, MADV_POPULATE_WRITE);
 #else
     (void)data, (void)bytes;
 #endif

@@ -123,13 +123,13 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
 {
     gather s = gather_of(g, data, sizes, out);
     const bool direct = mls_shm_is_direct(g, s.most);
-    uint64_t print = mls_shm_mix_text(0, call->text);
+    uint64_t fingerprint = mls_shm_mix_text(0, call->text);
     for (size_t rank = 0; rank < g->shape.world; rank++) {
-        print = mls_shm_mix(print, sizes[rank]);
+        fingerprint = mls_shm_mix(fingerprint, sizes[rank]);
     }
     const mls_shm_flow flow = {
         .kind = MLS_SHM_ALL_GATHER,
-        .fingerprint = print,
+        .fingerprint = fingerprint,
         .source = MLS_SHM_NO_RANK,
         .direct = direct,
         .fill = direct ? publish_address : fill_gather,
@@ -141,8 +141,8 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
 }
 
 /* Copy this rank's share of the root's bytes to all ranks but the root, directly between
- * their arrays. The ranks divide the work, in whole cache lines, and the last one takes
- * the rest; otherwise only the root would copy. Cannot fail. */
+ * their arrays. The ranks divide the work, in whole cache lines, and the last one
+ * takes the rest; otherwise only the root would copy. Cannot fail. */
 static mls_code copy_broadcast(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
@@ -205,37 +205,36 @@ mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
 
 /* ---- all_to_all ---- */
 
-/* Bytes for and from each rank, and progress: `sent` and `read` bytes of every transfer
- * are done. `most` is the largest transfer between two different ranks. `began`: the
- * sizes have been exchanged. */
+/* Bytes to and from each rank, and progress: `sent` and `read` bytes of every transfer
+ * are done. `most` is the largest transfer between two different ranks. */
 typedef struct exchange_state {
     mls_shm *g;
     const unsigned char *data;
     unsigned char *out;
-    const size_t *sizes[2]; /* sent, wanted */
+    const size_t *send_sizes, *receive_sizes; /* one for each rank */
     size_t most, sent, read;
-    bool began;
+    bool sizes_known; /* the first step was read */
 } exchange_state;
 
-/* Fill this rank's slot for one step. The first step sends the two tables of sizes (sent,
- * wanted), the following ones a range of bytes for each peer. */
+/* Fill this rank's slot for one step. The first step sends the two tables of sizes (to
+ * send, to receive), the following ones a range of bytes for each peer. */
 static void fill_exchange(void *context, unsigned char *slot)
 {
     exchange_state *s = context;
     const mls_shm *g = s->g;
     const size_t table = g->shape.world * sizeof(size_t);
-    if (!s->began) {
-        memcpy(slot, s->sizes[0], table);
-        memcpy(slot + table, s->sizes[1], table);
+    if (!s->sizes_known) {
+        memcpy(slot, s->send_sizes, table);
+        memcpy(slot + table, s->receive_sizes, table);
         return;
     }
     const unsigned char *from = s->data;
     for (size_t rank = 0; rank < g->shape.world; rank++) {
-        if (rank != g->rank && s->sent < s->sizes[0][rank]) {
+        if (rank != g->rank && s->sent < s->send_sizes[rank]) {
             mls_shm_copy(g, slot + mls_shm_piece_of(g, g->rank, rank), from + s->sent,
-                         mls_size_least(s->sizes[0][rank] - s->sent, g->piece_bytes));
+                         mls_size_least(s->send_sizes[rank] - s->sent, g->piece_bytes));
         }
-        from += s->sizes[0][rank];
+        from += s->send_sizes[rank];
     }
     s->sent += g->piece_bytes;
 }
@@ -274,10 +273,10 @@ static void copy_own(const exchange_state *s)
 {
     size_t from = 0, to = 0;
     for (size_t rank = 0; rank < s->g->rank; rank++) {
-        from += s->sizes[0][rank];
-        to += s->sizes[1][rank];
+        from += s->send_sizes[rank];
+        to += s->receive_sizes[rank];
     }
-    mls_shm_copy(s->g, s->out + to, s->data + from, s->sizes[0][s->g->rank]);
+    mls_shm_copy(s->g, s->out + to, s->data + from, s->send_sizes[s->g->rank]);
 }
 
 /* Read one step of all peers. The first step has their sizes: they are compared, and
@@ -287,8 +286,8 @@ static mls_code drain_exchange(void *context, uint64_t step, mls_status *st)
 {
     exchange_state *s = context;
     const mls_shm *g = s->g;
-    if (!s->began) {
-        s->began = true;
+    if (!s->sizes_known) {
+        s->sizes_known = true;
         const mls_code code = compare_sizes(s, step, st);
         if (code == MLS_OK) {
             copy_own(s);
@@ -297,12 +296,13 @@ static mls_code drain_exchange(void *context, uint64_t step, mls_status *st)
     }
     unsigned char *place = s->out;
     for (size_t rank = 0; rank < g->shape.world; rank++) {
-        if (rank != g->rank && s->read < s->sizes[1][rank]) {
-            mls_shm_copy(g, place + s->read,
-                         mls_shm_slot(g, rank, step) + mls_shm_piece_of(g, rank, g->rank),
-                         mls_size_least(s->sizes[1][rank] - s->read, g->piece_bytes));
+        if (rank != g->rank && s->read < s->receive_sizes[rank]) {
+            mls_shm_copy(
+                g, place + s->read,
+                mls_shm_slot(g, rank, step) + mls_shm_piece_of(g, rank, g->rank),
+                mls_size_least(s->receive_sizes[rank] - s->read, g->piece_bytes));
         }
-        place += s->sizes[1][rank];
+        place += s->receive_sizes[rank];
     }
     s->read += g->piece_bytes;
     return MLS_OK;
@@ -319,10 +319,14 @@ static bool more_exchange(void *context)
 /* Exchange different bytes with each peer. Sizes may differ between ranks, so they are
  * not part of the fingerprint: the first step compares them. */
 mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *data,
-                            const size_t *sent, void *out, const size_t *receive_sizes,
-                            mls_status *st)
+                            const size_t *send_sizes, void *out,
+                            const size_t *receive_sizes, mls_status *st)
 {
-    exchange_state s = {.g = g, .data = data, .out = out, .sizes = {sent, receive_sizes}};
+    exchange_state s = {.g = g,
+                        .data = data,
+                        .out = out,
+                        .send_sizes = send_sizes,
+                        .receive_sizes = receive_sizes};
     const mls_shm_flow flow = {
         .kind = MLS_SHM_ALL_TO_ALL,
         .fingerprint = mls_shm_mix_text(0, call->text),
@@ -342,9 +346,9 @@ typedef struct collect_state {
     gather gather; /* its `out` is unused */
     size_t sizes[MLS_SHM_MAX_RANKS];
     unsigned char *places[MLS_SHM_MAX_RANKS]; /* the caller's buffer for each rank */
-    const mls_shm_places *asked;              /* provides these buffers */
-    bool takes;                               /* this rank receives the bytes */
-    bool began;                               /* the first step was read */
+    const mls_shm_places *provider;           /* provides these buffers */
+    bool receives;                            /* this rank receives the bytes */
+    bool sizes_known;                         /* the first step was read */
 } collect_state;
 
 /* Return the bytes of data in the first step's slot, after the size, so that short texts
@@ -361,7 +365,7 @@ static void fill_collect(void *context, unsigned char *slot)
     collect_state *s = context;
     gather *t = &s->gather;
     const size_t own_size = s->sizes[t->g->rank];
-    if (s->began) {
+    if (s->sizes_known) {
         fill_gather(t, slot);
         return;
     }
@@ -372,18 +376,18 @@ static void fill_collect(void *context, unsigned char *slot)
 }
 
 /* Read the sizes from the first slots of all ranks, and ask the caller for buffers if
- * this rank receives (`takes`). MLS_E_MEMORY: the caller has none. */
+ * this rank receives (`receives`). MLS_E_MEMORY: the caller has none. */
 static mls_code read_sizes(collect_state *s, uint64_t step, mls_status *st)
 {
     gather *t = &s->gather;
-    s->began = true;
+    s->sizes_known = true;
     for (size_t rank = 0; rank < t->g->shape.world; rank++) {
         uint64_t size;
         memcpy(&size, mls_shm_slot(t->g, rank, step), sizeof size);
         s->sizes[rank] = (size_t)size;
         t->most = t->most < s->sizes[rank] ? s->sizes[rank] : t->most;
     }
-    if (s->takes && !s->asked->place(s->asked->context, s->sizes, s->places)) {
+    if (s->receives && !s->provider->place(s->provider->context, s->sizes, s->places)) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for the bytes of all ranks");
     }
     return MLS_OK;
@@ -395,13 +399,13 @@ static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
 {
     collect_state *s = context;
     gather *t = &s->gather;
-    const bool first = !s->began;
+    const bool first = !s->sizes_known;
     const size_t room = first ? first_step_bytes(t->g) : t->g->shape.slot_bytes;
     const mls_code code = first ? read_sizes(s, step, st) : MLS_OK;
     if (code != MLS_OK) {
         return code;
     }
-    for (size_t rank = 0; s->takes && rank < t->g->shape.world; rank++) {
+    for (size_t rank = 0; s->receives && rank < t->g->shape.world; rank++) {
         if (t->read >= s->sizes[rank]) {
             continue;
         }
@@ -429,8 +433,8 @@ mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *
                               mls_status *st)
 {
     collect_state s = {.gather = {.g = g, .data = data},
-                       .asked = places,
-                       .takes = root < 0 || (size_t)root == g->rank};
+                       .provider = places,
+                       .receives = root < 0 || (size_t)root == g->rank};
     s.gather.sizes = s.sizes;
     s.sizes[g->rank] = bytes;
     const mls_shm_flow flow = {

@@ -124,12 +124,12 @@ mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, siz
 mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *data,
                             const size_t *sizes, void *out, mls_status *st);
 
-/* Sends sent[r] bytes to each rank r and receives receive_sizes[r] bytes from each.
+/* Sends send_sizes[r] bytes to each rank r and receives receive_sizes[r] bytes from each.
  * `data` and `out` are packed in rank order and must not overlap. All sizes are compared
  * before any data is copied; a mismatch is MLS_E_PEER on all ranks. */
 mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *data,
-                            const size_t *sent, void *out, const size_t *receive_sizes,
-                            mls_status *st);
+                            const size_t *send_sizes, void *out,
+                            const size_t *receive_sizes, mls_status *st);
 
 /* Reduces n elements of all ranks into `out`, which has the same dtype and may be `data`.
  * Arrays are aligned to their items. MLS_E_DTYPE, MLS_E_VALUE: see mls_reduce_check;

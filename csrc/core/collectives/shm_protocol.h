@@ -186,19 +186,19 @@ bool mls_shm_is_direct(const mls_shm *g, size_t bytes);
 /* ---- helpers ---- */
 
 /* Mixes a number into a fingerprint. */
-static inline uint64_t mls_shm_mix(uint64_t print, uint64_t value)
+static inline uint64_t mls_shm_mix(uint64_t fingerprint, uint64_t value)
 {
-    print = (print ^ value) * 0x9E3779B97F4A7C15U;
-    return print ^ print >> 29;
+    fingerprint = (fingerprint ^ value) * 0x9E3779B97F4A7C15U;
+    return fingerprint ^ fingerprint >> 29;
 }
 
 /* Mixes a text (may be NULL) into a fingerprint. */
-static inline uint64_t mls_shm_mix_text(uint64_t print, const char *text)
+static inline uint64_t mls_shm_mix_text(uint64_t fingerprint, const char *text)
 {
     for (const char *c = text; c != NULL && *c != '\0'; c++) {
-        print = mls_shm_mix(print, (unsigned char)*c);
+        fingerprint = mls_shm_mix(fingerprint, (unsigned char)*c);
     }
-    return mls_shm_mix(print, 0x100);
+    return mls_shm_mix(fingerprint, 0x100);
 }
 
 /* Copies `bytes` bytes to or from a slot through the cache; empty ranges may be NULL.

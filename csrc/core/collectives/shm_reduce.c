@@ -25,14 +25,15 @@
 /* ---- helpers ---- */
 
 /* Mix everything of a reduction that decides the bits of its result into the hash
- * `print`. */
-static uint64_t mix_reduction(uint64_t print, const mls_reduction *r)
+ * `fingerprint`. */
+static uint64_t mix_reduction(uint64_t fingerprint, const mls_reduction *r)
 {
     uint64_t divisor;
     memcpy(&divisor, &r->divisor, sizeof divisor);
-    print = mls_shm_mix(print, (uint64_t)r->dtype | (uint64_t)r->out_dtype << 8 |
-                                   (uint64_t)r->op << 16);
-    return mls_shm_mix(print, divisor);
+    fingerprint =
+        mls_shm_mix(fingerprint, (uint64_t)r->dtype | (uint64_t)r->out_dtype << 8 |
+                                     (uint64_t)r->op << 16);
+    return mls_shm_mix(fingerprint, divisor);
 }
 
 /* Prefetches the cache line of an address for writing. A hint only; never faults. */
@@ -266,23 +267,23 @@ static mls_code sum_addressed(void *context, uint64_t step, mls_status *st)
 static uint64_t hash_segments(const mls_shm *g, const mls_shm_call *call,
                               const mls_segment *segments, size_t count)
 {
-    uint64_t print = mls_shm_mix(mls_shm_mix_text(0, call->text), count);
+    uint64_t fingerprint = mls_shm_mix(mls_shm_mix_text(0, call->text), count);
     for (size_t i = 0; i < count; i++) {
-        print = mix_reduction(print, &segments[i].reduction);
+        fingerprint = mix_reduction(fingerprint, &segments[i].reduction);
         for (size_t rank = 0; rank < g->shape.world; rank++) {
-            print = mls_shm_mix(print, segments[i].counts[rank]);
+            fingerprint = mls_shm_mix(fingerprint, segments[i].counts[rank]);
         }
     }
-    return print;
+    return fingerprint;
 }
 
 /* Return the functions of a scatter through the slots, for the protocol, and reset the
- * handle's cursors. `print` is the fingerprint of the call. */
-static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t print)
+ * handle's cursors. `fingerprint`: of the call. */
+static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t fingerprint)
 {
     memset(s->g->cursors, 0, sizeof s->g->cursors);
     return (mls_shm_flow){.kind = kind,
-                          .fingerprint = print,
+                          .fingerprint = fingerprint,
                           .source = MLS_SHM_NO_RANK,
                           .fill = fill_scatter,
                           .drain = drain_scatter,
@@ -331,8 +332,8 @@ typedef struct total {
 /* Fill this rank's slot with its whole array. */
 static void fill_total(void *context, unsigned char *slot)
 {
-    const total *s = context;
-    mls_shm_copy(s->g, slot, s->data, s->bytes);
+    const total *sum = context;
+    mls_shm_copy(sum->g, slot, sum->data, sum->bytes);
 }
 
 /* Reduce the whole arrays in the slots of all ranks, in rank order, into `out`, which
@@ -340,13 +341,14 @@ static void fill_total(void *context, unsigned char *slot)
 static mls_code drain_total(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
-    const total *s = context;
+    const total *sum = context;
     const void *sources[MLS_SHM_MAX_RANKS];
-    for (size_t rank = 0; rank < s->g->shape.world; rank++) {
-        sources[rank] = rank == s->g->rank ? s->data : mls_shm_slot(s->g, rank, step);
+    for (size_t rank = 0; rank < sum->g->shape.world; rank++) {
+        sources[rank] =
+            rank == sum->g->rank ? sum->data : mls_shm_slot(sum->g, rank, step);
     }
-    mls_reduce_run(s->g->kernels, s->reduction, sources, s->g->shape.world, s->out, s->n,
-                   mls_cached(), NULL);
+    mls_reduce_run(sum->g->kernels, sum->reduction, sources, sum->g->shape.world,
+                   sum->out, sum->n, mls_cached(), NULL);
     return MLS_OK;
 }
 
@@ -365,22 +367,22 @@ static void divide_evenly(size_t n, size_t world, size_t *counts)
 
 /* Set `counts` to the elements of all ranks' shares, and return the offset of this rank's
  * share in bytes. */
-static size_t find_share(const total *s, size_t *counts)
+static size_t find_share(const total *sum, size_t *counts)
 {
     size_t start = 0;
-    divide_evenly(s->n, s->g->shape.world, counts);
-    for (size_t rank = 0; rank < s->g->rank; rank++) {
+    divide_evenly(sum->n, sum->g->shape.world, counts);
+    for (size_t rank = 0; rank < sum->g->rank; rank++) {
         start += counts[rank];
     }
-    return start * mls_dtype_of(s->reduction->dtype)->item_bytes;
+    return start * mls_dtype_of(sum->reduction->dtype)->item_bytes;
 }
 
 /* Publish the addresses of this rank's array and result, for sum_into_all. */
 static void fill_pair(void *context, unsigned char *slot)
 {
-    const total *s = context;
-    memcpy(slot, &s->data, sizeof s->data);
-    memcpy(slot + sizeof s->data, &s->out, sizeof s->out);
+    const total *sum = context;
+    memcpy(slot, &sum->data, sizeof sum->data);
+    memcpy(slot + sizeof sum->data, &sum->out, sizeof sum->out);
 }
 
 /* Reduce this rank's share of the arrays block by block, and copy each block into the
@@ -390,11 +392,11 @@ static mls_code sum_into_all(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
     enum { PIECE = 64 * 1024 }; /* elements; a block stays in the cache */
-    const total *s = context;
-    mls_shm *g = s->g;
-    const size_t item = mls_dtype_of(s->reduction->dtype)->item_bytes;
+    const total *sum = context;
+    mls_shm *g = sum->g;
+    const size_t item = mls_dtype_of(sum->reduction->dtype)->item_bytes;
     size_t counts[MLS_SHM_MAX_RANKS];
-    const size_t start = find_share(s, counts), share = counts[g->rank];
+    const size_t start = find_share(sum, counts), share = counts[g->rank];
     for (size_t done = 0; done < share; done += PIECE) {
         const size_t n = mls_size_least(share - done, PIECE), at = start + done * item;
         const void *sources[MLS_SHM_MAX_RANKS];
@@ -404,10 +406,10 @@ static mls_code sum_into_all(void *context, uint64_t step, mls_status *st)
             outs[rank] = mls_shm_address(g, rank, step, 1);
         }
         unsigned char *own_out = outs[g->rank] + at;
-        mls_reduce_run(g->kernels, s->reduction, sources, g->shape.world, own_out, n,
+        mls_reduce_run(g->kernels, sum->reduction, sources, g->shape.world, own_out, n,
                        mls_cached(), NULL);
         for (size_t rank = 0; rank < g->shape.world; rank++) {
-            mls_shm_copy_direct(g, outs[rank] + at, own_out, n * item, s->bytes);
+            mls_shm_copy_direct(g, outs[rank] + at, own_out, n * item, sum->bytes);
         }
     }
     return MLS_OK;
@@ -415,30 +417,31 @@ static mls_code sum_into_all(void *context, uint64_t step, mls_status *st)
 
 /* Reduce a large array: each rank reduces its share into `out`, and then all ranks
  * gather the shares. `out` may be the array itself: a rank overwrites its own share
- * after it read it, and the shares of others after it sent them. `print` is the
- * fingerprint of the call. MLS_E_PEER, MLS_E_STOPPED; `out` may then be partly
- * filled. */
-static mls_code reduce_large(const total *s, const mls_shm_call *call, uint64_t print,
-                             mls_status *st)
+ * after it read it, and the shares of others after it sent them. `fingerprint`: of the
+ * call. MLS_E_PEER, MLS_E_STOPPED; `out` may then be partly filled. */
+static mls_code reduce_large(const total *sum, const mls_shm_call *call,
+                             uint64_t fingerprint, mls_status *st)
 {
-    mls_shm *g = s->g;
-    const size_t item = mls_dtype_of(s->reduction->dtype)->item_bytes;
+    mls_shm *g = sum->g;
+    const size_t item = mls_dtype_of(sum->reduction->dtype)->item_bytes;
     size_t counts[MLS_SHM_MAX_RANKS], sizes[MLS_SHM_MAX_RANKS];
-    unsigned char *own_out = (unsigned char *)s->out + find_share(s, counts);
+    unsigned char *own_out = (unsigned char *)sum->out + find_share(sum, counts);
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         sizes[rank] = counts[rank] * item;
     }
-    mls_segment segment = {
-        .data = s->data, .counts = counts, .out = own_out, .reduction = *s->reduction};
+    mls_segment segment = {.data = sum->data,
+                           .counts = counts,
+                           .out = own_out,
+                           .reduction = *sum->reduction};
     scatter parts = {.g = g, .segments = &segment, .count = 1};
-    const mls_shm_flow flow = scatter_flow(&parts, MLS_SHM_ALL_REDUCE, print);
+    const mls_shm_flow flow = scatter_flow(&parts, MLS_SHM_ALL_REDUCE, fingerprint);
     mls_shm_clock clock;
     mls_code code = mls_shm_begin(g, &flow, call, &clock, st);
     if (code == MLS_OK) {
         code = mls_shm_continue(g, &flow, &clock, st);
     }
     if (code == MLS_OK) {
-        code = mls_shm_gather_on(g, flow.kind, own_out, sizes, s->out, &clock, st);
+        code = mls_shm_gather_on(g, flow.kind, own_out, sizes, sum->out, &clock, st);
     }
     return code;
 }
@@ -455,23 +458,23 @@ mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *da
     if (code != MLS_OK) {
         return code;
     }
-    const uint64_t print =
+    const uint64_t fingerprint =
         mix_reduction(mls_shm_mix(mls_shm_mix_text(0, call->text), n), reduction);
     const size_t bytes = n * mls_dtype_of(reduction->dtype)->item_bytes;
-    total s = {
+    total sum = {
         .g = g, .data = data, .out = out, .n = n, .bytes = bytes, .reduction = reduction};
     const bool direct = mls_shm_is_direct(g, bytes);
     if (!direct && bytes * g->shape.world > SMALL) {
-        return reduce_large(&s, call, print, st);
+        return reduce_large(&sum, call, fingerprint, st);
     }
     const mls_shm_flow flow = {
         .kind = MLS_SHM_ALL_REDUCE,
-        .fingerprint = print,
+        .fingerprint = fingerprint,
         .source = MLS_SHM_NO_RANK,
         .direct = direct,
         .fill = direct ? fill_pair : fill_total,
         .drain = direct ? sum_into_all : drain_total,
-        .context = &s,
+        .context = &sum,
     };
     return mls_shm_run(g, &flow, call, st);
 }

@@ -10,7 +10,9 @@ enum {
     BATCH = 64
 };
 
-/* Position in a delta that is applied. */
+/* Position in a delta that is applied. The comments below call an element's number in C
+ * order its number; `gap_bytes` and `item_bytes` are the widths of a unit of the gaps (1
+ * or 2) and of an element, as constants where the compiler knows them. */
 typedef struct application {
     mls_delta_reader reader;
     const unsigned char *values, *values_end; /* the next value; the end of all values */
@@ -20,11 +22,10 @@ typedef struct application {
 } application;
 
 /* Read the numbers of the next changed elements, at most BATCH and all below `end`, into
- * `numbers`, and return how many. If the target is in C order, ask the processor for
- * their cache lines, which are too far apart for it to foresee them. `gap_bytes`, `size`:
- * bytes of a unit of the gaps and of an element. */
-static inline size_t read_batch(application *a, size_t end, size_t gap_bytes, size_t size,
-                                size_t *numbers)
+ * `numbers`, and return how many. If the target is in C order, prefetch the elements:
+ * they are too far apart for the processor to foresee them. */
+static inline size_t read_batch(application *a, size_t end, size_t gap_bytes,
+                                size_t item_bytes, size_t *numbers)
 {
     const size_t escape = mls_delta_escape(gap_bytes);
     const unsigned char *at = a->reader.at;
@@ -38,7 +39,7 @@ static inline size_t read_batch(application *a, size_t end, size_t gap_bytes, si
         next = number + (unit != escape);
         numbers[count] = number; /* stored for an escape too, and then overwritten */
         if (data != NULL) {
-            __builtin_prefetch(data + number * size, 1);
+            __builtin_prefetch(data + number * item_bytes, 1);
         }
         count += unit != escape;
     }
@@ -47,50 +48,54 @@ static inline size_t read_batch(application *a, size_t end, size_t gap_bytes, si
     return count;
 }
 
-static inline unsigned char *element_of(const application *a, size_t number, size_t size)
+static inline unsigned char *element_of(const application *a, size_t number,
+                                        size_t item_bytes)
 {
-    return a->in_order ? a->target->data + number * size
+    return a->in_order ? a->target->data + number * item_bytes
                        : mls_element_at(a->target, number);
 }
 
-/* Write the next `count` values of the delta, of `size` bytes each, to the elements
+/* Write the next `count` values of the delta, of `item_bytes` bytes each, to the elements
  * `numbers`, and save the old ones in the undo log. The log may be the memory of the
  * values, so an old element waits in `old` until its new value has been read. */
 static inline void write_batch(application *a, const size_t *numbers, size_t count,
-                               size_t size)
+                               size_t item_bytes)
 {
     const unsigned char *value = a->values;
     unsigned char *undo = a->undo, old[16];
-    a->values += count * size;
+    a->values += count * item_bytes;
     for (size_t i = 0; i < count; i++) {
-        unsigned char *element = element_of(a, numbers[i], size);
-        memcpy(old, element, size);
-        memcpy(element, value + i * size, size);
-        memcpy(undo + i * size, old, size);
+        unsigned char *element = element_of(a, numbers[i], item_bytes);
+        memcpy(old, element, item_bytes);
+        memcpy(element, value + i * item_bytes, item_bytes);
+        memcpy(undo + i * item_bytes, old, item_bytes);
     }
-    a->undo += count * size;
+    a->undo += count * item_bytes;
 }
 
-/* Write the elements with numbers below `end`, with an undo log: a batch while the lines
- * of the next one are on their way. The values are counted too: a stream that changed
- * after the check must not lead outside of their memory. `gap_bytes`, `size`: as in
- * read_batch. */
-static inline void write_logged(application *a, size_t end, size_t gap_bytes, size_t size)
+/* Write the changed elements with numbers below `end`, and save the old ones in the undo
+ * log. Batches alternate between two buffers: one is prefetched while the other is
+ * written. Another process may have changed the gaps since the check, so each batch is
+ * limited to the values that are left. */
+static inline void write_with_undo(application *a, size_t end, size_t gap_bytes,
+                                   size_t item_bytes)
 {
     size_t numbers[2][BATCH];
-    size_t count = read_batch(a, end, gap_bytes, size, numbers[0]);
-    for (size_t turn = 0; count > 0; turn ^= 1) {
-        const size_t values = (size_t)(a->values_end - a->values) / size;
-        const size_t next = read_batch(a, end, gap_bytes, size, numbers[turn ^ 1]);
-        write_batch(a, numbers[turn], mls_size_least(count, values), size);
-        count = next;
+    size_t count = read_batch(a, end, gap_bytes, item_bytes, numbers[0]);
+    for (size_t current = 0; count > 0; current ^= 1) {
+        const size_t values_left = (size_t)(a->values_end - a->values) / item_bytes;
+        const size_t next_count =
+            read_batch(a, end, gap_bytes, item_bytes, numbers[current ^ 1]);
+        write_batch(a, numbers[current], mls_size_least(count, values_left), item_bytes);
+        count = next_count;
     }
 }
 
-/* Write the elements with numbers below `end` without an undo log; a gap has `gap_bytes`
- * bytes, an element `size`. Nothing is loaded, so no store waits for its cache line, and
- * batches would only cost time. */
-static inline void write_alone(application *a, size_t end, size_t gap_bytes, size_t size)
+/* Write the changed elements with numbers below `end`, without an undo log. No old
+ * element is loaded, so no store waits for its cache line, and batches would only cost
+ * time. */
+static inline void write_without_undo(application *a, size_t end, size_t gap_bytes,
+                                      size_t item_bytes)
 {
     const size_t escape = mls_delta_escape(gap_bytes);
     const unsigned char *at = a->reader.at, *value = a->values;
@@ -102,8 +107,8 @@ static inline void write_alone(application *a, size_t end, size_t gap_bytes, siz
         }
         next = number + (unit != escape);
         if (unit != escape) {
-            memcpy(element_of(a, number, size), value, size);
-            value += size;
+            memcpy(element_of(a, number, item_bytes), value, item_bytes);
+            value += item_bytes;
         }
     }
     a->reader.at = at;
@@ -111,15 +116,15 @@ static inline void write_alone(application *a, size_t end, size_t gap_bytes, siz
     a->values = value;
 }
 
-/* Write the next values of the delta, as long as their elements are before number `end`;
- * keep the overwritten ones if the application has an undo log. `gap_bytes`, `size`:
- * bytes of a unit of the gaps and of an element. */
-static inline void write_until(application *a, size_t end, size_t gap_bytes, size_t size)
+/* Write the changed elements with numbers below `end`; save the old ones if there is an
+ * undo log. */
+static inline void write_until(application *a, size_t end, size_t gap_bytes,
+                               size_t item_bytes)
 {
     if (a->undo == NULL) {
-        write_alone(a, end, gap_bytes, size);
+        write_without_undo(a, end, gap_bytes, item_bytes);
     } else {
-        write_logged(a, end, gap_bytes, size);
+        write_with_undo(a, end, gap_bytes, item_bytes);
     }
 }
 

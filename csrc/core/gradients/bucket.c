@@ -56,13 +56,13 @@ size_t mls_segment_elements(const mls_segment *segment, size_t ranks)
     return total;
 }
 
-/* Set `*out` to the bytes that rank `of`'s part of a segment takes in a message, with
- * padding to MLS_BUCKET_ALIGN; returns false on overflow. */
-static bool padded_bytes(const mls_segment *s, size_t of, size_t *out)
+/* Set `*out` to the bytes that the part of rank `owner` of a segment takes in a message,
+ * with padding to MLS_BUCKET_ALIGN; returns false on overflow. */
+static bool padded_bytes(const mls_segment *s, size_t owner, size_t *out)
 {
     size_t bytes;
     const size_t item = mls_dtype_of(s->reduction.dtype)->item_bytes;
-    if (!mls_size_mul(s->counts[of], item, &bytes) ||
+    if (!mls_size_mul(s->counts[owner], item, &bytes) ||
         !mls_size_add(bytes, MLS_BUCKET_ALIGN - 1, &bytes)) {
         return false;
     }
@@ -72,17 +72,17 @@ static bool padded_bytes(const mls_segment *s, size_t of, size_t *out)
 
 /* Add up the padded parts. Every product and sum is checked here: part_bytes and the
  * copies below rely on it. */
-mls_code mls_bucket_bytes(const mls_bucket *b, size_t of, size_t *out, mls_status *st)
+mls_code mls_bucket_bytes(const mls_bucket *b, size_t owner, size_t *out, mls_status *st)
 {
     size_t total = 0;
     for (size_t i = 0; i < b->count; i++) {
         size_t bytes;
-        if (!padded_bytes(&b->segments[i], of, &bytes) ||
+        if (!padded_bytes(&b->segments[i], owner, &bytes) ||
             !mls_size_add(total, bytes, &total)) {
             return mls_fail(st, MLS_E_SIZE,
                             "the parts of rank %zu in a bucket of %zu arrays have more "
                             "bytes than memory can",
-                            of, b->count);
+                            owner, b->count);
         }
     }
     *out = total;
@@ -120,76 +120,77 @@ mls_code mls_bucket_received_bytes(const mls_bucket *b, size_t *out, mls_status 
     return message_bytes(b, false, out, st);
 }
 
-/* Return the bytes that rank `of`'s part of a segment takes in a message. Call it after
- * mls_bucket_bytes, which checked for overflow. */
-static size_t part_bytes(const mls_segment *s, size_t of)
+/* Return padded_bytes. Call it after mls_bucket_bytes, which checked for overflow. */
+static size_t part_bytes(const mls_segment *s, size_t owner)
 {
     size_t bytes = 0;
-    (void)padded_bytes(s, of, &bytes);
+    (void)padded_bytes(s, owner, &bytes);
     return bytes;
 }
 
-/* Return the address of rank `of`'s part of a segment in this rank's array. */
-static const unsigned char *part_of(const mls_segment *s, size_t of)
+/* Return the address of the part of rank `owner` in this rank's array. */
+static const unsigned char *part_of(const mls_segment *s, size_t owner)
 {
     return s->data +
-           mls_segment_elements(s, of) * mls_dtype_of(s->reduction.dtype)->item_bytes;
+           mls_segment_elements(s, owner) * mls_dtype_of(s->reduction.dtype)->item_bytes;
 }
 
 /* Pack the messages to all other ranks, in rank order, each with its parts in segment
- * order. Padding becomes zeros: the message does not depend on old memory contents, and
- * no stray bytes leave the process. */
-void mls_bucket_pack(const mls_bucket *b, unsigned char *send)
+ * order. `messages` has mls_bucket_sent_bytes bytes; the pointer moves to the next part.
+ * Padding becomes zeros: the message does not depend on old memory contents, and no stray
+ * bytes leave the process. */
+void mls_bucket_pack(const mls_bucket *b, unsigned char *messages)
 {
-    for (size_t to = 0; to < b->world; to++) {
-        for (size_t i = 0; to != b->rank && i < b->count; i++) {
+    for (size_t receiver = 0; receiver < b->world; receiver++) {
+        for (size_t i = 0; receiver != b->rank && i < b->count; i++) {
             const mls_segment *s = &b->segments[i];
             const size_t item = mls_dtype_of(s->reduction.dtype)->item_bytes;
-            const size_t bytes = s->counts[to] * item, room = part_bytes(s, to);
+            const size_t bytes = s->counts[receiver] * item;
+            const size_t padded = part_bytes(s, receiver);
             if (bytes != 0) {
-                memcpy(send, part_of(s, to), bytes);
-                memset(send + bytes, 0, room - bytes);
+                memcpy(messages, part_of(s, receiver), bytes);
+                memset(messages + bytes, 0, padded - bytes);
             }
-            send += room;
+            messages += padded;
         }
     }
 }
 
-/* Return rank `of`'s contribution to this rank's part of segment i: `at` bytes into its
- * message in `received`, or in this rank's own array. `message` is the bytes of each
- * message. */
-static const unsigned char *source_of(const mls_bucket *b, size_t i, size_t of,
-                                      const unsigned char *received, size_t message,
-                                      size_t at)
+/* Return what rank `sender` contributes to this rank's part of segment i: for another
+ * rank the bytes at `offset` in its message, for this rank those in its own array.
+ * `received` has messages of `message_bytes` bytes each. */
+static const unsigned char *source_of(const mls_bucket *b, size_t i, size_t sender,
+                                      const unsigned char *received, size_t message_bytes,
+                                      size_t offset)
 {
-    if (of == b->rank) {
+    if (sender == b->rank) {
         return part_of(&b->segments[i], b->rank);
     }
-    const size_t before =
-        of < b->rank ? of : of - 1; /* this rank sends itself no message */
-    return received + before * message + at;
+    const size_t messages_before =
+        sender < b->rank ? sender : sender - 1; /* this rank sends itself no message */
+    return received + messages_before * message_bytes + offset;
 }
 
 /* Reduce this rank's part of every segment. All messages to this rank have the same
  * length, since all senders have the same counts. `out` may be the rank's own part of
- * `data`: the kernels read an element of all sources before they write it. The stores of
- * each segment are chosen as for one result of the length of a message. */
+ * `data`: the kernels read an element of all sources before they write it. Stores
+ * bypass the cache, or not, as for one result with the bytes of a message. */
 void mls_bucket_reduce(const mls_bucket *b, const mls_kernels *kernels,
                        const unsigned char *received, const void **sources)
 {
-    size_t at = 0, message = 0;
+    size_t offset = 0, message_bytes = 0;
     for (size_t i = 0; i < b->count; i++) {
-        message += part_bytes(&b->segments[i], b->rank);
+        message_bytes += part_bytes(&b->segments[i], b->rank);
     }
-    const mls_destination destination = {.bytes = message};
+    const mls_destination destination = {.bytes = message_bytes};
     for (size_t i = 0; i < b->count; i++) {
         mls_segment *s = &b->segments[i];
         s->norm_partial = (mls_norm_partial){0};
-        for (size_t of = 0; of < b->world; of++) {
-            sources[of] = source_of(b, i, of, received, message, at);
+        for (size_t sender = 0; sender < b->world; sender++) {
+            sources[sender] = source_of(b, i, sender, received, message_bytes, offset);
         }
         mls_reduce_run(kernels, &s->reduction, sources, b->world, s->out,
                        s->counts[b->rank], destination, &s->norm_partial);
-        at += part_bytes(s, b->rank);
+        offset += part_bytes(s, b->rank);
     }
 }

@@ -48,18 +48,18 @@ mls_code mls_segment_check(const mls_tensor *data, const mls_tensor *out,
 /* Returns the elements of the parts of the first `ranks` ranks of a checked segment. */
 size_t mls_segment_elements(const mls_segment *segment, size_t ranks);
 
-/* Computes the bytes of the message to rank `of`: its parts of all segments with their
+/* Computes the bytes of the message to rank `owner`: its parts of all segments with their
  * padding. MLS_E_SIZE: overflow; `*out` is unchanged. */
-mls_code mls_bucket_bytes(const mls_bucket *b, size_t of, size_t *out, mls_status *st);
+mls_code mls_bucket_bytes(const mls_bucket *b, size_t owner, size_t *out, mls_status *st);
 
 /* Compute the bytes of the messages to all other ranks, or from all of them. Each
  * received message is as long as this rank's own part. MLS_E_SIZE: overflow. */
 mls_code mls_bucket_sent_bytes(const mls_bucket *b, size_t *out, mls_status *st);
 mls_code mls_bucket_received_bytes(const mls_bucket *b, size_t *out, mls_status *st);
 
-/* Copies the parts of all other ranks into `send`, in rank order without this rank.
- * `send` has mls_bucket_sent_bytes bytes. */
-void mls_bucket_pack(const mls_bucket *b, unsigned char *send);
+/* Packs the messages to all other ranks one after the other, in rank order. `messages`
+ * has mls_bucket_sent_bytes bytes. */
+void mls_bucket_pack(const mls_bucket *b, unsigned char *messages);
 
 /* Reduces the messages that the other ranks packed for this one, and sets the norm
  * partials. `received` holds the messages in rank order, mls_bucket_bytes of this rank

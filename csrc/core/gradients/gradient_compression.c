@@ -138,26 +138,27 @@ static mls_dtype dtype_of_format(mls_gradient_compression compression)
     return compression == MLS_GRADIENT_COMPRESSION_F16 ? MLS_F16 : MLS_BF16;
 }
 
-/* Decode `count` elements of a part of n elements, from element `start` on, to the start
- * of `dst`. The position of the INT8 codes, behind the scales of all blocks, follows from
- * `n`, even if only some blocks are decoded. */
+/* Decode elements `start` to start + `count` - 1 of a part to `dst`. `n`: elements of the
+ * whole part; the INT8 codes are behind the scales of all its blocks. INT8 needs a
+ * `start` at the beginning of a block. */
 void mls_gradient_compression_decode(const mls_kernels *kernels,
                                      mls_gradient_compression compression,
                                      const unsigned char *src, size_t n, size_t start,
                                      size_t count, float *dst)
 {
     if (compression != MLS_GRADIENT_COMPRESSION_INT8) {
-        kernels->convert[dtype_of_format(compression)][MLS_F32](dst, src + 2 * start,
-                                                                count, MLS_STORE_CACHED);
+        const unsigned char *halves = src + 2 * start; /* 16 bits each */
+        kernels->convert[dtype_of_format(compression)][MLS_F32](dst, halves, count,
+                                                                MLS_STORE_CACHED);
         return;
     }
     const signed char *codes = (const signed char *)src + blocks_of(n) * sizeof(float);
     for (size_t i = 0; i < count; i += MLS_GRADIENT_COMPRESSION_BLOCK) {
         float scale;
-        const size_t left = mls_size_least(count - i, MLS_GRADIENT_COMPRESSION_BLOCK);
+        const size_t length = mls_size_least(count - i, MLS_GRADIENT_COMPRESSION_BLOCK);
         memcpy(&scale, src + (start + i) / MLS_GRADIENT_COMPRESSION_BLOCK * sizeof scale,
                sizeof scale);
-        dequantize_block(codes + start + i, scale, dst + i, left);
+        dequantize_block(codes + start + i, scale, dst + i, length);
     }
 }
 

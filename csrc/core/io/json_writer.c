@@ -12,47 +12,47 @@
 enum { NUMBER_ROOM = 24 }; /* more than the digits of the largest number */
 
 /* Also clears a failure: the writer is as new. */
-void mls_json_writer_fini(mls_json_writer *b)
+void mls_json_writer_fini(mls_json_writer *json)
 {
-    mls_free(b->data);
-    *b = (mls_json_writer){0};
+    mls_free(json->data);
+    *json = (mls_json_writer){0};
 }
 
 /* Append bytes, unless an earlier call failed. Check the limit before the memory, so that
  * a text that is too long always fails in the same way. */
-void mls_json_writer_put(mls_json_writer *b, const char *bytes, size_t length)
+void mls_json_writer_put(mls_json_writer *json, const char *bytes, size_t length)
 {
     size_t needed;
-    if (b->code != MLS_OK || length == 0) {
+    if (json->code != MLS_OK || length == 0) {
         return;
     }
-    if (!mls_size_add(b->length, length, &needed) || needed > b->most) {
-        b->code = MLS_E_SIZE;
+    if (!mls_size_add(json->length, length, &needed) || needed > json->most) {
+        json->code = MLS_E_SIZE;
         return;
     }
-    if (needed > b->room) {
+    if (needed > json->room) {
         const size_t room = needed + needed / 2 + 256;
-        char *data = mls_realloc(b->data, room, 1);
+        char *data = mls_realloc(json->data, room, 1);
         if (data == NULL) {
-            b->code = MLS_E_MEMORY;
+            json->code = MLS_E_MEMORY;
             return;
         }
-        b->data = data;
-        b->room = room;
+        json->data = data;
+        json->room = room;
     }
-    memcpy(b->data + b->length, bytes, length);
-    b->length = needed;
+    memcpy(json->data + json->length, bytes, length);
+    json->length = needed;
 }
 
 /* For the constant parts of a text. */
-void mls_json_writer_text(mls_json_writer *b, const char *text)
+void mls_json_writer_text(mls_json_writer *json, const char *text)
 {
-    mls_json_writer_put(b, text, strlen(text));
+    mls_json_writer_put(json, text, strlen(text));
 }
 
 /* Append a number in decimal digits. Faster than snprintf: an index has several numbers
  * for each shard. */
-void mls_json_writer_number(mls_json_writer *b, uint64_t number)
+void mls_json_writer_number(mls_json_writer *json, uint64_t number)
 {
     char text[NUMBER_ROOM];
     size_t at = sizeof text;
@@ -60,33 +60,33 @@ void mls_json_writer_number(mls_json_writer *b, uint64_t number)
         text[--at] = (char)('0' + number % 10);
         number /= 10;
     } while (number > 0);
-    mls_json_writer_put(b, text + at, sizeof text - at);
+    mls_json_writer_put(json, text + at, sizeof text - at);
 }
 
 /* Append a JSON string with its quotes. Escape quotes, backslashes and control
  * characters; copy the bytes between them at once. */
-void mls_json_writer_json(mls_json_writer *b, mls_str text)
+void mls_json_writer_json(mls_json_writer *json, mls_str text)
 {
     size_t unescaped = 0; /* start of the bytes not yet appended */
-    mls_json_writer_text(b, "\"");
+    mls_json_writer_text(json, "\"");
     for (size_t i = 0; i < text.length; i++) {
         const unsigned char c = (unsigned char)text.data[i];
         if (c >= ' ' && c != '"' && c != '\\') {
             continue;
         }
-        mls_json_writer_put(b, text.data + unescaped, i - unescaped);
+        mls_json_writer_put(json, text.data + unescaped, i - unescaped);
         unescaped = i + 1;
         if (c >= ' ') { /* the quote itself is appended with the bytes after it */
-            mls_json_writer_put(b, "\\", 1);
+            mls_json_writer_put(json, "\\", 1);
             unescaped = i;
         } else {
             char escape[8];
             snprintf(escape, sizeof escape, "\\u%04x", c);
-            mls_json_writer_text(b, escape);
+            mls_json_writer_text(json, escape);
         }
     }
     if (unescaped < text.length) { /* otherwise `data` may be NULL */
-        mls_json_writer_put(b, text.data + unescaped, text.length - unescaped);
+        mls_json_writer_put(json, text.data + unescaped, text.length - unescaped);
     }
-    mls_json_writer_text(b, "\"");
+    mls_json_writer_text(json, "\"");
 }

@@ -20,15 +20,15 @@ typedef struct mls_json_writer {
     mls_code code; /* the first failure: MLS_E_SIZE (over `most`) or MLS_E_MEMORY */
 } mls_json_writer;
 
-void mls_json_writer_fini(mls_json_writer *b); /* accepts a zeroed struct; zeroes it */
+void mls_json_writer_fini(mls_json_writer *json); /* accepts a zeroed struct; zeroes it */
 
 /* Append `length` bytes, a C string, or a number in decimal digits. */
-void mls_json_writer_put(mls_json_writer *b, const char *bytes, size_t length);
-void mls_json_writer_text(mls_json_writer *b, const char *text);
-void mls_json_writer_number(mls_json_writer *b, uint64_t number);
+void mls_json_writer_put(mls_json_writer *json, const char *bytes, size_t length);
+void mls_json_writer_text(mls_json_writer *json, const char *text);
+void mls_json_writer_number(mls_json_writer *json, uint64_t number);
 
 /* Append a JSON string with its quotes. Escapes only what JSON requires. `text` must be
  * UTF-8. */
-void mls_json_writer_json(mls_json_writer *b, mls_str text);
+void mls_json_writer_json(mls_json_writer *json, mls_str text);
 
 #endif

@@ -28,7 +28,8 @@ static bool choose_affine(float low, float high, float levels, float *scale, flo
 
 /* Set the scale and the bias of the group of `size` elements at `x`; `levels` is the
  * largest code. Returns false if an element or the range of the group is not finite. */
-static bool measure(const float *x, size_t size, float levels, float *scale, float *bias)
+static bool choose_group_scale(const float *x, size_t size, float levels, float *scale,
+                               float *bias)
 {
     float low = x[0], high = x[0];
     float not_finite = 0; /* becomes NaN once an element is infinite or NaN */
@@ -42,7 +43,7 @@ static bool measure(const float *x, size_t size, float levels, float *scale, flo
 
 /* Return the code of the value `x`: (x - bias) / scale, rounded to an integer, ties to
  * even, and clipped to 0 .. `levels`. A NaN becomes 0. */
-static unsigned char encode(float x, float scale, float bias, float levels)
+static unsigned char encode_value(float x, float scale, float bias, float levels)
 {
     const float round = 0x1.8p23F; /* adding it rounds to an integer, ties to even */
     float code = (x - bias) / scale;
@@ -63,13 +64,13 @@ static bool quantize(const mls_group_run *run)
         const size_t bytes = run->size * sizeof *x, item = sizeof(float);
         float scale, bias;
         memcpy(x, (const unsigned char *)run->values + group * bytes, bytes);
-        is_finite = measure(x, run->size, levels, &scale, &bias) && is_finite;
+        is_finite = choose_group_scale(x, run->size, levels, &scale, &bias) && is_finite;
         memcpy((unsigned char *)run->scales + group * item, &scale, item);
         memcpy((unsigned char *)run->biases + group * item, &bias, item);
         unsigned char *joined = run->codes + group * run->size * run->bits / 8;
         for (size_t i = 0; i < run->size; i += 8, joined += run->bits) {
             for (size_t k = 0; k < 8; k++) {
-                codes[k] = encode(x[i + k], scale, bias, levels);
+                codes[k] = encode_value(x[i + k], scale, bias, levels);
             }
             mls_join_8(codes, run->bits, joined);
         }

@@ -344,13 +344,14 @@ static void rotate_heads(const job *j, const tile *t)
     mls_tensor sources = mls_tensor_slice(&j->keys, axis, t->start, 1);
     targets = mls_tensor_slice(&targets, last, first, 1);
     sources = mls_tensor_slice(&sources, last, first, 1);
-    mls_strided_iter w;
+    mls_strided_iter iter;
     ptrdiff_t to_at = 0, from_at = 0;
-    (void)mls_strided_iter_init(&w, &targets, &sources); /* mls_rotate_keys: not empty */
+    (void)mls_strided_iter_init(&iter, &targets,
+                                &sources); /* mls_rotate_keys: not empty */
     do {
-        for (size_t i = 0; i < w.length; i++) {
-            to.data = targets.data + to_at + w.a_step * (ptrdiff_t)i;
-            from.data = sources.data + from_at + w.b_step * (ptrdiff_t)i;
+        for (size_t i = 0; i < iter.length; i++) {
+            to.data = targets.data + to_at + iter.a_step * (ptrdiff_t)i;
+            from.data = sources.data + from_at + iter.b_step * (ptrdiff_t)i;
             if (j->fused != NULL) {
                 rows.dst = to.data;
                 rows.src = from.data;
@@ -361,7 +362,7 @@ static void rotate_heads(const job *j, const tile *t)
             rotate_buffer(j, t);
             mls_copy(j->kernels, &to, &buffer, mls_cached());
         }
-    } while (mls_strided_iter_next(&w, &to_at, &from_at));
+    } while (mls_strided_iter_next(&iter, &to_at, &from_at));
 }
 
 /* Rotate tile number `index`, as a task for the pool; `context` is the job. */

@@ -108,7 +108,8 @@ double mls_plan_dp_fronts_value(const void *context, size_t s, size_t t, int64_t
 /* Completes the choice `o` and adds it to the list, unless one of its fronts is empty or
  * it needs more memory than `limit`. `threshold` is the least memory that it needs
  * without its fronts. */
-static void add_option(solver *v, scratch *w, option o, int64_t threshold, int64_t limit)
+static void add_option(solver *dp, scratch *work, option o, int64_t threshold,
+                       int64_t limit)
 {
     if (o.right->count == 0 || (o.left != NULL && o.left->count == 0)) {
         return;
@@ -120,85 +121,85 @@ static void add_option(solver *v, scratch *w, option o, int64_t threshold, int64
     if (o.start > limit) {
         return;
     }
-    const int64_t step = v->out->step;
+    const int64_t step = dp->out->step;
     o.low = (size_t)(o.shift / step);
     o.high = o.low + (o.shift % step != 0 ? 1 : 0);
-    w->options[w->option_count++] = o;
+    work->options[work->option_count++] = o;
 }
 
 /* Lists all choices of s .. t, s < t, that fit within `limit` bytes above activation s:
  * save, offload, and every restart. */
-static void list_options(solver *v, scratch *w, size_t s, size_t t, int64_t limit)
+static void list_options(solver *dp, scratch *work, size_t s, size_t t, int64_t limit)
 {
-    const mls_plan_costs *c = v->costs;
-    const mls_plan_fronts *f = v->out;
+    const mls_plan_costs *c = dp->costs;
+    const mls_plan_fronts *f = dp->out;
     const size_t n = c->blocks, below = mls_plan_cell(n, s + 1, t);
     const int64_t save = mls_plan_save_need(c, s, t);
     option kept_option = {.right = &f->fronts[below],
                           .right_grid = f->grid + below * ROW,
                           .left_grid = zeros,
                           .shift = c->saved[s]};
-    w->option_count = 0;
-    add_option(v, w, kept_option, save, limit);
+    work->option_count = 0;
+    add_option(dp, work, kept_option, save, limit);
     if (isfinite(c->away[s])) {
         kept_option.shift = c->activation[s + 1];
         kept_option.seconds = c->away[s];
-        add_option(v, w, kept_option, save, limit);
+        add_option(dp, work, kept_option, save, limit);
     }
     int64_t sweep = 0;
     for (size_t k = s + 1; k <= t; k++) {
         const size_t right = mls_plan_cell(n, k, t), left = mls_plan_cell(n, s, k - 1);
         sweep = mls_plan_sweep(c, s, k, sweep);
-        const option again = {.right = &f->fronts[right],
-                              .left = &f->fronts[left],
-                              .right_grid = f->grid + right * ROW,
-                              .left_grid = f->grid + left * ROW,
-                              .shift = c->activation[k],
-                              .seconds = c->before[k] - c->before[s]};
-        add_option(v, w, again, sweep + c->hold[t], limit);
+        const option restart = {.right = &f->fronts[right],
+                                .left = &f->fronts[left],
+                                .right_grid = f->grid + right * ROW,
+                                .left_grid = f->grid + left * ROW,
+                                .shift = c->activation[k],
+                                .seconds = c->before[k] - c->before[s]};
+        add_option(dp, work, restart, sweep + c->hold[t], limit);
     }
 }
 
 /* ---- the grid ---- */
 
-/* Finds the best choice at the beginning of each interval (`w->best`) and its value
- * (`w->upper`). Shifted fronts are read at less memory than they have, so errors only
+/* Finds the best choice at the beginning of each interval (`work->best`) and its value
+ * (`work->upper`). Shifted fronts are read at less memory than they have, so errors only
  * make values too large. */
-static void bound_above(const solver *v, scratch *w)
+static void bound_above(const solver *dp, scratch *work)
 {
-    const int64_t step = v->out->step;
+    const int64_t step = dp->out->step;
     for (size_t g = 0; g < GRID; g++) {
-        w->upper[g] = (double)INFINITY;
-        w->best[g] = SIZE_MAX;
-        w->counts[g] = 0;
+        work->upper[g] = (double)INFINITY;
+        work->best[g] = SIZE_MAX;
+        work->counts[g] = 0;
     }
-    for (size_t i = 0; i < w->option_count; i++) {
-        const option *o = &w->options[i];
+    for (size_t i = 0; i < work->option_count; i++) {
+        const option *o = &work->options[i];
         const size_t begin = (size_t)((o->start + step - 1) / step);
         for (size_t g = begin > o->high ? begin : o->high; g < GRID; g++) {
             const double value =
                 o->seconds + o->right_grid[g - o->high] + o->left_grid[g];
-            if (value < w->upper[g]) {
-                w->upper[g] = value;
-                w->best[g] = i;
+            if (value < work->upper[g]) {
+                work->upper[g] = value;
+                work->best[g] = i;
             }
         }
     }
 }
 
-/* Lists the choices that may matter in each interval (`w->lists`). Here fronts are read
- * at more memory, so errors only make values too small. The best choice of bound_above
- * always matters. */
-static void list_by_interval(const solver *v, scratch *w)
+/* Lists the choices that may matter in each interval (`work->lists`). Here fronts are
+ * read at more memory, so errors only make values too small. The best choice of
+ * bound_above always matters. */
+static void list_by_interval(const solver *dp, scratch *work)
 {
-    const size_t stride = v->costs->blocks + 2;
-    for (size_t i = 0; i < w->option_count; i++) {
-        const option *o = &w->options[i];
-        for (size_t g = (size_t)(o->start / v->out->step); g < GRID; g++) {
+    const size_t stride = dp->costs->blocks + 2;
+    for (size_t i = 0; i < work->option_count; i++) {
+        const option *o = &work->options[i];
+        for (size_t g = (size_t)(o->start / dp->out->step); g < GRID; g++) {
             const double value =
                 o->seconds + o->right_grid[g + 1 - o->low] + o->left_grid[g + 1];
-            if (value < w->upper[g] - v->noise || w->best[g] == i) {
-                w->lists[g * stride + w->counts[g]++] = (uint16_t)i;
+            if (value < work->upper[g] - dp->noise || work->best[g] == i) {
+                work->lists[g * stride + work->counts[g]++] = (uint16_t)i;
             }
         }
     }
@@ -281,7 +282,7 @@ static bool merge_points(const points *a, const points *b, points *out)
 /* Appends the points of `added`, ordered by memory, that are better than the front's last
  * one by more than rounding. Of points with equal memory, the last one is the best.
  * Returns false if memory runs out. */
-static bool append_points(const solver *v, points *front, const points *added)
+static bool append_points(const solver *dp, points *front, const points *added)
 {
     if (!reserve_points(front, front->count + added->count)) {
         return false;
@@ -289,7 +290,7 @@ static bool append_points(const solver *v, points *front, const points *added)
     for (size_t i = 0; i < added->count; i++) {
         const mls_plan_point p = added->items[i];
         mls_plan_point *last = front->count > 0 ? &front->items[front->count - 1] : NULL;
-        if (last != NULL && p.seconds >= last->seconds - v->noise) {
+        if (last != NULL && p.seconds >= last->seconds - dp->noise) {
             continue;
         }
         if (last != NULL && p.memory == last->memory) {
@@ -301,29 +302,29 @@ static bool append_points(const solver *v, points *front, const points *added)
     return true;
 }
 
-/* Computes the front of a segment up to `limit` bytes in `w->front`, interval by
+/* Computes the front of a segment up to `limit` bytes in `work->front`, interval by
  * interval: the lower envelope of the choices listed for each. Lists are swapped instead
  * of copied. Returns false if memory runs out. */
-static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
+static bool sweep_intervals(const solver *dp, scratch *work, int64_t limit)
 {
-    const size_t stride = v->costs->blocks + 2;
-    w->front.count = 0;
+    const size_t stride = dp->costs->blocks + 2;
+    work->front.count = 0;
     for (size_t g = 0; g < GRID; g++) {
-        const int64_t from = (int64_t)g * v->out->step;
-        const int64_t end = from + v->out->step;
+        const int64_t from = (int64_t)g * dp->out->step;
+        const int64_t end = from + dp->out->step;
         const int64_t to = end > limit ? limit + 1 : end;
-        w->segment.count = 0;
-        for (size_t i = 0; i < w->counts[g]; i++) {
-            const option *o = &w->options[w->lists[g * stride + i]];
-            if (!unroll_option(o, from, to, &w->added) ||
-                !merge_points(&w->segment, &w->added, &w->merged)) {
+        work->segment.count = 0;
+        for (size_t i = 0; i < work->counts[g]; i++) {
+            const option *o = &work->options[work->lists[g * stride + i]];
+            if (!unroll_option(o, from, to, &work->added) ||
+                !merge_points(&work->segment, &work->added, &work->merged)) {
                 return false;
             }
-            const points swapped = w->segment;
-            w->segment = w->merged;
-            w->merged = swapped;
+            const points swapped = work->segment;
+            work->segment = work->merged;
+            work->merged = swapped;
         }
-        if (!append_points(v, &w->front, &w->segment)) {
+        if (!append_points(dp, &work->front, &work->segment)) {
             return false;
         }
     }
@@ -335,12 +336,12 @@ static bool sweep_intervals(const solver *v, scratch *w, int64_t limit)
 /* Stores a copy of a segment's front in entry `cell` of the table, and its row of the
  * grid. All threads share the count of points: MLS_E_SIZE beyond the limit, which stops
  * all of them; MLS_E_MEMORY. */
-static mls_code store_front(solver *v, const points *front, size_t cell)
+static mls_code store_front(solver *dp, const points *front, size_t cell)
 {
-    mls_plan_front *f = &v->out->fronts[cell];
-    const size_t before = atomic_fetch_add(&v->points, front->count);
+    mls_plan_front *f = &dp->out->fronts[cell];
+    const size_t before = atomic_fetch_add(&dp->points, front->count);
     if (front->count >
-        v->most_points - (before < v->most_points ? before : v->most_points)) {
+        dp->most_points - (before < dp->most_points ? before : dp->most_points)) {
         return MLS_E_SIZE;
     }
     if (front->count > 0) {
@@ -351,7 +352,7 @@ static mls_code store_front(solver *v, const points *front, size_t cell)
         memcpy(f->points, front->items, front->count * sizeof *f->points);
         f->count = front->count;
     }
-    fill_grid(f, v->out->step, v->out->grid + cell * ROW);
+    fill_grid(f, dp->out->step, dp->out->grid + cell * ROW);
     return MLS_OK;
 }
 
@@ -359,38 +360,38 @@ static mls_code store_front(solver *v, const points *front, size_t cell)
  * The limit is the budget without activation s, which is held meanwhile: no schedule of a
  * longer segment leaves more memory to this one. MLS_E_MEMORY, MLS_E_SIZE, without a
  * status. */
-static mls_code solve_segment(solver *v, scratch *w, size_t s, size_t t)
+static mls_code solve_segment(solver *dp, scratch *work, size_t s, size_t t)
 {
-    const mls_plan_costs *c = v->costs;
+    const mls_plan_costs *c = dp->costs;
     const int64_t limit = c->budget - (s == 0 ? 0 : c->activation[s]);
     if (s == t) {
         const mls_plan_point only = {mls_plan_save_need(c, s, t), 0};
-        w->front.count = 0;
+        work->front.count = 0;
         if (only.memory <= limit) {
-            if (!reserve_points(&w->front, 1)) {
+            if (!reserve_points(&work->front, 1)) {
                 return MLS_E_MEMORY;
             }
-            w->front.items[w->front.count++] = only;
+            work->front.items[work->front.count++] = only;
         }
     } else {
-        list_options(v, w, s, t, limit);
-        bound_above(v, w);
-        list_by_interval(v, w);
-        if (!sweep_intervals(v, w, limit)) {
+        list_options(dp, work, s, t, limit);
+        bound_above(dp, work);
+        list_by_interval(dp, work);
+        if (!sweep_intervals(dp, work, limit)) {
             return MLS_E_MEMORY;
         }
     }
-    return store_front(v, &w->front, mls_plan_cell(c->blocks, s, t));
+    return store_front(dp, &work->front, mls_plan_cell(c->blocks, s, t));
 }
 
 /* Takes a free scratch, for the caller to mark as free again; there is one for each
  * thread. If more threads have appeared since, the last of them spins here until another
  * segment is finished. */
-static scratch *take_scratch(solver *v)
+static scratch *take_scratch(solver *dp)
 {
-    for (size_t i = 0;; i = (i + 1) % v->tasks) {
-        if (!atomic_exchange(&v->scratches[i].in_use, true)) {
-            return &v->scratches[i];
+    for (size_t i = 0;; i = (i + 1) % dp->tasks) {
+        if (!atomic_exchange(&dp->scratches[i].in_use, true)) {
+            return &dp->scratches[i];
         }
     }
 }
@@ -399,32 +400,32 @@ static scratch *take_scratch(solver *v)
  * takes little time, so polling between segments is enough. */
 static void solve_task(void *context, size_t s)
 {
-    solver *v = context;
-    if (atomic_load(&v->failed) != MLS_OK) {
+    solver *dp = context;
+    if (atomic_load(&dp->failed) != MLS_OK) {
         return;
     }
-    if (v->poll.go_on != NULL && !v->poll.go_on(v->poll.context)) {
-        atomic_store(&v->failed, MLS_E_STOPPED);
+    if (dp->poll.go_on != NULL && !dp->poll.go_on(dp->poll.context)) {
+        atomic_store(&dp->failed, MLS_E_STOPPED);
         return;
     }
-    scratch *w = take_scratch(v);
-    const mls_code code = solve_segment(v, w, s, s + v->length);
-    atomic_store(&w->in_use, false);
+    scratch *work = take_scratch(dp);
+    const mls_code code = solve_segment(dp, work, s, s + dp->length);
+    atomic_store(&work->in_use, false);
     if (code != MLS_OK) {
-        atomic_store(&v->failed, (int)code);
+        atomic_store(&dp->failed, (int)code);
     }
 }
 
-/* Solves all segments, shorter ones first: segments of one length (`v->length`) do not
+/* Solves all segments, shorter ones first: segments of one length (`dp->length`) do not
  * depend on each other, so threads share them. Stops at the first failure. */
-static void run_diagonals(solver *v, mls_pool *pool)
+static void run_diagonals(solver *dp, mls_pool *pool)
 {
     enum { WORTH = 24 }; /* blocks for which waking helper threads pays off */
-    const size_t n = v->costs->blocks;
-    for (v->length = 0; v->length < n; v->length++) {
-        const bool alone = n < WORTH || v->length == 0;
-        mls_pool_run(alone ? NULL : pool, solve_task, v, n - v->length);
-        if (atomic_load(&v->failed) != MLS_OK) {
+    const size_t n = dp->costs->blocks;
+    for (dp->length = 0; dp->length < n; dp->length++) {
+        const bool alone = n < WORTH || dp->length == 0;
+        mls_pool_run(alone ? NULL : pool, solve_task, dp, n - dp->length);
+        if (atomic_load(&dp->failed) != MLS_OK) {
             return;
         }
     }
@@ -518,25 +519,25 @@ mls_code mls_plan_dp_fronts(const mls_plan_costs *costs, size_t most_points,
                             mls_status *st)
 {
     const size_t tasks = pool == NULL ? 1 : mls_pool_threads(pool);
-    solver v = {.costs = costs,
-                .out = out,
-                .poll = poll,
-                .most_points = most_points,
-                .noise = 1e-13 * costs->before[costs->blocks],
-                .tasks = tasks};
+    solver dp = {.costs = costs,
+                 .out = out,
+                 .poll = poll,
+                 .most_points = most_points,
+                 .noise = 1e-13 * costs->before[costs->blocks],
+                 .tasks = tasks};
     *out = (mls_plan_fronts){0};
-    v.scratches = new_scratches(tasks, costs->blocks);
-    if (v.scratches == NULL || !make_fronts(costs, out)) {
-        free_scratches(v.scratches, tasks);
+    dp.scratches = new_scratches(tasks, costs->blocks);
+    if (dp.scratches == NULL || !make_fronts(costs, out)) {
+        free_scratches(dp.scratches, tasks);
         return fail_planning(MLS_E_MEMORY, costs, most_points, st);
     }
-    run_diagonals(&v, pool);
-    free_scratches(v.scratches, tasks);
-    const mls_code code = (mls_code)atomic_load(&v.failed);
+    run_diagonals(&dp, pool);
+    free_scratches(dp.scratches, tasks);
+    const mls_code code = (mls_code)atomic_load(&dp.failed);
     if (code != MLS_OK) {
         mls_plan_fronts_fini(out);
         return fail_planning(code, costs, most_points, st);
     }
-    out->points = atomic_load(&v.points);
+    out->points = atomic_load(&dp.points);
     return MLS_OK;
 }

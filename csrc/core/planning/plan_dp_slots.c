@@ -98,37 +98,38 @@ double mls_plan_dp_slots_value(const void *context, size_t s, size_t t, int64_t 
 /* ---- restarts of a small tile ---- */
 
 /* Returns the seconds of blocks s .. k - 1, which a restart runs once more. */
-static float again_of(const solver *v, size_t s, size_t k)
+static float again_of(const solver *dp, size_t s, size_t k)
 {
-    return (float)(v->costs->before[k] - v->costs->before[s]);
+    return (float)(dp->costs->before[k] - dp->costs->before[s]);
 }
 
 /* Tries restarts at k = `from` to before `to` for the segment s .. t, for entries (memory
  * in slots) below `end` only. Each begins at the first entry at which the rules allow it
  * and both of its parts are finite. The cells of a row are adjacent; in a column, the
  * distance between cells shrinks by one each time. */
-static void try_restarts(const solver *v, size_t s, size_t t, size_t from, size_t to,
+static void try_restarts(const solver *dp, size_t s, size_t t, size_t from, size_t to,
                          size_t end)
 {
     if (from >= to) { /* `from` may be beyond the last block */
         return;
     }
-    const size_t row = mls_plan_cell(v->n, s, 0), hold = (size_t)v->costs->hold[t];
-    const int32_t *below = v->need + mls_plan_cell(v->n, from, t);
-    float *values = values_of(v->table, s, t);
-    end = mls_size_least(end, v->entries);
+    const size_t row = mls_plan_cell(dp->n, s, 0), hold = (size_t)dp->costs->hold[t];
+    const int32_t *below = dp->need + mls_plan_cell(dp->n, from, t);
+    float *values = values_of(dp->table, s, t);
+    end = mls_size_least(end, dp->entries);
     for (size_t k = from; k < to; k++) {
-        const size_t shift = v->shift[k], left = row + k - 1;
-        const size_t bound = mls_size_most((size_t)v->sweep[left] + hold, shift);
+        const size_t shift = dp->shift[k], left = row + k - 1;
+        const size_t bound = mls_size_most((size_t)dp->sweep[left] + hold, shift);
         const size_t finite =
-            mls_size_most((size_t)v->need[left], shift + (size_t)*below);
+            mls_size_most((size_t)dp->need[left], shift + (size_t)*below);
         const size_t first = mls_size_most(bound, finite);
         if (first < end) {
-            v->kernels->row(values + first, values_of(v->table, s, k - 1) + first,
-                            values_of(v->table, k, t) + first - shift, again_of(v, s, k),
-                            end - first);
+            dp->kernels->restart_row(values + first,
+                                     values_of(dp->table, s, k - 1) + first,
+                                     values_of(dp->table, k, t) + first - shift,
+                                     again_of(dp, s, k), end - first);
         }
-        below += v->n - k - 1;
+        below += dp->n - k - 1;
     }
 }
 
@@ -137,30 +138,30 @@ static void try_restarts(const solver *v, size_t s, size_t t, size_t from, size_
  * both parts are finite for no segment; from `bound` on, the rules allow the restart for
  * all. Kernels do not check the rules and process whole registers, so the entries before
  * the result are computed here. */
-static uint32_t begin_of(const solver *v, size_t s, size_t t, size_t k)
+static uint32_t begin_of(const solver *dp, size_t s, size_t t, size_t k)
 {
-    const size_t s_end = mls_size_least(s + SMALL, v->n),
-                 t_end = mls_size_least(t + SMALL, v->n);
+    const size_t s_end = mls_size_least(s + SMALL, dp->n),
+                 t_end = mls_size_least(t + SMALL, dp->n);
     size_t sweep = 0, hold = 0, natural = NEVER, lowest = NEVER;
     for (size_t i = s; i < s_end; i++) {
-        const size_t cell = mls_plan_cell(v->n, i, k - 1);
-        lowest = mls_size_least(lowest, (size_t)v->need[cell]);
-        sweep = mls_size_most(sweep, (size_t)v->sweep[cell]);
+        const size_t cell = mls_plan_cell(dp->n, i, k - 1);
+        lowest = mls_size_least(lowest, (size_t)dp->need[cell]);
+        sweep = mls_size_most(sweep, (size_t)dp->sweep[cell]);
     }
     for (size_t l = t; l < t_end; l++) {
-        natural = mls_size_least(natural, (size_t)v->need[mls_plan_cell(v->n, k, l)]);
-        hold = mls_size_most(hold, (size_t)v->costs->hold[l]);
+        natural = mls_size_least(natural, (size_t)dp->need[mls_plan_cell(dp->n, k, l)]);
+        hold = mls_size_most(hold, (size_t)dp->costs->hold[l]);
     }
     const size_t bound =
-        mls_size_most(sweep + hold, v->shift[k]); /* the largest of the tile */
-    natural = mls_size_most(natural + v->shift[k], lowest) / LANES * LANES;
+        mls_size_most(sweep + hold, dp->shift[k]); /* the largest of the tile */
+    natural = mls_size_most(natural + dp->shift[k], lowest) / LANES * LANES;
     if (natural >= bound) {
         return (uint32_t)natural;
     }
     const size_t begin = round_up(bound, LANES);
     for (size_t i = s; i < s_end; i++) {
         for (size_t l = t; l < t_end; l++) {
-            try_restarts(v, i, l, k, k + 1, begin);
+            try_restarts(dp, i, l, k, k + 1, begin);
         }
     }
     return (uint32_t)begin;
@@ -168,15 +169,15 @@ static uint32_t begin_of(const solver *v, size_t s, size_t t, size_t k)
 
 /* Returns the end of the entries of a small tile that are neither infinite nor free of
  * recomputation. */
-static size_t last_of(const solver *v, size_t s, size_t t)
+static size_t last_of(const solver *dp, size_t s, size_t t)
 {
     size_t full = 0;
-    for (size_t i = s; i < mls_size_least(s + SMALL, v->n); i++) {
-        for (size_t l = t; l < mls_size_least(t + SMALL, v->n); l++) {
-            full = mls_size_most(full, (size_t)v->full[mls_plan_cell(v->n, i, l)]);
+    for (size_t i = s; i < mls_size_least(s + SMALL, dp->n); i++) {
+        for (size_t l = t; l < mls_size_least(t + SMALL, dp->n); l++) {
+            full = mls_size_most(full, (size_t)dp->full[mls_plan_cell(dp->n, i, l)]);
         }
     }
-    return round_up(mls_size_least(full, v->entries), LANES);
+    return round_up(mls_size_least(full, dp->entries), LANES);
 }
 
 /* A kernel's arguments for a block of restarts. */
@@ -189,14 +190,14 @@ typedef struct block {
  * at s, t. The arrays of `b`, which the result borrows, receive the first entry and the
  * extra seconds of each restart, for the tile's last row; `rest` has the seconds that
  * other rows need in addition. */
-static mls_plan_tile prepare_tile(const solver *v, block *b, size_t s, size_t t,
+static mls_plan_tile prepare_tile(const solver *dp, block *b, size_t s, size_t t,
                                   size_t first, size_t last)
 {
-    const size_t s_last = mls_size_least(s + SMALL, v->n) - 1;
-    mls_plan_tile job = {.values = v->table->values,
-                         .rows = v->table->rows,
-                         .stride = v->table->stride,
-                         .shift = v->shift,
+    const size_t s_last = mls_size_least(s + SMALL, dp->n) - 1;
+    mls_plan_tile job = {.values = dp->table->values,
+                         .rows = dp->table->rows,
+                         .stride = dp->table->stride,
+                         .shift = dp->shift,
                          .begin = b->begin,
                          .plus = b->plus,
                          .s = s,
@@ -204,13 +205,13 @@ static mls_plan_tile prepare_tile(const solver *v, block *b, size_t s, size_t t,
                          .first = first,
                          .last = last,
                          .from = NEVER,
-                         .to = last_of(v, s, t)};
+                         .to = last_of(dp, s, t)};
     for (size_t i = 0; i < SMALL; i++) {
-        job.rest[i] = s + i < s_last ? again_of(v, s + i, s_last) : 0;
+        job.rest[i] = s + i < s_last ? again_of(dp, s + i, s_last) : 0;
     }
     for (size_t k = first; k < last; k++) {
-        b->begin[k - first] = begin_of(v, s, t, k);
-        b->plus[k - first] = again_of(v, s_last, k);
+        b->begin[k - first] = begin_of(dp, s, t, k);
+        b->plus[k - first] = again_of(dp, s_last, k);
         job.from = mls_size_least(job.from, b->begin[k - first]);
     }
     return job;
@@ -218,20 +219,20 @@ static mls_plan_tile prepare_tile(const solver *v, block *b, size_t s, size_t t,
 
 /* Tries restarts `first` to before `last` for all segments of the small tile at s, t, up
  * to LARGE of them at a time. */
-static void multiply_tile(const solver *v, size_t s, size_t t, size_t first, size_t last)
+static void multiply_tile(const solver *dp, size_t s, size_t t, size_t first, size_t last)
 {
     block b;
     for (size_t k = first; k < last; k += LARGE) {
         const mls_plan_tile job =
-            prepare_tile(v, &b, s, t, k, mls_size_least(k + LARGE, last));
-        v->kernels->tile(&job);
+            prepare_tile(dp, &b, s, t, k, mls_size_least(k + LARGE, last));
+        dp->kernels->restart_tile(&job);
     }
 }
 
 /* Tries restarts `first` to before `last`, at most LARGE, for a large tile above the
  * diagonal, rows s to before s_end and columns t to before t_end, strip by strip: the
  * entries of one strip stay in the cache for all small tiles. */
-static void multiply_large(const solver *v, size_t s, size_t t, size_t s_end,
+static void multiply_large(const solver *dp, size_t s, size_t t, size_t s_end,
                            size_t t_end, size_t first, size_t last)
 {
     block blocks[TILES];
@@ -239,7 +240,7 @@ static void multiply_large(const solver *v, size_t s, size_t t, size_t s_end,
     size_t count = 0, from = NEVER, to = 0;
     for (size_t i = s; i < s_end; i += SMALL) {
         for (size_t l = t; l < t_end; l += SMALL) {
-            jobs[count] = prepare_tile(v, &blocks[count], i, l, first, last);
+            jobs[count] = prepare_tile(dp, &blocks[count], i, l, first, last);
             from = mls_size_least(from, jobs[count].from);
             to = mls_size_most(to, jobs[count].to);
             count++;
@@ -250,7 +251,7 @@ static void multiply_large(const solver *v, size_t s, size_t t, size_t s_end,
             mls_plan_tile job = jobs[i];
             job.from = mls_size_most(job.from, strip);
             job.to = mls_size_least(job.to, strip + STRIP);
-            v->kernels->tile(&job);
+            dp->kernels->restart_tile(&job);
         }
     }
 }
@@ -260,16 +261,16 @@ static void multiply_large(const solver *v, size_t s, size_t t, size_t s_end,
 /* Tries to save s at the start of s .. t, s < t, with `moved` slots held during the
  * segment s + 1 .. t, at a cost of `seconds`: its saved tensors, or after an offload only
  * its output. */
-static void try_save(const solver *v, size_t s, size_t t, int64_t moved, double seconds)
+static void try_save(const solver *dp, size_t s, size_t t, int64_t moved, double seconds)
 {
-    const mls_plan_costs *c = v->costs;
+    const mls_plan_costs *c = dp->costs;
     const size_t shift = (size_t)moved;
-    const size_t rest = shift + (size_t)v->need[mls_plan_cell(v->n, s + 1, t)];
+    const size_t rest = shift + (size_t)dp->need[mls_plan_cell(dp->n, s + 1, t)];
     const size_t first = mls_size_most((size_t)mls_plan_save_need(c, s, t), rest);
-    if (first < v->entries) {
-        v->kernels->keep(values_of(v->table, s, t) + first,
-                         values_of(v->table, s + 1, t) + first - shift, (float)seconds,
-                         v->entries - first);
+    if (first < dp->entries) {
+        dp->kernels->save_row(values_of(dp->table, s, t) + first,
+                              values_of(dp->table, s + 1, t) + first - shift,
+                              (float)seconds, dp->entries - first);
     }
 }
 
@@ -283,30 +284,30 @@ static size_t first_finite(const float *values, size_t count)
 }
 
 /* Completes segment s .. t, for which all restarts outside its own small tiles have been
- * tried: tries the others, and both kinds of saves. `v->need` receives its first finite
+ * tried: tries the others, and both kinds of saves. `dp->need` receives its first finite
  * entry, or NEVER. */
-static void finish_segment(const solver *v, size_t s, size_t t)
+static void finish_segment(const solver *dp, size_t s, size_t t)
 {
-    const mls_plan_costs *c = v->costs;
-    float *values = values_of(v->table, s, t);
-    const size_t cell = mls_plan_cell(v->n, s, t);
+    const mls_plan_costs *c = dp->costs;
+    float *values = values_of(dp->table, s, t);
+    const size_t cell = mls_plan_cell(dp->n, s, t);
     const size_t s_end = s / SMALL * SMALL + SMALL, t_begin = t / SMALL * SMALL;
     /* from `full` on nothing is recomputed, so a restart gains nothing */
-    try_restarts(v, s, t, s + 1, mls_size_least(s_end, t + 1), (size_t)v->full[cell]);
-    try_restarts(v, s, t, mls_size_most(s_end, t_begin + 1), t + 1,
-                 (size_t)v->full[cell]);
+    try_restarts(dp, s, t, s + 1, mls_size_least(s_end, t + 1), (size_t)dp->full[cell]);
+    try_restarts(dp, s, t, mls_size_most(s_end, t_begin + 1), t + 1,
+                 (size_t)dp->full[cell]);
     if (s == t) {
-        for (size_t m = (size_t)mls_plan_save_need(c, s, t); m < v->entries; m++) {
+        for (size_t m = (size_t)mls_plan_save_need(c, s, t); m < dp->entries; m++) {
             values[m] = 0;
         }
     } else {
-        try_save(v, s, t, c->saved[s], 0);
+        try_save(dp, s, t, c->saved[s], 0);
         if (isfinite(c->away[s])) {
-            try_save(v, s, t, c->activation[s + 1], c->away[s]);
+            try_save(dp, s, t, c->activation[s + 1], c->away[s]);
         }
     }
-    const size_t first = first_finite(values, v->entries);
-    v->need[cell] = first == v->entries ? NEVER : (int32_t)first;
+    const size_t first = first_finite(values, dp->entries);
+    dp->need[cell] = first == dp->entries ? NEVER : (int32_t)first;
 }
 
 /* ---- large tiles ---- */
@@ -314,21 +315,21 @@ static void finish_segment(const solver *v, size_t s, size_t t)
 /* Sets all entries of the segments i .. l of a tile to infinity, for i from s to before
  * s_end and l from t (or i, if larger) to before t_end. Includes padding: kernels read
  * and write whole tiles, whose segments may be beyond the last block. */
-static void clear_tile(const solver *v, size_t s, size_t t, size_t s_end, size_t t_end)
+static void clear_tile(const solver *dp, size_t s, size_t t, size_t s_end, size_t t_end)
 {
     for (size_t i = s; i < s_end; i++) {
         for (size_t l = mls_size_most(i, t); l < t_end; l++) {
-            memcpy(values_of(v->table, i, l), v->blank,
-                   v->table->stride * sizeof *v->blank);
+            memcpy(values_of(dp->table, i, l), dp->blank,
+                   dp->table->stride * sizeof *dp->blank);
         }
     }
 }
 
 /* Fetches the entries of segment s .. t into the cache; does nothing if s > t. */
-static void prefetch_segment(const solver *v, size_t s, size_t t)
+static void prefetch_segment(const solver *dp, size_t s, size_t t)
 {
-    const float *values = values_of(v->table, s, t);
-    for (size_t m = 0; s <= t && m < v->table->stride; m += LANES) {
+    const float *values = values_of(dp->table, s, t);
+    for (size_t m = 0; s <= t && m < dp->table->stride; m += LANES) {
         __builtin_prefetch(values + m, 1, 3);
     }
 }
@@ -336,19 +337,19 @@ static void prefetch_segment(const solver *v, size_t s, size_t t)
 /* Completes the small tile at s, t, after the tiles to its left and below it. Restarts
  * before `early` and after `late` are still missing. Prefetches the tile at next_s,
  * next_t meanwhile, segment by segment; next_s NEVER: no prefetch. */
-static void finish_small(const solver *v, size_t s, size_t t, size_t early, size_t late,
+static void finish_small(const solver *dp, size_t s, size_t t, size_t early, size_t late,
                          size_t next_s, size_t next_t)
 {
     if (s < t) {
-        multiply_tile(v, s, t, s + SMALL, mls_size_least(early, t + 1));
-        multiply_tile(v, s, t, mls_size_most(late + 1, s + SMALL), t + 1);
+        multiply_tile(dp, s, t, s + SMALL, mls_size_least(early, t + 1));
+        multiply_tile(dp, s, t, mls_size_most(late + 1, s + SMALL), t + 1);
     }
-    for (size_t i = mls_size_least(s + SMALL, v->n); i-- > s;) {
-        for (size_t l = mls_size_most(i, t); l < mls_size_least(t + SMALL, v->n); l++) {
+    for (size_t i = mls_size_least(s + SMALL, dp->n); i-- > s;) {
+        for (size_t l = mls_size_most(i, t); l < mls_size_least(t + SMALL, dp->n); l++) {
             if (next_s < NEVER) {
-                prefetch_segment(v, next_s + i - s, next_t + l - t);
+                prefetch_segment(dp, next_s + i - s, next_t + l - t);
             }
-            finish_segment(v, i, l);
+            finish_segment(dp, i, l);
         }
     }
 }
@@ -357,62 +358,62 @@ static void finish_small(const solver *v, size_t s, size_t t, size_t early, size
  * tiles are cleared one by one, right before use. Short chains have only this tile;
  * clearing all of its memory at once, outside the cache, would take a quarter of their
  * time. */
-static void fill_diagonal(const solver *v, size_t begin, size_t end)
+static void fill_diagonal(const solver *dp, size_t begin, size_t end)
 {
-    const size_t padded = v->table->padded;
+    const size_t padded = dp->table->padded;
     for (size_t s = end; s > begin;) {
         s -= SMALL;
         for (size_t t = s; t < end; t += SMALL) {
             const bool down = t + SMALL == end; /* continue in the row above */
             const size_t above = s > begin ? s - SMALL : NEVER;
-            clear_tile(v, s, t, s + SMALL, t + SMALL);
-            finish_small(v, s, t, padded, padded, down ? above : s,
+            clear_tile(dp, s, t, s + SMALL, t + SMALL);
+            finish_small(dp, s, t, padded, padded, down ? above : s,
                          down ? above : t + SMALL);
         }
     }
 }
 
 /* Returns whether to go on; called often enough for an interactive user. */
-static bool go_on(solver *v)
+static bool go_on(solver *dp)
 {
-    if (v->poll.go_on != NULL && !v->poll.go_on(v->poll.context)) {
-        atomic_store(&v->stopped, true);
+    if (dp->poll.go_on != NULL && !dp->poll.go_on(dp->poll.context)) {
+        atomic_store(&dp->stopped, true);
     }
-    return !atomic_load(&v->stopped);
+    return !atomic_load(&dp->stopped);
 }
 
 /* Fills the large tile at s, t, after those to its left and below it, unless stopped.
  * Clearing it takes time too: its pages are new. */
-static void fill_large(solver *v, size_t s, size_t t)
+static void fill_large(solver *dp, size_t s, size_t t)
 {
-    const size_t padded = v->table->padded;
-    const size_t s_end = mls_size_least(s + v->large, padded);
-    const size_t t_end = mls_size_least(t + v->large, padded);
-    if (!go_on(v)) {
+    const size_t padded = dp->table->padded;
+    const size_t s_end = mls_size_least(s + dp->large, padded);
+    const size_t t_end = mls_size_least(t + dp->large, padded);
+    if (!go_on(dp)) {
         return;
     }
     if (s == t) {
-        fill_diagonal(v, s, s_end);
+        fill_diagonal(dp, s, s_end);
         return;
     }
-    clear_tile(v, s, t, s_end, t_end);
-    for (size_t k = s_end; k <= t; k += v->large) {
-        if (!go_on(v)) {
+    clear_tile(dp, s, t, s_end, t_end);
+    for (size_t k = s_end; k <= t; k += dp->large) {
+        if (!go_on(dp)) {
             return;
         }
-        multiply_large(v, s, t, s_end, t_end, k, mls_size_least(k + v->large, t + 1));
+        multiply_large(dp, s, t, s_end, t_end, k, mls_size_least(k + dp->large, t + 1));
     }
     for (size_t i = s_end; i > s; i -= SMALL) { /* restarts s_end .. t are done */
         for (size_t l = t; l < t_end; l += SMALL) {
-            finish_small(v, i - SMALL, l, s_end, t, NEVER, NEVER);
+            finish_small(dp, i - SMALL, l, s_end, t, NEVER, NEVER);
         }
     }
 }
 
 static void fill_task(void *context, size_t index)
 {
-    solver *v = context;
-    fill_large(v, index * v->large, (index + v->distance) * v->large);
+    solver *dp = context;
+    fill_large(dp, index * dp->large, (index + dp->distance) * dp->large);
 }
 
 /* ---- the solver ---- */
@@ -420,64 +421,65 @@ static void fill_task(void *context, size_t index)
 /* Computes for each segment the largest forward peak (`sweep`) and the entry from which
  * on nothing is recomputed (`full`), where values are 0 and no restart is tried; and
  * `shift`. */
-static void fill_bounds(solver *v)
+static void fill_bounds(solver *dp)
 {
-    const mls_plan_costs *c = v->costs;
-    const size_t n = v->n;
+    const mls_plan_costs *c = dp->costs;
+    const size_t n = dp->n;
     for (size_t s = n; s-- > 0;) {
         int64_t sweep = 0;
         for (size_t t = s; t < n; t++) {
             const size_t cell = mls_plan_cell(n, s, t);
             sweep = mls_plan_sweep(c, s, t + 1, sweep);
-            v->sweep[cell] = (int32_t)sweep;
+            dp->sweep[cell] = (int32_t)sweep;
             const int64_t need = mls_plan_save_need(c, s, t);
             const int64_t below =
-                s == t ? 0 : c->saved[s] + v->full[mls_plan_cell(n, s + 1, t)];
+                s == t ? 0 : c->saved[s] + dp->full[mls_plan_cell(n, s + 1, t)];
             const int64_t full = need > below ? need : below;
-            v->full[cell] = (int32_t)(full > NEVER ? NEVER : full);
+            dp->full[cell] = (int32_t)(full > NEVER ? NEVER : full);
         }
-        v->shift[s] = (uint32_t)c->activation[s];
+        dp->shift[s] = (uint32_t)c->activation[s];
     }
 }
 
 /* Frees the solver's arrays, but not the table, which is the result. */
-static void free_solver(solver *v)
+static void free_solver(solver *dp)
 {
-    mls_free(v->shift);
-    mls_free(v->need);
-    mls_free(v->full);
-    mls_free(v->sweep);
-    mls_free(v->blank);
+    mls_free(dp->shift);
+    mls_free(dp->need);
+    mls_free(dp->full);
+    mls_free(dp->sweep);
+    mls_free(dp->blank);
 }
 
 /* Allocates the memory of the table and of the solver; false: memory runs out, and the
  * caller frees both. The values are not initialised: the thread that fills a tile clears
  * it first. Segments that are read together are far apart, so huge pages are
  * requested. */
-static bool make_tables(solver *v, mls_plan_table *out)
+static bool make_tables(solver *dp, mls_plan_table *out)
 {
-    const size_t n = v->n, padded = round_up(n, SMALL), cells = n * (n + 1) / 2;
+    const size_t n = dp->n, padded = round_up(n, SMALL), cells = n * (n + 1) / 2;
     *out = (mls_plan_table){
-        .costs = v->costs, .padded = padded, .stride = stride_of(v->entries - 1)};
-    v->shift = mls_alloc(n, sizeof *v->shift);
-    v->need = mls_alloc(cells, sizeof *v->need);
-    v->full = mls_alloc(cells, sizeof *v->full);
-    v->sweep = mls_alloc(cells, sizeof *v->sweep);
-    v->blank = mls_alloc(out->stride, sizeof *v->blank);
+        .costs = dp->costs, .padded = padded, .stride = stride_of(dp->entries - 1)};
+    dp->shift = mls_alloc(n, sizeof *dp->shift);
+    dp->need = mls_alloc(cells, sizeof *dp->need);
+    dp->full = mls_alloc(cells, sizeof *dp->full);
+    dp->sweep = mls_alloc(cells, sizeof *dp->sweep);
+    dp->blank = mls_alloc(out->stride, sizeof *dp->blank);
     out->rows = mls_alloc(padded, sizeof *out->rows);
     out->values =
         mls_realloc(NULL, padded * (padded + 1) / 2, out->stride * sizeof(float));
     if (out->values != NULL) { /* adjacent segments are a small page apart */
-        mls_advise_pages(out->values, mls_plan_table_bytes(n, v->entries - 1), true);
+        mls_advise_pages(out->values, mls_plan_table_bytes(n, dp->entries - 1), true);
     }
     for (size_t s = 0; out->rows != NULL && s < padded; s++) {
         out->rows[s] = mls_plan_cell(padded, s, 0) * out->stride;
     }
-    for (size_t m = 0; v->blank != NULL && m < out->stride; m++) {
-        v->blank[m] = INFINITY;
+    for (size_t m = 0; dp->blank != NULL && m < out->stride; m++) {
+        dp->blank[m] = INFINITY;
     }
-    return v->shift != NULL && v->need != NULL && v->full != NULL && v->sweep != NULL &&
-           v->blank != NULL && out->rows != NULL && out->values != NULL;
+    return dp->shift != NULL && dp->need != NULL && dp->full != NULL &&
+           dp->sweep != NULL && dp->blank != NULL && out->rows != NULL &&
+           out->values != NULL;
 }
 
 void mls_plan_table_fini(mls_plan_table *table)
@@ -489,13 +491,13 @@ void mls_plan_table_fini(mls_plan_table *table)
 
 /* Fills the diagonals one after the other, with helper threads if there is enough work.
  * Tiles are dispatched one by one, so the calling thread polls between its own. */
-static void run_diagonals(solver *v, mls_pool *pool)
+static void run_diagonals(solver *dp, mls_pool *pool)
 {
-    const size_t larges = (v->table->padded + v->large - 1) / v->large;
-    for (v->distance = 0; v->distance < larges; v->distance++) {
-        mls_pool_run(v->n < (size_t)WORTH ? NULL : pool, fill_task, v,
-                     larges - v->distance);
-        if (atomic_load(&v->stopped)) {
+    const size_t larges = (dp->table->padded + dp->large - 1) / dp->large;
+    for (dp->distance = 0; dp->distance < larges; dp->distance++) {
+        mls_pool_run(dp->n < (size_t)WORTH ? NULL : pool, fill_task, dp,
+                     larges - dp->distance);
+        if (atomic_load(&dp->stopped)) {
             return;
         }
     }
@@ -506,26 +508,26 @@ static void run_diagonals(solver *v, mls_pool *pool)
 mls_code mls_plan_dp_slots(const mls_plan_costs *costs, mls_cpu cpu, mls_pool *pool,
                            mls_poll poll, mls_plan_table *out, mls_status *st)
 {
-    solver v = {.costs = costs,
-                .kernels = MLS_CPU_TABLE(cpu, mls_plan),
-                .table = out,
-                .poll = poll,
-                .n = costs->blocks,
-                .entries = (size_t)costs->budget + 1};
-    v.large = v.n < (size_t)WORTH || v.n >= (size_t)MANY ? LARGE : LARGE / 2;
+    solver dp = {.costs = costs,
+                 .kernels = MLS_CPU_TABLE(cpu, mls_plan),
+                 .table = out,
+                 .poll = poll,
+                 .n = costs->blocks,
+                 .entries = (size_t)costs->budget + 1};
+    dp.large = dp.n < (size_t)WORTH || dp.n >= (size_t)MANY ? LARGE : LARGE / 2;
     mls_code code = MLS_OK;
-    if (!make_tables(&v, out)) {
+    if (!make_tables(&dp, out)) {
         code = mls_fail(st, MLS_E_MEMORY,
-                        "no memory for a table of %zu blocks and %zu slots", v.n,
-                        v.entries - 1);
+                        "no memory for a table of %zu blocks and %zu slots", dp.n,
+                        dp.entries - 1);
     } else {
-        fill_bounds(&v);
-        run_diagonals(&v, pool);
-        if (atomic_load(&v.stopped)) {
+        fill_bounds(&dp);
+        run_diagonals(&dp, pool);
+        if (atomic_load(&dp.stopped)) {
             code = mls_fail(st, MLS_E_STOPPED, "planning was stopped");
         }
     }
-    free_solver(&v);
+    free_solver(&dp);
     if (code != MLS_OK) {
         mls_plan_table_fini(out);
     }

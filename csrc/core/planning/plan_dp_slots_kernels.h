@@ -38,11 +38,12 @@ typedef struct mls_plan_tile {
 typedef struct mls_plan_kernels {
     /* (s, t)[m] = minimum of itself and, for all k, rest + (s, k - 1)[m] + ((k, t)[m -
      * shift[k]] + plus) */
-    void (*tile)(const mls_plan_tile *job);
+    void (*restart_tile)(const mls_plan_tile *job);
     /* c[m] = minimum of c[m] and a[m] + (b[m] + plus) */
-    void (*row)(float *c, const float *a, const float *b, float plus, size_t count);
+    void (*restart_row)(float *c, const float *a, const float *b, float plus,
+                        size_t count);
     /* c[m] = minimum of c[m] and b[m] + plus */
-    void (*keep)(float *c, const float *b, float plus, size_t count);
+    void (*save_row)(float *c, const float *b, float plus, size_t count);
 } mls_plan_kernels;
 
 /* The tables; constant. */

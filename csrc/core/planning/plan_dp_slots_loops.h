@@ -1,6 +1,6 @@
 /* plan_dp_slots_loops: the loops that lower the seconds of a segment of blocks, for each
- * number of slots of memory, to the seconds of a better choice: a restart (`tile`, `row`)
- * or a save (`keep`).
+ * number of slots of memory, to the seconds of a better choice: a restart
+ * (`restart_tile`, `restart_row`) or a save (`save_row`).
  *
  * The kernel file that includes this includes a header of simd/ first, defines COLUMNS,
  * the number of segments along t (their last block) that are processed together, and
@@ -26,14 +26,12 @@ MLS_TARGET static inline void store(float *p, floats values)
     memcpy(p, &values, sizeof values);
 }
 
-/* Computes mls_plan_kernels.tile (see plan_dp_slots_kernels.h) for one register of
- * entries, from m on, and for the COLUMNS columns from segment end `t` on, which is j->t
- * plus a multiple of COLUMNS:
- *     (s + i, t + l)[m] = min(itself, rest[i] + min over k of
- *         (s + i, k - 1)[m] + ((k, t + l)[m - shift[k]] + plus[k])).
- * The sums stay in registers from the first restart k to the last. Prefetches the entries
- * of the next strip: they are in many short ranges, too short for the hardware
- * prefetcher. */
+/* Computes mls_plan_kernels.restart_tile (see plan_dp_slots_kernels.h) for one register
+ * of entries, from m on, and for the COLUMNS columns from segment end `t` on, which is
+ * j->t plus a multiple of COLUMNS: (s + i, t + l)[m] = min(itself, rest[i] + min over k
+ * of (s + i, k - 1)[m] + ((k, t + l)[m - shift[k]] + plus[k])). The sums stay in
+ * registers from the first restart k to the last. Prefetches the entries of the next
+ * strip: they are in many short ranges, too short for the hardware prefetcher. */
 MLS_TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
 {
     floats sums[MLS_PLAN_TILE][COLUMNS];
@@ -81,7 +79,7 @@ MLS_TARGET static void tile_part(const mls_plan_tile *j, size_t t, size_t m)
 
 /* Tries all restarts of the job for its tile of segments, entries j->from to before
  * j->to, one register of entries at a time. */
-MLS_TARGET static void tile(const mls_plan_tile *j)
+MLS_TARGET static void restart_tile(const mls_plan_tile *j)
 {
     for (size_t m = j->from; m < j->to; m += FLOATS) {
         for (size_t l = 0; l < MLS_PLAN_TILE; l += COLUMNS) {
@@ -92,8 +90,8 @@ MLS_TARGET static void tile(const mls_plan_tile *j)
 
 /* Computes c = min(c, a + (b + plus)) for `count` entries: tries one restart for the
  * segment `c`, with the seconds `a` of its left and `b` of its right part. */
-MLS_TARGET static void row(float *c, const float *a, const float *b, float plus,
-                           size_t count)
+MLS_TARGET static void restart_row(float *c, const float *a, const float *b, float plus,
+                                   size_t count)
 {
     const floats more = repeat(plus);
     size_t m = 0;
@@ -109,7 +107,7 @@ MLS_TARGET static void row(float *c, const float *a, const float *b, float plus,
 
 /* Computes c = min(c, b + plus) for `count` entries: tries a save, with the seconds `b`
  * of the blocks after the saved one. */
-MLS_TARGET static void keep(float *c, const float *b, float plus, size_t count)
+MLS_TARGET static void save_row(float *c, const float *b, float plus, size_t count)
 {
     const floats more = repeat(plus);
     size_t m = 0;
@@ -122,6 +120,7 @@ MLS_TARGET static void keep(float *c, const float *b, float plus, size_t count)
     }
 }
 
-const mls_plan_kernels MLS_PLAN_TABLE = {.tile = tile, .row = row, .keep = keep};
+const mls_plan_kernels MLS_PLAN_TABLE = {
+    .restart_tile = restart_tile, .restart_row = restart_row, .save_row = save_row};
 
 #endif

@@ -78,7 +78,7 @@ mls_code mls_prompt_append_begin(mls_prompt_log *log, uint64_t bytes, uint64_t l
 
 /* Write the collected bytes, and report them as progress. After a short or failed call,
  * each vector is written again. MLS_E_IO; MLS_E_STOPPED. */
-static mls_code flush(payload_writer *w, mls_status *st)
+static mls_code flush_payload(payload_writer *w, mls_status *st)
 {
     mls_prompt_append *append = w->append;
     if (w->count == 0) {
@@ -107,9 +107,10 @@ static mls_code flush(payload_writer *w, mls_status *st)
 }
 
 /* Add `bytes` bytes at `data` to the checksum and collect them: they must stay in memory
- * until the next flush. Errors as flush, which is called when enough is collected. */
-static mls_code push(payload_writer *w, const unsigned char *data, size_t bytes,
-                     mls_status *st)
+ * until flush_payload. Errors as flush_payload, which is called when enough is collected.
+ */
+static mls_code collect_payload(payload_writer *w, const unsigned char *data,
+                                size_t bytes, mls_status *st)
 {
     while (bytes > 0) {
         const size_t step = mls_size_least(bytes, STEP - w->bytes);
@@ -120,7 +121,7 @@ static mls_code push(payload_writer *w, const unsigned char *data, size_t bytes,
         data += step;
         bytes -= step;
         if (w->bytes == STEP || w->count == VECTORS) {
-            const mls_code code = flush(w, st);
+            const mls_code code = flush_payload(w, st);
             if (code != MLS_OK) {
                 return code;
             }
@@ -136,7 +137,7 @@ static mls_code push_packed(payload_writer *w, const mls_tensor *part, size_t by
 {
     const size_t item = mls_tensor_item_bytes(part);
     const size_t step = PACK / item;
-    mls_code code = flush(w, st);
+    mls_code code = flush_payload(w, st);
     unsigned char *buffer = mls_alloc(PACK, 1);
     if (buffer == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to pack an array");
@@ -144,9 +145,9 @@ static mls_code push_packed(payload_writer *w, const mls_tensor *part, size_t by
     for (size_t at = 0; code == MLS_OK && at < bytes / item; at += step) {
         const size_t count = mls_size_least(step, bytes / item - at);
         mls_pack_range(w->append->log->kernels, part, part->dtype, at, count, buffer);
-        code = push(w, buffer, count * item, st);
+        code = collect_payload(w, buffer, count * item, st);
         if (code == MLS_OK) {
-            code = flush(w, st);
+            code = flush_payload(w, st);
         }
     }
     mls_free(buffer);
@@ -171,7 +172,7 @@ static mls_code push_part(payload_writer *w, const mls_tensor *view, mls_prompt_
     } else {
         for (unsigned char *run;
              code == MLS_OK && (run = mls_payload_runs_next(&runs)) != NULL;) {
-            code = push(w, run, runs.bytes, st);
+            code = collect_payload(w, run, runs.bytes, st);
         }
     }
     *out = (mls_prompt_part){.bytes = bytes, .crc = w->crc};
@@ -191,19 +192,19 @@ static mls_code fetch_part(payload_writer *w, const mls_tensor *part, mls_tensor
         bytes == 0) { /* an empty part needs no data */
         return MLS_OK;
     }
-    const mls_code code = flush(w, st);
+    const mls_code code = flush_payload(w, st);
     return code == MLS_OK && !source->fetch(source->context, part, out)
                ? mls_fail(st, MLS_E_STOPPED, "stopped")
                : code;
 }
 
 /* Write all collected bytes, and zeros behind them up to file offset `end`, the end of
- * the record. Errors as flush. */
+ * the record. Errors as flush_payload. */
 static mls_code push_end(payload_writer *w, uint64_t end, mls_status *st)
 {
     const uint64_t at = w->offset + w->bytes;
-    const mls_code code = push(w, zeros, (size_t)(end - at), st);
-    return code == MLS_OK ? flush(w, st) : code;
+    const mls_code code = collect_payload(w, zeros, (size_t)(end - at), st);
+    return code == MLS_OK ? flush_payload(w, st) : code;
 }
 
 /* ---- headers ---- */
@@ -385,7 +386,7 @@ mls_code mls_prompt_append_copy(mls_prompt_append *append, int fd, uint64_t offs
 /* ---- end ---- */
 
 /* Close the segment and free the memory of `append`, which may not be used any more. */
-static void release(mls_prompt_append *append)
+static void append_free(mls_prompt_append *append)
 {
     if (append->fd >= 0) {
         (void)close(append->fd);
@@ -402,7 +403,7 @@ void mls_prompt_append_abort(mls_prompt_append *append)
     if (append->fd >= 0) {
         (void)ftruncate(append->fd, (off_t)append->start);
     }
-    release(append);
+    append_free(append);
 }
 
 /* Make the bytes of a file durable, without its times. Returns 0 or errno. */
@@ -462,6 +463,6 @@ mls_code mls_prompt_append_commit(mls_prompt_append *append, mls_status *st)
     log->synced_segment = append->segment;
     log->synced_bytes = append->end;
     mls_prompt_leave_state(log);
-    release(append);
+    append_free(append);
     return MLS_OK;
 }

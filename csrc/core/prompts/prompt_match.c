@@ -77,8 +77,8 @@ static mls_code add_damage(mls_prompt_match *match, const mls_prompt_hit *hit,
  * token `start`; the header is checked later. If its segment is gone or damaged, the hit
  * has no file. MLS_E_MEMORY; MLS_E_IO: the segment cannot be opened for another
  * reason. */
-static mls_code propose(search *s, uint32_t number, const mls_prompt_key *parent,
-                        size_t start, mls_status *st)
+static mls_code add_index_hit(search *s, uint32_t number, const mls_prompt_key *parent,
+                              size_t start, mls_status *st)
 {
     mls_prompt_log *log = s->log;
     const mls_prompt_entry *entry = &log->index.entries[number];
@@ -112,7 +112,7 @@ static mls_code propose(search *s, uint32_t number, const mls_prompt_key *parent
 }
 
 /* Propose the records of `kind` that end 0 to `count` tokens after the block `parent`,
- * which ends at token `start` of the prompt. Errors as propose. */
+ * which ends at token `start` of the prompt. Errors as add_index_hit. */
 static mls_code propose_branches(search *s, unsigned kind, const mls_prompt_key *parent,
                                  size_t start, size_t count, mls_status *st)
 {
@@ -122,7 +122,7 @@ static mls_code propose_branches(search *s, unsigned kind, const mls_prompt_key 
         const mls_prompt_key key = mls_prompt_hash_key(&hash);
         const uint32_t number = mls_prompt_index_find(&s->log->index, &key);
         if (number != MLS_PROMPT_NONE) {
-            code = propose(s, number, parent, start, st);
+            code = add_index_hit(s, number, parent, start, st);
         }
         if (i < count) {
             mls_prompt_hash_tokens(&hash, s->prefix->tokens + start + i, 1);
@@ -149,7 +149,7 @@ static mls_code propose_kinds(search *s, const mls_prompt_key *parent, size_t st
 }
 
 /* Propose the chain of blocks of the prompt as far as the index has it, and the records
- * that branch off from it. Errors as propose. */
+ * that branch off from it. Errors as add_index_hit. */
 static mls_code propose_chain(search *s, mls_status *st)
 {
     const mls_prompt_prefix *prefix = s->prefix;
@@ -175,7 +175,7 @@ static mls_code propose_chain(search *s, mls_status *st)
         if (number == MLS_PROMPT_NONE) {
             return MLS_OK;
         }
-        code = propose(s, number, &parent, start, st);
+        code = add_index_hit(s, number, &parent, start, st);
         if (code != MLS_OK) {
             return code;
         }
@@ -368,7 +368,7 @@ static void note_use(search *s)
     }
 }
 
-/* One attempt of a search: propose with `state` held, check without it. Sets `*damaged`
+/* One attempt of a search: add hits with `state` held, check without it. Sets `*damaged`
  * if a proposal is damaged; otherwise records the use of the records. MLS_E_IO,
  * MLS_E_MEMORY, MLS_E_SIZE. */
 static mls_code find_records(search *s, bool *damaged, mls_status *st)

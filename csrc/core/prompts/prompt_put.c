@@ -111,8 +111,8 @@ static void compute_chain(put_work *w)
 
 /* Set `*out` to the header of the item's record, with its key and sizes. MLS_E_VALUE,
  * MLS_E_SIZE. */
-static mls_code describe(const put_work *w, const mls_prompt_item *item,
-                         mls_prompt_header *out, mls_status *st)
+static mls_code make_header(const put_work *w, const mls_prompt_item *item,
+                            mls_prompt_header *out, mls_status *st)
 {
     const size_t start = item_start(w, item);
     *out = (mls_prompt_header){.kind = item->kind,
@@ -281,7 +281,7 @@ static mls_code put_batch(put_work *w, size_t *next, mls_status *st)
 /* Allocate and compute the keys of the chain and the headers of the items, and check all
  * items. The caller frees both, also on failure. MLS_E_VALUE, MLS_E_SIZE,
  * MLS_E_MEMORY. */
-static mls_code prepare(put_work *w, mls_status *st)
+static mls_code prepare_items(put_work *w, mls_status *st)
 {
     mls_code code = MLS_OK;
     memcpy(w->fingerprint, w->prefix->fingerprint, w->prefix->fingerprint_bytes);
@@ -295,7 +295,7 @@ static mls_code prepare(put_work *w, mls_status *st)
     for (size_t i = 0; code == MLS_OK && i < w->count; i++) {
         code = check_item(w, &w->items[i], st);
         if (code == MLS_OK) {
-            code = describe(w, &w->items[i], &w->headers[i], st);
+            code = make_header(w, &w->items[i], &w->headers[i], st);
         }
     }
     return code;
@@ -313,7 +313,7 @@ mls_code mls_prompt_put(mls_prompt_log *log, const mls_prompt_prefix *prefix,
                   .count = count,
                   .max_bytes = max_bytes,
                   .progress = progress};
-    mls_code code = prepare(&w, st);
+    mls_code code = prepare_items(&w, st);
     for (size_t next = 0; code == MLS_OK && next < count;) {
         code = put_batch(&w, &next, st);
     }

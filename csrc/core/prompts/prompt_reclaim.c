@@ -444,7 +444,7 @@ static bool has_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes)
 
 /* Remove the entry of a candidate; return whether its segment is mostly dead now. Entries
  * keep their numbers meanwhile: only the writer packs the index. */
-static bool evict(mls_prompt_log *log, uint32_t number)
+static bool evict_entry(mls_prompt_log *log, uint32_t number)
 {
     mls_prompt_enter_state(log);
     const mls_prompt_entry *entry = &log->index.entries[number];
@@ -477,7 +477,7 @@ mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_
     mls_code code = compact_all(log, limit, true, st);
     *fits = code == MLS_OK && has_room(log, bytes, max_bytes);
     for (size_t i = 0; code == MLS_OK && !*fits && i < count; i++) {
-        if (evict(log, list[i].number)) {
+        if (evict_entry(log, list[i].number)) {
             code = compact_all(log, limit, true, st);
             *fits = code == MLS_OK && has_room(log, bytes, max_bytes);
         }

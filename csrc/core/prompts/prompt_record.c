@@ -345,13 +345,22 @@ mls_prompt_note mls_prompt_note_read(const unsigned char *data)
     return note;
 }
 
-/* The last 28 bytes are zeros, or a hint that the checksum does not cover. */
-enum { HEAD_CHECKED = 36 };
+/* Offsets in the head of a file: the letters of its kind, then the version, the checksum,
+ * the id of the log, and the number of the file. Its last 28 bytes are zeros, or a hint
+ * that the checksum does not cover. */
+enum {
+    HEAD_VERSION = 8,
+    HEAD_CRC = 12,
+    HEAD_ID = 16,
+    HEAD_NUMBER = 32,
+    HEAD_CHECKED = 36
+};
 
 /* Return the checksum of a file's head without the checksum's bytes. */
 static uint32_t checksum_head(const unsigned char *data, const mls_crc_kernels *crc)
 {
-    return crc->update(crc->update(0, data, 12), data + 16, HEAD_CHECKED - 16);
+    return crc->update(crc->update(0, data, HEAD_CRC), data + HEAD_ID,
+                       HEAD_CHECKED - HEAD_ID);
 }
 
 /* Write the head of a file. The checksum is computed last; bytes that no field uses are
@@ -360,11 +369,11 @@ void mls_prompt_head_write(unsigned char *out, const char *letters,
                            const mls_prompt_head *head, const mls_crc_kernels *crc)
 {
     memset(out, 0, MLS_PROMPT_FILE_HEAD);
-    memcpy(out, letters, 8);
-    mls_store_le32(out + 8, MLS_PROMPT_VERSION);
-    memcpy(out + 16, head->id, MLS_PROMPT_KEY);
-    mls_store_le32(out + 32, head->number);
-    mls_store_le32(out + 12, checksum_head(out, crc));
+    memcpy(out, letters, HEAD_VERSION);
+    mls_store_le32(out + HEAD_VERSION, MLS_PROMPT_VERSION);
+    memcpy(out + HEAD_ID, head->id, MLS_PROMPT_KEY);
+    mls_store_le32(out + HEAD_NUMBER, head->number);
+    mls_store_le32(out + HEAD_CRC, checksum_head(out, crc));
 }
 
 /* Parse and check the head of a file. A newer version is reported before the checksum,
@@ -373,10 +382,10 @@ mls_code mls_prompt_head_parse(const unsigned char *data, const char *letters,
                                const mls_crc_kernels *crc, mls_prompt_head *out,
                                mls_status *st)
 {
-    if (memcmp(data, letters, 8) != 0) {
+    if (memcmp(data, letters, HEAD_VERSION) != 0) {
         return mls_fail(st, MLS_E_FORMAT, "not a file of a prompt store");
     }
-    const uint32_t version = mls_load_le32(data + 8);
+    const uint32_t version = mls_load_le32(data + HEAD_VERSION);
     if (version > MLS_PROMPT_VERSION) {
         mls_fail(st, MLS_E_FORMAT,
                  "version %u of the format of prompt stores is newer than this program, "
@@ -385,10 +394,10 @@ mls_code mls_prompt_head_parse(const unsigned char *data, const char *letters,
         mls_status_expected(st, "%d", MLS_PROMPT_VERSION);
         return mls_status_got(st, "%u", (unsigned)version);
     }
-    if (version == 0 || checksum_head(data, crc) != mls_load_le32(data + 12)) {
+    if (version == 0 || checksum_head(data, crc) != mls_load_le32(data + HEAD_CRC)) {
         return mls_fail(st, MLS_E_FORMAT, "the head of the file is damaged");
     }
-    memcpy(out->id, data + 16, MLS_PROMPT_KEY);
-    out->number = mls_load_le32(data + 32);
+    memcpy(out->id, data + HEAD_ID, MLS_PROMPT_KEY);
+    out->number = mls_load_le32(data + HEAD_NUMBER);
     return MLS_OK;
 }

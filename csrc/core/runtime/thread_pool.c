@@ -48,14 +48,15 @@ struct mls_pool {
 
 /* Run the task of the round for one index after the other until none is left. The counter
  * can be relaxed: every helper takes the lock before and after, which orders memory. */
-static void take_indices(worker_threads *c)
+static void take_indices(worker_threads *workers)
 {
     for (;;) {
-        const size_t i = atomic_fetch_add_explicit(&c->next, 1, memory_order_relaxed);
-        if (i >= c->count) {
+        const size_t i =
+            atomic_fetch_add_explicit(&workers->next, 1, memory_order_relaxed);
+        if (i >= workers->count) {
             return;
         }
-        c->task(c->context, i);
+        workers->task(workers->context, i);
     }
 }
 
@@ -64,26 +65,26 @@ static void take_indices(worker_threads *c)
  * the lock except while it works. Returns NULL once the helpers are closing. */
 static void *helper_main(void *argument)
 {
-    worker_threads *c = argument;
+    worker_threads *workers = argument;
     uint64_t seen = 0;
-    pthread_mutex_lock(&c->lock);
-    while (!c->closing) {
-        if (c->round == seen || c->open_places == 0) {
-            pthread_cond_wait(&c->wake, &c->lock);
+    pthread_mutex_lock(&workers->lock);
+    while (!workers->closing) {
+        if (workers->round == seen || workers->open_places == 0) {
+            pthread_cond_wait(&workers->wake, &workers->lock);
             continue;
         }
-        seen = c->round;
-        c->open_places--;
-        c->inside++;
-        pthread_mutex_unlock(&c->lock);
-        take_indices(c);
-        pthread_mutex_lock(&c->lock);
-        c->inside--;
-        if (c->inside == 0) {
-            pthread_cond_signal(&c->finished);
+        seen = workers->round;
+        workers->open_places--;
+        workers->inside++;
+        pthread_mutex_unlock(&workers->lock);
+        take_indices(workers);
+        pthread_mutex_lock(&workers->lock);
+        workers->inside--;
+        if (workers->inside == 0) {
+            pthread_cond_signal(&workers->finished);
         }
     }
-    pthread_mutex_unlock(&c->lock);
+    pthread_mutex_unlock(&workers->lock);
     return NULL;
 }
 
@@ -91,41 +92,42 @@ static void *helper_main(void *argument)
  * runs out. */
 static worker_threads *workers_new(void)
 {
-    worker_threads *c = mls_alloc(1, sizeof *c);
-    if (c == NULL) {
+    worker_threads *workers = mls_alloc(1, sizeof *workers);
+    if (workers == NULL) {
         return NULL;
     }
-    pthread_mutex_init(&c->lock, NULL);
-    pthread_cond_init(&c->wake, NULL);
-    pthread_cond_init(&c->finished, NULL);
-    return c;
+    pthread_mutex_init(&workers->lock, NULL);
+    pthread_cond_init(&workers->wake, NULL);
+    pthread_cond_init(&workers->finished, NULL);
+    return workers;
 }
 
 /* Stop and join all helpers. Accepts NULL. */
-static void workers_free(worker_threads *c)
+static void workers_free(worker_threads *workers)
 {
-    if (c == NULL) {
+    if (workers == NULL) {
         return;
     }
-    pthread_mutex_lock(&c->lock);
-    c->closing = true;
-    pthread_cond_broadcast(&c->wake);
-    pthread_mutex_unlock(&c->lock);
-    for (size_t i = 0; i < c->started; i++) {
-        pthread_join(c->helpers[i], NULL);
+    pthread_mutex_lock(&workers->lock);
+    workers->closing = true;
+    pthread_cond_broadcast(&workers->wake);
+    pthread_mutex_unlock(&workers->lock);
+    for (size_t i = 0; i < workers->started; i++) {
+        pthread_join(workers->helpers[i], NULL);
     }
-    pthread_cond_destroy(&c->finished);
-    pthread_cond_destroy(&c->wake);
-    pthread_mutex_destroy(&c->lock);
-    mls_free(c);
+    pthread_cond_destroy(&workers->finished);
+    pthread_cond_destroy(&workers->wake);
+    pthread_mutex_destroy(&workers->lock);
+    mls_free(workers);
 }
 
 /* Start helpers until there are `worker_count`, or fewer if the system refuses. */
-static void start_workers(worker_threads *c, size_t worker_count)
+static void start_workers(worker_threads *workers, size_t worker_count)
 {
-    while (c->started < worker_count &&
-           pthread_create(&c->helpers[c->started], NULL, helper_main, c) == 0) {
-        c->started++;
+    while (workers->started < worker_count &&
+           pthread_create(&workers->helpers[workers->started], NULL, helper_main,
+                          workers) == 0) {
+        workers->started++;
     }
 }
 
@@ -146,27 +148,27 @@ static void run_caller_task(const work *w)
 
 /* Run one round with at most `helpers` helpers: publish the task, take part, and return
  * when no helper is inside the round. After that no other thread uses the context. */
-static void run_with_workers(worker_threads *c, const work *w, size_t helpers)
+static void run_with_workers(worker_threads *workers, const work *w, size_t helpers)
 {
-    pthread_mutex_lock(&c->lock);
-    c->task = w->task;
-    c->context = w->context;
-    c->count = w->count;
-    atomic_store_explicit(&c->next, 0, memory_order_relaxed);
-    c->open_places = helpers;
-    c->round++;
-    pthread_cond_broadcast(&c->wake);
-    pthread_mutex_unlock(&c->lock);
+    pthread_mutex_lock(&workers->lock);
+    workers->task = w->task;
+    workers->context = w->context;
+    workers->count = w->count;
+    atomic_store_explicit(&workers->next, 0, memory_order_relaxed);
+    workers->open_places = helpers;
+    workers->round++;
+    pthread_cond_broadcast(&workers->wake);
+    pthread_mutex_unlock(&workers->lock);
 
     run_caller_task(w);
-    take_indices(c);
+    take_indices(workers);
 
-    pthread_mutex_lock(&c->lock);
-    c->open_places = 0; /* a helper that joined now would find no work */
-    while (c->inside > 0) {
-        pthread_cond_wait(&c->finished, &c->lock);
+    pthread_mutex_lock(&workers->lock);
+    workers->open_places = 0; /* a helper that joined now would find no work */
+    while (workers->inside > 0) {
+        pthread_cond_wait(&workers->finished, &workers->lock);
     }
-    pthread_mutex_unlock(&c->lock);
+    pthread_mutex_unlock(&workers->lock);
 }
 
 /* The calling thread counts, so at least 1 is needed. */

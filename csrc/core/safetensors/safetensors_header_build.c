@@ -177,14 +177,14 @@ static mls_code sort_metadata(const mls_str_pair *metadata, size_t count,
 
 /* Append a string of zeros for `count` checksums, and set `*at` to the position of its
  * first digit in the text. A position, because the text moves while it grows. */
-static void put_digits(mls_json_writer *b, size_t count, size_t *at)
+static void put_digits(mls_json_writer *json, size_t count, size_t *at)
 {
-    mls_json_writer_text(b, "\"");
-    *at = b->length;
+    mls_json_writer_text(json, "\"");
+    *at = json->length;
     for (size_t i = 0; i < count; i++) {
-        mls_json_writer_text(b, "00000000");
+        mls_json_writer_text(json, "00000000");
     }
-    mls_json_writer_text(b, "\"");
+    mls_json_writer_text(json, "\"");
 }
 
 /* Append the start of the header and the `count` pairs of sorted metadata, its first
@@ -193,21 +193,21 @@ static void put_digits(mls_json_writer *b, size_t count, size_t *at)
 static void put_metadata(mls_header *h, const mls_str_pair *metadata, size_t count,
                          const char *const *keys)
 {
-    mls_json_writer *b = &h->text;
-    mls_json_writer_text(b, "{\"__metadata__\":{");
+    mls_json_writer *json = &h->text;
+    mls_json_writer_text(json, "{\"__metadata__\":{");
     for (size_t i = 0; i < count; i++) {
-        mls_json_writer_text(b, i == 0 ? "" : ",");
-        mls_json_writer_json(b, metadata[i].key);
-        mls_json_writer_text(b, ":");
+        mls_json_writer_text(json, i == 0 ? "" : ",");
+        mls_json_writer_json(json, metadata[i].key);
+        mls_json_writer_text(json, ":");
         if (metadata[i].key.data == keys[HEADER_KEY]) {
-            put_digits(b, 1, &h->header_crc);
+            put_digits(json, 1, &h->header_crc);
         } else if (metadata[i].key.data == keys[BLOCKS_KEY]) {
-            put_digits(b, h->block_count, &h->block_crcs);
+            put_digits(json, h->block_count, &h->block_crcs);
         } else {
-            mls_json_writer_json(b, metadata[i].value);
+            mls_json_writer_json(json, metadata[i].value);
         }
     }
-    mls_json_writer_text(b, "}");
+    mls_json_writer_text(json, "}");
 }
 
 /* Return the dtype that a header lists for such items. A 0-d item of a packed dtype has
@@ -241,46 +241,46 @@ mls_code mls_header_check(const mls_header_tensor *t, mls_status *st)
 /* Append the entry of `t`, with members in the order of the safetensors package. The
  * shape counts elements, and the offsets count from the first tensor: t->offset is still
  * relative. */
-static void put_tensor(mls_json_writer *b, const mls_header_tensor *t)
+static void put_tensor(mls_json_writer *json, const mls_header_tensor *t)
 {
     const mls_dtype dtype = mls_header_dtype(t->dtype, t->rank, t->shape);
-    mls_json_writer_text(b, ",");
-    mls_json_writer_json(b, t->name);
-    mls_json_writer_text(b, ":{\"dtype\":\"");
-    mls_json_writer_text(b, mls_dtype_of(dtype)->file_name);
-    mls_json_writer_text(b, "\",\"shape\":[");
+    mls_json_writer_text(json, ",");
+    mls_json_writer_json(json, t->name);
+    mls_json_writer_text(json, ":{\"dtype\":\"");
+    mls_json_writer_text(json, mls_dtype_of(dtype)->file_name);
+    mls_json_writer_text(json, "\",\"shape\":[");
     for (int axis = 0; axis < t->rank; axis++) {
         size_t length = t->shape[axis];
         if (axis == t->rank - 1) {
             (void)mls_dtype_elements(dtype, length, &length); /* whole: see dtype */
         }
-        mls_json_writer_text(b, axis == 0 ? "" : ",");
-        mls_json_writer_number(b, length);
+        mls_json_writer_text(json, axis == 0 ? "" : ",");
+        mls_json_writer_number(json, length);
     }
-    mls_json_writer_text(b, "],\"data_offsets\":[");
-    mls_json_writer_number(b, t->offset);
-    mls_json_writer_text(b, ",");
-    mls_json_writer_number(b, t->offset + t->bytes);
-    mls_json_writer_text(b, "]}");
+    mls_json_writer_text(json, "],\"data_offsets\":[");
+    mls_json_writer_number(json, t->offset);
+    mls_json_writer_text(json, ",");
+    mls_json_writer_number(json, t->offset + t->bytes);
+    mls_json_writer_text(json, "]}");
 }
 
 /* Append spaces up to the next multiple of `alignment` bytes; the format allows them
  * after the object. They are part of the header, so its checksum covers every byte up to
  * the first tensor. */
-static void pad_text(mls_json_writer *b, size_t alignment)
+static void pad_text(mls_json_writer *json, size_t alignment)
 {
-    while (b->code == MLS_OK && b->length % alignment != 0) {
-        mls_json_writer_text(b, " ");
+    while (json->code == MLS_OK && json->length % alignment != 0) {
+        mls_json_writer_text(json, " ");
     }
 }
 
 /* Report why the header's text could not be written: no memory, or too long. Returns the
  * writer's code. */
-static mls_code fail_text(const mls_json_writer *b, mls_status *st)
+static mls_code fail_text(const mls_json_writer *json, mls_status *st)
 {
-    return b->code == MLS_E_MEMORY
+    return json->code == MLS_E_MEMORY
                ? fail_memory(st)
-               : mls_fail(st, b->code,
+               : mls_fail(st, json->code,
                           "names and metadata take more than %zu bytes, the most that "
                           "the format allows: split the state over several files",
                           MLS_SAFETENSORS_MAX_HEADER);

@@ -57,15 +57,15 @@ static bool same_box(const mls_part *a, const mls_part *b)
 }
 
 /* Set `*from` and `*end` to the range of elements of `box`, numbered in C order, that may
- * belong to the part `m->to`: `*from` to *end - 1, from the first to the last element
- * that is also in the bounding box of the part. Returns false if it is empty. */
-static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
+ * belong to the part `iter->to`: `*from` to *end - 1, from the first to the last
+ * element that is also in the bounding box of the part. Returns false if it is empty. */
+static bool flat_range(const mls_layout_intersection *iter, const mls_part *box,
                        size_t *from, size_t *end)
 {
     size_t stride = 1, first = 0, last = 0;
     for (int axis = box->rank - 1; axis >= 0; axis--) {
         size_t low, high;
-        if (!intersect_axis(box, &m->near, axis, &low, &high)) {
+        if (!intersect_axis(box, &iter->near, axis, &low, &high)) {
             return false;
         }
         first += low * stride;
@@ -74,9 +74,9 @@ static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
     }
     *from = first;
     *end = last + 1;
-    if (same_box(box, m->to)) { /* equal boxes: the part's own range is exact */
-        *from = m->to->begin > first ? m->to->begin : first;
-        *end = m->to->end < last + 1 ? m->to->end : last + 1;
+    if (same_box(box, iter->to)) { /* equal boxes: the part's own range is exact */
+        *from = iter->to->begin > first ? iter->to->begin : first;
+        *end = iter->to->end < last + 1 ? iter->to->end : last + 1;
     }
     return *from < *end;
 }
@@ -84,50 +84,50 @@ static bool flat_range(const mls_layout_intersection *m, const mls_part *box,
 /* Set m->from and m->end at the current depth to the parts of this step that may
  * intersect m->to; an empty range for none. Parts have the length `each`, except at the
  * end, so a division finds them. */
-static void enter_step(mls_layout_intersection *m)
+static void enter_step(mls_layout_intersection *iter)
 {
-    const mls_part *box = &m->box[m->depth];
-    const mls_layout_step step = m->layout->steps[m->depth];
+    const mls_part *box = &iter->box[iter->depth];
+    const mls_layout_step step = iter->layout->steps[iter->depth];
     size_t from = 0, end = 0, length;
     bool any;
     if (step.axis == MLS_LAYOUT_FLAT) {
         length = mls_part_count(box);
-        any = flat_range(m, box, &from, &end);
+        any = flat_range(iter, box, &from, &end);
     } else {
         length = box->length[step.axis];
-        any = intersect_axis(box, &m->near, step.axis, &from, &end);
+        any = intersect_axis(box, &iter->near, step.axis, &from, &end);
     }
     const size_t each = length / step.parts + (length % step.parts != 0 ? 1 : 0);
-    m->from[m->depth] = any ? from / each : 0; /* `any` implies that `each` is above 0 */
-    m->end[m->depth] = any ? (end - 1) / each + 1 : 0;
+    iter->from[iter->depth] =
+        any ? from / each : 0; /* `any` implies that `each` is above 0 */
+    iter->end[iter->depth] = any ? (end - 1) / each + 1 : 0;
 }
 
 /* Start the iteration over the parts that intersect `to`. The first box is the whole
  * tensor: the only part of the layout without steps, `none`. An empty part intersects
  * nothing, so the iteration is then at its end. */
-void mls_layout_intersection_init(mls_layout_intersection *meeting,
-                                  const mls_layout *layout, int rank, const size_t *shape,
-                                  const mls_part *to)
+void mls_layout_intersection_init(mls_layout_intersection *iter, const mls_layout *layout,
+                                  int rank, const size_t *shape, const mls_part *to)
 {
     static const mls_layout none = {0};
     mls_status ignored; /* cannot fail: the shape was accepted before */
-    meeting->layout = layout;
-    meeting->to = to;
-    meeting->near = bounding_box(to);
-    meeting->depth = mls_part_count(to) > 0 ? 0 : -1;
-    (void)mls_layout_part(&none, rank, shape, 0, &meeting->box[0], &ignored);
-    if (meeting->depth == 0 && layout->count > 0) {
-        enter_step(meeting);
+    iter->layout = layout;
+    iter->to = to;
+    iter->near = bounding_box(to);
+    iter->depth = mls_part_count(to) > 0 ? 0 : -1;
+    (void)mls_layout_part(&none, rank, shape, 0, &iter->box[0], &ignored);
+    if (iter->depth == 0 && layout->count > 0) {
+        enter_step(iter);
     }
 }
 
 /* Return the number of the part that the current path through the steps leads to. Steps
  * count in mixed radix; each `from` is already one further, hence `- 1`. */
-static size_t part_number(const mls_layout_intersection *m)
+static size_t part_number(const mls_layout_intersection *iter)
 {
     size_t part = 0;
-    for (int i = 0; i < m->layout->count; i++) {
-        part = part * m->layout->steps[i].parts + m->from[i] - 1;
+    for (int i = 0; i < iter->layout->count; i++) {
+        part = part * iter->layout->steps[i].parts + iter->from[i] - 1;
     }
     return part;
 }
@@ -135,28 +135,28 @@ static size_t part_number(const mls_layout_intersection *m)
 /* Set `*part` to the next part that shares an element with `to`. Visit the steps depth
  * first: at each depth, the parts that intersect the bounding box of `to`; at the end, a
  * part is returned if it really shares an element. */
-bool mls_layout_intersection_next(mls_layout_intersection *meeting, size_t *part)
+bool mls_layout_intersection_next(mls_layout_intersection *iter, size_t *part)
 {
-    mls_layout_intersection *m = meeting;
-    while (m->depth >= 0) {
-        const int depth = m->depth;
-        if (depth == m->layout->count) {
+    while (iter->depth >= 0) {
+        const int depth = iter->depth;
+        if (depth == iter->layout->count) {
             mls_overlap overlap;
             mls_run run;
-            mls_overlap_init(&overlap, &m->box[depth], m->to);
-            m->depth--;
+            mls_overlap_init(&overlap, &iter->box[depth], iter->to);
+            iter->depth--;
             if (mls_overlap_next(&overlap, &run)) {
-                *part = part_number(m);
+                *part = part_number(iter);
                 return true;
             }
-        } else if (m->from[depth] < m->end[depth]) {
-            m->box[depth + 1] = m->box[depth];
-            mls_part_cut(&m->box[depth + 1], m->layout->steps[depth], m->from[depth]++);
-            if (++m->depth < m->layout->count) {
-                enter_step(m);
+        } else if (iter->from[depth] < iter->end[depth]) {
+            iter->box[depth + 1] = iter->box[depth];
+            mls_part_cut(&iter->box[depth + 1], iter->layout->steps[depth],
+                         iter->from[depth]++);
+            if (++iter->depth < iter->layout->count) {
+                enter_step(iter);
             }
         } else {
-            m->depth--;
+            iter->depth--;
         }
     }
     return false;

@@ -26,12 +26,11 @@ typedef struct mls_layout_intersection {
 /* Start the iteration. `to` is a part of a tensor with `rank` axes of the lengths
  * `shape`, and `layout` is valid for that shape (mls_layout_part has accepted both).
  * Cannot fail. */
-void mls_layout_intersection_init(mls_layout_intersection *meeting,
-                                  const mls_layout *layout, int rank, const size_t *shape,
-                                  const mls_part *to);
+void mls_layout_intersection_init(mls_layout_intersection *iter, const mls_layout *layout,
+                                  int rank, const size_t *shape, const mls_part *to);
 
 /* Set `*part` to the number of the next part that shares an element with `to`; returns
  * false after the last. */
-bool mls_layout_intersection_next(mls_layout_intersection *meeting, size_t *part);
+bool mls_layout_intersection_next(mls_layout_intersection *iter, size_t *part);
 
 #endif

@@ -53,18 +53,18 @@ struct mls_load_into {
 static bool simplify_axes(const mls_load_into_pair *pair, mls_tensor *dst,
                           mls_tensor *src)
 {
-    mls_strided_iter w;
-    if (!mls_strided_iter_init(&w, pair->dst, pair->src)) {
+    mls_strided_iter iter;
+    if (!mls_strided_iter_init(&iter, pair->dst, pair->src)) {
         return false;
     }
     *dst = *pair->dst;
     *src = *pair->src;
-    dst->rank = src->rank = w.rank + 1;
-    for (int axis = 0; axis <= w.rank; axis++) {
-        const bool run = axis == w.rank;
-        dst->shape[axis] = src->shape[axis] = run ? w.length : w.shape[axis];
-        dst->strides[axis] = run ? w.a_step : w.a_strides[axis];
-        src->strides[axis] = run ? w.b_step : w.b_strides[axis];
+    dst->rank = src->rank = iter.rank + 1;
+    for (int axis = 0; axis <= iter.rank; axis++) {
+        const bool run = axis == iter.rank;
+        dst->shape[axis] = src->shape[axis] = run ? iter.length : iter.shape[axis];
+        dst->strides[axis] = run ? iter.a_step : iter.a_strides[axis];
+        src->strides[axis] = run ? iter.b_step : iter.b_strides[axis];
     }
     return true;
 }
@@ -204,9 +204,9 @@ static bool is_single_copy(const mls_load_into_pair *pair)
     if (mls_tensor_is_contiguous(dst) && mls_tensor_is_contiguous(src)) {
         return true;
     }
-    mls_strided_iter w; /* packed in the same other order on both sides */
-    return mls_strided_iter_init(&w, dst, src) && w.rank == 0 &&
-           w.a_step == (ptrdiff_t)bytes && w.b_step == (ptrdiff_t)bytes;
+    mls_strided_iter iter; /* packed in the same other order on both sides */
+    return mls_strided_iter_init(&iter, dst, src) && iter.rank == 0 &&
+           iter.a_step == (ptrdiff_t)bytes && iter.b_step == (ptrdiff_t)bytes;
 }
 
 /* Append the address range of a view to `spans`, and count it in `*count`, if the view
@@ -242,7 +242,7 @@ static void prefetch_pair(const planner *p, size_t index)
 static mls_code check_pair(planner *p, size_t index)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
-    item *it = &p->items[index];
+    item *entry = &p->items[index];
     const mls_code code = check_kind(pair, p->cast, p->st);
     if (code != MLS_OK) {
         return code;
@@ -252,18 +252,18 @@ static mls_code check_pair(planner *p, size_t index)
         return MLS_OK;
     }
     if (mls_tensor_overlaps_itself(pair->dst) ||
-        !mls_tensor_bytes(pair->dst, &it->bytes)) {
+        !mls_tensor_bytes(pair->dst, &entry->bytes)) {
         mls_fail(p->st, MLS_E_OVERLAP,
                  "%s: elements of the target share memory with one another, as in a "
                  "broadcast view: load into a copy of it",
                  quote_name(pair->name).text);
         return add_pair_name(p->st, pair);
     }
-    it->to = pair->dst->data;
-    it->from = pair->src->data;
-    it->plain = is_single_copy(pair);
+    entry->to = pair->dst->data;
+    entry->from = pair->src->data;
+    entry->plain = is_single_copy(pair);
     add_range(p->spare, &p->writes, pair->dst, index, true);
-    if (!mls_size_add(p->load->bytes, it->bytes, &p->load->bytes)) {
+    if (!mls_size_add(p->load->bytes, entry->bytes, &p->load->bytes)) {
         p->load->bytes =
             SIZE_MAX; /* saturates; needed only to tell whether the load is large */
     }
@@ -357,10 +357,10 @@ static void link_clusters(planner *p)
         p->heads[cluster] = p->count;
     }
     for (size_t pair = p->count; pair-- > 0;) {
-        item *it = &p->items[pair];
-        if (it->cluster > 0) {
-            it->next = p->heads[it->cluster - 1];
-            p->heads[it->cluster - 1] = pair;
+        item *entry = &p->items[pair];
+        if (entry->cluster > 0) {
+            entry->next = p->heads[entry->cluster - 1];
+            p->heads[entry->cluster - 1] = pair;
         }
     }
 }
@@ -434,23 +434,24 @@ static bool add_chunk(planner *p, chunk part, size_t bytes, bool together)
 static bool add_unsplit(planner *p, size_t index, bool together)
 {
     const mls_load_into_pair *pair = &p->pairs[index];
-    const item *it = &p->items[index];
-    const chunk unsplit = {.pair = it->plain ? NULL : pair,
-                           .to = it->to,
-                           .from = it->from,
-                           .size = it->plain ? it->bytes : 0};
-    return add_chunk(p, unsplit, it->bytes, together);
+    const item *entry = &p->items[index];
+    const chunk unsplit = {.pair = entry->plain ? NULL : pair,
+                           .to = entry->to,
+                           .from = entry->from,
+                           .size = entry->plain ? entry->bytes : 0};
+    return add_chunk(p, unsplit, entry->bytes, together);
 }
 
 /* Divide a plain pair into chunks of PART bytes; the last one may be shorter and may
  * share a task. Returns false if memory runs out. */
-static bool split_copy(planner *p, const item *it)
+static bool split_copy(planner *p, const item *entry)
 {
     bool fits = true;
-    for (size_t at = 0; at < it->bytes && fits; at += PART) {
-        const size_t rest = it->bytes - at;
+    for (size_t at = 0; at < entry->bytes && fits; at += PART) {
+        const size_t rest = entry->bytes - at;
         const size_t size = rest < PART ? rest : PART;
-        fits = add_chunk(p, (chunk){NULL, it->to + at, it->from + at, size}, size, false);
+        fits = add_chunk(p, (chunk){NULL, entry->to + at, entry->from + at, size}, size,
+                         false);
     }
     return fits;
 }
@@ -509,16 +510,16 @@ static bool add_others(planner *p)
 {
     bool fits = true;
     for (size_t i = 0; i < p->count && fits; i++) {
-        const item *it = &p->items[i];
-        if (it->bytes == 0 || it->cluster > 0) {
+        const item *entry = &p->items[i];
+        if (entry->bytes == 0 || entry->cluster > 0) {
             continue;
         }
-        if (it->bytes <= PART) {
+        if (entry->bytes <= PART) {
             fits = add_unsplit(p, i, false);
-        } else if (it->plain) {
-            fits = split_copy(p, it);
+        } else if (entry->plain) {
+            fits = split_copy(p, entry);
         } else {
-            fits = split_strided(p, &p->pairs[i], it->bytes);
+            fits = split_strided(p, &p->pairs[i], entry->bytes);
         }
     }
     end_task(p);
@@ -624,9 +625,9 @@ static void run_task(void *context, size_t task)
     const mls_load_into *load = j->load;
     for (size_t i = load->starts[task]; i < load->starts[task + 1]; i++) {
         const chunk *part = &load->chunks[i];
-        if (part->pair == NULL) {
+        if (part->pair == NULL) { /* bytes */
             mls_copy_bytes(j->kernels, part->to, part->from, part->size, j->destination);
-        } else if (part->size == 0) {
+        } else if (part->size == 0) { /* a whole pair */
             mls_copy(j->kernels, part->pair->dst, part->pair->src, j->destination);
         } else {
             copy_rows(j, part);

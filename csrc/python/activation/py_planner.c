@@ -218,8 +218,8 @@ static const mls_step *take_steps(PyObject *object, npy_intp *count)
 /* Simulates the steps in `steps_object` on a parsed chain. Returns (seconds, peak bytes),
  * and with `detailed` also the arrays of arrays_of. Returns NULL with ValueError set if
  * the schedule is not valid. Keeps the GIL, because a step takes a few nanoseconds. */
-static PyObject *simulate(const mlspy_state *state, const mls_chain *chain,
-                          PyObject *steps_object, bool detailed)
+static PyObject *simulate_steps(const mlspy_state *state, const mls_chain *chain,
+                                PyObject *steps_object, bool detailed)
 {
     npy_intp count;
     mls_step_record *records = NULL;
@@ -262,7 +262,7 @@ PyObject *core_chain_simulate(mlspy_state *state, PyObject *const *args)
         take_chain(state, args[0], &chain) < 0) {
         return NULL;
     }
-    PyObject *result = simulate(state, &chain.chain, args[1], detailed);
+    PyObject *result = simulate_steps(state, &chain.chain, args[1], detailed);
     release_chain(&chain);
     return result;
 }

@@ -93,7 +93,7 @@ static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *na
  * the parameters, so that the first mistake is reported. Returns -1 with an exception
  * set. */
 static int parse_args(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
-                      PyObject *names, strategy_args *q)
+                      PyObject *names, strategy_args *parsed)
 {
     PyObject *placed[3] = {NULL, NULL, NULL};
     if (place_arguments(args, nargs, names, placed) < 0) {
@@ -103,15 +103,15 @@ static int parse_args(strategy_object *self, PyObject *const *args, Py_ssize_t n
         return MLSPY_REFUSE(PyExc_TypeError, "layer_id must be a str, got %.100s",
                             Py_TYPE(placed[0])->tp_name);
     }
-    q->layer_id = placed[0];
-    q->activation = placed[1];
-    if (mlspy_take_int64(state_of(self), placed[2], "layer_index", &q->index) < 0) {
+    parsed->layer_id = placed[0];
+    parsed->activation = placed[1];
+    if (mlspy_take_int64(state_of(self), placed[2], "layer_index", &parsed->index) < 0) {
         return -1;
     }
-    return q->index >= 0
+    return parsed->index >= 0
                ? 0
                : MLSPY_REFUSE(PyExc_ValueError, "layer_index must be 0 or more, got %lld",
-                              (long long)q->index);
+                              (long long)parsed->index);
 }
 
 /* Sets `*out` to a non-negative int of one digit of Python's ints (30 bits); returns
@@ -134,15 +134,15 @@ static inline bool small_index(PyObject *object, int64_t *out)
 /* Parses the arguments of should_checkpoint: the usual ones here, all others in
  * parse_args. Returns -1 with an exception set. */
 static inline int take_args(strategy_object *self, PyObject *const *args,
-                            Py_ssize_t nargs, PyObject *names, strategy_args *q)
+                            Py_ssize_t nargs, PyObject *names, strategy_args *parsed)
 {
     if (nargs == 3 && names == NULL && PyUnicode_Check(args[0]) &&
-        small_index(args[2], &q->index)) {
-        q->layer_id = args[0];
-        q->activation = args[1];
+        small_index(args[2], &parsed->index)) {
+        parsed->layer_id = args[0];
+        parsed->activation = args[1];
         return 0;
     }
-    return parse_args(self, args, nargs, names, q);
+    return parse_args(self, args, nargs, names, parsed);
 }
 
 /* Converts a str to a key of the core's tables, which borrows its text. Uses the hash of
@@ -289,26 +289,27 @@ static int adjust_interval_if_due(strategy_object *self)
 }
 
 /* Fills in the facts that a kind needs for its decision, as its `flags` demand, from the
- * arguments `q`. Returns 1 to ask the core, 0 if the layer is excluded and the answer is
- * no, -1 with an exception set. Sizes and memory are read outside the lock, because that
- * may run user code. Named layers never change, so they are read without a lock. */
-static inline int fill_request(strategy_object *self, const strategy_args *q,
+ * arguments `parsed`. Returns 1 to ask the core, 0 if the layer is excluded and the
+ * answer is no, -1 with an exception set. Sizes and memory are read outside the lock,
+ * because that may run user code. Named layers never change, so they are read without a
+ * lock. */
+static inline int fill_request(strategy_object *self, const strategy_args *parsed,
                                unsigned flags, mls_layer_question *out)
 {
     const bool skips = (flags & MLS_SKIPS_EXCLUDED) != 0 && self->s.named.count > 0;
     if ((skips || (flags & MLS_NEEDS_NAME) != 0) &&
-        take_key(q->layer_id, &out->layer) < 0) {
+        take_key(parsed->layer_id, &out->layer) < 0) {
         return -1;
     }
     if (skips && mls_layer_choice_of(&self->s.named, &out->layer) == MLS_LAYER_EXCLUDE) {
         return 0;
     }
     if (((flags & MLS_NEEDS_BYTES) != 0 &&
-         take_bytes(self, q->activation, &out->bytes) < 0) ||
+         take_bytes(self, parsed->activation, &out->bytes) < 0) ||
         ((flags & MLS_NEEDS_MEMORY) != 0 && adjust_interval_if_due(self) < 0)) {
         return -1;
     }
-    out->index = q->index;
+    out->index = parsed->index;
     return 1;
 }
 
@@ -319,13 +320,13 @@ static inline __attribute__((always_inline)) PyObject *
 decide_layer(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
              PyObject *names, unsigned flags, mls_decide *decide)
 {
-    strategy_args q;
+    strategy_args parsed;
     mls_layer_question filled;
     mls_status failure, *st = (flags & MLS_CAN_FAIL) != 0 ? &failure : NULL;
-    if (take_args(self, args, nargs, names, &q) < 0) {
+    if (take_args(self, args, nargs, names, &parsed) < 0) {
         return NULL;
     }
-    int chosen = fill_request(self, &q, flags, &filled);
+    int chosen = fill_request(self, &parsed, flags, &filled);
     if (chosen <= 0) {
         return chosen < 0 ? NULL : Py_NewRef(Py_False);
     }
@@ -347,9 +348,10 @@ decide_layer(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
 static PyObject *strategy__decide_or_none(strategy_object *self, PyObject *const *args,
                                           Py_ssize_t nargs, PyObject *names)
 {
-    strategy_args q;
+    strategy_args parsed;
     mls_layer_key key;
-    if (take_args(self, args, nargs, names, &q) < 0 || take_key(q.layer_id, &key) < 0) {
+    if (take_args(self, args, nargs, names, &parsed) < 0 ||
+        take_key(parsed.layer_id, &key) < 0) {
         return NULL;
     }
     const mls_layer_choice mark = mls_layer_choice_of(&self->s.named, &key);

@@ -11,18 +11,20 @@
 
 /* Convert the exception that is set to a status, and return its code: MLS_E_MEMORY for a
  * MemoryError, MLS_E_VALUE if the codec is not installed, MLS_E_STOPPED (see below), else
- * MLS_E_FORMAT. `began`: this thread began the work. Exceptions that do not come from a
- * codec (KeyboardInterrupt, or any exception of a signal handler) then stay set, with
- * MLS_E_STOPPED, because Python runs signal handlers there. Other threads lose their
- * exceptions with their thread states. */
-static mls_code set_status(bool began, mls_status *st)
+ * MLS_E_FORMAT.
+ *
+ * `is_caller`: this is the Python thread that called the core, not a thread of the pool.
+ * Python runs signal handlers in it, so an exception that no codec raises
+ * (KeyboardInterrupt, or any exception of a handler) stays set there, with MLS_E_STOPPED.
+ * Threads of the pool lose their exceptions with their thread states. */
+static mls_code set_status(bool is_caller, mls_status *st)
 {
     mls_code result = MLS_E_FORMAT;
     if (PyErr_ExceptionMatches(PyExc_MemoryError)) {
         result = MLS_E_MEMORY;
     } else if (PyErr_ExceptionMatches(PyExc_ImportError)) {
         result = MLS_E_VALUE; /* not installed; the message contains the remedy */
-    } else if (began && !PyErr_ExceptionMatches(PyExc_ValueError)) {
+    } else if (is_caller && !PyErr_ExceptionMatches(PyExc_ValueError)) {
         return mls_fail(st, MLS_E_STOPPED, "stopped");
     }
     /* keep the message; callers that know file and tensor add them */
@@ -79,14 +81,14 @@ static PyObject *call_codec(const char *function, mls_codec codec,
 
 /* Copy the bytes of a codec's result, at most `room`, to `to`, and release the result.
  * `*out` is their number, or 0 if there are more than `room`. A `result` of NULL becomes
- * the status of its exception; `began` as in set_status. */
-static mls_code copy_result(PyObject *result, bool began, unsigned char *to, size_t room,
-                            size_t *out, mls_status *st)
+ * the status of its exception; `is_caller` as in set_status. */
+static mls_code copy_result(PyObject *result, bool is_caller, unsigned char *to,
+                            size_t room, size_t *out, mls_status *st)
 {
     Py_buffer view;
     if (result == NULL || PyObject_GetBuffer(result, &view, PyBUF_SIMPLE) < 0) {
         Py_XDECREF(result);
-        return set_status(began, st);
+        return set_status(is_caller, st);
     }
     /* the view keeps the bytes alive, so the copy does not need the GIL */
     *out = (size_t)view.len <= room ? (size_t)view.len : 0;
@@ -98,7 +100,7 @@ static mls_code copy_result(PyObject *result, bool began, unsigned char *to, siz
 
 /* Take the GIL, possibly in a thread without a thread state, and call `function` of a
  * codec, encode or decode, for the `bytes` bytes at `from`. The result, `*out` bytes, is
- * at `to`, which has `room` bytes; see copy_result. The thread that began the work has a
+ * at `to`, which has `room` bytes; see copy_result. The thread that called the core has a
  * thread state; the state of other threads ends with the call.
  * - MLS_E_FORMAT: the data is invalid. MLS_E_VALUE: the codec is not installed.
  * - MLS_E_MEMORY. MLS_E_STOPPED: an interrupt; its exception stays set. */
@@ -106,13 +108,13 @@ static mls_code run_codec(const char *function, mls_codec codec,
                           const unsigned char *from, size_t bytes, unsigned char *to,
                           size_t room, size_t *out, mls_status *st)
 {
-    const bool began = PyGILState_GetThisThreadState() != NULL;
+    const bool is_caller = PyGILState_GetThisThreadState() != NULL;
     const PyGILState_STATE gil = PyGILState_Ensure();
     const mls_code code =
         PyErr_Occurred() != NULL /* a pending interrupt: start no further work */
             ? mls_fail(st, MLS_E_STOPPED, "stopped")
-            : copy_result(call_codec(function, codec, from, bytes, room), began, to, room,
-                          out, st);
+            : copy_result(call_codec(function, codec, from, bytes, room), is_caller, to,
+                          room, out, st);
     PyGILState_Release(gil);
     return code;
 }

@@ -90,9 +90,8 @@ int mlspy_take_shape(const mlspy_state *state, PyObject *object, size_t *shape)
     if (!PyTuple_Check(object)) {
         return MLSPY_REFUSE(PyExc_TypeError, "a shape is a tuple of ints");
     }
-    /* capacity of the caller's array */
     const Py_ssize_t rank = PyTuple_GET_SIZE(object);
-    if (rank > MLS_LAYOUT_RANK) {
+    if (rank > MLS_LAYOUT_RANK) { /* the capacity of `shape` */
         return MLSPY_FAIL(state, MLS_E_SHAPE, "%zd dimensions: at most %d can be stored",
                           rank, (int)MLS_LAYOUT_RANK);
     }
@@ -185,9 +184,13 @@ PyObject *core_layout_project(mlspy_state *state, PyObject *const *args)
     }
     /* cannot fail: the layout was checked; only the number of parts is needed */
     (void)mls_layout_parts(&layout, &parts, &st);
-    if (index < 0 || (size_t)index >= parts || rank < 0 || rank > MLS_LAYOUT_RANK) {
+    if (index < 0 || (size_t)index >= parts) {
         return PyErr_Format(PyExc_ValueError, "part %lld of %zu does not exist",
                             (long long)index, parts);
+    }
+    if (rank < 0 || rank > MLS_LAYOUT_RANK) {
+        return PyErr_Format(PyExc_ValueError, "rank must be from 0 to %d, not %lld",
+                            (int)MLS_LAYOUT_RANK, (long long)rank);
     }
     if (args[3] != Py_None && !take_axes(state, args[3], rank, axes)) {
         return NULL;

@@ -211,15 +211,15 @@ static int take_place(const mls_shard_item *item, PyObject *places, mls_placed_i
 static int take_args(const mlspy_state *state, PyObject *const *args, parts_args *a)
 {
     mls_parts_job *job = &a->job;
-    const mlspy_shard_items *g = mlspy_shard_items_of(args[0]);
-    if (g == NULL) {
+    const mlspy_shard_items *items = mlspy_shard_items_of(args[0]);
+    if (items == NULL) {
         return -1;
     }
     if (!PyTuple_Check(args[2]) || mlspy_take_dict(args[3], "places") < 0) {
         return MLSPY_REFUSE(PyExc_TypeError, "files must be a tuple, and places a dict");
     }
     job->file_count = (size_t)PyTuple_GET_SIZE(args[2]);
-    job->count = g->list.count;
+    job->count = items->list.count;
     job->items = mls_alloc(job->count, sizeof *job->items);
     job->names = mls_alloc(job->file_count, sizeof *job->names);
     if (job->items == NULL || job->names == NULL) {
@@ -242,7 +242,7 @@ static int take_args(const mlspy_state *state, PyObject *const *args, parts_args
         job->names[i] = text.data;
     }
     for (size_t i = 0; i < job->count; i++) {
-        if (take_place(&g->list.items[i], args[3], &job->items[i]) < 0) {
+        if (take_place(&items->list.items[i], args[3], &job->items[i]) < 0) {
             return -1;
         }
     }

@@ -30,51 +30,52 @@
 /* ---- arrays held ---- */
 
 /* A copied item does not need its array. */
-void mlspy_shard_items_release(mlspy_shard_items *g, bool all)
+void mlspy_shard_items_release(mlspy_shard_items *items, bool all)
 {
-    for (size_t i = 0; i < g->owner_count; i++) {
-        if (all || g->list.items[i].staged) {
-            Py_CLEAR(g->owners[i]);
+    for (size_t i = 0; i < items->owner_count; i++) {
+        if (all || items->list.items[i].staged) {
+            Py_CLEAR(items->owners[i]);
         }
     }
     /* every array that is still needed has its own owner above */
     for (int s = 0; s < MLS_SECTION_COUNT; s++) {
-        for (size_t i = 0; i < g->sections[s].count; i++) {
-            Py_CLEAR(g->sections[s].items[i].value);
+        for (size_t i = 0; i < items->sections[s].count; i++) {
+            Py_CLEAR(items->sections[s].items[i].value);
         }
     }
 }
 
 /* Release everything that a list holds. The memory of the copies is released last, since
  * items point into it. */
-static void items_fini(mlspy_shard_items *g)
+static void items_fini(mlspy_shard_items *items)
 {
-    for (size_t i = 0; i < g->owner_count; i++) {
-        Py_XDECREF(g->owners[i]);
+    for (size_t i = 0; i < items->owner_count; i++) {
+        Py_XDECREF(items->owners[i]);
     }
     for (int s = 0; s < MLS_SECTION_COUNT; s++) {
-        mlspy_items_release(&g->sections[s]);
+        mlspy_items_release(&items->sections[s]);
     }
-    mls_shard_list_fini(&g->list);
-    mls_free(g->owners);
-    mls_free(g->axes);
-    PyBuffer_Release(&g->staging);
+    mls_shard_list_fini(&items->list);
+    mls_free(items->owners);
+    mls_free(items->axes);
+    PyBuffer_Release(&items->staging);
 }
 
 /* Hold a reference to `owner` for each item added since the last call: the items use its
  * memory. Returns -1 with MemoryError set. */
-static int hold_owner(mlspy_shard_items *g, PyObject *owner)
+static int hold_owner(mlspy_shard_items *items, PyObject *owner)
 {
-    if (g->owner_room < g->list.item_room) {
-        PyObject **larger = mls_realloc(g->owners, g->list.item_room, sizeof *g->owners);
+    if (items->owner_room < items->list.item_room) {
+        PyObject **larger =
+            mls_realloc(items->owners, items->list.item_room, sizeof *items->owners);
         if (larger == NULL) {
             return mlspy_no_memory();
         }
-        g->owners = larger;
-        g->owner_room = g->list.item_room;
+        items->owners = larger;
+        items->owner_room = items->list.item_room;
     }
-    while (g->owner_count < g->list.count) {
-        g->owners[g->owner_count++] = Py_NewRef(owner);
+    while (items->owner_count < items->list.count) {
+        items->owners[items->owner_count++] = Py_NewRef(owner);
     }
     return 0;
 }
@@ -90,11 +91,12 @@ static void describe_tensor(const mls_tensor_id *id, const char *key,
 
 /* Read the attribute `shape` of a value into `shape`, which has MLS_LAYOUT_RANK entries.
  * Returns the rank, or -1 without an exception if the attribute is missing or invalid. */
-static int stated_shape(const mlspy_shard_items *g, PyObject *value, size_t *shape)
+static int stated_shape(const mlspy_shard_items *items, PyObject *value, size_t *shape)
 {
-    PyObject *shape_object = PyObject_GetAttr(value, g->state->names[MLSPY_NAME_SHAPE]);
+    PyObject *shape_object =
+        PyObject_GetAttr(value, items->state->names[MLSPY_NAME_SHAPE]);
     PyObject *tuple = shape_object == NULL ? NULL : PySequence_Tuple(shape_object);
-    const int rank = tuple == NULL ? -1 : mlspy_take_shape(g->state, tuple, shape);
+    const int rank = tuple == NULL ? -1 : mlspy_take_shape(items->state, tuple, shape);
     Py_XDECREF(shape_object);
     Py_XDECREF(tuple);
     PyErr_Clear();
@@ -106,7 +108,7 @@ static int stated_shape(const mlspy_shard_items *g, PyObject *value, size_t *sha
  * and return it; else return NULL. Needed only to cut arrays, and if another rank may
  * store the parameter; otherwise the core derives the axes. A parameter without a valid
  * shape counts as missing. Sets no exception. */
-static const signed char *axes_of(const mlspy_shard_items *g, PyObject *model,
+static const signed char *axes_of(const mlspy_shard_items *items, PyObject *model,
                                   const mls_tensor_id *id, int rank, const size_t *dims,
                                   signed char *axes)
 {
@@ -115,7 +117,7 @@ static const signed char *axes_of(const mlspy_shard_items *g, PyObject *model,
     bool differ = false;
     if (id->has_state && model != Py_None && (name = mlspy_str_of(id->name)) != NULL &&
         mlspy_dict_get(model, name, &parameter) == 1) {
-        const int stated_rank = stated_shape(g, parameter, shape);
+        const int stated_rank = stated_shape(items, parameter, shape);
         differ = stated_rank >= 0 &&
                  mls_optimizer_axes(id->state, rank, dims, stated_rank, shape, axes);
     }
@@ -127,31 +129,32 @@ static const signed char *axes_of(const mlspy_shard_items *g, PyObject *model,
 
 /* Add a whole array: all of it, or the parts that this rank stores. `model` is the dict
  * of parameters, or None. Returns -1 with an exception set. */
-static int add_whole(mlspy_shard_items *g, PyObject *model, const mls_tensor_id *id,
+static int add_whole(mlspy_shard_items *items, PyObject *model, const mls_tensor_id *id,
                      const mlspy_view *view)
 {
     signed char room[MLS_LAYOUT_RANK];
     const mls_tensor *t = &view->tensor;
     mls_status st;
     const signed char *axes =
-        g->parts > 1 ? axes_of(g, model, id, t->rank, t->shape, room) : NULL;
-    if (mlspy_check(g->state,
-                    mls_shard_list_add_whole(&g->list, id, t, &g->layout, axes, g->rank,
-                                             g->world_size, &st),
+        items->parts > 1 ? axes_of(items, model, id, t->rank, t->shape, room) : NULL;
+    if (mlspy_check(items->state,
+                    mls_shard_list_add_whole(&items->list, id, t, &items->layout, axes,
+                                             items->rank, items->world_size, &st),
                     &st) < 0) {
         return -1;
     }
-    return hold_owner(g, view->owner);
+    return hold_owner(items, view->owner);
 }
 
 /* ---- Shard objects ---- */
 
 /* Read the attribute `name` of a Shard, an int. Returns -1 with an exception set. */
-static int shard_number(const mlspy_shard_items *g, PyObject *shard, const char *name,
+static int shard_number(const mlspy_shard_items *items, PyObject *shard, const char *name,
                         int64_t *out)
 {
     PyObject *value = PyObject_GetAttrString(shard, name);
-    const int failed = value == NULL ? -1 : mlspy_take_int64(g->state, value, name, out);
+    const int failed =
+        value == NULL ? -1 : mlspy_take_int64(items->state, value, name, out);
     Py_XDECREF(value);
     return failed;
 }
@@ -176,14 +179,14 @@ static int shard_tier(PyObject *shard, mls_tier *out)
 /* Read layout and shape of a Shard, which describe the whole tensor, not the memory of
  * the part. `shape` has MLS_LAYOUT_RANK entries. Returns the rank, or -1 with an
  * exception set. */
-static int shard_shape(const mlspy_shard_items *g, PyObject *shard, mls_layout *layout,
-                       size_t *shape)
+static int shard_shape(const mlspy_shard_items *items, PyObject *shard,
+                       mls_layout *layout, size_t *shape)
 {
     PyObject *steps = PyObject_GetAttrString(shard, "_steps");
     PyObject *tuple = steps == NULL ? NULL : PyObject_GetAttrString(shard, "shape");
-    const int rank = tuple == NULL || mlspy_take_layout(g->state, steps, layout) < 0
+    const int rank = tuple == NULL || mlspy_take_layout(items->state, steps, layout) < 0
                          ? -1
-                         : mlspy_take_shape(g->state, tuple, shape);
+                         : mlspy_take_shape(items->state, tuple, shape);
     Py_XDECREF(steps);
     Py_XDECREF(tuple);
     return rank;
@@ -193,34 +196,35 @@ static int shard_shape(const mlspy_shard_items *g, PyObject *shard, mls_layout *
  * the whole tensor's dimensions, `view` its array. `label` names it in errors. The class
  * checked the array when the Shard was made, but arrays can be reshaped later. Returns -1
  * with an exception set. */
-static int add_part(mlspy_shard_items *g, const mls_tensor_id *id, const char *label,
+static int add_part(mlspy_shard_items *items, const mls_tensor_id *id, const char *label,
                     const mls_shard_item *facts, const size_t *shape,
                     const mlspy_view *view)
 {
     mls_status st;
     const mls_tensor *t = &view->tensor;
-    if (mlspy_check(g->state, mls_shard_item_check(facts, shape, t, label, &st), &st) <
-        0) {
+    if (mlspy_check(items->state, mls_shard_item_check(facts, shape, t, label, &st),
+                    &st) < 0) {
         return -1;
     }
     mls_shard_item *item =
-        mls_shard_list_add(&g->list, id, t->dtype, facts->rank, shape, &st);
+        mls_shard_list_add(&items->list, id, t->dtype, facts->rank, shape, &st);
     if (item == NULL) {
-        return mlspy_check(g->state, st.code, &st);
+        return mlspy_check(items->state, st.code, &st);
     }
     item->layout = facts->layout;
     item->part = facts->part;
     item->version = facts->version;
     item->tier = facts->tier;
-    if (mlspy_check(g->state, mls_shard_list_set_memory(&g->list, t, 0, &st), &st) < 0) {
+    if (mlspy_check(items->state, mls_shard_list_set_memory(&items->list, t, 0, &st),
+                    &st) < 0) {
         return -1;
     }
-    return hold_owner(g, view->owner);
+    return hold_owner(items, view->owner);
 }
 
 /* Add a Shard, unless it is a replica that another rank stores. Its attributes may have
  * changed, so each is checked like an argument. Returns -1 with an exception set. */
-static int add_shard(mlspy_shard_items *g, const mls_tensor_id *id, const char *label,
+static int add_shard(mlspy_shard_items *items, const mls_tensor_id *id, const char *label,
                      PyObject *shard)
 {
     int64_t index, version, replica;
@@ -228,34 +232,35 @@ static int add_shard(mlspy_shard_items *g, const mls_tensor_id *id, const char *
     mls_layout layout;
     mlspy_view view;
     mls_tier tier = MLS_TIER_NONE;
-    if (shard_number(g, shard, "index", &index) < 0 ||
-        shard_number(g, shard, "_version", &version) < 0 ||
-        shard_number(g, shard, "replica", &replica) < 0 || shard_tier(shard, &tier) < 0) {
+    if (shard_number(items, shard, "index", &index) < 0 ||
+        shard_number(items, shard, "_version", &version) < 0 ||
+        shard_number(items, shard, "replica", &replica) < 0 ||
+        shard_tier(shard, &tier) < 0) {
         return -1;
     }
     /* a single rank has no other rank that could store it; with several ranks, rank 0
      * checks at commit */
-    if (replica > 0 && g->world_size == 1) {
+    if (replica > 0 && items->world_size == 1) {
         return MLSPY_REFUSE(
             PyExc_ValueError,
             "%s is a Shard with replica=%lld, but this process saves alone: "
             "pass replica=0, the copy that is stored",
             label, (long long)replica);
     }
-    const int rank = replica > 0 ? 0 : shard_shape(g, shard, &layout, shape);
+    const int rank = replica > 0 ? 0 : shard_shape(items, shard, &layout, shape);
     PyObject *array =
         rank < 0 || replica > 0 ? NULL : PyObject_GetAttrString(shard, "array");
     if (replica > 0 || rank < 0 || array == NULL) {
         return replica > 0 ? 0 : -1;
     }
-    int failed = mlspy_view_of(g->state, array, label, &view);
+    int failed = mlspy_view_of(items->state, array, label, &view);
     if (failed == 0) {
         const mls_shard_item facts = {.rank = rank,
                                       .layout = layout,
                                       .part = (size_t)index,
                                       .version = (uint64_t)version,
                                       .tier = tier};
-        failed = add_part(g, id, label, &facts, shape, &view);
+        failed = add_part(items, id, label, &facts, shape, &view);
         mlspy_view_release(&view);
     }
     Py_DECREF(array);
@@ -267,32 +272,32 @@ static int add_shard(mlspy_shard_items *g, const mls_tensor_id *id, const char *
 /* Add one entry of a dict. A Shard defines its own part; an array is viewed only if this
  * rank stores it. Most values are plain arrays, which take a fast path. `model` is the
  * dict of parameters, or None. Returns -1 with an exception set. */
-static int add_value(mlspy_shard_items *g, PyObject *model, mls_section section,
+static int add_value(mlspy_shard_items *items, PyObject *model, mls_section section,
                      const mlspy_item *entry)
 {
     char label[MLS_NAME_BYTES];
     mlspy_view view;
     const mls_tensor_id id = mls_tensor_id_of(section, entry->name);
     describe_tensor(&id, entry->name.data, label);
-    const int is_shard = PyObject_IsInstance(entry->value, g->shard_type);
+    const int is_shard = PyObject_IsInstance(entry->value, items->shard_type);
     if (is_shard != 0) {
-        return is_shard < 0 ? -1 : add_shard(g, &id, label, entry->value);
+        return is_shard < 0 ? -1 : add_shard(items, &id, label, entry->value);
     }
-    if (g->mine[section] != NULL) {
-        const int is_local = PySet_Contains(g->mine[section], entry->key);
+    if (items->mine[section] != NULL) {
+        const int is_local = PySet_Contains(items->mine[section], entry->key);
         if (is_local <= 0) {
             return is_local;
         }
     }
-    if (mlspy_view_for(g->state, entry->value, label, false, &view) < 0) {
+    if (mlspy_view_for(items->state, entry->value, label, false, &view) < 0) {
         return -1;
     }
     const int rank = view.tensor.rank;
     const int failed = rank > MLS_LAYOUT_RANK
-                           ? MLSPY_FAIL(g->state, MLS_E_SHAPE,
+                           ? MLSPY_FAIL(items->state, MLS_E_SHAPE,
                                         "%s has %d dimensions: at most %d can be stored",
                                         label, rank, (int)MLS_LAYOUT_RANK)
-                           : add_whole(g, model, &id, &view);
+                           : add_whole(items, model, &id, &view);
     mlspy_view_release(&view);
     return failed;
 }
@@ -300,17 +305,17 @@ static int add_value(mlspy_shard_items *g, PyObject *model, mls_section section,
 /* Set the axes of all states, from the parameters in the dict `model`. Only this rank's
  * items reach the core, so it cannot find a parameter that another rank stores. Returns
  * -1 with MemoryError set. */
-static int set_state_axes(mlspy_shard_items *g, PyObject *model)
+static int set_state_axes(mlspy_shard_items *items, PyObject *model)
 {
-    g->axes = mls_alloc(g->list.dims_used, 1);
-    if (g->axes == NULL) {
+    items->axes = mls_alloc(items->list.dims_used, 1);
+    if (items->axes == NULL) {
         return mlspy_no_memory();
     }
-    for (size_t i = 0; i < g->list.count; i++) {
-        mls_shard_item *item = &g->list.items[i];
-        item->axes = axes_of(g, model, &item->id, item->rank, item->shape,
+    for (size_t i = 0; i < items->list.count; i++) {
+        mls_shard_item *item = &items->list.items[i];
+        item->axes = axes_of(items, model, &item->id, item->rank, item->shape,
                              /* each item's axes are at the position of its shape */
-                             g->axes + (item->shape - g->list.dims));
+                             items->axes + (item->shape - items->list.dims));
     }
     return 0;
 }
@@ -318,24 +323,25 @@ static int set_state_axes(mlspy_shard_items *g, PyObject *model)
 /* Add all entries of the sections' dicts (parameters first; None: no such section), so
  * that a state finds its parameter in the first dict. Returns -1 with an exception
  * set. */
-static int add_dicts(mlspy_shard_items *g, PyObject *const *dicts)
+static int add_dicts(mlspy_shard_items *items, PyObject *const *dicts)
 {
     for (int s = 0; s < MLS_SECTION_COUNT; s++) {
         if (dicts[s] == Py_None) {
             continue;
         }
-        if (mlspy_items_of(dicts[s], mls_section_name((mls_section)s), &g->sections[s]) <
-            0) {
+        if (mlspy_items_of(dicts[s], mls_section_name((mls_section)s),
+                           &items->sections[s]) < 0) {
             return -1;
         }
-        for (size_t i = 0; i < g->sections[s].count; i++) {
-            if (add_value(g, dicts[0], (mls_section)s, &g->sections[s].items[i]) < 0) {
+        for (size_t i = 0; i < items->sections[s].count; i++) {
+            if (add_value(items, dicts[0], (mls_section)s, &items->sections[s].items[i]) <
+                0) {
                 return -1;
             }
         }
     }
-    mls_shard_list_finish(&g->list);
-    return g->world_size > 1 ? set_state_axes(g, dicts[0]) : 0;
+    mls_shard_list_finish(&items->list);
+    return items->world_size > 1 ? set_state_axes(items, dicts[0]) : 0;
 }
 
 /* ---- lists as capsules ---- */
@@ -345,9 +351,9 @@ static int add_dicts(mlspy_shard_items *g, PyObject *const *dicts)
 /* Releases arrays, so it needs the GIL, which a capsule destructor has. */
 static void free_capsule(PyObject *capsule)
 {
-    mlspy_shard_items *g = PyCapsule_GetPointer(capsule, NAME);
-    items_fini(g);
-    mls_free(g);
+    mlspy_shard_items *items = PyCapsule_GetPointer(capsule, NAME);
+    items_fini(items);
+    mls_free(items);
 }
 
 /* The capsule's name identifies its type, so no other capsule is accepted. */
@@ -367,24 +373,25 @@ size_t mlspy_threads_aside(const mls_pool *pool)
 /* Set the members of a list that do not depend on arrays from the arguments of
  * shards_collect, and `dicts` to the three states (borrowed). Returns -1 with an
  * exception set. */
-static int take_arguments(mlspy_shard_items *g, PyObject *const *args, PyObject **dicts)
+static int take_arguments(mlspy_shard_items *items, PyObject *const *args,
+                          PyObject **dicts)
 {
     int64_t rank, world_size;
     mls_status st;
     if (mlspy_take_tuple(args[0], "ranks", "LL", &rank, &world_size) < 0 ||
         mlspy_take_tuple(args[1], "states", "OOO", &dicts[0], &dicts[1], &dicts[2]) < 0 ||
-        (args[3] != Py_None && mlspy_take_tuple(args[3], "mine", "OOO", &g->mine[0],
-                                                &g->mine[1], &g->mine[2]) < 0) ||
-        mlspy_take_layout(g->state, args[4], &g->layout) < 0) {
+        (args[3] != Py_None && mlspy_take_tuple(args[3], "mine", "OOO", &items->mine[0],
+                                                &items->mine[1], &items->mine[2]) < 0) ||
+        mlspy_take_layout(items->state, args[4], &items->layout) < 0) {
         return -1;
     }
     if (rank < 0 || world_size <= rank) {
         return MLSPY_REFUSE(PyExc_ValueError, "no such rank");
     }
-    g->shard_type = args[2];
-    g->rank = (uint64_t)rank;
-    g->world_size = (uint64_t)world_size;
-    (void)mls_layout_parts(&g->layout, &g->parts, &st);
+    items->shard_type = args[2];
+    items->rank = (uint64_t)rank;
+    items->world_size = (uint64_t)world_size;
+    (void)mls_layout_parts(&items->layout, &items->parts, &st);
     return 0;
 }
 
@@ -403,15 +410,16 @@ PyObject *core_shards_collect(mlspy_state *state, PyObject *const *args)
     mls_status st;
     size_t bytes = 0;
     /* from here on the capsule frees it, also after a failure */
-    mlspy_shard_items *g = mls_alloc(1, sizeof *g);
-    PyObject *capsule = g == NULL ? NULL : PyCapsule_New(g, NAME, free_capsule);
+    mlspy_shard_items *items = mls_alloc(1, sizeof *items);
+    PyObject *capsule = items == NULL ? NULL : PyCapsule_New(items, NAME, free_capsule);
     if (capsule == NULL) {
-        mls_free(g);
+        mls_free(items);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
     }
-    g->state = state;
-    if (take_arguments(g, args, dicts) < 0 || add_dicts(g, dicts) < 0 ||
-        mlspy_check(state, mls_staging_need(g->list.items, g->list.count, &bytes, &st),
+    items->state = state;
+    if (take_arguments(items, args, dicts) < 0 || add_dicts(items, dicts) < 0 ||
+        mlspy_check(state,
+                    mls_staging_need(items->list.items, items->list.count, &bytes, &st),
                     &st) < 0) {
         Py_DECREF(capsule);
         return NULL;
@@ -425,12 +433,12 @@ PyObject *core_shards_overhead(mlspy_state *state, PyObject *const *args)
 {
     size_t bytes = 0;
     mls_status st;
-    const mlspy_shard_items *g = mlspy_shard_items_of(args[0]);
+    const mlspy_shard_items *items = mlspy_shard_items_of(args[0]);
     bool compress;
-    if (g == NULL || mlspy_take_bool(args[1], &compress) < 0) {
+    if (items == NULL || mlspy_take_bool(args[1], &compress) < 0) {
         return NULL;
     }
-    if (mls_staging_overhead(g->list.items, g->list.count,
+    if (mls_staging_overhead(items->list.items, items->list.count,
                              mlspy_threads_aside(state->pool), compress, &bytes,
                              &st) != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
@@ -454,30 +462,32 @@ PyObject *core_shards_stage(mlspy_state *state, PyObject *const *args)
     if (mlspy_take_int64(state, args[2], "used", &used) < 0) {
         return NULL;
     }
-    mlspy_shard_items *g = mlspy_shard_items_of(args[0]);
-    if (g == NULL) {
+    mlspy_shard_items *items = mlspy_shard_items_of(args[0]);
+    if (items == NULL) {
         return NULL;
     }
-    if (g->staging.obj != NULL) {
+    if (items->staging.obj != NULL) {
         return PyErr_Format(PyExc_RuntimeError, "the shards were staged already");
     }
-    if (PyObject_GetBuffer(args[1], &g->staging, PyBUF_WRITABLE) < 0) {
+    if (PyObject_GetBuffer(args[1], &items->staging, PyBUF_WRITABLE) < 0) {
         return NULL;
     }
-    if (used < 0 || used > (int64_t)g->staging.len) {
+    if (used < 0 || used > (int64_t)items->staging.len) {
         return PyErr_Format(PyExc_ValueError, "more is used than there is");
     }
-    mls_staging_note(g->list.items, g->list.count, g->staging.buf, (size_t)used);
-    const mls_staging to = {.memory = (unsigned char *)g->staging.buf + used,
-                            .bytes = (size_t)(g->staging.len - (Py_ssize_t)used),
+    mls_staging_note(items->list.items, items->list.count, items->staging.buf,
+                     (size_t)used);
+    const mls_staging to = {.memory = (unsigned char *)items->staging.buf + used,
+                            .bytes = (size_t)(items->staging.len - (Py_ssize_t)used),
                             .kernels = state->kernels,
                             .pool = state->pool};
     /* no other thread has the list, and it keeps the items' memory alive */
-    MLSPY_WITHOUT_GIL(code = mls_stage(&to, g->list.items, g->list.count, &staged, &st));
+    MLSPY_WITHOUT_GIL(
+        code = mls_stage(&to, items->list.items, items->list.count, &staged, &st));
     if (code != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
-    mlspy_shard_items_release(g, false);
+    mlspy_shard_items_release(items, false);
     return Py_BuildValue("(nn)", (Py_ssize_t)staged.bytes + (Py_ssize_t)used,
                          (Py_ssize_t)staged.lent);
 }

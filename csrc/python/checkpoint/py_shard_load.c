@@ -111,13 +111,13 @@ static int check_core(const load_job *job, mls_code code, const mls_status *st)
     return 0;
 }
 
-/* Choose the part of the tensor `w` from its place: (whole shape, layout, index) or
+/* Choose the part of the tensor `item` from its place: (whole shape, layout, index) or
  * (whole shape, begin, end), a range of elements. Returns -1 with an exception set.
  *
  * The layout is used unchanged: the caller has already projected it to the axes of a
  * state. The stored layout does not matter.
  */
-static int take_place(const load_job *job, PyObject *place, mls_load_item *w)
+static int take_place(const load_job *job, PyObject *place, mls_load_item *item)
 {
     size_t shape[MLS_LAYOUT_RANK];
     mls_layout layout;
@@ -129,18 +129,19 @@ static int take_place(const load_job *job, PyObject *place, mls_load_item *w)
     }
     const int rank = mlspy_take_shape(job->state, dims, shape);
     if (rank < 0 || mlspy_take_int64(job->state, last, "index or end", &end) < 0 ||
-        check_core(job, mls_load_item_check_full(w, rank, shape, &st), &st) < 0) {
+        check_core(job, mls_load_item_check_full(item, rank, shape, &st), &st) < 0) {
         return -1;
     }
     if (!PyTuple_Check(how)) {
         return mlspy_take_int64(job->state, how, "begin", &begin) < 0
                    ? -1
-                   : check_core(job, mls_load_item_run(w, begin, end, &st), &st);
+                   : check_core(job, mls_load_item_run(item, begin, end, &st), &st);
     }
     /* a negative index becomes a large one, which is refused too */
     return mlspy_take_layout(job->state, how, &layout) < 0
                ? -1
-               : check_core(job, mls_load_item_part(w, &layout, (size_t)end, &st), &st);
+               : check_core(job, mls_load_item_part(item, &layout, (size_t)end, &st),
+                            &st);
 }
 
 /* Look up all keys of a list, and choose the part of each; the plan has the same order.
@@ -167,19 +168,19 @@ static int choose_parts(load_job *job, mls_section section, PyObject *keys,
             return -1;
         }
         const mls_tensor_id id = mls_tensor_id_of(section, text);
-        mls_load_item *w = mls_load_plan_add(&job->plan, &id);
-        if (w == NULL) {
+        mls_load_item *item = mls_load_plan_add(&job->plan, &id);
+        if (item == NULL) {
             return MLSPY_REFUSE(job->state->errors[MLSPY_ERROR_NOT_FOUND],
                                 "Tensor '%.200U' not found in checkpoint", key);
         }
         job->results[i] = (load_result){.key = Py_NewRef(key)};
-        const mls_stored *opaque = w->tensor->facts->opaque;
+        const mls_stored *opaque = item->tensor->facts->opaque;
         if (opaque != NULL && check_core(job, mls_stored_check(opaque, &st), &st) < 0) {
             return -1;
         }
         if ((places != NULL
-                 ? take_place(job, PyList_GET_ITEM(places, i), w)
-                 : check_core(job, mls_load_item_select(w, how, &st), &st)) < 0) {
+                 ? take_place(job, PyList_GET_ITEM(places, i), item)
+                 : check_core(job, mls_load_item_select(item, how, &st), &st)) < 0) {
             return -1;
         }
     }
@@ -188,9 +189,8 @@ static int choose_parts(load_job *job, mls_section section, PyObject *keys,
 
 /* ---- loading: find stored ranges ---- */
 
-/* Find the stored ranges (pieces) of all parts without the GIL, before memory for the
- * result is allocated, and check the files in the folder. Returns -1 with an exception
- * set. */
+/* Find the stored ranges (pieces) of all parts, and check the files in the folder, before
+ * memory for the result is allocated. Returns -1 with an exception set. */
 static int find_pieces(load_job *job)
 {
     mls_status st;
@@ -210,8 +210,8 @@ static int find_pieces(load_job *job)
  * gets its own zeroed memory. */
 static size_t new_bytes(const void *context, size_t index)
 {
-    const mls_load_item *w = &((const load_job *)context)->plan.items[index];
-    return w->long_zeros ? 0 : mls_load_item_bytes(w);
+    const mls_load_item *item = &((const load_job *)context)->plan.items[index];
+    return item->long_zeros ? 0 : mls_load_item_bytes(item);
 }
 
 /* Return a new array for part `index`: in a shared block, or with its own memory if
@@ -219,12 +219,12 @@ static size_t new_bytes(const void *context, size_t index)
 static PyObject *new_array(const load_job *job, size_t index, mlspy_room *room,
                            bool alone)
 {
-    const mls_load_item *w = &job->plan.items[index];
-    const mls_dtype dtype = w->tensor->facts->dtype;
+    const mls_load_item *item = &job->plan.items[index];
+    const mls_dtype dtype = item->tensor->facts->dtype;
     size_t dims[MLS_LAYOUT_RANK];
-    const int rank = mls_part_dims(&w->part, dims);
-    return alone || w->long_zeros
-               ? mlspy_array_new(room, dtype, rank, dims, w->long_zeros)
+    const int rank = mls_part_dims(&item->part, dims);
+    return alone || item->long_zeros
+               ? mlspy_array_new(room, dtype, rank, dims, item->long_zeros)
                : mlspy_room_array(room, index, dtype, rank, dims);
 }
 
@@ -258,12 +258,12 @@ static PyObject *map_file(load_job *job, PyObject *capsules, bool links,
 
 /* Return a new array over the mapped file if the part is one contiguous range there, else
  * a new reference to None. NULL with an exception set. */
-static PyObject *mapped_array(load_job *job, const mls_load_item *w, PyObject *capsules,
-                              mlspy_room *room)
+static PyObject *mapped_array(load_job *job, const mls_load_item *item,
+                              PyObject *capsules, mlspy_room *room)
 {
     uint64_t offset;
     const mls_merged_index_shard *run =
-        mls_merged_index_run(&job->merged->merged, w->tensor, &w->part, &offset);
+        mls_merged_index_run(&job->merged->merged, item->tensor, &item->part, &offset);
     if (run == NULL) {
         return Py_NewRef(Py_None);
     }
@@ -273,8 +273,8 @@ static PyObject *mapped_array(load_job *job, const mls_load_item *w, PyObject *c
         return NULL;
     }
     size_t dims[MLS_LAYOUT_RANK];
-    const int rank = mls_part_dims(&w->part, dims);
-    return mlspy_array_over(room, w->tensor->facts->dtype, rank, dims,
+    const int rank = mls_part_dims(&item->part, dims);
+    return mlspy_array_over(room, item->tensor->facts->dtype, rank, dims,
                             mlspy_mapping_data(capsule) + offset, capsule);
 }
 
@@ -296,7 +296,7 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
     bool good = result != NULL && (!maps || capsules != NULL);
     enum { TOGETHER = 64 }; /* arrays for each update of the counter */
     for (size_t i = 0; good && i < job->plan.count; i++) {
-        load_result *w = &job->results[i];
+        load_result *entry = &job->results[i];
         PyObject *array = maps ? mapped_array(job, &job->plan.items[i], capsules, &room)
                                : Py_NewRef(Py_None);
         const bool read = array == Py_None;
@@ -304,13 +304,13 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
             Py_DECREF(array);
             array = new_array(job, i, &room, maps);
         }
-        w->array = array;
+        entry->array = array;
         if (array != NULL && read) {
             mls_load_plan_place(&job->plan, i, PyArray_DATA((PyArrayObject *)array),
                                 true);
             mls_load_plan_keep(&job->plan, i, &used);
         }
-        good = array != NULL && PyDict_SetItem(result, w->key, array) == 0;
+        good = array != NULL && PyDict_SetItem(result, entry->key, array) == 0;
         if (ready != NULL && i % TOGETHER == 0) {
             mls_ready_counter_advance(ready, used);
         }
@@ -547,13 +547,13 @@ static int keep_target(const load_job *job, size_t i, mlspy_view *view)
     return 0;
 }
 
-/* View the target `array` of part `w` for writing. The name for the error message is only
- * built on failure. Returns -1 with an exception set, and no owner. */
-static int view_array(const load_job *job, const mls_load_item *w, PyObject *array,
+/* View the target `array` of part `item` for writing. The name for the error message is
+ * only built on failure. Returns -1 with an exception set, and no owner. */
+static int view_array(const load_job *job, const mls_load_item *item, PyObject *array,
                       mlspy_view *out)
 {
     char label[MLS_NAME_BYTES];
-    const mls_str name = w->tensor->facts->id.name;
+    const mls_str name = item->tensor->facts->id.name;
     if (mlspy_view_quickly(job->state, array, true, out)) {
         return 0;
     }
@@ -741,20 +741,20 @@ static mls_index_pattern *find_patterns(const mlspy_merged_index *self,
     return patterns;
 }
 
-/* Return the places of a tensor as new bytes, with a pair (number of the index, group of
- * the shard in its pattern) for each shard: the key of its parts in the result of
- * select_parts. An index without a pattern is skipped. NULL with an exception set. */
-static PyObject *places_bytes(const mlspy_merged_index *self,
-                              const mls_index_pattern *patterns,
-                              const mls_merged_index_tensor *tensor)
+/* Return which indexes list a tensor, as a new bytes object: the memory of an array of
+ * mls_index_pattern_place, one for each shard. Python unpacks it, and select_parts uses
+ * it as a key. NULL with an exception set. */
+static PyObject *tensor_places(const mlspy_merged_index *self,
+                               const mls_index_pattern *patterns,
+                               const mls_merged_index_tensor *tensor)
 {
-    mls_json_writer b = {.most = (size_t)1 << 30};
+    mls_json_writer buf = {.most = (size_t)1 << 30}; /* used as a growing buffer */
     mls_index_pattern_places(self->indexes, patterns, self->index_count,
-                             &tensor->facts->id, &b);
-    PyObject *bytes = b.code == MLS_OK
-                          ? PyBytes_FromStringAndSize(b.data, (Py_ssize_t)b.length)
+                             &tensor->facts->id, &buf);
+    PyObject *bytes = buf.code == MLS_OK
+                          ? PyBytes_FromStringAndSize(buf.data, (Py_ssize_t)buf.length)
                           : PyErr_NoMemory();
-    mls_json_writer_fini(&b);
+    mls_json_writer_fini(&buf);
     return bytes;
 }
 
@@ -766,7 +766,7 @@ PyObject *mlspy_merged_index_places(mlspy_merged_index *self, PyObject *unused)
     PyObject *list =
         patterns == NULL ? NULL : PyList_New((Py_ssize_t)self->merged.tensor_count);
     MLSPY_PUT_EACH(list, i, self->merged.tensor_count,
-                   places_bytes(self, patterns, &self->merged.tensors[i]));
+                   tensor_places(self, patterns, &self->merged.tensors[i]));
     mls_index_patterns_free(patterns, self->index_count);
     return list;
 }
@@ -784,21 +784,21 @@ static PyObject *part_set_for(PyObject *dict, PyObject *key)
     return set;
 }
 
-/* Add the numbers of the stored parts that intersect the part of `w` to a set in `dict`:
- * the one under the places of the tensor, created if needed. At most `most` numbers are
- * added, as a layout may claim any number of parts. Returns -1 with an exception set. */
+/* Add the numbers of the stored parts that intersect the part of `item` to the set under
+ * tensor_places in `dict`, created if needed. At most `most` numbers are added, as a
+ * layout may claim any number of parts. Returns -1 with an exception set. */
 static int add_parts(const load_job *job, const mls_index_pattern *patterns,
-                     const mls_load_item *w, Py_ssize_t most, PyObject *dict)
+                     const mls_load_item *item, Py_ssize_t most, PyObject *dict)
 {
-    const mls_index_shard *facts = w->tensor->facts;
-    PyObject *key = places_bytes(job->merged, patterns, w->tensor);
+    const mls_index_shard *facts = item->tensor->facts;
+    PyObject *key = tensor_places(job->merged, patterns, item->tensor);
     PyObject *set = key == NULL ? NULL : part_set_for(dict, key);
-    mls_layout_intersection meeting;
+    mls_layout_intersection iter;
     size_t part;
     int failed = set == NULL ? -1 : 0;
-    mls_layout_intersection_init(&meeting, &facts->layout, facts->rank, facts->shape,
-                                 &w->part);
-    while (failed == 0 && most-- > 0 && mls_layout_intersection_next(&meeting, &part)) {
+    mls_layout_intersection_init(&iter, &facts->layout, facts->rank, facts->shape,
+                                 &item->part);
+    while (failed == 0 && most-- > 0 && mls_layout_intersection_next(&iter, &part)) {
         PyObject *number = PyLong_FromSize_t(part);
         failed = number == NULL ? -1 : PySet_Add(set, number);
         Py_XDECREF(number);
@@ -841,10 +841,10 @@ PyObject *mlspy_merged_index_select_parts(mlspy_merged_index *self, PyObject *co
  * the origin, an offset in the file; -1: not at all. They are computed by the same
  * function as in a load, but without destinations. Zeros that were not stored are not
  * read. */
-static void add_reads(const load_job *job, const mls_load_item *w, bool verify,
+static void add_reads(const load_job *job, const mls_load_item *item, bool verify,
                       PyObject **list)
 {
-    const size_t most = w->tensor->places;
+    const size_t most = item->tensor->places;
     const mls_read_scratch room = {mls_alloc(most, sizeof *room.stored),
                                    mls_alloc(most, sizeof *room.parts),
                                    mls_alloc(most, sizeof *room.pieces)};
@@ -854,15 +854,15 @@ static void add_reads(const load_job *job, const mls_load_item *w, bool verify,
         PyErr_NoMemory();
         Py_CLEAR(*list);
     } else if (check_core(job,
-                          mls_merged_index_pieces(&job->merged->merged, w->tensor,
-                                                  &w->part, NULL, &room, &count, &st),
+                          mls_merged_index_pieces(&job->merged->merged, item->tensor,
+                                                  &item->part, NULL, &room, &count, &st),
                           &st) < 0) {
         Py_CLEAR(*list);
     }
     for (size_t i = 0; *list != NULL && i < count; i++) {
         const mls_stored_shard *stored = &room.stored[i];
         if (stored->file != NULL) {
-            const mls_stored_reads e = mls_stored_reads_of(stored, &w->part, verify);
+            const mls_stored_reads e = mls_stored_reads_of(stored, &item->part, verify);
             mlspy_append(
                 list,
                 Py_BuildValue("(sKKKL)", stored->file, (unsigned long long)e.begin,

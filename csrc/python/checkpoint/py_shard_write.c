@@ -204,18 +204,19 @@ PyObject *core_shards_write(mlspy_state *state, PyObject *const *args)
                          &compress) < 0) {
         return NULL;
     }
-    mlspy_shard_items *g = take_job(state, args[1], args[2], pack_below, &job);
-    if (g == NULL || take_codec(compress, &job) < 0 ||
+    mlspy_shard_items *items = take_job(state, args[1], args[2], pack_below, &job);
+    if (items == NULL || take_codec(compress, &job) < 0 ||
         take_mode(state, args[7], &job.mode) < 0 ||
         (args[3] != Py_None &&
-         mlspy_merged_index_index(state, args[3], (int64_t)g->rank, &job.before) < 0)) {
+         mlspy_merged_index_index(state, args[3], (int64_t)items->rank, &job.before) <
+             0)) {
         return NULL;
     }
     job.sparse = sparse == Py_True;
     job.incremental = incremental == Py_True;
     job.codecs = mlspy_codecs();
     job.temporary = args[8] == Py_True;
-    return write_gathered(g, args[0], &job, args[5], args[6]);
+    return write_gathered(items, args[0], &job, args[5], args[6]);
 }
 
 /* shards_plan(generation, items, pack_below) -> bytes: the text of the index that

@@ -32,7 +32,7 @@ typedef struct mlspy_shard_items {
 
 /* Release arrays that the save does not read any more: all if `all` is set, else the
  * arrays of copied items. Names are kept. */
-void mlspy_shard_items_release(mlspy_shard_items *g, bool all);
+void mlspy_shard_items_release(mlspy_shard_items *items, bool all);
 
 /* Return the list in a capsule from shards_collect, which owns it, or NULL with an
  * exception set. */

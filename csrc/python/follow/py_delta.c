@@ -56,15 +56,17 @@ static PyObject *streams_of(mls_delta *delta, mls_dtype dtype)
     return Py_BuildValue("(NN)", gaps, values);
 }
 
+enum { GAPS, VALUES, STREAMS };
+
 /* A delta, and the views of its streams. Zero it, fill it, release it. */
 typedef struct delta_view {
-    mlspy_view streams[2]; /* gaps, values */
-    mls_delta delta;       /* borrows them */
+    mlspy_view streams[STREAMS];
+    mls_delta delta; /* borrows them */
 } delta_view;
 
 static void release_delta(delta_view *view)
 {
-    mlspy_views_release(view->streams, 2);
+    mlspy_views_release(view->streams, STREAMS);
 }
 
 /* View `array`, a vector in C order and native byte order; `label` names it in messages.
@@ -93,11 +95,12 @@ static int take_delta(const mlspy_state *state, PyObject *elements, PyObject *ga
     int64_t count;
     mls_status st;
     if (mlspy_take_int64(state, elements, "elements", &count) < 0 ||
-        take_vector(state, gaps, "gaps", false, &out->streams[0]) < 0 ||
-        take_vector(state, values, "values", false, &out->streams[1]) < 0) {
+        take_vector(state, gaps, "gaps", false, &out->streams[GAPS]) < 0 ||
+        take_vector(state, values, "values", false, &out->streams[VALUES]) < 0) {
         return -1;
     }
-    const mls_tensor *units = &out->streams[0].tensor, *items = &out->streams[1].tensor;
+    const mls_tensor *units = &out->streams[GAPS].tensor,
+                     *items = &out->streams[VALUES].tensor;
     if (count < 0 || (units->dtype != MLS_U8 && units->dtype != MLS_U16)) {
         return MLSPY_REFUSE(
             PyExc_ValueError,
@@ -156,7 +159,7 @@ PyObject *core_delta_encode(mlspy_state *state, PyObject *const *args)
 static int check_application(const mlspy_state *state, const delta_view *view,
                              const mls_tensor *target)
 {
-    const mls_tensor *values = &view->streams[1].tensor;
+    const mls_tensor *values = &view->streams[VALUES].tensor;
     mls_status st;
     if (mlspy_check(state, mls_delta_check_target(&view->delta, target, &st), &st) < 0) {
         return -1;
@@ -166,7 +169,7 @@ static int check_application(const mlspy_state *state, const delta_view *view,
             state, MLS_E_DTYPE, "a delta of %s does not belong to an array of %s",
             mls_dtype_of(values->dtype)->name, mls_dtype_of(target->dtype)->name);
     }
-    if (mls_tensor_overlap(target, &view->streams[0].tensor) ||
+    if (mls_tensor_overlap(target, &view->streams[GAPS].tensor) ||
         mls_tensor_overlap(target, values)) {
         return MLSPY_REFUSE(PyExc_ValueError, "target and delta must not share memory");
     }
@@ -214,7 +217,7 @@ PyObject *core_delta_apply(mlspy_state *state, PyObject *const *args)
         mlspy_take_bool(args[5], &checksum) == 0 &&
         check_application(state, &view, &target.tensor) == 0 &&
         (log == NULL || (undo = log_application(log, args[0], args[1],
-                                                &view.streams[1].tensor)) != NULL)) {
+                                                &view.streams[VALUES].tensor)) != NULL)) {
         PyThreadState *released = mlspy_leave_python(
             checksum ? mlspy_bytes(&target.tensor) : view.delta.values_bytes);
         mls_delta_apply(&view.delta, mlspy_crc(state), &target.tensor, undo,
@@ -237,11 +240,11 @@ PyObject *core_delta_compose(mlspy_state *state, PyObject *const *args)
     PyObject *result = NULL;
     if (take_delta(state, args[0], args[1], args[2], &views[0]) == 0 &&
         take_delta(state, args[0], args[3], args[4], &views[1]) == 0) {
-        const mls_dtype dtype = views[0].streams[1].tensor.dtype;
-        if (views[1].streams[1].tensor.dtype != dtype) {
+        const mls_dtype dtype = views[0].streams[VALUES].tensor.dtype;
+        if (views[1].streams[VALUES].tensor.dtype != dtype) {
             mlspy_raise_text(state, MLS_E_DTYPE, "deltas of %s and of %s do not compose",
                              mls_dtype_of(dtype)->name,
-                             mls_dtype_of(views[1].streams[1].tensor.dtype)->name);
+                             mls_dtype_of(views[1].streams[VALUES].tensor.dtype)->name);
         } else {
             PyThreadState *released = mlspy_leave_python(views[0].delta.values_bytes +
                                                          views[1].delta.values_bytes);
@@ -295,7 +298,7 @@ PyObject *core_delta_filter(mlspy_state *state, PyObject *const *args)
         mlspy_resume_python(released);
         result = mlspy_check(state, code, &st) < 0
                      ? NULL
-                     : streams_of(&delta, view.streams[1].tensor.dtype);
+                     : streams_of(&delta, view.streams[VALUES].tensor.dtype);
     }
     release_delta(&view);
     return result;

@@ -35,8 +35,8 @@ static void close_log(mlspy_prompt_log *self)
 }
 
 /* Begin a call: return the log, or NULL with ValueError set if it is closed. The caller
- * ends the call with leave. */
-static mls_prompt_log *enter(mlspy_prompt_log *self)
+ * ends the call with end_call. */
+static mls_prompt_log *begin_call(mlspy_prompt_log *self)
 {
     mls_prompt_log *log = NULL;
     MLSPY_BEGIN_LOCKED((PyObject *)self)
@@ -52,7 +52,7 @@ static mls_prompt_log *enter(mlspy_prompt_log *self)
 }
 
 /* End a call. The last one of a closed log frees it. */
-static void leave(mlspy_prompt_log *self)
+static void end_call(mlspy_prompt_log *self)
 {
     bool is_closed;
     MLSPY_BEGIN_LOCKED((PyObject *)self)
@@ -106,12 +106,12 @@ static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 static PyObject *log_close(mlspy_prompt_log *self, PyObject *unused)
 {
     (void)unused;
-    mls_prompt_log *log = enter(self);
+    mls_prompt_log *log = begin_call(self);
     if (log == NULL) {
         PyErr_Clear(); /* it is closed already */
     } else {
         MLSPY_WITHOUT_GIL(mls_prompt_log_save_index(log));
-        leave(self);
+        end_call(self);
         close_log(self);
     }
     Py_RETURN_NONE;
@@ -178,13 +178,13 @@ static PyObject *log_match(mlspy_prompt_log *self, PyObject *const *args,
         take_prefix(state, args, &prefix) < 0) {
         return NULL;
     }
-    mls_prompt_log *log = enter(self);
+    mls_prompt_log *log = begin_call(self);
     PyObject *result = NULL;
     if (log != NULL) {
         MLSPY_WITHOUT_GIL(code = mls_prompt_match_new(log, &prefix, &match, &st));
         result = code == MLS_OK ? mlspy_prompt_match_of(state, match, self->path)
                                 : mlspy_raise(state, &st, self->path);
-        leave(self);
+        end_call(self);
     }
     release_prefix(&prefix);
     return result;
@@ -209,7 +209,7 @@ static double read_seconds(void)
 /* Become the writer, and wait at most `timeout` seconds for another one. Returns 0, or -1
  * with StoreError (EBUSY) or another exception set. Signal handlers run between two
  * attempts. */
-static int lock(const mlspy_state *state, mlspy_prompt_log *self, double timeout)
+static int become_writer(const mlspy_state *state, mlspy_prompt_log *self, double timeout)
 {
     const double end = read_seconds() + timeout;
     for (;;) {
@@ -490,11 +490,12 @@ static PyObject *log_put(mlspy_prompt_log *self, PyObject *const *args, Py_ssize
         return NULL;
     }
     records = PySequence_Tuple(args[3]);
-    if (records != NULL && take_items(state, records, &all) == 0 && enter(self) != NULL) {
-        if (lock(state, self, timeout) == 0) {
+    if (records != NULL && take_items(state, records, &all) == 0 &&
+        begin_call(self) != NULL) {
+        if (become_writer(state, self, timeout) == 0) {
             result = put_locked(state, self, &prefix, &all, limit);
         }
-        leave(self);
+        end_call(self);
     }
     release_items(&all);
     Py_XDECREF(records);
@@ -553,11 +554,11 @@ static PyObject *mark_records(const mlspy_state *state, mlspy_prompt_log *self,
     mls_status st;
     mls_code code;
     size_t *hits = take_hits(match, numbers);
-    if (hits == NULL || enter(self) == NULL) {
+    if (hits == NULL || begin_call(self) == NULL) {
         mls_free(hits);
         return NULL;
     }
-    if (lock(state, self, timeout) == 0) {
+    if (become_writer(state, self, timeout) == 0) {
         const size_t count = (size_t)PyTuple_GET_SIZE(numbers);
         MLSPY_WITHOUT_GIL(code = mls_prompt_mark(self->log, match, hits, count, operation,
                                                  &changed, &st);
@@ -565,7 +566,7 @@ static PyObject *mark_records(const mlspy_state *state, mlspy_prompt_log *self,
         result = code == MLS_OK ? PyLong_FromSize_t(changed)
                                 : mlspy_raise(state, &st, self->path);
     }
-    leave(self);
+    end_call(self);
     mls_free(hits);
     return result;
 }
@@ -610,16 +611,16 @@ static PyObject *log_prune(mlspy_prompt_log *self, PyObject *const *args,
     PyObject *result = NULL;
     if (mlspy_take_count("prune", 2, count) < 0 ||
         take_limit(state, args[0], &limit) < 0 ||
-        mlspy_take_double(args[1], "timeout", &timeout) < 0 || enter(self) == NULL) {
+        mlspy_take_double(args[1], "timeout", &timeout) < 0 || begin_call(self) == NULL) {
         return NULL;
     }
-    if (lock(state, self, timeout) == 0) {
+    if (become_writer(state, self, timeout) == 0) {
         MLSPY_WITHOUT_GIL(code = mls_prompt_prune(self->log, limit, &freed, &st);
                           mls_prompt_unlock(self->log));
         result = code == MLS_OK ? PyLong_FromUnsignedLongLong(freed)
                                 : mlspy_raise(state, &st, self->path);
     }
-    leave(self);
+    end_call(self);
     return result;
 }
 
@@ -673,9 +674,9 @@ static PyObject *log_verify(mlspy_prompt_log *self, PyObject *unused)
 {
     (void)unused;
     PyObject *result = NULL;
-    if (enter(self) != NULL) {
+    if (begin_call(self) != NULL) {
         result = verify_log(mlspy_state_of_type(Py_TYPE(self)), self, false);
-        leave(self);
+        end_call(self);
     }
     return result;
 }
@@ -687,13 +688,14 @@ static PyObject *log_repair(mlspy_prompt_log *self, PyObject *argument)
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     double timeout = 0;
     PyObject *result = NULL;
-    if (mlspy_take_double(argument, "timeout", &timeout) < 0 || enter(self) == NULL) {
+    if (mlspy_take_double(argument, "timeout", &timeout) < 0 ||
+        begin_call(self) == NULL) {
         return NULL;
     }
-    if (lock(state, self, timeout) == 0) {
+    if (become_writer(state, self, timeout) == 0) {
         result = verify_log(state, self, true);
     }
-    leave(self);
+    end_call(self);
     return result;
 }
 
@@ -747,7 +749,7 @@ static PyObject *log_records(mlspy_prompt_log *self, PyObject *unused)
 {
     (void)unused;
     mls_status st;
-    mls_prompt_log *log = enter(self);
+    mls_prompt_log *log = begin_call(self);
     if (log == NULL) {
         return NULL;
     }
@@ -763,7 +765,7 @@ static PyObject *log_records(mlspy_prompt_log *self, PyObject *unused)
             Py_CLEAR(records.list);
         }
     }
-    leave(self);
+    end_call(self);
     return records.list;
 }
 
@@ -776,12 +778,12 @@ static PyObject *log_stats(mlspy_prompt_log *self, PyObject *unused)
     mls_prompt_stats stats = {0};
     mls_status st;
     mls_code code;
-    mls_prompt_log *log = enter(self);
+    mls_prompt_log *log = begin_call(self);
     if (log == NULL) {
         return NULL;
     }
     MLSPY_WITHOUT_GIL(code = mls_prompt_stats_of(log, &stats, &st));
-    leave(self);
+    end_call(self);
     if (code != MLS_OK) {
         return mlspy_raise(mlspy_state_of_type(Py_TYPE(self)), &st, self->path);
     }

@@ -124,8 +124,7 @@ static bool same_sizes(PyObject *a, PyObject *b)
  * if `dtypes`, the identical dtype object. False, without an exception, means that a full
  * comparison is needed. Most of the time is spent in the tensors' creation of the
  * shapes. */
-static bool same_attributes(const mlspy_state *state, PyObject *a, PyObject *b,
-                            bool dtypes)
+static bool surely_same(const mlspy_state *state, PyObject *a, PyObject *b, bool dtypes)
 {
     PyObject *const names[] = {state->names[MLSPY_NAME_SHAPE],
                                state->names[MLSPY_NAME_DTYPE]};
@@ -141,10 +140,11 @@ static bool same_attributes(const mlspy_state *state, PyObject *a, PyObject *b,
     return same;
 }
 
-/* Compares the shapes of two arrays by their attributes, or by views of their memory.
- * Returns 1 if they are equal, 0 if not, -1 with an exception set; `key` is their name,
- * for errors. */
-static int same_facts(const mlspy_state *state, PyObject *key, PyObject *a, PyObject *b)
+/* Compares the shapes of two arrays in full, by their attributes or by views of their
+ * memory. Returns 1 if they are equal, 0 if not, -1 with an exception set; `key` is their
+ * name, for errors. */
+static int same_viewed_shapes(const mlspy_state *state, PyObject *key, PyObject *a,
+                              PyObject *b)
 {
     /* no keys: metadata needs only the value, and the name for errors */
     mlspy_item first = {.value = a}, second = {.value = b};
@@ -178,9 +178,9 @@ static int has_shape(const mlspy_state *state, PyObject *key, PyObject *value,
                    ? 1
                    : 0;
     } else {
-        same = same_attributes(state, value, other_value, false)
+        same = surely_same(state, value, other_value, false)
                    ? 1
-                   : same_facts(state, key, value, other_value);
+                   : same_viewed_shapes(state, key, value, other_value);
     }
     Py_DECREF(other_value);
     return same;
@@ -222,7 +222,7 @@ static int has_same(const mlspy_state *state, PyObject *key, PyObject *value,
         PyArrayObject *a = (PyArrayObject *)value, *b = (PyArrayObject *)other_value;
         same = PyArray_SAMESHAPE(a, b) && same_descr(a, b);
     } else {
-        same = same_attributes(state, value, other_value, true);
+        same = surely_same(state, value, other_value, true);
     }
     Py_DECREF(other_value);
     return same ? 1 : 0;

@@ -368,7 +368,7 @@ static int compare_names(const void *a, const void *b)
 
 /* Calls update(memory), and consumes the reference to `memory`. Returns -1 with an
  * exception set, also if `memory` is NULL because making it failed. */
-static int feed(PyObject *update, PyObject *memory)
+static int pass_memory(PyObject *update, PyObject *memory)
 {
     PyObject *done = memory == NULL ? NULL : PyObject_CallOneArg(update, memory);
     Py_XDECREF(done);
@@ -383,8 +383,9 @@ static int feed_bytes(PyObject *update, const void *data, size_t bytes)
 {
     return bytes == 0
                ? 0
-               : feed(update, PyMemoryView_FromMemory((char *)(uintptr_t)data,
-                                                      (Py_ssize_t)bytes, PyBUF_READ));
+               : pass_memory(update,
+                             PyMemoryView_FromMemory((char *)(uintptr_t)data,
+                                                     (Py_ssize_t)bytes, PyBUF_READ));
 }
 
 /* Feeds the part of an item's stream before its elements. Returns -1 with an exception
@@ -428,7 +429,7 @@ static int feed_elements(const mlspy_state *state, PyObject *update,
 {
     mlspy_view view;
     if (!mlspy_has_core_dtype(item)) { /* only NumPy knows the layout of its elements */
-        return feed(update, mlspy_raw_bytes(state, item));
+        return pass_memory(update, mlspy_raw_bytes(state, item));
     }
     if (mlspy_view_item(state, item, "", false, &view) < 0) {
         return -1;

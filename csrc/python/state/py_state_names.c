@@ -114,7 +114,7 @@ static const name_index *index_in(PyObject *capsule)
 
 /* Parses the name of a layer, a str that is not empty and has no trailing dot; the text
  * is borrowed from it. Returns -1 with TypeError or ValueError set. */
-static int layer_name(PyObject *object, mls_str *out)
+static int take_layer_name(PyObject *object, mls_str *out)
 {
     if (mlspy_take_text(object, "layer name", out) < 0) {
         return -1;
@@ -157,7 +157,7 @@ static int fill_layer(PyObject *layer, PyObject *dict, PyObject *name,
                       const name_index *index)
 {
     mls_str path;
-    if (layer_name(name, &path) < 0) {
+    if (take_layer_name(name, &path) < 0) {
         return -1;
     }
     const uint32_t node = mls_name_tree_find(index->names, path);
@@ -229,15 +229,14 @@ PyObject *core_state_layer(mlspy_state *state, PyObject *const *args)
     return layer;
 }
 
-/* Returns whether layer_name accepts the path: "a..b" has a layer "a.", which it
- * refuses. */
+/* Returns whether a path can name a layer: the node "a." of "a..b" cannot. */
 static bool is_layer_name(mls_str path)
 {
     return path.length > 0 && path.data[path.length - 1] != '.';
 }
 
 /* Returns a new list of the paths of `count` nodes, whose positions in `nodes` are in
- * `layers`, without those that layer_name refuses. */
+ * `layers`, without those that is_layer_name refuses. */
 static PyObject *paths_list(const mls_name_node *nodes, const uint32_t *layers,
                             size_t count)
 {
@@ -309,7 +308,7 @@ PyObject *core_state_prefixed(mlspy_state *state, PyObject *const *args)
     (void)state;
     mls_str path;
     mlspy_items items;
-    if (layer_name(args[0], &path) < 0 ||
+    if (take_layer_name(args[0], &path) < 0 ||
         mlspy_items_of(args[1], "layer state", &items) < 0) {
         return NULL;
     }

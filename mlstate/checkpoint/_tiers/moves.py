@@ -274,7 +274,7 @@ class TierMoves:
             with self._changed:
                 self._insert(unit)
         for unit in units:
-            tier = next((p.marked for p in unit.parts if p.marked is not None), unit.tier)
+            tier = next((p.shard_tier for p in unit.parts if p.shard_tier is not None), unit.tier)
             if tier == Tier.COLD:
                 self._move(unit, tier)
             elif tier == Tier.HOT != unit.tier:

@@ -34,7 +34,7 @@ SECTIONS = ALL_SECTIONS[:2]  # units have no named states
 KEY = "tiers.unit"
 SUFFIX = ".safetensors"
 _CUT = "=~"  # marks a shortened file name
-_FACTS = ("layout", "index", "shape", "replica")  # of a Shard, without its array
+_SHARD_FIELDS = ("layout", "index", "shape", "replica")  # of a Shard, without its array
 
 
 def file_of(name: str) -> str:
@@ -69,13 +69,13 @@ class Part:
     __slots__ = (
         "array",
         "dtype",
-        "facts",
+        "is_counter",
         "is_tensor",
         "key",
-        "marked",
         "section",
         "shape",
-        "stays",
+        "shard_fields",
+        "shard_tier",
     )
 
     def __init__(self, section: int, key: str, value: Any) -> None:
@@ -85,19 +85,20 @@ class Part:
         """
         self.section = section
         self.key = key
-        self.facts: dict[str, Any] | None = None  # of a Shard: layout, index, shape, replica
-        self.marked: Tier | None = None  # the tier that a Shard gives
+        self.shard_fields: dict[str, Any] | None = None  # layout, index, shape, replica
+        self.shard_tier: Tier | None = None  # the tier that the user chose for a Shard
         if isinstance(value, Shard):
-            self.marked = None if value.tier is None else Tier(value.tier)
-            self.facts = {name: getattr(value, name) for name in _FACTS}
+            self.shard_tier = None if value.tier is None else Tier(value.tier)
+            self.shard_fields = {name: getattr(value, name) for name in _SHARD_FIELDS}
             value = value.array
         self.is_tensor = is_torch(value)
         self.array: Any = value if self.is_tensor else array_of(value)
         self.shape = tuple(self.array.shape)
         self.dtype = self.array.dtype
         is_on_device = self.is_tensor and self.array.device.type not in ("cpu", "meta")
-        # optimizers keep counters in main memory, if they are not fused or captured on a device
-        self.stays = section == 1 and not self.shape and not is_on_device
+        # it does not move with its unit: optimizers keep counters in main memory, if they are not
+        # fused or captured on a device
+        self.is_counter = section == 1 and not self.shape and not is_on_device
 
     @property
     def state(self) -> str:
@@ -135,15 +136,15 @@ class Part:
 
     def shard(self, array: Any, tier: Tier) -> Shard:
         """Return an array as the `Shard` that a checkpoint stores for this part."""
-        return Shard(array, tier=tier, **(self.facts or {}))
+        return Shard(array, tier=tier, **(self.shard_fields or {}))
 
     def describe(self) -> dict[str, Any]:
         """Return properties of this part that the header lacks, as JSON: name, torch, `Shard`."""
         about: dict[str, Any] = {"name": self.stored}
         if self.is_tensor:
             about["torch"] = True
-        if self.facts is not None:
-            about |= {**self.facts, "layout": self.facts["layout"].steps}
+        if self.shard_fields is not None:
+            about |= {**self.shard_fields, "layout": self.shard_fields["layout"].steps}
         return about
 
 
@@ -318,7 +319,7 @@ def _value_of(about: Mapping[str, Any], array: object) -> Any:
     if "layout" not in about:
         return array
     layout = Layout([(axis, parts) for axis, parts in about["layout"]])
-    facts = {name: about[name] for name in _FACTS}
+    facts = {name: about[name] for name in _SHARD_FIELDS}
     return Shard(array, **{**facts, "layout": layout})
 
 
@@ -370,7 +371,7 @@ def arrays_in(unit: Unit, to: Tier, path: str, device: Any) -> list[Any] | None:
     if device is not None and to == Tier.HOT:
         on_device = backend_named("torch", TierBackend).on_device
         pairs = zip(unit.parts, arrays, strict=True)
-        return [array if part.stays else on_device(array, device) for part, array in pairs]
+        return [array if part.is_counter else on_device(array, device) for part, array in pairs]
     if device is not None and unit.tier == Tier.HOT:
         _copy_from_device(unit.parts, arrays)
     if to == Tier.COLD:
@@ -393,7 +394,7 @@ def _copy_from_device(parts: list[Part], arrays: list[Any]) -> None:
 
     `arrays`: of the parts. Parts that stay, and NumPy arrays, are in main memory.
     """
-    moving = [k for k, part in enumerate(parts) if is_torch(arrays[k]) and not part.stays]
+    moving = [k for k, part in enumerate(parts) if is_torch(arrays[k]) and not part.is_counter]
     copies = backend_named("torch", TierBackend).in_memory([arrays[k] for k in moving])
     for k, copy in zip(moving, copies, strict=True):
         arrays[k] = copy

@@ -69,14 +69,14 @@ class TieredUnit:
         return ", ".join([f"TieredUnit: {self.name}", str(self.tier), *texts])
 
 
-def _check(unit: Unit, part: Part, array: Array) -> Part:
+def _replacing_part(unit: Unit, part: Part, array: Array) -> Part:
     """Return a part that holds the user's replacement `array` for `part`.
 
     Raises CompatibilityError if shape, dtype or kind (array or tensor) differ.
     """
     checked = Part(part.section, part.key, array)
-    facts = [(p.shape, p.dtype, p.dtype_name, p.is_tensor) for p in (checked, part)]
-    if facts[0] != facts[1]:
+    new, old = ((p.shape, p.dtype, p.dtype_name, p.is_tensor) for p in (checked, part))
+    if new != old:
         kind = "tensor" if part.is_tensor else "array"
         error = CompatibilityError(
             f"{part.key!r} is a {kind} of {part.dtype_name} {part.shape}, and was replaced by one "
@@ -123,9 +123,11 @@ def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, object]) -> Non
             new: Any = states.get(part.state, part.array)
             if new is not part.array:
                 array = new if array is part.array else array
-                part = _check(unit, part, new)  # the optimizer refers to this tensor from now on
+                part = _replacing_part(
+                    unit, part, new
+                )  # the optimizer refers to this tensor from now on
         if array is not part.array:
-            replaced.append((part, _check(unit, part, array).elements))
+            replaced.append((part, _replacing_part(unit, part, array).elements))
         parts.append(part)
     for name, array in arrays.items():
         if not isinstance(name, str) or not name or "." in name:

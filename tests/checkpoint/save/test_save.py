@@ -18,7 +18,7 @@ from thread_team import calling_in_background
 from tries import tries
 
 import mlstate
-from mlstate import ModelStateDict, OptimizerStateDict, StateDict
+from mlstate import ModelStateDict, OptimizerStateDict, StateDict, _core
 from mlstate._common.caller import find_caller
 from mlstate.checkpoint import CheckpointManager, Layout, Shard, inspect, reshard
 from mlstate.errors import CheckpointWarning
@@ -836,6 +836,12 @@ def test_readers_see_one_checkpoint_or_the_other_while_it_is_replaced(path):
         for i in range(1, 40):
             mlstate.save(path, state(i), pack_below_bytes=0)
     assert seen
+
+
+@pytest.mark.parametrize("rank", [-1, 17])
+def test_projecting_a_layout_names_an_impossible_number_of_dimensions(rank):
+    with pytest.raises(ValueError, match=f"rank must be from 0 to 16, not {rank}"):
+        _core.layout_project(((0, 2),), 1, rank, None)
 
 
 def test_layout_parts_match_numpy_slices():

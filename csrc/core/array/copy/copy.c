@@ -315,15 +315,15 @@ static mls_store_operation operation_of(const copier *c)
 void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tensor *src,
               mls_destination destination)
 {
-    mls_strided_iter w;
-    if (!mls_strided_iter_init(&w, dst, src)) {
+    mls_strided_iter iter;
+    if (!mls_strided_iter_init(&iter, dst, src)) {
         return;
     }
     copier c = copier_for(kernels, dst, src);
     c.is_fresh = destination.is_fresh;
-    const size_t count = w.length;
-    const ptrdiff_t dst_stride = w.a_step;
-    const ptrdiff_t src_stride = w.b_step;
+    const size_t count = iter.length;
+    const ptrdiff_t dst_stride = iter.a_step;
+    const ptrdiff_t src_stride = iter.b_step;
     /* packed on both sides and in this machine's byte order: kernels can copy the run */
     const bool run = dst_stride == (ptrdiff_t)c.dst_item &&
                      src_stride == (ptrdiff_t)c.src_item && !c.dst_swapped &&
@@ -339,7 +339,7 @@ void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tenso
         } else {
             copy_chunks(&c, to, dst_stride, from, src_stride, count);
         }
-    } while (mls_strided_iter_next(&w, &dst_at, &src_at));
+    } while (mls_strided_iter_next(&iter, &dst_at, &src_at));
     mls_store_end(&trial);
 }
 
@@ -394,12 +394,12 @@ static void fill_run(const mls_kernels *kernels, mls_store_trial *trial,
 void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element element,
               mls_destination destination)
 {
-    mls_strided_iter w;
-    if (!mls_strided_iter_init(&w, dst, NULL)) {
+    mls_strided_iter iter;
+    if (!mls_strided_iter_init(&iter, dst, NULL)) {
         return;
     }
-    const size_t count = w.length;
-    const ptrdiff_t stride = w.a_step;
+    const size_t count = iter.length;
+    const ptrdiff_t stride = iter.a_step;
     const uint64_t pattern = mls_element_pattern(element);
     const bool run = stride == (ptrdiff_t)element.size;
     mls_store_trial trial =
@@ -414,6 +414,6 @@ void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element ele
                 memcpy(to, element.bytes, element.size);
             }
         }
-    } while (mls_strided_iter_next(&w, &at, &unused));
+    } while (mls_strided_iter_next(&iter, &at, &unused));
     mls_store_end(&trial);
 }

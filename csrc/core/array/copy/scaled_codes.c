@@ -6,6 +6,7 @@
 #include "array/copy/scaled_codes.h"
 
 #include "array/float_convert.h"
+#include "base/size.h"
 
 #include <stdint.h>
 #include <string.h>
@@ -52,7 +53,7 @@ static bool is_dense(const mls_tensor *t, int axis)
 
 /* Return whether an axis of `blocks` blocks, of `block` indices each, has the indices
  * first .. first + count - 1. */
-static bool covers(size_t blocks, size_t block, size_t first, size_t count)
+static bool covers_range(size_t blocks, size_t block, size_t first, size_t count)
 {
     return count == 0 ||
            (first <= SIZE_MAX - count && (first + count - 1) / block < blocks);
@@ -66,7 +67,7 @@ static bool has_codes(const mls_tensor *values, const mls_scaled_codes *codes)
     const size_t in_byte = is_packed(codes) ? 2 : 1;
     return bytes->rank == 3 && bytes->shape[0] == values->shape[0] &&
            bytes->shape[1] == values->shape[1] && is_dense(bytes, 2) &&
-           covers(bytes->shape[2], in_byte, codes->skip, values->shape[2]);
+           covers_range(bytes->shape[2], in_byte, codes->skip, values->shape[2]);
 }
 
 /* Return whether the view of scales, if there is one, has a scale for the block of each
@@ -77,10 +78,10 @@ static bool has_scales(const mls_tensor *values, const mls_scaled_codes *codes)
     return scales->data == NULL ||
            (scales->rank == 3 && scales->shape[0] == values->shape[0] &&
             codes->block_rows > 0 && codes->block_columns > 0 &&
-            covers(scales->shape[1], codes->block_rows, codes->first_row,
-                   values->shape[1]) &&
-            covers(scales->shape[2], codes->block_columns, codes->first_column,
-                   values->shape[2]));
+            covers_range(scales->shape[1], codes->block_rows, codes->first_row,
+                         values->shape[1]) &&
+            covers_range(scales->shape[2], codes->block_columns, codes->first_column,
+                         values->shape[2]));
 }
 
 /* Check that values, codes and scales belong together. Check dtypes first (MLS_E_DTYPE),
@@ -151,11 +152,6 @@ static const unsigned char *at_index(const mls_tensor *t, size_t i, size_t j, si
            (ptrdiff_t)k * t->strides[2];
 }
 
-static size_t least(size_t a, size_t b)
-{
-    return a < b ? a : b;
-}
-
 /* Decode `count` codes of the row of codes at `row`, from code number `first` on, with
  * one scale, to every `step`-th float of `out`. Two 4-bit codes share a byte; the first
  * has the lower bits. */
@@ -200,7 +196,7 @@ static void decode_row(const decode_job *j, size_t matrix, size_t row, size_t fr
         const size_t column = codes->first_column + at;
         const size_t block = column / codes->block_columns;
         const size_t left = codes->block_columns - column % codes->block_columns;
-        const size_t count = least(left, to - at);
+        const size_t count = mls_size_least(left, to - at);
         float scale;
         memcpy(&scale, at_index(&codes->scales, matrix, block_row, block), sizeof scale);
         decode_run(j, bytes, codes->skip + at, count, scale, out + (at - from) * step,
@@ -233,8 +229,8 @@ static void decode_tile(void *context, size_t index)
     const size_t row_tile = index / j->column_tiles % j->row_tiles;
     const size_t matrix = index / j->column_tiles / j->row_tiles;
     const size_t row = row_tile * j->rows, column = column_tile * j->columns;
-    const size_t rows = least(j->rows, values->shape[1] - row);
-    const size_t columns = least(j->columns, values->shape[2] - column);
+    const size_t rows = mls_size_least(j->rows, values->shape[1] - row);
+    const size_t columns = mls_size_least(j->columns, values->shape[2] - column);
     float tile[TILE];
     for (size_t r = 0; r < rows; r++) {
         float *out = j->by_columns ? tile + r : tile + r * j->columns;

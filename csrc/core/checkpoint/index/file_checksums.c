@@ -20,36 +20,39 @@ enum { LENGTH_BYTES = 8 }; /* length field before a header */
 
 /* Return the offset at which part `part` of the file ends: where the next one starts, or
  * the end of the file. */
-static uint64_t part_end(const mls_file_checksums *r, size_t part)
+static uint64_t part_end(const mls_file_checksums *record, size_t part)
 {
-    return part + 1 < r->count ? r->starts[part + 1] : r->bytes;
+    return part + 1 < record->count ? record->starts[part + 1] : record->bytes;
 }
 
-/* Report that the parts of record `r` do not cover its file. Returns MLS_E_FORMAT. */
-static mls_code fail_parts(const mls_file_checksums *r, mls_status *st)
+/* Report that the parts of record `record` do not cover its file. Returns MLS_E_FORMAT.
+ */
+static mls_code fail_parts(const mls_file_checksums *record, mls_status *st)
 {
     return mls_fail(st, MLS_E_FORMAT, "its checksums do not cover its %llu bytes",
-                    (unsigned long long)r->bytes);
+                    (unsigned long long)record->bytes);
 }
 
 /* Count the blocks of all parts: `first[i]` receives the number of blocks before part i,
- * so `first` needs room for `r->count` elements. MLS_E_FORMAT: the parts do not cover the
- * file in order, or a block lacks its checksum. */
-static mls_code count_blocks(const mls_file_checksums *r, size_t *first, mls_status *st)
+ * so `first` needs room for `record->count` elements. MLS_E_FORMAT: the parts do not
+ * cover the file in order, or a block lacks its checksum. */
+static mls_code count_blocks(const mls_file_checksums *record, size_t *first,
+                             mls_status *st)
 {
     uint64_t blocks = 0; /* cannot wrap: a block has at least one byte */
-    for (size_t i = 0; i < r->count; i++) {
-        const uint64_t end = part_end(r, i);
-        if (r->starts[i] >= end || end > r->bytes || (i == 0 && r->starts[0] != 0)) {
-            return fail_parts(r, st);
+    for (size_t i = 0; i < record->count; i++) {
+        const uint64_t end = part_end(record, i);
+        if (record->starts[i] >= end || end > record->bytes ||
+            (i == 0 && record->starts[0] != 0)) {
+            return fail_parts(record, st);
         }
         first[i] = (size_t)blocks;
-        blocks += (end - r->starts[i] - 1) / MLS_SAFETENSORS_BLOCK + 1;
-        if (blocks > r->crc_count) {
-            return fail_parts(r, st);
+        blocks += (end - record->starts[i] - 1) / MLS_SAFETENSORS_BLOCK + 1;
+        if (blocks > record->crc_count) {
+            return fail_parts(record, st);
         }
     }
-    return blocks == r->crc_count ? MLS_OK : fail_parts(r, st);
+    return blocks == record->crc_count ? MLS_OK : fail_parts(record, st);
 }
 
 /* Report a changed header; `offset` is the damaged block's offset in the file. Returns
@@ -63,14 +66,14 @@ static mls_code fail_header(uint64_t offset, mls_status *st)
     return MLS_E_CHECKSUM;
 }
 
-/* Read the header, part 0 of record `r`, from `fd` and compare its blocks with the
+/* Read the header, part 0 of record `record`, from `fd` and compare its blocks with the
  * record. `block` is scratch memory for one block. MLS_E_CHECKSUM: a block differs.
  * MLS_E_FORMAT: part 0 is not the length field with the header. */
-static mls_code compare_header(int fd, const mls_file_checksums *r,
+static mls_code compare_header(int fd, const mls_file_checksums *record,
                                const mls_crc_kernels *crc, unsigned char *block,
                                mls_status *st)
 {
-    const uint64_t end = part_end(r, 0);
+    const uint64_t end = part_end(record, 0);
     for (uint64_t at = 0; at < end; at += MLS_SAFETENSORS_BLOCK) {
         const uint64_t left = end - at;
         const size_t length =
@@ -79,7 +82,7 @@ static mls_code compare_header(int fd, const mls_file_checksums *r,
         if (code != MLS_OK) {
             return code;
         }
-        if (crc->update(0, block, length) != r->crcs[at / MLS_SAFETENSORS_BLOCK]) {
+        if (crc->update(0, block, length) != record->crcs[at / MLS_SAFETENSORS_BLOCK]) {
             return fail_header(at, st);
         }
         if (at == 0 &&
@@ -94,38 +97,39 @@ static mls_code compare_header(int fd, const mls_file_checksums *r,
 
 /* Report that the file now has `bytes` bytes, which differs from its record. Returns
  * MLS_E_FORMAT. */
-static mls_code fail_size(uint64_t bytes, const mls_file_checksums *r, mls_status *st)
+static mls_code fail_size(uint64_t bytes, const mls_file_checksums *record,
+                          mls_status *st)
 {
     mls_fail(st, MLS_E_FORMAT,
              "the file has changed since its checksums were written: it has %llu bytes, "
              "and had %llu",
-             (unsigned long long)bytes, (unsigned long long)r->bytes);
-    mls_status_expected(st, "%llu", (unsigned long long)r->bytes);
+             (unsigned long long)bytes, (unsigned long long)record->bytes);
+    mls_status_expected(st, "%llu", (unsigned long long)record->bytes);
     return mls_status_got(st, "%llu", (unsigned long long)bytes);
 }
 
-/* Compare the size and the header of the file `name` in `folder` with its record `r`. The
- * bytes of tensors are not read. `block` is scratch memory for one block. MLS_E_FORMAT:
- * the size differs, or the record's parts do not cover the file; MLS_E_CHECKSUM: the
- * header differs; MLS_E_IO, MLS_E_MEMORY. */
+/* Compare the size and the header of the file `name` in `folder` with its record
+ * `record`. The bytes of tensors are not read. `block` is scratch memory for one block.
+ * MLS_E_FORMAT: the size differs, or the record's parts do not cover the file;
+ * MLS_E_CHECKSUM: the header differs; MLS_E_IO, MLS_E_MEMORY. */
 static mls_code compare_file(const char *folder, const char *name,
-                             const mls_file_checksums *r, const mls_crc_kernels *crc,
+                             const mls_file_checksums *record, const mls_crc_kernels *crc,
                              unsigned char *block, mls_status *st)
 {
     int fd;
     uint64_t bytes;
     const size_t length = strlen(folder) + strlen(name) + 2;
     char *path = mls_alloc(length, 1);
-    size_t *first = mls_alloc(r->count, sizeof *first);
+    size_t *first = mls_alloc(record->count, sizeof *first);
     mls_code code = MLS_OK;
     if (path == NULL || first == NULL) {
-        code = mls_fail(st, MLS_E_MEMORY, "no memory for %zu parts", r->count);
-    } else if ((code = count_blocks(r, first, st)) == MLS_OK) {
+        code = mls_fail(st, MLS_E_MEMORY, "no memory for %zu parts", record->count);
+    } else if ((code = count_blocks(record, first, st)) == MLS_OK) {
         snprintf(path, length, "%s/%s", folder, name);
         code = mls_file_open(path, &fd, &bytes, st);
         if (code == MLS_OK) {
-            code = bytes == r->bytes ? compare_header(fd, r, crc, block, st)
-                                     : fail_size(bytes, r, st);
+            code = bytes == record->bytes ? compare_header(fd, record, crc, block, st)
+                                          : fail_size(bytes, record, st);
             (void)close(fd);
         }
     }
@@ -155,14 +159,14 @@ mls_code mls_file_checksums_compare(const mls_file_checksums *records, const cha
     return code;
 }
 
-/* Return the index of the part of `r` that has exactly the bytes of `shard`, or
+/* Return the index of the part of `record` that has exactly the bytes of `shard`, or
  * SIZE_MAX. */
-static size_t find_part(const mls_file_checksums *r, const mls_index_shard *shard)
+static size_t find_part(const mls_file_checksums *record, const mls_index_shard *shard)
 {
     size_t at;
-    MLS_FIND_FIRST(at, r->count, r->starts[at] >= shard->offset);
-    return at < r->count && r->starts[at] == shard->offset &&
-                   part_end(r, at) - r->starts[at] == shard->bytes
+    MLS_FIND_FIRST(at, record->count, record->starts[at] >= shard->offset);
+    return at < record->count && record->starts[at] == shard->offset &&
+                   part_end(record, at) - record->starts[at] == shard->bytes
                ? at
                : SIZE_MAX;
 }
@@ -170,13 +174,14 @@ static size_t find_part(const mls_file_checksums *r, const mls_index_shard *shar
 /* Check that each tensor that has bytes and a record is exactly one part of its record.
  * Nothing is changed, so that a failure leaves the index as it was. On failure `*failed`
  * is the number of the file. MLS_E_FORMAT. */
-static mls_code compare_tensors(const mls_index *x, const mls_file_checksums *records,
+static mls_code compare_tensors(const mls_index *index, const mls_file_checksums *records,
                                 size_t *failed, mls_status *st)
 {
-    for (size_t i = 0; i < x->shard_count; i++) {
-        const mls_index_shard *shard = &x->shards[i];
-        const mls_file_checksums *r = &records[shard->file];
-        if (r->count > 0 && shard->bytes > 0 && find_part(r, shard) == SIZE_MAX) {
+    for (size_t i = 0; i < index->shard_count; i++) {
+        const mls_index_shard *shard = &index->shards[i];
+        const mls_file_checksums *record = &records[shard->file];
+        if (record->count > 0 && shard->bytes > 0 &&
+            find_part(record, shard) == SIZE_MAX) {
             *failed = shard->file;
             mls_fail(st, MLS_E_FORMAT,
                      "its checksums are not those of this tensor: write them again");
@@ -190,16 +195,17 @@ static mls_code compare_tensors(const mls_index *x, const mls_file_checksums *re
  * the old one is freed. They come from a file's record, otherwise from its header. A
  * tensor with neither keeps none. `firsts[file][part]` is the number of blocks before a
  * part. */
-static void use_records(mls_index *x, const mls_file_checksums *records,
+static void use_records(mls_index *index, const mls_file_checksums *records,
                         const size_t *const *firsts, uint32_t *crcs)
 {
-    for (size_t i = 0; i < x->shard_count; i++) {
-        mls_index_shard *shard = &x->shards[i];
-        const mls_file_checksums *r = &records[shard->file];
+    for (size_t i = 0; i < index->shard_count; i++) {
+        mls_index_shard *shard = &index->shards[i];
+        const mls_file_checksums *record = &records[shard->file];
         const size_t blocks = mls_safetensors_blocks(shard->bytes);
         const uint32_t *from = shard->crcs;
-        if (r->count > 0) {
-            from = r->crcs + (blocks == 0 ? 0 : firsts[shard->file][find_part(r, shard)]);
+        if (record->count > 0) {
+            from = record->crcs +
+                   (blocks == 0 ? 0 : firsts[shard->file][find_part(record, shard)]);
         }
         if (from == NULL) {
             continue;
@@ -209,29 +215,29 @@ static void use_records(mls_index *x, const mls_file_checksums *records,
         shard->crc = mls_safetensors_join_crcs(crcs, shard->bytes);
         crcs += blocks;
     }
-    mls_free(x->crcs);
+    mls_free(index->crcs);
 }
 
 /* For each file with a record, set `firsts[file]` to a new array: the number of blocks
  * before each part. Otherwise it stays NULL. On failure `*failed` is the number of the
  * file, and the caller frees the arrays. MLS_E_FORMAT: the file's size is not the
  * recorded one, or the record's parts do not cover the file. MLS_E_MEMORY. */
-static mls_code number_blocks(const mls_index *x, const mls_file_checksums *records,
+static mls_code number_blocks(const mls_index *index, const mls_file_checksums *records,
                               size_t **firsts, size_t *failed, mls_status *st)
 {
-    for (size_t i = 0; i < x->file_count; i++) {
-        const mls_file_checksums *r = &records[i];
+    for (size_t i = 0; i < index->file_count; i++) {
+        const mls_file_checksums *record = &records[i];
         *failed = i;
-        if (r->count == 0) {
+        if (record->count == 0) {
             continue;
         }
-        firsts[i] = mls_alloc(r->count, sizeof *firsts[i]);
+        firsts[i] = mls_alloc(record->count, sizeof *firsts[i]);
         if (firsts[i] == NULL) {
-            return mls_fail(st, MLS_E_MEMORY, "no memory for %zu parts", r->count);
+            return mls_fail(st, MLS_E_MEMORY, "no memory for %zu parts", record->count);
         }
-        const mls_code code = x->files[i].bytes == r->bytes
-                                  ? count_blocks(r, firsts[i], st)
-                                  : fail_size(x->files[i].bytes, r, st);
+        const mls_code code = index->files[i].bytes == record->bytes
+                                  ? count_blocks(record, firsts[i], st)
+                                  : fail_size(index->files[i].bytes, record, st);
         if (code != MLS_OK) {
             return code;
         }

@@ -151,12 +151,12 @@ mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
 
 /* Append the start of a shard's JSON object (tensor, part and version) without the
  * closing brace. Headers of shard files contain the same text. */
-void mls_index_put_shard(mls_json_writer *b, const mls_index_shard *shard);
+void mls_index_put_shard(mls_json_writer *json, const mls_index_shard *shard);
 
 /* Append the members of a layer except its place in a file, each with a leading comma:
  * "row" and "rows" unless the layer is full, "codec" and "frames" if it is compressed.
  * Headers of shard files contain the same text. */
-void mls_index_put_layer(mls_json_writer *b, const mls_layer *layer);
+void mls_index_put_layer(mls_json_writer *json, const mls_layer *layer);
 
 /* Return whether a path is a valid path of a shard file, such as "params/x.safetensors":
  * one folder and one file. Paths from an untrusted index therefore

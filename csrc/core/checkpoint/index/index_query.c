@@ -279,13 +279,13 @@ static mls_code fail_shard(const mls_index_shard *shard, const char *problem,
 
 /* Sort the shards by id and part. MLS_E_FORMAT: a part is listed twice. Indexes that we
  * write are sorted already; others may not be. */
-static mls_code sort_shards(const mls_index *x, mls_status *st)
+static mls_code sort_shards(const mls_index *index, mls_status *st)
 {
-    const bool may_repeat =
-        sort_unless_sorted(x->shards, x->shard_count, sizeof *x->shards, compare_shards);
-    for (size_t i = 1; may_repeat && i < x->shard_count; i++) {
-        if (mls_index_compare(&x->shards[i - 1], &x->shards[i]) == 0) {
-            return fail_shard(&x->shards[i], "\"part\" appears twice", st);
+    const bool may_repeat = sort_unless_sorted(index->shards, index->shard_count,
+                                               sizeof *index->shards, compare_shards);
+    for (size_t i = 1; may_repeat && i < index->shard_count; i++) {
+        if (mls_index_compare(&index->shards[i - 1], &index->shards[i]) == 0) {
+            return fail_shard(&index->shards[i], "\"part\" appears twice", st);
         }
     }
     return MLS_OK;
@@ -328,20 +328,20 @@ static int compare_places(const void *a, const void *b)
 
 /* Check that no path is listed twice. Pointers are sorted instead of the files, because
  * shards refer to files by their index. MLS_E_FORMAT, MLS_E_MEMORY. */
-static mls_code check_files(const mls_index *x, mls_status *st)
+static mls_code check_files(const mls_index *index, mls_status *st)
 {
-    const void **sorted = mls_alloc(x->file_count, sizeof *sorted);
+    const void **sorted = mls_alloc(index->file_count, sizeof *sorted);
     mls_code code = MLS_OK;
     if (sorted == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for an index of %zu files",
-                        x->file_count);
+                        index->file_count);
     }
-    for (size_t i = 0; i < x->file_count; i++) {
-        sorted[i] = &x->files[i];
+    for (size_t i = 0; i < index->file_count; i++) {
+        sorted[i] = &index->files[i];
     }
     const bool may_repeat =
-        sort_unless_sorted(sorted, x->file_count, sizeof *sorted, compare_paths);
-    for (size_t i = 1; may_repeat && code == MLS_OK && i < x->file_count; i++) {
+        sort_unless_sorted(sorted, index->file_count, sizeof *sorted, compare_paths);
+    for (size_t i = 1; may_repeat && code == MLS_OK && i < index->file_count; i++) {
         const mls_index_file *file = sorted[i];
         if (compare_paths(&sorted[i - 1], &sorted[i]) == 0) {
             code = fail_shard(NULL, "\"path\" appears twice among the files", st);
@@ -354,11 +354,11 @@ static mls_code check_files(const mls_index *x, mls_status *st)
 
 /* Store in `out` all places that have bytes, and return their number; `out` NULL only
  * counts. */
-static size_t list_places(const mls_index *x, shard_place *out)
+static size_t list_places(const mls_index *index, shard_place *out)
 {
     size_t count = 0;
-    for (size_t i = 0; i < x->shard_count; i++) {
-        const mls_index_shard *shard = &x->shards[i];
+    for (size_t i = 0; i < index->shard_count; i++) {
+        const mls_index_shard *shard = &index->shards[i];
         const bool has_layers = shard->layers != NULL;
         const size_t places = has_layers ? shard->layers->count : shard->bytes > 0;
         for (size_t j = 0; j < places; j++, count++) {
@@ -374,16 +374,16 @@ static size_t list_places(const mls_index *x, shard_place *out)
 /* Check that no byte of a file belongs to two places. So reading all places reads at most
  * the size of the files. MLS_E_FORMAT names the later of two shards that overlap.
  * MLS_E_MEMORY. */
-static mls_code check_overlaps(const mls_index *x, mls_status *st)
+static mls_code check_overlaps(const mls_index *index, mls_status *st)
 {
-    const size_t count = list_places(x, NULL);
+    const size_t count = list_places(index, NULL);
     shard_place *sorted = mls_alloc(count, sizeof *sorted);
     mls_code code = MLS_OK;
     if (sorted == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for an index of %zu shards",
-                        x->shard_count);
+                        index->shard_count);
     }
-    (void)list_places(x, sorted);
+    (void)list_places(index, sorted);
     (void)sort_unless_sorted(sorted, count, sizeof *sorted, compare_places);
     for (size_t i = 1; code == MLS_OK && i < count; i++) {
         const shard_place *before = &sorted[i - 1], *next = &sorted[i];
@@ -406,13 +406,13 @@ static mls_code check_overlaps(const mls_index *x, mls_status *st)
 /* Check that the total uncompressed bytes of all shards, which a manifest records, fit an
  * int64. Files limit the stored bytes, but sparse shards may have any number of zeros.
  * MLS_E_FORMAT. */
-static mls_code check_sum(const mls_index *x, mls_status *st)
+static mls_code check_sum(const mls_index *index, mls_status *st)
 {
     uint64_t sum = 0;
-    for (size_t i = 0; i < x->shard_count; i++) {
-        if (!mls_u64_add(sum, x->shards[i].bytes, &sum) || sum > INT64_MAX) {
-            return fail_shard(&x->shards[i], "\"shape\" gives too many bytes in total",
-                              st);
+    for (size_t i = 0; i < index->shard_count; i++) {
+        if (!mls_u64_add(sum, index->shards[i].bytes, &sum) || sum > INT64_MAX) {
+            return fail_shard(&index->shards[i],
+                              "\"shape\" gives too many bytes in total", st);
         }
     }
     return MLS_OK;

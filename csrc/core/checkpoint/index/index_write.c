@@ -22,124 +22,124 @@
 
 /* A member with any string as its value. Keys include their comma, quotes and colon, so
  * that a member takes two appends and no format string is parsed. */
-static void put_string(mls_json_writer *b, const char *key, mls_str text)
+static void put_string(mls_json_writer *json, const char *key, mls_str text)
 {
-    mls_json_writer_text(b, key);
-    mls_json_writer_json(b, text);
+    mls_json_writer_text(json, key);
+    mls_json_writer_json(json, text);
 }
 
 /* Append a key, see put_string, and a number. */
-static void put_number(mls_json_writer *b, const char *key, uint64_t number)
+static void put_number(mls_json_writer *json, const char *key, uint64_t number)
 {
-    mls_json_writer_text(b, key);
-    mls_json_writer_number(b, number);
+    mls_json_writer_text(json, key);
+    mls_json_writer_number(json, number);
 }
 
 /* Append a key, see put_string, and a string that ends at its NUL. */
-static void put_text(mls_json_writer *b, const char *key, const char *text)
+static void put_text(mls_json_writer *json, const char *key, const char *text)
 {
-    put_string(b, key, (mls_str){text, strlen(text)});
+    put_string(json, key, (mls_str){text, strlen(text)});
 }
 
 /* Append `count` checksums, each with 8 hexadecimal digits and no separator. */
-static void put_crcs(mls_json_writer *b, const uint32_t *crcs, size_t count)
+static void put_crcs(mls_json_writer *json, const uint32_t *crcs, size_t count)
 {
     for (size_t i = 0; i < count; i++) {
         char digits[MLS_CRC_DIGITS];
         mls_crc_to_digits(crcs[i], digits);
-        mls_json_writer_put(b, digits, sizeof digits);
+        mls_json_writer_put(json, digits, sizeof digits);
     }
 }
 
 /* Append the dimensions, separated by commas: 4,6 */
-static void put_shape(mls_json_writer *b, const mls_index_shard *s)
+static void put_shape(mls_json_writer *json, const mls_index_shard *s)
 {
     for (int i = 0; i < s->rank; i++) {
-        put_number(b, i == 0 ? "" : ",", s->shape[i]);
+        put_number(json, i == 0 ? "" : ",", s->shape[i]);
     }
 }
 
 /* Append the member for a layout, with a leading comma: ,"layout":[[0,4],["flat",2]].
  * Each step is [axis or name of a special step, number of parts]. */
-static void put_layout(mls_json_writer *b, const mls_layout *layout)
+static void put_layout(mls_json_writer *json, const mls_layout *layout)
 {
-    mls_json_writer_text(b, ",\"layout\":[");
+    mls_json_writer_text(json, ",\"layout\":[");
     for (int i = 0; i < layout->count; i++) {
-        mls_json_writer_text(b, i == 0 ? "[" : ",[");
+        mls_json_writer_text(json, i == 0 ? "[" : ",[");
         const char *name = mls_layout_step_name(layout->steps[i].axis);
         if (name != NULL) {
-            put_text(b, "", name);
+            put_text(json, "", name);
         } else {
-            mls_json_writer_number(b, (uint64_t)layout->steps[i].axis);
+            mls_json_writer_number(json, (uint64_t)layout->steps[i].axis);
         }
-        put_number(b, ",", layout->steps[i].parts);
-        mls_json_writer_text(b, "]");
+        put_number(json, ",", layout->steps[i].parts);
+        mls_json_writer_text(json, "]");
     }
-    mls_json_writer_text(b, "]");
+    mls_json_writer_text(json, "]");
 }
 
 /* Append a shard's object without its closing brace: all members if `is_complete`,
  * otherwise only those of its kind, which many shards share: all but name, shape and
  * part. Defaults (no state, the parameter's axes, no tier) are omitted, so that equal
  * shards have equal text. */
-static void put_members(mls_json_writer *b, const mls_index_shard *s, bool is_complete)
+static void put_members(mls_json_writer *json, const mls_index_shard *s, bool is_complete)
 {
-    put_text(b, "{\"section\":", mls_section_name(s->id.section));
+    put_text(json, "{\"section\":", mls_section_name(s->id.section));
     if (is_complete) {
-        put_string(b, ",\"name\":", s->id.name);
+        put_string(json, ",\"name\":", s->id.name);
     }
     if (s->id.has_state) {
-        put_string(b, ",\"state\":", s->id.state);
+        put_string(json, ",\"state\":", s->id.state);
     }
-    put_text(b, ",\"dtype\":", mls_dtype_of(s->dtype)->file_name);
+    put_text(json, ",\"dtype\":", mls_dtype_of(s->dtype)->file_name);
     if (is_complete) {
-        mls_json_writer_text(b, ",\"shape\":[");
-        put_shape(b, s);
-        mls_json_writer_text(b, "]");
+        mls_json_writer_text(json, ",\"shape\":[");
+        put_shape(json, s);
+        mls_json_writer_text(json, "]");
     }
-    put_layout(b, &s->layout);
+    put_layout(json, &s->layout);
     if (is_complete) {
-        put_number(b, ",\"part\":", s->part);
+        put_number(json, ",\"part\":", s->part);
     }
     for (int i = 0; s->axes != NULL && i < s->rank; i++) {
-        mls_json_writer_text(b, i == 0 ? ",\"axes\":[" : ",");
+        mls_json_writer_text(json, i == 0 ? ",\"axes\":[" : ",");
         if (s->axes[i] == MLS_NO_AXIS) {
-            mls_json_writer_text(b, "null");
+            mls_json_writer_text(json, "null");
         } else {
-            mls_json_writer_number(b, (uint64_t)s->axes[i]);
+            mls_json_writer_number(json, (uint64_t)s->axes[i]);
         }
-        mls_json_writer_text(b, i == s->rank - 1 ? "]" : "");
+        mls_json_writer_text(json, i == s->rank - 1 ? "]" : "");
     }
     if (s->tier != MLS_TIER_NONE) {
-        put_text(b, ",\"tier\":", mls_tier_name(s->tier));
+        put_text(json, ",\"tier\":", mls_tier_name(s->tier));
     }
 }
 
 /* Append the members of a shard, but no layers: a later save may add layers while it
  * keeps the shard's header in a file. */
-void mls_index_put_shard(mls_json_writer *b, const mls_index_shard *s)
+void mls_index_put_shard(mls_json_writer *json, const mls_index_shard *s)
 {
-    put_members(b, s, true);
-    put_number(b, ",\"version\":", s->version);
+    put_members(json, s, true);
+    put_number(json, ",\"version\":", s->version);
 }
 
 /* Append the compressed lengths of all frames as one string: "61044,59812". A compressed
  * layer has at least one frame. */
-static void put_frames(mls_json_writer *b, const mls_compressed_frames *frames)
+static void put_frames(mls_json_writer *json, const mls_compressed_frames *frames)
 {
     const size_t count = mls_compressed_frames_count(frames->bytes);
     for (size_t i = 0; i < count; i++) {
-        put_number(b, i == 0 ? "\"" : ",",
+        put_number(json, i == 0 ? "\"" : ",",
                    frames->ends[i] - mls_compressed_frame_begin(frames, i));
     }
-    mls_json_writer_text(b, "\"");
+    mls_json_writer_text(json, "\"");
 }
 
 /* Append the row ranges of a layer as one string: "0,2,17,1" means skip 0 rows, hold 2,
  * skip 17, hold 1. Rows behind the last range are omitted. One string instead of many
  * JSON numbers, because there may be thousands of them and JSON values are slow to
  * parse. */
-static void put_rows(mls_json_writer *b, const mls_layer *layer)
+static void put_rows(mls_json_writer *json, const mls_layer *layer)
 {
     size_t end = 0; /* end of the previous range */
     for (size_t i = 0; i < layer->run_count; i++) {
@@ -147,26 +147,26 @@ static void put_rows(mls_json_writer *b, const mls_layer *layer)
         /* the shard's last row may be short, and only the last range can contain it */
         const size_t rows =
             run->count / layer->row + (run->count % layer->row != 0 ? 1 : 0);
-        put_number(b, i == 0 ? "\"" : ",", (run->begin - end) / layer->row);
-        put_number(b, ",", rows);
+        put_number(json, i == 0 ? "\"" : ",", (run->begin - end) / layer->row);
+        put_number(json, ",", rows);
         end = run->begin + run->count;
     }
-    mls_json_writer_text(b, "\"");
+    mls_json_writer_text(json, "\"");
 }
 
 /* Append the members of a layer that describe its coding, each with a leading comma: a
  * full layer has no rows, an uncompressed layer has no frames. */
-void mls_index_put_layer(mls_json_writer *b, const mls_layer *layer)
+void mls_index_put_layer(mls_json_writer *json, const mls_layer *layer)
 {
     if (layer->row != 0) {
-        put_number(b, ",\"row\":", layer->row);
-        mls_json_writer_text(b, ",\"rows\":");
-        put_rows(b, layer);
+        put_number(json, ",\"row\":", layer->row);
+        mls_json_writer_text(json, ",\"rows\":");
+        put_rows(json, layer);
     }
     if (layer->frames != NULL) {
-        put_text(b, ",\"codec\":", mls_codec_name(layer->frames->codec));
-        mls_json_writer_text(b, ",\"frames\":");
-        put_frames(b, layer->frames);
+        put_text(json, ",\"codec\":", mls_codec_name(layer->frames->codec));
+        mls_json_writer_text(json, ",\"frames\":");
+        put_frames(json, layer->frames);
     }
 }
 
@@ -225,15 +225,16 @@ static kind_table number_kinds(const mls_index *index)
 
 /* Append the array of kinds. Each kind is described by its first shard, number
  * `kinds->firsts[k]`. */
-static void put_kinds(mls_json_writer *b, const mls_index *index, const kind_table *kinds)
+static void put_kinds(mls_json_writer *json, const mls_index *index,
+                      const kind_table *kinds)
 {
-    mls_json_writer_text(b, ",\n\"kinds\":[");
+    mls_json_writer_text(json, ",\n\"kinds\":[");
     for (size_t i = 0; i < kinds->count; i++) {
-        mls_json_writer_text(b, i == 0 ? "\n" : ",\n");
-        put_members(b, &index->shards[kinds->firsts[i]], false);
-        mls_json_writer_text(b, "}");
+        mls_json_writer_text(json, i == 0 ? "\n" : ",\n");
+        put_members(json, &index->shards[kinds->firsts[i]], false);
+        mls_json_writer_text(json, "}");
     }
-    mls_json_writer_text(b, "]");
+    mls_json_writer_text(json, "]");
 }
 
 /* ---- tables: one line for each column ---- */
@@ -300,43 +301,43 @@ static bool row_has_value(table_column column, const mls_index_shard *s,
 /* Append the value of shard `s`, or of one of its layers, in a column that has a value
  * there. `kind` is the number of the shard's kind. Columns of the shard table do not read
  * `layer`. */
-static void put_value(mls_json_writer *b, table_column column, const mls_index_shard *s,
-                      size_t kind, const mls_layer *layer)
+static void put_value(mls_json_writer *json, table_column column,
+                      const mls_index_shard *s, size_t kind, const mls_layer *layer)
 {
     switch (column) {
     case NAME:
-        mls_json_writer_json(b, s->id.name);
+        mls_json_writer_json(json, s->id.name);
         break;
     case SHAPE:
-        put_shape(b, s);
-        mls_json_writer_text(b, ";");
+        put_shape(json, s);
+        mls_json_writer_text(json, ";");
         break;
     case CRC:
-        put_crcs(b, &layer->crc, 1);
+        put_crcs(json, &layer->crc, 1);
         break;
     case BLOCKS:
-        put_crcs(b, layer->crcs,
+        put_crcs(json, layer->crcs,
                  row_has_value(column, s, layer) ? mls_safetensors_blocks(layer->bytes)
                                                  : 0);
         break;
     case ROWS:
-        put_rows(b, layer);
+        put_rows(json, layer);
         break;
     case CODEC:
-        put_text(b, "", mls_codec_name(layer->frames->codec));
+        put_text(json, "", mls_codec_name(layer->frames->codec));
         break;
     case FRAMES:
-        put_frames(b, layer->frames);
+        put_frames(json, layer->frames);
         break;
     default:
-        mls_json_writer_number(b, column == KIND          ? kind
-                                  : column == PART        ? s->part
-                                  : column == VERSION     ? s->version
-                                  : column == LAYER_COUNT ? mls_index_place_count(s)
-                                  : column == FILE_NUMBER ? layer->file
-                                  : column == OFFSET      ? layer->offset
-                                  : column == BYTES       ? layer->bytes
-                                                          : layer->row);
+        mls_json_writer_number(json, column == KIND          ? kind
+                                     : column == PART        ? s->part
+                                     : column == VERSION     ? s->version
+                                     : column == LAYER_COUNT ? mls_index_place_count(s)
+                                     : column == FILE_NUMBER ? layer->file
+                                     : column == OFFSET      ? layer->offset
+                                     : column == BYTES       ? layer->bytes
+                                                             : layer->row);
     }
 }
 
@@ -372,45 +373,45 @@ static bool is_column_needed(table_column column, const mls_index *index)
 /* Append one column: its values for all shards, or for all layers of all shards.
  * `kinds[i]` is the number of shard i's kind, see number_kinds. In columns that are
  * arrays, a layer without a value gets null. */
-static void put_column(mls_json_writer *b, table_column column, const mls_index *index,
+static void put_column(mls_json_writer *json, table_column column, const mls_index *index,
                        const size_t *kinds)
 {
     const char *const *marks = column_marks[column];
     const bool nulls = column >= ROWS;
-    mls_json_writer_text(b, marks[0]);
+    mls_json_writer_text(json, marks[0]);
     for (size_t i = 0, row = 0; i < index->shard_count; i++) {
         const mls_index_shard *s = &index->shards[i];
         for (size_t j = 0; j < count_rows(column, s); j++, row++) {
             const mls_layer layer = layer_of(column, s, j);
-            mls_json_writer_text(b, row == 0 ? "" : marks[1]);
+            mls_json_writer_text(json, row == 0 ? "" : marks[1]);
             if (nulls && !row_has_value(column, s, &layer)) {
-                mls_json_writer_text(b, "null");
+                mls_json_writer_text(json, "null");
             } else {
-                put_value(b, column, s, kinds[i], &layer);
+                put_value(json, column, s, kinds[i], &layer);
             }
         }
     }
-    mls_json_writer_text(b, marks[2]);
+    mls_json_writer_text(json, marks[2]);
 }
 
 /* Append the table of files: an array of paths, and two string columns with their lengths
  * and header checksums. */
-static void put_files(mls_json_writer *b, const mls_index *index)
+static void put_files(mls_json_writer *json, const mls_index *index)
 {
     const mls_index_file *files = index->files;
-    mls_json_writer_text(b, ",\n\"files\":{\n\"path\":[");
+    mls_json_writer_text(json, ",\n\"files\":{\n\"path\":[");
     for (size_t i = 0; i < index->file_count; i++) {
-        put_text(b, i == 0 ? "" : ",", files[i].path);
+        put_text(json, i == 0 ? "" : ",", files[i].path);
     }
-    mls_json_writer_text(b, "],\n\"bytes\":\"");
+    mls_json_writer_text(json, "],\n\"bytes\":\"");
     for (size_t i = 0; i < index->file_count; i++) {
-        put_number(b, i == 0 ? "" : ",", files[i].bytes);
+        put_number(json, i == 0 ? "" : ",", files[i].bytes);
     }
-    mls_json_writer_text(b, "\",\n\"header_crc32c\":\"");
+    mls_json_writer_text(json, "\",\n\"header_crc32c\":\"");
     for (size_t i = 0; i < index->file_count; i++) {
-        put_crcs(b, &files[i].header_crc, 1);
+        put_crcs(json, &files[i].header_crc, 1);
     }
-    mls_json_writer_text(b, "\"}");
+    mls_json_writer_text(json, "\"}");
 }
 
 /* Append the whole index. A writer that failed ignores further appends, so its code is
@@ -419,30 +420,32 @@ static void put_files(mls_json_writer *b, const mls_index *index)
 mls_code mls_index_build(const mls_index *index, const mls_crc_kernels *crc,
                          mls_json_writer *out, uint32_t *crc_out, mls_status *st)
 {
-    mls_json_writer *b = out;
+    mls_json_writer *json = out;
     kind_table kinds = number_kinds(index);
-    b->code = kinds.firsts == NULL ? MLS_E_MEMORY : b->code;
-    b->most = TEXT_MOST;
-    put_number(
-        b, MLS_JSON_CHECKSUM_START ",\n\"format\":\"mlstate.index\",\"format_version\":",
-        MLS_INDEX_VERSION);
-    put_text(b, ",\n\"generation\":", index->generation);
-    put_number(b, ",\"rank\":", index->rank);
-    put_number(b, ",\"world_size\":", index->world_size);
-    put_files(b, index);
-    put_kinds(b, index, &kinds);
-    for (table_column column = 0; b->code == MLS_OK && column < TABLE_COLUMNS; column++) {
+    json->code = kinds.firsts == NULL ? MLS_E_MEMORY : json->code;
+    json->most = TEXT_MOST;
+    put_number(json,
+               MLS_JSON_CHECKSUM_START
+               ",\n\"format\":\"mlstate.index\",\"format_version\":",
+               MLS_INDEX_VERSION);
+    put_text(json, ",\n\"generation\":", index->generation);
+    put_number(json, ",\"rank\":", index->rank);
+    put_number(json, ",\"world_size\":", index->world_size);
+    put_files(json, index);
+    put_kinds(json, index, &kinds);
+    for (table_column column = 0; json->code == MLS_OK && column < TABLE_COLUMNS;
+         column++) {
         if (is_column_needed(column, index)) {
-            put_column(b, column, index, kinds.of_shards);
+            put_column(json, column, index, kinds.of_shards);
         }
     }
-    mls_json_writer_text(b, "}}\n");
+    mls_json_writer_text(json, "}}\n");
     mls_free(kinds.firsts);
-    if (b->code != MLS_OK) {
-        return mls_fail(st, b->code, "no room for an index of %zu shards",
+    if (json->code != MLS_OK) {
+        return mls_fail(st, json->code, "no room for an index of %zu shards",
                         index->shard_count);
     }
-    mls_json_checksum_set(b->data, b->length, crc);
-    *crc_out = crc->update(0, b->data, b->length);
+    mls_json_checksum_set(json->data, json->length, crc);
+    *crc_out = crc->update(0, json->data, json->length);
     return MLS_OK;
 }

@@ -96,9 +96,9 @@ void mls_index_patterns_free(mls_index_pattern *patterns, size_t count)
 }
 
 /* Append the bytes of `count` numbers, in the machine's byte order. */
-static void put_numbers(mls_json_writer *b, const size_t *numbers, size_t count)
+static void put_numbers(mls_json_writer *json, const size_t *numbers, size_t count)
 {
-    mls_json_writer_put(b, (const char *)numbers, count * sizeof *numbers);
+    mls_json_writer_put(json, (const char *)numbers, count * sizeof *numbers);
 }
 
 /* Append the identity of a pattern: tensors, layouts and the group of each shard, but no

@@ -53,27 +53,27 @@ mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
         return NULL;
     }
     plan->last = at;
-    mls_load_item *w = &plan->items[plan->count++];
-    w->tensor = &merged->tensors[at];
-    w->first = w->count = 0;
-    w->long_zeros = false;
-    plan->piece_count += w->tensor->places;
-    return w;
+    mls_load_item *item = &plan->items[plan->count++];
+    item->tensor = &merged->tensors[at];
+    item->first = item->count = 0;
+    item->long_zeros = false;
+    plan->piece_count += item->tensor->places;
+    return item;
 }
 
 /* Add the name of the item's tensor to the error in the status. Returns the error's
  * code. */
-static mls_code name_tensor(const mls_load_item *w, mls_status *st)
+static mls_code name_tensor(const mls_load_item *item, mls_status *st)
 {
-    const mls_str name = w->tensor->facts->id.name;
+    const mls_str name = item->tensor->facts->id.name;
     return mls_status_name(st, name.data, name.length);
 }
 
-/* Set `w->part` to the part that `how` selects. Without a layout, `how->world` ranks
+/* Set `item->part` to the part that `how` selects. Without a layout, `how->world` ranks
  * define how to cut one axis, but not several. */
-mls_code mls_load_item_select(mls_load_item *w, const mls_cutting *how, mls_status *st)
+mls_code mls_load_item_select(mls_load_item *item, const mls_cutting *how, mls_status *st)
 {
-    const mls_index_shard *facts = w->tensor->facts;
+    const mls_index_shard *facts = item->tensor->facts;
     mls_layout layout = {0};
     size_t index = 0;
     if (how->has_layout) {
@@ -82,30 +82,30 @@ mls_code mls_load_item_select(mls_load_item *w, const mls_cutting *how, mls_stat
     } else if (how->world > 0 && facts->layout.count > 1) {
         mls_fail(st, MLS_E_VALUE, "its layout has %d steps: give a layout of %zu parts",
                  facts->layout.count, how->world);
-        return name_tensor(w, st);
+        return name_tensor(item, st);
     } else if (how->world > 0 && facts->layout.count == 1) {
         layout = facts->layout;
         layout.steps[0].parts = how->world;
         index = how->index;
     }
-    return mls_layout_part(&layout, facts->rank, facts->shape, index, &w->part, st);
+    return mls_layout_part(&layout, facts->rank, facts->shape, index, &item->part, st);
 }
 
 /* Add the stored shape `have`, the expected shape `want` and the tensor's name to the
  * error in the status. Returns its code. */
-static mls_code set_shapes(const mls_load_item *w, const char *have, const char *want,
+static mls_code set_shapes(const mls_load_item *item, const char *have, const char *want,
                            mls_status *st)
 {
     mls_status_differ(st, want, have);
-    return name_tensor(w, st);
+    return name_tensor(item, st);
 }
 
 /* Check that the stored tensor has the shape of the target's whole tensor: `rank`
  * dimensions `shape`. MLS_E_SHAPE. */
-mls_code mls_load_item_check_full(const mls_load_item *w, int rank, const size_t *shape,
-                                  mls_status *st)
+mls_code mls_load_item_check_full(const mls_load_item *item, int rank,
+                                  const size_t *shape, mls_status *st)
 {
-    const mls_index_shard *facts = w->tensor->facts;
+    const mls_index_shard *facts = item->tensor->facts;
     char have[64], want[64];
     if (mls_shape_equal(rank, shape, facts->rank, facts->shape)) {
         return MLS_OK;
@@ -113,21 +113,22 @@ mls_code mls_load_item_check_full(const mls_load_item *w, int rank, const size_t
     mls_shape_text(have, sizeof have, facts->rank, facts->shape);
     mls_shape_text(want, sizeof want, rank, shape);
     mls_fail(st, MLS_E_SHAPE, "the checkpoint has shape %s, the target %s", have, want);
-    return set_shapes(w, have, want, st);
+    return set_shapes(item, have, want, st);
 }
 
-mls_code mls_load_item_part(mls_load_item *w, const mls_layout *layout, size_t index,
+mls_code mls_load_item_part(mls_load_item *item, const mls_layout *layout, size_t index,
                             mls_status *st)
 {
-    const mls_index_shard *facts = w->tensor->facts;
-    return mls_layout_part(layout, facts->rank, facts->shape, index, &w->part, st);
+    const mls_index_shard *facts = item->tensor->facts;
+    return mls_layout_part(layout, facts->rank, facts->shape, index, &item->part, st);
 }
 
-/* Set `w->part` to elements `begin` .. `end` of the tensor, a flat range. No layout
+/* Set `item->part` to elements `begin` .. `end` of the tensor, a flat range. No layout
  * describes it: a range of several concatenated tensors may be cut anywhere. */
-mls_code mls_load_item_run(mls_load_item *w, int64_t begin, int64_t end, mls_status *st)
+mls_code mls_load_item_run(mls_load_item *item, int64_t begin, int64_t end,
+                           mls_status *st)
 {
-    const mls_index_shard *facts = w->tensor->facts;
+    const mls_index_shard *facts = item->tensor->facts;
     mls_part part = {.rank = facts->rank, .flat = true};
     size_t count = 1; /* cannot overflow: the index was checked */
     for (int i = 0; i < facts->rank; i++) {
@@ -141,19 +142,19 @@ mls_code mls_load_item_run(mls_load_item *w, int64_t begin, int64_t end, mls_sta
     }
     part.begin = (size_t)begin;
     part.end = (size_t)end;
-    w->part = part;
+    item->part = part;
     return MLS_OK;
 }
 
 /* Check that the target has dtype and shape of the part to load; MLS_E_SHAPE if either
  * differs. */
-mls_code mls_load_item_check_target(const mls_load_item *w, const mls_tensor *target,
+mls_code mls_load_item_check_target(const mls_load_item *item, const mls_tensor *target,
                                     mls_status *st)
 {
-    const mls_index_shard *facts = w->tensor->facts;
+    const mls_index_shard *facts = item->tensor->facts;
     size_t dims[MLS_LAYOUT_RANK];
     char have[64], want[64];
-    const int rank = mls_part_dims(&w->part, dims);
+    const int rank = mls_part_dims(&item->part, dims);
     if (target->dtype == facts->dtype &&
         mls_shape_equal(target->rank, target->shape, rank, dims)) {
         return MLS_OK;
@@ -163,7 +164,7 @@ mls_code mls_load_item_check_target(const mls_load_item *w, const mls_tensor *ta
     mls_fail(st, MLS_E_SHAPE, "the checkpoint has %s of %s, the target is %s of %s",
              mls_dtype_of(facts->dtype)->name, have, mls_dtype_of(target->dtype)->name,
              want);
-    return set_shapes(w, have, want, st);
+    return set_shapes(item, have, want, st);
 }
 
 /* ---- find stored ranges ---- */
@@ -220,31 +221,32 @@ mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
         return mls_fail(st, MLS_E_MEMORY, "no memory to load %zu tensors", plan->count);
     }
     for (size_t i = 0; i < plan->count; i++) {
-        mls_load_item *w = &plan->items[i];
+        mls_load_item *item = &plan->items[i];
         const mls_read_scratch room = {plan->stored + used, plan->parts + used,
                                        plan->pieces + used};
-        if (mls_merged_index_pieces(plan->merged, w->tensor, &w->part, NULL, &room,
-                                    &w->count, st) != MLS_OK) {
+        if (mls_merged_index_pieces(plan->merged, item->tensor, &item->part, NULL, &room,
+                                    &item->count, st) != MLS_OK) {
             *file = checked;
             return st->code;
         }
-        w->first = used;
-        w->long_zeros = has_long_zeros(plan->stored + used, w->count);
-        if (folder >= 0 && check_files(plan->stored + used, w->count, folder,
+        item->first = used;
+        item->long_zeros = has_long_zeros(plan->stored + used, item->count);
+        if (folder >= 0 && check_files(plan->stored + used, item->count, folder,
                                        plan->merged->links, &checked, st) != MLS_OK) {
             *file = checked;
             return st->code;
         }
-        used += w->count;
+        used += item->count;
     }
     plan->piece_count = used;
     return MLS_OK;
 }
 
 /* Return the size of the item's part in bytes. Cannot overflow: see mls_index_fits. */
-size_t mls_load_item_bytes(const mls_load_item *w)
+size_t mls_load_item_bytes(const mls_load_item *item)
 {
-    return mls_part_count(&w->part) * mls_dtype_of(w->tensor->facts->dtype)->item_bytes;
+    return mls_part_count(&item->part) *
+           mls_dtype_of(item->tensor->facts->dtype)->item_bytes;
 }
 
 /* ---- set destinations ---- */
@@ -254,10 +256,10 @@ size_t mls_load_item_bytes(const mls_load_item *w)
  * then. */
 void mls_load_plan_place(mls_load_plan *plan, size_t i, unsigned char *data, bool zeroed)
 {
-    const mls_load_item *w = &plan->items[i];
-    for (size_t j = w->first; j < w->first + w->count; j++) {
+    const mls_load_item *item = &plan->items[i];
+    for (size_t j = item->first; j < item->first + item->count; j++) {
         const bool is_zero = plan->stored[j].file == NULL;
-        plan->pieces[j].data = zeroed && w->long_zeros && is_zero ? NULL : data;
+        plan->pieces[j].data = zeroed && item->long_zeros && is_zero ? NULL : data;
     }
 }
 
@@ -274,12 +276,12 @@ void mls_load_plan_foresee(mls_load_plan *plan)
  * `*used` then is the end of the kept pieces. */
 void mls_load_plan_keep(mls_load_plan *plan, size_t i, size_t *used)
 {
-    const mls_load_item *w = &plan->items[i];
-    if (*used != w->first) {
-        memmove(plan->pieces + *used, plan->pieces + w->first,
-                w->count * sizeof *plan->pieces);
+    const mls_load_item *item = &plan->items[i];
+    if (*used != item->first) {
+        memmove(plan->pieces + *used, plan->pieces + item->first,
+                item->count * sizeof *plan->pieces);
     }
-    *used += w->count;
+    *used += item->count;
 }
 
 /* Create a target for existing memory. A contiguous view in native byte order receives

@@ -66,26 +66,28 @@ mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id);
  * a tensor that was stored whole stays whole.
  * MLS_E_VALUE: the tensor was cut in several steps and no layout is given; the status
  * names the tensor. Other errors as mls_layout_part. */
-mls_code mls_load_item_select(mls_load_item *w, const mls_cutting *how, mls_status *st);
+mls_code mls_load_item_select(mls_load_item *item, const mls_cutting *how,
+                              mls_status *st);
 
 /* Check that the target's whole tensor, of `rank` dimensions `shape`, has the shape of
  * the stored one. Equal part shapes do not prove that: 3 of 5 rows and 3 of 6 rows have
  * the same shape. MLS_E_SHAPE: the status contains both shapes and the tensor's name. */
-mls_code mls_load_item_check_full(const mls_load_item *w, int rank, const size_t *shape,
-                                  mls_status *st);
+mls_code mls_load_item_check_full(const mls_load_item *item, int rank,
+                                  const size_t *shape, mls_status *st);
 
 /* Choose part `index` of `layout`, independent of the stored layout. Errors as
  * mls_layout_part. */
-mls_code mls_load_item_part(mls_load_item *w, const mls_layout *layout, size_t index,
+mls_code mls_load_item_part(mls_load_item *item, const mls_layout *layout, size_t index,
                             mls_status *st);
 
 /* Choose the elements `begin` .. `end` of the whole tensor in C order; the range may be
  * empty. MLS_E_VALUE: it is outside the tensor. */
-mls_code mls_load_item_run(mls_load_item *w, int64_t begin, int64_t end, mls_status *st);
+mls_code mls_load_item_run(mls_load_item *item, int64_t begin, int64_t end,
+                           mls_status *st);
 
 /* Check that a target has the dtype and shape of the part: loading converts nothing.
  * MLS_E_SHAPE: the status contains both and the tensor's name. */
-mls_code mls_load_item_check_target(const mls_load_item *w, const mls_tensor *target,
+mls_code mls_load_item_check_target(const mls_load_item *item, const mls_tensor *target,
                                     mls_status *st);
 
 /* ---- find stored ranges ---- */
@@ -99,7 +101,7 @@ mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
                             mls_status *st);
 
 /* Return the bytes of the item's part, packed. */
-size_t mls_load_item_bytes(const mls_load_item *w);
+size_t mls_load_item_bytes(const mls_load_item *item);
 
 /* ---- set destinations ---- */
 

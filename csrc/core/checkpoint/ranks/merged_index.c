@@ -16,9 +16,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-static int compare_ranks(const mls_index *x, const mls_index *y)
+static int compare_ranks(const mls_index *index, const mls_index *y)
 {
-    return x->rank < y->rank ? -1 : x->rank > y->rank;
+    return index->rank < y->rank ? -1 : index->rank > y->rank;
 }
 
 /* For qsort: by id, part and rank, so that the lowest rank comes first among equal
@@ -34,28 +34,29 @@ static int compare_shards(const void *a, const void *b)
  * new tensor; the arrays have room. Several ranks may have stored the same part with the
  * same data: only the first, of the lowest rank, is kept. MLS_E_FORMAT: the shard
  * disagrees with its tensor. */
-static mls_code add_shard(mls_merged_index *c, const mls_merged_index_shard *next,
+static mls_code add_shard(mls_merged_index *merged, const mls_merged_index_shard *next,
                           mls_status *st)
 {
     mls_merged_index_tensor *tensor =
-        c->tensor_count == 0 ? NULL : &c->tensors[c->tensor_count - 1];
+        merged->tensor_count == 0 ? NULL : &merged->tensors[merged->tensor_count - 1];
     if (tensor == NULL ||
         mls_tensor_id_compare(&tensor->facts->id, &next->shard->id) != 0) {
-        tensor = &c->tensors[c->tensor_count++];
-        *tensor = (mls_merged_index_tensor){.facts = next->shard, .from = c->shard_count};
+        tensor = &merged->tensors[merged->tensor_count++];
+        *tensor =
+            (mls_merged_index_tensor){.facts = next->shard, .from = merged->shard_count};
     } else if (!mls_index_same_tensor(tensor->facts, next->shard)) {
         const mls_str name = next->shard->id.name;
         mls_fail(st, MLS_E_FORMAT,
                  "the dtype, shape or layout of a tensor differs between a shard of rank "
                  "%llu and one of rank %llu",
-                 (unsigned long long)c->shards[tensor->from].index->rank,
+                 (unsigned long long)merged->shards[tensor->from].index->rank,
                  (unsigned long long)next->index->rank);
         return mls_status_name(st, name.data, name.length);
     }
     if (tensor->count == 0 ||
-        c->shards[c->shard_count - 1].shard->part != next->shard->part) {
+        merged->shards[merged->shard_count - 1].shard->part != next->shard->part) {
         const mls_layers *layers = next->shard->layers;
-        c->shards[c->shard_count++] = *next;
+        merged->shards[merged->shard_count++] = *next;
         tensor->count++;
         tensor->places +=
             layers == NULL ? 1 : layers->count + (layers->zero_count > 0 ? 1 : 0);
@@ -147,19 +148,19 @@ static mls_code check_files(const mls_index *const *indexes, size_t count,
 mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *indexes,
                                size_t count, const mls_index **failed, mls_status *st)
 {
-    mls_merged_index c = {0};
+    mls_merged_index merged = {0};
     *failed = NULL;
     mls_code code = MLS_OK;
     size_t total = 0;
     for (size_t i = 0; i < count; i++) {
         total += indexes[i]->shard_count; /* cannot overflow: they are in memory */
-        c.links = c.links || indexes[i]->links;
+        merged.links = merged.links || indexes[i]->links;
     }
     /* as many tensors as shards, in case each tensor has one shard */
     mls_merged_index_shard *sorted = mls_alloc(total, sizeof *sorted);
-    c.shards = mls_alloc(total, sizeof *c.shards);
-    c.tensors = mls_alloc(total, sizeof *c.tensors);
-    if (sorted == NULL || c.shards == NULL || c.tensors == NULL) {
+    merged.shards = mls_alloc(total, sizeof *merged.shards);
+    merged.tensors = mls_alloc(total, sizeof *merged.tensors);
+    if (sorted == NULL || merged.shards == NULL || merged.tensors == NULL) {
         code = mls_fail(st, MLS_E_MEMORY, "no memory for a merged index of %zu shards",
                         total);
         goto done;
@@ -179,16 +180,16 @@ mls_code mls_merged_index_init(mls_merged_index *out, const mls_index *const *in
         qsort(sorted, total, sizeof *sorted, compare_shards);
     }
     for (size_t i = 0; code == MLS_OK && i < total; i++) {
-        code = add_shard(&c, &sorted[i], st);
+        code = add_shard(&merged, &sorted[i], st);
         *failed = code == MLS_OK ? NULL : sorted[i].index;
     }
 done:
     mls_free(sorted);
     if (code != MLS_OK) {
-        mls_merged_index_fini(&c);
+        mls_merged_index_fini(&merged);
         return code;
     }
-    *out = c;
+    *out = merged;
     return MLS_OK;
 }
 

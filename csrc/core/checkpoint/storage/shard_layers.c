@@ -116,43 +116,45 @@ typedef struct layer_sweep {
     size_t next[MLS_LAYERS_MOST]; /* first range of each layer that ends after `at` */
 } layer_sweep;
 
-/* Return in `*out` the next visible range, from `w->at` on, and in `*layer_number` the
- * layer that stores it, or the number of layers for zeros. The newest layer that stores
- * the element is visible. Returns false at the end of the shard. */
-static bool next_visible(layer_sweep *w, size_t *layer_number, mls_row_range *out)
+/* Return in `*out` the next visible range, from `sweep->at` on, and in `*layer_number`
+ * the layer that stores it, or the number of layers for zeros. The newest layer that
+ * stores the element is visible. Returns false at the end of the shard. */
+static bool next_visible(layer_sweep *sweep, size_t *layer_number, mls_row_range *out)
 {
-    const size_t count = w->layers->count;
-    size_t end = w->elements, i = count;
-    if (w->at == end) {
+    const size_t count = sweep->layers->count;
+    size_t end = sweep->elements, i = count;
+    if (sweep->at == end) {
         return false;
     }
     /* zeros up to the end, unless a layer intersects */
     *layer_number = count;
-    *out = (mls_row_range){.begin = w->at, .at = w->at};
+    *out = (mls_row_range){.begin = sweep->at, .at = sweep->at};
     while (*layer_number == count && i-- > 0) {
-        const mls_layer *layer = &w->layers->list[i];
+        const mls_layer *layer = &sweep->layers->list[i];
         if (layer->row == 0) {
             *layer_number = i;
             break;
         }
-        while (w->next[i] < layer->run_count &&
-               layer->runs[w->next[i]].begin + layer->runs[w->next[i]].count <= w->at) {
-            w->next[i]++;
+        while (sweep->next[i] < layer->run_count &&
+               layer->runs[sweep->next[i]].begin + layer->runs[sweep->next[i]].count <=
+                   sweep->at) {
+            sweep->next[i]++;
         }
-        if (w->next[i] == layer->run_count) {
+        if (sweep->next[i] == layer->run_count) {
             continue;
         }
         /* a range that contains `at` ends the search; a later one limits the result */
-        const mls_row_range *run = &layer->runs[w->next[i]];
-        if (run->begin <= w->at) {
+        const mls_row_range *run = &layer->runs[sweep->next[i]];
+        if (run->begin <= sweep->at) {
             *layer_number = i;
-            out->at = run->at + (w->at - run->begin);
+            out->at = run->at + (sweep->at - run->begin);
         }
-        const size_t change = run->begin <= w->at ? run->begin + run->count : run->begin;
+        const size_t change =
+            run->begin <= sweep->at ? run->begin + run->count : run->begin;
         end = change < end ? change : end;
     }
-    out->count = end - w->at;
-    w->at = end;
+    out->count = end - sweep->at;
+    sweep->at = end;
     return true;
 }
 
@@ -190,9 +192,9 @@ size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *ro
         return resolve_single(layers, elements, room);
     }
     size_t starts[MLS_LAYERS_MOST + 2] = {0}, layer_number;
-    mls_row_range extent;
-    layer_sweep w = {.layers = layers, .elements = elements};
-    while (next_visible(&w, &layer_number, &extent)) {
+    mls_row_range range;
+    layer_sweep sweep = {.layers = layers, .elements = elements};
+    while (next_visible(&sweep, &layer_number, &range)) {
         starts[layer_number + 1]++;
     }
     /* convert counts to start positions; the zeros come last */
@@ -205,9 +207,9 @@ size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *ro
     }
     layers->zeros = room + starts[layers->count];
     layers->zero_count = starts[layers->count + 1] - starts[layers->count];
-    w = (layer_sweep){.layers = layers, .elements = elements};
-    while (next_visible(&w, &layer_number, &extent)) {
-        room[starts[layer_number]++] = extent;
+    sweep = (layer_sweep){.layers = layers, .elements = elements};
+    while (next_visible(&sweep, &layer_number, &range)) {
+        room[starts[layer_number]++] = range;
     }
     /* the second sweep advanced each start to the end of its list */
     return starts[layers->count];

@@ -71,23 +71,25 @@ void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
     runs->missed = false;
     if (shard->visible != NULL) {
         /* find the visible ranges by binary search: thousands may precede them */
-        runs->extent =
+        runs->visible_index =
             mls_row_ranges_find_at(shard->visible, shard->visible_count, first);
-        runs->last = behind == 0 ? 0
-                                 : mls_row_ranges_find_at(
-                                       shard->visible, shard->visible_count, behind - 1);
-        if (runs->last < shard->visible_count && shard->visible[runs->last].at < behind) {
-            runs->last++;
+        runs->visible_end =
+            behind == 0 ? 0
+                        : mls_row_ranges_find_at(shard->visible, shard->visible_count,
+                                                 behind - 1);
+        if (runs->visible_end < shard->visible_count &&
+            shard->visible[runs->visible_end].at < behind) {
+            runs->visible_end++;
         }
-        if (runs->extent >= runs->last) {
+        if (runs->visible_index >= runs->visible_end) {
             /* later layers hide all of these elements */
             runs->run.count = 0;
             runs->overlap.done = true;
             return;
         }
         /* convert positions in the layer to positions in the shard */
-        const mls_row_range *a = &shard->visible[runs->extent];
-        const mls_row_range *b = &shard->visible[runs->last - 1];
+        const mls_row_range *a = &shard->visible[runs->visible_index];
+        const mls_row_range *b = &shard->visible[runs->visible_end - 1];
         first = a->begin + (first > a->at ? first - a->at : 0);
         behind = b->begin + (behind - b->at < b->count ? behind - b->at : b->count);
     }
@@ -107,30 +109,30 @@ static bool next_run(mls_stored_runs *r)
 
 /* Advance to the first visible range that ends after the start of the current run.
  * Returns false if no such range is left. */
-static bool next_extent(mls_stored_runs *r)
+static bool next_visible_range(mls_stored_runs *r)
 {
     const mls_row_range *list = r->shard->visible;
     /* usually the next range; search if more are skipped */
-    size_t at = r->extent + 1;
-    if (at < r->last && list[at].begin + list[at].count <= r->run.a) {
-        at += mls_row_ranges_find(list + at, r->last - at, r->run.a);
+    size_t at = r->visible_index + 1;
+    if (at < r->visible_end && list[at].begin + list[at].count <= r->run.a) {
+        at += mls_row_ranges_find(list + at, r->visible_end - at, r->run.a);
     }
-    r->extent = at;
-    return at < r->last;
+    r->visible_index = at;
+    return at < r->visible_end;
 }
 
-/* Drop the current run, which ends before the visible range `extent`. The first time only
- * this run is dropped, because the next one often reaches `extent`; the second time in a
- * row, restart at `extent` instead of visiting all runs before it, and count anew. */
-static void skip_run(mls_stored_runs *r, const mls_row_range *extent)
+/* Drop the current run, which ends before the visible range `range`. The first time only
+ * this run is dropped, because the next one often reaches `range`; the second time in a
+ * row, restart at `range` instead of visiting all runs before it, and count anew. */
+static void skip_run(mls_stored_runs *r, const mls_row_range *range)
 {
     r->run.count = 0;
     if (r->missed) {
         const size_t end = r->first + (r->overlap.a_end - r->overlap.a_begin);
-        if (extent->begin >= end) {
+        if (range->begin >= end) {
             r->overlap.done = true; /* no requested element follows */
         } else {
-            start_overlap(r, extent->begin, end);
+            start_overlap(r, range->begin, end);
         }
     }
     r->missed = !r->missed;
@@ -142,20 +144,20 @@ static void skip_run(mls_stored_runs *r, const mls_row_range *extent)
 static bool next_common(mls_stored_runs *r, mls_run *out)
 {
     while (r->run.count > 0 || next_run(r)) {
-        const mls_row_range *e = &r->shard->visible[r->extent];
-        const size_t run_end = r->run.a + r->run.count, end = e->begin + e->count;
+        const mls_row_range *range = &r->shard->visible[r->visible_index];
+        const size_t run_end = r->run.a + r->run.count, end = range->begin + range->count;
         if (end <= r->run.a) {
-            if (!next_extent(r)) {
+            if (!next_visible_range(r)) {
                 return false;
             }
-        } else if (run_end <= e->begin) {
-            skip_run(r, e);
+        } else if (run_end <= range->begin) {
+            skip_run(r, range);
         } else {
             /* the rest of the run is kept for the next visible range */
-            const size_t from = r->run.a > e->begin ? r->run.a : e->begin;
+            const size_t from = r->run.a > range->begin ? r->run.a : range->begin;
             const size_t until = run_end < end ? run_end : end;
-            *out = (mls_run){e->at + (from - e->begin), r->run.b + (from - r->run.a),
-                             until - from};
+            *out = (mls_run){range->at + (from - range->begin),
+                             r->run.b + (from - r->run.a), until - from};
             r->run.b += until - r->run.a;
             r->run.count = run_end - until;
             r->run.a = until;
@@ -199,9 +201,9 @@ size_t mls_stored_element(const mls_stored_shard *shard, size_t at)
     if (shard->visible == NULL) {
         return at;
     }
-    const mls_row_range *extent =
+    const mls_row_range *range =
         &shard->visible[mls_row_ranges_find_at(shard->visible, shard->visible_count, at)];
-    return extent->begin + (at - extent->at);
+    return range->begin + (at - range->at);
 }
 
 /* Find the first run, and the end of the last requested element, without visiting the

@@ -50,9 +50,10 @@ typedef struct mls_stored_runs {
     size_t from, end;
     mls_overlap overlap; /* intersection of `to` with the shard from element `first` on */
     size_t first;
-    size_t extent, last; /* current visible range, and the end of those to visit */
-    mls_run run;         /* rest of the current run, in elements of the shard */
-    bool missed;         /* the previous run was dropped, without a restart */
+    size_t visible_index,
+        visible_end; /* current visible range; the end of those to visit */
+    mls_run run; /* rest of the current run, in elements: `a` in the shard, `b` in `to` */
+    bool missed; /* the previous run was dropped, without a restart */
 } mls_stored_runs;
 
 /* Start an iterator over the runs of a place that the part `to` needs, in bytes `from` ..

@@ -145,7 +145,7 @@ static void add_share(writing *w, const unsigned char *data, size_t to, size_t c
 
 /* Report the bytes that are written but not reported yet, if there are at least `least`
  * of them: runs may be short. MLS_E_STOPPED: the caller wants to stop. */
-static mls_code report(writing *w, size_t least, mls_status *st)
+static mls_code report_bytes(writing *w, size_t least, mls_status *st)
 {
     if (w->unreported < least) {
         return MLS_OK;
@@ -172,7 +172,7 @@ static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_st
         }
         w->job->written[w->placed->number] += step;
         w->unreported += step;
-        if (report(w, MLS_PART_STEP, st) != MLS_OK) {
+        if (report_bytes(w, MLS_PART_STEP, st) != MLS_OK) {
             return st->code;
         }
         mls_file_start_writeback(w->file->fd, &w->file->started, w->offset + to + step);
@@ -213,7 +213,7 @@ static mls_code write_item(const mls_parts_job *job, const mls_placed_item *plac
         code = write_run(&w, run.a * size, run.b * size, run.count * size, st);
     }
     finish_block(&w);
-    return code == MLS_OK ? report(&w, 1, st) : code;
+    return code == MLS_OK ? report_bytes(&w, 1, st) : code;
 }
 
 /* Open, write and close one file. `items` are the `count` items of this file, sorted by
@@ -258,7 +258,7 @@ static bool is_inside(const mls_parts_job *job, const mls_placed_item *placed)
 }
 
 /* Return whether the item's elements can be written in the file's dtype. */
-static bool converts(const mls_placed_item *placed)
+static bool is_convertible(const mls_placed_item *placed)
 {
     const mls_dtype from = placed->item->dtype, to = placed->dtype;
     return mls_dtype_converts(from, to) ||
@@ -284,7 +284,7 @@ mls_code mls_parts_write(const mls_parts_job *job, const char **failed, mls_stat
         if (!is_inside(job, &job->items[i])) {
             return mls_fail(st, MLS_E_VALUE, "a place is outside the files");
         }
-        if (!converts(&job->items[i])) {
+        if (!is_convertible(&job->items[i])) {
             return mls_fail(st, MLS_E_DTYPE, "%s cannot be written as %s",
                             mls_dtype_of(job->items[i].item->dtype)->name,
                             mls_dtype_of(job->items[i].dtype)->name);

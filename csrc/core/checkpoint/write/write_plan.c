@@ -59,7 +59,7 @@ static size_t dims_of(const mls_shard_item *item)
 /* Allocate everything whose size follows from the items. The sums cannot overflow, since
  * they are smaller than the items in memory. MLS_E_SHAPE: an item has too many
  * dimensions; MLS_E_MEMORY. After an error the caller frees the arrays. */
-static mls_code allocate(mls_write_plan *plan, mls_status *st)
+static mls_code allocate_arrays(mls_write_plan *plan, mls_status *st)
 {
     const mls_shard_job *job = plan->job;
     size_t dims = 0, keys = 0;
@@ -230,7 +230,7 @@ mls_code mls_write_plan_init(mls_write_plan *plan, const mls_shard_job *job,
     plan->index.rank = job->rank;
     plan->index.world_size = job->world_size;
     memcpy(plan->index.generation, job->generation, MLS_GENERATION_DIGITS);
-    mls_code code = allocate(plan, st);
+    mls_code code = allocate_arrays(plan, st);
     const mls_shard_item **sorted =
         code == MLS_OK ? mls_alloc(job->count, sizeof *sorted) : NULL;
     if (code == MLS_OK && sorted == NULL) {

@@ -162,10 +162,10 @@ static void compare_read(const compare_state *c, compared_shard *shard,
     const size_t item = shard->rows.item, from = start / item, to = from + bytes / item;
     for (size_t i = mls_row_ranges_find_at(place->visible, place->visible_count, from);
          i < place->visible_count && place->visible[i].at < to; i++) {
-        const mls_row_range *extent = &place->visible[i];
-        const size_t end = extent->at + extent->count;
-        const size_t a = extent->at > from ? extent->at : from, b = end < to ? end : to;
-        compare_elements(c, shard, extent->begin + (a - extent->at), b - a,
+        const mls_row_range *range = &place->visible[i];
+        const size_t end = range->at + range->count;
+        const size_t a = range->at > from ? range->at : from, b = end < to ? end : to;
+        compare_elements(c, shard, range->begin + (a - range->at), b - a,
                          data + (a - from) * item, r);
     }
 }
@@ -281,11 +281,10 @@ static void compare_zeros(const compare_state *c, compared_shard *shard,
     memset(r->read, 0, c->buffer);
     for (size_t i = mls_row_ranges_find(layers->zeros, layers->zero_count, from);
          i < layers->zero_count && layers->zeros[i].begin < to; i++) {
-        const mls_row_range *extent = &layers->zeros[i];
-        const size_t last = extent->begin + extent->count;
+        const mls_row_range *range = &layers->zeros[i];
+        const size_t last = range->begin + range->count;
         const size_t end = last < to ? last : to, most = c->buffer / item;
-        for (size_t element = extent->begin > from ? extent->begin : from;
-             element < end;) {
+        for (size_t element = range->begin > from ? range->begin : from; element < end;) {
             const size_t step = end - element < most ? end - element : most;
             if (atomic_load(&shard->changed) > shard->most) {
                 return;

@@ -610,23 +610,23 @@ static void run_packed(const job *like, unsigned char *out, const unsigned char 
 }
 
 /* Run a job's step on one row of both views, CHUNK elements at a time through packed
- * buffers. The row has `w->length` elements; it begins at `at` in `t` and at `other` in
- * `src` (NULL: the step has no source). */
+ * buffers. The row has `iter->length` elements; it begins at `at` in `t` and at `other`
+ * in `src` (NULL: the step has no source). */
 static void step_chunks(const job *j, const mls_tensor *t, const mls_tensor *src,
-                        const mls_strided_iter *w, unsigned char *at,
+                        const mls_strided_iter *iter, unsigned char *at,
                         const unsigned char *other)
 {
     unsigned char packed[CHUNK * 8], added[CHUNK * 8];
-    for (size_t done = 0; done < w->length; done += CHUNK) {
-        const size_t rest = w->length - done, count = rest < CHUNK ? rest : CHUNK;
-        gather_native(packed, t, at, w->a_step, count);
+    for (size_t done = 0; done < iter->length; done += CHUNK) {
+        const size_t rest = iter->length - done, count = rest < CHUNK ? rest : CHUNK;
+        gather_native(packed, t, at, iter->a_step, count);
         if (src != NULL) {
-            gather_native(added, src, other, w->b_step, count);
-            other += w->b_step * (ptrdiff_t)count;
+            gather_native(added, src, other, iter->b_step, count);
+            other += iter->b_step * (ptrdiff_t)count;
         }
         run_packed(j, packed, added, count);
-        scatter_native(t, at, w->a_step, packed, count);
-        at += w->a_step * (ptrdiff_t)count;
+        scatter_native(t, at, iter->a_step, packed, count);
+        at += iter->a_step * (ptrdiff_t)count;
     }
 }
 
@@ -634,21 +634,21 @@ static void step_chunks(const job *j, const mls_tensor *t, const mls_tensor *src
  * be NULL. Rows that are packed need no copy. */
 static void run_strided(const job *j, const mls_tensor *t, const mls_tensor *src)
 {
-    mls_strided_iter w;
+    mls_strided_iter iter;
     ptrdiff_t at = 0, other = 0;
-    if (!mls_strided_iter_init(&w, t, src)) {
+    if (!mls_strided_iter_init(&iter, t, src)) {
         return;
     }
     const bool packed_runs =
-        is_packed_run(t, w.a_step) && (src == NULL || is_packed_run(src, w.b_step));
+        is_packed_run(t, iter.a_step) && (src == NULL || is_packed_run(src, iter.b_step));
     do {
         const unsigned char *from = src == NULL ? t->data + at : src->data + other;
         if (packed_runs) {
-            run_packed(j, t->data + at, from, w.length);
+            run_packed(j, t->data + at, from, iter.length);
         } else {
-            step_chunks(j, t, src, &w, t->data + at, from);
+            step_chunks(j, t, src, &iter, t->data + at, from);
         }
-    } while (mls_strided_iter_next(&w, &at, &other));
+    } while (mls_strided_iter_next(&iter, &at, &other));
 }
 
 /* Return whether a tensor is contiguous and in native byte order. */
@@ -660,21 +660,21 @@ static bool is_packed(const mls_tensor *t)
 /* Prepare an iterator over the rows of `t` (its innermost axis) in C order;
  * mls_strided_iter_init may reorder axes, which would change the bits of a norm. Returns
  * false for an empty view. */
-static bool rows_of(mls_strided_iter *w, const mls_tensor *t)
+static bool rows_of(mls_strided_iter *iter, const mls_tensor *t)
 {
-    *w = (mls_strided_iter){.length = 1,
-                            .a_step = (ptrdiff_t)mls_tensor_item_bytes(t),
-                            .rank = t->rank > 0 ? t->rank - 1 : 0};
+    *iter = (mls_strided_iter){.length = 1,
+                               .a_step = (ptrdiff_t)mls_tensor_item_bytes(t),
+                               .rank = t->rank > 0 ? t->rank - 1 : 0};
     for (int axis = 0; axis < t->rank; axis++) {
         if (t->shape[axis] == 0) {
             return false;
         }
-        w->shape[axis] = t->shape[axis];
-        w->a_strides[axis] = w->b_strides[axis] = t->strides[axis];
+        iter->shape[axis] = t->shape[axis];
+        iter->a_strides[axis] = iter->b_strides[axis] = t->strides[axis];
     }
     if (t->rank > 0) {
-        w->length = t->shape[w->rank];
-        w->a_step = t->strides[w->rank];
+        iter->length = t->shape[iter->rank];
+        iter->a_step = t->strides[iter->rank];
     }
     return true;
 }
@@ -699,29 +699,29 @@ static void add_gathered(gathered *g, mls_norm_partial *partial)
 static void norm_strided(const mls_reduce_kernels *k, const mls_tensor *t,
                          mls_norm_partial *partial)
 {
-    mls_strided_iter w;
+    mls_strided_iter iter;
     gathered g; /* large, so not initialised: only written elements are read */
     const size_t item = mls_tensor_item_bytes(t);
     ptrdiff_t at = 0, unused = 0;
     g.j = job_over(k, t->dtype, NULL, 0, true);
     g.filled = 0;
-    if (!rows_of(&w, t)) {
+    if (!rows_of(&iter, t)) {
         return;
     }
     do {
         const unsigned char *from = t->data + at;
-        for (size_t done = 0; done < w.length;) {
-            const size_t room = MLS_NORM_BLOCK - g.filled, rest = w.length - done;
+        for (size_t done = 0; done < iter.length;) {
+            const size_t room = MLS_NORM_BLOCK - g.filled, rest = iter.length - done;
             const size_t count = rest < room ? rest : room;
-            gather_native(g.items + g.filled * item, t, from, w.a_step, count);
-            from += w.a_step * (ptrdiff_t)count;
+            gather_native(g.items + g.filled * item, t, from, iter.a_step, count);
+            from += iter.a_step * (ptrdiff_t)count;
             done += count;
             g.filled += count;
             if (g.filled == MLS_NORM_BLOCK) {
                 add_gathered(&g, partial);
             }
         }
-    } while (mls_strided_iter_next(&w, &at, &unused));
+    } while (mls_strided_iter_next(&iter, &at, &unused));
     add_gathered(&g, partial);
 }
 

@@ -120,30 +120,30 @@ static void measure_run(const measurer *m, side a, side b, size_t count,
 static void measure_part(const mls_diff_kernels *kernels, mls_diff_pair pair,
                          size_t start, size_t count, mls_diff_result *into)
 {
-    mls_strided_iter w;
+    mls_strided_iter iter;
     ptrdiff_t a_at, b_at;
-    if (count == 0 || !mls_strided_iter_init(&w, pair.a, pair.b)) {
+    if (count == 0 || !mls_strided_iter_init(&iter, pair.a, pair.b)) {
         return;
     }
     const size_t item = mls_tensor_item_bytes(pair.a);
-    side a = {.step = w.a_step, .swapped = pair.a->swapped && item > 1};
-    side b = {.step = w.b_step, .swapped = pair.b->swapped && item > 1};
+    side a = {.step = iter.a_step, .swapped = pair.a->swapped && item > 1};
+    side b = {.step = iter.b_step, .swapped = pair.b->swapped && item > 1};
     const measurer m = {.run = kernels->run[pair.a->dtype],
                         .item = item,
                         .unit = mls_swap_unit(pair.a->dtype),
                         .packed = a.step == (ptrdiff_t)item && !a.swapped &&
                                   b.step == (ptrdiff_t)item && !b.swapped};
-    size_t skipped = start % w.length; /* elements of the first run before `start` */
-    mls_strided_iter_seek(&w, start / w.length, &a_at, &b_at);
+    size_t skipped = start % iter.length; /* elements of the first run before `start` */
+    mls_strided_iter_seek(&iter, start / iter.length, &a_at, &b_at);
     do {
-        const size_t rest = w.length - skipped;
+        const size_t rest = iter.length - skipped;
         const size_t length = count < rest ? count : rest;
         a.at = pair.a->data + a_at + a.step * (ptrdiff_t)skipped;
         b.at = pair.b->data + b_at + b.step * (ptrdiff_t)skipped;
         measure_run(&m, a, b, length, into);
         count -= length;
         skipped = 0;
-    } while (count > 0 && mls_strided_iter_next(&w, &a_at, &b_at));
+    } while (count > 0 && mls_strided_iter_next(&iter, &a_at, &b_at));
 }
 
 /* ---- pairs ---- */

@@ -34,7 +34,7 @@ class Host:
         self._folder = folder
         self._copies: list[tuple[torch.Tensor, torch.device]] = []
         self._index: dict[int, int] = {}  # index in `_copies`, by identity of the storage
-        self._back: dict[int, torch.Tensor] = {}  # bytes on the device again, by the same index
+        self._returned: dict[int, torch.Tensor] = {}  # bytes on the device again, by the same index
 
     def put(self, tensor: torch.Tensor) -> Offloaded:
         """Copy a tensor's storage to the host, unless it was copied; return what `get` needs.
@@ -61,12 +61,12 @@ class Host:
         """
         import torch
 
-        raw = self._back.get(away.copy)
+        raw = self._returned.get(away.copy)
         if raw is None:
             host, device = self._copies[away.copy]
             raw = torch.empty(host.numel(), dtype=torch.uint8, device=device)
             raw.copy_(host)
-            self._back[away.copy] = raw
+            self._returned[away.copy] = raw
         target = torch.empty(0, dtype=away.dtype, device=raw.device)
         return target.set_(raw.untyped_storage(), away.offset, away.shape, away.stride)
 

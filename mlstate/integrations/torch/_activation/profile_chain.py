@@ -64,15 +64,16 @@ class _Times:
         runs = []
         for _ in range(self._repeats + 1):
             run = call.bind()
-            began = time_after_work(self._device)
+            forward_start = time_after_work(self._device)
             out = run()
-            ran = time_after_work(self._device)
+            forward_end = time_after_work(self._device)
             loss = seed_of(out)
             del out
-            again = time_after_work(self._device)
+            backward_start = time_after_work(self._device)
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
-            runs.append((ran - began, time_after_work(self._device) - again))
+            backward_end = time_after_work(self._device)
+            runs.append((forward_end - forward_start, backward_end - backward_start))
         self._runs.append(runs[1:])  # without the warm-up run
         self._keys.append(_call_key(call))
 

@@ -233,12 +233,12 @@ class _Checker:
         trace = _Trace(where)
         with surroundings.restored(name, module), trace:
             call()
-        again = _Trace(where, trace.made)
+        again = _Trace(where, trace.results)
         with surroundings.restored(name, module), again:
             call()
-        count, other = len(trace.made), len(again.made)
+        count, other = len(trace.results), len(again.results)
         if again.found is None and count != other:
-            place, operator, _ = max(trace.made, again.made, key=len)[min(count, other)]
+            place, operator, _ = max(trace.results, again.results, key=len)[min(count, other)]
             again.found = _place(place, operator), "one of the runs has it, the other ends before"
         return again
 
@@ -289,11 +289,12 @@ class _Trace:
         `where`: tracks the running submodule. `record`: operators of the first run to compare with,
         as (submodule, operator, results); None: record this run.
         """
-        self.made: list[tuple[str, str, list[torch.Tensor]]] = []
+        # of this run: (submodule, operator, results; [] if they are compared)
+        self.results: list[tuple[str, str, list[torch.Tensor]]] = []
         self.found: tuple[str, str] | None = None  # first operator with other results, and how
         self.routing: tuple[str, str] | None = None  # first operator with other indices
-        self._parted = False
-        self._where = where
+        self._has_diverged = False  # the runs called different operators
+        self._location = where
         self._record = record
         self._mode: Any = None
 
@@ -324,19 +325,21 @@ class _Trace:
         Operators whose results have no values yet, such as ``empty``, are skipped. After the runs
         call different operators, nothing is compared.
         """
-        if self._parted or func.__name__.split(".")[0] in _NO_VALUES:
+        if self._has_diverged or func.__name__.split(".")[0] in _NO_VALUES:
             return
-        k, operator = len(self.made), f"aten.{func.__name__}"
+        k, operator = len(self.results), f"aten.{func.__name__}"
         tensors = tensors_in(out)
         if self._record is None:
-            self.made.append((self._where.now(), operator, [t.detach().clone() for t in tensors]))
+            self.results.append(
+                (self._location.now(), operator, [t.detach().clone() for t in tensors])
+            )
             return
-        self.made.append((self._where.now(), operator, []))
+        self.results.append((self._location.now(), operator, []))
         if k >= len(self._record):
             return
         place, before, results = self._record[k]
         if before != operator:
-            self._parted = True
+            self._has_diverged = True
             text = f"{before} in the first run, {operator} in the second"
             self.found = self.found or (_place(place, before), text)
             return

@@ -173,7 +173,7 @@ class _Call:
         self.objects: dict[int, Any] = {}  # copies from before the first run
         self.flags: list[bool] = []  # whether each leaf requires a gradient
         self.surroundings: Surroundings | None = None
-        self.made: list[tuple[Any, ...]] = []  # dtype, shape and device of its outputs
+        self.outputs_meta: list[tuple[Any, ...]] = []  # dtype, shape and device of its outputs
         self.host: Host | None = None  # while its saved tensors are offloaded
         self.complete = False  # the first run has ended
 
@@ -232,29 +232,31 @@ class Run:
         self._observe = observe
         self._calls: list[_Call | None] = [None] * program.blocks
         self._activations: list[list[_SavedTensor] | None] = [None] * (program.blocks + 1)
-        self._came_out: list[tuple[weakref.ref[Any], int]] = []  # last outputs, with versions
+        self._last_outputs: list[tuple[weakref.ref[Any], int]] = []  # last outputs, with versions
         self._position = 0  # next step of the program
-        self._under_way = program.blocks  # block whose backward pass is running; initially none
+        self._backward_block = program.blocks  # the block that runs backward; at first none
         self._free_later: list[int] = []  # activations that a running backward pass may still use
-        self._watching = False  # a backward pass has begun
-        self._spent = False  # the backward pass has ended, and all is freed
+        self._backward_began = False
+        self._is_freed = False  # the backward pass has ended, and all is freed
 
     # The forward pass
 
     @property
     def has_begun_backward(self) -> bool:
         """Whether a backward pass has used steps of the schedule."""
-        return self._watching
+        return self._backward_began
 
     def can_continue(self, leaves: list[Any]) -> bool:
         """Return whether the arguments contain the previous block's output, still in memory.
 
         The pass cannot continue after a backward pass has begun.
         """
-        if self._watching:
+        if self._backward_began:
             return False
-        came = [tensor for tensor in (ref() for ref, _ in self._came_out) if tensor is not None]
-        return any(leaf is tensor for leaf in leaves for tensor in came)
+        outputs = [
+            tensor for tensor in (ref() for ref, _ in self._last_outputs) if tensor is not None
+        ]
+        return any(leaf is tensor for leaf in leaves for tensor in outputs)
 
     def first(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Any:
         """Run the next block for the first time, and the plan's steps around it; return its output.
@@ -300,13 +302,13 @@ class Run:
         import torch
 
         if i:
-            came = {}
-            for k, (ref, version) in enumerate(self._came_out):
+            outputs = {}
+            for k, (ref, version) in enumerate(self._last_outputs):
                 tensor = ref()
                 if tensor is not None:
                     self._refuse_between(i, tensor, version)
-                    came[id(tensor)] = k
-            return [came.get(id(leaf)) for leaf in leaves]
+                    outputs[id(tensor)] = k
+            return [outputs.get(id(leaf)) for leaf in leaves]
         tensors = self._tensors(leaves)
         if self._program.keeps_input:
             self._activations[0] = [_SavedTensor(tensor) for tensor in tensors]
@@ -408,9 +410,9 @@ class Run:
         tensors = tensors_in(out)
         if not tensors:
             raise TypeError(f"{self._blocks[i].name} returned no tensor: {type(out).__name__}")
-        self._came_out = [(weakref.ref(tensor), version_of(tensor)) for tensor in tensors]
+        self._last_outputs = [(weakref.ref(tensor), version_of(tensor)) for tensor in tensors]
         if self._program.runs[i] > 1:
-            call.made = [_meta_of(tensor) for tensor in tensors]
+            call.outputs_meta = [_meta_of(tensor) for tensor in tensors]
         watched = self._program.acts_before[i] or self._observe is not None
         for tensor in tensors:
             if watched and tensor.grad_fn is not None:
@@ -485,10 +487,10 @@ class Run:
         packer.finish()
         tensors = tensors_in(out)
         metadata = [_meta_of(tensor) for tensor in tensors]
-        if metadata != call.made:
-            equal = [a == b for a, b in zip(metadata, call.made, strict=False)]
+        if metadata != call.outputs_meta:
+            equal = [a == b for a, b in zip(metadata, call.outputs_meta, strict=False)]
             k = equal.index(False) if False in equal else len(equal)
-            raise _difference_error(block.name, f"output {k}", call.made[k:], metadata[k:])
+            raise _difference_error(block.name, f"output {k}", call.outputs_meta[k:], metadata[k:])
         if keep:
             self._activations[i + 1] = [_SavedTensor(tensor) for tensor in tensors]
 
@@ -581,13 +583,13 @@ class Run:
         """
         import torch
 
-        if self._spent or i >= self._program.blocks:
+        if self._is_freed or i >= self._program.blocks:
             return
         at = self._program.backward_at[i]
         if self._position > at:
             return
-        if not self._watching:
-            self._watching = True
+        if not self._backward_began:
+            self._backward_began = True
             torch.autograd.Variable._execution_engine.queue_callback(self._free_all)
         self._free_finished(i)
         self._skip_later_blocks(i)
@@ -617,14 +619,14 @@ class Run:
         for k in self._free_later:
             self._activations[k] = None
         self._free_later = []
-        while self._under_way > i + 1:
-            self._under_way -= 1
-            _empty_slots(self._calls[self._under_way])
-            self._calls[self._under_way] = None
+        while self._backward_block > i + 1:
+            self._backward_block -= 1
+            _empty_slots(self._calls[self._backward_block])
+            self._calls[self._backward_block] = None
 
     def _free_all(self) -> None:
         """Free everything at the end of the backward pass; a second one raises MLStateError."""
-        self._spent = True
+        self._is_freed = True
         for call in self._calls:
             _empty_slots(call)
         self._calls = []
@@ -643,7 +645,7 @@ class Run:
             raise MLStateError(f"{name}: its saved tensors exist only during a backward pass")
         if torch.is_grad_enabled():
             raise _double_backward_error(name)
-        if not self._spent and not self._is_ready(slot):
+        if not self._is_freed and not self._is_ready(slot):
             call = self._calls[slot.block]
             if call is not None and not call.complete:
                 raise _inner_gradient_error(name)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _ROWS = 60
 _HEADERS = ["step", "predicted", "as run", "measured", "why it differs"]
 _EARLY = "ends with its last saved tensor"
-_TWICE = "more: the model still holds what was dropped before its next block ran"
+_HELD = "more: the model still holds what was dropped before its next block ran"
 _SEED = "more: the gradient of the result already exists"
 
 
@@ -183,47 +183,51 @@ class _StepSimulation:
     """A plan's steps as torch runs them: memory held, and differences from the plan's count.
 
     An activation is in memory if it is kept (`_live_activations`), if it is the argument of the
-    next first run (`_passing`), or if a neighbouring block saved it for its backward run. A
+    next first run (`_next_input`), or if a neighbouring block saved it for its backward run. A
     block's saved memory is counted without its input and output.
     """
 
-    def __init__(self, plan: Plan, again: list[_Recompute]) -> None:
+    def __init__(self, plan: Plan, recomputes: list[_Recompute]) -> None:
         """Start before the first step of `plan`.
 
-        `again`: measurements of each block's recomputation.
+        `recomputes`: measurements of each block's recomputation.
         """
         self._chain = plan.chain
-        self._again = again
+        self._recomputes = recomputes
         self._program = Program(plan.steps())
         self._activations: list[int] = plan.chain.activation_bytes.tolist()
         self._live_activations = {0} if self._program.keeps_input else set()
-        self._passing = 0  # number of the activation that the next first run takes
-        self._twice = 0  # bytes of a dropped and recomputed activation that the model still holds
+        self._next_input = 0  # number of the activation that the next first run takes
+        self._held_bytes = (
+            0  # bytes of a recomputed activation that was dropped, and that the model still holds
+        )
         self._saved_bytes: dict[int, int] = {}  # saved bytes by block
         self._gradient = 0  # bytes of the gradient that the backward pass holds
         self._seeded = False  # the result's gradient exists before the last block's backward step
-        self._alone: set[int] = set()  # activations that the plan counts separately
+        self._counted_apart: set[int] = set()  # activations that the plan counts separately
 
     def _is_live(self, k: int) -> bool:
         """Return whether activation `k`, the input of block `k`, is in memory.
 
         The input of the first block always is: the caller has it.
         """
-        if k in self._live_activations or k == self._passing or k == 0:
+        if k in self._live_activations or k == self._next_input or k == 0:
             return True
-        if k - 1 in self._saved_bytes and self._again[k - 1].keeps_output:
+        if k - 1 in self._saved_bytes and self._recomputes[k - 1].keeps_output:
             return True
-        keeps_input = k in self._saved_bytes and self._again[k].keeps_input
+        keeps_input = k in self._saved_bytes and self._recomputes[k].keeps_input
         return keeps_input and not self._program.input_leaves[k]
 
     def _total(self) -> int:
         """Return the bytes in memory now: activations, saved memory, gradient, and duplicates."""
         activation_sizes = [size for k, size in enumerate(self._activations) if self._is_live(k)]
-        return sum([*activation_sizes, *self._saved_bytes.values(), self._gradient, self._twice])
+        return sum(
+            [*activation_sizes, *self._saved_bytes.values(), self._gradient, self._held_bytes]
+        )
 
     def free(self) -> list[int]:
         """Return the numbers of activations that the plan counts and that are free already."""
-        counted = self._alone | {i + 1 for i in self._saved_bytes}
+        counted = self._counted_apart | {i + 1 for i in self._saved_bytes}
         return sorted(k for k in counted if not self._is_live(k))
 
     def step(self, at: int) -> tuple[int, str]:
@@ -233,7 +237,7 @@ class _StepSimulation:
         """
         kind, i = self._program.steps[at]
         why = self._seed(at) if kind in ("forward", "save", "load") else []
-        why += [_TWICE] if self._twice else []
+        why += [_HELD] if self._held_bytes else []
         inside = i + 1 if kind == "backward" else -1  # the backward figures exclude the output
         free = [str(k) for k in self.free() if k != inside]
         if free:
@@ -248,21 +252,21 @@ class _StepSimulation:
             peak = self._backward(i)
         elif kind == "offload":
             del self._saved_bytes[i]
-            self._alone.add(i + 1)
+            self._counted_apart.add(i + 1)
             if self._program.keeps[at]:
                 self._live_activations.discard(i + 1)
         elif kind == "load":
             self._saved_bytes[i] = int(chain.saved_bytes[i]) - self._activations[i + 1]
             peak = before + int(chain.saved_bytes[i])
         elif kind == "drop":
-            self._alone.discard(i)
+            self._counted_apart.discard(i)
         if self._program.keeps[at] and kind in ("forward", "save", "load"):
             self._live_activations.add(i + 1)
-            if self._passing == i + 1 and at != self._program.first[i]:
-                self._twice = self._activations[i + 1]
+            if self._next_input == i + 1 and at != self._program.first[i]:
+                self._held_bytes = self._activations[i + 1]
         if kind in ("forward", "save") and at == self._program.first[i]:
-            self._passing = i + 1 if i + 1 < chain.blocks else -1
-            self._twice = 0
+            self._next_input = i + 1 if i + 1 < chain.blocks else -1
+            self._held_bytes = 0
         self._live_activations -= set(self._program.free_after[at])
         return peak, "; ".join(why)
 
@@ -275,15 +279,15 @@ class _StepSimulation:
         chain, size = self._chain, self._activations[i + 1]
         first, keep = at == self._program.first[i], self._program.keeps[at]
         if not save:
-            self._alone.add(i + 1)
+            self._counted_apart.add(i + 1)
             return size, int(chain.forward_temporary_bytes[i]), False
         saved = int(chain.saved_bytes[i])
         if first or keep:
             self._saved_bytes[i] = saved - size
             return saved, int(chain.saving_temporary_bytes[i]), False
-        again = self._again[i]
-        self._saved_bytes[i] = again.left - (size if again.keeps_output else 0)
-        return again.peak, 0, True
+        recompute = self._recomputes[i]
+        self._saved_bytes[i] = recompute.left - (size if recompute.keeps_output else 0)
+        return recompute.peak, 0, True
 
     def _backward(self, i: int) -> int:
         """Simulate the backward pass of block `i`; return the peak of bytes.

@@ -60,7 +60,7 @@ class Place(NamedTuple):
 
     tensor: torch.Tensor
     shape: tuple[int, ...]  # shape of the whole tensor
-    cut: Steps | int  # steps of a layout, or begin of a run of elements
+    cut: Steps | int  # steps of a layout (): the whole tensor; or begin of a run of elements
     last: int  # index of the part in the layout, or end of the run
 
 
@@ -497,11 +497,12 @@ class OptimizerFilling(Filling):
             error.name, error.got = key, record.dtype
             raise error
         owner, group = slot.owner, self.group_of[record.parameter]
-        facts = (record.dtype, record.state, owner.dtype, owner.device, id(group))
-        if facts not in self.likes:
+        # torch chooses by these values alone, so states that agree in them share one answer
+        inputs = (record.dtype, record.state, owner.dtype, owner.device, id(group))
+        if inputs not in self.likes:
             empty = torch.empty(0, dtype=getattr(torch, record.dtype), device="cpu")
-            self.likes[facts] = self._convert(key, slot, group, empty)
-        return self.likes[facts]
+            self.likes[inputs] = self._convert(key, slot, group, empty)
+        return self.likes[inputs]
 
     def _convert(
         self, key: str, slot: ParameterSlot, group: dict[str, Any], value: torch.Tensor

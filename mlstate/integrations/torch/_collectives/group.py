@@ -146,8 +146,8 @@ class TorchGroup(Engine):
         self._group = process_group
         self._rank: int = process_group.rank()
         self._world_size: int = process_group.size()
-        self._reached = {device.type for device in process_group._device_types}
-        kind = "cpu" if "cpu" in self._reached else min(self._reached, default="cpu")
+        self._device_types = {device.type for device in process_group._device_types}
+        kind = "cpu" if "cpu" in self._device_types else min(self._device_types, default="cpu")
         self._device = torch.device(kind)
         if kind != "cpu":
             self._device = torch.device(kind, getattr(torch, kind).current_device())
@@ -242,7 +242,7 @@ class TorchGroup(Engine):
 
     def _move_near(self, flat: torch.Tensor) -> torch.Tensor:
         """Return the tensor on a device that the backend can access."""
-        return flat if flat.device.type in self._reached else flat.to(self._device)
+        return flat if flat.device.type in self._device_types else flat.to(self._device)
 
     def _source(self, operation: str, array: Any, *, reduced: bool) -> torch.Tensor:
         return self._move_near(_flat(operation, array, reduced=reduced))

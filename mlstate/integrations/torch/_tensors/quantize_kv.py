@@ -30,18 +30,18 @@ def kv_zeros(shape: tuple[int, ...], dtype: str, like: torch.Tensor) -> torch.Te
     return like.new_zeros(shape, dtype=torch_dtype(dtype, like))
 
 
-def _divide(tensor: torch.Tensor, size: int) -> torch.Tensor:
+def _grouped(tensor: torch.Tensor, size: int) -> torch.Tensor:
     """Return a view whose last axis is divided into parts of `size` elements."""
     return tensor.reshape(*tensor.shape[:-1], tensor.shape[-1] // size, size)
 
 
-def _join(codes: torch.Tensor, bits: int) -> torch.Tensor:
+def _words_of_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Return int32 words that hold the codes of the last axis, `bits` bits each, without gaps.
 
     The number of codes must fill whole words: a multiple of ``32 / gcd(bits, 32)``.
     """
     step = gcd(bits, 32)  # 32 / step codes fill bits / step words
-    parts = _divide(codes, 32 // step)
+    parts = _grouped(codes, 32 // step)
     words = codes.new_zeros((*parts.shape[:-1], bits // step))
     for i in range(32 // step):
         word, shift = divmod(i * bits, 32)
@@ -51,13 +51,13 @@ def _join(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return words.flatten(-2)
 
 
-def _split(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the int32 codes of `bits` bits that `_join` packed into `words`.
+def _codes_of_words(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return the int32 codes of `bits` bits that `_words_of_codes` packed into `words`.
 
     Codes and words are along the last axis.
     """
     step = gcd(bits, 32)  # 32 / step codes fill bits / step words
-    parts = _divide(words, bits // step)
+    parts = _grouped(words, bits // step)
     codes = words.new_empty((*parts.shape[:-1], 32 // step))
     for i in range(32 // step):
         word, shift = divmod(i * bits, 32)
@@ -90,7 +90,7 @@ def kv_quantize(
         raise TypeError("a tensor on the meta device has no values to quantize")
     if values.numel() == 0:
         return
-    x = _divide(values.detach().float(), group)
+    x = _grouped(values.detach().float(), group)
     low, high = x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)  # NaN if a value is
     if not bool(torch.isfinite(high - low).all()):
         raise ValueError(_NOT_FINITE)
@@ -106,7 +106,7 @@ def kv_quantize(
     scale = torch.where(moves, edge / steps, scale)
     bias = torch.where(moves, edge, torch.zeros_like(edge))
     numbers = ((x - bias) / scale).clamp_(0, levels).round_().to(torch.int32).flatten(-2)
-    codes.view(torch.int32).copy_(_join(numbers, bits))
+    codes.view(torch.int32).copy_(_words_of_codes(numbers, bits))
     scales.copy_(scale.squeeze(-1))
     biases.copy_(bias.squeeze(-1))
 
@@ -120,7 +120,7 @@ def _values_of(
     """
     import torch
 
-    numbers = _divide(_split(codes.view(torch.int32), bits).float(), group)
+    numbers = _grouped(_codes_of_words(codes.view(torch.int32), bits).float(), group)
     return numbers.mul_(scales.float()[..., None]).add_(biases.float()[..., None]).flatten(-2)
 
 
