@@ -489,8 +489,7 @@ class CacheState(CopiedByValue):
         >>> state.length, float(arrays["1.state"].max())
         (100, 0.0)
         """
-        spec, arrays, length, _, identity = self._cache
-        return new_snapshot(spec, arrays, length, self._history, identity)
+        return new_snapshot(self._cache, self._history)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot: write the copied arrays, and set length and next slots.
@@ -521,6 +520,7 @@ class CacheState(CopiedByValue):
         self._check_snapshot(snapshot)
         for name, saved in snapshot._arrays.items():
             overwrite(self._cache.arrays[name], saved)
+        self._cache = self._cache._replace(spec=snapshot._spec, shifts=snapshot._shifts)
         self._set_length(snapshot.length)
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:

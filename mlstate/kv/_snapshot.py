@@ -59,7 +59,16 @@ class Snapshot:
     A snapshot belongs to its `CacheState`. It cannot be copied or pickled.
     """
 
-    __slots__ = ("_arrays", "_history", "_identity", "_number", "length", "nbytes")
+    __slots__ = (
+        "_arrays",
+        "_history",
+        "_identity",
+        "_number",
+        "_shifts",
+        "_spec",
+        "length",
+        "nbytes",
+    )
 
     length: int
     nbytes: int
@@ -67,6 +76,8 @@ class Snapshot:
     _history: History  # of its state
     _identity: object  # of the arrays of its state
     _number: int
+    _shifts: dict[str, int]  # of the rings at that moment; with `_spec`, which may set next slots
+    _spec: CacheSpec
 
     def __init__(self) -> None:
         raise TypeError("a Snapshot is created by CacheState.snapshot")
@@ -87,21 +98,19 @@ def is_copied(entry: CacheEntry) -> bool:
     return entry.kind not in ("full", "quantized")
 
 
-def new_snapshot(
-    spec: CacheSpec, arrays: dict[str, object], length: int, history: History, identity: object
-) -> Snapshot:
-    """Return a snapshot with copies of those arrays that later tokens overwrite.
+def new_snapshot(cache: Any, history: History) -> Snapshot:
+    """Return a snapshot of the content `cache` of a `CacheState`.
 
-    `spec`, `arrays`, `length`, `history`: the attributes of the cache. `identity`: an object that
-    the cache replaces together with its arrays, to detect an outdated snapshot.
+    It has copies of those arrays that later tokens overwrite. `history`: of the state.
     """
-    changing = {name: arrays[name] for e in spec if is_copied(e) for name in e.arrays}
     snapshot = object.__new__(Snapshot)
-    snapshot.length = length
-    snapshot._arrays = copied_arrays(changing)
-    snapshot.nbytes = sum(entry.nbytes for entry in spec if is_copied(entry))
-    snapshot._history, snapshot._identity = history, identity
-    snapshot._number = history.take()
+    changing = [entry for entry in cache.spec if is_copied(entry)]
+    names = [name for entry in changing for name in entry.arrays]
+    snapshot._arrays = copied_arrays({name: cache.arrays[name] for name in names})
+    snapshot.nbytes = sum(entry.nbytes for entry in changing)
+    snapshot.length, snapshot._identity = cache.length, cache.identity
+    snapshot._spec, snapshot._shifts = cache.spec, cache.shifts
+    snapshot._history, snapshot._number = history, history.take()
     return snapshot
 
 

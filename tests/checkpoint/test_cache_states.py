@@ -306,3 +306,24 @@ def test_malformed_descriptions_raise_format_errors(make):
         except (FormatError, MemoryError):
             refused += 1
     assert refused >= len(wrong) - 4  # some numbers are valid, such as another axis
+
+
+def ring_cache(tokens, length, next_slot):
+    entry = CacheEntry("keys", "sliding", (1, 1, 4, 1), "float32", next_slot=next_slot)
+    array = np.array(tokens, np.float32).reshape(entry.shape)
+    return CacheState(CacheSpec([entry]), {"keys": array}, length)
+
+
+@pytest.mark.parametrize("slot", [None, 0, 3])
+@pytest.mark.parametrize("loaded_slot", [None, 1])
+def test_a_snapshot_from_before_a_load_restores_the_order_of_the_ring(tmp_path, slot, loaded_slot):
+    cache = ring_cache([10, 11, 12, 13], 14, slot)
+    ordered, next_slot = cache.ordered("keys"), cache.next_slot("keys")
+    before = cache.snapshot()
+    mlstate.save(tmp_path / "c", states={"kv": ring_cache([5, 6, 3, 4], 7, loaded_slot)})
+    mlstate.load(tmp_path / "c", into={"states": {"kv": cache}})
+    cache.restore(before)
+    for state in (cache, cache.copy()):
+        assert state.length == 14
+        assert state.next_slot("keys") == next_slot
+        np.testing.assert_array_equal(state.ordered("keys"), ordered)
