@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from .._common.arrays import is_torch, overlaps_itself
+from .._common.arrays import (
+    is_same_memory,
+    is_torch,
+    names_sharing_memory,
+    overlaps_itself,
+    shares_elements,
+)
+from .._common.backend import TensorBackend, backend_of
 from .._common.set_module import set_module
 from .._common.text import bytes_text
 from ._cache_spec import CacheEntry, CacheSpec, entry_error
 from ._copies import copied_arrays
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class History:
@@ -132,3 +143,26 @@ def check_writable(entry: CacheEntry, array: Any) -> None:
     elif not is_readonly:
         return
     raise entry_error(entry.name, text, "a writable array", "another array")
+
+
+def check_separate(arrays: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> None:
+    """Raise CompatibilityError if two arrays share elements: a write to one changes the other.
+
+    `values`: arrays that will be written, by name. With them, arrays of the same elements are
+    accepted if they get the same bytes.
+    """
+    for first, second in combinations(sorted(names_sharing_memory(arrays)), 2):
+        if not shares_elements(arrays[first], arrays[second]):
+            continue
+        is_same = is_same_memory(arrays[first], arrays[second])
+        if values is None or not is_same or _bytes_of(values[first]) != _bytes_of(values[second]):
+            text = f"its elements are those of {second!r}, too, so they cannot be restored"
+            raise entry_error(first, text, "separate memory", "shared memory")
+
+
+def _bytes_of(array: Any) -> bytes:
+    """Return a copy of the elements of an array or CPU tensor, in C order."""
+    if is_torch(array):
+        array = backend_of(array, TensorBackend).arrays_of({"": array})[""]
+    content: bytes = array.tobytes()
+    return content
