@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from .._common.arrays import is_torch
+from .._common.arrays import is_torch, refuse_masked
 from ..errors import CompatibilityError
 from ..kv import KVState, RollingKVState
 from ..kv._arguments import incompatible, tokens_error
@@ -198,9 +198,10 @@ def _state_of_ring(cache: RollingKVState, length: int) -> CacheState:
 def as_tokens(tokens: Any) -> Any:
     """Return a copy of token ids that the core accepts: one dimension, native 32 or 64 bits.
 
-    Raises TypeError unless they are integers, and ValueError for several dimensions, except of a
-    batch of one. The core checks their range.
+    Raises TypeError unless they are integers without a mask, and ValueError for several dimensions,
+    except of a batch of one. The core checks their range.
     """
+    refuse_masked("tokens", tokens)
     if is_torch(tokens):
         tokens = tokens.detach().cpu().numpy()
     ids = np.asarray(tokens)
