@@ -19,7 +19,7 @@ from ..kv._ring_slots import shift_of
 from ..kv._snapshot import check_separate, check_writable
 from ._caches import engine_of, ring_spec, state_of_array
 from ._hybrids import check_states, to_mlx
-from ._transfer import Arrays, clear_rest
+from ._transfer import Arrays, clear, clear_rest, missing_tokens, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -49,6 +49,7 @@ class StateTarget:
         self.is_written = False
         self.has_snapshots = stored is not None and bool(stored.states)
         self.into = Arrays(entries, dict(state.arrays), dict(state._cache.shifts))
+        self.listed: list[Any] = []  # of the last call of `arrays_at`
 
     def begin(self) -> None:
         """Set the number of tokens to 0 before they are written."""
@@ -65,13 +66,19 @@ class StateTarget:
     ) -> Arrays:
         """Return the arrays of the state, to read tokens into, for any arguments.
 
-        `EngineTarget.arrays_at` describes the arguments, and uses them.
+        `EngineTarget.arrays_at` describes the arguments. `listed` is kept for `finish`.
         """
+        self.listed = listed
         return self.into
 
     def finish(self, length: int) -> None:
-        """Zero the positions after `length` tokens, and set the number of tokens to `length`."""
+        """Zero the positions without a stored token, and set the number of tokens to `length`."""
         clear_rest(self.into, length)
+        for name in missing_tokens(self.into, self.listed, length):
+            entry = self.into.entries[name]
+            assert entry.seq_axis is not None
+            slot = self.into.ring(entry, length).next_slot
+            clear(tokens_of(self.into.arrays[name], entry.seq_axis, slot, slot + 1))
         self.state._set_length(length)
 
 
@@ -88,9 +95,10 @@ class RingTarget(StateTarget):
         """Replace slots and counters of the cache, for a sequence of `length` tokens."""
         clear_rest(self.into, length)
         sinks, size = self.cache.sinks, self.cache.capacity
-        oldest = max(sinks, length - (size - sinks))  # position of the first token after the sinks
         (slots,) = self.into.arrays.values()
-        self.cache._buffer.fill(slots, oldest, length, max(0, length - size))
+        missing = sum(missing_tokens(self.into, self.listed, length).values())
+        evicted = max(0, length - size) + missing
+        self.cache._buffer.fill(slots, sinks + evicted, length, evicted)
 
 
 class EngineTarget:

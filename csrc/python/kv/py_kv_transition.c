@@ -122,8 +122,7 @@ static int take_move(const mlspy_state *state, PyObject *source, PyObject *move,
     t->pad = PyTuple_GET_ITEM(move, PAD_VALUE);
     const int is_low = PyObject_IsTrue(PyTuple_GET_ITEM(move, LOW_MEMORY));
     t->low_memory = is_low > 0;
-    return is_low < 0 ? -1
-                      : mlspy_take_double(t->pad, "pad_value", &t->pad_value);
+    return is_low < 0 ? -1 : mlspy_take_double(t->pad, "pad_value", &t->pad_value);
 }
 
 /* The dtype of a result and the descriptor to allocate it with. If the source is not an
