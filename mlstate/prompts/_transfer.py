@@ -438,7 +438,7 @@ def missing_tokens(into: Arrays, listed: list[Any], length: int) -> dict[str, in
     It is 1 at most, see `_slots_of`: the oldest token after the sinks of a full ring, whose slot
     is the next one to write. `listed`: the parts of the snapshot. `length`: all tokens so far.
     """
-    missing = {}
+    missing: dict[str, int] = {}
     for name, counts, _ in listed:
         entry = into.entries.get(name)
         if counts is not None and entry is not None and length:
