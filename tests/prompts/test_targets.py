@@ -33,9 +33,9 @@ def test_a_ring_with_one_more_slot_does_not_hold_the_token_that_is_not_stored(st
     store.put(TOKENS, ring(3, sinks, 9))
     cache = ring(4, sinks, 7, start=70)
     assert restore(store, cache) == 9
-    held = [0, 7, 8] if sinks else [6, 7, 8]
-    assert sorted(cache.positions()) == [-1, *held] and cache.next_position == 9
-    np.testing.assert_array_equal(cache.ordered().ravel(), np.float32(held) + 1)
+    positions = [0, 7, 8] if sinks else [6, 7, 8]
+    assert sorted(cache.positions()) == [-1, *positions] and cache.next_position == 9
+    np.testing.assert_array_equal(cache.ordered().ravel(), np.float32(positions) + 1)
     with pytest.raises(CompatibilityError, match="the window has a gap"):
         store.put(TOKENS, cache)
     expected = ring(4, sinks, 10)
@@ -60,10 +60,13 @@ def test_the_sequence_axis_of_a_kv_state_is_its_own(tmp_path):
     for source in (array, KVState.from_array(innermost, seq_axis=3)):
         with PromptStore(tmp_path / type(source).__name__, model="m", spec=spec) as store:
             store.put(TOKENS[:3], source)
-            cache, plain = KVState((1, 1, 4, 4), dtype=np.float32, seq_axis=3), np.zeros_like(array)
-            assert restore(store, cache, TOKENS[:3]) == restore(store, plain, TOKENS[:3]) == 3
+            cache, target = (
+                KVState((1, 1, 4, 4), dtype=np.float32, seq_axis=3),
+                np.zeros_like(array),
+            )
+            assert restore(store, cache, TOKENS[:3]) == restore(store, target, TOKENS[:3]) == 3
             np.testing.assert_array_equal(cache.array[..., :3], innermost[..., :3])
-            np.testing.assert_array_equal(plain[:, :, :3], array[:, :, :3])
+            np.testing.assert_array_equal(target[:, :, :3], array[:, :, :3])
 
 
 @pytest.mark.parametrize("kind", ["conjugated", "negated"])
