@@ -264,8 +264,9 @@ def write_into(out: Array, write: Callable[[Any], Any]) -> Any:
     """Call `write` to fill `out`, and return `out`.
 
     For a torch tensor, the integration records the write for autograd, and passes `write` a
-    writable array.
+    writable array. Raises TypeError for a masked array.
     """
+    refuse_masked("out", out)
     if is_torch(out):
         return backend_of(out, TensorBackend).write_into_tensor(out, write)
     write(out)

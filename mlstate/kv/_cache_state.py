@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import _core
 from .._common.arguments import check_flags
-from .._common.arrays import is_torch, overwrite
+from .._common.arrays import is_torch, overwrite, refuse_masked
 from .._common.dtypes import name_of
 from .._common.set_module import set_module
 from .._common.text import bytes_text, count_text, shorten, table_html
@@ -489,8 +489,7 @@ class CacheState(CopiedByValue):
         >>> state.length, float(arrays["1.state"].max())
         (100, 0.0)
         """
-        spec, arrays, length, _, identity = self._cache
-        return new_snapshot(spec, arrays, length, self._history, identity)
+        return new_snapshot(self._cache, self._history)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Go back to a snapshot: write the copied arrays, and set length and next slots.
@@ -521,6 +520,7 @@ class CacheState(CopiedByValue):
         self._check_snapshot(snapshot)
         for name, saved in snapshot._arrays.items():
             overwrite(self._cache.arrays[name], saved)
+        self._cache = self._cache._replace(spec=snapshot._spec, shifts=snapshot._shifts)
         self._set_length(snapshot.length)
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:
@@ -663,9 +663,8 @@ class CacheState(CopiedByValue):
         (['keys', 'keys.scales', 'keys.biases'], 3.5555555555555554)
         """
         check_flags(report=report)
-        parameters = {"bits": bits, "group": group}
         before = self._cache
-        chosen, converted = self._convert(names, "full", parameters, capacity)
+        chosen, converted = self._convert(names, "full", {"bits": bits, "group": group}, capacity)
         losses = None
         if report:
             losses = {
@@ -797,6 +796,7 @@ def _check_array(
     entry: CacheEntry, name: str, array: Any, shape: tuple[int, ...], dtype: str
 ) -> None:
     """Raise CompatibilityError for another shape or dtype name, TypeError if it is not an array."""
+    refuse_masked(name, array)
     if not isinstance(array, np.ndarray) and not is_torch(array):
         raise TypeError(
             f"{name} must be a NumPy array or a torch tensor, got {type(array).__name__}"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from .. import _core
+from .._common.arrays import refuse_masked
 from .._common.dtypes import label_of
 from ._axis import with_length
 from ._copies import CopiedByValue
@@ -116,7 +117,7 @@ class KVState(CopiedByValue):
         Raises
         ------
         TypeError
-            `array` is not a NumPy array.
+            `array` is not a NumPy array, or is masked.
         CapacityError, CompatibilityError, MemoryError
             As for the class.
 
@@ -129,6 +130,7 @@ class KVState(CopiedByValue):
         """
         if not isinstance(array, np.ndarray):
             raise TypeError(f"array must be a NumPy array, got {type(array).__name__}")
+        refuse_masked("array", array)
         state = cls(array.shape, capacity, array.dtype, seq_axis=seq_axis)
         state._buffer.fill(array)
         return state

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from .. import _core
+from .._common.arrays import refuse_masked
 from .._common.dtypes import label_of
 from ._copies import CopiedByValue, attributes_of, set_attributes
 
@@ -154,7 +155,7 @@ class RollingKVState(CopiedByValue):
         ValueError
             `tokens` shares memory with the cache.
         TypeError
-            `tokens` is not an array.
+            `tokens` is not an array, or is masked.
 
         Notes
         -----
@@ -170,6 +171,7 @@ class RollingKVState(CopiedByValue):
         >>> state.length
         1
         """
+        refuse_masked("tokens", tokens)
         self._buffer.append(tokens)
 
     def ordered(self) -> NDArray:

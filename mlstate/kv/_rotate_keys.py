@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import _core
 from .._common.arguments import check_flags
-from .._common.arrays import write_into
+from .._common.arrays import refuse_masked, write_into
 
 if TYPE_CHECKING:
     from .._types import Array, NDArray
@@ -111,6 +111,7 @@ def rotate_keys(
     array([-0.85,  1.03, -1.13,  0.97], dtype=float32)
     """
     check_flags(interleaved=interleaved)
+    refuse_masked("keys", keys)
     shifts = _int64_array(shift)
     if out is None:
         if not isinstance(keys, np.ndarray):

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from .._common.arrays import is_torch, overlaps_itself
+from .._common.arrays import (
+    is_same_memory,
+    is_torch,
+    names_sharing_memory,
+    overlaps_itself,
+    shares_elements,
+)
+from .._common.backend import TensorBackend, backend_of
 from .._common.set_module import set_module
 from .._common.text import bytes_text
 from ._cache_spec import CacheEntry, CacheSpec, entry_error
 from ._copies import copied_arrays
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class History:
@@ -59,7 +70,16 @@ class Snapshot:
     A snapshot belongs to its `CacheState`. It cannot be copied or pickled.
     """
 
-    __slots__ = ("_arrays", "_history", "_identity", "_number", "length", "nbytes")
+    __slots__ = (
+        "_arrays",
+        "_history",
+        "_identity",
+        "_number",
+        "_shifts",
+        "_spec",
+        "length",
+        "nbytes",
+    )
 
     length: int
     nbytes: int
@@ -67,6 +87,8 @@ class Snapshot:
     _history: History  # of its state
     _identity: object  # of the arrays of its state
     _number: int
+    _shifts: dict[str, int]  # of the rings at that moment; with `_spec`, which may set next slots
+    _spec: CacheSpec
 
     def __init__(self) -> None:
         raise TypeError("a Snapshot is created by CacheState.snapshot")
@@ -87,21 +109,19 @@ def is_copied(entry: CacheEntry) -> bool:
     return entry.kind not in ("full", "quantized")
 
 
-def new_snapshot(
-    spec: CacheSpec, arrays: dict[str, object], length: int, history: History, identity: object
-) -> Snapshot:
-    """Return a snapshot with copies of those arrays that later tokens overwrite.
+def new_snapshot(cache: Any, history: History) -> Snapshot:
+    """Return a snapshot of the content `cache` of a `CacheState`.
 
-    `spec`, `arrays`, `length`, `history`: the attributes of the cache. `identity`: an object that
-    the cache replaces together with its arrays, to detect an outdated snapshot.
+    It has copies of those arrays that later tokens overwrite. `history`: of the state.
     """
-    changing = {name: arrays[name] for e in spec if is_copied(e) for name in e.arrays}
     snapshot = object.__new__(Snapshot)
-    snapshot.length = length
-    snapshot._arrays = copied_arrays(changing)
-    snapshot.nbytes = sum(entry.nbytes for entry in spec if is_copied(entry))
-    snapshot._history, snapshot._identity = history, identity
-    snapshot._number = history.take()
+    changing = [entry for entry in cache.spec if is_copied(entry)]
+    names = [name for entry in changing for name in entry.arrays]
+    snapshot._arrays = copied_arrays({name: cache.arrays[name] for name in names})
+    snapshot.nbytes = sum(entry.nbytes for entry in changing)
+    snapshot.length, snapshot._identity = cache.length, cache.identity
+    snapshot._spec, snapshot._shifts = cache.spec, cache.shifts
+    snapshot._history, snapshot._number = history, history.take()
     return snapshot
 
 
@@ -123,3 +143,26 @@ def check_writable(entry: CacheEntry, array: Any) -> None:
     elif not is_readonly:
         return
     raise entry_error(entry.name, text, "a writable array", "another array")
+
+
+def check_separate(arrays: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> None:
+    """Raise CompatibilityError if two arrays share elements: a write to one changes the other.
+
+    `values`: arrays that will be written, by name. With them, arrays of the same elements are
+    accepted if they get the same bytes.
+    """
+    for first, second in combinations(sorted(names_sharing_memory(arrays)), 2):
+        if not shares_elements(arrays[first], arrays[second]):
+            continue
+        is_same = is_same_memory(arrays[first], arrays[second])
+        if values is None or not is_same or _bytes_of(values[first]) != _bytes_of(values[second]):
+            text = f"its elements are those of {second!r}, too, so they cannot be restored"
+            raise entry_error(first, text, "separate memory", "shared memory")
+
+
+def _bytes_of(array: Any) -> bytes:
+    """Return a copy of the elements of an array or CPU tensor, in C order."""
+    if is_torch(array):
+        array = backend_of(array, TensorBackend).arrays_of({"": array})[""]
+    content: bytes = array.tobytes()
+    return content

@@ -15,7 +15,7 @@ from ._cache_spec import CacheEntry, CacheSpec
 from ._cache_state import CacheState
 from ._kv_state import KVState
 from ._rolling import RollingKVState
-from ._snapshot import check_writable
+from ._snapshot import check_separate, check_writable
 
 _CLASSES: dict[str, type] = {cls.__name__: cls for cls in (KVState, RollingKVState, CacheState)}
 
@@ -110,6 +110,7 @@ def check_cache(target: Any, cache: Any, where: str) -> None:
         for entry in target.spec:
             for name in entry.arrays:
                 check_writable(entry, target.arrays[name])
+        check_separate(target.arrays, cache.arrays)
     elif isinstance(target, KVState) and cache.seq_length > target.capacity:
         text = f"call reserve({cache.seq_length}) before: the target has room for {target.capacity}"
         raise _mismatch(where, text, target.capacity, f"{cache.seq_length} positions")

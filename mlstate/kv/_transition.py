@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import _core
 from .._common.arguments import check_flags
-from .._common.arrays import is_torch, write_into
+from .._common.arrays import is_torch, refuse_masked, write_into
 from .._common.backend import backend_of
 from .._common.text import names_hint
 from ..errors import CompatibilityError, MLStateError
@@ -31,6 +31,8 @@ def _run_move(source: Array, move: KVMove, out: Any) -> Any:
     """
     if not isinstance(move.low_memory, int):  # 0 and 1 are accepted too
         check_flags(low_memory=move.low_memory)
+    refuse_masked("source_state", source)
+    refuse_masked("out", out)
     if not isinstance(source, np.ndarray):
         if is_torch(source):
             return backend_of(source, KVBackend).move_kv(source, move, out)
@@ -106,8 +108,8 @@ def transition_kv_state(
         Also if a token is NaN or out of range in a conversion from or to integers; nothing is
         written then.
     TypeError
-        `source_state` is neither a NumPy array nor a torch tensor, or a length or `seq_axis` is
-        not an integer.
+        `source_state` is neither a NumPy array nor a torch tensor, an array is masked, or a length
+        or `seq_axis` is not an integer.
     MemoryError
         The memory of the result cannot be allocated.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from .._common.arrays import is_torch
+from .._common.arrays import is_torch, refuse_masked
 from ..errors import CompatibilityError
 from ..kv import KVState, RollingKVState
 from ..kv._arguments import incompatible, tokens_error
@@ -156,16 +156,15 @@ def state_of_array(cache: Any, length: int, spec: CacheSpec | None) -> CacheStat
     """Return a `KVState`, array or tensor as a state with one entry over the same memory.
 
     Its first `length` positions hold tokens; CapacityError if it has fewer. `spec`: of the store:
-    if it has one entry, name and sequence axis are from it. Otherwise the axis is the one of a
-    `KVState`, or the second to last.
+    if it has one entry, name and sequence axis are from it. A `KVState` has an axis of its own;
+    otherwise it is the second to last.
     """
-    array = cache.array if isinstance(cache, KVState) else cache
+    array, name, axis = cache, _NAME, -2
     if spec is not None and len(spec) == 1:
-        entry = spec[0]
-        name, axis = entry.name, entry.seq_axis
-    else:
-        name, axis = _NAME, cache.seq_axis if isinstance(cache, KVState) else -2
-    axis = -2 if axis is None else axis
+        name = spec[0].name
+        axis = axis if spec[0].seq_axis is None else spec[0].seq_axis
+    if isinstance(cache, KVState):
+        array, axis = cache.array, cache.seq_axis
     entry = CacheEntry(name, "full", tuple(array.shape), array.dtype, axis)
     positions = entry.seq_length or 0
     if length > positions:
@@ -198,9 +197,10 @@ def _state_of_ring(cache: RollingKVState, length: int) -> CacheState:
 def as_tokens(tokens: Any) -> Any:
     """Return a copy of token ids that the core accepts: one dimension, native 32 or 64 bits.
 
-    Raises TypeError unless they are integers, and ValueError for several dimensions, except of a
-    batch of one. The core checks their range.
+    Raises TypeError unless they are integers without a mask, and ValueError for several dimensions,
+    except of a batch of one. The core checks their range.
     """
+    refuse_masked("tokens", tokens)
     if is_torch(tokens):
         tokens = tokens.detach().cpu().numpy()
     ids = np.asarray(tokens)

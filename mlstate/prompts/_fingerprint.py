@@ -8,9 +8,14 @@ import os
 import re
 import stat
 from dataclasses import is_dataclass
+from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from .. import _core
+from .._common.arrays import is_torch, memory_key, named_refusals
 from .._common.backend import TensorBackend, backend_of, is_module
 from .._common.dtypes import name_of
 from .._common.local_path import local_folder
@@ -21,7 +26,11 @@ from ..errors import StoreNotFoundError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from collections.abc import Set as AbstractSet
 
+    from .._types import NDArray
+
+    Memories = AbstractSet[tuple[object, ...]]  # of tensors, by `memory_key`
     Model = str | os.PathLike[str] | Any
 
 _FINGERPRINT = re.compile(r"sha256:[0-9a-f]{64}")
@@ -93,10 +102,12 @@ def fingerprint(
     read; others are read in full, about 1 GiB/s. What you change when you load the folder, such as
     a quantization or other RoPE parameters, belongs in `salt`.
 
-    From a torch module it covers the class, the config and the plain attributes of each submodule
-    (the scale and the state of an adapter, for example), and name, dtype, shape and content of each
-    parameter and buffer. It is that of the moment: compute it again after you change a weight or
-    an adapter. Device and implementation of the attention, which change the last bits only, are
+    From a torch module it covers the class, the config and the attributes of each submodule that
+    are numbers, texts, arrays or tensors (the scale and the state of an adapter, for example), what
+    its ``state_dict()`` returns, such as packed weights of quantized layers, and name, dtype, shape
+    and content of each parameter and buffer. It is that of the moment: compute it again after you
+    change a weight or an adapter. Other objects among the attributes are not part of it, and belong
+    in `salt`. Device and implementation of the attention, which change the last bits only, are
     not part of it.
 
     Examples
@@ -269,43 +280,59 @@ def _digest_of(path: str) -> str:
 def _facts_of_module(module: Any) -> dict[str, Any]:
     """Return the facts of all submodules, parameters and buffers of a torch module, as JSON."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    return {
-        "modules": [[name, *_module_facts(part)] for name, part in module.named_modules()],
-        "tensors": [_tensor_facts(name, tensor) for name, tensor in sorted(tensors.items())],
-    }
+    hashed = {memory_key(tensor) for tensor in tensors.values()}
+    modules = [[name, *_module_facts(part, hashed)] for name, part in module.named_modules()]
+    with named_refusals(tensors):
+        facts = [_tensor_facts(name, tensor) for name, tensor in sorted(tensors.items())]
+    # What a module stores by other means, such as the packed weights of quantized layers.
+    state = [[name, _plain_value(value, hashed)] for name, value in module.state_dict().items()]
+    others = [each for each in state if each[0] not in tensors and each[1] is not None]
+    return {"modules": modules, "tensors": facts} | ({"state": others} if others else {})
 
 
-def _module_facts(module: Any) -> list[Any]:
+def _module_facts(module: Any, hashed: Memories) -> list[Any]:
     """Return the class of a module, and the attributes that may change what it computes.
 
-    For example, the scale of an adapter, whether it is active or merged, and an epsilon.
+    For example, the scale of an adapter, whether it is active or merged, and an epsilon. `hashed`:
+    as for `_plain_value`.
     """
     attributes = {
         name: value
         for name, value in vars(module).items()
         if name not in _NO_ATTRIBUTES and "hook" not in name
     }
-    return [_name_of_code(type(module)), _plain_value(attributes)]
+    return [_name_of_code(type(module)), _plain_value(attributes, hashed)]
 
 
-def _plain_value(value: Any) -> Any:
+def _plain_value(value: Any, hashed: Memories = frozenset()) -> Any:
     """Return the value of an attribute as JSON; None for an object without a stable text.
 
     A config is a dict without the keys of `_NO_FACTS`, a dataclass a dict of its attributes, a set
-    a sorted list, a class or function its name.
+    a sorted list, a class or function its name, and an array its dtype, shape and SHA-256.
+    `hashed`: memory of the parameters and buffers; None for a tensor that is one of them.
     """
+    if isinstance(value, Enum):
+        return f"{_name_of_code(type(value))}.{value.name}"
     if isinstance(value, bool | int | float | str):
         return value
+    if isinstance(value, bytes | complex):
+        return repr(value)
     if isinstance(value, dict):
-        return {str(key): _plain_value(each) for key, each in value.items()}
+        return {str(key): _plain_value(each, hashed) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain_value(each) for each in value]
+        return [_plain_value(each, hashed) for each in value]
+    if isinstance(value, partial):
+        return [_plain_value(each, hashed) for each in (value.func, value.args, value.keywords)]
+    if is_torch(value):
+        return None if memory_key(value) in hashed else _tensor_facts("", value)[1:]
+    if isinstance(value, np.ndarray | np.generic):
+        return [str(value.dtype), list(value.shape), _array_digest(np.asarray(value))]
     if isinstance(value, set | frozenset):
         return sorted(map(str, value))
     if hasattr(value, "to_dict") and not isinstance(value, type):
         return _plain_value(_without_names(value.to_dict()))
     if is_dataclass(value) and not isinstance(value, type):
-        return _plain_value(vars(value))
+        return _plain_value(vars(value), hashed)
     if type(value).__name__ == "dtype":
         return str(value)
     return _name_of_code(value) if hasattr(value, "__qualname__") else None
@@ -317,9 +344,22 @@ def _name_of_code(value: Any) -> str:
 
 
 def _tensor_facts(name: str, tensor: Any) -> list[Any]:
-    """Return name, dtype, shape, and SHA-256 of the elements in C order."""
+    """Return name, dtype, shape, and SHA-256 of the elements in C order.
+
+    Of a quantized tensor, both its codes and its values are hashed.
+    """
     backend = backend_of(tensor, TensorBackend)
-    values = tensor.detach().cpu().contiguous()
-    array = backend.arrays_of({name: values})[name]
-    digest = hashlib.sha256(array.reshape(-1).view("u1")).hexdigest()
-    return [name, name_of(tensor.dtype), list(tensor.shape), digest]
+    values = tensor.detach()
+    arrays = {"": values}
+    if values.is_quantized:
+        arrays = {"codes": values.int_repr(), "values": values.dequantize()}
+    packed = {key: each.cpu().contiguous() for key, each in arrays.items()}
+    digests = [_array_digest(array) for array in backend.arrays_of(packed).values()]
+    return [name, name_of(tensor.dtype), list(tensor.shape), *digests]
+
+
+def _array_digest(array: NDArray) -> str:
+    """Return the SHA-256 of the elements in C order; "" for Python objects."""
+    if array.dtype.hasobject:
+        return ""
+    return hashlib.sha256(np.ascontiguousarray(array).reshape(-1).view("u1").data).hexdigest()

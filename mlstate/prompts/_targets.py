@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._common.arrays import is_torch, names_sharing_memory, shares_elements
+from .._common.arrays import is_torch
 from .._common.backend import TensorBackend, backend_named
 from .._common.dtypes import numpy_dtype
 from ..kv import KVState, RollingKVState
 from ..kv._arguments import incompatible, tokens_error
 from ..kv._axis import with_length
-from ..kv._cache_spec import CacheEntry, CacheSpec, entry_error
+from ..kv._cache_spec import CacheEntry, CacheSpec
 from ..kv._cache_state import CacheState
 from ..kv._ring_slots import shift_of
-from ..kv._snapshot import check_writable
+from ..kv._snapshot import check_separate, check_writable
 from ._caches import engine_of, ring_spec, state_of_array
 from ._hybrids import check_states, to_mlx
-from ._transfer import Arrays, clear_rest
+from ._transfer import Arrays, clear, clear_rest, missing_tokens, tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,12 +43,13 @@ class StateTarget:
             _check_room(entry, length)
             for name in entry.arrays:
                 check_writable(entry, state.arrays[name])
-        _check_separate(state.arrays)
+        check_separate(state.arrays)
         entries = {entry.name: entry for entry in state.spec}
         self.state = state
         self.is_written = False
         self.has_snapshots = stored is not None and bool(stored.states)
         self.into = Arrays(entries, dict(state.arrays), dict(state._cache.shifts))
+        self.listed: list[Any] = []  # of the last call of `arrays_at`
 
     def begin(self) -> None:
         """Set the number of tokens to 0 before they are written."""
@@ -66,13 +66,19 @@ class StateTarget:
     ) -> Arrays:
         """Return the arrays of the state, to read tokens into, for any arguments.
 
-        `EngineTarget.arrays_at` describes the arguments, and uses them.
+        `EngineTarget.arrays_at` describes the arguments. `listed` is kept for `finish`.
         """
+        self.listed = listed
         return self.into
 
     def finish(self, length: int) -> None:
-        """Zero the positions after `length` tokens, and set the number of tokens to `length`."""
+        """Zero the positions without a stored token, and set the number of tokens to `length`."""
         clear_rest(self.into, length)
+        for name in missing_tokens(self.into, self.listed, length):
+            entry = self.into.entries[name]
+            assert entry.seq_axis is not None
+            slot = self.into.ring(entry, length).next_slot
+            clear(tokens_of(self.into.arrays[name], entry.seq_axis, slot, slot + 1))
         self.state._set_length(length)
 
 
@@ -89,9 +95,10 @@ class RingTarget(StateTarget):
         """Replace slots and counters of the cache, for a sequence of `length` tokens."""
         clear_rest(self.into, length)
         sinks, size = self.cache.sinks, self.cache.capacity
-        oldest = max(sinks, length - (size - sinks))  # position of the first token after the sinks
         (slots,) = self.into.arrays.values()
-        self.cache._buffer.fill(slots, oldest, length, max(0, length - size))
+        missing = sum(missing_tokens(self.into, self.listed, length).values())
+        evicted = max(0, length - size) + missing
+        self.cache._buffer.fill(slots, sinks + evicted, length, evicted)
 
 
 class EngineTarget:
@@ -243,15 +250,6 @@ def _on_device(arrays: dict[str, Any], device: Any) -> dict[str, Any]:
     backend = backend_named("torch", TensorBackend)
     tensors = backend.tensors_of(arrays)
     return {name: tensor.to(backend.device_of(device)) for name, tensor in tensors.items()}
-
-
-def _check_separate(arrays: Mapping[str, Any]) -> None:
-    """Raise CompatibilityError if two arrays share elements: writing one would change the other."""
-    names = sorted(names_sharing_memory(arrays))
-    for first, second in combinations(names, 2):
-        if shares_elements(arrays[first], arrays[second]):
-            text = f"its elements are those of {second!r}, too, so they cannot be restored"
-            raise entry_error(first, text, "separate memory", "shared memory")
 
 
 def _check_room(entry: CacheEntry, length: int) -> None:

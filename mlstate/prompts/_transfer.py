@@ -68,7 +68,8 @@ def readable(view: Any) -> NDArray | Remote:
 
 
 def _array_of(tensor: Any) -> NDArray:
-    tensor = tensor.detach().cpu()
+    """Return a tensor as an array: over its memory, or a copy of one of a device or a lazy view."""
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg()
     array: NDArray = backend_of(tensor, TensorBackend).arrays_of({"": tensor})[""]
     return array
 
@@ -154,13 +155,14 @@ class Request(NamedTuple):
     def target(self) -> NDArray | None:
         """Return the memory that the part can be read into directly; None if it must be copied.
 
-        It is copied if it goes to several places, in part, or to a device.
+        It is copied if it goes to several places, in part, to a device, or to a tensor that is
+        conjugated or negated when it is read.
         """
         if len(self.pieces) != 1 or self.pieces[0].view.shape != self.shape:
             return None
         view = self.pieces[0].view
         if is_torch(view):
-            if view.device.type != "cpu":
+            if view.device.type != "cpu" or view.is_conj() or view.is_neg():
                 return None
             return _array_of(view)
         array: NDArray = view
@@ -428,6 +430,21 @@ def clear_rest(into: Arrays, length: int) -> None:
         for free in _free_slots(into.ring(entry, length)):
             for name in entry.arrays:
                 clear(tokens_of(into.arrays[name], entry.seq_axis, free.start, free.stop))
+
+
+def missing_tokens(into: Arrays, listed: list[Any], length: int) -> dict[str, int]:
+    """Return how many tokens of rings a snapshot lacks, by name of the entry; 0 is left out.
+
+    It is 1 at most, see `_slots_of`: the oldest token after the sinks of a full ring, whose slot
+    is the next one to write. `listed`: the parts of the snapshot. `length`: all tokens so far.
+    """
+    missing: dict[str, int] = {}
+    for name, counts, _ in listed:
+        entry = into.entries.get(name)
+        if counts is not None and entry is not None and length:
+            count = sum(map(len, into.ring(entry, length).runs())) - sum(counts)
+            missing |= {name: count} if count > 0 else {}
+    return missing
 
 
 def _free_slots(ring: Ring) -> list[range]:

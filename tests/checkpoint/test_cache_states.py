@@ -306,3 +306,56 @@ def test_malformed_descriptions_raise_format_errors(make):
         except (FormatError, MemoryError):
             refused += 1
     assert refused >= len(wrong) - 4  # some numbers are valid, such as another axis
+
+
+def ring_cache(tokens, length, next_slot):
+    entry = CacheEntry("keys", "sliding", (1, 1, 4, 1), "float32", next_slot=next_slot)
+    array = np.array(tokens, np.float32).reshape(entry.shape)
+    return CacheState(CacheSpec([entry]), {"keys": array}, length)
+
+
+@pytest.mark.parametrize("slot", [None, 0, 3])
+@pytest.mark.parametrize("loaded_slot", [None, 1])
+def test_a_snapshot_from_before_a_load_restores_the_order_of_the_ring(tmp_path, slot, loaded_slot):
+    cache = ring_cache([10, 11, 12, 13], 14, slot)
+    ordered, next_slot = cache.ordered("keys"), cache.next_slot("keys")
+    before = cache.snapshot()
+    mlstate.save(tmp_path / "c", states={"kv": ring_cache([5, 6, 3, 4], 7, loaded_slot)})
+    mlstate.load(tmp_path / "c", into={"states": {"kv": cache}})
+    cache.restore(before)
+    for state in (cache, cache.copy()):
+        assert state.length == 14
+        assert state.next_slot("keys") == next_slot
+        np.testing.assert_array_equal(state.ordered("keys"), ordered)
+
+
+def two_entries(keys, values):
+    spec = CacheSpec([CacheEntry(name, "full", (1, 1, 4, 2), "float32") for name in ("k", "v")])
+    return CacheState(spec, {"k": keys, "v": values}, 4)
+
+
+def filled(value):
+    return np.full((1, 1, 4, 2), value, np.float32)
+
+
+@pytest.mark.parametrize("kind", ["same", "view", "overlapping", "torch"])
+def test_a_load_refuses_arrays_of_a_cache_that_share_memory(tmp_path, kind):
+    memory = np.zeros((1, 1, 6, 2), np.float32)
+    keys = memory[:, :, :4]
+    values = {"same": keys, "view": keys[:], "overlapping": memory[:, :, 2:]}.get(kind)
+    if kind == "torch":
+        torch = pytest.importorskip("torch")
+        keys, values = torch.from_numpy(keys), torch.from_numpy(memory)[:, :, 1:5]
+    target = two_entries(keys, values)
+    target.trim(1)
+    mlstate.save(tmp_path / "c", states={"kv": two_entries(filled(1), filled(2))})
+    with pytest.raises(CompatibilityError, match="k: its elements are those of 'v', too"):
+        mlstate.load(tmp_path / "c", into={"states": {"kv": target}})
+    assert not memory.any() and target.length == 3
+
+
+def test_arrays_of_the_same_elements_load_equal_values(tmp_path):
+    keys = filled(0)
+    mlstate.save(tmp_path / "c", states={"kv": two_entries(filled(1), filled(1))})
+    mlstate.load(tmp_path / "c", into={"states": {"kv": two_entries(keys, keys[:])}})
+    np.testing.assert_array_equal(keys, filled(1))

@@ -262,3 +262,17 @@ def test_out_through_dlpack(name):
         target[...] = 1
         assert transition_kv_state(cache(dtype=dtype), 12, 5, out=out) is out
         assert_same_bits(target, expand(cache(dtype=dtype), 12, 5))
+
+
+@pytest.mark.parametrize("pad_value", [2**53 + 1, -(2**62) - 1, np.int64(2**53 + 1)])
+@pytest.mark.parametrize("kind", ["array", "out", "torch"])
+def test_padding_that_a_float_would_round_is_refused_for_integers(kind, pad_value):
+    source, out = np.ones((1, 1, 2, 1), np.int64), None
+    if kind == "torch":
+        source = pytest.importorskip("torch").from_numpy(source)
+    elif kind == "out":
+        out = np.zeros((1, 1, 4, 1), np.int64)
+    with pytest.raises(ValueError, match=f"pad_value {pad_value} has more than the 53 bits"):
+        transition_kv_state(source, 4, 1, pad_value, out=out)
+    assert out is None or not out.any()
+    assert transition_kv_state(source, 4, 1, 2**60)[0, 0, 3, 0] == 2**60

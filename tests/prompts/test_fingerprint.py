@@ -1,5 +1,7 @@
 """What identifies the model of a cache."""
 
+import enum
+import functools
 import hashlib
 import json
 import logging
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from mlstate import save_file
-from mlstate.errors import FormatError, StoreNotFoundError
+from mlstate.errors import CompatibilityError, FormatError, StoreNotFoundError
 from mlstate.prompts import fingerprint
 
 CONFIG = {
@@ -208,3 +210,66 @@ def test_modules_with_another_computation_differ():
     before = fingerprint(model, hash_weights=True)
     model.register_forward_hook(lambda *_: None)
     assert fingerprint(model.train(), hash_weights=True) == before
+
+
+def scaled(torch, scale):
+    """Return a module that has an attribute, and the same weights each time."""
+    torch.manual_seed(0)
+    module = torch.nn.Linear(2, 2)
+    module.scale = scale
+    return module
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize(
+    "kind", ["tensor", "list", "array", "scalar", "complex", "bytes", "enum", "partial"]
+)
+def test_values_in_attributes_of_a_module_belong_to_it(kind):
+    torch = pytest.importorskip("torch")
+    colors = enum.Enum("Color", ["RED", "BLUE"])
+    makers = {
+        "tensor": lambda i: torch.tensor([1.0, i]),
+        "list": lambda i: [torch.tensor([1.0, i])],
+        "array": lambda i: {"a": np.array([1.0, i])},
+        "scalar": np.float32,
+        "complex": lambda i: complex(1, i),
+        "bytes": lambda i: bytes([i]),
+        "enum": list(colors).__getitem__,
+        "partial": lambda i: functools.partial(pow, i),
+    }
+    modules = [scaled(torch, makers[kind](i)) for i in (0, 1, 1)]
+    prints = [fingerprint(module, hash_weights=True) for module in modules]
+    assert prints[0] != prints[1] == prints[2]
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+def test_packed_weights_of_quantized_layers_belong_to_a_module():
+    torch = pytest.importorskip("torch")
+
+    def quantized(scale):
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        with torch.no_grad():
+            module[0].weight.copy_(torch.eye(4) * scale)
+            module[0].bias.zero_()
+        return torch.ao.quantization.quantize_dynamic(module, {torch.nn.Linear})
+
+    prints = [fingerprint(quantized(scale), hash_weights=True) for scale in (1, 2, 2)]
+    assert prints[0] != prints[1] == prints[2]
+
+
+@pytest.mark.torch
+def test_an_attribute_that_is_a_buffer_too_is_hashed_once():
+    torch = pytest.importorskip("torch")
+    module = scaled(torch, None)
+    module.register_buffer("angles", torch.arange(3.0))
+    first = fingerprint(module, hash_weights=True)
+    module.scale = module.angles
+    assert fingerprint(module, hash_weights=True) == first
+
+
+@pytest.mark.torch
+def test_weights_without_elements_are_refused_by_name():
+    torch = pytest.importorskip("torch")
+    with pytest.raises(CompatibilityError, match="'weight' is a tensor on torch's meta device"):
+        fingerprint(torch.nn.Linear(2, 2, device="meta"), hash_weights=True)

@@ -302,42 +302,53 @@ static void link_parents(mls_prompt_index *index)
     }
 }
 
-/* Read `count` rows of entries into the index, and count their bytes in the segments.
- * Parents are numbers of entries, which must not change, so an entry whose segment is
- * gone is added and removed. Returns false if the index file cannot be used; the caller
- * then clears the log. */
+/* Add the entry of `row` to the index as number `number`, and count its record's bytes in
+ * its segment. An entry without a record (it was removed, or its segment is gone) is
+ * added too, and then removed: parents are numbers of entries, which must not change.
+ * `*recent` is the segment of the row before, or NULL, and becomes the one of this row.
+ * Returns false if the record is not within its segment, or an earlier row has its
+ * key. */
+static bool load_entry(mls_prompt_log *log, const unsigned char *row, size_t number,
+                       mls_prompt_segment **recent)
+{
+    const mls_prompt_entry stored = read_entry(row);
+    const uint64_t bytes = mls_prompt_entry_bytes(&stored);
+    if (*recent == NULL || (*recent)->number != stored.segment) {
+        *recent = mls_prompt_segment_find(log, stored.segment);
+    }
+    const bool was_removed = (stored.flags & MLS_PROMPT_REMOVED) != 0;
+    mls_prompt_segment *segment = was_removed ? NULL : *recent; /* NULL: no record */
+    if (segment != NULL && mls_prompt_entry_offset(&stored) + bytes > segment->bytes) {
+        return false;
+    }
+    mls_prompt_entry added = stored; /* as mls_prompt_index_add requires it */
+    added.flags &= (uint8_t)~MLS_PROMPT_REMOVED;
+    added.parent = MLS_PROMPT_NONE;
+    if (mls_prompt_index_add(&log->index, &added) != number) {
+        return false;
+    }
+    log->index.entries[number].parent = stored.parent; /* link_parents checks it */
+    if (segment == NULL) {
+        mls_prompt_index_remove(&log->index, (uint32_t)number);
+    } else {
+        segment->live += bytes;
+    }
+    return true;
+}
+
+/* Read `count` rows of entries into the index. Returns false if the index file cannot be
+ * used; the caller then clears the log. */
 static bool load_entries(mls_prompt_log *log, row_reader *rows, size_t count)
 {
     mls_status ignored;
+    mls_prompt_segment *recent = NULL;
     if (mls_prompt_index_reserve(&log->index, count, &ignored) != MLS_OK) {
         return false;
     }
-    mls_prompt_segment *segment = NULL;
     for (size_t i = 0; i < count; i++) {
-        const unsigned char *at = next_row(rows, ENTRY_BYTES);
-        if (at == NULL) {
+        const unsigned char *row = next_row(rows, ENTRY_BYTES);
+        if (row == NULL || !load_entry(log, row, i, &recent)) {
             return false;
-        }
-        mls_prompt_entry entry = read_entry(at);
-        const uint32_t parent = entry.parent;
-        const uint64_t end =
-            mls_prompt_entry_offset(&entry) + mls_prompt_entry_bytes(&entry);
-        if (segment == NULL || segment->number != entry.segment) {
-            segment = mls_prompt_segment_find(log, entry.segment);
-        }
-        const bool is_removed =
-            segment == NULL || (entry.flags & MLS_PROMPT_REMOVED) != 0;
-        entry.flags &= (uint8_t)~MLS_PROMPT_REMOVED;
-        entry.parent = MLS_PROMPT_NONE;
-        if ((!is_removed && end > segment->bytes) ||
-            mls_prompt_index_add(&log->index, &entry) != i) {
-            return false; /* the same key twice, too */
-        }
-        log->index.entries[i].parent = parent;
-        if (is_removed) {
-            mls_prompt_index_remove(&log->index, (uint32_t)i);
-        } else {
-            segment->live += mls_prompt_entry_bytes(&entry);
         }
     }
     link_parents(&log->index);

@@ -76,14 +76,44 @@ static bool is_damaged(const mls_prompt_log *log, const mls_prompt_entry *entry,
     return code == MLS_E_CHECKSUM || code == MLS_E_FORMAT;
 }
 
-/* Append a note for each damaged record of the last put to `*out`, which has `*count`
- * notes. The caller frees it. MLS_E_MEMORY, MLS_E_IO, MLS_E_FORMAT. */
-static mls_code list_damage(mls_prompt_log *log, mls_prompt_note **out, size_t *count,
-                            mls_status *st)
+/* Return whether the last put wrote the record of an entry. The records of one commit are
+ * in one segment: they are those of `tail_segment` from `tail_offset` on. */
+static bool is_of_last_put(const mls_prompt_log *log, const mls_prompt_entry *entry)
+{
+    return (entry->flags & MLS_PROMPT_REMOVED) == 0 &&
+           entry->segment == log->tail_segment &&
+           mls_prompt_entry_offset(entry) >= log->tail_offset;
+}
+
+/* Notes that grow; the caller frees `notes`. */
+typedef struct note_list {
+    mls_prompt_note *notes;
+    size_t count, room;
+} note_list;
+
+/* Append a note that deletes the record of an entry. MLS_E_MEMORY. */
+static mls_code add_deletion(note_list *list, const mls_prompt_entry *entry,
+                             mls_status *st)
+{
+    mls_prompt_note *notes =
+        mls_grow(list->notes, list->count, &list->room, sizeof *notes);
+    if (notes == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory to note damage");
+    }
+    list->notes = notes;
+    notes[list->count++] = (mls_prompt_note){
+        .key = entry->key, .operation = MLS_PROMPT_DELETE, .segment = entry->segment};
+    return MLS_OK;
+}
+
+/* Append a deletion to `out` for each damaged record of the last put. Does nothing if no
+ * put is newer than the index file: it is written after the records are durable.
+ * MLS_E_MEMORY, MLS_E_IO, MLS_E_FORMAT. */
+static mls_code list_damage_of_last_put(mls_prompt_log *log, note_list *out,
+                                        mls_status *st)
 {
     mls_prompt_segment *segment = mls_prompt_segment_find(log, log->tail_segment);
     mls_prompt_file *file = NULL;
-    size_t room = 0;
     if (segment == NULL) {
         return MLS_OK;
     }
@@ -92,20 +122,9 @@ static mls_code list_damage(mls_prompt_log *log, mls_prompt_note **out, size_t *
                                    : mls_prompt_segment_hold(log, segment, &file, st);
     for (uint32_t i = 0; code == MLS_OK && i < log->index.count; i++) {
         const mls_prompt_entry *entry = &log->index.entries[i];
-        if ((entry->flags & MLS_PROMPT_REMOVED) != 0 ||
-            entry->segment != segment->number ||
-            mls_prompt_entry_offset(entry) < log->tail_offset ||
-            !is_damaged(log, entry, file->fd, segment->bytes, buffer)) {
-            continue;
-        }
-        mls_prompt_note *notes = mls_grow(*out, *count, &room, sizeof *notes);
-        if (notes == NULL) {
-            code = mls_fail(st, MLS_E_MEMORY, "no memory to note damage");
-        } else {
-            *out = notes;
-            notes[(*count)++] = (mls_prompt_note){.key = entry->key,
-                                                  .operation = MLS_PROMPT_DELETE,
-                                                  .segment = entry->segment};
+        if (is_of_last_put(log, entry) &&
+            is_damaged(log, entry, file->fd, segment->bytes, buffer)) {
+            code = add_deletion(out, entry, st);
         }
     }
     mls_prompt_file_release(file);
@@ -118,18 +137,17 @@ static mls_code list_damage(mls_prompt_log *log, mls_prompt_note **out, size_t *
  * synced. Done once for an open log. */
 static mls_code check_last_put(mls_prompt_log *log, mls_status *st)
 {
-    mls_prompt_note *notes = NULL;
-    size_t count = 0;
+    note_list damage = {.notes = NULL};
     if (log->is_checked) {
         return MLS_OK;
     }
     mls_prompt_enter_state(log);
-    mls_code code = list_damage(log, &notes, &count, st);
+    mls_code code = list_damage_of_last_put(log, &damage, st);
     mls_prompt_leave_state(log);
-    if (code == MLS_OK && count > 0) {
-        code = mls_prompt_write_notes(log, notes, count, st);
+    if (code == MLS_OK && damage.count > 0) {
+        code = mls_prompt_write_notes(log, damage.notes, damage.count, st);
     }
-    mls_free(notes);
+    mls_free(damage.notes);
     log->is_checked = code == MLS_OK;
     return code;
 }

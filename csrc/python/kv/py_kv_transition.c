@@ -32,6 +32,7 @@ typedef struct transition {
     mls_kv_request request;
     mlspy_view source, target;
     double pad_value; /* value of the positions after the tokens */
+    PyObject *pad;    /* the caller's object for it; borrowed */
     PyObject *dtype;  /* of the result, or None; borrowed */
     bool low_memory;  /* keep pages without tokens of a large new target untouched */
     bool is_zeroed;   /* the target reads as zeros already */
@@ -118,11 +119,10 @@ static int take_move(const mlspy_state *state, PyObject *source, PyObject *move,
         return -1;
     }
     t->dtype = PyTuple_GET_ITEM(move, DTYPE);
+    t->pad = PyTuple_GET_ITEM(move, PAD_VALUE);
     const int is_low = PyObject_IsTrue(PyTuple_GET_ITEM(move, LOW_MEMORY));
     t->low_memory = is_low > 0;
-    return is_low < 0 ? -1
-                      : mlspy_take_double(PyTuple_GET_ITEM(move, PAD_VALUE), "pad_value",
-                                          &t->pad_value);
+    return is_low < 0 ? -1 : mlspy_take_double(t->pad, "pad_value", &t->pad_value);
 }
 
 /* The dtype of a result and the descriptor to allocate it with. If the source is not an
@@ -270,6 +270,33 @@ static int take_target(const mlspy_state *state, PyObject *source, PyObject *out
         &st);
 }
 
+/* Check that a double has the value of the padding, which has been encoded, if it is an
+ * integer and the target has integers. Returns -1 with ValueError or MemoryError set. */
+static int check_pad(const transition *t)
+{
+    const mls_dtype_kind kind = mls_dtype_of(t->target.tensor.dtype)->kind;
+    if ((kind != MLS_KIND_INT && kind != MLS_KIND_UINT) || !PyIndex_Check(t->pad)) {
+        return 0;
+    }
+    PyObject *number = PyNumber_Index(t->pad);
+    if (number == NULL) { /* an array of a float, which the conversion has read */
+        PyErr_Clear();
+        return 0;
+    }
+    PyObject *rounded = PyLong_FromDouble(t->pad_value);
+    const int same =
+        rounded == NULL ? -1 : PyObject_RichCompareBool(number, rounded, Py_EQ);
+    if (same == 0) {
+        PyErr_Format(PyExc_ValueError,
+                     "pad_value %S has more than the 53 bits of a float: pass another "
+                     "one, or fill the positions after the tokens",
+                     number);
+    }
+    Py_XDECREF(rounded);
+    Py_DECREF(number);
+    return same == 1 ? 0 : -1;
+}
+
 /* Encode the padding and move the tokens. The views hold references, so the memory stays
  * valid while other threads run. Returns -1 with an exception set, and nothing
  * written. */
@@ -278,7 +305,8 @@ static int run_transition(const mlspy_state *state, transition *t)
     mls_status st;
     mls_element pad;
     if (mlspy_check(state, mls_element_encode(t->pad_value, &t->target.tensor, &pad, &st),
-                    &st) < 0) {
+                    &st) < 0 ||
+        check_pad(t) < 0) {
         return -1;
     }
     /* NULL: the target is padded already */

@@ -21,19 +21,19 @@ typedef struct part_file {
                               floats before they are converted */
 } part_file;
 
-/* One item that is being written. */
+/* One item, which is a part of a tensor, that is being written. */
 typedef struct writing {
     const mls_parts_job *job;
     const mls_placed_item *placed;
     part_file *file;
-    uint64_t offset;     /* of the tensor's first byte in the file */
-    uint32_t *crcs;      /* of the tensor's blocks */
-    size_t item_bytes;   /* of an element in the file */
-    size_t bytes;        /* of the whole tensor in the file */
-    size_t unreported;   /* bytes written, but not yet reported as progress */
-    size_t end;          /* end of the last bytes of the tensor that were written */
-    uint32_t share;      /* of the checksum of the bytes up to `end` in their block */
-    uint64_t zero_count; /* mls_crc_zeros(zero_count) is `zeros`: runs repeat lengths */
+    uint64_t offset;      /* of the tensor's first byte in the file */
+    uint32_t *crcs;       /* of the tensor's blocks */
+    size_t element_bytes; /* in the file */
+    size_t bytes;         /* of the whole tensor in the file */
+    size_t unreported;    /* bytes written, but not yet reported as progress */
+    size_t end;           /* end of the last bytes of the tensor that were written */
+    uint32_t share;       /* of the checksum of the bytes up to `end` in their block */
+    uint64_t zero_count;  /* mls_crc_zeros(zero_count) is `zeros`: runs repeat lengths */
     uint32_t zeros;
 } writing;
 
@@ -82,17 +82,17 @@ static const unsigned char *converted_at(const writing *w, size_t first, size_t 
 /* Return bytes `at` .. `at + count` of the item's part in the file's dtype: a pointer
  * into its memory, or into the buffer if the memory is strided or has another dtype. Both
  * are multiples of the element size. */
-static const unsigned char *item_bytes_at(const writing *w, size_t at, size_t count)
+static const unsigned char *part_bytes_at(const writing *w, size_t at, size_t count)
 {
     const mls_shard_item *item = w->placed->item;
     if (item->dtype != w->placed->dtype) {
-        return converted_at(w, at / w->item_bytes, count / w->item_bytes);
+        return converted_at(w, at / w->element_bytes, count / w->element_bytes);
     }
     if (item->data != NULL) {
-        return item->data + item->first * w->item_bytes + at;
+        return item->data + item->first * w->element_bytes + at;
     }
     mls_pack_range(w->job->kernels, item->strided, item->dtype,
-                   item->first + at / w->item_bytes, count / w->item_bytes,
+                   item->first + at / w->element_bytes, count / w->element_bytes,
                    w->file->buffer);
     return w->file->buffer;
 }
@@ -157,15 +157,17 @@ static mls_code report_bytes(writing *w, size_t least, mls_status *st)
                : mls_fail(st, MLS_E_STOPPED, "cancelled by the caller");
 }
 
-/* Write bytes `at` .. `at + count` of the item to byte `to` of the tensor in the file.
- * Steps end at file offsets that are multiples of MLS_PART_STEP, and therefore of the
- * item size: the header aligns tensors to it. MLS_E_IO, MLS_E_STOPPED. */
+/* Write bytes `at` .. `at + count` of the item's part to byte `to` of its whole tensor in
+ * the file, in steps of at most MLS_PART_STEP bytes that stay in the cache between the
+ * checksum and the write. A step ends at a multiple of MLS_PART_STEP in the file, and
+ * tensors start at a multiple of their element size there (the header aligns them), so no
+ * step ends within an element. MLS_E_IO, MLS_E_STOPPED. */
 static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_status *st)
 {
     while (count > 0) {
         const size_t room = MLS_PART_STEP - (size_t)((w->offset + to) % MLS_PART_STEP);
         const size_t step = count < room ? count : room;
-        const unsigned char *data = item_bytes_at(w, at, step);
+        const unsigned char *data = part_bytes_at(w, at, step);
         add_share(w, data, to, step);
         if (mls_file_write_at(w->file->fd, data, step, w->offset + to, st) != MLS_OK) {
             return st->code;
@@ -183,9 +185,9 @@ static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_st
     return MLS_OK;
 }
 
-/* Write one item to its open file, run by run; the runs of its part ascend in the whole
- * tensor. Its share of the checksums is XORed to the job's. MLS_E_IO, MLS_E_STOPPED,
- * errors of mls_layout_part. */
+/* Write one item to its open file. Its part consists of runs: adjacent elements in both
+ * the part and the whole tensor, in ascending order. Its share of the checksums is XORed
+ * to the job's. MLS_E_IO, MLS_E_STOPPED, errors of mls_layout_part. */
 static mls_code write_item(const mls_parts_job *job, const mls_placed_item *placed,
                            part_file *file, mls_status *st)
 {
@@ -206,7 +208,7 @@ static mls_code write_item(const mls_parts_job *job, const mls_placed_item *plac
                  .file = file,
                  .offset = (uint64_t)placed->offset,
                  .crcs = job->crcs + placed->block,
-                 .item_bytes = size,
+                 .element_bytes = size,
                  .bytes = mls_part_count(&full_part) * size};
     mls_overlap_init(&overlap, &part, &full_part);
     while (code == MLS_OK && mls_overlap_next(&overlap, &run)) {
