@@ -15,7 +15,7 @@ from .._caches import EntryPlan
 from ._arrays import make_array
 from ._layer_values import CLASSES, LayerValues
 from ._live_layers import read_layer, write_layer
-from ._read_entries import Layout
+from ._read_entries import Layout, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -334,12 +334,14 @@ def _padding(at: _Place, entries: list[CacheEntry]) -> dict[str, Any]:
 
     Options that a read of the cache stored: "first", the position of each sequence's first token,
     and "padding", the positions that its offset does not count, both from the first position of
-    the batch, even after it was evicted. Without them, the layer's own padding is both.
+    the batch, even after it was evicted. Without them, they are the layer's own.
     `entries`: of keys and values. Raises CompatibilityError if the number of sequences differs.
     """
     evicted = at.length - at.stored(entries)  # tokens
-    before = at.before.values["left_padding"].tolist()
-    first, padding = at.options.get("first", before), at.options.get("padding", before)
+    current = layout_of(at.before, at.before.tokens or 0).options
+    first = at.options.get("first", current["first"])
+    # a merge of full windows counts tokens in `offset` that the layer never had
+    padding = at.options.get("padding", [max(count, 0) for count in current["padding"]])
     if len(first) != entries[0].shape[0]:
         text = f"layer {at.where} has {len(first)} sequences, and the array {entries[0].shape[0]}"
         raise entry_error(entries[0].name, text, len(first), entries[0].shape[0])
