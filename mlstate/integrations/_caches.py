@@ -133,6 +133,14 @@ class EntryPlan:
         self.ring_of = state._cache.ring
         self.writes: list[Callable[[], object]] = []
         self.used: set[str] = set()  # names of arrays that a layer takes
+        self._places: dict[int, str] = {}  # of layers, by identity
+
+    def add_layer(self, layer: object, where: str) -> None:
+        """Note the layer at the place `where`; raise CompatibilityError if it has another place."""
+        first = self._places.setdefault(id(layer), where)
+        if first != where:
+            text = f"layers {first} and {where} are the same object"
+            raise incompatible(text, where, "a layer for each place", "one layer")
 
     def entry(self, where: str, owner: str, part: str, *kinds: str) -> CacheEntry | None:
         """Return the entry of the array ``"<where>.<part>"``, or None if the state lacks it.

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from itertools import combinations
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from .._common.arrays import is_torch, overlaps_itself
+from .._common.arrays import (
+    is_torch,
+    names_sharing_memory,
+    overlaps_itself,
+    shares_elements,
+)
 from .._common.set_module import set_module
 from .._common.text import bytes_text
 from ._cache_spec import CacheEntry, CacheSpec, entry_error
 from ._copies import copied_arrays
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 class History:
@@ -123,3 +132,12 @@ def check_writable(entry: CacheEntry, array: Any) -> None:
     elif not is_readonly:
         return
     raise entry_error(entry.name, text, "a writable array", "another array")
+
+
+def check_separate(arrays: Mapping[str, Any]) -> None:
+    """Raise CompatibilityError if two arrays share elements: writing one would change the other."""
+    names = sorted(names_sharing_memory(arrays))
+    for first, second in combinations(names, 2):
+        if shares_elements(arrays[first], arrays[second]):
+            text = f"its elements are those of {second!r}, too, so they cannot be written"
+            raise entry_error(first, text, "separate memory", "shared memory")

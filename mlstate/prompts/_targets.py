@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._common.arrays import is_torch, names_sharing_memory, shares_elements
+from .._common.arrays import is_torch
 from .._common.backend import TensorBackend, backend_named
 from .._common.dtypes import numpy_dtype
 from ..kv import KVState, RollingKVState
 from ..kv._arguments import incompatible, tokens_error
 from ..kv._axis import with_length
-from ..kv._cache_spec import CacheEntry, CacheSpec, entry_error
+from ..kv._cache_spec import CacheEntry, CacheSpec
 from ..kv._cache_state import CacheState
 from ..kv._ring_slots import shift_of
-from ..kv._snapshot import check_writable
+from ..kv._snapshot import check_separate, check_writable
 from ._caches import engine_of, ring_spec, state_of_array
 from ._hybrids import check_states, to_mlx
 from ._transfer import Arrays, clear_rest
@@ -44,7 +43,7 @@ class StateTarget:
             _check_room(entry, length)
             for name in entry.arrays:
                 check_writable(entry, state.arrays[name])
-        _check_separate(state.arrays)
+        check_separate(state.arrays)
         entries = {entry.name: entry for entry in state.spec}
         self.state = state
         self.is_written = False
@@ -243,15 +242,6 @@ def _on_device(arrays: dict[str, Any], device: Any) -> dict[str, Any]:
     backend = backend_named("torch", TensorBackend)
     tensors = backend.tensors_of(arrays)
     return {name: tensor.to(backend.device_of(device)) for name, tensor in tensors.items()}
-
-
-def _check_separate(arrays: Mapping[str, Any]) -> None:
-    """Raise CompatibilityError if two arrays share elements: writing one would change the other."""
-    names = sorted(names_sharing_memory(arrays))
-    for first, second in combinations(names, 2):
-        if shares_elements(arrays[first], arrays[second]):
-            text = f"its elements are those of {second!r}, too, so they cannot be restored"
-            raise entry_error(first, text, "separate memory", "shared memory")
 
 
 def _check_room(entry: CacheEntry, length: int) -> None:

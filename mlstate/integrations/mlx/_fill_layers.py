@@ -35,7 +35,6 @@ class Filler(EntryPlan):
         Raises CompatibilityError unless all arrays of the state are NumPy's.
         """
         super().__init__(state)
-        self._layers: dict[int, str] = {}  # the places of the layers by identity
         self._targets: list[Any] = []  # the layers to write to
         for name, array in self.arrays.items():
             if not isinstance(array, np.ndarray):
@@ -67,10 +66,7 @@ class Filler(EntryPlan):
         another class is ignored, unless its padding would be lost: then this raises
         CompatibilityError. So it does for a layer that is in the cache twice.
         """
-        first = self._layers.setdefault(id(layer), where)
-        if first != where:
-            text = f"layers {first} and {where} are the same object"
-            raise incompatible(text, where, "a layer for each place", "one layer")
+        self.add_layer(layer, where)
         name = current.cls.name
         if layout is not None and layout.class_name != name:
             _refuse_padding(layout, name, where)

@@ -669,6 +669,77 @@ def test_layers_with_tokens_are_not_left_behind():
     assert cache.get_seq_length(0) == cache.get_seq_length(1) == 3
 
 
+def used_linear_layer(channels=6, record_past=False):
+    layer = LinearAttentionLayer()
+    if record_past:
+        layer.activate_past_recording()
+    layer.update_conv_state(torch.ones(1, channels, 9 if record_past else 4), conv_kernel_size=4)
+    return layer
+
+
+def test_a_recording_layer_refuses_inputs_of_another_shape_or_dtype():
+    state = from_cache(Cache(layers=[used_linear_layer()]), length=4)
+    layer = used_linear_layer(channels=5, record_past=True)
+    with pytest.raises(CompatibilityError, match=r"0.conv_states.0: .* \(1, 6, 9\)"):
+        to_cache(state, into=Cache(layers=[layer]))
+    layer = used_linear_layer(record_past=True)
+    layer.conv_states[0] = layer.conv_states[0].double()
+    with pytest.raises(CompatibilityError, match="float64"):
+        to_cache(state, into=Cache(layers=[layer]))
+    assert layer.conv_states[0].shape == (1, 6, 9)
+
+
+def test_states_that_a_cache_state_lacks_are_not_left_behind():
+    state = from_cache(Cache(layers=[used_linear_layer()]), length=4)
+    layer = used_linear_layer()
+    layer.update_recurrent_state(torch.ones(1, 3, 4, 4))
+    with pytest.raises(CompatibilityError, match="layer 0 has tokens"):
+        to_cache(state, into=Cache(layers=[layer]))
+    layer.reset()
+    to_cache(state, into=Cache(layers=[layer]))
+    assert layer.conv_states[0].all() and not layer.recurrent_states[0].any()
+    only_recurrent = LinearAttentionLayer()
+    only_recurrent.update_recurrent_state(torch.ones(1, 3, 4, 4))
+    state = from_cache(filled(LAYERS["dynamic"], [5]))
+    with pytest.raises(CompatibilityError, match="layer 1 has tokens"):
+        to_cache(state, into=Cache(layers=[DynamicLayer(), only_recurrent]))
+
+
+@pytest.mark.parametrize("name", ["dynamic indexed", "static indexed"])
+def test_position_ids_of_an_indexer_are_not_left_behind(name):
+    source, target = filled(LAYERS[name], [5]), filled(LAYERS[name], [3])
+    entries = [e for e in from_cache(source).spec if "indexer" not in e.name]
+    arrays = {e.name: from_cache(source).arrays[e.name] for e in entries}
+    layer = target.layers[0]
+    layer.indexer_keys, layer.is_indexer_initialized = None, False
+    with pytest.raises(CompatibilityError, match="layer 0 has tokens"):
+        to_cache(CacheState(CacheSpec(entries), arrays, 5), into=target)
+    assert layer.indexer_position_ids.shape[2] == 3
+
+
+def test_layers_that_are_one_object_or_share_memory_are_refused():
+    source = DynamicCache()
+    for index in range(2):
+        source.update(torch.rand(1, 2, 3, 4), torch.rand(1, 2, 3, 4), index)
+    state = from_cache(source)
+    for layer in (DynamicLayer(), StaticLayer(8)):
+        with pytest.raises(CompatibilityError, match="layers 0 and 1 are the same object"):
+            to_cache(state, into=Cache(layers=[layer, layer]))
+    layers = [StaticLayer(8), StaticLayer(8)]
+    for layer in layers:
+        layer.update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
+    layers[1].values = layers[0].keys
+    with pytest.raises(CompatibilityError, match="its elements are those of '1.values'"):
+        to_cache(state, into=Cache(layers=layers))
+    assert not layers[0].keys.any() and int(layers[0].cumulative_length) == 1
+    layer = used_linear_layer()
+    layer.update_recurrent_state(layer.conv_states[0])
+    state = from_cache(Cache(layers=[layer]), length=4).copy()
+    layer.recurrent_states[0] = layer.conv_states[0]
+    with pytest.raises(CompatibilityError, match="its elements are those of"):
+        to_cache(state, into=Cache(layers=[layer]))
+
+
 def test_quantized_codes_of_mlstate_are_refused():
     cache = DynamicCache()
     cache.update(torch.zeros(1, 2, 5, 64), torch.zeros(1, 2, 5, 64), 0)
