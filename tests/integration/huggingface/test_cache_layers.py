@@ -663,7 +663,7 @@ def test_layers_with_tokens_are_not_left_behind():
     state = from_cache(filled(LAYERS["dynamic"], [5]))
     cache = DynamicCache()
     for index in range(2):
-        cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), index)
+        cache.update(torch.zeros(1, 3, 3, 4), torch.zeros(1, 3, 3, 6), index)
     with pytest.raises(CompatibilityError, match="layer 1 has tokens, but the state has none"):
         to_cache(state, into=cache)
     assert cache.get_seq_length(0) == cache.get_seq_length(1) == 3
@@ -729,7 +729,7 @@ def test_layers_that_are_one_object_or_share_memory_are_refused():
     for layer in layers:
         layer.update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
     layers[1].values = layers[0].keys
-    with pytest.raises(CompatibilityError, match="its elements are those of '1.values'"):
+    with pytest.raises(CompatibilityError, match=r"its elements are those of '1.values'"):
         to_cache(state, into=Cache(layers=layers))
     assert not layers[0].keys.any() and int(layers[0].cumulative_length) == 1
     layer = used_linear_layer()
@@ -738,6 +738,27 @@ def test_layers_that_are_one_object_or_share_memory_are_refused():
     layer.recurrent_states[0] = layer.conv_states[0]
     with pytest.raises(CompatibilityError, match="its elements are those of"):
         to_cache(state, into=Cache(layers=[layer]))
+
+
+@pytest.mark.parametrize("name", ["dynamic", "dynamic sliding", "dynamic indexed", "fp8"])
+def test_a_used_layer_is_not_filled_with_tokens_of_another_model(name):
+    state = from_cache(filled(LAYERS[name], [5]))
+    others = {
+        "heads": torch.ones(2, 4, 3, 4),
+        "width": torch.ones(2, 3, 3, 7),
+        "dtype": torch.ones(2, 3, 3, 4).half(),
+    }
+    for keys in others.values():
+        layer = LAYERS[name]()
+        layer.update(keys, keys)
+        before = copy.deepcopy(layer)
+        with pytest.raises(CompatibilityError, match=r"0\.\w+: the array "):
+            to_cache(state, into=Cache(layers=[layer]))
+        assert_same_layer(layer, before)
+    layer = LAYERS[name]()
+    layer.update(torch.ones(1, 3, 9, 4), torch.ones(1, 3, 9, 6))  # another batch is fine
+    cache = to_cache(state, into=Cache(layers=[layer]))
+    assert cache.get_seq_length() == 5
 
 
 def test_quantized_codes_of_mlstate_are_refused():

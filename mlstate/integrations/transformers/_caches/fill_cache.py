@@ -192,6 +192,19 @@ def _check_window(at: _Place, entry: CacheEntry, needed: int) -> None:
         raise entry_error(entry.name, text, window, needed)
 
 
+def _check_replaced(at: _Place, entry: CacheEntry, target: Any) -> None:
+    """Raise CompatibilityError unless an entry fits `target`, the tokens that it will replace.
+
+    The number of sequences and of tokens may differ. A `target` without tokens has only a dtype.
+    """
+    shape = tuple(target.shape)
+    if len(shape) == len(entry.shape):
+        variable = (0, 2 if entry.seq_axis is None else entry.seq_axis)
+        sizes = zip(shape, entry.shape, strict=True)
+        shape = tuple([old if i in variable else new for i, (old, new) in enumerate(sizes)])
+    at.check_target(target, shape, entry)
+
+
 def _plan_dynamic(at: _Place) -> None:
     """Check that a growing layer can take the state's keys and values, and plan the write.
 
@@ -204,6 +217,9 @@ def _plan_dynamic(at: _Place) -> None:
     if not entries:
         at.require_empty(initialized and tensor_of(layer, at.where, "keys").numel())
         return
+    if initialized:
+        for entry, part in zip(entries, ("keys", "values"), strict=True):
+            _check_replaced(at, entry, tensor_of(layer, at.where, part))
     most = None
     if at.cls.is_sliding:
         value_of(layer, at.where, "cumulative_length", int)
@@ -246,6 +262,12 @@ def _plan_fp8(at: _Place) -> None:
             text = f"the codes are {code.dtype}, those of layer {at.where} {layer.fp8_dtype}"
             raise entry_error(code.name, text, layer.fp8_dtype, code.dtype)
     keys, values = (at.tensor(entry) for entry in rest)
+    if initialized:
+        for code, entry, part in zip(codes, rest, ("keys", "values"), strict=True):
+            _check_replaced(at, entry, tensor_of(layer, at.where, part))
+            attribute = f"_quantized_{part}"
+            former = next(iter(value_of(layer, at.where, attribute, tuple)), None)
+            _check_replaced(at, code, checked_tensor(former, layer, at.where, attribute))
     pairs = [
         (_joined(at.tokens(code), at.tensor(code), 2), at.tensor(scale))
         for code, scale in zip(codes, scales, strict=True)
@@ -424,6 +446,8 @@ def _plan_indexer(at: _Place) -> None:
         if not is_new:
             tensor_of(layer, at.where, "indexer_cumulative_length", 0)
         fill = _plan_fill(at, entry, "indexer_keys", positions, is_full=False, is_new=is_new)
+    elif not is_new:
+        _check_replaced(at, entry, tensor_of(layer, at.where, "indexer_keys"))
     keys = at.tensor(entry)
 
     def write() -> None:
