@@ -205,32 +205,46 @@ def _check_replaced(at: _Place, entry: CacheEntry, target: Any) -> None:
     at.check_target(target, shape, entry)
 
 
+def _token_kind(at: _Place) -> str:
+    """Return the kind of entry that a layer's keys and values need."""
+    if at.is_cross:
+        return "opaque"
+    return "sliding" if at.cls.is_sliding else "full"
+
+
+def _needed_tokens(at: _Place, entries: list[CacheEntry]) -> int | None:
+    """Return how many of the newest tokens a growing layer stores; None: all of them.
+
+    A layer with a window stores one token less, because the next one completes the window; one that
+    records its past stores all. `entries`: of keys and values. Raises CompatibilityError if they
+    lack a token of the window.
+    """
+    if not at.cls.is_sliding:
+        return None
+    value_of(at.layer, at.where, "cumulative_length", int)
+    tensor_of(at.layer, at.where, "_sliding_window_tensor", 0)
+    earlier = value_of(at.layer, at.where, "sliding_window", int) - 1
+    for entry in entries:
+        _check_window(at, entry, earlier)
+    return None if value_of(at.layer, at.where, "record_past", bool) else earlier
+
+
 def _plan_dynamic(at: _Place) -> None:
     """Check that a growing layer can take the state's keys and values, and plan the write.
 
-    A sliding layer takes only its window of newest tokens, unless it records all of them.
+    The layer gets views of the arrays in place of its own tensors.
     """
-    layer = at.layer
-    kind = "opaque" if at.is_cross else "sliding" if at.cls.is_sliding else "full"
-    entries = at.both(kind)
-    initialized = value_of(layer, at.where, "is_initialized", bool)
+    layer, parts = at.layer, ("keys", "values")
+    entries = at.both(_token_kind(at))
+    has_tensors = value_of(layer, at.where, "is_initialized", bool)
     if not entries:
-        at.require_empty(initialized and tensor_of(layer, at.where, "keys").numel())
+        at.require_empty(has_tensors and tensor_of(layer, at.where, "keys").numel())
         return
-    if initialized:
-        for entry, part in zip(entries, ("keys", "values"), strict=True):
+    if has_tensors:
+        for entry, part in zip(entries, parts, strict=True):
             _check_replaced(at, entry, tensor_of(layer, at.where, part))
-    most = None
-    if at.cls.is_sliding:
-        value_of(layer, at.where, "cumulative_length", int)
-        tensor_of(layer, at.where, "_sliding_window_tensor", 0)
-        # without the token that the next forward pass adds
-        window = value_of(layer, at.where, "sliding_window", int) - 1
-        for entry in entries:
-            _check_window(at, entry, window)
-        if not value_of(layer, at.where, "record_past", bool):
-            most = window
-    keys, values = (_joined(at.tokens(e, most), at.tensor(e), 2) for e in entries)
+    count = _needed_tokens(at, entries)
+    keys, values = (_joined(at.tokens(e, count), at.tensor(e), 2) for e in entries)
 
     def write() -> None:
         layer.lazy_initialization(keys, values)
@@ -291,8 +305,7 @@ def _plan_static(at: _Place) -> None:
     Raises CapacityError if the tokens exceed a layer without a window.
     """
     layer = at.layer
-    kind = "opaque" if at.is_cross else "sliding" if at.cls.is_sliding else "full"
-    entries = at.both(kind)
+    entries = at.both(_token_kind(at))
     is_new = not value_of(layer, at.where, "is_initialized", bool)
     counter = tensor_of(layer, at.where, "cumulative_length", 0)
     if not entries:
