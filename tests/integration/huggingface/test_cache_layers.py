@@ -355,6 +355,21 @@ def test_an_encoder_decoder_cache_keeps_its_cross_attention():
         to_cache(state, into=EncoderDecoderCache(Cache(layers=[DynamicLayer()]), DynamicCache()))
 
 
+def test_a_moved_cache_adds_layers_if_the_source_does():
+    keys = torch.ones(1, 3, 5, 4)
+    cache = DynamicCache()
+    cache.update(keys, keys, 0)
+    pair = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    pair.self_attention_cache.update(keys, keys, 0)
+    pair.cross_attention_cache.update(keys, keys, 0)
+    moved, moved_pair = to_cache(from_cache(cache)), to_cache(from_cache(pair))
+    for each in (moved, moved_pair.self_attention_cache, moved_pair.cross_attention_cache):
+        each.update(keys, keys, 1)
+        assert [layer.get_seq_length() for layer in each.layers] == [5, 5]
+    with pytest.raises(IndexError):
+        to_cache(from_cache(Cache(layers=cache.layers))).update(keys, keys, 1)
+
+
 def test_shared_and_unused_layers_have_no_entry():
     layers = [cache_utils.DummyLayer(), DynamicLayer(), DynamicLayer(), cache_utils.DummyLayer()]
     cache = Cache(layers=layers)

@@ -9,7 +9,7 @@ from ....kv import CacheSpec
 from ....kv._arguments import incompatible
 from ..._caches import LaidOutState, unknown_classes
 from .fill_cache import Filler
-from .layer_classes import Layout, check_cache, new_cache, new_layer
+from .layer_classes import Layout, added_class, check_cache, new_cache, new_layer
 from .read_cache import Reader
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ class _Layouts(NamedTuple):
     cross_class_name: str | None  # of an encoder-decoder cache
     cross_layers: list[Layout]
     capacity: int | None
+    added_class: str | None = None  # of the layers that the cache adds as a model uses them
+    cross_added_class: str | None = None
 
 
 @set_module("mlstate.integrations.transformers")
@@ -106,6 +108,8 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
         None if cross is None else type(cross).__name__,
         cross_reader.layouts,
         spec.capacity,
+        added_class(decoder),
+        added_class(cross),
     )
     arrays = reader.arrays | cross_reader.arrays
     return LaidOutState(spec, arrays, reader.checked_length(length), layouts)
@@ -223,11 +227,12 @@ def _new_cache(state: CacheState) -> Any:
 
     spec = state.spec
     layers = [_new_layer(spec, layouts, index) for index in range(len(layouts.layers))]
-    decoder = new_cache(layouts.class_name, layers)
+    decoder = new_cache(layouts.class_name, layers, layouts.added_class)
     if layouts.cross_class_name is None:
         return decoder
     cross_layers = [new_layer(each) for each in layouts.cross_layers]
-    return EncoderDecoderCache(decoder, new_cache(layouts.cross_class_name, cross_layers))
+    cross = new_cache(layouts.cross_class_name, cross_layers, layouts.cross_added_class)
+    return EncoderDecoderCache(decoder, cross)
 
 
 def _new_layer(spec: CacheSpec, layouts: _Layouts, index: int) -> Any:
