@@ -28,7 +28,7 @@ class LaidOutState(CacheState):
     refuses such a state with this text.
     """
 
-    __slots__ = ("_layouts", "_unstored")
+    __slots__ = ("_layouts", "_requested_capacity", "_unstored")
 
     def __init__(
         self,
@@ -45,6 +45,20 @@ class LaidOutState(CacheState):
         """
         super().__init__(spec, arrays, length)
         self._layouts, self._unstored = layouts, unstored
+        self._requested_capacity: int | None = None
+
+    def resize(self, capacity: int) -> None:
+        """Do as `CacheState.resize`, and note the capacity.
+
+        The entries do not show it if all are sliding: their window may be as long as the cache was.
+        """
+        super().resize(capacity)
+        self._requested_capacity = capacity
+
+    @property
+    def requested_capacity(self) -> int | None:
+        """Capacity of the last `resize`; None if there was none."""
+        return getattr(self, "_requested_capacity", None)  # older pickles do not have it
 
 
 def unknown_classes() -> CompatibilityError:

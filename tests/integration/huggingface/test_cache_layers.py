@@ -137,6 +137,10 @@ def assert_same_future(got, expected, steps=(1, 1, 3, 1, 9, 1)):
             torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
+def pickle_round_trip(value):
+    return pickle.loads(pickle.dumps(value))
+
+
 def length_argument(cache, steps):
     is_linear = type(cache.layers[0]) is LinearAttentionLayer
     return {"length": sum(steps)} if is_linear else {}
@@ -269,6 +273,44 @@ def test_a_window_as_long_as_its_cache_is_unknown_after_a_resize():
     assert moved.layers[1].keys.shape[2] == 64
     assert torch.equal(moved.layers[1].keys[:, :, :10], layers[1].keys[:, :, :10])
     assert moved.layers[1].cumulative_length_int == int(moved.layers[1].cumulative_length) == 10
+
+
+def sliding_layer_after(steps, *size_and_window):
+    layer = StaticSlidingWindowLayer(*size_and_window)
+    generator = torch.Generator().manual_seed(0)
+    for count in steps:
+        write(layer, count, generator)
+    return layer
+
+
+@pytest.mark.parametrize("duplicate", [lambda state: state, copy.copy, pickle_round_trip])
+def test_a_cache_of_sliding_layers_alone_grows_only_with_a_known_window(duplicate):
+    state = from_cache(Cache(layers=[sliding_layer_after([6], 10, 24)]))
+    state.resize(32)
+    with pytest.raises(CompatibilityError, match="10 positions, so its window is unknown"):
+        to_cache(duplicate(state))
+    moved = to_cache(state, into=Cache(layers=[StaticSlidingWindowLayer(32, 24)])).layers[0]
+    assert_same_future(moved, sliding_layer_after([6], 32, 24), steps=(9, 20, 1))
+    state = from_cache(Cache(layers=[sliding_layer_after([6], 64, 24)]))
+    for capacity in (32, 64, 24):
+        state.resize(capacity)
+        moved = to_cache(state.copy()).layers[0]
+        assert_same_future(moved, sliding_layer_after([6], 64, 24), steps=(9, 20, 1))
+
+
+def test_a_window_longer_than_a_shrunk_cache_stays_unknown():
+    """A layer of 10 positions of a window of 24 is not a layer with a window of 10."""
+    for size in (16, 64):
+        state = from_cache(Cache(layers=[sliding_layer_after([6], size, 24)]))
+        state.resize(10)
+        shrunk, expected = to_cache(state), sliding_layer_after([6], 10, 24)
+        assert_same_layer(shrunk.layers[0], expected)
+        assert shrunk.is_croppable
+        state = from_cache(shrunk)
+        state.resize(64)
+        with pytest.raises(CompatibilityError, match="10 positions, so its window is unknown"):
+            to_cache(state)
+        assert_same_future(shrunk.layers[0], expected)
 
 
 @pytest.mark.parametrize("inference", [False, True])
