@@ -28,7 +28,7 @@ class LaidOutState(CacheState):
     refuses such a state with this text.
     """
 
-    __slots__ = ("_layouts", "_unstored")
+    __slots__ = ("_layouts", "_requested_capacity", "_unstored")
 
     def __init__(
         self,
@@ -45,6 +45,20 @@ class LaidOutState(CacheState):
         """
         super().__init__(spec, arrays, length)
         self._layouts, self._unstored = layouts, unstored
+        self._requested_capacity: int | None = None
+
+    def resize(self, capacity: int) -> None:
+        """Do as `CacheState.resize`, and note the capacity.
+
+        The entries do not show it if all are sliding: their window may be as long as the cache was.
+        """
+        super().resize(capacity)
+        self._requested_capacity = capacity
+
+    @property
+    def requested_capacity(self) -> int | None:
+        """Capacity of the last `resize`; None if there was none."""
+        return getattr(self, "_requested_capacity", None)  # older pickles do not have it
 
 
 def unknown_classes() -> CompatibilityError:
@@ -133,6 +147,14 @@ class EntryPlan:
         self.ring_of = state._cache.ring
         self.writes: list[Callable[[], object]] = []
         self.used: set[str] = set()  # names of arrays that a layer takes
+        self._places: dict[int, str] = {}  # of layers, by identity
+
+    def add_layer(self, layer: object, where: str) -> None:
+        """Note the layer at the place `where`; raise CompatibilityError if it has another place."""
+        first = self._places.setdefault(id(layer), where)
+        if first != where:
+            text = f"layers {first} and {where} are the same object"
+            raise incompatible(text, where, "a layer for each place", "one layer")
 
     def entry(self, where: str, owner: str, part: str, *kinds: str) -> CacheEntry | None:
         """Return the entry of the array ``"<where>.<part>"``, or None if the state lacks it.

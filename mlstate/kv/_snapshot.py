@@ -156,7 +156,7 @@ def check_separate(arrays: Mapping[str, Any], values: Mapping[str, Any] | None =
             continue
         is_same = is_same_memory(arrays[first], arrays[second])
         if values is None or not is_same or _bytes_of(values[first]) != _bytes_of(values[second]):
-            text = f"its elements are those of {second!r}, too, so they cannot be restored"
+            text = f"its elements are those of {second!r}, too, so they cannot be written"
             raise entry_error(first, text, "separate memory", "shared memory")
 
 

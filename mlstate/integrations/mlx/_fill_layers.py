@@ -15,7 +15,7 @@ from .._caches import EntryPlan
 from ._arrays import make_array
 from ._layer_values import CLASSES, LayerValues
 from ._live_layers import read_layer, write_layer
-from ._read_entries import Layout
+from ._read_entries import Layout, layout_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -35,7 +35,6 @@ class Filler(EntryPlan):
         Raises CompatibilityError unless all arrays of the state are NumPy's.
         """
         super().__init__(state)
-        self._layers: dict[int, str] = {}  # the places of the layers by identity
         self._targets: list[Any] = []  # the layers to write to
         for name, array in self.arrays.items():
             if not isinstance(array, np.ndarray):
@@ -67,10 +66,7 @@ class Filler(EntryPlan):
         another class is ignored, unless its padding would be lost: then this raises
         CompatibilityError. So it does for a layer that is in the cache twice.
         """
-        first = self._layers.setdefault(id(layer), where)
-        if first != where:
-            text = f"layers {first} and {where} are the same object"
-            raise incompatible(text, where, "a layer for each place", "one layer")
+        self.add_layer(layer, where)
         name = current.cls.name
         if layout is not None and layout.class_name != name:
             _refuse_padding(layout, name, where)
@@ -329,24 +325,37 @@ def _vector(numbers: list[int]) -> Any:
     return make_array(np.array(numbers, np.int32), "left_padding")
 
 
-def _padding(at: _Place, entries: list[CacheEntry]) -> dict[str, Any]:
+def _batch_counters(at: _Place, entries: list[CacheEntry]) -> dict[str, Any]:
     """Return the vectors ``left_padding`` and ``offset`` of a batch, with an element per sequence.
 
-    Options that a read of the cache stored: "first", the position of each sequence's first token,
-    and "padding", the positions that its offset does not count, both from the first position of
-    the batch, even after it was evicted. Without them, the layer's own padding is both.
-    `entries`: of keys and values. Raises CompatibilityError if the number of sequences differs.
+    ``left_padding`` is the position of a sequence's first token in the array, which is negative
+    after this token was evicted. ``offset`` is the number of tokens without the padding. `entries`:
+    of keys and values. Raises CompatibilityError if the number of sequences differs.
     """
-    evicted = at.length - at.stored(entries)  # tokens
-    before = at.before.values["left_padding"].tolist()
-    first, padding = at.options.get("first", before), at.options.get("padding", before)
-    if len(first) != entries[0].shape[0]:
-        text = f"layer {at.where} has {len(first)} sequences, and the array {entries[0].shape[0]}"
-        raise entry_error(entries[0].name, text, len(first), entries[0].shape[0])
+    first_positions, padding_counts = _sequence_paddings(at)
+    sequences = entries[0].shape[0]
+    if len(first_positions) != sequences:
+        text = f"layer {at.where} has {len(first_positions)} sequences, and the array {sequences}"
+        raise entry_error(entries[0].name, text, len(first_positions), sequences)
+    evicted = at.length - at.stored(entries)  # tokens before the first one of the array
     return {
-        "left_padding": _vector([position - evicted for position in first]),
-        "offset": _vector([at.length - uncounted for uncounted in padding]),
+        "left_padding": _vector([position - evicted for position in first_positions]),
+        "offset": _vector([at.length - count for count in padding_counts]),
     }
+
+
+def _sequence_paddings(at: _Place) -> tuple[list[int], list[int]]:
+    """Return the position of each sequence's first token, and the tokens its offset leaves out.
+
+    Both count from the first position of the batch, even after it was evicted. A state that was
+    not read from a batch, such as one of a checkpoint, gets the padding of the layer.
+    """
+    if "first" in at.options:
+        return at.options["first"], at.options["padding"]
+    # the layer may have evicted tokens, so its own `left_padding` does not count from the first
+    current = layout_of(at.before, at.before.tokens or 0).options
+    # a merge of full windows counts tokens in `offset` that the layer never had
+    return current["first"], [max(count, 0) for count in current["padding"]]
 
 
 def _plan_batch(at: _Place) -> dict[str, Any]:
@@ -354,7 +363,7 @@ def _plan_batch(at: _Place) -> dict[str, Any]:
     entries = at.both("full")
     if not entries:
         return {}
-    return {**at.whole(entries), **_padding(at, entries), "_idx": at.length}
+    return {**at.whole(entries), **_batch_counters(at, entries), "_idx": at.length}
 
 
 def _plan_batch_rotating(at: _Place) -> dict[str, Any]:
@@ -364,7 +373,7 @@ def _plan_batch_rotating(at: _Place) -> dict[str, Any]:
         return {}
     arrays, slot, is_rotated = _ring_slots(at, entries)
     counters = {"_offset": at.length, "_idx": slot, "rotated": is_rotated}
-    return {**arrays, **_padding(at, entries), **counters}
+    return {**arrays, **_batch_counters(at, entries), **counters}
 
 
 # By class: checks the entries for the layer `at`, and returns its new attributes by name.

@@ -137,6 +137,10 @@ def assert_same_future(got, expected, steps=(1, 1, 3, 1, 9, 1)):
             torch.testing.assert_close(left, right, rtol=0, atol=0)
 
 
+def pickle_round_trip(value):
+    return pickle.loads(pickle.dumps(value))
+
+
 def length_argument(cache, steps):
     is_linear = type(cache.layers[0]) is LinearAttentionLayer
     return {"length": sum(steps)} if is_linear else {}
@@ -271,6 +275,44 @@ def test_a_window_as_long_as_its_cache_is_unknown_after_a_resize():
     assert moved.layers[1].cumulative_length_int == int(moved.layers[1].cumulative_length) == 10
 
 
+def sliding_layer_after(steps, *size_and_window):
+    layer = StaticSlidingWindowLayer(*size_and_window)
+    generator = torch.Generator().manual_seed(0)
+    for count in steps:
+        write(layer, count, generator)
+    return layer
+
+
+@pytest.mark.parametrize("duplicate", [lambda state: state, copy.copy, pickle_round_trip])
+def test_a_cache_of_sliding_layers_alone_grows_only_with_a_known_window(duplicate):
+    state = from_cache(Cache(layers=[sliding_layer_after([6], 10, 24)]))
+    state.resize(32)
+    with pytest.raises(CompatibilityError, match="10 positions, so its window is unknown"):
+        to_cache(duplicate(state))
+    moved = to_cache(state, into=Cache(layers=[StaticSlidingWindowLayer(32, 24)])).layers[0]
+    assert_same_future(moved, sliding_layer_after([6], 32, 24), steps=(9, 20, 1))
+    state = from_cache(Cache(layers=[sliding_layer_after([6], 64, 24)]))
+    for capacity in (32, 64, 24):
+        state.resize(capacity)
+        moved = to_cache(state.copy()).layers[0]
+        assert_same_future(moved, sliding_layer_after([6], 64, 24), steps=(9, 20, 1))
+
+
+def test_a_window_longer_than_a_shrunk_cache_stays_unknown():
+    """A layer of 10 positions of a window of 24 is not a layer with a window of 10."""
+    for size in (16, 64):
+        state = from_cache(Cache(layers=[sliding_layer_after([6], size, 24)]))
+        state.resize(10)
+        shrunk, expected = to_cache(state), sliding_layer_after([6], 10, 24)
+        assert_same_layer(shrunk.layers[0], expected)
+        assert shrunk.is_croppable
+        state = from_cache(shrunk)
+        state.resize(64)
+        with pytest.raises(CompatibilityError, match="10 positions, so its window is unknown"):
+            to_cache(state)
+        assert_same_future(shrunk.layers[0], expected)
+
+
 @pytest.mark.parametrize("inference", [False, True])
 def test_a_static_layer_continues_after_a_restore(inference):
     layers = [StaticLayer(SIZE), StaticSlidingWindowLayer(SIZE, WINDOW), LinearAttentionLayer()]
@@ -353,6 +395,21 @@ def test_an_encoder_decoder_cache_keeps_its_cross_attention():
         to_cache(state, into=DynamicCache())
     with pytest.raises(CompatibilityError, match=r"no place for '1\.keys'"):
         to_cache(state, into=EncoderDecoderCache(Cache(layers=[DynamicLayer()]), DynamicCache()))
+
+
+def test_a_moved_cache_adds_layers_if_the_source_does():
+    keys = torch.ones(1, 3, 5, 4)
+    cache = DynamicCache()
+    cache.update(keys, keys, 0)
+    pair = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    pair.self_attention_cache.update(keys, keys, 0)
+    pair.cross_attention_cache.update(keys, keys, 0)
+    moved, moved_pair = to_cache(from_cache(cache)), to_cache(from_cache(pair))
+    for each in (moved, moved_pair.self_attention_cache, moved_pair.cross_attention_cache):
+        each.update(keys, keys, 1)
+        assert [layer.get_seq_length() for layer in each.layers] == [5, 5]
+    with pytest.raises(IndexError):
+        to_cache(from_cache(Cache(layers=cache.layers))).update(keys, keys, 1)
 
 
 def test_shared_and_unused_layers_have_no_entry():
@@ -663,10 +720,102 @@ def test_layers_with_tokens_are_not_left_behind():
     state = from_cache(filled(LAYERS["dynamic"], [5]))
     cache = DynamicCache()
     for index in range(2):
-        cache.update(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), index)
+        cache.update(torch.zeros(1, 3, 3, 4), torch.zeros(1, 3, 3, 6), index)
     with pytest.raises(CompatibilityError, match="layer 1 has tokens, but the state has none"):
         to_cache(state, into=cache)
     assert cache.get_seq_length(0) == cache.get_seq_length(1) == 3
+
+
+def used_linear_layer(channels=6, record_past=False):
+    layer = LinearAttentionLayer()
+    if record_past:
+        layer.activate_past_recording()
+    layer.update_conv_state(torch.ones(1, channels, 9 if record_past else 4), conv_kernel_size=4)
+    return layer
+
+
+def test_a_recording_layer_refuses_inputs_of_another_shape_or_dtype():
+    state = from_cache(Cache(layers=[used_linear_layer()]), length=4)
+    layer = used_linear_layer(channels=5, record_past=True)
+    with pytest.raises(CompatibilityError, match=r"0.conv_states.0: .* \(1, 6, 9\)"):
+        to_cache(state, into=Cache(layers=[layer]))
+    layer = used_linear_layer(record_past=True)
+    layer.conv_states[0] = layer.conv_states[0].double()
+    with pytest.raises(CompatibilityError, match="float64"):
+        to_cache(state, into=Cache(layers=[layer]))
+    assert layer.conv_states[0].shape == (1, 6, 9)
+
+
+def test_states_that_a_cache_state_lacks_are_not_left_behind():
+    state = from_cache(Cache(layers=[used_linear_layer()]), length=4)
+    layer = used_linear_layer()
+    layer.update_recurrent_state(torch.ones(1, 3, 4, 4))
+    with pytest.raises(CompatibilityError, match="layer 0 has tokens"):
+        to_cache(state, into=Cache(layers=[layer]))
+    layer.reset()
+    to_cache(state, into=Cache(layers=[layer]))
+    assert layer.conv_states[0].all() and not layer.recurrent_states[0].any()
+    only_recurrent = LinearAttentionLayer()
+    only_recurrent.update_recurrent_state(torch.ones(1, 3, 4, 4))
+    state = from_cache(filled(LAYERS["dynamic"], [5]))
+    with pytest.raises(CompatibilityError, match="layer 1 has tokens"):
+        to_cache(state, into=Cache(layers=[DynamicLayer(), only_recurrent]))
+
+
+@pytest.mark.parametrize("name", ["dynamic indexed", "static indexed"])
+def test_position_ids_of_an_indexer_are_not_left_behind(name):
+    source, target = filled(LAYERS[name], [5]), filled(LAYERS[name], [3])
+    entries = [e for e in from_cache(source).spec if "indexer" not in e.name]
+    arrays = {e.name: from_cache(source).arrays[e.name] for e in entries}
+    layer = target.layers[0]
+    layer.indexer_keys, layer.is_indexer_initialized = None, False
+    with pytest.raises(CompatibilityError, match="layer 0 has tokens"):
+        to_cache(CacheState(CacheSpec(entries), arrays, 5), into=target)
+    assert layer.indexer_position_ids.shape[2] == 3
+
+
+def test_layers_that_are_one_object_or_share_memory_are_refused():
+    source = DynamicCache()
+    for index in range(2):
+        source.update(torch.rand(1, 2, 3, 4), torch.rand(1, 2, 3, 4), index)
+    state = from_cache(source)
+    for layer in (DynamicLayer(), StaticLayer(8)):
+        with pytest.raises(CompatibilityError, match="layers 0 and 1 are the same object"):
+            to_cache(state, into=Cache(layers=[layer, layer]))
+    layers = [StaticLayer(8), StaticLayer(8)]
+    for layer in layers:
+        layer.update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
+    layers[1].values = layers[0].keys
+    with pytest.raises(CompatibilityError, match=r"its elements are those of '1.values'"):
+        to_cache(state, into=Cache(layers=layers))
+    assert not layers[0].keys.any() and int(layers[0].cumulative_length) == 1
+    layer = used_linear_layer()
+    layer.update_recurrent_state(layer.conv_states[0])
+    state = from_cache(Cache(layers=[layer]), length=4).copy()
+    layer.recurrent_states[0] = layer.conv_states[0]
+    with pytest.raises(CompatibilityError, match="its elements are those of"):
+        to_cache(state, into=Cache(layers=[layer]))
+
+
+@pytest.mark.parametrize("name", ["dynamic", "dynamic sliding", "dynamic indexed", "fp8"])
+def test_a_used_layer_is_not_filled_with_tokens_of_another_model(name):
+    state = from_cache(filled(LAYERS[name], [5]))
+    others = {
+        "heads": torch.ones(2, 4, 3, 4),
+        "width": torch.ones(2, 3, 3, 7),
+        "dtype": torch.ones(2, 3, 3, 4).half(),
+    }
+    for keys in others.values():
+        layer = LAYERS[name]()
+        layer.update(keys, keys)
+        before = copy.deepcopy(layer)
+        with pytest.raises(CompatibilityError, match=r"0\.\w+: the array "):
+            to_cache(state, into=Cache(layers=[layer]))
+        assert_same_layer(layer, before)
+    layer = LAYERS[name]()
+    layer.update(torch.ones(1, 3, 9, 4), torch.ones(1, 3, 9, 6))  # another batch is fine
+    cache = to_cache(state, into=Cache(layers=[layer]))
+    assert cache.get_seq_length() == 5
 
 
 def test_quantized_codes_of_mlstate_are_refused():

@@ -263,6 +263,39 @@ def test_a_checkpoint_keeps_a_state_or_refuses_it(name, tmp_path):
     assert_same_caches(moved, cache)
 
 
+@pytest.mark.parametrize("steps", [[5] + [1] * 8, [20], [3]])
+@pytest.mark.parametrize("padding", [[0, 0], [1, 2]])
+def test_a_used_batch_takes_a_state_without_padding_at_its_positions(steps, padding):
+    create = {
+        "rotating": lambda: models.BatchRotatingKVCache(8, padding),
+        "full": lambda: models.BatchKVCache(padding),
+    }
+    source = [models.RotatingKVCache(8), models.KVCache()]
+    for layer in source:
+        feed(layer, [6], 2, 64, "float32")
+    state = from_cache(source)
+    used, fresh = ([new() for new in create.values()] for _ in range(2))
+    for layer in used:
+        feed(layer, steps, 2, 64, "float32")
+    for into in (used, fresh):
+        to_cache(state, into=into)
+    for layer, expected in zip(used, fresh, strict=True):
+        assert layer.left_padding.tolist() == expected.left_padding.tolist() == padding
+        assert layer.offset.tolist() == [6 - count for count in padding]
+    assert_equal_caches(decode(used, 7), decode(fresh, 7))
+
+
+def test_a_used_merge_of_full_windows_takes_a_state_at_its_positions():
+    windows = [models.RotatingKVCache(8) for _ in range(2)]
+    for layer, count in zip(windows, (20, 12), strict=True):
+        feed(layer, [count], 1, 64, "float32")
+    merged = models.RotatingKVCache.merge(windows)
+    source = models.RotatingKVCache(8)
+    feed(source, [6], 2, 64, "float32")
+    to_cache(from_cache([source]), into=[merged])
+    assert merged.offset.tolist() == [6, 6] and merged.left_padding.tolist() == [0, 0]
+
+
 def test_a_state_of_another_library_needs_a_cache_to_fill():
     pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ from ....kv import CacheSpec
 from ....kv._arguments import incompatible
 from ..._caches import LaidOutState, unknown_classes
 from .fill_cache import Filler
-from .layer_classes import Layout, check_cache, new_cache, new_layer
+from .layer_classes import Layout, added_class, check_cache, new_cache, new_layer
 from .read_cache import Reader
 
 if TYPE_CHECKING:
@@ -26,6 +26,8 @@ class _Layouts(NamedTuple):
     cross_class_name: str | None  # of an encoder-decoder cache
     cross_layers: list[Layout]
     capacity: int | None
+    added_class: str | None = None  # of the layers that the cache adds as a model uses them
+    cross_added_class: str | None = None
 
 
 @set_module("mlstate.integrations.transformers")
@@ -106,6 +108,8 @@ def from_cache(cache: Any, *, length: int | None = None) -> CacheState:
         None if cross is None else type(cross).__name__,
         cross_reader.layouts,
         spec.capacity,
+        added_class(decoder),
+        added_class(cross),
     )
     arrays = reader.arrays | cross_reader.arrays
     return LaidOutState(spec, arrays, reader.checked_length(length), layouts)
@@ -221,44 +225,56 @@ def _new_cache(state: CacheState) -> Any:
         raise unknown_classes()
     from transformers import EncoderDecoderCache
 
-    spec = state.spec
-    layers = [_new_layer(spec, layouts, index) for index in range(len(layouts.layers))]
-    decoder = new_cache(layouts.class_name, layers)
+    assert isinstance(state, LaidOutState)
+    layers = [_new_layer(state, layouts, index) for index in range(len(layouts.layers))]
+    decoder = new_cache(layouts.class_name, layers, layouts.added_class)
     if layouts.cross_class_name is None:
         return decoder
     cross_layers = [new_layer(each) for each in layouts.cross_layers]
-    return EncoderDecoderCache(decoder, new_cache(layouts.cross_class_name, cross_layers))
+    cross = new_cache(layouts.cross_class_name, cross_layers, layouts.cross_added_class)
+    return EncoderDecoderCache(decoder, cross)
 
 
-def _new_layer(spec: CacheSpec, layouts: _Layouts, index: int) -> Any:
+def _new_layer(state: LaidOutState, layouts: _Layouts, index: int) -> Any:
     """Create the empty layer number `index`, as long as the arrays that it will use.
 
-    `spec`: of the state, which may have been resized. `layouts`: of the cache that it came from.
-    Raises CompatibilityError if the state was resized and a static layer with a window was as long
-    as its cache: either may have set the length, so the window is unknown.
+    `state`: may have been resized. `layouts`: of the cache that it came from. Raises
+    CompatibilityError if the state has grown and a static layer with a window was as long as its
+    cache: either may have set the length, so the window is unknown.
     """
-    layout = layouts.layers[index]
+    layout, spec = layouts.layers[index], state.spec
     if "max_cache_len" not in layout.options:
         return new_layer(layout)
     # positions of the layer that `from_cache` was given
     before = layout.options.get("sliding_window", layout.options["max_cache_len"])
-    is_longer = layout.options["max_cache_len"] > before  # the cache exceeded the window
-    capacity, name = spec.capacity, f"{index}.keys"
+    is_window = layout.options["max_cache_len"] > before  # the cache exceeded it
+    name = f"{index}.keys"
     entry = spec._by_name.get(name)
     positions = before
     if entry is not None:
         positions = entry.seq_length or 0
-    elif capacity is not None and before == layouts.capacity:
-        positions = capacity
+    elif spec.capacity is not None and before == layouts.capacity:
+        positions = spec.capacity
     if "sliding_window" not in layout.options:
         return new_layer(layout, max_cache_len=positions)
-    # the state was resized, and this length may have been a window or the cache's
-    if capacity != layouts.capacity == before:
+    if not is_window and _has_grown(state, layouts, before):
         text = (
             f"layer {index} was as long as its cache of {before} positions, so its window is "
             "unknown: pass into=StaticCache(model.config, max_cache_len)"
         )
         raise incompatible(text, name, "into=", None)
-    # + 1 if the cache was longer than the window: the new layer must know this too
-    longest = max(capacity or 0, positions + is_longer)
-    return new_layer(layout, max_cache_len=longest, sliding_window=positions)
+    if not is_window:
+        return new_layer(layout, max_cache_len=positions, sliding_window=positions)
+    # + 1 if the cache is longer than the window: the new layer must know this too
+    longest = max(spec.capacity or 0, positions + (positions == before))
+    return new_layer(layout, max_cache_len=longest)
+
+
+def _has_grown(state: LaidOutState, layouts: _Layouts, before: int) -> bool:
+    """Return whether `resize` made a cache of `before` positions longer.
+
+    Without full layers, only the request shows it: an entry does not outgrow its window.
+    """
+    if layouts.capacity is None:
+        return (state.requested_capacity or 0) > before
+    return (state.capacity or 0) > layouts.capacity == before

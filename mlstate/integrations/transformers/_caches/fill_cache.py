@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...._common.arrays import is_torch, overlaps_itself, overwrite, shares_elements
 from ....kv._arguments import incompatible, tokens_error
 from ....kv._cache_spec import CacheEntry, entry_error
+from ....kv._snapshot import check_separate
 from ..._caches import EntryPlan
 from ...torch._tensors.state import tensors_of
 from .layer_classes import (
@@ -34,6 +35,9 @@ class Filler(EntryPlan):
     def __init__(self, state: CacheState, *, is_shared: bool) -> None:
         super().__init__(state)
         self.is_shared = is_shared  # the layers are new: they use the arrays themselves
+        self.overwritten: dict[
+            str, Any
+        ] = {}  # tensors of layers, by the entry they are filled from
 
     def plan(self, layer: Any, index: int, prefix: str = "") -> None:
         """Check that a layer fits the state, and plan the writes to it; nothing is written.
@@ -43,6 +47,7 @@ class Filler(EntryPlan):
         """
         where = f"{prefix}{index}"
         cls = layer_class(layer, where)
+        self.add_layer(layer, where)
         at = _Place(self, layer, where, cls, is_cross=bool(prefix))
         if cls.attention:
             _PLANS[cls.attention](at)
@@ -50,6 +55,11 @@ class Filler(EntryPlan):
             _plan_indexer(at)
         if cls.is_linear:
             _plan_states(at)
+
+    def write_all(self) -> None:
+        """Make all planned writes; raise CompatibilityError before if two would meet in memory."""
+        check_separate(self.overwritten)
+        super().write_all()
 
 
 class _Place(NamedTuple):
@@ -102,8 +112,7 @@ class _Place(NamedTuple):
     def check_target(self, target: Any, shape: tuple[int, ...], entry: CacheEntry) -> None:
         """Raise CompatibilityError unless an entry's tokens fit the layer's tensor `target`.
 
-        `shape`: needed shape of `target`. Its dtype must be the array's, and its elements must not
-        share memory.
+        `shape`: needed shape of `target`. Its dtype must be the array's.
         """
         tensor = self.tensor(entry)
         got = tuple(target.shape)
@@ -115,9 +124,6 @@ class _Place(NamedTuple):
             raise entry_error(
                 entry.name, f"{text}{target.dtype}", str(tensor.dtype), str(target.dtype)
             )
-        if overlaps_itself(target):
-            text = f"elements of the tensor of layer {self.where} share memory"
-            raise entry_error(entry.name, text, "separate elements", "shared ones")
 
     def write(self, call: Callable[[], object]) -> None:
         """Add a call that writes to the layer, to run after all layers were checked."""
@@ -186,29 +192,59 @@ def _check_window(at: _Place, entry: CacheEntry, needed: int) -> None:
         raise entry_error(entry.name, text, window, needed)
 
 
+def _check_replaced(at: _Place, entry: CacheEntry, target: Any) -> None:
+    """Raise CompatibilityError unless an entry fits `target`, the tokens that it will replace.
+
+    The number of sequences and of tokens may differ. A `target` without tokens has only a dtype.
+    """
+    shape = tuple(target.shape)
+    if len(shape) == len(entry.shape):
+        variable = (0, 2 if entry.seq_axis is None else entry.seq_axis)
+        sizes = zip(shape, entry.shape, strict=True)
+        shape = tuple([old if i in variable else new for i, (old, new) in enumerate(sizes)])
+    at.check_target(target, shape, entry)
+
+
+def _token_kind(at: _Place) -> str:
+    """Return the kind of entry that a layer's keys and values need."""
+    if at.is_cross:
+        return "opaque"
+    return "sliding" if at.cls.is_sliding else "full"
+
+
+def _needed_tokens(at: _Place, entries: list[CacheEntry]) -> int | None:
+    """Return how many of the newest tokens a growing layer stores; None: all of them.
+
+    A layer with a window stores one token less, because the next one completes the window; one that
+    records its past stores all. `entries`: of keys and values. Raises CompatibilityError if they
+    lack a token of the window.
+    """
+    if not at.cls.is_sliding:
+        return None
+    value_of(at.layer, at.where, "cumulative_length", int)
+    tensor_of(at.layer, at.where, "_sliding_window_tensor", 0)
+    earlier = value_of(at.layer, at.where, "sliding_window", int) - 1
+    for entry in entries:
+        _check_window(at, entry, earlier)
+    return None if value_of(at.layer, at.where, "record_past", bool) else earlier
+
+
 def _plan_dynamic(at: _Place) -> None:
     """Check that a growing layer can take the state's keys and values, and plan the write.
 
-    A sliding layer takes only its window of newest tokens, unless it records all of them.
+    The layer gets views of the arrays in place of its own tensors.
     """
-    layer = at.layer
-    kind = "opaque" if at.is_cross else "sliding" if at.cls.is_sliding else "full"
-    entries = at.both(kind)
-    initialized = value_of(layer, at.where, "is_initialized", bool)
+    layer, parts = at.layer, ("keys", "values")
+    entries = at.both(_token_kind(at))
+    has_tensors = value_of(layer, at.where, "is_initialized", bool)
     if not entries:
-        at.require_empty(initialized and tensor_of(layer, at.where, "keys").numel())
+        at.require_empty(has_tensors and tensor_of(layer, at.where, "keys").numel())
         return
-    most = None
-    if at.cls.is_sliding:
-        value_of(layer, at.where, "cumulative_length", int)
-        tensor_of(layer, at.where, "_sliding_window_tensor", 0)
-        # without the token that the next forward pass adds
-        window = value_of(layer, at.where, "sliding_window", int) - 1
-        for entry in entries:
-            _check_window(at, entry, window)
-        if not value_of(layer, at.where, "record_past", bool):
-            most = window
-    keys, values = (_joined(at.tokens(e, most), at.tensor(e), 2) for e in entries)
+    if has_tensors:
+        for entry, part in zip(entries, parts, strict=True):
+            _check_replaced(at, entry, tensor_of(layer, at.where, part))
+    count = _needed_tokens(at, entries)
+    keys, values = (_joined(at.tokens(e, count), at.tensor(e), 2) for e in entries)
 
     def write() -> None:
         layer.lazy_initialization(keys, values)
@@ -240,6 +276,12 @@ def _plan_fp8(at: _Place) -> None:
             text = f"the codes are {code.dtype}, those of layer {at.where} {layer.fp8_dtype}"
             raise entry_error(code.name, text, layer.fp8_dtype, code.dtype)
     keys, values = (at.tensor(entry) for entry in rest)
+    if initialized:
+        for code, entry, part in zip(codes, rest, ("keys", "values"), strict=True):
+            _check_replaced(at, entry, tensor_of(layer, at.where, part))
+            attribute = f"_quantized_{part}"
+            former = next(iter(value_of(layer, at.where, attribute, tuple)), None)
+            _check_replaced(at, code, checked_tensor(former, layer, at.where, attribute))
     pairs = [
         (_joined(at.tokens(code), at.tensor(code), 2), at.tensor(scale))
         for code, scale in zip(codes, scales, strict=True)
@@ -263,8 +305,7 @@ def _plan_static(at: _Place) -> None:
     Raises CapacityError if the tokens exceed a layer without a window.
     """
     layer = at.layer
-    kind = "opaque" if at.is_cross else "sliding" if at.cls.is_sliding else "full"
-    entries = at.both(kind)
+    entries = at.both(_token_kind(at))
     is_new = not value_of(layer, at.where, "is_initialized", bool)
     counter = tensor_of(layer, at.where, "cumulative_length", 0)
     if not entries:
@@ -366,7 +407,7 @@ def _plan_fill(
         at.check_target(target, shape, entry)
         if len(pieces) == 1 and _are_same(pieces[0], target.narrow(axis, start, count)):
             return lambda: None
-        _refuse_overlap(at, entry, target)
+        _overwrite_later(at, entry, target)
 
     def fill() -> None:
         """Copy the pieces behind each other from `start`, and zero the other positions."""
@@ -381,12 +422,20 @@ def _plan_fill(
     return fill
 
 
-def _refuse_overlap(at: _Place, entry: CacheEntry, target: Any) -> None:
-    """Raise if an entry's array shares memory with `target`: the write would destroy its source."""
+def _overwrite_later(at: _Place, entry: CacheEntry, target: Any) -> None:
+    """Note that `target` will be overwritten with an entry's array.
+
+    Raises CompatibilityError if they share memory, since the write would destroy its source, or if
+    elements of `target` share memory.
+    """
     tensor = at.tensor(entry)
+    if overlaps_itself(target):
+        text = f"elements of the tensor of layer {at.where} share memory"
+        raise entry_error(entry.name, text, "separate elements", "shared ones")
     if tensor.device == target.device and shares_elements(tensor, target):
         text = f"the array shares memory with layer {at.where}, at other positions: copy the state"
         raise entry_error(entry.name, text, "other memory", "shared memory")
+    at.filler.overwritten[entry.name] = target
 
 
 def _plan_indexer(at: _Place) -> None:
@@ -396,20 +445,22 @@ def _plan_indexer(at: _Place) -> None:
     """
     layer, is_static = at.layer, at.cls.attention == "static"
     entry = at.entry("indexer_keys", "full")
-    ids = at.entry("indexer_position_ids", "full", "opaque")
     is_new = not value_of(layer, at.where, "is_indexer_initialized", bool)
     if entry is None:
         has_tokens = not is_new and tensor_of(layer, at.where, "indexer_keys").numel()
         if has_tokens and is_static:
             has_tokens = int(tensor_of(layer, at.where, "indexer_cumulative_length", 0))
-        at.require_empty(has_tokens)
+        at.require_empty(has_tokens or getattr(layer, "indexer_position_ids", None) is not None)
         return
+    ids = at.entry("indexer_position_ids", "full", "opaque")
     positions = value_of(layer, at.where, "max_cache_len", int) if is_static else 0
     length = at.filler.length
     if is_static:
         if not is_new:
             tensor_of(layer, at.where, "indexer_cumulative_length", 0)
         fill = _plan_fill(at, entry, "indexer_keys", positions, is_full=False, is_new=is_new)
+    elif not is_new:
+        _check_replaced(at, entry, tensor_of(layer, at.where, "indexer_keys"))
     keys = at.tensor(entry)
 
     def write() -> None:
@@ -441,23 +492,37 @@ def _plan_states(at: _Place) -> None:
         conv = at.entry(f"conv_states.{number}", "conv")
         recurrent = at.entry(f"recurrent_states.{number}", "recurrent")
         for name, entry in (("conv_states", conv), ("recurrent_states", recurrent)):
-            _plan_state(at, name, number, entry)
-        if conv is None and recurrent is None:
-            of = at.layer, at.where
-            at.require_empty(state_of(*of, "has_previous_state", number))
+            if entry is None:
+                at.require_empty(_has_state(at, name, number))
+            else:
+                _plan_state(at, name, number, entry)
 
 
-def _plan_state(at: _Place, attribute: str, number: int, entry: CacheEntry | None) -> None:
+def _has_state(at: _Place, attribute: str, number: int) -> bool:
+    """Return whether a layer has tokens in one state: "conv_states" or "recurrent_states".
+
+    A reset zeroes the states, and a convolution also forgets that it has tokens.
+    """
+    is_initialized, has_conv, has_tokens = (
+        state_of(at.layer, at.where, name, number)
+        for name in (
+            f"is_{attribute}_initialized",
+            "is_conv_states_initialized",
+            "has_previous_state",
+        )
+    )
+    return bool(is_initialized and (has_tokens or not has_conv))
+
+
+def _plan_state(at: _Place, attribute: str, number: int, entry: CacheEntry) -> None:
     """Plan the write of one state: `attribute` is "conv_states" or "recurrent_states".
 
-    `number`: index of the state in the layer's dict. `entry`: of the array to write; with None
-    nothing is planned. The inputs of a convolution that records the past may have another length,
-    so this tensor is replaced; others are overwritten.
+    `number`: index of the state in the layer's dict. `entry`: of the array to write. The inputs of
+    a convolution that records the past may have another length, so this tensor is replaced; others
+    are overwritten.
     """
     layer, part = at.layer, attribute.partition("_")[0]
     is_new = not state_of(layer, at.where, f"is_{attribute}_initialized", number)
-    if entry is None:
-        return
     for name in ("has_previous_state", "conv_kernel_size"):
         state_of(layer, at.where, name, number)
     tensor, is_conv = at.tensor(entry), part == "conv"
@@ -467,10 +532,11 @@ def _plan_state(at: _Place, attribute: str, number: int, entry: CacheEntry | Non
         target = state_of(layer, at.where, attribute, number)
         target = checked_tensor(target, layer, at.where, attribute)
         is_same = _are_same(tensor, target)
-        if not is_recording:
-            at.check_target(target, entry.shape, entry)
-        if not is_same:
-            _refuse_overlap(at, entry, target)
+        # a recording layer has any number of inputs, and gets another tensor
+        inputs = target.shape[-1] if is_recording else entry.shape[-1]
+        at.check_target(target, (*entry.shape[:-1], inputs), entry)
+        if not is_same and not is_recording:
+            _overwrite_later(at, entry, target)
 
     def write() -> None:
         """Write one state; a layer without one, or that records, gets the tensor or a copy."""

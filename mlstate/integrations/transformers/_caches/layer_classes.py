@@ -90,15 +90,27 @@ def new_layer(layout: Layout, **options: int) -> Any:
     return getattr(cache_utils, layout.class_name)(**{**layout.options, **options})
 
 
-def new_cache(class_name: str, layers: list[Any]) -> Any:
+def added_class(cache: object) -> str | None:
+    """Return the name of the class of layers that a cache adds when it is used; None: it adds none.
+
+    Only a cache without the config of a model adds layers.
+    """
+    cls = getattr(cache, "layer_class_to_replicate", None)
+    return cls.__name__ if cls in _layer_classes() else None
+
+
+def new_cache(class_name: str, layers: list[Any], added: str | None) -> Any:
     """Create a cache of `layers`, of the class with this name, without the config of a model.
 
-    The class's own constructor is not called: it would create the layers from the config.
+    The class's own constructor is not called: it would create the layers from the config. `added`:
+    see `added_class`.
     """
     from transformers import cache_utils
 
     new = object.__new__(getattr(cache_utils, class_name))
     cache_utils.Cache.__init__(new, layers=layers)
+    if added is not None:
+        new.layer_class_to_replicate = getattr(cache_utils, added)
     return new
 
 
