@@ -193,7 +193,12 @@ class FSDPBackwardHook:
         if named is not None:
             is_full = gradients == "full"
             self._module_hooks = backend_named("torch", GradientBackend).hook_module(
-                model, units, self._receive_gradient, is_full=is_full, keep=keep_full_gradient
+                model,
+                units,
+                self._receive_gradient,
+                is_full=is_full,
+                keep=keep_full_gradient,
+                accumulate=accumulate,
             )
             units = {name: units[name] for name in self._module_hooks.parameters}
         elif hasattr(model, "register_backward_hook"):
@@ -406,6 +411,8 @@ class FSDPBackwardHook:
             finally:
                 self._pass = None
                 current.session.close()
+                if hooks is not None and not hooks.is_full:
+                    hooks.add_earlier()
                 if current.session.events is not None:
                     self._report = BackwardReport(current.times, ended, current.session.events)
 
