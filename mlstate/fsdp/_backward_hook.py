@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.arguments import check_flags, check_number
-from .._common.arrays import is_torch
+from .._common.arrays import is_torch, refuse_masked
 from .._common.backend import backend_named
 from ..collectives._arguments import dtype_name
 from ..collectives._engine import OperationQueue
@@ -769,6 +769,7 @@ def _check_local(unit: FSDPShardingUnit, gradient: Array) -> None:
             f"{unit.parameter_name}: the new gradient is a {type(gradient).__name__}, not an "
             "array or tensor"
         )
+    refuse_masked(unit.parameter_name, gradient)
     shape = unit.local_shape if local is None else tuple(local.shape)
     dtype = dtype_name(gradient) if local is None else dtype_name(local)
     for label, got, expected in (
