@@ -216,7 +216,8 @@ PyObject *core_accumulate(mlspy_state *state, PyObject *const *args)
 
 /* ---- single arrays ---- */
 
-/* scale(names, arrays, factor): multiplies all arrays by `factor`, or none; 1 only checks */
+/* scale(names, arrays, factor): multiplies all arrays by `factor`, or none; a factor of 1
+ * only checks them */
 PyObject *core_scale(mlspy_state *state, PyObject *const *args)
 {
     named_views v;
