@@ -216,10 +216,10 @@ class ActivationManager:
 
         Notes
         -----
-        Gradients are bit-identical to a run without checkpoints, dropout included. A block that
-        updates buffers in its forward pass, such as running statistics, updates them once more
-        when it is recomputed. Each decision is a graph break for ``torch.compile``: compile the
-        blocks, not the whole model.
+        Gradients are bit-identical to a run without checkpoints, dropout included, and buffers
+        such as running statistics are updated once. ``backward`` raises `MLStateError` if a
+        parameter or buffer of a checkpointed block was changed after its forward pass. Each
+        decision is a graph break for ``torch.compile``: compile the blocks, not the whole model.
 
         Examples
         --------

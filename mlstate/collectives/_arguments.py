@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.arguments import is_flag
-from .._common.arrays import is_torch, overlaps_itself, shares_elements
+from .._common.arrays import is_torch, overlaps_itself, refuse_masked, shares_elements
 from .._common.backend import TensorBackend, backend_of, imported_backends
 from .._common.dtypes import PACKED, label_of, name_of
 from ..errors import CollectiveError, CompatibilityError
@@ -180,7 +180,7 @@ def kind_of(array: Any) -> str:
 def check_array(operation: str, array: Any) -> Any:
     """Return a caller's input as an array, or as a tensor detached from autograd.
 
-    Raises TypeError for other objects, and for arrays of Python objects.
+    Raises TypeError for other objects, for masked arrays, and for arrays of Python objects.
     """
     if is_torch(array):
         return array.detach()
@@ -188,6 +188,7 @@ def check_array(operation: str, array: Any) -> Any:
         raise TypeError(
             f"{operation} takes a NumPy array or a torch tensor, got {type(array).__name__}"
         )
+    refuse_masked(f"{operation}: array", array)
     converted = np.asarray(array)
     if converted.dtype.hasobject:
         raise TypeError(
@@ -364,6 +365,7 @@ def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> A
             raise _mismatch_error(
                 operation, f"out has {label}", got, expected, "or leave it out for a new array"
             )
+    refuse_masked(f"{operation}: out", detached)
     if not is_torch(detached) and not detached.flags.writeable:
         raise ValueError(f"{operation}: out is read-only")
     if overlaps_itself(detached):

@@ -42,6 +42,7 @@ from ._exchange import (
     check_writable,
     exchange,
     open_exchange,
+    without_target_memory,
 )
 from ._merge import RankDifference, compare, describe, differences_error, merge
 
@@ -494,11 +495,13 @@ class DistributedStateCollector:
         CollectiveError
             As for `gather_full_state`. Nothing is changed, unless the transfer fails.
         ValueError
-            An array is read-only, or its elements share memory.
+            An array is read-only, its elements share memory, or two arrays share some elements
+            (tied arrays, which share all, may).
 
         Notes
         -----
-        Contiguous arrays are sent and received directly, others through messages. Submodules with
+        Contiguous arrays are sent and received directly, others through messages. Arrays of
+        `source` that share memory with other places of `target` are copied first. Submodules with
         their own load methods, hooks or extra states receive copies, and load them afterwards by
         these methods. For an object with ``get_state_dict``, the filled state is also passed to
         its ``load_state_dict``, because the state may be a copy. Autograd treats the writes to
@@ -533,8 +536,10 @@ class DistributedStateCollector:
             check_writable(state)
             if self._group.rank != root:
                 return (state, store, None), entries, []
-            full = None if source is None else _collect_state(source, None)[0]
-            return (state, store, full), entries, entries if full is None else describe(full)
+            if source is None:
+                return (state, store, None), entries, entries
+            full = _collect_state(source, None)[0]
+            return (state, store, without_target_memory(full, state)), entries, describe(full)
 
         (state, store, full), everyone, sent = open_exchange(
             self._group, operation, self._timeout, options, prepare

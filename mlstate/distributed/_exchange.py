@@ -7,12 +7,20 @@ checks them identically. So either all ranks continue, or all raise.
 from __future__ import annotations
 
 from collections import deque
-from itertools import accumulate
+from itertools import accumulate, combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .._common.arrays import is_torch, new_packed, overlaps_itself
+from .._common.arrays import (
+    copy_of,
+    is_torch,
+    memory_key,
+    names_sharing_memory,
+    new_packed,
+    overlaps_itself,
+    shares_elements,
+)
 from .._common.budget import parse_budget
 from .._sharding.layout import Shard
 from ..collectives._arguments import failed
@@ -435,11 +443,49 @@ def _why_not_filled(raw: Any) -> str:
 
 
 def check_writable(state: Mapping[str, object]) -> None:
-    """Raise ValueError if an array of the state cannot be overwritten; call it before any is."""
+    """Raise ValueError if an array of the state cannot be overwritten; call it before any is.
+
+    Also if two arrays share some elements; tied ones, which share all of them, may.
+    """
     for name, value in state.items():
         why = _why_not_filled(value.array if isinstance(value, Shard) else value)
         if why:
             raise ValueError(f"broadcast_state: {name!r} is {why}")
+    arrays = {name: array_of(value) for name, value in state.items()}
+    for first, second in combinations(sorted(names_sharing_memory(arrays)), 2):
+        left, right = arrays[first], arrays[second]
+        if memory_key(left) != memory_key(right) and shares_elements(left, right):
+            raise ValueError(
+                f"broadcast_state: {first!r} and {second!r} share memory, but are not the same "
+                "array; pass a copy of one of them"
+            )
+
+
+def without_target_memory(
+    source: Mapping[str, object], targets: Mapping[str, object]
+) -> Mapping[str, object]:
+    """Return the source of a broadcast, with copies of arrays that the root's own fill changes.
+
+    `targets`: the root's state, with the same names. A source array that is its own target is not
+    copied, unless a tied target gets other values.
+    """
+    sources = {name: array_of(value) for name, value in source.items()}
+    filled = {name: array_of(value) for name, value in targets.items()}
+    labelled = {f"source {name}": array for name, array in sources.items()}
+    labelled |= {f"target {name}": array for name, array in filled.items()}
+    sharing = names_sharing_memory(labelled)
+    places = {name: memory_key(array) for name, array in filled.items()}
+    same = {name for name, array in sources.items() if memory_key(array) == places.get(name)}
+    changed = {place for name, place in places.items() if name not in same}
+    written = [array for name, array in filled.items() if f"target {name}" in sharing]
+    copies = {
+        name: copy_of(array)
+        for name, array in sources.items()
+        if f"source {name}" in sharing
+        and not (name in same and places[name] not in changed)
+        and any(shares_elements(array, target) for target in written)
+    }
+    return {**source, **copies}
 
 
 class Broadcasting(_Transfer):

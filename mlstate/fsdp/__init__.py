@@ -20,10 +20,11 @@ tensor([4., 4.])
 
 from __future__ import annotations
 
-from math import isfinite, sqrt
+from math import isfinite, isnan, nan, sqrt
 from typing import TYPE_CHECKING, Any
 
 from .._common.arguments import check_number
+from .._common.arrays import refuse_masked
 from .._common.backend import backend_named, is_module
 from .._common.set_module import set_module_of_exports
 from .._exports import show_exports
@@ -141,12 +142,14 @@ def clip_grad_norm(
     Raises
     ------
     ValueError
-        If `max_norm` is negative or NaN.
+        If `max_norm` is negative or NaN, or a gradient is read-only.
     TypeError
         If an argument has a wrong type.
+    CompatibilityError
+        If a gradient of this rank has a dtype that cannot be scaled.
     CollectiveError
-        On every rank, if the norm is not finite or a rank passed another `max_norm`. The
-        gradients are unchanged.
+        On every rank, if the norm is not finite, a rank passed another `max_norm`, or another
+        rank's gradient cannot be read or scaled. The gradients are unchanged.
 
     Notes
     -----
@@ -179,10 +182,14 @@ def clip_grad_norm(
         for name in sorted(sharding_units)
         if sharding_units[name].local_gradient is not None
     }
-    partials = norm_partials(gradients)
+    partials, problem = _find_partials(gradients)
     own_squares = squares_in_order(partials.values())
-    texts = group.gather_bytes(f"clip {limit!r} {own_squares!r}".encode(), timeout=timeout)
-    rank_squares = _collect_squares(group.rank, limit, texts)
+    why = "" if problem is None else f"{type(problem).__name__}: {problem}"
+    text = f"clip {limit!r} {own_squares!r} {why}"
+    texts = group.gather_bytes(text.encode(), timeout=timeout)
+    if problem is not None and isnan(own_squares):
+        raise problem
+    rank_squares, problems = _collect_squares(group.rank, limit, texts)
     norm = sqrt(squares_in_order((squares, 0) for squares in rank_squares))  # 0: count is unused
     if not isfinite(norm):
         bad = [rank for rank, squares in enumerate(rank_squares) if not isfinite(squares)]
@@ -193,23 +200,53 @@ def clip_grad_norm(
         raise _clip_error(group.rank, bad[0] if bad else None, reason)
     factor = limit / (norm + 1e-6)
     if factor < 1:
+        if problem is not None:
+            raise problem
+        for rank, reason in problems.items():
+            raise _clip_error(group.rank, rank, f"rank {rank} cannot scale its gradients: {reason}")
         scale(gradients, factor)
     return norm
 
 
-def _collect_squares(rank: int, limit: float, texts: Sequence[bytes]) -> list[float]:
-    """Return each rank's sum of squares, in rank order, from the ranks' messages of one clip call.
+def _find_partials(
+    gradients: Mapping[str, Any],
+) -> tuple[dict[str, tuple[float, int]], Exception | None]:
+    """Return the `norm_partials` of gradients, and the error of scaling them, or None.
+
+    If they cannot be read, the partials are NaN, so that the norm fails on all ranks.
+    """
+    partials = dict.fromkeys(gradients, (nan, 0))
+    try:
+        for name, gradient in gradients.items():
+            refuse_masked(name, gradient)
+        partials = norm_partials(gradients)
+        scale(gradients, 1)
+    except Exception as error:  # all ranks raise it: they wait for this one
+        return partials, error
+    return partials, None
+
+
+def _collect_squares(
+    rank: int, limit: float, texts: Sequence[bytes]
+) -> tuple[list[float], dict[int, str]]:
+    """Return each rank's sum of squares, in rank order, and the problems of ranks by rank.
 
     `rank`: this rank, for the error. `limit`: this rank's `max_norm`. `texts`: by rank, a message
-    ``clip <max_norm> <sum of squares>``. Raises CollectiveError if a message is from another call,
-    or has another limit.
+    ``clip <max_norm> <sum of squares> <problem>``. Raises CollectiveError if a message is from
+    another call, has another limit, or has a problem and no sum.
     """
-    squares_of_ranks = []
+    squares_of_ranks, problems = [], {}
     for other, text in enumerate(texts):
         command, _, rest = text.partition(b" ")
-        other_limit, _, squares = rest.partition(b" ")
+        other_limit, _, rest = rest.partition(b" ")
         if command == b"clip" and float(other_limit) == limit:
+            squares, _, problem = rest.partition(b" ")
             squares_of_ranks.append(float(squares))
+            if problem:
+                problems[other] = problem.decode()
+            if problem and isnan(squares_of_ranks[-1]):
+                reason = f"gradients of rank {other} cannot be clipped: {problems[other]}"
+                raise _clip_error(rank, other, reason)
             continue
         does = (
             f"has max_norm={other_limit.decode()}"
@@ -217,7 +254,7 @@ def _collect_squares(rank: int, limit: float, texts: Sequence[bytes]) -> list[fl
             else "does something else here"
         )
         raise _clip_error(rank, other, f"max_norm is {limit!r}, and rank {other} {does}")
-    return squares_of_ranks
+    return squares_of_ranks, problems
 
 
 def _clip_error(rank: int, bad: int | None, reason: str) -> CollectiveError:

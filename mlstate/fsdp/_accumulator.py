@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_torch
+from .._common.arrays import is_torch, refuse_masked
 from .._common.backend import backend_of
 from .._common.dtypes import FLOATS, INTEGERS, NARROW_FLOATS, as_numbers, name_of
 from ..collectives._arguments import dtype_name
@@ -166,6 +166,7 @@ def _check_gradient(name: object, gradient: Any) -> Any:
     if is_torch(gradient):
         return gradient.detach()
     if isinstance(gradient, np.ndarray | np.generic):
+        refuse_masked(name, gradient)
         return np.asarray(gradient)
     raise TypeError(
         f"'{name}': a gradient must be a NumPy array or a torch tensor, got "

@@ -53,6 +53,9 @@ class ModuleHooks(Protocol):
         caller calls `drop_full`.
         """
 
+    def add_earlier(self) -> None:
+        """Add the gradients of earlier passes that were set aside, at the end of a pass."""
+
     def drop_full(self) -> None:
         """Remove all gradients, because not all are reduced."""
 
@@ -117,10 +120,12 @@ class GradientBackend(Protocol):
         *,
         is_full: bool,
         keep: bool,
+        accumulate: bool,
     ) -> ModuleHooks:
         """Register hooks on those parameters of `module` that have a sharding unit.
 
         `units`: sharding units by parameter name. `receive` is called with a name and its parameter
         when its gradient is computed. `is_full`: reduced gradients are stored in
-        ``parameter.grad``. `keep`: unreduced ones stay there.
+        ``parameter.grad``. `keep`: unreduced ones stay there. `accumulate`: local gradients are
+        sums over passes.
         """

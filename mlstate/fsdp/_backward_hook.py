@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.arguments import check_flags, check_number
-from .._common.arrays import is_torch
+from .._common.arrays import is_torch, refuse_masked
 from .._common.backend import backend_named
 from ..collectives._arguments import dtype_name
 from ..collectives._engine import OperationQueue
@@ -193,7 +193,12 @@ class FSDPBackwardHook:
         if named is not None:
             is_full = gradients == "full"
             self._module_hooks = backend_named("torch", GradientBackend).hook_module(
-                model, units, self._receive_gradient, is_full=is_full, keep=keep_full_gradient
+                model,
+                units,
+                self._receive_gradient,
+                is_full=is_full,
+                keep=keep_full_gradient,
+                accumulate=accumulate,
             )
             units = {name: units[name] for name in self._module_hooks.parameters}
         elif hasattr(model, "register_backward_hook"):
@@ -406,6 +411,8 @@ class FSDPBackwardHook:
             finally:
                 self._pass = None
                 current.session.close()
+                if hooks is not None and not hooks.is_full:
+                    hooks.add_earlier()
                 if current.session.events is not None:
                     self._report = BackwardReport(current.times, ended, current.session.events)
 
@@ -762,6 +769,7 @@ def _check_local(unit: FSDPShardingUnit, gradient: Array) -> None:
             f"{unit.parameter_name}: the new gradient is a {type(gradient).__name__}, not an "
             "array or tensor"
         )
+    refuse_masked(unit.parameter_name, gradient)
     shape = unit.local_shape if local is None else tuple(local.shape)
     dtype = dtype_name(gradient) if local is None else dtype_name(local)
     for label, got, expected in (

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_torch, packed_array
+from .._common.arrays import is_torch, packed_array, refuse_masked
 from ..collectives._arguments import dtype_name
 
 if TYPE_CHECKING:
@@ -114,7 +114,11 @@ class LocalSums:
         return bool(self._sums)
 
     def add(self, name: str, gradient: object) -> None:
-        """Add a gradient to the sum of parameter `name`; the first is copied, None adds nothing."""
+        """Add a gradient to the sum of parameter `name`; the first is copied, None adds nothing.
+
+        Raises TypeError for a masked array.
+        """
+        refuse_masked(name, gradient)
         if gradient is not None and name in self._sums:
             add({name: self._sums[name]}, {name: gradient})
         elif gradient is not None:
@@ -130,6 +134,7 @@ class LocalSums:
         if total is None or gradient is None:
             return gradient if total is None else total, ""
         try:
+            refuse_masked(name, gradient)
             add({name: total}, {name: gradient})
         except Exception as error:  # all ranks raise it: they wait for this gradient
             return None, f"{type(error).__name__}: {error}"
@@ -150,11 +155,11 @@ def clear(gradients: Mapping[str, Array]) -> None:
 
 
 def scale(gradients: Mapping[str, object], factor: float) -> None:
-    """Multiply gradients by a factor in place."""
+    """Multiply gradients by a factor in place; 1 only checks whether that is possible."""
     near, far = _divide(gradients)
     if near:
         _core.scale(list(near), list(near.values()), factor)
-    for target in far.values():
+    for target in far.values() if factor != 1 else ():
         target *= factor
 
 

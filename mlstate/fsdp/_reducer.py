@@ -619,7 +619,8 @@ class Reducer:
         """Find memory for all entries of one bucket; return the core's handle of the bucket.
 
         None if an entry has a problem, or is not in main memory. An error of the core becomes the
-        problem of the entry that causes it, and is raised if no entry alone causes one.
+        problem of the entry that causes it. If none alone causes one, local gradients share memory,
+        and all sums get new memory.
         """
         if not terms.accumulate and not terms.compression:
             handle = self._reuse_outputs(entries, terms)
@@ -629,18 +630,23 @@ class Reducer:
             entry.find_memory(terms)
         near = [e for e in entries if not e.problem and (e.fits or on_host(e.source))]
         segments = [entry.segment() for entry in near]
+        is_good = len(near) == len(entries)
         try:
             handle = self._handle(segments, terms)
-            return handle if len(near) == len(entries) else None
+            return handle if is_good else None
         except Exception:  # find the entry at fault: all ranks raise its error
             for entry, segment in zip(near, segments, strict=True):
                 try:
                     self._handle([segment], terms)
                 except Exception as error:
                     entry.problem = f"{type(error).__name__}: {error}"
-            if not any(entry.problem for entry in near):
-                raise
-        return None
+        if any(entry.problem for entry in near):
+            return None
+        for entry in near:
+            entry.unit.local_gradient = None
+            entry.find_memory(terms)
+        handle = self._handle([entry.segment() for entry in near], terms)
+        return handle if is_good else None
 
     def _reuse_outputs(self, entries: Sequence[Entry], terms: Terms) -> _core.Bucket | None:
         """Return the handle of a bucket of plain gradients that reuses local gradients as outputs.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_torch
+from .._common.arrays import is_torch, refuse_masked
 from .._common.dtypes import as_numbers
 from .._common.text import table_html, table_text
 from ._gradient_ops import packed
@@ -151,6 +151,7 @@ def _find_mismatch(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch |
             raise TypeError(
                 f"{name}: the {label} gradient is a {type(array).__name__}, not an array"
             )
+        refuse_masked(name, array)
     if tuple(full.shape) != unit.shape:
         return Mismatch(name, rank, None, str(unit.shape), f"full gradient of {tuple(full.shape)}")
     part = unit.layout.take(full.detach() if is_torch(full) else full, rank)
@@ -225,6 +226,7 @@ def _find_obstacle(unit: FSDPShardingUnit, full: Array) -> str:
     ):
         if array is None:
             return f"no {label} gradient"
+        refuse_masked(unit.parameter_name, array)
         if tuple(array.shape) != shape:
             return f"a {label} gradient of {tuple(array.shape)}"
     return ""

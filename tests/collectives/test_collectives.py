@@ -108,7 +108,12 @@ def test_out_with_overlapping_elements_is_refused(name):
 @pytest.mark.parametrize("name", MOVING)
 @pytest.mark.parametrize(
     ("array", "text"),
-    [([1.0], "got list"), (None, "got NoneType"), (np.array([{}]), "references to objects")],
+    [
+        ([1.0], "got list"),
+        (None, "got NoneType"),
+        (np.array([{}]), "references to objects"),
+        (np.ma.masked_array([1.0], [1]), "a masked array"),
+    ],
 )
 def test_non_numeric_arrays_are_refused(name, array, text):
     with pytest.raises(TypeError, match=f"{name}.*{text}"):

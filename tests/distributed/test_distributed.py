@@ -584,6 +584,55 @@ def test_unwritable_targets_are_refused_on_all_ranks(array, text):
     rank_1_raises(send, ValueError, text)
 
 
+def test_targets_that_share_some_elements_are_refused_and_tied_ones_filled():
+    def send(collector):
+        memory = np.zeros(6)
+        if collector.group.rank:
+            targets = {"a": memory[:4], "b": memory[2:]}
+        else:
+            targets = {"a": np.zeros(4), "b": np.zeros(4)}
+        collector.broadcast_state(targets)
+
+    rank_1_raises(send, ValueError, "'a' and 'b' share memory, but are not the same array")
+
+    def send_tied(collector):
+        tied, other = np.full(3, 4.0 - collector.group.rank), np.zeros(2)
+        collector.broadcast_state({"a": tied, "b": tied, "c": other})
+        return tied.tolist()
+
+    assert run(send_tied) == [[4.0] * 3] * 2
+
+
+ALIASES = {
+    "swapped": lambda a, b: {"a": b, "b": a},
+    "reversed": lambda a, b: {"a": a[::-1], "b": b},
+    "transposed": lambda a, b: {"a": a, "b": b.T},
+    "its own": lambda a, b: {"a": a, "b": b},
+}
+
+
+@pytest.mark.parametrize("parts", [False, True], ids=["whole", "rows"])
+@pytest.mark.parametrize("max_bytes", [16, 1 << 20])
+@pytest.mark.parametrize("alias", ALIASES)
+def test_a_source_over_the_memory_of_targets_gives_all_ranks_the_same(alias, max_bytes, parts):
+    rows = Layout.rows(2)
+
+    def send(collector):
+        rank = collector.group.rank
+        a, b = np.arange(16.0).reshape(4, 4), 50 + np.arange(16.0).reshape(4, 4)
+        source = ALIASES[alias](a, b)
+        expected = {name: array.copy() for name, array in source.items()}
+        targets = {"a": a, "b": b}
+        if parts:
+            targets = {name: rows.shard(array, rank) for name, array in targets.items()}
+        collector.broadcast_state(targets, source=source, max_bytes=max_bytes)
+        for name, value in targets.items():
+            got = value.array if parts else value
+            same_bits(got, rows.take(expected[name], rank) if parts else expected[name])
+
+    without_errors(run(send))
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize("kind", ["sparse", "meta", "lazy"])
 def test_tensors_without_plain_memory_are_named(kind):

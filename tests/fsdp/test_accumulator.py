@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from thread_team import run_in_threads
 from tries import tries
 
+from mlstate.collectives import SingleGroup
 from mlstate.errors import CompatibilityError
-from mlstate.fsdp import GradientAccumulator
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, GradientAccumulator
 
 DTYPES = ["float16", "float32", "float64", "int8", "uint16", "int64", "complex64"]
 
@@ -480,3 +481,22 @@ def test_a_mapping_of_gradients_may_ask_the_accumulator():
     for _ in range(3):
         accumulator.add_gradients(Asking())
     assert accumulator.get_and_clear_gradients()["w"].tolist() == [3.0, 3.0]  # 0 + 1 + 2
+
+
+def test_masked_arrays_are_refused_because_the_mask_would_be_lost():
+    masked, unit = np.ma.masked_array([1.0, 9.0], [0, 1]), FSDPShardingUnit("w", (2,), "float64", 0)
+    accumulator, hook = GradientAccumulator(), FSDPBackwardHook(FSDP(SingleGroup()))
+    hook.use_units({"w": unit})
+    unit.local_gradient = np.array([1.0, 2.0])
+    calls = [
+        lambda: accumulator.add_gradients({"w": masked}),
+        lambda: hook.accumulate_gradients({"w": unit}, {"w": masked}),
+        lambda: hook.verify_gradients({"w": unit}, {"w": masked}),
+        lambda: hook.add_gradient("w", masked),
+    ]
+    for call in calls:
+        with hook.no_sync(), pytest.raises(TypeError, match="'w' is a masked array"):
+            call()
+    assert accumulator.counts == {}
+    assert unit.local_gradient.tolist() == [1.0, 2.0]
+    assert not hook.verify_gradients({"w": unit}, unreduced={"w": masked})

@@ -132,6 +132,28 @@ def test_gradients_that_cannot_be_scaled_are_named():
     assert clip_grad_norm(units, 6.0, SingleGroup()) == 5.0
 
 
+def _read_only(gradient):
+    gradient.flags.writeable = False
+    return gradient
+
+
+@pytest.mark.parametrize(
+    ("spoil", "own", "text"),
+    [
+        (_read_only, ValueError, "'w' is read-only"),
+        (lambda gradient: gradient.astype(int), CompatibilityError, "'w': int64 cannot be scaled"),
+        (np.ma.masked_array, TypeError, "'w' is a masked array"),
+    ],
+)
+def test_a_gradient_that_one_rank_cannot_scale_changes_none(group, spoil, own, text):
+    gradient = np.array([3.0, 4.0])
+    units = unit_of(spoil(gradient) if group.rank else gradient, group.rank, 2)
+    error = own if group.rank else CollectiveError
+    with pytest.raises(error, match=text):
+        clip_grad_norm(units, 1.0, group)
+    assert units["w"].local_gradient.tolist() == [3.0, 4.0]
+
+
 def test_another_limit_on_one_rank_is_an_error_on_all(group):
     units = unit_of(np.array([3.0, 4.0]), group.rank, 2)
     limit = 1.5 if group.rank else 1.0

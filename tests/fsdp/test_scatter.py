@@ -524,6 +524,36 @@ def test_gradient_mismatching_the_no_sync_sum_fails_on_all(group):
     assert units["x"].local_gradient.tolist() == [2.0]
 
 
+OUTPUTS = {
+    "one array": lambda a, b, memory: (memory, memory),
+    "overlapping": lambda a, b, memory: (memory[:-1], memory[1:]),
+    "in the other gradient": lambda a, b, memory: (b[: len(memory)], a[: len(memory)]),
+    "in the later gradient": lambda a, b, memory: (b[-len(memory) :], memory),
+    "in its own gradient": lambda a, b, memory: (a[: len(memory)], b[: len(memory)]),
+}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("outputs", OUTPUTS)
+@pytest.mark.parametrize("world", [1, 2])
+def test_local_gradients_that_share_memory_do_not_mix_sums(group, world, outputs, engine):
+    a, b = (gradient_of(seed + group.rank, (8,), "float32") for seed in (1, 5))
+    expected = [
+        reduced([gradient_of(seed + rank, (8,), "float32") for rank in range(world)])
+        for seed in (1, 5)
+    ]
+    units = units_of(group.rank, {"a": (8,), "b": (8,)})
+    parts = OUTPUTS[outputs](a, b, np.zeros(8 // world, np.float32))
+    if group.rank == 0:  # on this rank only
+        units["a"].local_gradient, units["b"].local_gradient = parts
+    with hook_of(group, units) as hook:
+        for name, gradient in (("b", b), ("a", a)):
+            hook.add_gradient(name, gradient)
+        hook.finish()
+    for name, total in zip("ab", expected, strict=True):
+        assert_same(units[name].local_gradient, part_of(total, "flat", group.rank, world))
+
+
 def test_accumulate_gradients_adds_local_parts_and_copies_the_first():
     units = {name: FSDPShardingUnit(name, (4,), "float32", 0) for name in "wxy"}
     hook = FSDPBackwardHook(FSDP(SingleGroup()))

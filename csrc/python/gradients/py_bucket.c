@@ -13,6 +13,7 @@
 #include "common/gil.h"
 #include "common/module_state.h"
 
+#include "base/address_ranges.h"
 #include "base/memory.h"
 #include "base/size.h"
 #include "gradients/ams_sketch.h"
@@ -282,6 +283,74 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
     return 0;
 }
 
+/* The range with the highest end so far, and the highest end of other owners. */
+typedef struct highest_end {
+    uintptr_t end, other_end;
+    size_t owner;
+} highest_end;
+
+static void raise_end(highest_end *h, const mls_address_range *r)
+{
+    if (r->owner == h->owner) {
+        h->end = r->high > h->end ? r->high : h->end;
+    } else if (r->high > h->end) {
+        *h = (highest_end){.end = r->high, .other_end = h->end, .owner = r->owner};
+    } else if (r->high > h->other_end) {
+        h->other_end = r->high;
+    }
+}
+
+/* Returns whether a range starts below the highest end of another owner's range. */
+static bool is_below_end(const highest_end *h, const mls_address_range *r)
+{
+    return r->low < (r->owner == h->owner ? h->other_end : h->end);
+}
+
+/* Refuses a bucket if the output of one segment shares memory with another segment, whose
+ * array or output it would overwrite. Returns -1 with an exception set. */
+static int check_segments_apart(const mls_bucket *b)
+{
+    size_t used = 0;
+    mls_address_range *ranges = mls_alloc(4 * b->count + 1, sizeof *ranges);
+    if (ranges == NULL) {
+        PyErr_NoMemory();
+        return -1;
+    }
+    for (size_t i = 0; i < b->count; i++) {
+        const mls_segment *s = &b->segments[i];
+        size_t total = 0;
+        for (size_t rank = 0; rank < b->world; rank++) {
+            total += s->counts[rank];
+        }
+        const uintptr_t data = (uintptr_t)s->data, out = (uintptr_t)s->out;
+        const size_t bytes = total * mls_dtype_of(s->reduction.dtype)->item_bytes;
+        const size_t out_bytes =
+            s->counts[b->rank] * mls_dtype_of(s->reduction.out_dtype)->item_bytes;
+        if (bytes > 0) {
+            ranges[used++] = (mls_address_range){data, data + bytes, i, false};
+        }
+        if (out_bytes > 0) {
+            ranges[used++] = (mls_address_range){out, out + out_bytes, i, true};
+        }
+    }
+    const mls_address_range *sorted =
+        mls_address_ranges_sort(ranges, ranges + 2 * b->count, used);
+    highest_end all = {0, 0, SIZE_MAX}, written = {0, 0, SIZE_MAX};
+    bool is_apart = true;
+    for (size_t i = 0; is_apart && i < used; i++) {
+        is_apart = !is_below_end(sorted[i].written ? &all : &written, &sorted[i]);
+        raise_end(&all, &sorted[i]);
+        if (sorted[i].written) {
+            raise_end(&written, &sorted[i]);
+        }
+    }
+    mls_free(ranges);
+    return is_apart ? 0
+                    : MLSPY_REFUSE(PyExc_ValueError,
+                                   "an output shares memory with another gradient of the "
+                                   "bucket or with its output");
+}
+
 /* bucket(segments, world, rank, op, divisor) -> capsule
  *
  * Makes the bucket of rank `rank` of `world` ranks from a list of tuples (array, counts,
@@ -289,7 +358,8 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
  * each rank's part of the array, and `out` receives this rank's part, reduced and
  * divided: `op` is "sum", "min" or "max", and the result is divided by `divisor`. With
  * `dtype` and `shape`, `out` must have them; without, any dtype that reductions support.
- * The capsule holds its own references to the arrays.
+ * ValueError: an output shares memory with another segment. The capsule holds its own
+ * references to the arrays.
  */
 PyObject *core_bucket(mlspy_state *state, PyObject *const *args)
 {
@@ -324,6 +394,9 @@ PyObject *core_bucket(mlspy_state *state, PyObject *const *args)
         }
     }
     Py_DECREF(segments);
+    if (capsule != NULL && check_segments_apart(&owner->bucket) < 0) {
+        Py_CLEAR(capsule);
+    }
     return capsule;
 }
 

@@ -216,7 +216,8 @@ PyObject *core_accumulate(mlspy_state *state, PyObject *const *args)
 
 /* ---- single arrays ---- */
 
-/* scale(names, arrays, factor): multiplies all arrays by `factor`, or none */
+/* scale(names, arrays, factor): multiplies all arrays by `factor`, or none; a factor of 1
+ * only checks them */
 PyObject *core_scale(mlspy_state *state, PyObject *const *args)
 {
     named_views v;
@@ -227,7 +228,7 @@ PyObject *core_scale(mlspy_state *state, PyObject *const *args)
         return NULL;
     }
     const int failed = check_arrays(state, NULL, &v, factor);
-    if (failed == 0) {
+    if (failed == 0 && factor != 1.0) {
         PyThreadState *saved = mlspy_leave_python(v.bytes);
         for (Py_ssize_t i = 0; i < v.count; i++) {
             (void)mls_scale(state->kernels->cpu, state->pool, &v.views[i].tensor, factor,

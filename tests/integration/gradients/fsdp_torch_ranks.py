@@ -216,6 +216,24 @@ def full_gradients_are_kept_on_request(group):
     assert hook.verify_gradients(units, unreduced=gradients)
 
 
+@scenario
+def kept_full_gradients_are_not_added_twice(group):
+    model = layers()
+    units, hook = hooked(group, model, keep_full_gradient=True, accumulate=True)
+    with hook:
+        for passes in (1, 2):
+            square_of(model, group.rank).backward()
+            same(units, {name: total * passes for name, total in square_sums(group).items()})
+            for name, gradient in own_gradients(square_of, layers)(group.rank).items():
+                assert torch.equal(model.get_parameter(name).grad, gradient * passes)
+        with hook.no_sync():
+            square_of(model, group.rank).backward()
+        square_of(model, group.rank).backward()
+        for name, total in square_sums(group).items():
+            expected = units[name].layout.take(total * 4, group.rank)
+            assert torch.allclose(units[name].local_gradient, expected)
+
+
 def trained(group, steps=3, **settings):
     """A model that plain SGD trains with reduced full gradients, and its expected weights."""
     model, expected = layers(), layers()

@@ -11,7 +11,7 @@ from thread_team import thread_outcomes
 
 from mlstate import CollectiveError, _core
 from mlstate.collectives import LocalGroup, SingleGroup
-from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, sharding_units
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(250)]
 
@@ -204,3 +204,32 @@ def test_an_optimizer_of_another_module_may_step():
         hook.register_hooks(module, {"weight": unit})
         module.load_state_dict(module.state_dict(), assign=True)
         torch.optim.SGD(other.parameters()).step()
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("a failed backward pass")
+
+
+@pytest.mark.parametrize("set_to_none", [None, True, False])
+def test_gradients_of_an_aborted_pass_are_dropped(set_to_none):
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    x = torch.ones(1, 2)
+    units = sharding_units(module, SingleGroup())
+    with FSDPBackwardHook(FSDP(SingleGroup())) as hook:
+        hook.register_hooks(module, units, gradients="full")
+        module(x).sum().backward()
+        expected = [p.grad.clone() for p in module.parameters()]
+        with pytest.raises(RuntimeError, match="a failed backward pass"):
+            (9 * module[1](Failing.apply(module[0](x)))).sum().backward()
+        if set_to_none is not None:
+            module.zero_grad(set_to_none=set_to_none)
+        module(x).sum().backward()
+    passes = 2 if set_to_none is None else 1
+    for parameter, gradient in zip(module.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, passes * gradient)

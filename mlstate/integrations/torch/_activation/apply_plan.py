@@ -367,8 +367,9 @@ def apply_plan(
     TypeError
         If `module` and `blocks` are both None, or a block is not callable.
     MLStateError
-        While the model runs: if a block changes its input in place, recomputed tensors differ
-        from the first run's, or there is a second backward pass or ``create_graph=True``.
+        While the model runs: if a block changes its input in place, its parameters or buffers are
+        changed before its backward pass, recomputed tensors differ from the first run's, or
+        there is a second backward pass or ``create_graph=True``.
 
     Notes
     -----

@@ -12,6 +12,7 @@ from .rng_and_buffers import (
     devices_of,
     enter_graph,
     generator_states,
+    generators_of,
     set_generator_states,
 )
 from .tensors import detach_all, tensors_in
@@ -173,7 +174,8 @@ class SampledModel:
         parameters = {id(p): p for m in real for p in m.parameters()}
         gradients = [(p, p.grad) for p in parameters.values() if p.requires_grad]
         tensors = tensors_in((self.args, self.kwargs))
-        states = generator_states(devices_of([*tensors, *parameters.values()]))
+        own = generators_of(child for m in real for child in m.modules())
+        states = generator_states({*devices_of([*tensors, *parameters.values()]), *own})
         try:
             for parameter, _ in gradients:
                 parameter.grad = torch.zeros_like(parameter)

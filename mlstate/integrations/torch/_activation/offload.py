@@ -6,20 +6,19 @@ import mmap
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from .tensors import Geometry, geometry_of, view_of
 
 if TYPE_CHECKING:
     import torch
 
 
 class Offloaded(NamedTuple):
-    """An offloaded tensor: the index of its copy in a `Host`, and its geometry in elements."""
+    """An offloaded tensor: the index of its copy in a `Host`, and how it reads that copy."""
 
     copy: int
-    dtype: Any
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
+    geometry: Geometry
 
 
 class Host:
@@ -46,16 +45,10 @@ class Host:
         if key not in self._index:
             self._index[key] = len(self._copies)
             self._copies.append((self._copied(_bytes_of(tensor)), tensor.device))
-        return Offloaded(
-            self._index[key],
-            tensor.dtype,
-            tuple(tensor.shape),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-        )
+        return Offloaded(self._index[key], geometry_of(tensor))
 
     def get(self, away: Offloaded) -> torch.Tensor:
-        """Return a tensor that was offloaded, on its original device, with its strides.
+        """Return a tensor that was offloaded, on its original device, with its geometry.
 
         `away`: a result of `put`. Tensors that shared memory share it again.
         """
@@ -67,8 +60,7 @@ class Host:
             raw = torch.empty(host.numel(), dtype=torch.uint8, device=device)
             raw.copy_(host)
             self._returned[away.copy] = raw
-        target = torch.empty(0, dtype=away.dtype, device=raw.device)
-        return target.set_(raw.untyped_storage(), away.offset, away.shape, away.stride)
+        return view_of(raw.untyped_storage(), away.geometry)
 
     def _copied(self, raw: torch.Tensor) -> torch.Tensor:
         """Return a copy of `raw`, all bytes of a storage.

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....errors import MLStateError
 from .offload import Host, Offloaded
-from .rng_and_buffers import Buffers, Surroundings, copy_objects, refusal
-from .tensors import tensors_in, version_of
+from .rng_and_buffers import Buffers, ObjectTensors, Surroundings, refusal
+from .tensors import Geometry, geometry_of, storage_id, tensors_in, version_of, view_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -135,6 +135,8 @@ class Block:
         self.call = call
         self.module = module
         self.buffers = Buffers(module)
+        # whether its runs change tensors inside objects among its arguments; None: not known yet
+        self.changes_objects: bool | None = None
 
 
 class _SavedSlot:
@@ -154,7 +156,7 @@ class _InputAlias(NamedTuple):
     """A saved tensor that is a view of the block's input."""
 
     leaf: int  # number of the tensor in the activation that is the input
-    geometry: tuple[Any, ...]  # shape, strides and offset of the view
+    geometry: Geometry
 
 
 class StopRecompute(Exception):  # noqa: N818 (ends a run early; not an error)
@@ -170,7 +172,7 @@ class _Call:
         self.spec: Any = None
         # leaves of its arguments: the number of a tensor in the activation, or None for an object
         self.leaves: list[int | _SavedTensor | None] = []
-        self.objects: dict[int, Any] = {}  # copies from before the first run
+        self.objects: ObjectTensors | None = None  # as before the first run
         self.flags: list[bool] = []  # whether each leaf requires a gradient
         self.surroundings: Surroundings | None = None
         self.outputs_meta: list[tuple[Any, ...]] = []  # dtype, shape and device of its outputs
@@ -276,6 +278,8 @@ class Run:
         out = self._run_first(i, call, leaves, args, kwargs)
         if call.surroundings is not None:
             call.surroundings.drop_unused()
+            if call.objects is not None:
+                block.changes_objects = call.objects.keep_changed() or bool(block.changes_objects)
             self._refuse_changes(block, leaves, versions)
         self._keep_output(i, out, call)
         call.complete = True
@@ -351,7 +355,8 @@ class Run:
                 call.leaves.append(_SavedTensor(leaf) if is_tensor else None)
                 if not is_tensor:
                     objects[k] = leaf
-        call.objects = copy_objects(objects)
+        if objects:
+            call.objects = ObjectTensors(objects, copy=block.changes_objects is not False)
         call.surroundings = Surroundings(block.module, block.buffers, leaves)
 
     def _run_first(self, i: int, call: _Call, leaves: list[Any], args: Any, kwargs: Any) -> Any:
@@ -513,7 +518,7 @@ class Run:
 
     def _arguments(self, i: int, call: _Call) -> list[Any]:
         """Return the arguments to run block `i` again: activations, tensors, copied objects."""
-        objects = copy_objects(call.objects)
+        objects = {} if call.objects is None else call.objects.copy(self._blocks[i].name)
         arguments = []
         for k, (leaf, flag) in enumerate(zip(call.leaves, call.flags, strict=True)):
             value = objects.get(k)
@@ -527,18 +532,20 @@ class Run:
     def _offload(self, i: int, output: bool) -> None:
         """Move the saved tensors of block `i` out of the device's memory; `output`: its output too.
 
-        Parameters and the block's input stay on the device.
+        Parameters, the block's input and sparse tensors stay on the device.
         """
         call = self._call_of(i)
         host = call.host = Host(self._folder)
         persistent = _persistent_storages(self._blocks[i].module)
-        inputs = {leaf.value.untyped_storage()._cdata for leaf in self._activations[i] or ()}
+        inputs = {storage_id(leaf.value) for leaf in self._activations[i] or ()}
         for ref in call.slots:
             slot = ref()
             if slot is None or slot.value is None or isinstance(slot.value, _InputAlias):
                 continue
-            storage = slot.value.value.untyped_storage()
-            if storage._cdata in persistent or storage._cdata in inputs or not storage.nbytes():
+            key = storage_id(slot.value.value)
+            if key is None or key in persistent or key in inputs:
+                continue
+            if not slot.value.value.untyped_storage().nbytes():
                 continue  # 0 bytes: FSDP frees its parameters after a forward pass
             slot.value = host.put(slot.value.tensor(self._blocks[i].name))
         if output:
@@ -653,7 +660,7 @@ class Run:
         value = slot.value
         if isinstance(value, _InputAlias):
             leaf = self._activation(slot.block)[value.leaf]
-            return leaf.tensor(name).as_strided(*value.geometry)
+            return view_of(leaf.tensor(name).untyped_storage(), value.geometry)
         if not isinstance(value, _SavedTensor):
             raise _freed_error(name)
         return value.tensor(name)
@@ -694,7 +701,8 @@ def _map_storages(linked: Iterable[tuple[Any, int | None]]) -> dict[int, int]:
 
     `linked`: tensors, and their numbers or None.
     """
-    return {leaf.untyped_storage()._cdata: k for leaf, k in linked if k is not None}
+    ids = {storage_id(leaf): k for leaf, k in linked if k is not None}
+    return {key: k for key, k in ids.items() if key is not None}
 
 
 def _keep_tensor(tensor: torch.Tensor, places: dict[int, int]) -> _SavedTensor | _InputAlias:
@@ -702,10 +710,10 @@ def _keep_tensor(tensor: torch.Tensor, places: dict[int, int]) -> _SavedTensor |
 
     `places`: numbers of the input's tensors by storage; empty if the input stays.
     """
-    leaf = places.get(tensor.untyped_storage()._cdata) if places else None
-    if leaf is None:
+    key = storage_id(tensor) if places else None
+    if key not in places:
         return _SavedTensor(tensor)
-    return _InputAlias(leaf, (tensor.shape, tensor.stride(), tensor.storage_offset()))
+    return _InputAlias(places[key], geometry_of(tensor))
 
 
 class _Packer:
@@ -783,12 +791,13 @@ def _empty_slots(call: _Call | None) -> None:
 def _persistent_storages(module: Any) -> set[int]:
     """Return the storages, by identity, of parameters and buffers, which a plan does not offload.
 
-    DTensors among them are left out.
+    DTensors and sparse tensors among them are left out.
     """
     if not hasattr(module, "parameters"):
         return set()
     tensors = [*module.parameters(), *module.buffers()]
-    return {t.untyped_storage()._cdata for t in tensors if not hasattr(t, "placements")}
+    keys = {storage_id(t) for t in tensors if not hasattr(t, "placements")}
+    return {key for key in keys if key is not None}
 
 
 def _difference_error(name: str, label: str, first: list[Any], now: list[Any]) -> MLStateError:

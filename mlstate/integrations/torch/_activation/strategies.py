@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...._common.set_module import set_module
 from .module_patterns import modules_named, refuse_overlap
+from .rng_and_buffers import Buffers, Surroundings
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -29,7 +30,7 @@ class AppliedStrategy:
         # Hooks of torch cannot replace a block's forward pass; its own `forward` can.
         self._before = [vars(block).get("forward") for block in self._modules]
         for number, (name, block) in enumerate(blocks.items()):
-            block.forward = _Forward(manager, name, number, block.forward)
+            block.forward = _Forward(manager, name, number, block)
 
     def remove(self) -> None:
         """Restore the blocks' own forward; later calls do nothing."""
@@ -50,8 +51,11 @@ class AppliedStrategy:
 class _Forward:
     """Replacement of a block's forward: plain or checkpointed, as the manager decides."""
 
-    def __init__(self, manager: ActivationManager, name: str, number: int, original: Any) -> None:
-        self.manager, self.name, self.number, self.plain = manager, name, number, original
+    def __init__(
+        self, manager: ActivationManager, name: str, number: int, block: torch.nn.Module
+    ) -> None:
+        self.manager, self.name, self.number, self.plain = manager, name, number, block.forward
+        self._block, self._buffers = block, Buffers(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block; under torch's checkpoint if the manager decides so.
@@ -68,7 +72,23 @@ class _Forward:
         if not self.manager.decide(self.name, activation, self.number):
             return self.plain(*args, **kwargs)
         # checkpoint's own keywords could collide with the block's
-        return checkpoint(partial(self.plain, **kwargs), *args, use_reentrant=False)
+        run = partial(self.plain, **kwargs)
+        leaves = list(_tensors((args, kwargs)))
+        surroundings = Surroundings(self._block, self._buffers, leaves)
+        is_first = True
+
+        def run_again(*args: Any) -> Any:
+            """Run the block; after the first time, in the surroundings of that run."""
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                out = run(*args)
+                surroundings.drop_unused()
+                return out
+            with surroundings.restored(self.name, self._block):
+                return run(*args)
+
+        return checkpoint(run_again, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -35,6 +35,46 @@ def detach_all(values: object) -> Any:
         return leaf.detach().requires_grad_(leaf.requires_grad)
 
     return _pytree.tree_map(detach, values)
+
+
+class Geometry(NamedTuple):
+    """How a strided tensor reads its storage; `view_of` makes a tensor of it."""
+
+    dtype: Any
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # in elements
+    is_conj: bool
+    is_neg: bool
+
+
+def geometry_of(tensor: torch.Tensor) -> Geometry:
+    """Return how a strided tensor reads its storage, with lazy conjugation and negation."""
+    return Geometry(
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        int(tensor.storage_offset()),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def view_of(storage: Any, geometry: Geometry) -> torch.Tensor:
+    """Return a tensor over `storage`, an untyped storage of torch."""
+    import torch
+
+    empty = torch.empty(0, dtype=geometry.dtype, device=storage.device)
+    view = empty.set_(storage, geometry.offset, geometry.shape, geometry.stride)
+    view = view.conj() if geometry.is_conj else view
+    return torch._neg_view(view) if geometry.is_neg else view
+
+
+def storage_id(tensor: torch.Tensor) -> int | None:
+    """Return the identity of a tensor's storage; None if it is not strided, as sparse ones."""
+    import torch
+
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
 
 
 def version_of(tensor: torch.Tensor) -> int:

@@ -42,7 +42,7 @@ class ModuleHooks(Hooks):
 
     Calls `receive` with a name and its parameter each time torch has computed the gradient.
     `is_full`: reduced full gradients are stored in ``parameter.grad``. `keep`: unreduced full
-    gradients stay there.
+    gradients stay there. `accumulate`: local gradients are sums over passes.
     """
 
     def __init__(
@@ -53,12 +53,13 @@ class ModuleHooks(Hooks):
         *,
         is_full: bool,
         keep: bool,
+        accumulate: bool,
     ) -> None:
         """Check the parameters that have units, and hook each of them.
 
         Also sets each unit's `like` to its parameter, and lets torch check the parameters before
-        every optimizer step. `units`: by name of the parameter. `receive`, `is_full`, `keep`: see
-        the class. Raises ValueError if a unit does not fit its parameter.
+        every optimizer step. `units`: by name of the parameter. The other arguments: see the class.
+        Raises ValueError if a unit does not fit its parameter.
         """
         parameters = parameters_of(module)
         for name, unit in units.items():
@@ -74,14 +75,17 @@ class ModuleHooks(Hooks):
         # parameters whose grad has gradients of `no_sync` passes, and its version after the last
         self.unsent: dict[str, int] = {}
         self._keep = keep or is_full
-        self._earlier: dict[str, torch.Tensor] = {}  # reduced gradients that a pass adds to
+        # whether a pass reduces only its own gradients, without earlier ones
+        self._reduces_alone = is_full or (keep and accumulate)
+        self._earlier: dict[str, torch.Tensor] = {}  # gradients of earlier passes
+        self._own: dict[str, Any] = {}  # gradients of the running pass
         self.bindings = Bindings(module, units)
         _watch_steps()
         for name, parameter in self.parameters.items():
             units[name].like = parameter.detach()
             register: Any = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(partial(receive, name)))
-            if is_full:
+            if self._reduces_alone:
                 from torch.autograd.graph import get_gradient_edge
 
                 node = get_gradient_edge(parameter).node
@@ -130,6 +134,7 @@ class ModuleHooks(Hooks):
         gradient = parameter.grad
         self.unsent.pop(name, None)
         if self._keep:
+            self._own[name] = gradient
             return gradient, None
         parameter.grad = None
         self.taken.add(name)
@@ -145,19 +150,23 @@ class ModuleHooks(Hooks):
         if name in self.unsent:
             self._drop_zeroed(name)
             return self.take(name, token)
-        if self.is_full:  # `gather_full` restores it after other ranks' parts were added
+        if self._reduces_alone:  # `add_earlier` restores it after other ranks' parts were added
             self._set_aside(name)
         return None, None
 
     def _set_aside(self, name: str, _: object = None) -> None:
-        """Move a reduced gradient of an earlier pass away before torch adds an unreduced one.
+        """Move a gradient of earlier passes away before torch adds the one of this pass.
 
-        `gather_full` adds it again. A gradient of `no_sync` passes stays: it is not reduced. The
-        second argument, which torch passes to hooks, is ignored.
+        `add_earlier` adds it again. A gradient of `no_sync` passes stays: it is not reduced. One of
+        a pass that an error ended is dropped. The second argument, which torch passes to hooks, is
+        ignored.
         """
         parameter = self.parameters[name]
         self._drop_zeroed(name)
-        if parameter.grad is not None and name not in self.unsent:
+        aborted = self._own.pop(name, None)
+        if aborted is not None and aborted is parameter.grad:
+            parameter.grad = None
+        elif parameter.grad is not None and name not in self.unsent:
             self._earlier[name], parameter.grad = parameter.grad, None
 
     def _drop_zeroed(self, name: str) -> None:
@@ -195,16 +204,20 @@ class ModuleHooks(Hooks):
                     kinds.setdefault((used.dtype, used.device), []).append((unit, used))
             for pairs in kinds.values():
                 _gather_pairs(group, pairs, timeout)
+        self.add_earlier()
+
+    def add_earlier(self) -> None:
+        """Add the gradients of earlier passes that were set aside, at the end of a pass."""
         for name, earlier in self._earlier.items():
             parameter: torch.Tensor = self.parameters[name]
             parameter.grad = earlier if parameter.grad is None else earlier.add_(parameter.grad)
-        self._earlier = {}
+        self._earlier, self._own = {}, {}
 
     def drop_full(self) -> None:
         """Remove the gradients of all parameters, because not all of them are reduced."""
         for parameter in self.parameters.values():
             parameter.grad = None
-        self._earlier = {}
+        self._earlier, self._own = {}, {}
 
 
 def _put_back(

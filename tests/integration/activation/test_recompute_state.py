@@ -1,0 +1,300 @@
+"""State that a recomputation depends on: views of saved memory, parameters, buffers, objects."""
+
+from collections import namedtuple
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="its models are what is planned here")
+
+from planned_models import assert_same_bits, chain_of, results, segments  # noqa: E402
+from torch import nn  # noqa: E402
+
+from mlstate.activation import ActivationManager, IntervalStrategy, Plan  # noqa: E402
+from mlstate.errors import MLStateError  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+# Block 1 is kept; its input is dropped and recomputed, or its saved tensors are offloaded.
+DROPPED = [
+    *[("forward", 0), ("save", 1), ("drop", 1), ("save", 2), ("backward", 2)],
+    *[("save", 0), ("backward", 1), ("backward", 0)],
+]
+OFFLOADED = [
+    *[("forward", 0), ("save", 1), ("offload", 1), ("save", 2), ("backward", 2), ("drop", 2)],
+    *[("load", 1), ("backward", 1), ("drop", 1), ("save", 0), ("backward", 0)],
+]
+
+
+class ByManager:
+    """Checkpoints every block by a manager."""
+
+    def apply(self, model):
+        return ActivationManager(IntervalStrategy(1)).apply(model)
+
+
+RECOMPUTED = Plan(chain_of(3), segments(3, 1))
+both_ways = pytest.mark.parametrize("way", [RECOMPUTED, ByManager()], ids=["plan", "manager"])
+
+
+def compare(make, steps, *, host=False):
+    """Train a model with and without a plan; all bits must be equal."""
+    count = sum(kind == "backward" for kind, _ in steps)
+    compare_with(Plan(chain_of(count, host=host), steps), make)
+
+
+def compare_with(way, make):
+    """Train a model, as it is and with `way` applied; all bits must be equal."""
+
+    def trained(applied):
+        torch.manual_seed(0)
+        model, x = make(), torch.randn(4, 4)
+        if applied is None:
+            return results(model, [x])
+        with applied.apply(model):
+            return results(model, [x])
+
+    assert_same_bits(trained(None), trained(way))
+
+
+class Operation(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+VIEWS = {
+    "conjugated": lambda z, w: (z.conj() * torch.complex(w, w.t())).abs(),
+    "negated": lambda z, w: z.conj().imag * w,
+    "of another dtype": lambda z, w: torch.view_as_real(z).pow(2).sum(-1) * w,
+}
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["of the input", "of own memory"])
+@pytest.mark.parametrize("steps", [DROPPED, OFFLOADED], ids=["dropped", "offloaded"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_saved_views_are_read_as_in_the_first_run(view, steps, own):
+    def make():
+        return nn.Sequential(
+            Operation(lambda x, w: torch.complex(torch.tanh(x @ w), x)),
+            Operation(lambda z, w: VIEWS[view](2 * z if own else z, w)),
+            Operation(lambda x, w: x @ w),
+        )
+
+    compare(make, steps, host=True)
+
+
+class SparseProduct(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.register_buffer("matrix", torch.eye(4).to_sparse())
+
+    def forward(self, x):
+        return torch.sparse.mm(self.matrix, torch.tanh(x @ self.weight))
+
+
+@pytest.mark.parametrize("steps", [DROPPED, OFFLOADED, segments(3, 1)])
+def test_sparse_buffers_and_sparse_saved_tensors_are_kept(steps):
+    def trained(applied):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(*(SparseProduct() for _ in range(3))), torch.randn(4, 4)
+        if applied is not None:
+            applied.apply(model)
+        model(x).square().sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    assert_same_bits(trained(None), trained(Plan(chain_of(3, host=True), steps)))
+
+
+def layers():
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+
+
+@both_ways
+def test_a_parameter_changed_before_backward_is_refused(way):
+    model, x = layers(), torch.ones(2, 4)
+    optimizer = torch.optim.SGD(model[1].parameters(), 0.1)
+    with way.apply(model):
+        model(x).sum().backward()
+        out = model(x)
+        optimizer.step()
+        with pytest.raises(MLStateError, match="parameter or buffer weight was changed in place"):
+            out.sum().backward()
+        model(x).sum().backward()
+
+
+@both_ways
+def test_parameters_of_a_functional_call_are_used_again(way):
+    def gradients(applied):
+        model, x = layers(), torch.linspace(-1, 1, 8).reshape(2, 4)
+        if applied is not None:
+            applied.apply(model)
+        leaves = {name: (2 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+        torch.func.functional_call(model, leaves, (x,)).square().sum().backward()
+        return [leaf.grad for leaf in leaves.values()] + [p.grad for p in model.parameters()]
+
+    assert_same_bits(gradients(None), gradients(way))
+
+
+class Scaled(nn.Module):
+    """Its result depends on a buffer; with `counts` it adds 1 to that."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.counts = nn.Linear(4, 4), True
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        out = torch.tanh(self.linear(x) * self.scale.clone())
+        if self.counts:
+            self.scale.add_(1)
+        return out
+
+
+@both_ways
+def test_buffers_are_updated_once_and_read_as_in_the_first_run(way):
+    compare_with(way, lambda: nn.Sequential(Scaled(), Scaled(), nn.BatchNorm1d(4)))
+
+
+@both_ways
+def test_a_buffer_changed_by_another_block_is_refused(way):
+    model = layers()
+    model[0][0].register_buffer("scale", torch.ones(4))
+
+    def count(*_):
+        model[0][0].scale.add_(1)
+
+    model[1].register_forward_hook(count)
+    with way.apply(model), pytest.raises(MLStateError, match="buffer scale was changed in place"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@both_ways
+def test_a_buffer_that_changes_later_is_refused_once(way):
+    model, x = nn.Sequential(Scaled(), nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(2, 4)
+    with way.apply(model):
+        model[0].counts = False
+        model(x).sum().backward()
+        model[0].counts = True
+        out = model(x)
+        with pytest.raises(MLStateError, match=r"changed its buffer scale.*run the forward pass"):
+            out.sum().backward()
+        model(x).sum().backward()
+    assert model[0].scale.tolist() == [3] * 4
+
+
+@both_ways
+def test_statistics_may_start_in_evaluation_mode(way):
+    def trained(applied):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(*(nn.BatchNorm1d(4) for _ in range(3))), torch.randn(3, 4)
+        if applied is not None:
+            applied.apply(model)
+        for mode in (False, True):
+            model.train(mode)(x).square().sum().backward()
+        return [p.grad for p in model.parameters()] + list(model.buffers())
+
+    assert_same_bits(trained(None), trained(way))
+
+
+class OwnGenerator(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.generator = nn.Linear(4, 4), torch.Generator().manual_seed(3)
+
+    def forward(self, x):
+        return torch.tanh(self.linear(x * torch.rand(x.shape, generator=self.generator)))
+
+
+@both_ways
+def test_generators_of_modules_draw_the_same_numbers_again(way):
+    compare_with(way, lambda: nn.Sequential(*(OwnGenerator() for _ in range(3))))
+
+
+class Slots:
+    __slots__ = ("content",)
+
+
+class Holder:
+    pass
+
+
+def held_in(cls):
+    def hold(value):
+        holder = cls()
+        holder.content = value
+        return holder
+
+    return hold, lambda holder: holder.content
+
+
+Pair = namedtuple("Pair", "content other")
+HOLD, _ = held_in(Holder)
+CONTAINERS = {
+    "attribute": held_in(Holder),
+    "slot": held_in(Slots),
+    "named tuple": (lambda value: HOLD(Pair(value, 0)), lambda holder: holder.content.content),
+}
+
+
+class Counts(nn.Module):
+    """Multiplies by a value in an object, and adds 1 to that value in place."""
+
+    def __init__(self, read):
+        super().__init__()
+        self.linear, self.read = nn.Linear(4, 4), read
+
+    def forward(self, x, holder):
+        value = self.read(holder)
+        scale = torch.as_tensor(value).clone()
+        value += 1
+        return torch.tanh(self.linear(x) * scale)
+
+
+class CountsInOrder(nn.Module):
+    def __init__(self, make, container):
+        super().__init__()
+        hold, read = CONTAINERS[container]
+        self.make = lambda: hold(make(4))
+        self.layers = nn.ModuleList(Counts(read) for _ in range(3))
+
+    def forward(self, x):
+        holder = self.make()
+        for layer in self.layers:
+            x = layer(x, holder)
+        return x
+
+
+@pytest.mark.parametrize("container", CONTAINERS)
+@pytest.mark.parametrize("make", [torch.ones, lambda count: np.ones(count, np.float32)])
+def test_values_that_a_block_changes_inside_an_object_are_read_as_before(make, container):
+    compare(lambda: CountsInOrder(make, container), segments(3, 1))
+
+
+class ReadsThenAnotherWrites(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Operation(self.scaled) for _ in range(3))
+
+    def scaled(self, x, weight):
+        return torch.tanh(x @ weight)
+
+    def forward(self, x):
+        holder = Holder()
+        holder.content = torch.ones(4)
+        for layer in self.layers:
+            layer.function = lambda x, weight: torch.tanh(x[0] @ weight * x[1].content.clone())
+            x = layer((x, holder))
+        holder.content.add_(1)
+        return x
+
+
+def test_a_tensor_inside_an_object_that_is_changed_later_is_refused():
+    model = ReadsThenAnotherWrites()
+    with RECOMPUTED.apply(model), pytest.raises(MLStateError, match="inside one of its arguments"):
+        model(torch.ones(2, 4)).sum().backward()
