@@ -140,7 +140,7 @@ def _export(
     if is_torch or (where is not None and kind_of(where.root) == "huggingface"):
         options.setdefault("files_from", source.path)
     if where is None:
-        model = _read(arguments, read).model
+        model = _read(arguments, read)[0].model
     elif (chosen := _selection(arguments)) is not None:
         parts = parts_of(load(where, **changes.load_options()))
         model = chosen.apply(parts, arguments.source).model
@@ -171,24 +171,27 @@ def _is_torch(path: str) -> bool:
     return torch_weights_root(open_folder(path, reads=True)) is not None
 
 
-def _read(arguments: argparse.Namespace, name: str) -> Parts:
-    """Return the parts of the source that the user chose, with the changes to tensors.
+def _read(arguments: argparse.Namespace, name: str) -> tuple[Parts, int | None]:
+    """Return the parts of the source that the user chose, with the changes to tensors, and a step.
 
-    `name`: format of the source. Raises ValueError for ``--step`` if it has no steps.
+    `name`: format of the source. The step is the one of a checkpoint of mlstate, and else in the
+    parts. Raises ValueError for ``--step`` if the source has no steps.
     """
     path, chosen, changes = arguments.source, _selection(arguments), _changes(arguments)
     where = None
     if name == "mlstate" or (name == "huggingface" and any(changes) and not _is_torch(path)):
-        where = find(path, arguments.step) if any(changes) or arguments.step is not None else None
+        where = find(path, arguments.step)
     if where is not None:
-        parts = parts_of(load(where, **changes.load_options()))
-        return parts if chosen is None else chosen.apply(parts, path)
+        loaded = load(where, **changes.load_options())
+        parts = parts_of(loaded)
+        return (parts if chosen is None else chosen.apply(parts, path)), loaded.step
     if arguments.step is not None:
         raise ValueError(f"{path} is not an mlstate checkpoint: it has no steps")
     parts = read_any(path, format=name, selection=chosen)
     if changes.dtype and name in ("safetensors", "huggingface") and parts.model is not None:
         refuse_quantized_state(path, parts.model)
-    return changes.apply(parts, path)
+    parts = changes.apply(parts, path)
+    return parts, parts.step
 
 
 def _selection(arguments: argparse.Namespace) -> Selection | None:
@@ -290,11 +293,11 @@ def run_convert(arguments: argparse.Namespace) -> int:
         assert isinstance(start, Target)
         parts["model"] = _export(arguments, read, options, start)
     else:
-        read_parts = _read(arguments, read)
+        read_parts, step = _read(arguments, read)
         if changes.names is not None:  # they may choose tensors of one part only
             read_parts = read_parts.without_empty()
         model, optimizer, metadata, states = read_parts
-        write_any(target, model, optimizer, metadata, states, format=write, target=start)
+        write_any(target, model, optimizer, metadata, states, format=write, target=start, step=step)
         parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
         data = {

@@ -97,6 +97,27 @@ def test_diff_compares_the_other_tensors_of_files(place, run):
     assert [run("diff", "a.pt", name)[0] for name in ("a.pt", "folder", "b.pt")] == [0, 0, 1]
 
 
+@pytest.mark.parametrize(
+    ("optimizer_step", "metadata"),
+    [(None, {"step": 7}), (100, {"global_step": 200}), (5, None), (None, None)],
+)
+def test_convert_keeps_the_step_of_a_checkpoint(place, run, optimizer_step, metadata):
+    moments = None
+    if optimizer_step is not None:
+        moments = mlstate.OptimizerStateDict({"w.m": np.ones(2)}, step=optimizer_step)
+    mlstate.save("a", {"w": np.ones(2)}, moments, step=100, metadata=metadata)
+    for target, options in {"b": [], "c": ["--dtype", "float32"], "d": ["--only", "model"]}.items():
+        assert run("convert", "a", target, *options)[0] == 0
+        assert mlstate.load(target).step == 100
+    warns = bool(metadata) and "step" in metadata
+    status, _, errors = run("convert", "a", "a.npz")
+    assert (status, ["step 100 is not converted" in error for error in errors]) == (
+        0,
+        [True] * warns,
+    )
+    assert mlstate.load("a.npz").step == (7 if warns else 100)
+
+
 def test_convert_refuses_a_named_state_in_the_place_of_metadata(place, refused):
     mlstate.save("a", {"w": np.ones(2)}, metadata={"epoch": 3}, states={"epoch": 4})
     for suffix in ("safetensors", "npz"):

@@ -101,6 +101,7 @@ class CheckpointTarget(NamedTuple):
     content: FolderContent
     overwrite: bool
     any_suffix: bool = False  # the path of the folder may have the suffix of a file
+    step: int | None = None  # of the new checkpoint; None: of the parts
 
     def save_folder(self) -> SaveFolder:
         """Return the path to pass to `save`, with what it may replace."""
@@ -297,12 +298,15 @@ def write_any(
     overwrite: bool = False,
     storage_options: Mapping[str, object] | None = None,
     target: CheckpointTarget | Target | None = None,
+    step: int | None = None,
 ) -> None:
     """Write a state to a file or directory of any known format, or to a checkpoint at a URL.
 
     The write is atomic. `overwrite` replaces an existing file, checkpoint or torch directory of the
     same format, including all steps of a `CheckpointManager`. A caller that began earlier passes
     the `target` of `begin_write` instead. A target that changed since then is left unchanged.
+    `step`: of a checkpoint; None: of the metadata or the optimizer. A warning tells if the metadata
+    of another format have another step.
     Raises ValueError without a state, StoreError (EEXIST) for a target that must stay, and
     CompatibilityError for values that the format cannot hold.
     """
@@ -330,7 +334,13 @@ def write_any(
                     "for both: rename one of them"
                 )
             values |= texts
-        FORMATS[name].write(target, Parts(weights, moments, _checked_metadata(values), named))
+        parts = Parts(weights, moments, _checked_metadata(values), named)
+        if isinstance(target, CheckpointTarget):
+            target = target._replace(step=step)
+        elif step not in (None, parts.step) and parts.metadata.setdefault("step", step) != step:
+            other = parts.metadata["step"]
+            find_caller().warn(f"step {step} is not converted: the metadata have the step {other}")
+        FORMATS[name].write(target, parts)
 
 
 # Formats that can hold named states.
@@ -607,11 +617,11 @@ def parts_of(loaded: LoadedState) -> Parts:
 
 
 def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
-    """Save the parts as a checkpoint of mlstate, with the step of the optimizer or the metadata."""
+    """Save the parts as a checkpoint of mlstate, with the step of the target or else of theirs."""
     from .._save import save
 
     model, optimizer, metadata, states = parts
-    folder, step = target.save_folder(), parts.step
+    folder, step = target.save_folder(), parts.step if target.step is None else target.step
     save(folder, model, optimizer, step=step, metadata=metadata, states=states or None)
 
 
