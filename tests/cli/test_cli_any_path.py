@@ -92,9 +92,32 @@ def test_errors_name_options(place, refused):
 def test_diff_compares_the_other_tensors_of_files(place, run):
     torch = pytest.importorskip("torch", reason="its files are compared")
     for name, value in (("a.pt", 1), ("b.pt", 2)):
-        torch.save({"model": {"w": torch.ones(2)}, "ema": {"w": torch.full((2,), value)}}, name)
+        states = {"ema": {"w": torch.full((2,), value)}, "config": {"name": "x", "rate": 0.1}}
+        torch.save({"model": {"w": torch.ones(2)}, **states}, name)
     assert run("convert", "a.pt", "folder")[0] == 0
     assert [run("diff", "a.pt", name)[0] for name in ("a.pt", "folder", "b.pt")] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("changed", ["optimizer_states", "hyper_parameters", "epoch"])
+def test_diff_compares_all_of_a_checkpoint_of_lightning(place, run, changed):
+    torch = pytest.importorskip("torch", reason="its files are compared")
+    checkpoint = {
+        "state_dict": {"w": torch.ones(2)},
+        "optimizer_states": [{"state": {0: {"m": torch.ones(2)}}, "param_groups": []}],
+        "hyper_parameters": {"rate": 1},
+        "epoch": 1,
+    }
+    torch.save(checkpoint, "a.ckpt")
+    torch.save(checkpoint | {changed: [2.0]}, "b.ckpt")
+    assert run("convert", "a.ckpt", "folder")[0] == 0
+    for first, second, differ in (
+        ("a.ckpt", "a.ckpt", False),
+        ("a.ckpt", "folder", False),
+        ("a.ckpt", "b.ckpt", True),
+        ("folder", "b.ckpt", True),
+    ):
+        status, _, errors = run("diff", first, second)
+        assert (status, errors) == (differ, [])
 
 
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ from .lightning import (
     checkpoint_of,
     read_ckpt,
     save_checkpoint,
+    split_checkpoint,
     warn_of_other_entries,
     write_ckpt,
 )
@@ -693,6 +694,18 @@ def _read_lightning(path: Path) -> Parts:
     model = {key: value for key, value in checkpoint["state_dict"].items() if is_torch(value)}
     arrays = torch_backend("files of Lightning", TensorBackend).arrays_of(model)
     return Parts(StateDict(arrays), None, {}, {})
+
+
+def read_whole_lightning(path: Path) -> Parts:
+    """Return the model of a checkpoint of Lightning, and its other entries as its folder has them.
+
+    The file is compared with its checksums, if there are any. Raises as `split_checkpoint` does.
+    """
+    with _store_errors(path):
+        require_unchanged(str(path))
+        model, states = split_checkpoint(read_ckpt(path))
+    arrays = torch_backend("files of Lightning", TensorBackend).arrays_of(model)
+    return Parts(StateDict(arrays), None, {}, states)
 
 
 def convert_lightning(
