@@ -148,6 +148,28 @@ def test_convert_refuses_a_named_state_in_the_place_of_metadata(place, refused):
         assert not Path(f"a.{suffix}").exists()
 
 
+def test_names_of_parts_do_not_choose_metadata(place, run, refused):
+    state = {"w": np.ones(2)}
+    mlstate.save("a", state, {"w.m": np.ones(2)}, step=1, metadata={"model": "gpt", "epoch": 1})
+    for number, (options, metadata) in enumerate(
+        [(["--skip", "model"], {"model": "gpt", "epoch": 1}), (["--only", "model"], {"step": 1})]
+    ):
+        assert run("convert", "a", f"b{number}", *options)[0] == 0
+        assert {**mlstate.load(f"b{number}").metadata, "step": 1} == {**metadata, "step": 1}
+    mlstate.save("a", state, states={"model": state})
+    assert "named state" in refused("convert", "a", "c", "--skip", "model")
+
+
+def test_a_hugging_face_target_warns_of_other_parts(place, run):
+    state = {"w": np.ones(2)}
+    mlstate.save("a", state, {"w.m": np.ones(2)}, states={"ema": state})
+    for number, options in enumerate([[], ["--dtype", "float32"], ["--skip", "ema"]]):
+        status, _, [error] = run("convert", "a", f"h{number}", "--to", "huggingface", *options)
+        assert status == 0
+        assert f"not converted: optimizer{', ema' if number < 2 else ''};" in error
+    assert run("convert", "a", "h", "--to", "huggingface", "--only", "model")[2] == []
+
+
 def test_convert_refuses_two_new_names_for_one(place, refused):
     rules = ["--rename", "layer=b", "--rename", "layer=c"]
     assert "given twice" in refused("convert", "ckpt", "b", *rules)
