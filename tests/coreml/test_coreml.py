@@ -110,6 +110,8 @@ def test_unknown_function_is_named_with_those_that_exist():
     ) as e:
         state_specs(spec_bytes(functions=FUNCTIONS, default="long"), function="big")
     assert (e.value.name, e.value.got) == ("big", "big")
+    with pytest.raises(CompatibilityError, match="no function ''"):
+        state_specs(spec_bytes(functions=FUNCTIONS, default="long"), function="")
 
 
 def test_missing_default_function_is_an_error():
