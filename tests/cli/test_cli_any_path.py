@@ -170,6 +170,24 @@ def test_a_hugging_face_target_warns_of_other_parts(place, run):
     assert run("convert", "a", "h", "--to", "huggingface", "--only", "model")[2] == []
 
 
+def test_convert_warns_of_an_optimizer_without_tensors_among_the_states(place, run):
+    state = {"w": np.ones(2)}
+    optimizer = mlstate.OptimizerStateDict(learning_rate=0.5)
+    mlstate.save("a", state, states={"second": optimizer, "seen": [5]})
+    status, _, [error] = run("convert", "a", "a.npz")
+    assert (status, "not converted: second;" in error) == (0, True)
+    assert mlstate.load("a.npz").metadata == {"seen": [5]}
+    with pytest.raises(TypeError, match="OptimizerStateDict"):
+        mlstate.save("b", state, metadata={"optimizer": optimizer})
+
+
+@pytest.mark.parametrize("name", ["b.pt", "b.npz", "b.safetensors", "b.dcp", "b"])
+def test_convert_refuses_tensors_without_elements(place, refused, name):
+    torch = pytest.importorskip("torch", reason="its tensors are refused")
+    torch.save({"w": torch.ones(2, device="meta")}, "a.pt")
+    assert "'w' is a tensor on torch's meta device" in refused("convert", "a.pt", name)
+
+
 def test_convert_refuses_two_new_names_for_one(place, refused):
     rules = ["--rename", "layer=b", "--rename", "layer=c"]
     assert "given twice" in refused("convert", "ckpt", "b", *rules)

@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._common.arrays import refuse_masked
+from ..._common.arrays import refuse_unstorable
 from ..._common.atomic_file import Target, new_file
 from ..._common.backend import TensorBackend, torch_backend
 from ..._common.caller import find_caller
@@ -320,8 +320,7 @@ def write_any(
     if moments is not None and not isinstance(moments, OptimizerStateDict):
         moments = OptimizerStateDict(moments)
     for state in (weights, moments):
-        for key, value in (state or {}).items():
-            refuse_masked(key, value)
+        refuse_unstorable(state or {}, every=True)
     target = target or begin_write(place, name, overwrite)
     if name != "mlstate":
         _refuse_parts(weights, moments)
@@ -338,7 +337,9 @@ def write_any(
         parts = Parts(weights, moments, _checked_metadata(values), named)
         if isinstance(target, CheckpointTarget):
             target = target._replace(step=step)
-        elif step not in (None, parts.step) and parts.metadata.setdefault("step", step) != step:
+        elif (
+            step not in (None, parts.step or 0) and parts.metadata.setdefault("step", step) != step
+        ):
             other = parts.metadata["step"]
             find_caller().warn(f"step {step} is not converted: the metadata have the step {other}")
         FORMATS[name].write(target, parts)
