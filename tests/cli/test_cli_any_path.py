@@ -188,6 +188,26 @@ def test_convert_refuses_tensors_without_elements(place, refused, name):
     assert "'w' is a tensor on torch's meta device" in refused("convert", "a.pt", name)
 
 
+@pytest.mark.parametrize("source", ["a", "a.pt", "a.dcp"])
+def test_convert_changes_named_states_of_tensors(place, run, source):
+    pytest.importorskip("torch", reason="its files are read")
+    state = {"layer.w": np.ones(2)}
+    groups = [{"params": ["layer.w"], "lr": 0.1}]
+    moments = mlstate.OptimizerStateDict({"layer.w.m": np.ones(2)}, param_groups=groups)
+    states = {"ema": state, "second": moments, "nested": {"ema": state, "seen": 1}}
+    mlstate.save("a", state, states=states)
+    if source != "a":
+        assert run("convert", "a", source)[0] == 0
+    assert run("convert", source, "b", "--rename", "layer=top", "--dtype", "float16")[0] == 0
+    loaded = mlstate.load("b")
+    assert (list(loaded.model), loaded.model["top.w"].dtype) == (["top.w"], np.float16)
+    assert (list(loaded.states["ema"]), loaded.states["ema"]["top.w"].dtype) == (["top.w"], "f2")
+    second = loaded.states["second"]
+    assert (list(second), second["top.w.m"].dtype) == (["top.w.m"], np.float64)
+    assert second.param_groups[0]["params"] == ["top.w"]
+    assert list(loaded.states["nested"]["ema"]) == ["layer.w"]
+
+
 def test_convert_refuses_two_new_names_for_one(place, refused):
     rules = ["--rename", "layer=b", "--rename", "layer=c"]
     assert "given twice" in refused("convert", "ckpt", "b", *rules)
