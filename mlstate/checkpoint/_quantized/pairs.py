@@ -304,6 +304,8 @@ class _Finder:
             return no_block, f"{dtype} has a scale, but is no 8-bit float"
         if f"{name}_zero_point" in self.tensors:
             return no_block, f"it has the zero points {name + '_zero_point'!r}"
+        if f"{name}_g_idx" in self.tensors:  # columns of a group need not be adjacent
+            return no_block, f"it has the order of groups {name + '_g_idx'!r}"
         kind, grid = scales
         if kind not in FLOATS and kind not in (_EXPONENTS, "uint8"):
             return no_block, f"its scale is {kind}, not a float"

@@ -217,6 +217,15 @@ def test_any_part_is_the_part_of_the_whole(tmp_path, layout):
             },
             "zero points 'l.weight_zero_point'",
         ),
+        (
+            packed(group_size=2),
+            {
+                "l__weight": eight_bits(4, 4),
+                "l__weight_scale": scales(4, 2),
+                "l__weight_g_idx": np.array([0, 1, 0, 1], np.int32),
+            },
+            "order of groups 'l.weight_g_idx'",
+        ),
         (MXFP4, {"w_blocks": groups(1, 2, 3)[0]}, "its scales are missing"),
         (MXFP4, {"w_scales": groups(1, 2, 3)[1]}, "its blocks are missing"),
         (
