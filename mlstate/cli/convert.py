@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import warnings
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -26,7 +27,7 @@ from ..checkpoint._files.convert import (
     read_any,
     write_any,
 )
-from ..checkpoint._files.parts import Selection
+from ..checkpoint._files.parts import Parts, Selection
 from ..checkpoint._files.torch_weights import torch_weights_root
 from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._huggingface.export_loaded import export_loaded
@@ -34,6 +35,7 @@ from ..checkpoint._load import load, open_loader
 from ..checkpoint._quantized.config import read_quantization
 from ..checkpoint._quantized.pairs import refuse_quantized_state
 from ..checkpoint._store.open_path import open_folder
+from ..errors import CheckpointWarning
 from ._common import (
     FORCE_HELP,
     Commands,
@@ -48,8 +50,10 @@ from ._common import (
 from ._progress import progress_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ..checkpoint._files.convert import Place
-    from ..checkpoint._files.parts import Parts
+    from ..checkpoint._load import LoadedState
     from ..checkpoint._options import LoadOptions
     from ..state import StateDict
 
@@ -139,31 +143,48 @@ def _export(
     changes = _changes(arguments)
     if is_torch or (where is not None and kind_of(where.root) == "huggingface"):
         options.setdefault("files_from", source.path)
+    parts: Parts | LoadedState
     if where is None:
-        model = _read(arguments, read).model
+        parts = _read(arguments, read)[0]
     elif (chosen := _selection(arguments)) is not None:
-        parts = parts_of(load(where, **changes.load_options()))
-        model = chosen.apply(parts, arguments.source).model
+        parts = chosen.apply(parts_of(load(where, **changes.load_options())), arguments.source)
     elif source.is_local and not (changes.dtype and read_quantization(source)):
         stored = changes._replace(dtype=None)
-        model = load(where, mmap=True, verify="first", **stored.load_options()).model
+        parts = load(where, mmap=True, verify="first", **stored.load_options())
     else:
         loader = open_loader(where, cast("LoadOptions", changes.load_options()))
+        parts = Parts(None, None, {}, {})
         if loader.manifest.model is not None:
             with progress_of("convert", lambda: loader.merged_index.heads()[0][4]) as progress:
-                return export_loaded(
+                size = export_loaded(
                     arguments.target, loader, start=start, progress=progress, **options
                 )
-        model = None
-    if model is None:
+            _warn_of_rest(loader.manifest.optimizer, loader.manifest.states)
+            return size
+    if parts.model is None:
         raise ValueError(f"{arguments.source} holds no model to export")
     files_from = options.pop("files_from", None)
-    request = take_export(arguments.target, model, dtype=changes.dtype, **options)
-    size = _part_data(model, changes.dtype)
-    assert size is not None
-    with progress_of("convert", lambda: size["bytes"]) as progress:
+    request = take_export(arguments.target, parts.model, dtype=changes.dtype, **options)
+    model_size = _part_data(parts.model, changes.dtype)
+    assert model_size is not None
+    with progress_of("convert", lambda: model_size["bytes"]) as progress:
         export(request, files_from, start, progress)
-    return size
+    _warn_of_rest(parts.optimizer, parts.states)
+    return model_size
+
+
+def _warn_of_rest(
+    optimizer: Mapping[str, object] | None, states: Mapping[str, object] | None
+) -> None:
+    """Warn that the optimizer and the named states of a source are not exported."""
+    names = [*(["optimizer"] if optimizer else []), *sorted(states or ())]
+    if names:
+        warnings.warn(
+            f"not converted: {', '.join(names)}; a Hugging Face folder holds a model only, and "
+            "--only model leaves them out without this warning",
+            CheckpointWarning,
+            stacklevel=2,
+        )
 
 
 def _is_torch(path: str) -> bool:
@@ -171,24 +192,27 @@ def _is_torch(path: str) -> bool:
     return torch_weights_root(open_folder(path, reads=True)) is not None
 
 
-def _read(arguments: argparse.Namespace, name: str) -> Parts:
-    """Return the parts of the source that the user chose, with the changes to tensors.
+def _read(arguments: argparse.Namespace, name: str) -> tuple[Parts, int | None]:
+    """Return the parts of the source that the user chose, with the changes to tensors, and a step.
 
-    `name`: format of the source. Raises ValueError for ``--step`` if it has no steps.
+    `name`: format of the source. The step is the one of a checkpoint of mlstate, and else in the
+    parts. Raises ValueError for ``--step`` if the source has no steps.
     """
     path, chosen, changes = arguments.source, _selection(arguments), _changes(arguments)
     where = None
     if name == "mlstate" or (name == "huggingface" and any(changes) and not _is_torch(path)):
-        where = find(path, arguments.step) if any(changes) or arguments.step is not None else None
+        where = find(path, arguments.step)
     if where is not None:
-        parts = parts_of(load(where, **changes.load_options()))
-        return parts if chosen is None else chosen.apply(parts, path)
+        loaded = load(where, **changes.load_options())
+        parts = parts_of(loaded)
+        return (parts if chosen is None else chosen.apply(parts, path)), loaded.step
     if arguments.step is not None:
         raise ValueError(f"{path} is not an mlstate checkpoint: it has no steps")
     parts = read_any(path, format=name, selection=chosen)
     if changes.dtype and name in ("safetensors", "huggingface") and parts.model is not None:
         refuse_quantized_state(path, parts.model)
-    return changes.apply(parts, path)
+    parts = changes.apply(parts, path)
+    return parts, parts.step
 
 
 def _selection(arguments: argparse.Namespace) -> Selection | None:
@@ -290,11 +314,11 @@ def run_convert(arguments: argparse.Namespace) -> int:
         assert isinstance(start, Target)
         parts["model"] = _export(arguments, read, options, start)
     else:
-        read_parts = _read(arguments, read)
+        read_parts, step = _read(arguments, read)
         if changes.names is not None:  # they may choose tensors of one part only
             read_parts = read_parts.without_empty()
         model, optimizer, metadata, states = read_parts
-        write_any(target, model, optimizer, metadata, states, format=write, target=start)
+        write_any(target, model, optimizer, metadata, states, format=write, target=start, step=step)
         parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
         data = {

@@ -8,14 +8,15 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._common.local_path import local_folder
+from .._common.local_path import local_folder, local_path
 from .._common.text import printable
 from ..checkpoint._checkpoint import TensorRecord
 from ..checkpoint._diff import list_entries
-from ..checkpoint._files.convert import read_file
+from ..checkpoint._files.convert import read_file, read_whole_lightning
 from ..checkpoint._folder.names import SECTIONS
 from ..checkpoint._folder.protocol import TensorParts
 from ..checkpoint._load_whole import WholePath
+from ..checkpoint._states.collect import take_states
 from ..checkpoint._store.checkpoint_files import TRIES
 from ..state import diff
 from ..state._diff import StateDiff, table_of
@@ -123,10 +124,22 @@ class _FileSide:
         """Map the file at `path`, or use the `parts` that were read from it."""
         self.path = local_folder(path)
         model, optimizer, _, states = parts or read_file(Path(self.path), mmap=True)
-        # as a checkpoint names the arrays of named states; other values are parts of names
+        self._states = states
+        # arrays named as in a checkpoint; values of other kinds are parts of names
         entries = list_entries((), states) if states else ()
         named = {"/".join(map(str, keys)) + end: array for keys, array, end in entries}
-        self._parts: tuple[dict[str, Any], ...] = (dict(model or {}), dict(optimizer or {}), named)
+        self._parts: list[dict[str, Any]] = [dict(model or {}), dict(optimizer or {}), named]
+
+    def use_stored_states(self) -> None:
+        """Give the named states the arrays that a checkpoint stores, to compare with one.
+
+        Raises TypeError for a value that no checkpoint can store.
+        """
+        if self._states:
+            named = take_states(self._states, None, 1)
+            named.add_trees(None, ())
+            shards = (named.arrays or {}).items()
+            self._parts[2] = {key: getattr(shard, "array", shard) for key, shard in shards}
 
     def is_replaced(self) -> bool:
         """Return False: a mapped file cannot be replaced."""
@@ -158,8 +171,19 @@ def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
         check_is_safetensors(path)
         return _FileSide(path)
     if isinstance(where, WholePath):
-        return _FileSide(where.path, where.read())
+        is_lightning = where.format == "lightning"
+        parts = read_whole_lightning(Path(local_path(path))) if is_lightning else where.read()
+        return _FileSide(where.path, parts)
     return _CheckpointSide(where)
+
+
+def _sides(first: tuple[str, int | None], second: tuple[str, int | None]) -> list[Any]:
+    """Return the objects that read the tensors of two paths; each has a step, or None."""
+    sides: list[Any] = [_side(*first), _side(*second)]
+    files = [side for side in sides if isinstance(side, _FileSide)]
+    if len(files) == 1:
+        files[0].use_stored_states()
+    return sides
 
 
 # ---- comparing ----
@@ -267,13 +291,13 @@ def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDif
         for path, step in zip(paths, steps, strict=True)
     )
     for _ in range(TRIES - 1):
-        sides: list[Any] = [_side(*first), _side(*second)]
+        sides = _sides(first, second)
         try:
             return sides, _compare_all(sides, arguments)
         except FileNotFoundError:
             if not any(side.is_replaced() for side in sides):
                 raise
-    sides = [_side(*first), _side(*second)]
+    sides = _sides(first, second)
     return sides, _compare_all(sides, arguments)
 
 

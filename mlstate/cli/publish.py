@@ -61,10 +61,15 @@ def run_list(arguments: argparse.Namespace) -> int:
     """Print one row for each version that followers can reach; return 0."""
     files, lineage = _read(arguments.path)
     rows: list[dict[str, Any]] = []
+    is_reachable = False  # by versions from an anchor on
     for version in lineage.versions:
         try:
             manifest = files.read_manifest(version.root)
         except FileNotFoundError:  # deleted since the newest was published
+            is_reachable = False
+            continue
+        is_reachable = is_reachable or version.has_model
+        if not is_reachable:
             continue
         nbytes = sum(record.data_bytes for record in manifest.indexes)
         facts = {"step": version.step, "kind": version.kind, "bytes": nbytes}

@@ -275,7 +275,7 @@ def choose(
     not exist, or if no state of a function has the axis.
     """
     functions, default = read_functions(source, verified=verified)
-    chosen = choose_function(functions, function or default)
+    chosen = choose_function(functions, default if function is None else function)
     if seq_axis is not None:
         axis = valid_axis(seq_axis)
         functions = {name: _with_axis(states, axis) for name, states in functions.items()}

@@ -288,9 +288,10 @@ def _choose_of(
     Raises CompatibilityError if the function does not exist or none is chosen.
     """
     if isinstance(source, StateSpecs):
-        name: str | None = function or source.function
+        own: str | None = source.function
     else:
-        name = function or getattr(source, "function_name", None) or default
+        own = getattr(source, "function_name", None) or default
+    name = own if function is None else function
     return StateSpecs(functions, choose_function(functions, name), default_function=default)
 
 

@@ -173,10 +173,26 @@ def read_moved(
         if move.compact:
             moved = compact_kv_state(value, length, positions, dtype, seq_axis=seq_axis)
         else:
+            _check_padding(name, move.pad_value, dtype, expected if specs else None)
             moved = transition_kv_state(
                 value, length, positions, move.pad_value, dtype, seq_axis=seq_axis
             )
     return np.require(moved, dtype, ["C", "W"]), value.shape
+
+
+def _check_padding(
+    name: str, pad_value: float, dtype: np.dtype[Any], declared: np.dtype[Any] | None
+) -> None:
+    """Raise ValueError if the state `name` cannot hold `pad_value`.
+
+    `dtype`: of the array to write. `declared`: of the state; None: float16 if `dtype` is a float,
+    because Core ML reads and writes states of float16 as float32.
+    """
+    stored = declared or np.dtype(np.float16 if dtype.kind == "f" else dtype)
+    try:
+        transition_kv_state(np.zeros((1, 1), stored), 1, 0, pad_value, seq_axis=1)
+    except ValueError as error:
+        raise ValueError(f"pad_value of {name!r}: {error}") from None
 
 
 class _Pair(NamedTuple):
@@ -338,7 +354,8 @@ def transition_coreml_state(
         Number of tokens in the cache; later positions are dropped. A state with the same shape in
         both models is copied whole.
     pad_value : float
-        Value of positions without a token.
+        Value of positions without a token. A state whose dtype `specs` do not tell must hold it as
+        float16.
     specs : mapping, optional
         The **target** model's `state_specs`, or a mapping of names to shapes. With it, the
         source is read once and the target written once. Without it, the target is also read,
@@ -364,7 +381,7 @@ def transition_coreml_state(
         KeyboardInterrupt stays what it is and gets a note.
     TypeError, ValueError
         `state_name` is not a name or a list of names, or has one twice, `specs` is not a mapping,
-        or `seq_axis` is not an integer.
+        or `seq_axis` is not an integer. Or the state cannot hold `pad_value`.
 
     Notes
     -----

@@ -40,19 +40,25 @@ def outside(a: Any, b: Any, rtol: float, atol: float) -> Outside | None:
     """Return the fields of a `TensorChange` after its name; None if the tensors are close.
 
     `a`, `b`: arrays or tensors of the same number of elements. Elements are close if ``|a - b| <=
-    atol + rtol * max(|a|, |b|)``, or both are NaN, or equal.
+    atol + rtol * max(|a|, |b|)``, or both are NaN, or equal. `rtol` does not count for an infinity.
     """
     first, second = _numbers(a), _numbers(b)
+    is_integer = np.result_type(first, second).kind in "iu"
     wide = np.complex128 if "c" in (first.dtype.kind, second.dtype.kind) else np.float64
     changed = nan = 0
     max_abs = max_rel = 0.0
     for start in range(0, first.size, _BLOCK):
-        x = first[start : start + _BLOCK].astype(wide)
-        y = second[start : start + _BLOCK].astype(wide)
+        exact = first[start : start + _BLOCK], second[start : start + _BLOCK]
+        x, y = (block.astype(wide) for block in exact)
         with np.errstate(invalid="ignore", over="ignore"):
             distance = np.where(x == y, 0.0, np.abs(x - y))
+            if is_integer:  # float64 rounds integers beyond 2**53
+                low, high = np.minimum(*exact), np.maximum(*exact)
+                distance = (high.astype(np.uint64) - low.astype(np.uint64)).astype(np.float64)
             size = np.maximum(np.abs(x), np.abs(y))
-            far = ~(distance <= atol + rtol * size) & ~(np.isnan(x) & np.isnan(y))
+            relative_limit = rtol * np.where(np.isinf(size), 0.0, size)
+            far = ~(distance <= atol + relative_limit) & (distance != 0)
+            far &= ~(np.isnan(x) & np.isnan(y))
         lone = far & (np.isnan(x) | np.isnan(y))
         changed += int(np.count_nonzero(far))
         nan += int(np.count_nonzero(lone))

@@ -92,9 +92,53 @@ def test_errors_name_options(place, refused):
 def test_diff_compares_the_other_tensors_of_files(place, run):
     torch = pytest.importorskip("torch", reason="its files are compared")
     for name, value in (("a.pt", 1), ("b.pt", 2)):
-        torch.save({"model": {"w": torch.ones(2)}, "ema": {"w": torch.full((2,), value)}}, name)
+        states = {"ema": {"w": torch.full((2,), value)}, "config": {"name": "x", "rate": 0.1}}
+        torch.save({"model": {"w": torch.ones(2)}, **states}, name)
     assert run("convert", "a.pt", "folder")[0] == 0
     assert [run("diff", "a.pt", name)[0] for name in ("a.pt", "folder", "b.pt")] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("changed", ["optimizer_states", "hyper_parameters", "epoch"])
+def test_diff_compares_all_of_a_checkpoint_of_lightning(place, run, changed):
+    torch = pytest.importorskip("torch", reason="its files are compared")
+    checkpoint = {
+        "state_dict": {"w": torch.ones(2)},
+        "optimizer_states": [{"state": {0: {"m": torch.ones(2)}}, "param_groups": []}],
+        "hyper_parameters": {"rate": 1},
+        "epoch": 1,
+    }
+    torch.save(checkpoint, "a.ckpt")
+    torch.save(checkpoint | {changed: [2.0]}, "b.ckpt")
+    assert run("convert", "a.ckpt", "folder")[0] == 0
+    for first, second, differ in (
+        ("a.ckpt", "a.ckpt", False),
+        ("a.ckpt", "folder", False),
+        ("a.ckpt", "b.ckpt", True),
+        ("folder", "b.ckpt", True),
+    ):
+        status, _, errors = run("diff", first, second)
+        assert (status, errors) == (differ, [])
+
+
+@pytest.mark.parametrize(
+    ("optimizer_step", "metadata"),
+    [(None, {"step": 7}), (100, {"global_step": 200}), (5, None), (None, None)],
+)
+def test_convert_keeps_the_step_of_a_checkpoint(place, run, optimizer_step, metadata):
+    moments = None
+    if optimizer_step is not None:
+        moments = mlstate.OptimizerStateDict({"w.m": np.ones(2)}, step=optimizer_step)
+    mlstate.save("a", {"w": np.ones(2)}, moments, step=100, metadata=metadata)
+    for target, options in {"b": [], "c": ["--dtype", "float32"], "d": ["--only", "model"]}.items():
+        assert run("convert", "a", target, *options)[0] == 0
+        assert mlstate.load(target).step == 100
+    warns = bool(metadata) and "step" in metadata
+    status, _, errors = run("convert", "a", "a.npz")
+    assert (status, ["step 100 is not converted" in error for error in errors]) == (
+        0,
+        [True] * warns,
+    )
+    assert mlstate.load("a.npz").step == (7 if warns else 100)
 
 
 def test_convert_refuses_a_named_state_in_the_place_of_metadata(place, refused):
@@ -102,6 +146,66 @@ def test_convert_refuses_a_named_state_in_the_place_of_metadata(place, refused):
     for suffix in ("safetensors", "npz"):
         assert "'epoch' is metadata and a named state" in refused("convert", "a", f"a.{suffix}")
         assert not Path(f"a.{suffix}").exists()
+
+
+def test_names_of_parts_do_not_choose_metadata(place, run, refused):
+    state = {"w": np.ones(2)}
+    mlstate.save("a", state, {"w.m": np.ones(2)}, step=1, metadata={"model": "gpt", "epoch": 1})
+    for number, (options, metadata) in enumerate(
+        [(["--skip", "model"], {"model": "gpt", "epoch": 1}), (["--only", "model"], {"step": 1})]
+    ):
+        assert run("convert", "a", f"b{number}", *options)[0] == 0
+        assert {**mlstate.load(f"b{number}").metadata, "step": 1} == {**metadata, "step": 1}
+    mlstate.save("a", state, states={"model": state})
+    assert "named state" in refused("convert", "a", "c", "--skip", "model")
+
+
+def test_a_hugging_face_target_warns_of_other_parts(place, run):
+    state = {"w": np.ones(2)}
+    mlstate.save("a", state, {"w.m": np.ones(2)}, states={"ema": state})
+    for number, options in enumerate([[], ["--dtype", "float32"], ["--skip", "ema"]]):
+        status, _, [error] = run("convert", "a", f"h{number}", "--to", "huggingface", *options)
+        assert status == 0
+        assert f"not converted: optimizer{', ema' if number < 2 else ''};" in error
+    assert run("convert", "a", "h", "--to", "huggingface", "--only", "model")[2] == []
+
+
+def test_convert_warns_of_an_optimizer_without_tensors_among_the_states(place, run):
+    state = {"w": np.ones(2)}
+    optimizer = mlstate.OptimizerStateDict(learning_rate=0.5)
+    mlstate.save("a", state, states={"second": optimizer, "seen": [5]})
+    status, _, [error] = run("convert", "a", "a.npz")
+    assert (status, "not converted: second;" in error) == (0, True)
+    assert mlstate.load("a.npz").metadata == {"seen": [5]}
+    with pytest.raises(TypeError, match="OptimizerStateDict"):
+        mlstate.save("b", state, metadata={"optimizer": optimizer})
+
+
+@pytest.mark.parametrize("name", ["b.pt", "b.npz", "b.safetensors", "b.dcp", "b"])
+def test_convert_refuses_tensors_without_elements(place, refused, name):
+    torch = pytest.importorskip("torch", reason="its tensors are refused")
+    torch.save({"w": torch.ones(2, device="meta")}, "a.pt")
+    assert "'w' is a tensor on torch's meta device" in refused("convert", "a.pt", name)
+
+
+@pytest.mark.parametrize("source", ["a", "a.pt", "a.dcp"])
+def test_convert_changes_named_states_of_tensors(place, run, source):
+    pytest.importorskip("torch", reason="its files are read")
+    state = {"layer.w": np.ones(2)}
+    groups = [{"params": ["layer.w"], "lr": 0.1}]
+    moments = mlstate.OptimizerStateDict({"layer.w.m": np.ones(2)}, param_groups=groups)
+    states = {"ema": state, "second": moments, "nested": {"ema": state, "seen": 1}}
+    mlstate.save("a", state, states=states)
+    if source != "a":
+        assert run("convert", "a", source)[0] == 0
+    assert run("convert", source, "b", "--rename", "layer=top", "--dtype", "float16")[0] == 0
+    loaded = mlstate.load("b")
+    assert (list(loaded.model), loaded.model["top.w"].dtype) == (["top.w"], np.float16)
+    assert (list(loaded.states["ema"]), loaded.states["ema"]["top.w"].dtype) == (["top.w"], "f2")
+    second = loaded.states["second"]
+    assert (list(second), second["top.w.m"].dtype) == (["top.w.m"], np.float64)
+    assert second.param_groups[0]["params"] == ["top.w"]
+    assert list(loaded.states["nested"]["ema"]) == ["layer.w"]
 
 
 def test_convert_refuses_two_new_names_for_one(place, refused):

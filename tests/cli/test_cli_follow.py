@@ -63,6 +63,20 @@ def test_publish_ls_lists_the_versions(versions, run, run_json):
 
 
 @pytest.mark.parametrize(
+    ("removed", "listed"), [([1], [0, 3, 4, 5]), ([0], [3, 4, 5]), ([4], [0, 1, 2, 3])]
+)
+def test_publish_ls_leaves_out_versions_without_the_ones_before(
+    versions, run_json, removed, listed
+):
+    steps = [row["step"] for row in run_json("publish", "ls", "weights")[1]["versions"]]
+    roots = sorted(Path("weights/roots").iterdir())
+    for number in removed:
+        roots[number].unlink()
+    rows = run_json("publish", "ls", "weights")[1]["versions"]
+    assert [row["step"] for row in rows] == [steps[number] for number in listed]
+
+
+@pytest.mark.parametrize(
     ("removed", "bad"), [([1], [1]), ([0], [1]), ([5], [5]), (range(6), [5]), ([0, 1, 2], [])]
 )
 def test_publish_verify_finds_versions_without_the_ones_before(versions, run_json, removed, bad):

@@ -201,8 +201,9 @@ def test_function_is_chosen_by_name():
     specs = StateSpecs(functions, "a")
     assert state_specs(specs) == functions["a"]
     assert state_specs(specs, function="b") == {}
-    with pytest.raises(CompatibilityError, match="no function 'c'"):
-        state_specs(specs, function="c")
+    for name in ("c", ""):
+        with pytest.raises(CompatibilityError, match=f"no function '{name}'"):
+            state_specs(specs, function=name)
 
 
 def test_wrong_sources():

@@ -110,6 +110,8 @@ def test_unknown_function_is_named_with_those_that_exist():
     ) as e:
         state_specs(spec_bytes(functions=FUNCTIONS, default="long"), function="big")
     assert (e.value.name, e.value.got) == ("big", "big")
+    with pytest.raises(CompatibilityError, match="no function ''"):
+        state_specs(spec_bytes(functions=FUNCTIONS, default="long"), function="")
 
 
 def test_missing_default_function_is_an_error():
@@ -565,6 +567,22 @@ def test_expansion_keeps_tokens_bit_for_bit(position, with_specs):
     got = target.read_state(name="kv").astype(np.float16)
     assert got[:, :, :position].tobytes() == value[:, :, :position].tobytes()
     assert not got[:, :, position:].any()
+
+
+@pytest.mark.parametrize("specs", [None, specs_for(40), {"kv": (2, 3, 40, 8)}])
+def test_a_padding_that_the_state_cannot_hold_is_refused(specs):
+    source, target, _ = pair(16, 40)
+    for pad_value in (1e6, -65520.0):
+        with pytest.raises(ValueError, match=r"'kv': .* beyond the range of float16"):
+            transition_coreml_state(source, target, "kv", 5, pad_value, specs=specs)
+    assert target.writes == 0
+    for pad_value in (-65504.0, -np.inf):
+        transition_coreml_state(source, target, "kv", 5, pad_value, specs=specs)
+        assert (target.read_state(name="kv")[:, :, 5:] == pad_value).all()
+    wide = {"kv": StateSpec("kv", (2, 3, 40, 8), np.dtype(np.float32))}
+    target = FakeMLState(wide)
+    transition_coreml_state(source, target, "kv", 5, 1e6, specs=wide)
+    assert (target.read_state(name="kv")[:, :, 5:] == 1e6).all()
 
 
 def test_every_finite_float16_survives_the_way_over_float32():

@@ -9,6 +9,7 @@ from golden.make_deltas import CHANGES
 
 from mlstate.errors import CompatibilityError, FormatError
 from mlstate.follow._delta import Delta
+from mlstate.follow._formats.numbers import delta_from_numbers, numbers_of
 from mlstate.follow._formats.weight_patch import (
     SUFFIXES,
     read_patches,
@@ -117,3 +118,17 @@ def test_parameters_beyond_int32_are_refused():
 def test_an_unknown_encoding_is_not_written():
     with pytest.raises(ValueError, match="encoding must be one of gap_delta, raw, got 'gaps'"):
         write_weight_patch(encoded_deltas(), 7, encoding="gaps")
+
+
+@pytest.mark.parametrize("suffixes", SUFFIXES)
+def test_parameters_with_the_names_of_suffixes_round_trip(suffixes):
+    names = ["w", "w.val", "w.val.idx", "idx", "layer.values"]
+    deltas = {
+        name: delta_from_numbers(name, np.array([number]), np.ones(1, np.float32), 9)
+        for number, name in enumerate(names)
+    }
+    patch = write_weight_patch(deltas, 1, suffixes=suffixes)
+    read = read_weight_patch(*patch, dict.fromkeys(names, 9))
+    assert {name: numbers_of(delta).tolist() for name, delta in read.items()} == {
+        name: [number] for number, name in enumerate(names)
+    }

@@ -291,3 +291,19 @@ def test_memory_that_cannot_be_read_is_named(torch):
         diff(a, b)
     with pytest.raises(CompatibilityError, match=r"'w'.*datetime64"):
         diff({"w": np.zeros(2, "M8[s]")}, {"w": np.ones(2, "M8[s]")})
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "tolerance", "is_close"),
+    [
+        ([np.inf, 1.0], [np.inf, 1.1], {"atol": 0.5}, True),
+        ([np.inf], [1.0], {"rtol": 0.1}, False),
+        ([np.inf], [-np.inf], {"rtol": 0.1}, False),
+        ([0.0, 1.0], [0.0, 2.0], {"rtol": np.inf}, True),
+        ([2**62], [2**62 + 1], {"atol": 0.5}, False),
+        ([2**62], [2**62 + 1], {"atol": 1}, True),
+        ([-(2**63)], [2**63 - 1], {"rtol": 1.9}, False),
+    ],
+)
+def test_tolerances_of_infinities_and_large_integers(a, b, tolerance, is_close):
+    assert diff({"w": np.array(a)}, {"w": np.array(b)}, **tolerance).identical == is_close

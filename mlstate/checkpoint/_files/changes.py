@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ... import _core
 from ...state import rename as rename_state
 from ...state._load_into import unused_rules
+from ...state._optimizer_state import OptimizerStateDict
+from ...state._state_dict import StateDict
 from .._load import chosen_names
-from .parts import Parts
+from .parts import Parts, is_flat
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
     from typing import Any, TypeVar
-
-    from ...state._state_dict import StateDict
 
     State = TypeVar("State", bound=StateDict)
 
@@ -40,39 +41,52 @@ class Changes(NamedTuple):
         TensorNotFoundError.
         """
         model, optimizer, metadata, states = parts
+        # named states of tensors change as `load` changes them; others stay
+        tensors = {name: value for name, value in states.items() if is_flat(value)}
         if self.rename is not None:
-            model, optimizer = _renamed(model, optimizer, self.rename)
+            named = {name: _state_dict_of(value) for name, value in tensors.items()}
+            model, optimizer, *renamed = _renamed((model, optimizer, *named.values()), self.rename)
+            tensors = dict(zip(named, renamed, strict=True))
         if self.names is not None:
             keys = [[] if state is None else list(state) for state in (model, optimizer)]
             _, (of_model, of_optimizer) = chosen_names(keys, self.names, path)
             model, optimizer = _restricted(model, of_model), _restricted(optimizer, of_optimizer)
-            states = {}
-        if self.dtype is not None and model is not None:
-            model = model.astype(self.dtype)
-        return Parts(model, optimizer, metadata, states)
+            states, tensors = {}, {}
+        if self.dtype is not None:
+            model = None if model is None else model.astype(self.dtype)
+            for name, value in tensors.items():
+                if not isinstance(value, OptimizerStateDict):
+                    tensors[name] = _state_dict_of(value).astype(self.dtype)
+        return Parts(model, optimizer, metadata, states | tensors)
 
 
-def _renamed(model: Any, optimizer: Any, rules: dict[str, str]) -> tuple[Any, Any]:
-    """Return model and optimizer with tensors renamed by `rules` (pattern to replacement).
+def _state_dict_of(value: Any) -> StateDict:
+    return value if isinstance(value, StateDict) else StateDict(value)
 
-    The optimizer's groups list the new names. Raises ValueError if a rule matches no name in
-    either; None stays None.
+
+def _renamed(states: Iterable[Any], rules: dict[str, str]) -> list[Any]:
+    """Return states with tensors renamed by `rules` (pattern to replacement).
+
+    The groups of an optimizer list the new names. Raises ValueError if a rule matches no name in
+    any state; None stays None.
     """
+    states = [*states]
     rename = tuple(rules.items())
-    names = {name: name for state in (model, optimizer) if state is not None for name in state}
+    names = {name: name for state in states if state is not None for name in state}
     numbers = _core.state_rename(names, rename)[1]
     if numbers:
         raise unused_rules(names, [list(rules)[number] for number in numbers])
-    if model is not None:
-        model = rename_state(model, rules, unused="ignore")
-    if optimizer is not None:
-        optimizer = rename_state(optimizer, rules, unused="ignore")
-        groups = []
-        for group in optimizer.param_groups:
-            listed = {str(name): str(name) for name in group.get("params", ())}
-            groups.append({**group, "params": list(_core.state_rename(listed, rename)[0])})
-        optimizer.param_groups = groups
-    return model, optimizer
+    renamed = []
+    for state in states:
+        result = state if state is None else rename_state(state, rules, unused="ignore")
+        if isinstance(result, OptimizerStateDict):
+            groups = []
+            for group in result.param_groups:
+                listed = {str(name): str(name) for name in group.get("params", ())}
+                groups.append({**group, "params": list(_core.state_rename(listed, rename)[0])})
+            result.param_groups = groups
+        renamed.append(result)
+    return renamed
 
 
 def _restricted(state: State | None, names: list[str]) -> State | None:

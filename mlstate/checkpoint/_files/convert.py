@@ -35,7 +35,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._common.arrays import refuse_masked
+from ..._common.arrays import refuse_unstorable
 from ..._common.atomic_file import Target, new_file
 from ..._common.backend import TensorBackend, torch_backend
 from ..._common.caller import find_caller
@@ -64,6 +64,7 @@ from .lightning import (
     checkpoint_of,
     read_ckpt,
     save_checkpoint,
+    split_checkpoint,
     warn_of_other_entries,
     write_ckpt,
 )
@@ -101,6 +102,7 @@ class CheckpointTarget(NamedTuple):
     content: FolderContent
     overwrite: bool
     any_suffix: bool = False  # the path of the folder may have the suffix of a file
+    step: int | None = None  # of the new checkpoint; None: of the parts
 
     def save_folder(self) -> SaveFolder:
         """Return the path to pass to `save`, with what it may replace."""
@@ -297,12 +299,15 @@ def write_any(
     overwrite: bool = False,
     storage_options: Mapping[str, object] | None = None,
     target: CheckpointTarget | Target | None = None,
+    step: int | None = None,
 ) -> None:
     """Write a state to a file or directory of any known format, or to a checkpoint at a URL.
 
     The write is atomic. `overwrite` replaces an existing file, checkpoint or torch directory of the
     same format, including all steps of a `CheckpointManager`. A caller that began earlier passes
     the `target` of `begin_write` instead. A target that changed since then is left unchanged.
+    `step`: of a checkpoint; None: of the metadata or the optimizer. A warning tells if the metadata
+    of another format have another step.
     Raises ValueError without a state, StoreError (EEXIST) for a target that must stay, and
     CompatibilityError for values that the format cannot hold.
     """
@@ -315,8 +320,7 @@ def write_any(
     if moments is not None and not isinstance(moments, OptimizerStateDict):
         moments = OptimizerStateDict(moments)
     for state in (weights, moments):
-        for key, value in (state or {}).items():
-            refuse_masked(key, value)
+        refuse_unstorable(state or {}, every=True)
     target = target or begin_write(place, name, overwrite)
     if name != "mlstate":
         _refuse_parts(weights, moments)
@@ -330,7 +334,15 @@ def write_any(
                     "for both: rename one of them"
                 )
             values |= texts
-        FORMATS[name].write(target, Parts(weights, moments, _checked_metadata(values), named))
+        parts = Parts(weights, moments, _checked_metadata(values), named)
+        if isinstance(target, CheckpointTarget):
+            target = target._replace(step=step)
+        elif (
+            step not in (None, parts.step or 0) and parts.metadata.setdefault("step", step) != step
+        ):
+            other = parts.metadata["step"]
+            find_caller().warn(f"step {step} is not converted: the metadata have the step {other}")
+        FORMATS[name].write(target, parts)
 
 
 # Formats that can hold named states.
@@ -607,11 +619,11 @@ def parts_of(loaded: LoadedState) -> Parts:
 
 
 def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
-    """Save the parts as a checkpoint of mlstate, with the step of the optimizer or the metadata."""
+    """Save the parts as a checkpoint of mlstate, with the step of the target or else of theirs."""
     from .._save import save
 
     model, optimizer, metadata, states = parts
-    folder, step = target.save_folder(), parts.step
+    folder, step = target.save_folder(), parts.step if target.step is None else target.step
     save(folder, model, optimizer, step=step, metadata=metadata, states=states or None)
 
 
@@ -683,6 +695,18 @@ def _read_lightning(path: Path) -> Parts:
     model = {key: value for key, value in checkpoint["state_dict"].items() if is_torch(value)}
     arrays = torch_backend("files of Lightning", TensorBackend).arrays_of(model)
     return Parts(StateDict(arrays), None, {}, {})
+
+
+def read_whole_lightning(path: Path) -> Parts:
+    """Return the model of a checkpoint of Lightning, and its other entries as its folder has them.
+
+    The file is compared with its checksums, if there are any. Raises as `split_checkpoint` does.
+    """
+    with _store_errors(path):
+        require_unchanged(str(path))
+        model, states = split_checkpoint(read_ckpt(path))
+    arrays = torch_backend("files of Lightning", TensorBackend).arrays_of(model)
+    return Parts(StateDict(arrays), None, {}, states)
 
 
 def convert_lightning(

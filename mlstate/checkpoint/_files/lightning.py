@@ -61,16 +61,11 @@ def _refuse_inexact(value: Any, where: str) -> None:
             _refuse_inexact(inner, f"{where}[{number}]")
 
 
-def save_checkpoint(
-    checkpoint: Mapping[str, Any], path: str | os.PathLike[str], **options: Any
-) -> Checkpoint:
-    """Save a checkpoint of Lightning, a dict, as a folder of mlstate at `path`.
+def split_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the model of a checkpoint of Lightning, a dict, or None, and the named states.
 
-    `options` are keywords of `mlstate.save`. Raises TypeError for a value that would be loaded as
-    another class.
+    Raises TypeError for a value that would be loaded as another class.
     """
-    from .. import save
-
     rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
     _refuse_inexact(rest, f"states[{STATE!r}]")
     states: dict[str, Any] = {STATE: rest}
@@ -81,8 +76,20 @@ def save_checkpoint(
         metadata = getattr(model, "_metadata", None)
         states[_MODULE] = {"metadata": metadata, "other": other, "names": list(model)}
         model = {name: value for name, value in model.items() if name not in other}
-    step = checkpoint.get("global_step")
-    return save(path, model, states=states, step=step, **options)
+    return model, states
+
+
+def save_checkpoint(
+    checkpoint: Mapping[str, Any], path: str | os.PathLike[str], **options: Any
+) -> Checkpoint:
+    """Save a checkpoint of Lightning, a dict, as a folder of mlstate at `path`.
+
+    `options` are keywords of `mlstate.save`. Raises as `split_checkpoint` does.
+    """
+    from .. import save
+
+    model, states = split_checkpoint(checkpoint)
+    return save(path, model, states=states, step=checkpoint.get("global_step"), **options)
 
 
 def checkpoint_of(loaded: LoadedState, where: str) -> dict[str, Any]:

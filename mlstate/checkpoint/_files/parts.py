@@ -60,14 +60,23 @@ class Selection:
         """Return the entries of `parts` to convert, without the others.
 
         `path`: of the source, for errors. If only one other entry is chosen, and it is a dict of
-        tensors, it becomes the model. Raises ValueError for a name of `only` or `skip` that the
-        source lacks.
+        tensors, it becomes the model. A name of the model or the optimizer does not choose metadata
+        of that name. Raises ValueError for a name of `only` or `skip` that the source lacks, or
+        that is of such a part and of a named state.
         """
         takes = self.takes
         model = parts.model if parts.model is not None and takes(MODEL) else None
         moments = parts.optimizer
         optimizer = moments if moments is not None and takes(OPTIMIZER) else None
-        metadata = {name: value for name, value in parts.metadata.items() if takes(name)}
+        states_of_parts = {MODEL: parts.model, OPTIMIZER: moments}
+        of_parts = {name for name, state in states_of_parts.items() if state is not None}
+        if both := sorted(of_parts & parts.states.keys() & (self.only | self.skip)):
+            raise ValueError(f"{path} has the {both[0]} and a named state of the name {both[0]!r}")
+        metadata = {
+            name: value
+            for name, value in parts.metadata.items()
+            if (not self.only if name in of_parts else takes(name))
+        }
         states = {name: value for name, value in parts.states.items() if takes(name)}
         unknown = sorted((self.only | self.skip) - self._seen)
         if unknown:

@@ -90,19 +90,23 @@ def together(group: ProcessGroup | None, error: BaseException | None) -> None:
 def _memory_of(value: Any) -> Any:
     """Return a key for an array's memory, equal for arrays that share it.
 
-    The memory, shape, strides and dtype must be equal. None for an array without elements, and for
-    values other than arrays and tensors.
+    The memory, shape, strides and dtype must be equal, and of shards the part too. None for an
+    array without elements, and for values other than arrays and tensors.
     """
     import numpy as np
 
-    array = value.array if isinstance(value, Shard) else value
+    array, part = value, None
+    if isinstance(value, Shard):
+        array, part = value.array, (value.layout, value.index, tuple(value.shape))
+        if value.layout.parts == 1 and value.shape == tuple(array.shape):
+            part = None  # a whole array
     if hasattr(array, "data_ptr"):
         place, steps, size = array.data_ptr(), tuple(array.stride()), array.numel()
     elif isinstance(array, np.ndarray):
         place, steps, size = array.__array_interface__["data"][0], array.strides, array.size
     else:  # such as NumPy scalars, whose memory is temporary
         return None
-    return (place, tuple(array.shape), steps, str(array.dtype)) if size else None
+    return (place, tuple(array.shape), steps, str(array.dtype), part) if size else None
 
 
 def _tied_names(model: Any, state: dict[str, Any]) -> set[str]:

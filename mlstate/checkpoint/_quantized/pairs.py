@@ -304,6 +304,8 @@ class _Finder:
             return no_block, f"{dtype} has a scale, but is no 8-bit float"
         if f"{name}_zero_point" in self.tensors:
             return no_block, f"it has the zero points {name + '_zero_point'!r}"
+        if f"{name}_g_idx" in self.tensors:  # columns of a group need not be adjacent
+            return no_block, f"it has the order of groups {name + '_g_idx'!r}"
         kind, grid = scales
         if kind not in FLOATS and kind not in (_EXPONENTS, "uint8"):
             return no_block, f"its scale is {kind}, not a float"
@@ -312,11 +314,16 @@ class _Finder:
         has_channels = self.suffix == "_scale"
         choices = [*self.blocks, *([(1, size[1])] if has_channels else [])]
         choices += [size] if has_channels or not self.blocks else []
-        expected = []
-        for block in choices:
+        expected, fitting = [], []
+        for block in dict.fromkeys((min(b[0], size[0]), min(b[1], size[1])) for b in choices):
             expected.append((*outer, -(-rows // block[0]), -(-columns // block[1])))
             if grid == expected[-1] or (block == size and prod(grid) == 1):
-                return block, ""
+                fitting.append(block)
+        if len(fitting) == 1:
+            return fitting[0], ""
+        if fitting:
+            blocks = " and ".join(map(str, fitting))
+            return no_block, f"its scale has the shape {grid}, which fits blocks of {blocks}"
         shapes = " or ".join(map(str, dict.fromkeys(expected)))
         return no_block, f"its scale has the shape {grid} instead of {shapes}"
 

@@ -181,8 +181,8 @@ def _parameters_of(tensors: Mapping[str, NDArray]) -> dict[str, tuple[str, str]]
     parameters: dict[str, tuple[str, str]] = {}
     for indices, values in SUFFIXES:
         for key in tensors:
-            if key.endswith((indices, values)):
-                name = key.removesuffix(indices).removesuffix(values)
+            name, dot, suffix = key.rpartition(".")
+            if dot + suffix in (indices, values):
                 parameters[name] = name + indices, name + values
     keys = {key for pair in parameters.values() for key in pair}
     if keys != tensors.keys():

@@ -16,7 +16,7 @@ from weight_folder import write_folder
 import mlstate
 from mlstate import _core
 from mlstate._common.atomic_file import Target
-from mlstate.checkpoint import Layout, export_huggingface, export_huggingface_async
+from mlstate.checkpoint import Layout, Shard, export_huggingface, export_huggingface_async
 from mlstate.checkpoint import inspect as inspect_checkpoint
 from mlstate.checkpoint._files.convert import write_any
 from mlstate.checkpoint._huggingface import export as export_module
@@ -164,6 +164,13 @@ def test_tied_arrays_are_stored_under_the_first_name(tmp_path):
     export_huggingface(tmp_path / "m", state)
     del state["a"]
     assert_holds(tmp_path / "m", state)
+
+
+def test_shards_of_different_parts_that_share_memory_are_stored(tmp_path):
+    weight = np.arange(4.0).reshape(2, 2)
+    state = {"a": Shard(weight), "b": Shard(weight, shape=(4,)), "c": weight}
+    export_huggingface(tmp_path / "m", state)
+    assert_holds(tmp_path / "m", {"a": weight, "b": weight.reshape(4)})
 
 
 def test_names_are_replaced(tmp_path):

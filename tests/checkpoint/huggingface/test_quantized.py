@@ -107,6 +107,22 @@ def test_scales_of_compressed_tensors(tmp_path, weights, shape, block):
     assert np.array_equal(model["l.weight"], expected_of(codes, grid, block))
 
 
+def test_scales_that_fit_blocks_of_two_groups_are_refused(tmp_path):
+    blocks = [[64, 64], [80, 80]]
+    groups = [packed(block_structure=each)["config_groups"]["group_0"] for each in blocks]
+    config = packed() | {"config_groups": dict(zip("ab", groups, strict=True))}
+    arrays = {"a": eight_bits(100, 100), "a_scale": scales(2, 2)}
+    arrays |= {"b": eight_bits(160, 160), "b_scale": scales(3, 3)}
+    arrays |= {"c": eight_bits(64, 50), "c_scale": scales(1, 1)}
+    folder = write(tmp_path / "m", config, **arrays)
+    with pytest.raises(FormatError, match=r"'a'.*fits blocks of \(64, 64\) and \(80, 80\)"):
+        mlstate.load(folder, cast="float32")
+    loaded = mlstate.load(folder, cast="float32", names=["b", "c"]).model
+    for name, block in {"b": (64, 64), "c": (64, 50)}.items():
+        expected = expected_of(arrays[name], arrays[f"{name}_scale"], block)
+        assert np.array_equal(loaded[name], expected)
+
+
 def test_compressed_tensors_rounds_to_the_dtype_of_the_scale(tmp_path):
     codes, scale = eight_bits(64, 64), scales(64, 1).astype(ml_dtypes.bfloat16)
     folder = write(tmp_path / "m", packed(), l__weight=codes, l__weight_scale=scale)
@@ -200,6 +216,15 @@ def test_any_part_is_the_part_of_the_whole(tmp_path, layout):
                 "l__weight_zero_point": np.ones(1, np.int8),
             },
             "zero points 'l.weight_zero_point'",
+        ),
+        (
+            packed(group_size=2),
+            {
+                "l__weight": eight_bits(4, 4),
+                "l__weight_scale": scales(4, 2),
+                "l__weight_g_idx": np.array([0, 1, 0, 1], np.int32),
+            },
+            "order of groups 'l.weight_g_idx'",
         ),
         (MXFP4, {"w_blocks": groups(1, 2, 3)[0]}, "its scales are missing"),
         (MXFP4, {"w_scales": groups(1, 2, 3)[1]}, "its blocks are missing"),
