@@ -107,6 +107,28 @@ def test_tied_weights_are_written_in_order():
     assert (shared == 2).all()
 
 
+@pytest.mark.parametrize("size", [3, 1 << 19])
+@pytest.mark.parametrize("reverses", [False, True])
+def test_the_last_name_of_the_target_wins_in_any_order_of_the_source(size, reverses):
+    memory = np.zeros(size + 1, np.float32)
+    source = {"a": np.full(size, 1, np.float32), "other": np.ones(1), "b": np.full(size, 2.0)}
+    source = dict(reversed(source.items())) if reverses else source
+    load_into({"a": memory[:size], "b": memory[:size]}, source, strict=False, cast=True)
+    assert (memory[:size] == 2).all()
+    load_into({"b": memory[1:], "a": memory[:size]}, source, strict=False, cast=True)
+    assert (memory[:size] == 1).all() and memory[size] == 2
+
+
+def test_tied_parameters_of_a_module_are_written_in_its_order():
+    torch = pytest.importorskip("torch")
+    first, last = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    last.weight = first.weight
+    model = torch.nn.ModuleDict({"first": first, "last": last})
+    source = {"last.weight": torch.full((2, 2), 2.0), "first.weight": torch.ones(2, 2)}
+    load_into(model, source)
+    assert (first.weight == 2).all()  # as by load_state_dict
+
+
 # ---- errors, which write nothing ----
 
 

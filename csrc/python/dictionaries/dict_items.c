@@ -95,8 +95,9 @@ static int take_all(PyObject *dict, mlspy_items *out)
         out->items = mls_alloc((size_t)PyDict_GET_SIZE(dict), sizeof *out->items);
         failed = out->items == NULL;
         while (!failed && PyDict_Next(dict, &at, &key, &value)) {
-            out->items[out->count].key = Py_NewRef(key);
-            out->items[out->count++].value = Py_NewRef(value);
+            out->items[out->count] = (mlspy_item){
+                .key = Py_NewRef(key), .value = Py_NewRef(value), .position = out->count};
+            out->count++;
         }
     MLSPY_END_LOCKED()
     if (failed) {

@@ -18,6 +18,7 @@ enum { MLSPY_FEW_AXES = 4 }; /* enough for most arrays */
  * facts must not move. */
 typedef struct mlspy_item {
     PyObject *key, *value; /* strong references */
+    size_t position;       /* in the dict */
     mls_str name;
     mls_tensor_meta facts; /* shape and dtype; set by mlspy_item_facts */
     PyObject
