@@ -36,23 +36,36 @@ def _numbers(value: Any) -> NDArray:
     return array.reshape(-1)
 
 
+def _distances(x: NDArray, y: NDArray) -> tuple[NDArray, NDArray, NDArray]:
+    """Return the distances of the elements, and both arrays, as float64 or complex128.
+
+    Distances of signed, or of unsigned integers are exact before they are rounded to float64.
+    """
+    wide = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.float64
+    wide_x, wide_y = x.astype(wide), y.astype(wide)
+    if x.dtype.kind == y.dtype.kind and x.dtype.kind in "iu":
+        a, b = x.astype(np.uint64), y.astype(np.uint64)  # wrap; so do their differences
+        return np.where(x > y, a - b, b - a).astype(np.float64), wide_x, wide_y
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.where(wide_x == wide_y, 0.0, np.abs(wide_x - wide_y)), wide_x, wide_y
+
+
 def outside(a: Any, b: Any, rtol: float, atol: float) -> Outside | None:
     """Return the fields of a `TensorChange` after its name; None if the tensors are close.
 
     `a`, `b`: arrays or tensors of the same number of elements. Elements are close if ``|a - b| <=
-    atol + rtol * max(|a|, |b|)``, or both are NaN, or equal.
+    atol + rtol * max(|a|, |b|)`` and both are finite, or both are NaN, or equal.
     """
     first, second = _numbers(a), _numbers(b)
-    wide = np.complex128 if "c" in (first.dtype.kind, second.dtype.kind) else np.float64
     changed = nan = 0
     max_abs = max_rel = 0.0
     for start in range(0, first.size, _BLOCK):
-        x = first[start : start + _BLOCK].astype(wide)
-        y = second[start : start + _BLOCK].astype(wide)
+        distance, x, y = _distances(first[start : start + _BLOCK], second[start : start + _BLOCK])
         with np.errstate(invalid="ignore", over="ignore"):
-            distance = np.where(x == y, 0.0, np.abs(x - y))
             size = np.maximum(np.abs(x), np.abs(y))
-            far = ~(distance <= atol + rtol * size) & ~(np.isnan(x) & np.isnan(y))
+            distance[np.isinf(size) & (x != y)] = np.inf
+            is_close = (distance == 0) | np.isfinite(size) & (distance <= atol + rtol * size)
+            far = ~is_close & ~(np.isnan(x) & np.isnan(y))
         lone = far & (np.isnan(x) | np.isnan(y))
         changed += int(np.count_nonzero(far))
         nan += int(np.count_nonzero(lone))
