@@ -14,6 +14,7 @@ from .._common.text import shorten
 from ..errors import CompatibilityError
 from ._backend import StateBackend
 from ._compatibility import LISTED, LONGEST, as_dict, differences_of, join, rename_hint
+from ._optimizer_state import OptimizerStateDict
 from ._state_dict import StateDict
 
 if TYPE_CHECKING:
@@ -251,7 +252,8 @@ def rename(
     -------
     StateDict
         A new state dict with the same arrays in the same order. It has the class of `state`
-        if that is a `StateDict`.
+        if that is a `StateDict`. The groups of an `OptimizerStateDict` list the new names of the
+        parameters.
 
     Raises
     ------
@@ -273,8 +275,14 @@ def rename(
     check_rules(rules)
     if unused not in ("error", "ignore"):
         raise ValueError(f"unused must be 'error' or 'ignore', got {unused!r}")
-    entries = as_dict(state)
-    renamed, numbers = _core.state_rename(entries, tuple(rules.items()))
+    entries, pairs = as_dict(state), tuple(rules.items())
+    renamed, numbers = _core.state_rename(entries, pairs)
+    groups = []
+    for group in state.param_groups if isinstance(state, OptimizerStateDict) else ():
+        listed = {str(name): None for name in group.get("params", ())}
+        names, unmatched = _core.state_rename(listed, pairs)
+        groups.append({**group, "params": list(names)} if "params" in group else group)
+        numbers = [number for number in numbers if number in unmatched]
     if numbers and unused == "error":
         raise unused_rules(entries, [list(rules)[number] for number in numbers])
     if not isinstance(state, StateDict):
@@ -282,4 +290,6 @@ def rename(
     result = state.copy()
     result.clear()
     result.update(renamed)
+    if isinstance(result, OptimizerStateDict):
+        result.param_groups = groups
     return result

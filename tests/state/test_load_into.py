@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from thread_team import num_threads
 from tries import tries
 
-from mlstate import CompatibilityError, ModelStateDict, StateDict
+from mlstate import CompatibilityError, ModelStateDict, OptimizerStateDict, StateDict
 from mlstate.state import load_into, rename
 
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 is a dtype of ml_dtypes")
@@ -382,3 +382,31 @@ def test_targets_may_interleave_with_sources_but_not_overlap():
         with pytest.raises(ValueError, match="share"):
             load_into({"far": np.zeros(2), "w": target}, {"far": np.ones(2), "w": source})
         assert (room == before).all()
+
+
+def test_rename_renames_the_parameters_of_an_optimizers_groups_too():
+    groups = [{"params": ["module.w", "module.b"], "lr": 0.1}, {"params": ["head"], "lr": 0.2}]
+    adam = OptimizerStateDict({"module.w.m": np.ones(1)}, step=3, param_groups=groups)
+    renamed = rename(adam, {"module.": "", "head": "last"})
+    assert list(renamed) == ["w.m"] and renamed.step == 3
+    assert [group["params"] for group in renamed.param_groups] == [["w", "b"], ["last"]]
+    assert [group["params"] for group in adam.param_groups] == [["module.w", "module.b"], ["head"]]
+    assert rename(OptimizerStateDict(param_groups=[{"lr": 1}]), {}).param_groups == ({"lr": 1},)
+    with pytest.raises(ValueError, match="no name matches 'other'"):
+        rename(adam, {"module.": "", "other": ""})
+    with pytest.raises(CompatibilityError, match="'w'"):
+        rename(OptimizerStateDict(param_groups=[{"params": ["m.w", "w"]}]), {"m.": ""})
+
+
+def test_a_renamed_optimizer_state_loads_into_the_unwrapped_model():
+    torch = pytest.importorskip("torch")
+    layer = torch.nn.Linear(2, 2)
+    wrapper = torch.nn.ModuleDict({"module": layer})
+    for kind in (torch.optim.Adam, torch.optim.SGD):  # SGD has groups only
+        trained = kind(wrapper.parameters(), lr=0.5)
+        layer(torch.ones(1, 2)).sum().backward()
+        trained.step()
+        state = rename(OptimizerStateDict.from_torch(trained, wrapper), {"module.": ""})
+        fresh = kind(layer.parameters(), lr=0.1)
+        fresh.load_state_dict(state.to_torch(fresh, layer))
+        assert fresh.param_groups[0]["lr"] == 0.5 and len(fresh.state) == len(trained.state)

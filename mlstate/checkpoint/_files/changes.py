@@ -58,20 +58,14 @@ def _renamed(model: Any, optimizer: Any, rules: dict[str, str]) -> tuple[Any, An
     The optimizer's groups list the new names. Raises ValueError if a rule matches no name in
     either; None stays None.
     """
-    rename = tuple(rules.items())
     names = {name: name for state in (model, optimizer) if state is not None for name in state}
-    numbers = _core.state_rename(names, rename)[1]
+    numbers = _core.state_rename(names, tuple(rules.items()))[1]
     if numbers:
         raise unused_rules(names, [list(rules)[number] for number in numbers])
     if model is not None:
         model = rename_state(model, rules, unused="ignore")
     if optimizer is not None:
         optimizer = rename_state(optimizer, rules, unused="ignore")
-        groups = []
-        for group in optimizer.param_groups:
-            listed = {str(name): str(name) for name in group.get("params", ())}
-            groups.append({**group, "params": list(_core.state_rename(listed, rename)[0])})
-        optimizer.param_groups = groups
     return model, optimizer
 
 
