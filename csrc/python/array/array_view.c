@@ -273,14 +273,32 @@ static void fill_view(PyArrayObject *array, mls_dtype dtype, mlspy_view *out)
     out->owner = Py_NewRef((PyObject *)array);
 }
 
+/* A field of a record may be called mask, but its class has no such attribute. */
+bool mlspy_is_masked(PyObject *array)
+{
+    return !PyArray_CheckExact(array) &&
+           PyObject_HasAttrString((PyObject *)Py_TYPE(array), "mask");
+}
+
+int mlspy_refuse_masked(const char *label)
+{
+    return MLSPY_REFUSE(PyExc_TypeError,
+                        "%s is a masked array, whose mask would be lost: pass its "
+                        "filled(), or its data and mask as two arrays",
+                        label);
+}
+
 /* Set `*out` to a view of an ndarray, which becomes the owner; `label` names it in
- * errors. Returns -1 with CompatibilityError set for a dtype that the core lacks; any
- * shape and strides are accepted. */
+ * errors. Returns -1 with CompatibilityError set for a dtype that the core lacks, or
+ * TypeError for a masked array; any shape and strides are accepted. */
 static int view_of_ndarray(const mlspy_state *state, PyArrayObject *array,
                            const char *label, mlspy_view *out)
 {
     mls_dtype dtype;
     PyArray_Descr *descr = PyArray_DESCR(array);
+    if (mlspy_is_masked((PyObject *)array)) {
+        return mlspy_refuse_masked(label);
+    }
     if (!mlspy_dtype_of_descr(descr, &dtype)) {
         return MLSPY_FAIL(state, MLS_E_DTYPE, "%s: dtype %.60s is not supported", label,
                           descr->typeobj->tp_name);
@@ -707,7 +725,8 @@ bool mlspy_view_quickly(const mlspy_state *state, PyObject *array, bool writable
         if (!view_by_exchange(state, array, out)) {
             return false;
         }
-    } else if (!mlspy_dtype_of_descr(PyArray_DESCR((PyArrayObject *)array), &dtype) ||
+    } else if (mlspy_is_masked(array) ||
+               !mlspy_dtype_of_descr(PyArray_DESCR((PyArrayObject *)array), &dtype) ||
                (writable && !PyArray_ISWRITEABLE((PyArrayObject *)array))) {
         return false;
     } else {

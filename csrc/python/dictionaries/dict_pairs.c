@@ -253,6 +253,12 @@ static PyObject *bytes_of(const mlspy_state *state, const mlspy_item *item)
 PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item)
 {
     PyObject *array = item->value;
+    if (PyArray_Check(array) && mlspy_is_masked(array)) {
+        char label[MLS_NAME_BYTES];
+        PyOS_snprintf(label, sizeof label, "'%.140s'", item->name.data);
+        (void)mlspy_refuse_masked(label);
+        return NULL;
+    }
     if (!PyArray_Check(array) || PyArray_ISNOTSWAPPED((PyArrayObject *)array)) {
         return bytes_of(state, item);
     }
