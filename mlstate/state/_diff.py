@@ -56,7 +56,8 @@ class StateDiff(NamedTuple):
     missing, unexpected : list of str
         Names that only the first state, or only the second state has.
     shapes, dtypes : list of tuple
-        ``(name, in the first, in the second)`` for each tensor whose shape or dtype differs.
+        ``(name, in the first, in the second)`` for each tensor whose shape or dtype differs, or
+        that is another part of a tensor (see `Difference`).
     changes : list of TensorChange
         Tensors of the same shape and dtype whose elements differ.
     unchanged : int

@@ -11,6 +11,7 @@ from .._common.arrays import is_torch
 from .._common.backend import TensorBackend, backend_of, is_module
 from .._common.dtypes import FLOATS
 from .._common.text import shorten
+from .._sharding.layout import Shard
 from ..errors import CompatibilityError
 from ._backend import StateBackend
 from ._compatibility import LISTED, LONGEST, as_dict, differences_of, join, rename_hint
@@ -146,11 +147,9 @@ def load_into(
     if is_module(target):
         _load_into_module(target, as_dict(source), strict, cast)
         return
-    written = [
-        array
-        for array in _load(as_dict(target), as_dict(source), strict, cast, dry_run=False)
-        if is_torch(array)
-    ]
+    loaded = _load(as_dict(target), as_dict(source), strict, cast, dry_run=False)
+    arrays = [value.array if isinstance(value, Shard) else value for value in loaded]
+    written = [array for array in arrays if is_torch(array)]
     if written:
         backend_of(written[0], TensorBackend).note_written(written)
 

@@ -10,6 +10,7 @@ from .._common.arguments import check_number
 from .._common.arrays import is_torch
 from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import as_numbers
+from .._sharding.layout import Shard
 
 if TYPE_CHECKING:
     from .._types import NDArray
@@ -30,6 +31,8 @@ def check_tolerances(rtol: float, atol: float) -> tuple[float, float]:
 
 def _numbers(value: Any) -> NDArray:
     """Return the elements of an array or tensor in main memory, with a dtype that computes."""
+    if isinstance(value, Shard):
+        value = value.array
     if is_torch(value):
         value = backend_of(value, TensorBackend).arrays_of({"": value})[""]
     array: NDArray = as_numbers(np.asarray(value))

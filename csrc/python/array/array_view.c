@@ -644,6 +644,40 @@ static int view_of_interface(const mlspy_state *state, PyObject *object,
 
 /* ---- views ---- */
 
+/* Looks the name up in the dicts of the classes, because a failed lookup of an attribute
+ * would raise for every tensor. */
+bool mlspy_is_part(const mlspy_state *state, PyObject *object)
+{
+    PyObject *classes = Py_TYPE(object)->tp_mro;
+    const Py_ssize_t count = classes == NULL ? 0 : PyTuple_GET_SIZE(classes);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyTypeObject *type = (PyTypeObject *)PyTuple_GET_ITEM(classes, i);
+        PyObject *names =
+            PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE) ? type->tp_dict : NULL;
+        /* cannot fail: the key is a str */
+        if (names != NULL &&
+            PyDict_GetItemWithError(names, state->names[MLSPY_NAME_PART]) != NULL) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* As mlspy_view_of, for a part of a tensor: view its array, which is no part itself. */
+static int view_of_part(const mlspy_state *state, PyObject *part, const char *label,
+                        mlspy_view *out)
+{
+    PyObject *array = PyObject_GetAttrString(part, "array");
+    int failed = -1;
+    if (array != NULL && mlspy_is_part(state, array)) {
+        PyErr_Format(PyExc_TypeError, "%s is a part of a part", label);
+    } else if (array != NULL) {
+        failed = mlspy_view_of(state, array, label, out);
+    }
+    Py_XDECREF(array);
+    return failed;
+}
+
 /* Subclasses of ndarray are treated as arrays, whatever else they offer. DLPack comes
  * before the interface, because it has every type of the core and states the device. */
 int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *label,
@@ -652,6 +686,9 @@ int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *label,
     out->owner = NULL;
     if (PyArray_Check(array)) {
         return view_of_ndarray(state, (PyArrayObject *)array, label, out);
+    }
+    if (mlspy_is_part(state, array)) {
+        return view_of_part(state, array, label, out);
     }
     if (PyObject_HasAttrString(array, "__dlpack__")) {
         return view_of_dlpack(state, array, label, out);

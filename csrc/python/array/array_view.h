@@ -19,6 +19,10 @@ typedef struct mlspy_view {
     PyObject *owner; /* strong reference, or NULL */
 } mlspy_view;
 
+/* Return whether an object is a part of a tensor (a Shard), whose attributes are `array`,
+ * its elements, and `_mlstate_part`, a text for its place in the tensor or None. */
+bool mlspy_is_part(const mlspy_state *state, PyObject *object);
+
 /* Return whether an ndarray has a mask, which a view of its elements lacks. */
 bool mlspy_is_masked(PyObject *array);
 

@@ -132,6 +132,7 @@ int mlspy_items_of(PyObject *dict, const char *label, mlspy_items *out)
 void mlspy_item_forget(mlspy_item *item)
 {
     Py_CLEAR(item->text);
+    Py_CLEAR(item->part);
     mls_free(item->owned_shape);
     item->owned_shape = NULL;
 }
@@ -330,14 +331,33 @@ static int take_shape(const mlspy_state *state, PyObject *shape, mlspy_item *ite
     return -1;
 }
 
+/* Set the part of an item whose array may be a part of a tensor. Returns -1 with an
+ * exception set. */
+static int take_part(const mlspy_state *state, mlspy_item *item)
+{
+    if (!mlspy_is_part(state, item->value)) {
+        return 0;
+    }
+    PyObject *part = PyObject_GetAttr(item->value, state->names[MLSPY_NAME_PART]);
+    if (part == Py_None) {
+        Py_CLEAR(part);
+        return 0;
+    }
+    item->part = part;
+    item->facts.part = part == NULL ? NULL : PyUnicode_AsUTF8(part);
+    return item->facts.part == NULL ? -1 : 0;
+}
+
 /* Fill in the facts of an item from the attributes `shape` and `dtype` of its array,
  * regardless of the memory: a tensor on a device, or on torch's meta device, has them
  * too. Returns -1 with an exception set. */
 static int facts_of_attributes(const mlspy_state *state, PyObject *shape, PyObject *dtype,
                                mlspy_item *item)
 {
-    return take_shape(state, shape, item) < 0 || take_dtype_text(dtype, item) < 0 ? -1
-                                                                                  : 0;
+    return take_shape(state, shape, item) < 0 || take_dtype_text(dtype, item) < 0 ||
+                   take_part(state, item) < 0
+               ? -1
+               : 0;
 }
 
 /* Fill in the facts of an item whose array lacks the attribute `shape` or `dtype`, from a
