@@ -43,7 +43,7 @@ def test_a_part_is_never_equal_to_the_whole_tensor_or_loaded_from_it():
     part, whole = {"w": ROWS[0]}, {"w": np.zeros((8, 4))}
     for first, second in ((part, whole), (whole, part)):
         assert StateDict(first) != second
-        assert shapes_match(first, second)  # the shape of a part is that of the tensor
+        assert shapes_match(first, second)  # a part has the shape of the tensor
         assert not check_compatibility(first, second).is_loadable()
         for refused in (load_into, diff):
             with pytest.raises(CompatibilityError, match="'w'"):

@@ -545,7 +545,7 @@ def test_state_classes_are_not_lazy_copies():
     assert StateDict.__module__.startswith("mlstate")
 
 
-def test_masked_arrays_are_refused_where_their_mask_would_be_ignored(torch):
+def test_masked_arrays_are_refused_because_their_mask_would_be_lost(torch):
     masked = np.ma.array([1.0, 2.0], mask=[False, True])
     state, other = StateDict(w=masked), StateDict(w=masked.data)
     texts = StateDict(w=np.ma.array(["a", "b"], mask=[True, False]))
