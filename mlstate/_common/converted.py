@@ -27,12 +27,26 @@ def float_name(dtype: object, label: str = "dtype") -> str:
     return name
 
 
+# Floats of ml_dtypes that no file can hold. float32 has all their values.
+_SMALL_FLOATS = frozenset(
+    {
+        "float8_e3m4",
+        "float8_e4m3",
+        "float8_e4m3b11fnuz",
+        "float4_e2m1fn",
+        "float6_e2m3fn",
+        "float6_e3m2fn",
+    }
+)
+
+
 def is_converted(stored: str, dtype: str) -> bool:
     """Return whether a tensor of the dtype `stored` must be converted to have `dtype`.
 
     Only floats are converted; both are names of dtypes.
     """
-    return stored != dtype and (stored in FLOATS or stored in FLOAT8S)
+    is_float = stored in FLOATS or stored in FLOAT8S or stored in _SMALL_FLOATS
+    return is_float and stored != dtype
 
 
 def converted(array: NDArray, dtype: str) -> NDArray:
@@ -40,6 +54,8 @@ def converted(array: NDArray, dtype: str) -> NDArray:
 
     They are rounded to nearest. `array` has another float dtype, also of 8 bits.
     """
+    if name_of(array.dtype) in _SMALL_FLOATS:
+        array = array.astype(np.float32)
     # scaled_codes_decode: without scales and skipped codes; state_load: strict, cast, not dry
     name = name_of(array.dtype)
     values = np.empty(array.shape, numpy_dtype(dtype))

@@ -387,6 +387,18 @@ class Shard:
         return int(self.array.nbytes)
 
     @property
+    def _mlstate_part(self) -> str | None:
+        """Text of the part's place in the tensor; None for all elements. The core reads it."""
+        starts, lengths, begin, end, _ = _core.layout_part(self._steps, self.shape, self.index)
+        if end - begin == prod(self.shape):
+            return None
+        if len(lengths) == 1:  # a flat part is a box too
+            starts, lengths, begin, end = (starts[0] + begin,), (end - begin,), 0, end - begin
+        box = ", ".join(f"{start}:{start + n}" for start, n in zip(starts, lengths, strict=True))
+        flat = "" if end - begin == prod(lengths) else f".flat[{begin}:{end}]"
+        return f"{self.shape}[{box}]{flat}"
+
+    @property
     def __array_interface__(self) -> Any:
         """Lets state dicts accept a shard as the array that it holds."""
         import numpy as np

@@ -206,7 +206,7 @@ def _refuse_values(
             )
 
 
-def _merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group]:
+def merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group]:
     """Return the groups of an optimizer whose parameters ranks hold in part.
 
     `label`: the optimizer, for errors. `groups_of`: the groups by rank. The groups of the first
@@ -229,10 +229,11 @@ def _merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group
             positions = {old: i for i, old in enumerate(new)}
             parameter_values["params"] = [parameter_values["params"][i] for i in new]
             # Packed states list positions in `params`, which has changed.
-            for state, those in parameter_values.get("packed_states", {}).items():
-                parameter_values["packed_states"][state] = [
-                    positions[i] for i in those if i in positions
-                ]
+            if "packed_states" in parameter_values:
+                parameter_values["packed_states"] = {
+                    state: [positions[i] for i in those if i in positions]
+                    for state, those in parameter_values["packed_states"].items()
+                }
             merged.append({**values, **parameter_values})
     return merged
 
@@ -368,7 +369,7 @@ def assign_replicas(
         return Assignment(error=failed)
     _compare(summaries, has_layout=bool(steps))
     merged = {
-        label: _merge_groups(label, {other: each["groups"][label] for other, each in have.items()})
+        label: merge_groups(label, {other: each["groups"][label] for other, each in have.items()})
         for label in groups
         if (have := {r: each for r, each in summaries.items() if label in each["groups"]})
     }

@@ -113,7 +113,9 @@ class Section:
         if self.kind is not None and "param_groups" in self.kind:
             groups = [dict(group) for group in self.kind["param_groups"]]
             for group in groups:
-                listed = {str(name): str(name) for name in group.get("params", ())}
+                if "params" not in group:  # it has no names
+                    continue
+                listed = {str(name): str(name) for name in group["params"]}
                 group["params"] = list(_core.state_rename(listed, tuple(rules.items()))[0])
             self.kind = {**self.kind, "param_groups": groups}
         return set(unused)

@@ -31,7 +31,7 @@ from .._exports import show_exports
 from .._sharding.backend import ShardBackend
 from .._sharding.layout import Shard
 from ..collectives._arguments import check_group, check_root, check_timeout
-from ..errors import TensorNotFoundError
+from ..errors import CompatibilityError, TensorNotFoundError
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
 from ._exchange import (
@@ -301,14 +301,16 @@ class DistributedStateCollector:
         Returns
         -------
         StateDict
-            The merged state, with class and attributes of the first state. A whole array is
+            The merged state, with class and attributes of the first state. With `check`, an
+            optimizer has the groups of all ranks and the largest step. A whole array is
             taken from the first rank that has it, without a copy. Shards are assembled in new
             arrays; tied tensors share one.
 
         Raises
         ------
         CompatibilityError
-            Replicas differ, shards differ in shape, dtype or layout, or a part is missing.
+            Replicas differ, shards differ in shape, dtype or layout, or a part is missing; or the
+            groups of a parameter differ.
             ``differences`` has a `RankDifference` for each.
         TypeError
             `states` is a single state or not iterable, a state is not a mapping of str to arrays,
@@ -339,7 +341,11 @@ class DistributedStateCollector:
                 differences,
                 "check=False keeps the first replica." if check else "",
             )
-        return merge(listed, tensors)
+        groups = _merge_groups(listed) if check else None
+        merged = merge(listed, tensors)
+        if groups is not None and isinstance(merged, OptimizerStateDict):
+            merged.param_groups, merged.step = groups
+        return merged
 
     def compare_states(self, states: Sequence[Mapping[str, Any]]) -> list[RankDifference]:
         """Return all differences that prevent `merge_states`.
@@ -568,6 +574,26 @@ def _collect_states(states: Any) -> list[StateDict]:
     if isinstance(states, Mapping) or not hasattr(states, "__iter__"):
         raise TypeError(f"expected the states of all ranks in a list, got {type(states).__name__}")
     return [_collect_state(state, None)[0] for state in states]
+
+
+def _merge_groups(states: list[StateDict]) -> tuple[list[dict[str, Any]], int] | None:
+    """Return the parameter groups and the largest step of all ranks' optimizers; None without any.
+
+    Raises CompatibilityError if the groups of a parameter differ.
+    """
+    from ..checkpoint._replica_assignment import merge_groups
+
+    optimizers = {
+        rank: state for rank, state in enumerate(states) if isinstance(state, OptimizerStateDict)
+    }
+    if not optimizers:
+        return None
+    groups = {rank: list(state.param_groups) for rank, state in optimizers.items()}
+    try:
+        merged = merge_groups("merge_states", groups)
+    except ValueError as error:
+        raise CompatibilityError(f"{error}; check=False keeps the groups of the first") from None
+    return merged, max(state.step for state in optimizers.values())
 
 
 def _match_shards(states: list[StateDict]) -> tuple[Any, list[RankDifference]]:

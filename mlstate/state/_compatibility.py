@@ -28,7 +28,8 @@ class Difference(NamedTuple):
     name : str
         The tensor.
     source, target : tuple of int, str or None
-        The two shapes, or the names of the two dtypes.
+        The two shapes, or the names of the two dtypes. For a `Shard` of several parts, its place
+        in the tensor instead of a shape, such as ``"(8,)[0:4]"``.
 
     Examples
     --------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
+from ..errors import CompatibilityError
 from ._compatibility import as_dict
 from ._tolerance import check_tolerances, outside
 
@@ -55,7 +56,8 @@ class StateDiff(NamedTuple):
     missing, unexpected : list of str
         Names that only the first state, or only the second state has.
     shapes, dtypes : list of tuple
-        ``(name, in the first, in the second)`` for each tensor whose shape or dtype differs.
+        ``(name, in the first, in the second)`` for each tensor whose shape or dtype differs, or
+        that is another part of a tensor (see `Difference`).
     changes : list of TensorChange
         Tensors of the same shape and dtype whose elements differ.
     unchanged : int
@@ -144,6 +146,7 @@ def diff(
     rtol, atol : float, default 0
         Two elements are equal too if ``|a - b| <= atol + rtol * max(|a|, |b|)``. If one of the two
         is above 0, the dtypes of a tensor may differ; the differences are computed in float64.
+        An infinity equals only itself.
 
     Returns
     -------
@@ -186,7 +189,12 @@ def diff(
         names = [name for name, *_ in dtypes] + [change.name for change in changes]
         dtypes, changes = [], []
         for name in names:
-            change = outside(first[name], second[name], rtol, atol)
+            try:
+                change = outside(first[name], second[name], rtol, atol)
+            except TypeError as reason:  # packed floats
+                error = CompatibilityError(f"{name!r}: {reason}; omit rtol and atol")
+                error.name = name
+                raise error from None
             if change is None:
                 unchanged += 1
             else:

@@ -11,9 +11,11 @@ from .._common.arrays import is_torch
 from .._common.backend import TensorBackend, backend_of, is_module
 from .._common.dtypes import FLOATS
 from .._common.text import shorten
+from .._sharding.layout import Shard
 from ..errors import CompatibilityError
 from ._backend import StateBackend
 from ._compatibility import LISTED, LONGEST, as_dict, differences_of, join, rename_hint
+from ._optimizer_state import OptimizerStateDict
 from ._state_dict import StateDict
 
 if TYPE_CHECKING:
@@ -145,11 +147,9 @@ def load_into(
     if is_module(target):
         _load_into_module(target, as_dict(source), strict, cast)
         return
-    written = [
-        array
-        for array in _load(as_dict(target), as_dict(source), strict, cast, dry_run=False)
-        if is_torch(array)
-    ]
+    loaded = _load(as_dict(target), as_dict(source), strict, cast, dry_run=False)
+    arrays = [value.array if isinstance(value, Shard) else value for value in loaded]
+    written = [array for array in arrays if is_torch(array)]
     if written:
         backend_of(written[0], TensorBackend).note_written(written)
 
@@ -251,7 +251,8 @@ def rename(
     -------
     StateDict
         A new state dict with the same arrays in the same order. It has the class of `state`
-        if that is a `StateDict`.
+        if that is a `StateDict`. The groups of an `OptimizerStateDict` list the new names of the
+        parameters.
 
     Raises
     ------
@@ -273,8 +274,14 @@ def rename(
     check_rules(rules)
     if unused not in ("error", "ignore"):
         raise ValueError(f"unused must be 'error' or 'ignore', got {unused!r}")
-    entries = as_dict(state)
-    renamed, numbers = _core.state_rename(entries, tuple(rules.items()))
+    entries, pairs = as_dict(state), tuple(rules.items())
+    renamed, numbers = _core.state_rename(entries, pairs)
+    groups = []
+    for group in state.param_groups if isinstance(state, OptimizerStateDict) else ():
+        listed = {str(name): None for name in group.get("params", ())}
+        names, unmatched = _core.state_rename(listed, pairs)
+        groups.append({**group, "params": list(names)} if "params" in group else group)
+        numbers = [number for number in numbers if number in unmatched]
     if numbers and unused == "error":
         raise unused_rules(entries, [list(rules)[number] for number in numbers])
     if not isinstance(state, StateDict):
@@ -282,4 +289,6 @@ def rename(
     result = state.copy()
     result.clear()
     result.update(renamed)
+    if isinstance(result, OptimizerStateDict):
+        result.param_groups = groups
     return result

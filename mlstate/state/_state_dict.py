@@ -11,6 +11,7 @@ import numpy as np
 
 from .. import _core
 from .._common.arguments import check_flags
+from .._common.arrays import memory_key, refuse_masked
 from .._common.backend import TensorBackend, backend_named, backend_of, is_module
 from .._common.converted import converted_value, float_name
 from .._common.text import shorten
@@ -338,18 +339,18 @@ class StateDict(_core.StateDict):
         StateDict
             A new state dict with the same names and order, and the class and attributes of this
             one. Floats are rounded to nearest, ties to even; values beyond the range become
-            infinity. 8-bit floats are converted by their values. Integers, bool, complex numbers
-            and packed floats of 4 and 6 bits keep their dtypes. Values that need no conversion
-            are the same objects, not copies. torch tensors stay tensors on their device.
+            infinity. Floats of 4, 6 and 8 bits are converted by their values. Integers, bool,
+            complex numbers, long double and packed floats keep their dtypes. Values that need no
+            conversion are the same objects, not copies. torch tensors stay tensors on their device.
 
         Raises
         ------
         TypeError
-            `dtype` is none of the four, or a value's memory cannot be read.
+            `dtype` is none of the four, an array is masked, or a value's memory cannot be read.
 
         Notes
         -----
-        An array that has several names, such as tied weights, is converted once. Large arrays are
+        Arrays of the same elements, such as tied weights, become one array. Large arrays are
         converted by `mlstate.get_num_threads` threads without the GIL. This needs memory for the
         new arrays; `mlstate.load` with ``cast=`` converts while it reads.
 
@@ -363,11 +364,15 @@ class StateDict(_core.StateDict):
         """
         name = float_name(dtype)
         result = self.copy()
-        done: dict[int, Any] = {}
+        done: dict[Any, Any] = {}
         for key, value in self.items():
-            if id(value) not in done:
-                done[id(value)] = value, _converted_part(value, name)
-            result[key] = done[id(value)][1]
+            refuse_masked(key, getattr(value, "array", value))
+            memory = memory_key(value)
+            if memory not in done:
+                done[memory] = value, _converted_part(value, name)
+            # another view of one memory keeps its class if nothing is converted
+            known, converted = done[memory]
+            result[key] = value if converted is known else converted
         return result
 
     def digest(self) -> str:

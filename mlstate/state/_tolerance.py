@@ -10,6 +10,7 @@ from .._common.arguments import check_number
 from .._common.arrays import is_torch
 from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import as_numbers
+from .._sharding.layout import Shard
 
 if TYPE_CHECKING:
     from .._types import NDArray
@@ -30,35 +31,44 @@ def check_tolerances(rtol: float, atol: float) -> tuple[float, float]:
 
 def _numbers(value: Any) -> NDArray:
     """Return the elements of an array or tensor in main memory, with a dtype that computes."""
+    if isinstance(value, Shard):
+        value = value.array
     if is_torch(value):
         value = backend_of(value, TensorBackend).arrays_of({"": value})[""]
     array: NDArray = as_numbers(np.asarray(value))
     return array.reshape(-1)
 
 
+def _distances(x: NDArray, y: NDArray) -> tuple[NDArray, NDArray, NDArray]:
+    """Return the distances of the elements, and both arrays, as float64 or complex128.
+
+    Distances of signed, or of unsigned integers are exact before they are rounded to float64.
+    """
+    wide = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.float64
+    wide_x, wide_y = x.astype(wide), y.astype(wide)
+    if x.dtype.kind == y.dtype.kind and x.dtype.kind in "iu":
+        a, b = x.astype(np.uint64), y.astype(np.uint64)  # wrap; so do their differences
+        return np.where(x > y, a - b, b - a).astype(np.float64), wide_x, wide_y
+    with np.errstate(invalid="ignore", over="ignore"):
+        return np.where(wide_x == wide_y, 0.0, np.abs(wide_x - wide_y)), wide_x, wide_y
+
+
 def outside(a: Any, b: Any, rtol: float, atol: float) -> Outside | None:
     """Return the fields of a `TensorChange` after its name; None if the tensors are close.
 
     `a`, `b`: arrays or tensors of the same number of elements. Elements are close if ``|a - b| <=
-    atol + rtol * max(|a|, |b|)``, or both are NaN, or equal. `rtol` does not count for an infinity.
+    atol + rtol * max(|a|, |b|)`` and both are finite, or both are NaN, or equal.
     """
     first, second = _numbers(a), _numbers(b)
-    is_integer = np.result_type(first, second).kind in "iu"
-    wide = np.complex128 if "c" in (first.dtype.kind, second.dtype.kind) else np.float64
     changed = nan = 0
     max_abs = max_rel = 0.0
     for start in range(0, first.size, _BLOCK):
-        exact = first[start : start + _BLOCK], second[start : start + _BLOCK]
-        x, y = (block.astype(wide) for block in exact)
+        distance, x, y = _distances(first[start : start + _BLOCK], second[start : start + _BLOCK])
         with np.errstate(invalid="ignore", over="ignore"):
-            distance = np.where(x == y, 0.0, np.abs(x - y))
-            if is_integer:  # float64 rounds integers beyond 2**53
-                low, high = np.minimum(*exact), np.maximum(*exact)
-                distance = (high.astype(np.uint64) - low.astype(np.uint64)).astype(np.float64)
             size = np.maximum(np.abs(x), np.abs(y))
-            relative_limit = rtol * np.where(np.isinf(size), 0.0, size)
-            far = ~(distance <= atol + relative_limit) & (distance != 0)
-            far &= ~(np.isnan(x) & np.isnan(y))
+            distance[np.isinf(size) & (x != y)] = np.inf
+            is_close = (distance == 0) | np.isfinite(size) & (distance <= atol + rtol * size)
+            far = ~is_close & ~(np.isnan(x) & np.isnan(y))
         lone = far & (np.isnan(x) | np.isnan(y))
         changed += int(np.count_nonzero(far))
         nan += int(np.count_nonzero(lone))

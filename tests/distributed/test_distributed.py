@@ -9,7 +9,7 @@ from thread_team import without_errors
 from tries import tries
 
 import mlstate
-from mlstate import CollectiveError, CompatibilityError, StateDict
+from mlstate import CollectiveError, CompatibilityError, OptimizerStateDict, StateDict
 from mlstate.checkpoint import Layout, Shard
 from mlstate.collectives import SingleGroup
 from mlstate.distributed import DistributedStateCollector
@@ -652,3 +652,28 @@ def test_tensors_without_plain_memory_are_named(kind):
     ):
         with pytest.raises(UnstorableError, match=r"'layer\.w' is "):
             call()
+
+
+# ---- optimizers ----
+
+
+def stage(name, step, **values):
+    """The optimizer state of a pipeline stage with one parameter."""
+    group = {"params": [name], "lr": 0.1, **values}
+    return OptimizerStateDict({f"{name}.m": np.ones(2)}, step=step, param_groups=[group])
+
+
+def test_merged_optimizers_have_the_groups_of_all_ranks():
+    collector = DistributedStateCollector(SingleGroup())
+    packed = {"packed_states": {"q": [0]}}
+    states = [stage("a", 3, **packed), stage("b", 4, lr=0.2), stage("a", 3, **packed)]
+    merged = collector.merge_states(states)
+    assert list(merged) == ["a.m", "b.m"] and merged.step == 4
+    assert merged.param_groups == (*states[0].param_groups, *states[1].param_groups)
+    assert states[2].param_groups == states[0].param_groups and states[0].step == 3
+    with pytest.raises(CompatibilityError, match=r"group of 'a' has 'lr' = 0.1 on rank 0, and 0.5"):
+        collector.merge_states([stage("a", 3), stage("a", 3, lr=0.5)])
+    first = collector.merge_states([stage("a", 3), stage("a", 3, lr=0.5)], check=False)
+    assert first.param_groups == stage("a", 3).param_groups
+    nameless = OptimizerStateDict({"a.m": np.ones(2)}, param_groups=[{"lr": 1}])
+    assert collector.merge_states([nameless, nameless]).param_groups == ({"lr": 1},)

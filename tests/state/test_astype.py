@@ -133,3 +133,27 @@ def test_any_strides_byte_order_and_shape():
 def test_other_targets_are_refused(dtype):
     with pytest.raises(TypeError, match=r"dtype must be one of the dtypes bfloat16, float16"):
         StateDict(w=np.ones(2)).astype(dtype)
+
+
+@pytest.mark.parametrize("target", FLOATS)
+@pytest.mark.parametrize("name", ["float8_e4m3", "float8_e3m4", "float6_e3m2fn", "float4_e2m1fn"])
+def test_floats_that_no_file_can_hold_are_converted_by_value(name, target):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    dtype = np.dtype(getattr(ml_dtypes, name))
+    codes = 1 << int(name[5])
+    array = np.arange(codes, dtype=np.uint8).view(dtype)
+    result = StateDict(w=array, point=array[1]).astype(target)
+    expected = array.astype(np.float64).astype(numpy_type(target))
+    assert result["w"].dtype == expected.dtype
+    assert np.array_equal(result["w"].astype(float), expected.astype(float), equal_nan=True)
+    assert result["point"] == expected[1]
+
+
+def test_tied_weights_of_a_module_stay_tied(torch):
+    first, last = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    last.weight = first.weight
+    state = StateDict(torch.nn.ModuleDict({"first": first, "last": last})).astype("float16")
+    assert state["first.weight"] is state["last.weight"]
+    memory = np.ones((2, 3))
+    state = StateDict(a=memory, b=memory[:], turned=memory.T).astype("float32")
+    assert state["a"] is state["b"] and state["turned"].shape == (3, 2)

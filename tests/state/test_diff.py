@@ -293,6 +293,38 @@ def test_memory_that_cannot_be_read_is_named(torch):
         diff({"w": np.zeros(2, "M8[s]")}, {"w": np.ones(2, "M8[s]")})
 
 
+# ---- tolerances ----
+
+
+def changes(first, second, **tolerances):
+    difference = diff({"w": np.asarray(first)}, {"w": np.asarray(second)}, **tolerances)
+    return [tuple(change)[1:] for change in difference.changes]
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64, np.complex64])
+def test_within_a_tolerance_an_infinity_equals_only_itself(dtype):
+    first = np.array([1, np.inf, -np.inf, np.inf, np.nan, 2], dtype)
+    second = np.array([np.inf, 1, np.inf, np.inf, np.nan, 2], dtype)
+    for tolerances in ({"rtol": 0.1}, {"atol": np.inf}):
+        assert changes(first, second, **tolerances) == [(3, 6, 0, np.inf, np.inf)]
+
+
+@pytest.mark.parametrize("dtype", [np.int64, ">i8", np.uint64])
+def test_large_integers_within_a_tolerance_are_compared_exactly(dtype):
+    first = np.array([2**53, 5, 2**62], dtype)
+    second = first + np.array([3, 0, 0], dtype)
+    assert changes(first, second, atol=3) == []
+    assert changes(first, second, atol=2.5)[0][:4] == (1, 3, 0, 3.0)
+    assert changes(second, first, atol=2.5)[0][:4] == (1, 3, 0, 3.0)
+
+
+def test_a_tolerance_for_packed_floats_is_refused_by_name():
+    packed = np.dtype("u1", metadata={"mlstate.dtype": "float4_e2m1fn_x2"})
+    with pytest.raises(CompatibilityError, match=r"'w'.*float4_e2m1fn_x2") as caught:
+        changes(np.zeros(2, packed), np.ones(2, packed), atol=1)
+    assert caught.value.name == "w"
+
+
 @pytest.mark.parametrize(
     ("a", "b", "tolerance", "is_close"),
     [

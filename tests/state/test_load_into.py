@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from thread_team import num_threads
 from tries import tries
 
-from mlstate import CompatibilityError, ModelStateDict, StateDict
+from mlstate import CompatibilityError, ModelStateDict, OptimizerStateDict, StateDict
 from mlstate.state import load_into, rename
 
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 is a dtype of ml_dtypes")
@@ -105,6 +105,28 @@ def test_tied_weights_are_written_in_order():
     assert (shared == 2).all()
     load_into(target, target)
     assert (shared == 2).all()
+
+
+@pytest.mark.parametrize("size", [3, 1 << 19])
+@pytest.mark.parametrize("reverses", [False, True])
+def test_the_last_name_of_the_target_wins_in_any_order_of_the_source(size, reverses):
+    memory = np.zeros(size + 1, np.float32)
+    source = {"a": np.full(size, 1, np.float32), "other": np.ones(1), "b": np.full(size, 2.0)}
+    source = dict(reversed(source.items())) if reverses else source
+    load_into({"a": memory[:size], "b": memory[:size]}, source, strict=False, cast=True)
+    assert (memory[:size] == 2).all()
+    load_into({"b": memory[1:], "a": memory[:size]}, source, strict=False, cast=True)
+    assert (memory[:size] == 1).all() and memory[size] == 2
+
+
+def test_tied_parameters_of_a_module_are_written_in_its_order():
+    torch = pytest.importorskip("torch")
+    first, last = torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False)
+    last.weight = first.weight
+    model = torch.nn.ModuleDict({"first": first, "last": last})
+    source = {"last.weight": torch.full((2, 2), 2.0), "first.weight": torch.ones(2, 2)}
+    load_into(model, source)
+    assert (first.weight == 2).all()  # as by load_state_dict
 
 
 # ---- errors, which write nothing ----
@@ -360,3 +382,31 @@ def test_targets_may_interleave_with_sources_but_not_overlap():
         with pytest.raises(ValueError, match="share"):
             load_into({"far": np.zeros(2), "w": target}, {"far": np.ones(2), "w": source})
         assert (room == before).all()
+
+
+def test_rename_renames_the_parameters_of_an_optimizers_groups_too():
+    groups = [{"params": ["module.w", "module.b"], "lr": 0.1}, {"params": ["head"], "lr": 0.2}]
+    adam = OptimizerStateDict({"module.w.m": np.ones(1)}, step=3, param_groups=groups)
+    renamed = rename(adam, {"module.": "", "head": "last"})
+    assert list(renamed) == ["w.m"] and renamed.step == 3
+    assert [group["params"] for group in renamed.param_groups] == [["w", "b"], ["last"]]
+    assert [group["params"] for group in adam.param_groups] == [["module.w", "module.b"], ["head"]]
+    assert rename(OptimizerStateDict(param_groups=[{"lr": 1}]), {}).param_groups == ({"lr": 1},)
+    with pytest.raises(ValueError, match="no name matches 'other'"):
+        rename(adam, {"module.": "", "other": ""})
+    with pytest.raises(CompatibilityError, match="'w'"):
+        rename(OptimizerStateDict(param_groups=[{"params": ["m.w", "w"]}]), {"m.": ""})
+
+
+def test_a_renamed_optimizer_state_loads_into_the_unwrapped_model():
+    torch = pytest.importorskip("torch")
+    layer = torch.nn.Linear(2, 2)
+    wrapper = torch.nn.ModuleDict({"module": layer})
+    for kind in (torch.optim.Adam, torch.optim.SGD):  # SGD has groups only
+        trained = kind(wrapper.parameters(), lr=0.5)
+        layer(torch.ones(1, 2)).sum().backward()
+        trained.step()
+        state = rename(OptimizerStateDict.from_torch(trained, wrapper), {"module.": ""})
+        fresh = kind(layer.parameters(), lr=0.1)
+        fresh.load_state_dict(state.to_torch(fresh, layer))
+        assert fresh.param_groups[0]["lr"] == 0.5 and len(fresh.state) == len(trained.state)

@@ -24,7 +24,8 @@ from mlstate import (
     Stateful,
     TensorNotFoundError,
 )
-from mlstate.state import keys_match
+from mlstate.checkpoint import Shard
+from mlstate.state import diff, keys_match, load_into
 
 KINDS = [StateDict, ModelStateDict, OptimizerStateDict]
 GIL = getattr(sys, "_is_gil_enabled", lambda: True)()
@@ -542,3 +543,31 @@ def test_repr_shows_first_and_last_and_counts_the_rest():
 def test_state_classes_are_not_lazy_copies():
     assert mlstate.StateDict is mlstate.state.StateDict
     assert StateDict.__module__.startswith("mlstate")
+
+
+def test_masked_arrays_are_refused_because_their_mask_would_be_lost(torch):
+    masked = np.ma.array([1.0, 2.0], mask=[False, True])
+    state, other = StateDict(w=masked), StateDict(w=masked.data)
+    texts = StateDict(w=np.ma.array(["a", "b"], mask=[True, False]))
+    shards = StateDict(w=Shard(masked))
+    for refused in (
+        lambda: state == other,
+        lambda: other == state,
+        lambda: texts == StateDict(w=np.array(["a", "b"])),
+        lambda: diff(state, other),
+        lambda: load_into(state, other),
+        lambda: load_into(other, state),
+        state.digest,
+        texts.digest,
+        state.to_torch,
+        lambda: StateDict(a=masked.data, w=masked).to_torch(copy=True),
+        lambda: state.astype("float32"),
+        lambda: shards.astype("float32"),
+    ):
+        with pytest.raises(TypeError, match="'w' is a masked array"):
+            refused()
+    for protocol in (2, pickle.HIGHEST_PROTOCOL):
+        loaded = pickle.loads(pickle.dumps(state, protocol))["w"]
+        assert loaded.mask.tolist() == [False, True]
+    fields = np.rec.array([(1, 2.0)], dtype=[("mask", "i4"), ("x", "f8")])
+    assert StateDict(w=fields) == StateDict(w=fields.copy())

@@ -11,7 +11,9 @@
 
 bool mls_tensor_meta_same_shape(const mls_tensor_meta *a, const mls_tensor_meta *b)
 {
-    return mls_shape_equal(a->rank, a->shape, b->rank, b->shape);
+    const bool same_part =
+        a->part == NULL || b->part == NULL || strcmp(a->part, b->part) == 0;
+    return same_part && mls_shape_equal(a->rank, a->shape, b->rank, b->shape);
 }
 
 /* Equal pointers are the common case. */

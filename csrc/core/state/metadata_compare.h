@@ -17,6 +17,7 @@
  * unknown to the core can be compared too. */
 typedef struct mls_tensor_meta {
     const size_t *shape;
+    const char *part; /* text of the part that is present, or NULL for all elements */
     const char *dtype;
     int rank;
 } mls_tensor_meta;
@@ -43,7 +44,9 @@ typedef struct mls_metadata_counts {
     size_t missing, unexpected, shapes, dtypes, same;
 } mls_metadata_counts;
 
-/* Return whether two tensors have equal shapes, or equal names of their dtypes. */
+/* Return whether two tensors have equal shapes, or equal names of their dtypes. Two parts
+ * have equal shapes only if they are one part; the shape of a part is that of the whole
+ * tensor. */
 bool mls_tensor_meta_same_shape(const mls_tensor_meta *a, const mls_tensor_meta *b);
 bool mls_tensor_meta_same_dtype(const mls_tensor_meta *a, const mls_tensor_meta *b);
 

@@ -273,14 +273,32 @@ static void fill_view(PyArrayObject *array, mls_dtype dtype, mlspy_view *out)
     out->owner = Py_NewRef((PyObject *)array);
 }
 
+/* A field of a record may be called mask, but its class has no such attribute. */
+bool mlspy_is_masked(PyObject *array)
+{
+    return !PyArray_CheckExact(array) &&
+           PyObject_HasAttrString((PyObject *)Py_TYPE(array), "mask");
+}
+
+int mlspy_refuse_masked(const char *label)
+{
+    return MLSPY_REFUSE(PyExc_TypeError,
+                        "%s is a masked array, whose mask would be lost: pass its "
+                        "filled(), or its data and mask as two arrays",
+                        label);
+}
+
 /* Set `*out` to a view of an ndarray, which becomes the owner; `label` names it in
- * errors. Returns -1 with CompatibilityError set for a dtype that the core lacks; any
- * shape and strides are accepted. */
+ * errors. Returns -1 with CompatibilityError set for a dtype that the core lacks, or
+ * TypeError for a masked array; any shape and strides are accepted. */
 static int view_of_ndarray(const mlspy_state *state, PyArrayObject *array,
                            const char *label, mlspy_view *out)
 {
     mls_dtype dtype;
     PyArray_Descr *descr = PyArray_DESCR(array);
+    if (mlspy_is_masked((PyObject *)array)) {
+        return mlspy_refuse_masked(label);
+    }
     if (!mlspy_dtype_of_descr(descr, &dtype)) {
         return MLSPY_FAIL(state, MLS_E_DTYPE, "%s: dtype %.60s is not supported", label,
                           descr->typeobj->tp_name);
@@ -626,6 +644,40 @@ static int view_of_interface(const mlspy_state *state, PyObject *object,
 
 /* ---- views ---- */
 
+/* Looks the name up in the dicts of the classes, because a failed lookup of an attribute
+ * would raise for every tensor. */
+bool mlspy_is_part(const mlspy_state *state, PyObject *object)
+{
+    PyObject *classes = Py_TYPE(object)->tp_mro;
+    const Py_ssize_t count = classes == NULL ? 0 : PyTuple_GET_SIZE(classes);
+    for (Py_ssize_t i = 0; i < count; i++) {
+        PyTypeObject *type = (PyTypeObject *)PyTuple_GET_ITEM(classes, i);
+        PyObject *names =
+            PyType_HasFeature(type, Py_TPFLAGS_HEAPTYPE) ? type->tp_dict : NULL;
+        /* cannot fail: the key is a str */
+        if (names != NULL &&
+            PyDict_GetItemWithError(names, state->names[MLSPY_NAME_PART]) != NULL) {
+            return true;
+        }
+    }
+    return false;
+}
+
+/* As mlspy_view_of, for a part of a tensor: view its array, which is no part itself. */
+static int view_of_part(const mlspy_state *state, PyObject *part, const char *label,
+                        mlspy_view *out)
+{
+    PyObject *array = PyObject_GetAttrString(part, "array");
+    int failed = -1;
+    if (array != NULL && mlspy_is_part(state, array)) {
+        PyErr_Format(PyExc_TypeError, "%s is a part of a part", label);
+    } else if (array != NULL) {
+        failed = mlspy_view_of(state, array, label, out);
+    }
+    Py_XDECREF(array);
+    return failed;
+}
+
 /* Subclasses of ndarray are treated as arrays, whatever else they offer. DLPack comes
  * before the interface, because it has every type of the core and states the device. */
 int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *label,
@@ -634,6 +686,9 @@ int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *label,
     out->owner = NULL;
     if (PyArray_Check(array)) {
         return view_of_ndarray(state, (PyArrayObject *)array, label, out);
+    }
+    if (mlspy_is_part(state, array)) {
+        return view_of_part(state, array, label, out);
     }
     if (PyObject_HasAttrString(array, "__dlpack__")) {
         return view_of_dlpack(state, array, label, out);
@@ -707,7 +762,8 @@ bool mlspy_view_quickly(const mlspy_state *state, PyObject *array, bool writable
         if (!view_by_exchange(state, array, out)) {
             return false;
         }
-    } else if (!mlspy_dtype_of_descr(PyArray_DESCR((PyArrayObject *)array), &dtype) ||
+    } else if (mlspy_is_masked(array) ||
+               !mlspy_dtype_of_descr(PyArray_DESCR((PyArrayObject *)array), &dtype) ||
                (writable && !PyArray_ISWRITEABLE((PyArrayObject *)array))) {
         return false;
     } else {

@@ -19,6 +19,15 @@ typedef struct mlspy_view {
     PyObject *owner; /* strong reference, or NULL */
 } mlspy_view;
 
+/* Return whether an object is a part of a tensor (a Shard), whose attributes are `array`,
+ * its elements, and `_mlstate_part`, a text for its place in the tensor or None. */
+bool mlspy_is_part(const mlspy_state *state, PyObject *object);
+
+/* Return whether an ndarray has a mask, which a view of its elements lacks. */
+bool mlspy_is_masked(PyObject *array);
+
+int mlspy_refuse_masked(const char *label); /* Set TypeError, and return -1. */
+
 /* View an ndarray, or an object on the CPU with __dlpack__ (torch tensors, also bf16) or
  * __array_interface__ (NumPy's scalars too, which are copied and read-only). `label`
  * names the argument in errors. Returns -1 with TypeError or an mlstate exception set,

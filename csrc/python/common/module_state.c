@@ -92,6 +92,7 @@ static int intern_names(mlspy_state *state)
         [MLSPY_NAME_EXCHANGE] = "__dlpack_c_exchange_api__",
         [MLSPY_NAME_GRAPH] = "requires_grad",
         [MLSPY_NAME_NEGATIVE] = "is_neg",
+        [MLSPY_NAME_PART] = "_mlstate_part",
     };
     for (int i = 0; i < MLSPY_NAME_COUNT; i++) {
         state->names[i] = PyUnicode_InternFromString(names[i]);

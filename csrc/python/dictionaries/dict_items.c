@@ -95,8 +95,9 @@ static int take_all(PyObject *dict, mlspy_items *out)
         out->items = mls_alloc((size_t)PyDict_GET_SIZE(dict), sizeof *out->items);
         failed = out->items == NULL;
         while (!failed && PyDict_Next(dict, &at, &key, &value)) {
-            out->items[out->count].key = Py_NewRef(key);
-            out->items[out->count++].value = Py_NewRef(value);
+            out->items[out->count] = (mlspy_item){
+                .key = Py_NewRef(key), .value = Py_NewRef(value), .position = out->count};
+            out->count++;
         }
     MLSPY_END_LOCKED()
     if (failed) {
@@ -131,6 +132,7 @@ int mlspy_items_of(PyObject *dict, const char *label, mlspy_items *out)
 void mlspy_item_forget(mlspy_item *item)
 {
     Py_CLEAR(item->text);
+    Py_CLEAR(item->part);
     mls_free(item->owned_shape);
     item->owned_shape = NULL;
 }
@@ -329,14 +331,33 @@ static int take_shape(const mlspy_state *state, PyObject *shape, mlspy_item *ite
     return -1;
 }
 
+/* Set the part of an item whose array may be a part of a tensor. Returns -1 with an
+ * exception set. */
+static int take_part(const mlspy_state *state, mlspy_item *item)
+{
+    if (!mlspy_is_part(state, item->value)) {
+        return 0;
+    }
+    PyObject *part = PyObject_GetAttr(item->value, state->names[MLSPY_NAME_PART]);
+    if (part == Py_None) {
+        Py_CLEAR(part);
+        return 0;
+    }
+    item->part = part;
+    item->facts.part = part == NULL ? NULL : PyUnicode_AsUTF8(part);
+    return item->facts.part == NULL ? -1 : 0;
+}
+
 /* Fill in the facts of an item from the attributes `shape` and `dtype` of its array,
  * regardless of the memory: a tensor on a device, or on torch's meta device, has them
  * too. Returns -1 with an exception set. */
 static int facts_of_attributes(const mlspy_state *state, PyObject *shape, PyObject *dtype,
                                mlspy_item *item)
 {
-    return take_shape(state, shape, item) < 0 || take_dtype_text(dtype, item) < 0 ? -1
-                                                                                  : 0;
+    return take_shape(state, shape, item) < 0 || take_dtype_text(dtype, item) < 0 ||
+                   take_part(state, item) < 0
+               ? -1
+               : 0;
 }
 
 /* Fill in the facts of an item whose array lacks the attribute `shape` or `dtype`, from a

@@ -18,11 +18,12 @@ enum { MLSPY_FEW_AXES = 4 }; /* enough for most arrays */
  * facts must not move. */
 typedef struct mlspy_item {
     PyObject *key, *value; /* strong references */
+    size_t position;       /* in the dict */
     mls_str name;
     mls_tensor_meta facts; /* shape and dtype; set by mlspy_item_facts */
-    PyObject
-        *text; /* strong reference or NULL: the name of a dtype that the core lacks */
-    size_t *owned_shape; /* NULL if the shape fits `few` */
+    PyObject *text, *part; /* strong references or NULL: the name of a dtype that the core
+                              lacks, and the text of a part */
+    size_t *owned_shape;   /* NULL if the shape fits `few` */
     size_t few[MLSPY_FEW_AXES];
 } mlspy_item;
 

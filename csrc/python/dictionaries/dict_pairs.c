@@ -160,13 +160,18 @@ static PyObject *name_entry(const mlspy_pairs *p, size_t i)
     return Py_NewRef(mlspy_pair_key(p, i));
 }
 
+/* The shape as a tuple, or the text of the part. */
+static PyObject *shape_of(const mls_tensor_meta *facts)
+{
+    return facts->part != NULL ? PyUnicode_FromString(facts->part)
+                               : mlspy_sizes_tuple(facts->shape, facts->rank);
+}
+
 /* (name, shape of the source, shape of the target) */
 static PyObject *shape_entry(const mlspy_pairs *p, size_t i)
 {
-    const mls_tensor_meta *source = &p->pairs[i].source, *target = &p->pairs[i].target;
-    return Py_BuildValue("(ONN)", mlspy_pair_key(p, i),
-                         mlspy_sizes_tuple(source->shape, source->rank),
-                         mlspy_sizes_tuple(target->shape, target->rank));
+    return Py_BuildValue("(ONN)", mlspy_pair_key(p, i), shape_of(&p->pairs[i].source),
+                         shape_of(&p->pairs[i].target));
 }
 
 /* (name, dtype of the source, dtype of the target) */
@@ -253,6 +258,12 @@ static PyObject *bytes_of(const mlspy_state *state, const mlspy_item *item)
 PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item)
 {
     PyObject *array = item->value;
+    if (PyArray_Check(array) && mlspy_is_masked(array)) {
+        char label[MLS_NAME_BYTES];
+        PyOS_snprintf(label, sizeof label, "'%.140s'", item->name.data);
+        (void)mlspy_refuse_masked(label);
+        return NULL;
+    }
     if (!PyArray_Check(array) || PyArray_ISNOTSWAPPED((PyArrayObject *)array)) {
         return bytes_of(state, item);
     }

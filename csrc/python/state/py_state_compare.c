@@ -128,7 +128,7 @@ static bool surely_same(const mlspy_state *state, PyObject *a, PyObject *b, bool
 {
     PyObject *const names[] = {state->names[MLSPY_NAME_SHAPE],
                                state->names[MLSPY_NAME_DTYPE]};
-    bool same = Py_TYPE(a) == Py_TYPE(b);
+    bool same = Py_TYPE(a) == Py_TYPE(b) && !mlspy_is_part(state, a);
     for (int i = 0; same && i < (dtypes ? 2 : 1); i++) {
         PyObject *x = PyObject_GetAttr(a, names[i]);
         PyObject *y = x == NULL ? NULL : PyObject_GetAttr(b, names[i]);
@@ -452,6 +452,16 @@ static int same_bytes(const mlspy_state *state, const mlspy_item *a, const mlspy
     return same;
 }
 
+/* Returns whether a tensor is whole on one side, and a part of it on the other. */
+static bool has_whole_and_part(const mlspy_pairs *p)
+{
+    bool found = false;
+    for (size_t i = 0; i < p->count && !found; i++) {
+        found = (p->pairs[i].source.part == NULL) != (p->pairs[i].target.part == NULL);
+    }
+    return found;
+}
+
 /* Returns 1 if all pairs of dtypes that only NumPy knows have equal bytes, 0 if not, -1
  * with an exception set. Bytes, because it is unknown whether different ones could mean
  * equal values. */
@@ -531,7 +541,8 @@ int mlspy_states_equal(const mlspy_state *state, PyObject *a, PyObject *b)
         return -1;
     }
     int same = 0;
-    if (p.counts.missing + p.counts.unexpected + p.counts.shapes + p.counts.dtypes == 0) {
+    if (p.counts.missing + p.counts.unexpected + p.counts.shapes + p.counts.dtypes == 0 &&
+        !has_whole_and_part(&p)) {
         same = same_unknown(state, &p);
         same = same == 1 ? same_elements(state, &p) : same;
     }

@@ -54,6 +54,26 @@ static int job_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
     return 0;
 }
 
+/* Adds all pairs that both sides have to the job, in the order of the target: it decides
+ * which of two targets in the same memory is written last. Returns -1 with an exception
+ * set. */
+static int job_add_all(const mlspy_state *state, const mlspy_pairs *p, load_job *job)
+{
+    /* for each entry of the target: the number of its pair plus 1, or 0 */
+    size_t *numbers = mls_alloc(p->count, sizeof *numbers);
+    int failed = numbers == NULL ? mlspy_no_memory() : 0;
+    for (size_t i = 0; failed == 0 && i < p->source.count; i++) {
+        if (p->pairs[i].has_target) {
+            numbers[p->target.items[i].position] = i + 1;
+        }
+    }
+    for (size_t i = 0; failed == 0 && i < p->count; i++) {
+        failed = numbers[i] == 0 ? 0 : job_add(state, p, numbers[i] - 1, job);
+    }
+    mls_free(numbers);
+    return failed;
+}
+
 /* Views all pairs that both sides have, and runs the core's checks; `cast`: dtypes may
  * differ. Returns -1 with an exception set. The caller zeroes the job before, and calls
  * job_fini in any case. */
@@ -66,10 +86,8 @@ static int job_init(const mlspy_state *state, const mlspy_pairs *p, bool cast,
     if (job->views == NULL || job->pairs == NULL) {
         return mlspy_no_memory();
     }
-    for (size_t i = 0; i < p->source.count; i++) {
-        if (p->pairs[i].has_target && job_add(state, p, i, job) < 0) {
-            return -1;
-        }
+    if (job_add_all(state, p, job) < 0) {
+        return -1;
     }
     if (mls_load_into_new(job->pairs, job->count, cast, &job->load, &st) != MLS_OK) {
         if (st.code == MLS_E_DTYPE && !cast) {

@@ -71,22 +71,13 @@ def _renamed(states: Iterable[Any], rules: dict[str, str]) -> list[Any]:
     any state; None stays None.
     """
     states = [*states]
-    rename = tuple(rules.items())
     names = {name: name for state in states if state is not None for name in state}
-    numbers = _core.state_rename(names, rename)[1]
+    numbers = _core.state_rename(names, tuple(rules.items()))[1]
     if numbers:
         raise unused_rules(names, [list(rules)[number] for number in numbers])
-    renamed = []
-    for state in states:
-        result = state if state is None else rename_state(state, rules, unused="ignore")
-        if isinstance(result, OptimizerStateDict):
-            groups = []
-            for group in result.param_groups:
-                listed = {str(name): str(name) for name in group.get("params", ())}
-                groups.append({**group, "params": list(_core.state_rename(listed, rename)[0])})
-            result.param_groups = groups
-        renamed.append(result)
-    return renamed
+    return [
+        state if state is None else rename_state(state, rules, unused="ignore") for state in states
+    ]
 
 
 def _restricted(state: State | None, names: list[str]) -> State | None:

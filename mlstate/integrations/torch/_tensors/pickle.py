@@ -74,6 +74,8 @@ def _encode_array(value: object) -> tuple[Any, NDArray] | None:
     The first is a form, which `restore_state` describes. The second shares the memory of `value` if
     torch can share it, else it is a copy.
     """
+    if isinstance(value, np.ma.MaskedArray):  # its mask would be lost
+        return None
     array = np.asarray(value)
     dtype = array.dtype
     label = name_of(dtype)
@@ -95,7 +97,7 @@ def reduce_state(state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     Torch tensors share the arrays' memory; arrays that torch cannot share are copied, and so are
     those with gaps that no other array shares, because a file would contain the gaps. Dtypes that
     torch lacks are stored as bytes; these include strings, records and non-native byte order. An
-    array that bytes cannot represent, such as one of empty strings, is pickled by NumPy; reading it
+    array that bytes cannot represent, such as a masked one, is pickled by NumPy; reading it
     requires ``weights_only=False``.
     """
     values = dict(state)

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...._common.arrays import memory_key, overlaps_itself, refuse_given_away
+from ...._common.arrays import (
+    memory_key,
+    overlaps_itself,
+    refuse_given_away,
+    refuse_masked,
+)
 from ...._common.dtypes import label_of, name_of, stored_dtype
 from ...._common.set_module import set_module
 from ....errors import CompatibilityError, UnstorableError
@@ -377,6 +382,8 @@ def tensors_of(state: Mapping[str, object], *, copy: bool = False) -> dict[str, 
     ------
     CompatibilityError
         If torch lacks a dtype.
+    TypeError
+        If an array is masked.
 
     Notes
     -----
@@ -414,6 +421,7 @@ def tensors_of(state: Mapping[str, object], *, copy: bool = False) -> dict[str, 
                 tensors_by_key[key] = tensor.clone() if copy else tensor
             tensors[name] = tensors_by_key[key]
             continue
+        refuse_masked(name, value)
         if key not in arrays_by_key:
             array = np.asarray(value)
             dtype = name_of(array.dtype)  # labelled integers equal plain ones
