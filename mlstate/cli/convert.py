@@ -133,22 +133,22 @@ def _export(
     """
     source = open_folder(arguments.source, reads=True)
     is_torch = read == "huggingface" and _is_torch(arguments.source)
-    where = None
+    location = None
     if read in ("mlstate", "huggingface") and not is_torch:
-        where = find(arguments.source, arguments.step)
+        location = find(arguments.source, arguments.step)
     changes = _changes(arguments)
-    if is_torch or (where is not None and kind_of(where.root) == "huggingface"):
+    if is_torch or (location is not None and kind_of(location.root) == "huggingface"):
         options.setdefault("files_from", source.path)
-    if where is None:
+    if location is None:
         model = _read(arguments, read).model
     elif (chosen := _selection(arguments)) is not None:
-        parts = parts_of(load(where, **changes.load_options()))
+        parts = parts_of(load(location, **changes.load_options()))
         model = chosen.apply(parts, arguments.source).model
     elif source.is_local and not (changes.dtype and read_quantization(source)):
         stored = changes._replace(dtype=None)
-        model = load(where, mmap=True, verify="first", **stored.load_options()).model
+        model = load(location, mmap=True, verify="first", **stored.load_options()).model
     else:
-        loader = open_loader(where, cast("LoadOptions", changes.load_options()))
+        loader = open_loader(location, cast("LoadOptions", changes.load_options()))
         if loader.manifest.model is not None:
             with progress_of("convert", lambda: loader.merged_index.heads()[0][4]) as progress:
                 return export_loaded(
@@ -177,11 +177,13 @@ def _read(arguments: argparse.Namespace, name: str) -> Parts:
     `name`: format of the source. Raises ValueError for ``--step`` if it has no steps.
     """
     path, chosen, changes = arguments.source, _selection(arguments), _changes(arguments)
-    where = None
+    location = None
     if name == "mlstate" or (name == "huggingface" and any(changes) and not _is_torch(path)):
-        where = find(path, arguments.step) if any(changes) or arguments.step is not None else None
-    if where is not None:
-        parts = parts_of(load(where, **changes.load_options()))
+        location = (
+            find(path, arguments.step) if any(changes) or arguments.step is not None else None
+        )
+    if location is not None:
+        parts = parts_of(load(location, **changes.load_options()))
         return parts if chosen is None else chosen.apply(parts, path)
     if arguments.step is not None:
         raise ValueError(f"{path} is not an mlstate checkpoint: it has no steps")
@@ -222,10 +224,10 @@ def _load_folder(arguments: argparse.Namespace) -> Any:
 
     Raises ValueError if the source is a file.
     """
-    where = find(arguments.source, arguments.step)
-    if where is None:
+    location = find(arguments.source, arguments.step)
+    if location is None:
         raise ValueError(f"{arguments.source} is not an mlstate checkpoint")
-    return load(where, device="cpu")
+    return load(location, device="cpu")
 
 
 def _part_data(state: StateDict | None, dtype: str | None = None) -> dict[str, int] | None:
