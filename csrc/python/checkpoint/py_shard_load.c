@@ -292,7 +292,7 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
 {
     size_t used = 0;
     PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
-    mlspy_room room = {new_bytes, job, job->plan.count, NULL, 0, 0, {NULL}};
+    mlspy_room room = {.bytes_of = new_bytes, .context = job, .count = job->plan.count};
     bool good = result != NULL && (!maps || capsules != NULL);
     enum { TOGETHER = 64 }; /* arrays for each update of the counter */
     for (size_t i = 0; good && i < job->plan.count; i++) {
