@@ -427,7 +427,8 @@ static mls_code keep_shard(mls_write_plan *plan, size_t number, file_use *uses,
     /* an unchanged shard keeps its layers; a partly changed one got them during
      * comparison, with the new layer at the end */
     if (before->layers != NULL && planned->layers == NULL &&
-        mls_planned_set_layers(planned, true, NULL, NULL, st) != MLS_OK) {
+        mls_planned_set_layers(planned, true /* committed layers too */, NULL, NULL,
+                               st) != MLS_OK) {
         return st->code;
     }
     if (planned->layers == NULL) {
