@@ -83,7 +83,7 @@ def _rename_new(source: str, target: str) -> None:
     links a check before.
     """
     try:
-        _core.path_rename(source, target, False)
+        _core.path_rename(source, target, False)  # no swap
         return
     except OSError as error:
         if error.errno != errno.ENOTSUP:
@@ -208,7 +208,7 @@ class Target(NamedTuple):
         one, which `_restore` undoes.
         """
         try:
-            _core.path_rename(new, self.path, True)
+            _core.path_rename(new, self.path, True)  # swap
         except OSError as error:
             if error.errno != errno.ENOTSUP:
                 raise

@@ -178,7 +178,9 @@ class Plan:
         self.predicted_seconds: float
         self.predicted_peak_bytes: int
         self.predicted_seconds, self.predicted_peak_bytes = _core.chain_simulate(
-            chain._arrays, self._steps, False
+            chain._arrays,
+            self._steps,
+            False,  # not detailed
         )[:2]
         if budget is not None and self.predicted_peak_bytes > budget.nbytes:
             raise _core.CapacityError(

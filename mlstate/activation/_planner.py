@@ -146,11 +146,12 @@ def _plan_any(chain: Chain, budget: int, slots: int, offload: bool) -> Plan:
     If that search is too large, it is the fastest persistent schedule. `slots`: of the search for
     persistent schedules; 0: the default. Raises CapacityError if no schedule fits.
     """
-    start, how, used = None, "bytes", 0
+    start, method, used_slots = None, "bytes", 0
     with suppress(_core.CapacityError):  # other schedules may need less memory
-        start, how, used = _core.plan_make(chain._arrays, budget, slots, offload)
-    steps, optimal, states = _core.search_schedules(chain._arrays, budget, offload, start, 0)
-    persistent = f"the fastest persistent schedule, {_METHODS[how].format(used)}"
+        start, method, used_slots = _core.plan_make(chain._arrays, budget, slots, offload)
+    limit = 0  # the core's default number of states
+    steps, optimal, states = _core.search_schedules(chain._arrays, budget, offload, start, limit)
+    persistent = f"the fastest persistent schedule, {_METHODS[method].format(used_slots)}"
     return Plan(
         chain,
         steps,

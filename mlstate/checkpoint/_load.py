@@ -357,8 +357,8 @@ class Loader:
         if not dtype:
             return [(keys, "")]
         sizes: dict[str, int] = {}
-        for where, key, _, _, stored, shape, *_ in self.merged_index.tensors():
-            if where == SECTIONS[section.number] and is_converted(stored, dtype):
+        for section_name, key, _, _, stored, shape, *_ in self.merged_index.tensors():
+            if section_name == SECTIONS[section.number] and is_converted(stored, dtype):
                 sizes[key] = prod(shape) * numpy_dtype(stored).itemsize
         batches: list[tuple[list[str], str]] = [([key for key in keys if key not in sizes], "")]
         room = 0
@@ -665,10 +665,10 @@ def _check_request(
     return request, manifest
 
 
-def open_loader(where: RootPath, options: LoadOptions) -> Loader:
+def open_loader(root_path: RootPath, options: LoadOptions) -> Loader:
     """Return a loader of all tensors of a root, for a caller that reads one after the other."""
     options = complete_options(load, options, LOAD_DEFAULTS)
-    request, manifest = _check_request(where, None, None, None, options)
+    request, manifest = _check_request(root_path, None, None, None, options)
     if manifest is None:
         manifest = request.files.read_manifest(request.root)
     return Loader(request, manifest)

@@ -157,19 +157,19 @@ class WholeIndex:
         return [(0, 0, 0, 0, total, total)]
 
 
-def manifest_of(where: WholePath, parts: Parts) -> Manifest:
-    """Return a manifest that describes a file or folder of another program, `where`.
+def manifest_of(source: WholePath, parts: Parts) -> Manifest:
+    """Return a manifest that describes a file or folder of another program, `source`.
 
     `parts`: its content, in memory. No save wrote it: the manifest has no generation, no indexes,
     and the time of the last change as the time of the save.
     """
-    changed = datetime.datetime.fromtimestamp(os.path.getmtime(where.path), datetime.UTC)
-    root = os.path.basename(where.path)
+    changed = datetime.datetime.fromtimestamp(os.path.getmtime(source.path), datetime.UTC)
+    root = os.path.basename(source.path)
     return Manifest(
         generation="",
         sequence=1,
         created=changed.isoformat(timespec="microseconds").replace("+00:00", "Z"),
-        writer=f"a program that writes the format {where.format}",
+        writer=f"a program that writes the format {source.format}",
         step=parts.step,
         world_size=1,
         model=None if parts.model is None else _kind_of(parts.model),
@@ -180,7 +180,7 @@ def manifest_of(where: WholePath, parts: Parts) -> Manifest:
             for name, value in parts.states.items()
         },
         indexes=(),
-        weights=WeightFiles(root, tuple(_files(where.path))),
+        weights=WeightFiles(root, tuple(_files(source.path))),
     )
 
 
@@ -195,8 +195,8 @@ def _kind_of(state: StateDict) -> dict[str, Any]:
 # ---- loading ----
 
 
-def _refuse_options(where: WholePath, request: LoadRequest) -> None:
-    """Raise ValueError for options of `request` that need an index, which `where` lacks."""
+def _refuse_options(source: WholePath, request: LoadRequest) -> None:
+    """Raise ValueError for options of `request` that need an index, which `source` lacks."""
     options = request.options
     for name, is_given in (
         ("mmap=True", options["mmap"]),
@@ -205,13 +205,13 @@ def _refuse_options(where: WholePath, request: LoadRequest) -> None:
     ):
         if is_given:
             raise ValueError(
-                f"{where.path}: {name} is not possible for the format {where.format}: leave it "
+                f"{source.path}: {name} is not possible for the format {source.format}: leave it "
                 "out, or convert it by mlstate convert first"
             )
     group, into = options["group"], options["into"]
     if group is not None and group.world_size > 1 and into is not None:
         raise ValueError(
-            f"{where.path}: into= with a group is not possible for the format {where.format}: "
+            f"{source.path}: into= with a group is not possible for the format {source.format}: "
             "convert it by mlstate convert first, or load without into="
         )
 
@@ -275,10 +275,10 @@ def _filled(state: StateDict | None, arrays: dict[str, Any]) -> StateDict | None
     return result
 
 
-def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) -> list[Any]:
+def _fill(source: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) -> list[Any]:
     """Copy model and optimizer into the targets of ``into``; return both targets.
 
-    A target that the user did not pass is None. `where`: the source, for errors. `arrays`: of model
+    A target that the user did not pass is None. `source`: for errors. `arrays`: of model
     and optimizer, by name. Everything is checked before one is changed. Raises CompatibilityError
     for other names, shapes or dtypes, ValueError for named states, a torch optimizer, or an array
     that cannot be written.
@@ -286,17 +286,19 @@ def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) 
     into, strict = request.options["into"], request.options["strict"]
     take = into.get if hasattr(into, "get") else lambda name: getattr(into, name, None)
     if take("states"):
-        raise ValueError(f"{where.path}: the format {where.format} fills no named states of into=")
+        raise ValueError(
+            f"{source.path}: the format {source.format} fills no named states of into="
+        )
     targets = [take(name) for name in _SECTIONS]
     for label, target, each in zip(_SECTIONS, targets, arrays, strict=True):
         if is_optimizer(target):
             raise ValueError(
-                f"{where.path}: into= cannot fill a torch optimizer from the format "
-                f"{where.format}: convert it by mlstate convert first"
+                f"{source.path}: into= cannot fill a torch optimizer from the format "
+                f"{source.format}: convert it by mlstate convert first"
             )
         if target is not None and not each and strict:
-            error = CompatibilityError(f"{where.path} holds no {label}")
-            error.path = where.path
+            error = CompatibilityError(f"{source.path} holds no {label}")
+            error.path = source.path
             raise error
     if request.names is not None:
         strict = False
@@ -304,7 +306,7 @@ def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) 
             known = None if target is None else StateDict(target)
             absent = [name for name in each if known is not None and name not in known]
             if absent:
-                raise names_error([], absent, [], where.path)
+                raise names_error([], absent, [], source.path)
     model, optimizer = targets
     if optimizer is not None and model is not None:
         # raises before the model is changed
@@ -315,8 +317,8 @@ def _fill(where: WholePath, request: LoadRequest, arrays: list[dict[str, Any]]) 
     return targets
 
 
-def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
-    """Read the file or folder `where`; return the selected tensors, or this rank's parts of them.
+def load_whole(source: WholePath, request: LoadRequest) -> LoadedState:
+    """Read the file or folder `source`; return the selected tensors, or this rank's parts of them.
 
     `request`: the checked arguments of the load. Its `into` is filled and returned, without named
     states; otherwise arrays are copies if the file was mapped, so that a later writer cannot change
@@ -327,18 +329,18 @@ def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
     from ._load import LoadedState, chosen_names, expects_parts, warn_of_whole_tensors
     from ._quantized.pairs import refuse_quantized_state
 
-    _refuse_options(where, request)
+    _refuse_options(source, request)
     if expects_parts(request.options):
-        warn_of_whole_tensors(request.options, where.path)
-    parts = where.read(checked=bool(request.options["verify"]))
-    if request.dtype and where.format == "huggingface" and parts.model is not None:
-        refuse_quantized_state(where.path, parts.model)
+        warn_of_whole_tensors(request.options, source.path)
+    parts = source.read(checked=bool(request.options["verify"]))
+    if request.dtype and source.format == "huggingface" and parts.model is not None:
+        refuse_quantized_state(source.path, parts.model)
     sections = _sections(parts, request.options["rename"])
     if request.options["progress"] is not None:
         request.options["progress"](sum(a.nbytes for each in sections for a in each.values()))
-    _, chosen = chosen_names([list(each) for each in sections], request.names, where.path)
+    _, chosen = chosen_names([list(each) for each in sections], request.names, source.path)
     model = sections[0]
-    is_mapped = where.format in _MAPPED and request.options["into"] is None
+    is_mapped = source.format in _MAPPED and request.options["into"] is None
     arrays: list[dict[str, Any]] = []
     for number, names in enumerate(chosen):
         arrays.append({})
@@ -355,7 +357,7 @@ def load_whole(where: WholePath, request: LoadRequest) -> LoadedState:
     if is_mapped:
         states = deepcopy(states)
     if request.options["into"] is not None:
-        filled, optimizer = _fill(where, request, arrays)
+        filled, optimizer = _fill(source, request, arrays)
         return LoadedState(filled, optimizer, metadata, step, {})
     device = request.options["device"]
     if device is not None:
@@ -405,7 +407,7 @@ def _damaged_entry(path: str, progress: Callable[[int], object] | None) -> str |
 
 
 def verify_whole(
-    where: WholePath, report: VerifyReport, progress: Callable[[int], object] | None
+    source: WholePath, report: VerifyReport, progress: Callable[[int], object] | None
 ) -> None:
     """Read all of a file or folder of another program, and add its problems to `report`.
 
@@ -415,7 +417,7 @@ def verify_whole(
     """
     from ._verify import file_problem
 
-    files = _files(where.path)
+    files = _files(source.path)
     checked = 0
     for name, path in files.items():
         report.bytes += os.path.getsize(path)
@@ -435,7 +437,7 @@ def verify_whole(
     if report.problems:
         return
     try:
-        where.read()
+        source.read()
     except (FormatError, CompatibilityError, StoreError) as error:
-        name = os.path.basename(where.path)
+        name = os.path.basename(source.path)
         report.problems.append(file_problem("unreadable", name, str(error)))

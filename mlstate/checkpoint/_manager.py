@@ -707,11 +707,11 @@ class CheckpointManager:
         `roots`: the readable ones, oldest first. If `is_new`, `newest` was written just now, and
         its files are not checked.
         """
-        good = newest if is_new else ""
+        unchecked = newest if is_new else ""
         retained = self._rules.choose(
             roots,
             self.keep,
-            lambda manifest: manifest.generation == good or self._can_load(manifest),
+            lambda manifest: manifest.generation == unchecked or self._can_load(manifest),
             self._is_kept_elsewhere,
         )
         old = [root for root in self._checkpoints.list_roots() if root.path not in retained]

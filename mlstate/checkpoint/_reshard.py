@@ -82,7 +82,11 @@ def _write_all_ranks(
             for rank in range(world_size):
                 gathered = GatheredShards({})
                 gathered.shards, _ = _core.shards_collect(
-                    (rank, world_size), states(rank), Shard, None, ()
+                    (rank, world_size),
+                    states(rank),
+                    Shard,
+                    None,  # all names
+                    (),  # no layout for arrays
                 )
                 commit.write(gathered, progress)
             header = {name: getattr(like, name) for name in _KEPT}

@@ -164,9 +164,9 @@ def find(path: str, step: int | None) -> RootPath | None:
     `step`: number; None: the newest. Raises StoreError if the folder has no checkpoint, ValueError
     for a `step` of a path without steps.
     """
-    where = _find(path, step, reads_whole=False)
-    assert not isinstance(where, WholePath)
-    return where
+    location = _find(path, step, reads_whole=False)
+    assert not isinstance(location, WholePath)
+    return location
 
 
 def find_any(path: str, step: int | None) -> RootPath | WholePath | None:

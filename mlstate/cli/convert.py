@@ -137,22 +137,22 @@ def _export(
     """
     source = open_folder(arguments.source, reads=True)
     is_torch = read == "huggingface" and _is_torch(arguments.source)
-    where = None
+    location = None
     if read in ("mlstate", "huggingface") and not is_torch:
-        where = find(arguments.source, arguments.step)
+        location = find(arguments.source, arguments.step)
     changes = _changes(arguments)
-    if is_torch or (where is not None and kind_of(where.root) == "huggingface"):
+    if is_torch or (location is not None and kind_of(location.root) == "huggingface"):
         options.setdefault("files_from", source.path)
     parts: Parts | LoadedState
-    if where is None:
+    if location is None:
         parts = _read(arguments, read)[0]
     elif (chosen := _selection(arguments)) is not None:
-        parts = chosen.apply(parts_of(load(where, **changes.load_options())), arguments.source)
+        parts = chosen.apply(parts_of(load(location, **changes.load_options())), arguments.source)
     elif source.is_local and not (changes.dtype and read_quantization(source)):
         stored = changes._replace(dtype=None)
-        parts = load(where, mmap=True, verify="first", **stored.load_options())
+        parts = load(location, mmap=True, verify="first", **stored.load_options())
     else:
-        loader = open_loader(where, cast("LoadOptions", changes.load_options()))
+        loader = open_loader(location, cast("LoadOptions", changes.load_options()))
         parts = Parts(None, None, {}, {})
         if loader.manifest.model is not None:
             with progress_of("convert", lambda: loader.merged_index.heads()[0][4]) as progress:
@@ -199,11 +199,11 @@ def _read(arguments: argparse.Namespace, name: str) -> tuple[Parts, int | None]:
     parts. Raises ValueError for ``--step`` if the source has no steps.
     """
     path, chosen, changes = arguments.source, _selection(arguments), _changes(arguments)
-    where = None
+    location = None
     if name == "mlstate" or (name == "huggingface" and any(changes) and not _is_torch(path)):
-        where = find(path, arguments.step)
-    if where is not None:
-        loaded = load(where, **changes.load_options())
+        location = find(path, arguments.step)
+    if location is not None:
+        loaded = load(location, **changes.load_options())
         parts = parts_of(loaded)
         return (parts if chosen is None else chosen.apply(parts, path)), loaded.step
     if arguments.step is not None:
@@ -246,10 +246,10 @@ def _load_folder(arguments: argparse.Namespace) -> Any:
 
     Raises ValueError if the source is a file.
     """
-    where = find(arguments.source, arguments.step)
-    if where is None:
+    location = find(arguments.source, arguments.step)
+    if location is None:
         raise ValueError(f"{arguments.source} is not an mlstate checkpoint")
-    return load(where, device="cpu")
+    return load(location, device="cpu")
 
 
 def _part_data(state: StateDict | None, dtype: str | None = None) -> dict[str, int] | None:

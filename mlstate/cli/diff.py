@@ -74,15 +74,15 @@ def add(commands: Commands) -> None:
 class _CheckpointSide:
     """A checkpoint with mapped tensors; sharded, sparse or compressed ones take memory."""
 
-    def __init__(self, where: RootPath) -> None:
+    def __init__(self, location: RootPath) -> None:
         """Read the index of a checkpoint to compare; no tensor is read.
 
-        `where`: its folder, and the path of its root there.
+        `location`: its folder, and the path of its root there.
         """
-        self._files, self._root, _ = where
-        self.path, files = where.files.path, where.files
+        self._files, self._root, _ = location
+        self.path, files = location.files.path, location.files
         manifest, self._merged_index = files.read_root(
-            where.root, lambda manifest: (manifest, files.load_merged_index(manifest))
+            location.root, lambda manifest: (manifest, files.load_merged_index(manifest))
         )
         self.step, self._generation = manifest.step, manifest.generation
         # by section and name: the bytes of a tensor, and the memory that it takes
@@ -166,15 +166,15 @@ def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
     `step`: of a manager's folder; None: the newest. Raises MLStateError or ValueError for other
     paths.
     """
-    where = find_any(path, step)
-    if where is None:
+    location = find_any(path, step)
+    if location is None:
         check_is_safetensors(path)
         return _FileSide(path)
-    if isinstance(where, WholePath):
-        is_lightning = where.format == "lightning"
-        parts = read_whole_lightning(Path(local_path(path))) if is_lightning else where.read()
-        return _FileSide(where.path, parts)
-    return _CheckpointSide(where)
+    if isinstance(location, WholePath):
+        is_lightning = location.format == "lightning"
+        parts = read_whole_lightning(Path(local_path(path))) if is_lightning else location.read()
+        return _FileSide(location.path, parts)
+    return _CheckpointSide(location)
 
 
 def _sides(first: tuple[str, int | None], second: tuple[str, int | None]) -> list[Any]:

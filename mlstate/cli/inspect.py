@@ -276,12 +276,12 @@ def _inspect_file(arguments: argparse.Namespace) -> None:
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Print the contents of the user's checkpoint or file; return 0."""
     step = number_of_step(arguments.path, arguments.step, arguments)
-    where = find_any(arguments.path, step)
-    if where is None:
+    location = find_any(arguments.path, step)
+    if location is None:
         check_is_safetensors(arguments.path)
         _inspect_file(arguments)
         return 0
-    checkpoint = inspect(where.path if isinstance(where, WholePath) else where)
+    checkpoint = inspect(location.path if isinstance(location, WholePath) else location)
     if arguments.json:
         print(json.dumps(_checkpoint_data(checkpoint, arguments), indent=2))
     else:

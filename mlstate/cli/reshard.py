@@ -85,14 +85,14 @@ def run_reshard(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--world-size must be 1 or more, got {arguments.world_size}")
     layout = _layout(arguments.layout, arguments.world_size)
     arguments.step = number_of_step(arguments.source, arguments.step, arguments)
-    where = find(arguments.source, arguments.step)
-    if where is None:
+    location = find(arguments.source, arguments.step)
+    if location is None:
         raise ValueError(
             f"{arguments.source} is a file: use mlstate convert to create a checkpoint from it"
         )
-    with progress_of("reshard", lambda: inspect(where).nbytes) as progress:
+    with progress_of("reshard", lambda: inspect(location).nbytes) as progress:
         resharded = reshard(
-            where.files.path,
+            location.files.path,
             arguments.target,
             layout=layout,
             world_size=arguments.world_size or layout.parts,
@@ -104,7 +104,7 @@ def run_reshard(arguments: argparse.Namespace) -> int:
     files = resharded.files()
     if arguments.json:
         data = {
-            "source": where.files.path,
+            "source": location.files.path,
             "target": resharded.path,
             "step": resharded.step,
             "layout": layout.steps,

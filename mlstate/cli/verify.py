@@ -124,20 +124,20 @@ def _verify_all(files: CheckpointFiles) -> tuple[list[_Verified], VerifyReport]:
     return verified, rest
 
 
-def _verify_one(where: RootPath, repair: bool) -> tuple[list[_Verified], VerifyReport]:
+def _verify_one(location: RootPath, repair: bool) -> tuple[list[_Verified], VerifyReport]:
     """Verify one root, and repair it if `repair`.
 
     Return its report twice: as the report on the only checkpoint, and on the whole folder.
     """
-    with progress_of("verify", lambda: _size(where.files, [where.root])) as progress:
-        report = verify(where, repair=repair, progress=progress)
-    return [_Verified(where.root, report)], report
+    with progress_of("verify", lambda: _size(location.files, [location.root])) as progress:
+        report = verify(location, repair=repair, progress=progress)
+    return [_Verified(location.root, report)], report
 
 
-def _has_checksums(where: RootPath) -> bool:
+def _has_checksums(location: RootPath) -> bool:
     """Return whether all weights of a Hugging Face folder have checksums of mlstate."""
     with suppress(MLStateError):  # verification reports the reason
-        shards = inspect(where).shards()
+        shards = inspect(location).shards()
         return all(shard.crc32c is not None for shard in shards)
     return False
 
@@ -288,9 +288,11 @@ def _verify_chosen(
     if arguments.repair or arguments.all_steps:
         raise ValueError("--names cannot be used with --repair or --all-steps")
     number = number_of_step(arguments.path, arguments.step, arguments)
-    where = find_any(arguments.path, number)
-    root = where.root if isinstance(where, RootPath) else None
-    report = verify(where if isinstance(where, RootPath) else arguments.path, names=arguments.names)
+    location = find_any(arguments.path, number)
+    root = location.root if isinstance(location, RootPath) else None
+    report = verify(
+        location if isinstance(location, RootPath) else arguments.path, names=arguments.names
+    )
     kind = "safetensors" if root is None else kind_of(root)
     return [_Verified(root, report)], report, kind, report.checksums
 
@@ -309,18 +311,18 @@ def _verify_any(
     foreign = _verify_foreign(arguments.path) if is_plain else None
     if foreign is not None:
         return [_Verified(None, foreign)], foreign, "files", True
-    where = find_any(arguments.path, number)
+    location = find_any(arguments.path, number)
     checksums = True
-    if where is None or isinstance(where, WholePath):
-        kind = "safetensors" if where is None else where.format
+    if location is None or isinstance(location, WholePath):
+        kind = "safetensors" if location is None else location.format
         if arguments.repair or arguments.all_steps:
             raise ValueError(f"{arguments.path} is one file: it has no steps")
     else:
-        kind = kind_of(where.root)
-    if isinstance(where, WholePath):
-        rest = verify(where.path)
+        kind = kind_of(location.root)
+    if isinstance(location, WholePath):
+        rest = verify(location.path)
         items, checksums = [_Verified(None, rest)], rest.checksums
-    elif where is None:
+    elif location is None:
         check_is_safetensors(arguments.path)
         item, checksums = _verify_file(arguments.path)
         items, rest = [item], item.report
@@ -328,12 +330,12 @@ def _verify_any(
         if arguments.all_steps:
             format_name = "a Hugging Face folder" if kind == "huggingface" else "one file"
             raise ValueError(f"{arguments.path} is {format_name}: it has no steps")
-        checksums = _has_checksums(where)
-        items, rest = _verify_one(where, arguments.repair)
+        checksums = _has_checksums(location)
+        items, rest = _verify_one(location, arguments.repair)
     elif arguments.all_steps:
-        items, rest = _verify_all(where.files)
+        items, rest = _verify_all(location.files)
     else:
-        items, rest = _verify_one(where, arguments.repair)
+        items, rest = _verify_one(location, arguments.repair)
     return items, rest, kind, checksums
 
 

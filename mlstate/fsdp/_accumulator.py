@@ -425,7 +425,11 @@ class GradientAccumulator:
         if totals:
             targets = [total.array for total in totals]
             partials = _core.accumulate(
-                list(core_sums), targets, list(core_sums.values()), 1.0, True
+                list(core_sums),
+                targets,
+                list(core_sums.values()),
+                1.0,
+                True,  # with norms
             )
             for total, figures in zip(totals, partials, strict=True):
                 total.count += 1

@@ -99,7 +99,7 @@ def add(targets: Mapping[str, object], gradients: Mapping[str, Any]) -> None:
     near, far = _divide(targets)
     if near:
         sources = [detached(gradients[name]) for name in near]
-        _core.accumulate(list(near), list(near.values()), sources, 1.0, False)
+        _core.accumulate(list(near), list(near.values()), sources, 1.0, False)  # without norms
     for name, target in far.items():
         target += gradients[name]
 

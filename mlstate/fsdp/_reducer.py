@@ -686,6 +686,7 @@ class Reducer:
         """
         sizes, own_bytes = _core.bucket_sizes(handle, None)
         self._send = _ensure_size(self._send, sum(sizes))
+        # no compression, so neither residuals nor a copy of this rank's own message
         _core.bucket_pack(handle, None, None, self._send, None)
         self._packed = sizes, own_bytes
         return self._packed

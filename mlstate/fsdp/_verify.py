@@ -191,7 +191,8 @@ def _ams_sketch(array: Any, start: int) -> tuple[float, float]:
     """
     near = array.cpu() if is_torch(array) else array
     ((squares, _),) = _core.norm_partials(["gradient"], [near])
-    return _core.sketch(near, start, 0)[0], sqrt(squares)
+    signed_sum, _ = _core.sketch(near, start, 0)  # seed 0
+    return signed_sum, sqrt(squares)
 
 
 def _describe_gradient(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:

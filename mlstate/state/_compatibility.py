@@ -401,6 +401,7 @@ def _is_refused(target: dict[str, Any], source: dict[str, Any]) -> bool:
     Nothing is copied. An error of the check, except MemoryError, counts as a refusal.
     """
     try:
+        # neither strict nor with a cast, and a dry run
         return isinstance(_core.state_load(target, source, False, False, True), tuple)
     except MemoryError:
         raise

@@ -61,7 +61,8 @@ uint32_t mls_tensor_crc(const mls_crc_kernels *crc32c, const mls_tensor *tensor,
     const size_t step = sizeof room / item;
     for (size_t first = 0; first < count; first += step) {
         const size_t items = mls_size_least(step, count - first);
-        const unsigned char *block = mls_block(tensor, false, first, items, room);
+        const unsigned char *block =
+            mls_block(tensor, false /* not in order */, first, items, room);
         crc = crc32c->update(crc, block, items * item);
     }
     return crc;

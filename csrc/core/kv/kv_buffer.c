@@ -53,7 +53,7 @@ mls_code mls_kv_buffer_init(mls_kv_buffer *out, int rank, const size_t *shape, i
         return code;
     }
     /* no huge pages, so that unused capacity costs no memory */
-    mls_advise_pages(b.pages.data, b.pages.mapped, false);
+    mls_advise_pages(b.pages.data, b.pages.mapped, false /* no huge pages */);
     *out = b;
     return MLS_OK;
 }
@@ -171,13 +171,14 @@ mls_code mls_kv_buffer_reserve(mls_kv_buffer *buffer, size_t capacity, mls_statu
     }
     /* the system cannot grow a range whose parts have different advice; the new pages
      * inherit this advice */
-    mls_advise_pages(buffer->pages.data, buffer->pages.mapped, false);
+    mls_advise_pages(buffer->pages.data, buffer->pages.mapped, false /* no huge pages */);
     const size_t total = mls_kv_bytes(&view);
     code = mls_pages_grow(&buffer->pages, total, st);
     if (code != MLS_OK) {
         return code;
     }
-    mls_advise_pages(buffer->pages.data, buffer->pages.mapped, false); /* if copied */
+    mls_advise_pages(buffer->pages.data, buffer->pages.mapped,
+                     false /* no huge pages */); /* if copied */
     if (total > 0) {
         const size_t step = (size_t)view.strides[buffer->axis]; /* of a position */
         spread_rows(buffer->pages.data, total / (step * capacity),

@@ -103,7 +103,7 @@ mls_code mls_kv_ring_init(mls_kv_ring *out, const mls_tensor *slots, int axis,
         return code;
     }
     /* no huge pages, so that slots that are never used cost no memory */
-    mls_advise_pages(ring.pages.data, ring.pages.mapped, false);
+    mls_advise_pages(ring.pages.data, ring.pages.mapped, false /* no huge pages */);
     ring.slots.data = ring.pages.data;
     ring.slots.swapped = slots->swapped;
     *out = ring;

@@ -47,7 +47,8 @@ static mls_code compute_unplanned_peak(const mls_chain *chain, int64_t *out,
 {
     mls_plan_costs costs;
     const int64_t input = chain->activation_bytes[0];
-    const mls_code code = mls_plan_costs_init(&costs, chain, input, 0, false, st);
+    const mls_code code =
+        mls_plan_costs_init(&costs, chain, input, 0, false /* no offload */, st);
     if (code == MLS_OK) {
         *out = input + mls_plan_enough(&costs);
         mls_plan_costs_fini(&costs);

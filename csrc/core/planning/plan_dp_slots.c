@@ -469,7 +469,8 @@ static bool make_tables(solver *dp, mls_plan_table *out)
     out->values =
         mls_realloc(NULL, padded * (padded + 1) / 2, out->stride * sizeof(float));
     if (out->values != NULL) { /* adjacent segments are a small page apart */
-        mls_advise_pages(out->values, mls_plan_table_bytes(n, dp->entries - 1), true);
+        mls_advise_pages(out->values, mls_plan_table_bytes(n, dp->entries - 1),
+                         true /* huge pages */);
     }
     for (size_t s = 0; out->rows != NULL && s < padded; s++) {
         out->rows[s] = mls_plan_cell(padded, s, 0) * out->stride;

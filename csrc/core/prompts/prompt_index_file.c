@@ -389,8 +389,8 @@ bool mls_prompt_index_load(mls_prompt_log *log)
     row_reader rows = {.crc = log->crc};
     uint64_t length = 0;
     mls_status ignored;
-    if (mls_file_open_at(log->folder, MLS_PROMPT_INDEX, false, &rows.fd, &length,
-                         &ignored) != MLS_OK) {
+    if (mls_file_open_at(log->folder, MLS_PROMPT_INDEX, false /* no links */, &rows.fd,
+                         &length, &ignored) != MLS_OK) {
         return false;
     }
     rows.buffer = mls_alloc(BUFFER, 1);

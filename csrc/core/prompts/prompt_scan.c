@@ -317,7 +317,8 @@ static mls_code scan_folder(mls_prompt_log *log, mls_status *st)
     uint32_t *numbers = NULL;
     size_t count = 0;
     bool changed = false;
-    mls_code code = mls_prompt_segments_list(log, false, &numbers, &count, st);
+    mls_code code =
+        mls_prompt_segments_list(log, false /* delete nothing */, &numbers, &count, st);
     if (code == MLS_OK && log->segment_count > 0) {
         code = scan_newest(log, true, &changed, st);
     }

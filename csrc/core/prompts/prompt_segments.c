@@ -193,7 +193,7 @@ static mls_code open_file(const mls_prompt_log *log, uint32_t number, int *out,
     uint64_t length;
     int fd = -1;
     mls_code code = mls_file_open_at(log->folder, mls_prompt_segment_name(name, number),
-                                     false, &fd, &length, st);
+                                     false /* no links */, &fd, &length, st);
     if (code == MLS_E_IO && st->os_error == EISDIR) {
         return mls_fail(st, MLS_E_FORMAT, "not a regular file but a folder");
     }

@@ -161,7 +161,8 @@ static mls_code prepare_writing(mls_prompt_log *log, mls_status *st)
     size_t count = 0;
     mls_code code = mls_prompt_follow(log, st);
     if (code == MLS_OK) {
-        code = mls_prompt_segments_list(log, true, &numbers, &count, st);
+        code = mls_prompt_segments_list(log, true /* delete temporaries */, &numbers,
+                                        &count, st);
     }
     if (code == MLS_OK && count > 0 && numbers[count - 1] > log->highest) {
         code = mls_prompt_load(log, st);

@@ -450,8 +450,9 @@ static bool split_copy(planner *p, const item *entry)
     for (size_t at = 0; at < entry->bytes && fits; at += PART) {
         const size_t rest = entry->bytes - at;
         const size_t size = rest < PART ? rest : PART;
-        fits = add_chunk(p, (chunk){NULL, entry->to + at, entry->from + at, size}, size,
-                         false);
+        fits = add_chunk(
+            p, (chunk){.to = entry->to + at, .from = entry->from + at, .size = size},
+            size, false);
     }
     return fits;
 }

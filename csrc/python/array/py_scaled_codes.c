@@ -61,10 +61,10 @@ PyObject *core_scaled_codes_decode(mlspy_state *state, PyObject *const *args)
     mls_scaled_codes codes = {.skip = 0};
     mls_status st;
     PyObject *result = NULL;
-    if (mlspy_view_for(state, args[0], "values", true, &views[0]) < 0 ||
-        mlspy_view_for(state, args[1], "codes", false, &views[1]) < 0 ||
-        (args[2] != Py_None &&
-         mlspy_view_for(state, args[2], "scales", false, &views[2]) < 0) ||
+    if (mlspy_view_for(state, args[0], "values", true /* writable */, &views[0]) < 0 ||
+        mlspy_view_for(state, args[1], "codes", false /* read-only */, &views[1]) < 0 ||
+        (args[2] != Py_None && mlspy_view_for(state, args[2], "scales",
+                                              false /* read-only */, &views[2]) < 0) ||
         take_codes(state, args, &codes) < 0) {
         goto done;
     }

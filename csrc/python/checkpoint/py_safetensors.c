@@ -182,7 +182,7 @@ static PyObject *arrays_of(const mls_safetensors *file, const unsigned char *map
                            PyObject *base)
 {
     PyObject *result = PyDict_New();
-    mlspy_room room = {bytes_of, file, file->count, NULL, 0, 0, {NULL}};
+    mlspy_room room = {.bytes_of = bytes_of, .context = file, .count = file->count};
     for (size_t i = 0; result != NULL && i < file->count; i++) {
         const mls_stored *t = &file->tensors[i];
         mlspy_set(&result, mlspy_str_of(t->name),

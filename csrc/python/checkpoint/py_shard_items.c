@@ -289,7 +289,8 @@ static int add_value(mlspy_shard_items *items, PyObject *model, mls_section sect
             return is_local;
         }
     }
-    if (mlspy_view_for(items->state, entry->value, label, false, &view) < 0) {
+    if (mlspy_view_for(items->state, entry->value, label, false /* read-only */, &view) <
+        0) {
         return -1;
     }
     const int rank = view.tensor.rank;
@@ -487,7 +488,7 @@ PyObject *core_shards_stage(mlspy_state *state, PyObject *const *args)
     if (code != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
-    mlspy_shard_items_release(items, false);
+    mlspy_shard_items_release(items, false /* not all */);
     return Py_BuildValue("(nn)", (Py_ssize_t)staged.bytes + (Py_ssize_t)used,
                          (Py_ssize_t)staged.lent);
 }

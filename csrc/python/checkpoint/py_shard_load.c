@@ -292,7 +292,7 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
 {
     size_t used = 0;
     PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
-    mlspy_room room = {new_bytes, job, job->plan.count, NULL, 0, 0, {NULL}};
+    mlspy_room room = {.bytes_of = new_bytes, .context = job, .count = job->plan.count};
     bool good = result != NULL && (!maps || capsules != NULL);
     enum { TOGETHER = 64 }; /* arrays for each update of the counter */
     for (size_t i = 0; good && i < job->plan.count; i++) {
@@ -307,7 +307,7 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
         entry->array = array;
         if (array != NULL && read) {
             mls_load_plan_place(&job->plan, i, PyArray_DATA((PyArrayObject *)array),
-                                true);
+                                true /* zeroed */);
             mls_load_plan_keep(&job->plan, i, &used);
         }
         good = array != NULL && PyDict_SetItem(result, entry->key, array) == 0;
@@ -554,7 +554,7 @@ static int view_array(const load_job *job, const mls_load_item *item, PyObject *
 {
     char label[MLS_NAME_BYTES];
     const mls_str name = item->tensor->facts->id.name;
-    if (mlspy_view_quickly(job->state, array, true, out)) {
+    if (mlspy_view_quickly(job->state, array, true /* writable */, out)) {
         return 0;
     }
     PyOS_snprintf(label, sizeof label, "target '%.*s'",
@@ -646,7 +646,7 @@ static int place_targets(load_job *job)
     /* again, because mls_load_plan_place_all assumes memory that is not zeroed */
     for (size_t i = 0; job->zeroed && i < job->plan.count; i++) {
         if (job->targets[i].strided == NULL) {
-            mls_load_plan_place(&job->plan, i, job->targets[i].data, true);
+            mls_load_plan_place(&job->plan, i, job->targets[i].data, true /* zeroed */);
         }
     }
     return 0;

@@ -55,7 +55,7 @@ static void release_arrays(void *context)
 {
     const waiting_caller *w = context;
     PyEval_RestoreThread(w->progress->saved);
-    mlspy_shard_items_release(w->items, true);
+    mlspy_shard_items_release(w->items, true /* all */);
     PyObject *result = PyObject_CallNoArgs(w->call);
     if (result == NULL) {
         PyErr_WriteUnraisable(w->call);

@@ -131,8 +131,8 @@ PyObject *core_delta_encode(mlspy_state *state, PyObject *const *args)
     uint32_t crc = 0;
     bool checksum;
     PyObject *streams = NULL;
-    if (mlspy_view_for(state, args[0], "base", false, &views[0]) == 0 &&
-        mlspy_view_for(state, args[1], "new", false, &views[1]) == 0 &&
+    if (mlspy_view_for(state, args[0], "base", false /* read-only */, &views[0]) == 0 &&
+        mlspy_view_for(state, args[1], "new", false /* read-only */, &views[1]) == 0 &&
         mlspy_take_bool(args[2], &checksum) == 0) {
         const mls_dtype dtype = views[0].tensor.dtype;
         PyThreadState *released = mlspy_leave_python(mlspy_bytes(&views[0].tensor));
@@ -212,7 +212,7 @@ PyObject *core_delta_apply(mlspy_state *state, PyObject *const *args)
     if (log != NULL && !PyList_Check(log)) {
         return PyErr_Format(PyExc_TypeError, "the log must be a list or None");
     }
-    if (mlspy_view_for(state, args[0], "target", true, &target) == 0 &&
+    if (mlspy_view_for(state, args[0], "target", true /* writable */, &target) == 0 &&
         take_delta(state, args[3], args[1], args[2], &view) == 0 &&
         mlspy_take_bool(args[5], &checksum) == 0 &&
         check_application(state, &view, &target.tensor) == 0 &&
@@ -311,7 +311,7 @@ PyObject *core_array_crc32c(mlspy_state *state, PyObject *const *args)
     mlspy_view view = {.owner = NULL};
     int64_t start;
     if (mlspy_take_int64(state, args[1], "start", &start) < 0 ||
-        mlspy_view_for(state, args[0], "array", false, &view) < 0) {
+        mlspy_view_for(state, args[0], "array", false /* read-only */, &view) < 0) {
         return NULL;
     }
     PyThreadState *released = mlspy_leave_python(mlspy_bytes(&view.tensor));

@@ -333,14 +333,14 @@ static int reduction_init(const mlspy_state *state, PyObject *sources, PyObject 
         char label[32];
         PyOS_snprintf(label, sizeof label, "sources[%zu]", i);
         if (mlspy_view_for(state, PyTuple_GET_ITEM(r->sources, (Py_ssize_t)i), label,
-                           false, &r->views[i]) < 0) {
+                           false /* read-only */, &r->views[i]) < 0) {
             return -1;
         }
         r->count++;
         r->tensors[i] = &r->views[i].tensor;
         r->data[i] = r->views[i].tensor.data;
     }
-    if (mlspy_view_for(state, out, "out", true, &r->views[count]) < 0) {
+    if (mlspy_view_for(state, out, "out", true /* writable */, &r->views[count]) < 0) {
         return -1;
     }
     r->count++;

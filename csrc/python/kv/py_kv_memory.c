@@ -311,7 +311,7 @@ static PyObject *ring_append(ring_object *self, PyObject *tokens)
     mlspy_view source = {0};
     mls_status st;
     mls_code code;
-    if (mlspy_view_for(state, tokens, "tokens", false, &source) < 0) {
+    if (mlspy_view_for(state, tokens, "tokens", false /* read-only */, &source) < 0) {
         return NULL;
     }
     WHILE_LOCKED(self, code = mls_kv_ring_append(&self->ring, state->kernels,
@@ -355,7 +355,7 @@ static PyObject *ring_fill(ring_object *self, PyObject *args)
             return NULL;
         }
     }
-    if (mlspy_view_for(state, array, "slots", false, &source) < 0) {
+    if (mlspy_view_for(state, array, "slots", false /* read-only */, &source) < 0) {
         return NULL;
     }
     WHILE_LOCKED(self,

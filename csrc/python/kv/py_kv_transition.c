@@ -114,7 +114,8 @@ static int take_move(const mlspy_state *state, PyObject *source, PyObject *move,
                      transition *t)
 {
     const mls_tensor *tensor = &t->source.tensor;
-    if (mlspy_view_for(state, source, "source_state", false, &t->source) < 0 ||
+    if (mlspy_view_for(state, source, "source_state", false /* read-only */, &t->source) <
+            0 ||
         take_request(state, move, tensor->rank, tensor->shape, &t->request) < 0) {
         return -1;
     }
@@ -163,7 +164,8 @@ static int allocate_target(const mlspy_state *state, const result_kind *kind,
     }
     if (t->is_zeroed && t->low_memory) {
         t->request.memory = MLS_KV_SPARSE;
-        mls_advise_pages(PyArray_DATA((PyArrayObject *)t->result), bytes, false);
+        mls_advise_pages(PyArray_DATA((PyArrayObject *)t->result), bytes,
+                         false /* no huge pages */);
     }
     return mlspy_view_writable(state, t->result, "the new state", &t->target);
 }
@@ -251,7 +253,7 @@ static int take_target(const mlspy_state *state, PyObject *source, PyObject *out
         t->target.tensor.dtype = kind.dtype;
         return failed;
     }
-    if (mlspy_view_for(state, out, "out", true, &t->target) < 0) {
+    if (mlspy_view_for(state, out, "out", true /* writable */, &t->target) < 0) {
         return -1;
     }
     t->result = Py_NewRef(out);

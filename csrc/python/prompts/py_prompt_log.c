@@ -150,7 +150,7 @@ static int take_prefix(const mlspy_state *state, PyObject *const *args,
         return MLSPY_REFUSE(PyExc_ValueError, "block_tokens must be 1 to %d, got %lld",
                             MLS_PROMPT_MAX_TOKENS, (long long)block);
     }
-    if (mlspy_view_for(state, args[1], "tokens", false, &view) < 0) {
+    if (mlspy_view_for(state, args[1], "tokens", false /* read-only */, &view) < 0) {
         return -1;
     }
     const size_t count = view.tensor.rank == 1 ? view.tensor.shape[0] : 0;
@@ -274,7 +274,8 @@ static int take_part(const mlspy_state *state, PyObject *part, put_items *all,
     Py_ssize_t bytes;
     mls_status st;
     if (!PyTuple_Check(part)) {
-        const int failed = mlspy_view_for(state, part, "a part", false, view);
+        const int failed =
+            mlspy_view_for(state, part, "a part", false /* read-only */, view);
         all->tensors[number] = view->tensor;
         return failed;
     }
@@ -417,8 +418,8 @@ static int call_fetcher(part_source *source, size_t number, mls_tensor *out)
     if (array == NULL) {
         return -1;
     }
-    const int failed =
-        mlspy_view_for(source->state, array, "a part", false, &source->view);
+    const int failed = mlspy_view_for(source->state, array, "a part",
+                                      false /* read-only */, &source->view);
     Py_DECREF(array);
     if (failed < 0) {
         return -1;

@@ -212,7 +212,7 @@ static int take_part(const mlspy_state *state, const mls_prompt_match *match,
     if (part < 0 || (size_t)part >= header->part_count) {
         return MLSPY_REFUSE(PyExc_IndexError, "record %zu has no part %zd", hit, part);
     }
-    if (mlspy_view_for(state, array, "into", true, view) < 0) {
+    if (mlspy_view_for(state, array, "into", true /* writable */, view) < 0) {
         return -1;
     }
     *bytes = mls_prompt_header_part(header, (size_t)part).bytes;

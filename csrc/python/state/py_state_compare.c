@@ -311,10 +311,12 @@ static int batch_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
 {
     mlspy_view *views = &batch->views[2 * batch->count];
     mls_status st;
-    if (mlspy_view_item(state, &p->source.items[i], "", false, &views[0]) < 0) {
+    if (mlspy_view_item(state, &p->source.items[i], "", false /* read-only */,
+                        &views[0]) < 0) {
         return -1;
     }
-    if (mlspy_view_item(state, &p->target.items[i], "", false, &views[1]) < 0) {
+    if (mlspy_view_item(state, &p->target.items[i], "", false /* read-only */,
+                        &views[1]) < 0) {
         mlspy_view_release(&views[0]);
         return -1;
     }

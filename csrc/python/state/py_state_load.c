@@ -42,10 +42,12 @@ static int job_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
                    load_job *job)
 {
     mlspy_view *views = &job->views[2 * job->count];
-    if (mlspy_view_item(state, &p->target.items[i], "target ", true, &views[0]) < 0) {
+    if (mlspy_view_item(state, &p->target.items[i], "target ", true /* writable */,
+                        &views[0]) < 0) {
         return -1;
     }
-    if (mlspy_view_item(state, &p->source.items[i], "source ", false, &views[1]) < 0) {
+    if (mlspy_view_item(state, &p->source.items[i], "source ", false /* read-only */,
+                        &views[1]) < 0) {
         mlspy_view_release(&views[0]);
         return -1;
     }
@@ -449,7 +451,7 @@ static int feed_elements(const mlspy_state *state, PyObject *update,
     if (!mlspy_has_core_dtype(item)) { /* only NumPy knows the layout of its elements */
         return pass_memory(update, mlspy_raw_bytes(state, item));
     }
-    if (mlspy_view_item(state, item, "", false, &view) < 0) {
+    if (mlspy_view_item(state, item, "", false /* read-only */, &view) < 0) {
         return -1;
     }
     const size_t bytes = mlspy_bytes(&view.tensor);

@@ -142,7 +142,7 @@ class Pair(NamedTuple):
             np.ascontiguousarray(codes).view(np.uint8).reshape(shape),
             scales.reshape(matrices, *grid),
             self.dtype,
-            0,
+            0,  # codes to skip at the start of a row
             self.block,
             (first_row, first_column),
         )
@@ -202,6 +202,7 @@ def _scale_numbers(scales: NDArray) -> NDArray:
     if name in (_EXPONENTS, "uint8"):
         values = np.empty(scales.shape, np.float32)
         codes = np.ascontiguousarray(scales).view(np.uint8).reshape(1, 1, -1)
+        # no scales, no codes to skip, blocks of one code
         _core.scaled_codes_decode(
             values.reshape(1, 1, -1), codes, None, _EXPONENTS, 0, (1, 1), (0, 0)
         )

@@ -229,7 +229,7 @@ def _is_stored(path: str, stored: Iterable[tuple[str, Any]], text: str) -> bool:
     `stored`: pairs of name and array. Returns False if the file is damaged or cannot be read.
     """
     with suppress(MLStateError, ImportError):
-        arrays, texts = _core.file_load(path, True, True)
+        arrays, texts = _core.file_load(path, True, True)  # mapped, verified
         expected = {name: _bytes_of(array) for name, array in stored}
         if texts.get(KEY) == text and all(array is not None for array in expected.values()):
             actual = {name: _bytes_of(array) for name, array in arrays.items()}
@@ -255,7 +255,7 @@ def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
     try:
         if mmap:
             _verify(path)
-        arrays, texts = _core.file_load(path, mmap, True)
+        arrays, texts = _core.file_load(path, mmap, True)  # verified
         if _read_description(texts, path)["unit"] != unit.name:
             raise _format_error(path, "is the file of another unit")
     except FormatError as error:
@@ -335,7 +335,7 @@ def open_unit(path: str) -> Unit:
 
     Raises FormatError if the file is not the one of its unit.
     """
-    arrays, texts = _core.file_load(path, True, True)
+    arrays, texts = _core.file_load(path, True, True)  # mapped, verified
     description = _read_description(texts, path)
     try:
         unit = Unit(description["unit"], Tier.COLD)

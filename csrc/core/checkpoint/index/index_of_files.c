@@ -28,7 +28,7 @@ static mls_code read_file(mls_index *index, const char *folder, const char *name
     }
     snprintf(path, length, "%s/%s", folder, name);
     mls_safetensors *header = &index->headers[index->file_count];
-    mls_code code = mls_safetensors_open(path, crc, true, &fd, header, st);
+    mls_code code = mls_safetensors_open(path, crc, true /* verify */, &fd, header, st);
     mls_free(path);
     if (code != MLS_OK) {
         return code;

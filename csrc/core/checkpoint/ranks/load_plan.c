@@ -268,7 +268,8 @@ void mls_load_plan_place(mls_load_plan *plan, size_t i, unsigned char *data, boo
 void mls_load_plan_foresee(mls_load_plan *plan)
 {
     for (size_t i = 0; i < plan->count; i++) {
-        mls_load_plan_place(plan, i, (unsigned char *)(uintptr_t)&plan->items[i], true);
+        mls_load_plan_place(plan, i, (unsigned char *)(uintptr_t)&plan->items[i],
+                            true /* zeroed */);
     }
 }
 
@@ -324,7 +325,8 @@ mls_code mls_load_plan_place_all(mls_load_plan *plan, mls_load_target *targets,
                 return mls_fail(st, MLS_E_MEMORY, "no memory to read %zu bytes", bytes);
             }
         }
-        mls_load_plan_place(plan, i, t->strided == NULL ? t->data : t->block, false);
+        mls_load_plan_place(plan, i, t->strided == NULL ? t->data : t->block,
+                            false /* not zeroed */);
     }
     return MLS_OK;
 }

@@ -631,7 +631,7 @@ static void read_task(read_worker *w, size_t index)
         const mls_read_span *const *spans = shared->plan.order + i;
         const size_t count =
             shared->request.in_memory ? 1 : count_neighbours(shared, i, end);
-        const size_t group = count < 1 ? 1 : count;
+        const size_t group = count < 1 ? 1 : count; /* a span that must be read alone */
         if (count < 2 || !is_pending(shared, *spans) ||
             !read_neighbours(w, spans, count)) {
             for (size_t j = 0; j < group; j++) {

@@ -161,7 +161,7 @@ static bool open_file(verifier *v, size_t file, bool reports, int *fd)
     mls_status st;
     uint64_t length;
     const mls_code code =
-        mls_file_open_at(v->folder, record->path, false, fd, &length, &st);
+        mls_file_open_at(v->folder, record->path, false /* no links */, fd, &length, &st);
     if (code == MLS_OK && length == record->bytes) {
         return true;
     }
@@ -266,7 +266,8 @@ static mls_code read_header(int fd, uint64_t end, const mls_index_file *record,
     size_t length = 0;
     mls_code code = read_head(fd, end, head, &length, st);
     if (code == MLS_OK) {
-        code = mls_safetensors_parse(*head, length, record->bytes, crc, true, header, st);
+        code = mls_safetensors_parse(*head, length, record->bytes, crc, true /* verify */,
+                                     header, st);
     }
     if (code == MLS_OK &&
         (!header->has_crc || header->header_crc != record->header_crc)) {

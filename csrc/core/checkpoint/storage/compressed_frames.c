@@ -163,7 +163,7 @@ static mls_code read_block(const mls_compressed_frame_room *room, const mls_code
 {
     const size_t start = block * BLOCK, left = coded->bytes - start;
     const size_t length = left < BLOCK ? left : BLOCK;
-    unsigned char *to = room->room + slot * BLOCK;
+    unsigned char *to = room->buffer + slot * BLOCK;
     const mls_code code =
         mls_source_read_at(&coded->source, to, length, coded->offset + start, st);
     if (code != MLS_OK) {
@@ -187,7 +187,7 @@ static mls_code load_blocks(mls_compressed_frame_room *room, const mls_coded *co
         if (first == room->first) {
             have = room->count;
         } else if (room->count == 2 && first == room->first + 1) {
-            memcpy(room->room, room->room + BLOCK, BLOCK);
+            memcpy(room->buffer, room->buffer + BLOCK, BLOCK);
             have = 1;
         }
     }
@@ -215,12 +215,12 @@ static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_code
     mls_code code;
     if (coded->crc == NULL) {
         room->count = 0;
-        *out = room->room;
-        return mls_source_read_at(&coded->source, room->room, end - begin,
+        *out = room->buffer;
+        return mls_source_read_at(&coded->source, room->buffer, end - begin,
                                   coded->offset + begin, st);
     }
     code = load_blocks(room, coded, begin / BLOCK, (end - 1) / BLOCK, st);
-    *out = room->room + begin % BLOCK;
+    *out = room->buffer + begin % BLOCK;
     return code;
 }
 
@@ -238,7 +238,7 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
                  end = frames->ends[number];
     const size_t bytes = mls_compressed_frame_bytes(frames, number);
     const unsigned char *from;
-    if (room->room == NULL && (room->room = mls_realloc(NULL, ROOM, 1)) == NULL) {
+    if (room->buffer == NULL && (room->buffer = mls_realloc(NULL, ROOM, 1)) == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of %d MiB", ROOM >> 20);
     }
     mls_code code = read_frame_bytes(room, coded, begin, end, &from, st);
@@ -252,7 +252,7 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
     }
     /* decompress to scratch memory if unshuffling follows; the blocks keep the compressed
      * bytes, as the last block may be the first of the next frame */
-    unsigned char *to = room->room + (frames->item > 1 ? APART : DATA);
+    unsigned char *to = room->buffer + (frames->item > 1 ? APART : DATA);
     code =
         codecs->decode(codecs->context, frames->codec, from, end - begin, to, bytes, st);
     if (code == MLS_E_FORMAT) {
@@ -260,14 +260,14 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
         st->offset = coded->offset + begin;
     }
     if (code == MLS_OK && frames->item > 1) {
-        move_bytes(to, bytes, frames->item, true, room->room + DATA);
+        move_bytes(to, bytes, frames->item, true, room->buffer + DATA);
     }
-    *data = room->room + DATA;
+    *data = room->buffer + DATA;
     return code;
 }
 
 void mls_compressed_frame_room_fini(mls_compressed_frame_room *room)
 {
-    mls_free(room->room);
+    mls_free(room->buffer);
     *room = (mls_compressed_frame_room){0};
 }

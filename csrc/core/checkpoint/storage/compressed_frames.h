@@ -99,9 +99,9 @@ typedef struct mls_coded {
 
 /* Buffer for reading frames one at a time: 4 MiB. */
 typedef struct mls_compressed_frame_room {
-    unsigned char *room;  /* NULL: not yet allocated */
-    const uint32_t *crcs; /* identifies the range that was read last */
-    size_t first, count;  /* its blocks in the buffer: the first, and their number */
+    unsigned char *buffer; /* NULL: not yet allocated */
+    const uint32_t *crcs;  /* identifies the range that was read last */
+    size_t first, count;   /* its blocks in the buffer: the first, and their number */
 } mls_compressed_frame_room;
 
 /* Read and decompress frame `number` of a place. `*data` points into the buffer and is

@@ -232,7 +232,10 @@ bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
                       : list[at - 1].at + list[at - 1].count;
     }
     last *= shard->item_bytes;
-    *out = (mls_stored_range){first.at, last, first.to, first.at + first.count == last};
+    *out = (mls_stored_range){.from = first.at,
+                              .end = last,
+                              .to = first.to,
+                              .together = first.at + first.count == last};
     return true;
 }
 

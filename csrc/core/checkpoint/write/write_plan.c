@@ -427,7 +427,8 @@ static mls_code keep_shard(mls_write_plan *plan, size_t number, file_use *uses,
     /* an unchanged shard keeps its layers; a partly changed one got them during
      * comparison, with the new layer at the end */
     if (before->layers != NULL && planned->layers == NULL &&
-        mls_planned_set_layers(planned, true, NULL, NULL, st) != MLS_OK) {
+        mls_planned_set_layers(planned, true /* committed layers too */, NULL, NULL,
+                               st) != MLS_OK) {
         return st->code;
     }
     if (planned->layers == NULL) {
@@ -557,7 +558,8 @@ static size_t placed_bytes(const mls_write_plan *plan, const placing *p)
 /* Return how many of the `left` placings from `placings` on share the next file; at least
  * one, even if it is large. They have one section and one `nth`, and at most
  * SEGMENT_BYTES bytes together. */
-static size_t next_file(const mls_write_plan *plan, const placing *placings, size_t left)
+static size_t count_in_next_file(const mls_write_plan *plan, const placing *placings,
+                                 size_t left)
 {
     const mls_index_shard *shards = plan->index.shards;
     const mls_section section = shards[placings[0].shard].id.section;
@@ -652,7 +654,7 @@ mls_code mls_write_plan_assign_files(mls_write_plan *plan, mls_status *st)
             plan->files == NULL || plan->written == NULL ? fail_memory(plan, st) : MLS_OK;
     }
     for (size_t done = 0; code == MLS_OK && done < count;) {
-        const size_t shared = next_file(plan, placings + done, count - done);
+        const size_t shared = count_in_next_file(plan, placings + done, count - done);
         code = place_file(plan, placings + done, shared, plan->written + done, st);
         done += shared;
     }

@@ -197,8 +197,8 @@ static mls_code set_sparse_layers(const sparse_scan *s, mls_status *st)
         if (atomic_load(&scanned->filled) > scanned->most) {
             continue; /* stays plain, and is reported when it is written */
         }
-        if (mls_planned_set_layers(planned, false, &scanned->rows, scanned->bits, st) !=
-            MLS_OK) {
+        if (mls_planned_set_layers(planned, false /* no committed layers */,
+                                   &scanned->rows, scanned->bits, st) != MLS_OK) {
             return st->code;
         }
         if (!mls_progress_report(s->plan->job->progress,

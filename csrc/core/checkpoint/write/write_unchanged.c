@@ -119,8 +119,8 @@ static bool open_file(compare_state *c, file_reader *r, const mls_layer *place)
         (void)close(r->fd);
         r->fd = -1;
     }
-    if (mls_file_open_at(job->folder, file->path, false, &r->fd, &length, &ignored) !=
-        MLS_OK) {
+    if (mls_file_open_at(job->folder, file->path, false /* no links */, &r->fd, &length,
+                         &ignored) != MLS_OK) {
         return false;
     }
     r->file = place->file;
@@ -543,7 +543,8 @@ static mls_code apply_results(const compare_state *c, mls_status *st)
         /* also if its version increased without a change */
         planned->same = changed == 0;
         if (changed > 0 && changed <= shard->most) {
-            code = mls_planned_set_layers(planned, true, &shard->rows, shard->bits, st);
+            code = mls_planned_set_layers(planned, true /* committed layers too */,
+                                          &shard->rows, shard->bits, st);
             if (code == MLS_OK &&
                 !mls_progress_report(c->plan->job->progress,
                                      planned->before->bytes - planned->fresh->bytes)) {

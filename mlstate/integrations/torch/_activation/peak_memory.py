@@ -222,10 +222,10 @@ def measure_peak(function: Callable[[], Any], *, device: Any = "cpu") -> MemoryU
     """
     import torch
 
-    where = torch.device(device)
-    if where.type not in ("cpu", "cuda"):
-        raise ValueError(f"memory is measured on cpu and cuda, not on {where}")
-    with Allocations(where) as watched:
+    torch_device = torch.device(device)
+    if torch_device.type not in ("cpu", "cuda"):
+        raise ValueError(f"memory is measured on cpu and cuda, not on {torch_device}")
+    with Allocations(torch_device) as watched:
         watched.mark()
         result = function()
         watched.mark()

@@ -66,7 +66,7 @@ def _describe_difference(first: torch.Tensor, second: torch.Tensor) -> str:
     return text
 
 
-class _Where:
+class _SubmoduleTracker:
     """Tracks the running module inside a block."""
 
     def __init__(self, block: object) -> None:
@@ -100,10 +100,10 @@ class _Where:
 class _Run:
     """Tensors that one run of a block saved and returned."""
 
-    def __init__(self, call: BlockCall, where: _Where) -> None:
+    def __init__(self, call: BlockCall, tracker: _SubmoduleTracker) -> None:
         """Run a block; record its outputs and saved tensors, and the submodule that saved each.
 
-        `call`: runs the block. `where`: tracks the running submodule. The attribute `written` gets
+        `call`: runs the block. `tracker`: of the running submodule. The attribute `written` gets
         the numbers of saved tensors that were changed in place later in the run.
         """
         import torch
@@ -114,7 +114,7 @@ class _Run:
 
         def pack(tensor: torch.Tensor) -> None:
             self.saved.append(tensor.detach())
-            self.places.append(where.now())
+            self.places.append(tracker.now())
             versions.append(version_of(tensor))
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _refuse):
@@ -148,25 +148,25 @@ class _Checker:
         if i not in self._blocks:
             return
         name, module = self._model.found[i]
-        where = _Where(module)
+        tracker = _SubmoduleTracker(module)
         try:
-            self._check(name, module, call, where)
+            self._check(name, module, call, tracker)
         except MLStateError as error:
             self.findings.append(Finding(name, "", "error", str(error)))
         finally:
-            where.remove()
+            tracker.remove()
 
-    def _check(self, name: str, module: Any, call: BlockCall, where: _Where) -> None:
+    def _check(self, name: str, module: Any, call: BlockCall, tracker: _SubmoduleTracker) -> None:
         """Run a block twice as a recomputation does, and add a finding for each difference.
 
-        `name`, `module`: of the block. `where`: tracks the running submodule. Arguments that the
+        `name`, `module`: of the block. `tracker`: of the running submodule. Arguments that the
         block changes in place are restored.
         """
         entering = [tensor for tensor, _ in call.tensors()]
         before = [tensor.clone() for tensor in entering]
         outside = _outside_states()
         surroundings = Surroundings(module, Buffers(module), entering)
-        first = _Run(call, where)
+        first = _Run(call, tracker)
         surroundings.drop_unused()
         self._check_random(name, outside)
         changed = False
@@ -183,7 +183,7 @@ class _Checker:
             text = "written to after it was saved for the backward pass"
             self.findings.append(Finding(name, place, "in place", text))
         with surroundings.restored(name, module):
-            second = _Run(call, where)
+            second = _Run(call, tracker)
         if changed:
             for tensor, copy in zip(entering, before, strict=True):
                 tensor.detach().copy_(copy)
@@ -192,7 +192,7 @@ class _Checker:
             return
         place, kind, text = difference
         if kind in ("values", "saved"):
-            trace = self._trace_runs(name, module, call, where, surroundings)
+            trace = self._trace_runs(name, module, call, tracker, surroundings)
             if trace.found is not None:
                 text = f"{place}: {text}; the runs part at {trace.found[0]}: {trace.found[1]}"
                 place = trace.found[0]
@@ -221,19 +221,19 @@ class _Checker:
         name: str,
         module: torch.nn.Module,
         call: BlockCall,
-        where: _Where,
+        tracker: _SubmoduleTracker,
         surroundings: Surroundings,
     ) -> _Trace:
         """Run the block `name` twice more, and return the trace of the second run.
 
         Its `found` has the first operator with another result than in the first run, or None.
-        `call`: runs the block, `module`. `where`: knows the running submodule. `surroundings`: the
+        `call`: runs the block, `module`. `tracker`: of the running submodule. `surroundings`: the
         state from before the first run, which is restored for both.
         """
-        trace = _Trace(where)
+        trace = _Trace(tracker)
         with surroundings.restored(name, module), trace:
             call()
-        again = _Trace(where, trace.results)
+        again = _Trace(tracker, trace.results)
         with surroundings.restored(name, module), again:
             call()
         count, other = len(trace.results), len(again.results)
@@ -282,11 +282,13 @@ class _Trace:
     """Records the results of operators, or compares them with a record."""
 
     def __init__(
-        self, where: _Where, record: list[tuple[str, str, list[torch.Tensor]]] | None = None
+        self,
+        tracker: _SubmoduleTracker,
+        record: list[tuple[str, str, list[torch.Tensor]]] | None = None,
     ) -> None:
         """Prepare to trace one run.
 
-        `where`: tracks the running submodule. `record`: operators of the first run to compare with,
+        `tracker`: of the running submodule. `record`: operators of the first run to compare with,
         as (submodule, operator, results); None: record this run.
         """
         # of this run: (submodule, operator, results; [] if they are compared)
@@ -294,7 +296,7 @@ class _Trace:
         self.found: tuple[str, str] | None = None  # first operator with other results, and how
         self.routing: tuple[str, str] | None = None  # first operator with other indices
         self._has_diverged = False  # the runs called different operators
-        self._location = where
+        self._tracker = tracker
         self._record = record
         self._mode: Any = None
 
@@ -331,10 +333,10 @@ class _Trace:
         tensors = tensors_in(out)
         if self._record is None:
             self.results.append(
-                (self._location.now(), operator, [t.detach().clone() for t in tensors])
+                (self._tracker.now(), operator, [t.detach().clone() for t in tensors])
             )
             return
-        self.results.append((self._location.now(), operator, []))
+        self.results.append((self._tracker.now(), operator, []))
         if k >= len(self._record):
             return
         place, before, results = self._record[k]

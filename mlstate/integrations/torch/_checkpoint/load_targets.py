@@ -596,19 +596,20 @@ class OptimizerFilling(Filling):
         for key, array in arrays.items():
             record = self.records[key]
             slot = self.slots[record.parameter]
-            where = (id(slot.owner), record.state or "")
+            state_id = (id(slot.owner), record.state or "")
             if slot.run is not None and slot.owner.numel() == 0:
                 continue
-            if where in first and arrays[first[where]].tobytes() != array.tobytes():
+            if state_id in first and arrays[first[state_id]].tobytes() != array.tobytes():
+                other = first[state_id]
                 error = CompatibilityError(
-                    f"{first[where]!r} is {arrays[first[where]]} and {key!r} is {array}, but FSDP1 "
+                    f"{other!r} is {arrays[other]} and {key!r} is {array}, but FSDP1 "
                     "stores them in one flat parameter: wrap them separately, or with "
                     "use_orig_params=True"
                 )
                 error.name = key
                 raise error
-            first.setdefault(where, key)
-            scalars[where] = (slot, self._value_of(key, slot, array, number=alone[key]))
+            first.setdefault(state_id, key)
+            scalars[state_id] = (slot, self._value_of(key, slot, array, number=alone[key]))
         return scalars
 
     def _list_unsaved(self) -> dict[str, tuple[ParameterSlot, str, Any]]:
@@ -660,8 +661,8 @@ class OptimizerFilling(Filling):
                 f"{type(self.optimizer).__name__} cannot take the saved states, which are of "
                 f"another optimizer: its __setstate__ raised {type(error).__name__}: {error}"
             ) from error
-        for where, (slot, _) in self.numbers.items():
-            self.numbers[where] = (slot, states[slot.owner][where[1]])
+        for state_id, (slot, _) in self.numbers.items():
+            self.numbers[state_id] = (slot, states[slot.owner][state_id[1]])
 
     def zero(self, name: str) -> None:
         """Register a state that the checkpoint lacks, to become zeros in `finish`.

@@ -104,10 +104,10 @@ def _memory_of(value: Any) -> tuple[object, ...] | None:
         value = value._local_tensor  # type: ignore[attr-defined]
     try:
         storage = value.untyped_storage()._cdata
-        where = (value.storage_offset(), tuple(value.shape), value.stride())
+        view = (value.storage_offset(), tuple(value.shape), value.stride())
     except (NotImplementedError, RuntimeError, ValueError):  # sparse, or without a shape yet
         return (id(value),)
-    return storage, *where, value.dtype, value.is_conj(), value.is_neg()
+    return storage, *view, value.dtype, value.is_conj(), value.is_neg()
 
 
 def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -262,6 +262,7 @@ def match_groups(
             matched.append(_values_of(own_group))
             continue
         group, where = saved[index], f"param_groups[{index}]"
+        # old checkpoints, without EXACT, stored tensors as numbers or lists
         tensors = () if EXACT in group else _NUMBERS if group.get("capturable") else (list,)
         values = {
             key: _restore_value(form, own_group.get(key), f"{where}[{key!r}]", tensors=tensors)
