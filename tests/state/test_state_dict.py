@@ -545,6 +545,20 @@ def test_state_classes_are_not_lazy_copies():
     assert StateDict.__module__.startswith("mlstate")
 
 
+def test_records_are_compared_and_hashed_by_their_values_in_any_byte_order():
+    values = np.array([(1, 2.0), (3, 4.0)], [("x", ">i4"), ("y", "<f8")])
+    swapped = values.astype([("x", "<i4"), ("y", ">f8")])
+    others = np.frombuffer(values.tobytes(), [("x", "<i4"), ("y", "<f8")])
+    state = StateDict(w=values)
+    assert state == StateDict(w=swapped) and state.digest() == StateDict(w=swapped).digest()
+    assert state != StateDict(w=others) and state.digest() != StateDict(w=others).digest()
+    nested = np.zeros(2, [("inner", [("z", ">u2", (2,))])])
+    nested["inner"]["z"][1] = [5, 6]
+    turned = nested.astype([("inner", [("z", "<u2", (2,))])])
+    assert StateDict(w=nested[::-1]) == StateDict(w=turned[::-1]) != StateDict(w=turned)
+    assert StateDict(w=np.array([b"ab"], "V2")) == StateDict(w=np.array([b"ab"], "V2"))
+
+
 def test_masked_arrays_are_refused_because_their_mask_would_be_lost(torch):
     masked = np.ma.array([1.0, 2.0], mask=[False, True])
     state, other = StateDict(w=masked), StateDict(w=masked.data)
