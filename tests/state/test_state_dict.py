@@ -585,3 +585,18 @@ def test_masked_arrays_are_refused_because_their_mask_would_be_lost(torch):
         assert loaded.mask.tolist() == [False, True]
     fields = np.rec.array([(1, 2.0)], dtype=[("mask", "i4"), ("x", "f8")])
     assert StateDict(w=fields) == StateDict(w=fields.copy())
+
+
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        (OptimizerStateDict(learning_rate=float("nan")), "learning_rate"),
+        (OptimizerStateDict(learning_rate=float("-inf")), "learning_rate"),
+        (ModelStateDict(model_type="\ud800"), "model_type"),
+    ],
+)
+def test_a_save_names_the_attribute_that_a_manifest_cannot_hold(tmp_path, state, name):
+    model, optimizer = (None, state) if name == "learning_rate" else (state, None)
+    with pytest.raises(ValueError, match=name):
+        mlstate.save(tmp_path / "c", model, optimizer, step=1)
+    assert not (tmp_path / "c").exists()
