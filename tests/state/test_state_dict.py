@@ -545,6 +545,14 @@ def test_state_classes_are_not_lazy_copies():
     assert StateDict.__module__.startswith("mlstate")
 
 
+@pytest.mark.parametrize("groups", [{"params": ["w"]}, "ab", None, [3]])
+def test_groups_must_be_a_sequence_of_mappings(groups):
+    state = OptimizerStateDict(param_groups=[{"lr": 1}])
+    with pytest.raises(TypeError, match="param_groups must be a sequence of mappings"):
+        state.param_groups = groups
+    assert state.param_groups == ({"lr": 1},)
+
+
 def test_records_are_compared_and_hashed_by_their_values_in_any_byte_order():
     values = np.array([(1, 2.0), (3, 4.0)], [("x", ">i4"), ("y", "<f8")])
     swapped = values.astype([("x", "<i4"), ("y", ">f8")])
