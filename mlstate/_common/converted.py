@@ -49,10 +49,11 @@ def is_converted(stored: str, dtype: str) -> bool:
     return is_float and stored != dtype
 
 
-def converted(array: NDArray, dtype: str) -> NDArray:
+def converted(array: Any, dtype: str) -> NDArray:
     """Return a new array of the float dtype named `dtype`, with the values of `array`.
 
-    They are rounded to nearest. `array` has another float dtype, also of 8 bits.
+    They are rounded to nearest. `array` has another float dtype, also of 8 bits, and may be of
+    another library with ``__dlpack__``.
     """
     if name_of(array.dtype) in _SMALL_FLOATS:
         array = array.astype(np.float32)
@@ -73,8 +74,10 @@ def converted_value(value: Any, dtype: str) -> Any:
 
     Integers, bool, complex numbers, and values of this dtype are returned without a copy.
     """
-    if not is_converted(name_of(value.dtype), dtype):
+    # other libraries put their own names first, as mlx.core.float32
+    if not is_converted(name_of(value.dtype).rpartition(".")[2], dtype):
         return value
     if is_torch(value):
         return value.detach().to(backend_of(value, TensorBackend).dtype_of(dtype))
-    return converted(np.asarray(value), dtype)
+    is_numpy = isinstance(value, np.ndarray | np.generic)
+    return converted(np.asarray(value) if is_numpy else value, dtype)

@@ -49,7 +49,7 @@ def describe(state: object) -> str | None:
 def kind_of(state: Any) -> dict[str, Any] | None:
     """Return a state's kind and the attributes of its class, in the form of a manifest.
 
-    None for None. Raises TypeError or ValueError for a parameter group that a manifest cannot hold.
+    None for None. Raises TypeError or ValueError for an attribute that a manifest cannot hold.
     """
     if state is None:
         return None
@@ -59,7 +59,8 @@ def kind_of(state: Any) -> dict[str, Any] | None:
     if text is None:
         return {"kind": "state"}
     kind: dict[str, Any] = json.loads(text)
-    check_json_values(kind.get("param_groups", ()), "param_groups")  # refuses inf and NaN
+    for name, value in kind.items():  # refuses inf, NaN and halves of surrogate pairs
+        check_json_values(value, name)
     return kind
 
 

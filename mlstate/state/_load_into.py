@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+import numpy as np
+
 from .. import _core
 from .._common.arguments import check_flags
-from .._common.arrays import is_torch
+from .._common.arrays import is_same_memory, is_torch
 from .._common.backend import TensorBackend, backend_of, is_module
 from .._common.dtypes import FLOATS
 from .._common.text import shorten
@@ -112,7 +114,7 @@ def load_into(
     ValueError
         A target is read-only, its elements share memory with one another, or it shares memory
         with the source of a tensor. Only a target that is exactly its own source is allowed;
-        it is left unchanged.
+        it is left unchanged. Or the target mapping returns copies of its arrays.
     TypeError
         An argument is not a mapping of str to array.
     MLStateError
@@ -147,11 +149,27 @@ def load_into(
     if is_module(target):
         _load_into_module(target, as_dict(source), strict, cast)
         return
-    loaded = _load(as_dict(target), as_dict(source), strict, cast, dry_run=False)
+    entries = as_dict(target)
+    _refuse_copies(target, entries)
+    loaded = _load(entries, as_dict(source), strict, cast, dry_run=False)
     arrays = [value.array if isinstance(value, Shard) else value for value in loaded]
     written = [array for array in arrays if is_torch(array)]
     if written:
         backend_of(written[0], TensorBackend).note_written(written)
+
+
+def _refuse_copies(target: Mapping[str, Any], entries: dict[str, Any]) -> None:
+    """Raise ValueError if a mapping returns a new copy of an array at each access.
+
+    A write to the copy would be lost. `entries`: of `target`.
+    """
+    for name in () if target is entries else entries:
+        first, again = (getattr(each, "array", each) for each in (entries[name], target[name]))
+        if isinstance(first, np.ndarray) and not is_same_memory(first, again):
+            raise ValueError(
+                f"target {name!r} is a new copy at each access, so a write to it would be lost: "
+                "pass a mapping of the arrays themselves"
+            )
 
 
 def check_load(

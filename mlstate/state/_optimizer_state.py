@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from .. import _core
 from .._common.arguments import check_flags
 from .._common.backend import backend_named
+from .._common.text import shorten
 from ._backend import StateBackend
 from ._state_dict import StateDict, as_count
 
@@ -170,7 +171,13 @@ class OptimizerStateDict(StateDict):
 
     @param_groups.setter
     def param_groups(self, value: Sequence[Mapping[str, Any]]) -> None:
-        self._param_groups = tuple(dict(group) for group in value)
+        try:
+            self._param_groups = tuple(dict(group) for group in value)
+        except (TypeError, ValueError):
+            raise TypeError(
+                f"param_groups must be a sequence of mappings, got {type(value).__name__}: "
+                f"{shorten(repr(value), 60)}"
+            ) from None
 
     def _about(self) -> list[str]:
         kind: str = getattr(self, "_optimizer_type", "other")  # a subclass may not call __init__

@@ -157,3 +157,24 @@ def test_tied_weights_of_a_module_stay_tied(torch):
     memory = np.ones((2, 3))
     state = StateDict(a=memory, b=memory[:], turned=memory.T).astype("float32")
     assert state["a"] is state["b"] and state["turned"].shape == (3, 2)
+
+
+class Foreign:
+    """An array of another library, whose dtypes have the library's name."""
+
+    dtype = "library.core.float32"
+
+    def __init__(self, array):
+        self.array, self.shape = array, array.shape
+        self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+
+def test_arrays_of_other_libraries_are_converted_too():
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    result = StateDict(w=Foreign(array)).astype("float16")["w"]
+    assert result.dtype == np.float16 and (result == array).all()
+    mlx = pytest.importorskip("mlx.core")
+    weights = mlx.array(array).astype(mlx.bfloat16)
+    result = StateDict(w=weights).astype("float32")["w"]
+    assert result.dtype == np.float32 and (result == array).all()
+    assert StateDict(w=weights).astype("bfloat16")["w"] is weights

@@ -1,5 +1,7 @@
 """load_into copies everything or nothing; errors suggest a remedy; renaming by prefixes."""
 
+import collections.abc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -410,3 +412,28 @@ def test_a_renamed_optimizer_state_loads_into_the_unwrapped_model():
         fresh = kind(layer.parameters(), lr=0.1)
         fresh.load_state_dict(state.to_torch(fresh, layer))
         assert fresh.param_groups[0]["lr"] == 0.5 and len(fresh.state) == len(trained.state)
+
+
+class Copies(collections.abc.Mapping):
+    """A mapping that reads its arrays anew at each access, as from a file."""
+
+    def __init__(self, arrays):
+        self.arrays = arrays
+
+    def __getitem__(self, name):
+        return self.arrays[name].copy()
+
+    def __iter__(self):
+        return iter(self.arrays)
+
+    def __len__(self):
+        return len(self.arrays)
+
+
+def test_a_target_that_returns_copies_is_refused():
+    lazy = Copies({"w": np.zeros(2)})
+    with pytest.raises(ValueError, match="target 'w' is a new copy at each access"):
+        load_into(lazy, {"w": np.ones(2)})
+    target = collections.UserDict(w=np.zeros(2), empty=np.zeros(0))
+    load_into(target, Copies({"w": np.ones(2), "empty": np.zeros(0)}))
+    assert target["w"].tolist() == [1, 1]

@@ -545,6 +545,28 @@ def test_state_classes_are_not_lazy_copies():
     assert StateDict.__module__.startswith("mlstate")
 
 
+@pytest.mark.parametrize("groups", [{"params": ["w"]}, "ab", None, [3]])
+def test_groups_must_be_a_sequence_of_mappings(groups):
+    state = OptimizerStateDict(param_groups=[{"lr": 1}])
+    with pytest.raises(TypeError, match="param_groups must be a sequence of mappings"):
+        state.param_groups = groups
+    assert state.param_groups == ({"lr": 1},)
+
+
+def test_records_are_compared_and_hashed_by_their_values_in_any_byte_order():
+    values = np.array([(1, 2.0), (3, 4.0)], [("x", ">i4"), ("y", "<f8")])
+    swapped = values.astype([("x", "<i4"), ("y", ">f8")])
+    others = np.frombuffer(values.tobytes(), [("x", "<i4"), ("y", "<f8")])
+    state = StateDict(w=values)
+    assert state == StateDict(w=swapped) and state.digest() == StateDict(w=swapped).digest()
+    assert state != StateDict(w=others) and state.digest() != StateDict(w=others).digest()
+    nested = np.zeros(2, [("inner", [("z", ">u2", (2,))])])
+    nested["inner"]["z"][1] = [5, 6]
+    turned = nested.astype([("inner", [("z", "<u2", (2,))])])
+    assert StateDict(w=nested[::-1]) == StateDict(w=turned[::-1]) != StateDict(w=turned)
+    assert StateDict(w=np.array([b"ab"], "V2")) == StateDict(w=np.array([b"ab"], "V2"))
+
+
 def test_masked_arrays_are_refused_because_their_mask_would_be_lost(torch):
     masked = np.ma.array([1.0, 2.0], mask=[False, True])
     state, other = StateDict(w=masked), StateDict(w=masked.data)
@@ -571,3 +593,18 @@ def test_masked_arrays_are_refused_because_their_mask_would_be_lost(torch):
         assert loaded.mask.tolist() == [False, True]
     fields = np.rec.array([(1, 2.0)], dtype=[("mask", "i4"), ("x", "f8")])
     assert StateDict(w=fields) == StateDict(w=fields.copy())
+
+
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        (OptimizerStateDict(learning_rate=float("nan")), "learning_rate"),
+        (OptimizerStateDict(learning_rate=float("-inf")), "learning_rate"),
+        (ModelStateDict(model_type="\ud800"), "model_type"),
+    ],
+)
+def test_a_save_names_the_attribute_that_a_manifest_cannot_hold(tmp_path, state, name):
+    model, optimizer = (None, state) if name == "learning_rate" else (state, None)
+    with pytest.raises(ValueError, match=name):
+        mlstate.save(tmp_path / "c", model, optimizer, step=1)
+    assert not (tmp_path / "c").exists()

@@ -264,7 +264,9 @@ PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item)
         (void)mlspy_refuse_masked(label);
         return NULL;
     }
-    if (!PyArray_Check(array) || PyArray_ISNOTSWAPPED((PyArrayObject *)array)) {
+    /* a record has no byte order, but its fields have */
+    if (!PyArray_Check(array) || (PyArray_ISNOTSWAPPED((PyArrayObject *)array) &&
+                                  PyArray_TYPE((PyArrayObject *)array) != NPY_VOID)) {
         return bytes_of(state, item);
     }
     PyArray_Descr *native =
