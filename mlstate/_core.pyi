@@ -259,7 +259,7 @@ def shards_collect(
     ranks: tuple[int, int],
     states: tuple[_Dict | None, ...],
     shard_type: type,
-    mine: tuple[frozenset[str], ...] | None,
+    own_names: tuple[frozenset[str], ...] | None,
     layout: _Steps,
     /,
 ) -> tuple[ShardItems, int]: ...

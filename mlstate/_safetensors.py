@@ -157,8 +157,8 @@ def _load_recorded(path: str, record: Record, mmap: bool) -> tuple[dict[str, Any
     the file. Raises ChecksumError, or FormatError for another size, if the file has changed.
     """
     merged = _recorded_index(path, record)
-    shards = sorted(merged.shards(), key=lambda shard: (shard[6], shard[7]))  # offset, size
-    keys = [shard[1] for shard in shards]
+    places = [(offset, size, key) for _, key, _, _, _, _, offset, size, *_ in merged.shards()]
+    keys = [key for _, _, key in sorted(places)]  # in the order of the file
     folder = os.path.dirname(os.path.abspath(path))
     # section 0, the model; (None, 0, 0): whole tensors; True: compare the checksums
     arrays = merged.load(folder, 0, keys, (None, 0, 0), True, mmap, None)

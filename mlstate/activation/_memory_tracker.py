@@ -211,7 +211,9 @@ def _read_custom(reading: Any) -> tuple[int, int, int, str]:
             reading if isinstance(reading, tuple) and len(reading) == 2 else (reading, None)
         )
         used = index(used)
-        total = _core.memory_footprint()[2] if total is None else index(total)
+        if total is None:
+            _, _, total = _core.memory_footprint()
+        total = index(total)
     except TypeError:
         raise TypeError(f"source must return a number of bytes or two, got {reading!r}") from None
     if used < 0 or total <= 0:

@@ -380,7 +380,8 @@ class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
         try:
             return used, self._number or stats.total_memory
         except AttributeError:  # a tracker without total_memory
-            return used, _core.memory_footprint()[2]
+            _, _, total = _core.memory_footprint()
+            return used, total
 
     @property
     def name(self) -> str:

@@ -338,7 +338,8 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all shards."""
         if self._manifest.weights is not None:
-            return int(self._merged_index.heads()[0][4])
+            *_, data_bytes, _ = self._merged_index.heads()[0]
+            return int(data_bytes)
         return sum(record.data_bytes for record in self._manifest.indexes)
 
     @property
@@ -349,7 +350,8 @@ class Checkpoint:
     @property
     def parameters(self) -> int:
         """Number of elements of the model's tensors."""
-        return sum(prod(t[5]) for t in self._merged_index.tensors() if t[0] == SECTIONS[0])
+        tensors = self._merged_index.tensors()
+        return sum(prod(shape) for name, _, _, _, _, shape, *_ in tensors if name == SECTIONS[0])
 
     def tensors(self) -> list[TensorRecord]:
         """List the tensors, parameters first, by name.

@@ -241,7 +241,8 @@ class Loader:
             return None
 
         def tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
-            return {row[1]: (row[4], row[5]) for row in self.merged_index.tensors()}
+            tensors = self.merged_index.tensors()
+            return {key: (dtype, shape) for _, key, _, _, dtype, shape, *_ in tensors}
 
         pairs = find_pairs(self.request.files.folder, tensors)
         if pairs is not None:
@@ -294,7 +295,9 @@ class Loader:
         """
         label, dtype = SECTIONS[section.number], self.request.dtype
         stored = {
-            row[1]: (row[4], row[5]) for row in self.merged_index.tensors() if row[0] == label
+            key: (stored_dtype, shape)
+            for section_name, key, _, _, stored_dtype, shape, *_ in self.merged_index.tensors()
+            if section_name == label
         }
         by_codes = self.pairs.by_codes if self.pairs is not None and section.number == 0 else {}
         facts = {}

@@ -233,9 +233,9 @@ def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> 
         return casts
     by_key = section.names_by_key()
     selected = set(names)
-    folder_name = SECTIONS[section.number]
-    for where, key, _, _, dtype, *_ in loader.merged_index.tensors():
-        name = by_key.get(key) if where == folder_name else None
+    selected_name = SECTIONS[section.number]
+    for section_name, key, _, _, dtype, *_ in loader.merged_index.tensors():
+        name = by_key.get(key) if section_name == selected_name else None
         if name not in selected:
             continue
         target = filling.arrays[name]

@@ -56,13 +56,19 @@ def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
     `ConsistencyCheck.find_failures` sends: bucket number, settings, whether the rank has ended,
     and its entries. Ranks that have ended send no settings.
     """
-    places = {rank: f"bucket {of[0]}" for rank, of in enumerate(described)}
+    places = {rank: f"bucket {number}" for rank, (number, *_) in enumerate(described)}
     if len(set(places.values())) > 1:
         return _describe_difference(places, "ranks are at different places of a run")
-    settings_of_ranks = {rank: of[1] for rank, of in enumerate(described) if not of[2]}
+    settings_of_ranks = {
+        rank: settings
+        for rank, (_, settings, has_ended, _) in enumerate(described)
+        if not has_ended
+    }
     names = {name for settings in settings_of_ranks.values() for name in settings}
     equal = {
-        name for name in names if len({str(of.get(name)) for of in settings_of_ranks.values()}) == 1
+        name
+        for name in names
+        if len({str(each.get(name)) for each in settings_of_ranks.values()}) == 1
     }
     if equal == names:
         return None

@@ -666,8 +666,8 @@ class Reducer:
             handle = self._handle(segments, terms)
         except Exception:  # `_prepare_bucket` finds the entry at fault
             return None
-        for entry, segment in zip(entries, segments, strict=True):
-            entry.out = segment[2]
+        for entry, (_, _, out, _, _) in zip(entries, segments, strict=True):
+            entry.out = out
         return handle
 
     def _handle(self, segments: list[Any], terms: Terms) -> _core.Bucket:

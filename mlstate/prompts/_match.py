@@ -272,7 +272,8 @@ def _candidates(match: Match, heads: dict[int, Head], most: int) -> list[Candida
     `heads`: of the records by index. A snapshot can be restored if the blocks reach its first
     token. A cache without snapshots can be restored at each position that blocks reach.
     """
-    stored, reach = match._stored, match._blocks[-1][2] if match._blocks else 0
+    stored = match._stored
+    reach = match._blocks[-1][2] if match._blocks else 0  # end of the last block, in tokens
     assert stored is not None
     candidates = []
     for index, head in heads.items():

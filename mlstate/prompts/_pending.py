@@ -70,7 +70,7 @@ class PendingPuts:
         """
         from concurrent.futures import Future, ThreadPoolExecutor
 
-        put = _Put(ids, sum(part.nbytes for record in records for part in record[3]))
+        put = _Put(ids, sum(part.nbytes for *_, parts in records for part in parts))
         try:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_room(put.nbytes))
@@ -78,7 +78,7 @@ class PendingPuts:
                     self._executor = self._executor or ThreadPoolExecutor(1, "mlstate-prompts")
                     self._queue.append(put)
             if put.nbytes <= self._most:
-                copies = [(*r[:3], [copied(part) for part in r[3]]) for r in records]
+                copies = [(*rest, [copied(part) for part in parts]) for *rest, parts in records]
                 assert self._executor is not None
                 return self._executor.submit(self._run, put, copies, write)
         except BaseException:

@@ -425,8 +425,8 @@ static mls_code plan_load(mls_status *st)
     mls_code code = mls_load_plan_init(&plan, &merged, 1, st);
     CHECK(code == MLS_OK || plan.items == NULL);
     if (code == MLS_OK) {
-        const mls_index_shard *facts = merged.tensors[0].facts;
-        mls_load_item *w = mls_load_plan_add(&plan, &facts->id);
+        const mls_index_shard *shard = merged.tensors[0].any_shard;
+        mls_load_item *w = mls_load_plan_add(&plan, &shard->id);
         CHECK(w != NULL && mls_load_item_select(w, &full, st) == MLS_OK);
         code = mls_load_plan_find(&plan, pool_fd, &file, st);
         mls_tensor view = {.data = memory, .dtype = MLS_U16, .rank = 1, .shape = {8}};

@@ -36,7 +36,8 @@ void *mls_realloc(void *block, size_t count, size_t size)
     return realloc(block, bytes == 0 ? 1 : bytes);
 }
 
-/* Double a block of `*room` elements. `*room` changes only if the block does. */
+/* Double a block of `*room` elements of `size` bytes. `*room` changes only if the block
+ * does. */
 void *mls_double(void *block, size_t *room, size_t size)
 {
     size_t more = 16;

@@ -84,21 +84,22 @@ static int find_unconsumed(const mls_shm *g, size_t most)
 }
 
 /* Return a rank for which this rank must wait, or MLS_SHM_NO_RANK if all steps were read
- * (`all_consumed`), or if reading or writing, as far as `w` asks for them, is possible.
+ * (`all_consumed`), or if reading or writing, as far as `condition` asks for them, is
+ * possible.
  */
-static int find_blocking_rank(const mls_shm *g, wait_condition w)
+static int find_blocking_rank(const mls_shm *g, wait_condition condition)
 {
     int peer = MLS_SHM_NO_RANK;
-    if (w.all_consumed) {
+    if (condition.all_consumed) {
         return find_unconsumed(g, 1);
     }
-    if (w.reads) {
-        peer = find_unpublished(g, w.source);
+    if (condition.reads) {
+        peer = find_unpublished(g, condition.source);
         if (peer == MLS_SHM_NO_RANK) {
             return MLS_SHM_NO_RANK;
         }
     }
-    if (w.writes) {
+    if (condition.writes) {
         const int slow = find_unconsumed(g, g->shape.depth);
         return slow == MLS_SHM_NO_RANK || peer == MLS_SHM_NO_RANK ? slow : peer;
     }
@@ -213,15 +214,15 @@ static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind ki
 /* Check whether rank `peer`, for which this rank waits, has left or died; that breaks the
  * group (MLS_E_PEER). A rank that has not joined yet is waited for. Tests the lock before
  * the state, because a leaving rank changes them in the other order. Steps that it
- * published before still count, so the condition `w` is checked once more. */
-static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition w, int peer,
-                            mls_status *st)
+ * published before still count, so the condition `condition` is checked once more. */
+static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition condition,
+                            int peer, mls_status *st)
 {
     const mls_shm_area *area = mls_shm_area_of(g, (size_t)peer);
     const bool dead = is_dead(g, (size_t)peer);
     const uint32_t state = atomic_load(&area->state);
     if (state == MLS_SHM_ABSENT || (state == MLS_SHM_JOINED && !dead) ||
-        find_blocking_rank(g, w) != peer) {
+        find_blocking_rank(g, condition) != peer) {
         return MLS_OK;
     }
     const bool left = state == MLS_SHM_CLOSED;
@@ -231,13 +232,13 @@ static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition w, int
 /* ---- waiting ---- */
 
 /* Poll for a while before sleeping, since most waits are short. Returns true if no rank
- * blocks `w` any more, false if it took too long or the group is broken. */
-static bool spin_until_ready(const mls_shm *g, wait_condition w)
+ * blocks `condition` any more, false if it took too long or the group is broken. */
+static bool spin_until_ready(const mls_shm *g, wait_condition condition)
 {
     const int64_t end = g->spins == 0 ? 0 : read_clock() + g->spins;
     do {
         for (int i = 0; i < 64; i++) {
-            if (find_blocking_rank(g, w) == MLS_SHM_NO_RANK) {
+            if (find_blocking_rank(g, condition) == MLS_SHM_NO_RANK) {
                 return true;
             }
             pause_cpu();
@@ -249,27 +250,28 @@ static bool spin_until_ready(const mls_shm *g, wait_condition w)
     return false;
 }
 
-/* Wait until no rank blocks the condition `w`: first spin, then sleep on this rank's
- * bell, in short naps between which deadline (`clock`), caller and blocking rank are
- * checked. `sleeping` is set before the condition is tested once more, so that no wake-up
- * is lost. MLS_E_PEER, MLS_E_STOPPED. */
+/* Wait until no rank blocks the condition `condition`: first spin, then sleep on this
+ * rank's bell, in short naps between which deadline (`clock`), caller and blocking rank
+ * are checked. `sleeping` is set before the condition is tested once more, so that no
+ * wake-up is lost. MLS_E_PEER, MLS_E_STOPPED. */
 static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
-                         wait_condition w, mls_status *st)
+                         wait_condition condition, mls_status *st)
 {
-    if (find_blocking_rank(g, w) == MLS_SHM_NO_RANK || spin_until_ready(g, w)) {
+    if (find_blocking_rank(g, condition) == MLS_SHM_NO_RANK ||
+        spin_until_ready(g, condition)) {
         return MLS_OK;
     }
     mls_shm_area *own_area = mls_shm_area_of(g, g->rank);
     for (;;) {
         const uint32_t value = atomic_load(&own_area->bell);
         atomic_store(&own_area->sleeping, 1);
-        const int peer = find_blocking_rank(g, w);
+        const int peer = find_blocking_rank(g, condition);
         if (peer == MLS_SHM_NO_RANK) {
             break;
         }
         mls_code code = check_progress(g, clock, kind, peer, st);
         if (code == MLS_OK) {
-            code = check_alive(g, kind, w, peer, st);
+            code = check_alive(g, kind, condition, peer, st);
         }
         if (code != MLS_OK) {
             atomic_store(&own_area->sleeping, 0);
@@ -460,9 +462,9 @@ mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *c
         } else if (behind && find_unpublished(g, flow->source) == MLS_SHM_NO_RANK) {
             code = drain_step(g, flow, st);
         } else {
-            const wait_condition w = {
+            const wait_condition condition = {
                 .reads = behind, .writes = more, .source = flow->source};
-            code = wait_for(g, clock, flow->kind, w, st);
+            code = wait_for(g, clock, flow->kind, condition, st);
         }
         if (code != MLS_OK) {
             return code;

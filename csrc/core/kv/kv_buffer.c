@@ -53,7 +53,7 @@ mls_code mls_kv_buffer_init(mls_kv_buffer *out, int rank, const size_t *shape, i
         return code;
     }
     /* no huge pages, so that unused capacity costs no memory */
-    mls_advise_pages(b.pages.data, b.pages.mapped, false /* no huge pages */);
+    mls_advise_pages(b.pages.data, b.pages.mapped, false);
     *out = b;
     return MLS_OK;
 }

@@ -76,9 +76,9 @@ static void fill_seconds(mls_plan_costs *c, const mls_chain *chain, size_t i,
     const double bytes = (double)chain->saved_bytes[i];
     c->forward[i] = chain->forward_seconds[i];
     c->before[i + 1] = c->before[i] + c->forward[i];
-    c->away[i] = offload && chain->offload_rate > 0
-                     ? bytes / chain->offload_rate + bytes / chain->load_rate
-                     : (double)INFINITY;
+    c->offload_seconds[i] = offload && chain->offload_rate > 0
+                                ? bytes / chain->offload_rate + bytes / chain->load_rate
+                                : (double)INFINITY;
 }
 
 /* Allocates all arrays for n blocks at once, 8 bytes an entry: sizes first, then seconds.
@@ -99,7 +99,7 @@ static bool make_arrays(mls_plan_costs *c, size_t n)
     void *const rest = memory + SIZES * (n + 1); /* doubles from here on */
     c->forward = rest;
     c->before = c->forward + (n + 1);
-    c->away = c->before + (n + 1);
+    c->offload_seconds = c->before + (n + 1);
     return true;
 }
 
@@ -188,7 +188,7 @@ static int64_t least_of(const mls_plan_costs *c, size_t s, size_t t, const int64
         return save;
     }
     int64_t best = max_size(save, c->saved[s] + column[s + 1]);
-    if (isfinite(c->away[s])) {
+    if (isfinite(c->offload_seconds[s])) {
         best = min_size(best, max_size(save, c->activation[s + 1] + column[s + 1]));
     }
     int64_t sweep = 0;
@@ -288,13 +288,13 @@ typedef struct tracer {
 
 enum {
     KEEP,
-    AWAY
+    OFFLOAD
 }; /* what to do with block s; larger values encode the restart point k */
 
 /* Returns the best choice for s .. t within `memory` units above activation s: KEEP,
- * AWAY, or AWAY + k - s for a restart at k. `*best` is its extra seconds (transfers, and
- * forward passes that run again), INFINITY if nothing fits. Of equal choices it returns
- * the first, which prefers no recomputation. */
+ * OFFLOAD, or OFFLOAD + k - s for a restart at k. `*best` is its extra seconds
+ * (transfers, and forward passes that run again), INFINITY if nothing fits. Of equal
+ * choices it returns the first, which prefers no recomputation. */
 static size_t choose_option(const tracer *trace, size_t s, size_t t, int64_t memory,
                             double *best)
 {
@@ -303,11 +303,11 @@ static size_t choose_option(const tracer *trace, size_t s, size_t t, int64_t mem
     *best = (double)INFINITY;
     if (mls_plan_save_need(c, s, t) <= memory) {
         *best = s == t ? 0 : trace->value(trace->context, s + 1, t, memory - c->saved[s]);
-        if (s < t && isfinite(c->away[s])) {
+        if (s < t && isfinite(c->offload_seconds[s])) {
             const double offload_seconds =
-                c->away[s] +
+                c->offload_seconds[s] +
                 trace->value(trace->context, s + 1, t, memory - c->activation[s + 1]);
-            choice = offload_seconds < *best ? AWAY : KEEP;
+            choice = offload_seconds < *best ? OFFLOAD : KEEP;
             *best = offload_seconds < *best ? offload_seconds : *best;
         }
     }
@@ -326,7 +326,7 @@ static size_t choose_option(const tracer *trace, size_t s, size_t t, int64_t mem
             trace->value(trace->context, k, t, memory - c->activation[k]);
         if (seconds < *best) {
             *best = seconds;
-            choice = AWAY + k - s;
+            choice = OFFLOAD + k - s;
         }
     }
     return choice;
@@ -387,8 +387,8 @@ static mls_code expand_segment(tracer *trace, item seg, mls_status *st)
         return mls_fail(st, MLS_E_CAPACITY, "blocks %u to %u do not fit into the budget",
                         (unsigned)s, (unsigned)seg.t);
     }
-    if (choice > AWAY) {
-        return push_restart(trace, seg, s + (choice - AWAY), st);
+    if (choice > OFFLOAD) {
+        return push_restart(trace, seg, s + (choice - OFFLOAD), st);
     }
     const item saved[] = {{MLS_STEP_SAVE, s, 0, 0},
                           {MLS_STEP_KINDS, s + 1, seg.t, seg.memory - c->saved[s]},

@@ -35,7 +35,7 @@ typedef struct mls_plan_costs {
     int64_t *save_last;           /* peak of backward s */
     int64_t *sweep_first, *sweep; /* peak of forward j for j = s, and for j > s */
     double *forward, *before;     /* seconds of a block; sum over the blocks before it */
-    double *away; /* seconds of an offload with its load; INFINITY: not allowed */
+    double *offload_seconds;      /* an offload with its load; INFINITY: not allowed */
     void *memory;
 } mls_plan_costs;
 

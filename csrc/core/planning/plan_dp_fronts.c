@@ -141,9 +141,9 @@ static void list_options(solver *dp, scratch *work, size_t s, size_t t, int64_t 
                           .shift = c->saved[s]};
     work->option_count = 0;
     add_option(dp, work, kept_option, save, limit);
-    if (isfinite(c->away[s])) {
+    if (isfinite(c->offload_seconds[s])) {
         kept_option.shift = c->activation[s + 1];
-        kept_option.seconds = c->away[s];
+        kept_option.seconds = c->offload_seconds[s];
         add_option(dp, work, kept_option, save, limit);
     }
     int64_t sweep = 0;

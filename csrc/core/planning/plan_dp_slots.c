@@ -302,8 +302,8 @@ static void finish_segment(const solver *dp, size_t s, size_t t)
         }
     } else {
         try_save(dp, s, t, c->saved[s], 0);
-        if (isfinite(c->away[s])) {
-            try_save(dp, s, t, c->activation[s + 1], c->away[s]);
+        if (isfinite(c->offload_seconds[s])) {
+            try_save(dp, s, t, c->activation[s + 1], c->offload_seconds[s]);
         }
     }
     const size_t first = first_finite(values, dp->entries);

@@ -36,7 +36,7 @@ typedef struct node {
     uint32_t parent; /* NONE: the initial state */
     uint32_t place;  /* in the heap, or CLOSED */
     int8_t kind, block;
-    bool away; /* the block is offloaded right after the step */
+    bool is_offloaded; /* the block is offloaded right after the step */
 } node;
 
 typedef struct search {
@@ -267,13 +267,13 @@ static mls_code add_path(search *s, const node *way)
 
 /* ---- steps ---- */
 
-/* Result of a step; `away`: an offload of the same block follows at once. */
+/* Result of a step; `is_offloaded`: an offload of the same block follows at once. */
 typedef struct outcome {
     state state;
     int64_t peak;
     mls_step_kind kind;
     size_t block;
-    bool away;
+    bool is_offloaded;
 } outcome;
 
 /* Adds the result `o` of a step from `m` to the paths of `s`, unless it exceeds
@@ -285,10 +285,11 @@ static mls_code add_outcome(search *s, const moment *m, const outcome *o)
     if (!s->by_peak && o->peak > s->limits->budget_bytes) {
         return MLS_OK;
     }
-    /* a save or load has no extra seconds, so if its block goes `away`, only the offload
+    /* a save or load has no extra seconds, so if its block is offloaded, only the offload
      * counts */
-    const mls_compute_step run = {.kind = (int32_t)(o->away ? MLS_STEP_OFFLOAD : o->kind),
-                                  .index = (int32_t)o->block};
+    const mls_compute_step run = {
+        .kind = (int32_t)(o->is_offloaded ? MLS_STEP_OFFLOAD : o->kind),
+        .index = (int32_t)o->block};
     const double cost = m->cost + mls_step_extra(s->chain, &run);
     if (!s->by_peak && !(cost < s->limits->below)) {
         return MLS_OK;
@@ -301,7 +302,7 @@ static mls_code add_outcome(search *s, const moment *m, const outcome *o)
                                .peak = o->peak > m->peak ? o->peak : m->peak,
                                .parent = m->node,
                                .kind = (int8_t)o->kind,
-                               .away = o->away,
+                               .is_offloaded = o->is_offloaded,
                                .block = (int8_t)o->block});
 }
 
@@ -346,7 +347,7 @@ static int64_t bytes_without_output(const search *s, const moment *m, size_t i)
  * may stay. */
 static mls_code add_offloaded(search *s, const moment *m, outcome *o, uint64_t bit)
 {
-    o->away = true;
+    o->is_offloaded = true;
     o->state.saved &= ~bit;
     o->state.host |= bit;
     o->state.alone = (o->state.alone & ~bit) | (m->state.alone & bit) | bit << 1;
@@ -413,10 +414,11 @@ static mls_code try_backward(search *s, const moment *m, bool *done)
     if ((m->readable & bit) == 0) {
         return MLS_OK;
     }
-    const bool saved = (m->state.saved & bit) != 0, away = (m->state.host & bit) != 0;
+    const bool saved = (m->state.saved & bit) != 0,
+               is_offloaded = (m->state.host & bit) != 0;
     const int64_t held_bytes = m->live_bytes + (saved ? 0 : c->saved_bytes[i]);
     const int64_t saving =
-        held_bytes + (saved || away ? 0 : c->saving_temporary_bytes[i]);
+        held_bytes + (saved || is_offloaded ? 0 : c->saving_temporary_bytes[i]);
     const int64_t freed = (saved ? c->saved_bytes[i] : 0) +
                           mls_live_gradient(c, m->state.left) +
                           ((m->state.alone & bit) != 0 ? c->activation_bytes[i] : 0);
@@ -433,7 +435,7 @@ static mls_code try_backward(search *s, const moment *m, bool *done)
     if (!*done) {
         return MLS_OK;
     }
-    o.kind = away ? MLS_STEP_LOAD : MLS_STEP_SAVE;
+    o.kind = is_offloaded ? MLS_STEP_LOAD : MLS_STEP_SAVE;
     o.peak = saving;
     o.state.host &= ~bit;
     o.state.saved |= bit;
@@ -535,7 +537,7 @@ static mls_code write_path(const search *s, uint32_t end, mls_schedule *runs)
         const node *n = &s->nodes[number];
         const size_t block = (size_t)n->block;
         mls_code code = MLS_OK;
-        if (n->away) { /* collected backwards: the later step comes first */
+        if (n->is_offloaded) { /* collected backwards: the later step comes first */
             code = mls_schedule_push(runs, MLS_STEP_OFFLOAD, block, s->st);
         }
         if (code == MLS_OK) {

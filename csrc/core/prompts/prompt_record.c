@@ -204,12 +204,32 @@ static void write_variable_parts(const mls_prompt_header *header, const uint32_t
     }
 }
 
+/* Offsets of the fields of a record's header, behind its magic number. Tokens, parts and
+ * meta follow at MLS_PROMPT_FIXED. */
+enum {
+    AT_CRC = 4,
+    AT_HEADER_BYTES = 8,
+    AT_TYPE = 12,
+    AT_KIND = 13,
+    AT_FINGERPRINT_BYTES = 14,
+    AT_FLAGS = 15,
+    AT_RECORD_BYTES = 16,
+    AT_PUT = 24,
+    AT_KEY = 32,
+    AT_PARENT = 48,
+    AT_FINGERPRINT = 64,
+    AT_END = 96,
+    AT_TOKENS = 104, /* their number */
+    AT_PARTS = 108,  /* their number */
+    AT_META = 112    /* its bytes */
+};
+
 /* Return the checksum of a header of `bytes` bytes: of all behind magic number and
  * checksum. */
 static uint32_t checksum_header(const unsigned char *data, size_t bytes,
                                 const mls_crc_kernels *crc)
 {
-    return crc->update(0, data + 8, bytes - 8);
+    return crc->update(0, data + AT_HEADER_BYTES, bytes - AT_HEADER_BYTES);
 }
 
 /* Write a header with its checksum. Bytes that no field uses are zeros. */
@@ -219,23 +239,23 @@ void mls_prompt_header_write(mls_prompt_header *header, const uint32_t *tokens,
 {
     memset(out, 0, header->header_bytes);
     mls_store_le32(out, MAGIC);
-    mls_store_le32(out + 8, (uint32_t)header->header_bytes);
-    out[12] = (unsigned char)header->type;
-    out[13] = (unsigned char)header->kind;
-    out[14] = (unsigned char)header->fingerprint_bytes;
-    out[15] = (unsigned char)header->flags;
-    mls_store_le64(out + 16, header->record_bytes);
-    mls_store_le64(out + 24, header->put);
-    memcpy(out + 32, header->key.bytes, MLS_PROMPT_KEY);
-    memcpy(out + 48, header->parent.bytes, MLS_PROMPT_KEY);
-    memcpy(out + 64, header->fingerprint, MLS_PROMPT_FINGERPRINT);
-    mls_store_le64(out + 96, header->end);
-    mls_store_le32(out + 104, (uint32_t)header->token_count);
-    mls_store_le32(out + 108, (uint32_t)header->part_count);
-    mls_store_le32(out + 112, (uint32_t)header->meta_bytes);
+    mls_store_le32(out + AT_HEADER_BYTES, (uint32_t)header->header_bytes);
+    out[AT_TYPE] = (unsigned char)header->type;
+    out[AT_KIND] = (unsigned char)header->kind;
+    out[AT_FINGERPRINT_BYTES] = (unsigned char)header->fingerprint_bytes;
+    out[AT_FLAGS] = (unsigned char)header->flags;
+    mls_store_le64(out + AT_RECORD_BYTES, header->record_bytes);
+    mls_store_le64(out + AT_PUT, header->put);
+    memcpy(out + AT_KEY, header->key.bytes, MLS_PROMPT_KEY);
+    memcpy(out + AT_PARENT, header->parent.bytes, MLS_PROMPT_KEY);
+    memcpy(out + AT_FINGERPRINT, header->fingerprint, MLS_PROMPT_FINGERPRINT);
+    mls_store_le64(out + AT_END, header->end);
+    mls_store_le32(out + AT_TOKENS, (uint32_t)header->token_count);
+    mls_store_le32(out + AT_PARTS, (uint32_t)header->part_count);
+    mls_store_le32(out + AT_META, (uint32_t)header->meta_bytes);
     write_variable_parts(header, tokens, parts, out + MLS_PROMPT_FIXED);
     header->crc = checksum_header(out, header->header_bytes, crc);
-    mls_store_le32(out + 4, header->crc);
+    mls_store_le32(out + AT_CRC, header->crc);
 }
 
 /* Copy a header with other `put` and `flags`. Only `flags` and `put` are written again,
@@ -244,10 +264,10 @@ void mls_prompt_header_copy(mls_prompt_header *header, const unsigned char *byte
                             const mls_crc_kernels *crc, unsigned char *out)
 {
     memcpy(out, bytes, header->header_bytes);
-    out[15] = (unsigned char)header->flags;
-    mls_store_le64(out + 24, header->put);
+    out[AT_FLAGS] = (unsigned char)header->flags;
+    mls_store_le64(out + AT_PUT, header->put);
     header->crc = checksum_header(out, header->header_bytes, crc);
-    mls_store_le32(out + 4, header->crc);
+    mls_store_le32(out + AT_CRC, header->crc);
 }
 
 bool mls_prompt_header_begins(const unsigned char *data)
@@ -261,22 +281,22 @@ bool mls_prompt_header_begins(const unsigned char *data)
 static void read_fields(const unsigned char *data, mls_prompt_header *out)
 {
     *out = (mls_prompt_header){
-        .type = data[12] == MLS_PROMPT_NOTES ? MLS_PROMPT_NOTES : MLS_PROMPT_RECORD,
-        .kind = data[13],
-        .fingerprint_bytes = data[14],
-        .flags = data[15],
-        .put = mls_load_le64(data + 24),
-        .end = mls_load_le64(data + 96),
-        .token_count = mls_load_le32(data + 104),
-        .part_count = mls_load_le32(data + 108),
-        .meta_bytes = mls_load_le32(data + 112),
-        .header_bytes = mls_load_le32(data + 8),
-        .record_bytes = mls_load_le64(data + 16),
-        .crc = mls_load_le32(data + 4),
+        .type = data[AT_TYPE] == MLS_PROMPT_NOTES ? MLS_PROMPT_NOTES : MLS_PROMPT_RECORD,
+        .kind = data[AT_KIND],
+        .fingerprint_bytes = data[AT_FINGERPRINT_BYTES],
+        .flags = data[AT_FLAGS],
+        .put = mls_load_le64(data + AT_PUT),
+        .end = mls_load_le64(data + AT_END),
+        .token_count = mls_load_le32(data + AT_TOKENS),
+        .part_count = mls_load_le32(data + AT_PARTS),
+        .meta_bytes = mls_load_le32(data + AT_META),
+        .header_bytes = mls_load_le32(data + AT_HEADER_BYTES),
+        .record_bytes = mls_load_le64(data + AT_RECORD_BYTES),
+        .crc = mls_load_le32(data + AT_CRC),
     };
-    memcpy(out->key.bytes, data + 32, MLS_PROMPT_KEY);
-    memcpy(out->parent.bytes, data + 48, MLS_PROMPT_KEY);
-    memcpy(out->fingerprint, data + 64, MLS_PROMPT_FINGERPRINT);
+    memcpy(out->key.bytes, data + AT_KEY, MLS_PROMPT_KEY);
+    memcpy(out->parent.bytes, data + AT_PARENT, MLS_PROMPT_KEY);
+    memcpy(out->fingerprint, data + AT_FINGERPRINT, MLS_PROMPT_FINGERPRINT);
     out->tokens = data + MLS_PROMPT_FIXED;
     out->parts = out->tokens + 4 * out->token_count;
     out->meta = out->parts + MLS_PROMPT_PART * out->part_count;
@@ -304,10 +324,12 @@ mls_code mls_prompt_header_parse(const unsigned char *data, size_t bytes, uint64
     if (bytes < MLS_PROMPT_FIXED || mls_load_le32(data) != MAGIC) {
         return mls_fail(st, MLS_E_CHECKSUM, "no record starts here");
     }
-    const size_t header_bytes = mls_load_le32(data + 8);
-    const size_t tokens = mls_load_le32(data + 104), parts = mls_load_le32(data + 108);
-    const size_t meta = mls_load_le32(data + 112);
-    if (!counts_fit(tokens, parts, meta) || data[14] > MLS_PROMPT_FINGERPRINT ||
+    const size_t header_bytes = mls_load_le32(data + AT_HEADER_BYTES);
+    const size_t tokens = mls_load_le32(data + AT_TOKENS),
+                 parts = mls_load_le32(data + AT_PARTS);
+    const size_t meta = mls_load_le32(data + AT_META);
+    if (!counts_fit(tokens, parts, meta) ||
+        data[AT_FINGERPRINT_BYTES] > MLS_PROMPT_FINGERPRINT ||
         header_bytes != compute_header_bytes(tokens, parts, meta)) {
         return mls_fail(st, MLS_E_FORMAT, "the lengths in a record's header are invalid");
     }
@@ -315,7 +337,7 @@ mls_code mls_prompt_header_parse(const unsigned char *data, size_t bytes, uint64
     if (header_bytes > bytes) {
         return mls_fail(st, MLS_E_CAPACITY, "the header is longer");
     }
-    if (checksum_header(data, header_bytes, crc) != mls_load_le32(data + 4)) {
+    if (checksum_header(data, header_bytes, crc) != mls_load_le32(data + AT_CRC)) {
         return mls_fail(st, MLS_E_CHECKSUM, "the header of a record is damaged");
     }
     mls_prompt_header header;

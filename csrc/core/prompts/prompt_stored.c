@@ -77,7 +77,8 @@ static mls_code examine_place(int fd, uint64_t offset, uint64_t left,
 
 /* Find the first valid header from `from` on. Examine each multiple of the unit; most of
  * them lack the magic number. The first window is small, since valid records and damage
- * may alternate, and each next one is twice as large. */
+ * may alternate, and each next one is twice as large. `*effort`: bytes of invalid
+ * long headers that may still be read. */
 mls_code mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
                                   const mls_crc_kernels *crc, uint64_t *effort,
                                   uint64_t *out, mls_status *st)

@@ -464,7 +464,7 @@ static PyObject *strategy_reset(strategy_object *self, PyObject *unused)
 }
 
 /* Returns a new tuple (name, bytes, calls) of layer `i`. */
-static PyObject *layer_facts(const mls_layer_map *table, size_t i)
+static PyObject *layer_tuple(const mls_layer_map *table, size_t i)
 {
     const mls_table_layer layer = table->layers[i];
     return Py_BuildValue("NnK", mlspy_str_of(mls_layer_name(table, &layer)),
@@ -474,11 +474,11 @@ static PyObject *layer_facts(const mls_layer_map *table, size_t i)
 /* Returns a new list of the tuples (name, bytes, calls) of all layers; the lock is held.
  * Creating objects may run a garbage collection, and that may run code which resets the
  * strategy; so the count is read again each time. */
-static PyObject *all_facts(const mls_layer_map *table)
+static PyObject *layers_list(const mls_layer_map *table)
 {
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < table->count; i++) {
-        mlspy_append(&list, layer_facts(table, i));
+        mlspy_append(&list, layer_tuple(table, i));
     }
     return list;
 }
@@ -491,32 +491,32 @@ static PyObject *strategy__state(strategy_object *self, PyObject *unused)
 {
     int64_t now;
     mls_strategy s;
-    PyObject *facts;
+    PyObject *layers;
     (void)unused;
     if (read_clock(self, &now) < 0) {
         return NULL;
     }
     MLSPY_BEGIN_LOCKED(self)
         s = self->s;
-        facts = all_facts(&self->s.seen);
+        layers = layers_list(&self->s.seen);
     MLSPY_END_LOCKED()
-    return facts == NULL
+    return layers == NULL
                ? NULL
                : Py_BuildValue("(LLLLNN)", (long long)s.checkpointed,
                                (long long)s.interval, (long long)(now - s.adjusted_at),
-                               (long long)s.high, PyBool_FromLong(s.collecting), facts);
+                               (long long)s.high, PyBool_FromLong(s.collecting), layers);
 }
 
 /* Adds a layer to `s` from its tuple (name, bytes, calls). The hash is computed anew,
  * because Python's hashes differ between processes. Returns -1 with an exception set. */
-static int restore_layer(strategy_object *self, mls_strategy *s, PyObject *facts)
+static int restore_layer(strategy_object *self, mls_strategy *s, PyObject *layer)
 {
     PyObject *name;
     Py_ssize_t bytes;
     long long calls;
     mls_layer_key key;
     mls_status st;
-    if (mlspy_take_tuple(facts, "a layer", "UnL", &name, &bytes, &calls) < 0) {
+    if (mlspy_take_tuple(layer, "a layer", "UnL", &name, &bytes, &calls) < 0) {
         return -1;
     }
     /* the core's counts are unsigned */
@@ -560,9 +560,9 @@ static int take_state(strategy_object *self, PyObject *state, mls_strategy *fres
     fresh->collecting = collecting != 0;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(layers); i++) {
         /* held, because other code may change the list while a layer is restored */
-        PyObject *facts = Py_NewRef(PyList_GET_ITEM(layers, i));
-        const int failed = restore_layer(self, fresh, facts);
-        Py_DECREF(facts);
+        PyObject *layer = Py_NewRef(PyList_GET_ITEM(layers, i));
+        const int failed = restore_layer(self, fresh, layer);
+        Py_DECREF(layer);
         if (failed < 0) {
             return -1;
         }

@@ -303,7 +303,7 @@ static PyObject *merged_index_keys(mlspy_merged_index *self, PyObject *argument)
     }
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < self->merged.tensor_count; i++) {
-        const mls_tensor_id *id = &self->merged.tensors[i].facts->id;
+        const mls_tensor_id *id = &self->merged.tensors[i].any_shard->id;
         if (id->section == section) {
             mlspy_append(&list, mlspy_merged_index_key(id));
         }
@@ -334,22 +334,22 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
 static PyObject *tensor_tuple(const mlspy_merged_index *self,
                               const mls_merged_index_tensor *t)
 {
-    const mls_index_shard *facts = t->facts;
+    const mls_index_shard *shard = t->any_shard;
     const mls_tensor_summary sum = mls_tensor_summarize(&self->merged, t);
-    const char *tier = facts->tier == MLS_TIER_NONE ? NULL : mls_tier_name(facts->tier);
-    const mls_stored *opaque = facts->opaque;
-    const char *name = mls_dtype_of(facts->dtype)->name;
+    const char *tier = shard->tier == MLS_TIER_NONE ? NULL : mls_tier_name(shard->tier);
+    const mls_stored *opaque = shard->opaque;
+    const char *name = mls_dtype_of(shard->dtype)->name;
     PyObject *dtype =
         opaque == NULL ? PyUnicode_FromString(name) : mlspy_str_of(opaque->opaque);
-    PyObject *shape = opaque == NULL ? mlspy_sizes_tuple(facts->shape, facts->rank)
+    PyObject *shape = opaque == NULL ? mlspy_sizes_tuple(shard->shape, shard->rank)
                                      : mlspy_sizes_tuple(opaque->shape, opaque->rank);
     PyObject *state =
-        facts->id.has_state ? mlspy_str_of(facts->id.state) : Py_NewRef(Py_None);
+        shard->id.has_state ? mlspy_str_of(shard->id.state) : Py_NewRef(Py_None);
     /* each N takes its reference; a NULL keeps the exception that is set */
-    return Py_BuildValue("(sNNNNNNNnKKzKnz)", mls_section_name(facts->id.section),
-                         mlspy_merged_index_key(&facts->id), mlspy_str_of(facts->id.name),
-                         state, dtype, shape, mlspy_layout_tuple(&facts->layout),
-                         axes_tuple(facts), (Py_ssize_t)t->count,
+    return Py_BuildValue("(sNNNNNNNnKKzKnz)", mls_section_name(shard->id.section),
+                         mlspy_merged_index_key(&shard->id), mlspy_str_of(shard->id.name),
+                         state, dtype, shape, mlspy_layout_tuple(&shard->layout),
+                         axes_tuple(shard), (Py_ssize_t)t->count,
                          (unsigned long long)sum.bytes, (unsigned long long)sum.version,
                          tier, (unsigned long long)sum.stored_bytes,
                          (Py_ssize_t)sum.sparse, sum.codec);

@@ -192,29 +192,29 @@ static int shard_shape(const mlspy_shard_items *items, PyObject *shard,
     return rank;
 }
 
-/* Add the part of a Shard: `facts` has its rank, layout, part, version and tier, `shape`
- * the whole tensor's dimensions, `view` its array. `label` names it in errors. The class
- * checked the array when the Shard was made, but arrays can be reshaped later. Returns -1
- * with an exception set. */
+/* Add the part of a Shard: `properties` has its rank, layout, part, version and tier,
+ * `shape` the whole tensor's dimensions, `view` its array. `label` names it in errors.
+ * The class checked the array when the Shard was made, but arrays can be reshaped later.
+ * Returns -1 with an exception set. */
 static int add_part(mlspy_shard_items *items, const mls_tensor_id *id, const char *label,
-                    const mls_shard_item *facts, const size_t *shape,
+                    const mls_shard_item *properties, const size_t *shape,
                     const mlspy_view *view)
 {
     mls_status st;
     const mls_tensor *t = &view->tensor;
-    if (mlspy_check(items->state, mls_shard_item_check(facts, shape, t, label, &st),
+    if (mlspy_check(items->state, mls_shard_item_check(properties, shape, t, label, &st),
                     &st) < 0) {
         return -1;
     }
     mls_shard_item *item =
-        mls_shard_list_add(&items->list, id, t->dtype, facts->rank, shape, &st);
+        mls_shard_list_add(&items->list, id, t->dtype, properties->rank, shape, &st);
     if (item == NULL) {
         return mlspy_check(items->state, st.code, &st);
     }
-    item->layout = facts->layout;
-    item->part = facts->part;
-    item->version = facts->version;
-    item->tier = facts->tier;
+    item->layout = properties->layout;
+    item->part = properties->part;
+    item->version = properties->version;
+    item->tier = properties->tier;
     if (mlspy_check(items->state, mls_shard_list_set_memory(&items->list, t, 0, &st),
                     &st) < 0) {
         return -1;
@@ -255,12 +255,12 @@ static int add_shard(mlspy_shard_items *items, const mls_tensor_id *id, const ch
     }
     int failed = mlspy_view_of(items->state, array, label, &view);
     if (failed == 0) {
-        const mls_shard_item facts = {.rank = rank,
-                                      .layout = layout,
-                                      .part = (size_t)index,
-                                      .version = (uint64_t)version,
-                                      .tier = tier};
-        failed = add_part(items, id, label, &facts, shape, &view);
+        const mls_shard_item properties = {.rank = rank,
+                                           .layout = layout,
+                                           .part = (size_t)index,
+                                           .version = (uint64_t)version,
+                                           .tier = tier};
+        failed = add_part(items, id, label, &properties, shape, &view);
         mlspy_view_release(&view);
     }
     Py_DECREF(array);
@@ -283,8 +283,8 @@ static int add_value(mlspy_shard_items *items, PyObject *model, mls_section sect
     if (is_shard != 0) {
         return is_shard < 0 ? -1 : add_shard(items, &id, label, entry->value);
     }
-    if (items->mine[section] != NULL) {
-        const int is_local = PySet_Contains(items->mine[section], entry->key);
+    if (items->own_names[section] != NULL) {
+        const int is_local = PySet_Contains(items->own_names[section], entry->key);
         if (is_local <= 0) {
             return is_local;
         }
@@ -381,8 +381,9 @@ static int take_arguments(mlspy_shard_items *items, PyObject *const *args,
     mls_status st;
     if (mlspy_take_tuple(args[0], "ranks", "LL", &rank, &world_size) < 0 ||
         mlspy_take_tuple(args[1], "states", "OOO", &dicts[0], &dicts[1], &dicts[2]) < 0 ||
-        (args[3] != Py_None && mlspy_take_tuple(args[3], "mine", "OOO", &items->mine[0],
-                                                &items->mine[1], &items->mine[2]) < 0) ||
+        (args[3] != Py_None &&
+         mlspy_take_tuple(args[3], "own_names", "OOO", &items->own_names[0],
+                          &items->own_names[1], &items->own_names[2]) < 0) ||
         mlspy_take_layout(items->state, args[4], &items->layout) < 0) {
         return -1;
     }
@@ -396,14 +397,14 @@ static int take_arguments(mlspy_shard_items *items, PyObject *const *args,
     return 0;
 }
 
-/* shards_collect((rank, world_size), (model, optimizer, states), Shard, mine, layout) ->
- * (items, bytes)
+/* shards_collect((rank, world_size), (model, optimizer, states), Shard, own_names,
+ * layout) -> (items, bytes)
  *
  * Lists the shards that this rank stores. The three states are dicts or None, `Shard` is
- * the class, `layout` cuts whole arrays. `mine` is three sets of names of whole arrays
- * that this rank stores, or None for all of them. Invalid arrays, and a layout that does
- * not fit them, raise here, before any folder is modified. `items` is a capsule, `bytes`
- * the packed size of all shards.
+ * the class, `layout` cuts whole arrays. `own_names` is three sets of names of whole
+ * arrays that this rank stores, or None for all of them. Invalid arrays, and a layout
+ * that does not fit them, raise here, before any folder is modified. `items` is a
+ * capsule, `bytes` the packed size of all shards.
  */
 PyObject *core_shards_collect(mlspy_state *state, PyObject *const *args)
 {

@@ -174,7 +174,7 @@ static int choose_parts(load_job *job, mls_section section, PyObject *keys,
                                 "Tensor '%.200U' not found in checkpoint", key);
         }
         job->results[i] = (load_result){.key = Py_NewRef(key)};
-        const mls_stored *opaque = item->tensor->facts->opaque;
+        const mls_stored *opaque = item->tensor->any_shard->opaque;
         if (opaque != NULL && check_core(job, mls_stored_check(opaque, &st), &st) < 0) {
             return -1;
         }
@@ -220,7 +220,7 @@ static PyObject *new_array(const load_job *job, size_t index, mlspy_room *room,
                            bool alone)
 {
     const mls_load_item *item = &job->plan.items[index];
-    const mls_dtype dtype = item->tensor->facts->dtype;
+    const mls_dtype dtype = item->tensor->any_shard->dtype;
     size_t dims[MLS_LAYOUT_RANK];
     const int rank = mls_part_dims(&item->part, dims);
     return alone || item->long_zeros
@@ -274,7 +274,7 @@ static PyObject *mapped_array(load_job *job, const mls_load_item *item,
     }
     size_t dims[MLS_LAYOUT_RANK];
     const int rank = mls_part_dims(&item->part, dims);
-    return mlspy_array_over(room, item->tensor->facts->dtype, rank, dims,
+    return mlspy_array_over(room, item->tensor->any_shard->dtype, rank, dims,
                             mlspy_mapping_data(capsule) + offset, capsule);
 }
 
@@ -531,7 +531,7 @@ static int keep_target(const load_job *job, size_t i, mlspy_view *view)
 {
     mls_status st;
     if (mls_load_item_check_target(&job->plan.items[i], &view->tensor, &st) != MLS_OK) {
-        const mls_dtype stored = job->plan.items[i].tensor->facts->dtype;
+        const mls_dtype stored = job->plan.items[i].tensor->any_shard->dtype;
         if (st.code == MLS_E_SHAPE && stored != view->tensor.dtype &&
             mls_dtype_of(stored)->kind == MLS_KIND_FLOAT &&
             mls_dtype_of(view->tensor.dtype)->kind == MLS_KIND_FLOAT) {
@@ -553,7 +553,7 @@ static int view_array(const load_job *job, const mls_load_item *item, PyObject *
                       mlspy_view *out)
 {
     char label[MLS_NAME_BYTES];
-    const mls_str name = item->tensor->facts->id.name;
+    const mls_str name = item->tensor->any_shard->id.name;
     if (mlspy_view_quickly(job->state, array, true /* writable */, out)) {
         return 0;
     }
@@ -750,7 +750,7 @@ static PyObject *tensor_places(const mlspy_merged_index *self,
 {
     mls_json_writer buf = {.most = (size_t)1 << 30}; /* used as a growing buffer */
     mls_index_pattern_places(self->indexes, patterns, self->index_count,
-                             &tensor->facts->id, &buf);
+                             &tensor->any_shard->id, &buf);
     PyObject *bytes = buf.code == MLS_OK
                           ? PyBytes_FromStringAndSize(buf.data, (Py_ssize_t)buf.length)
                           : PyErr_NoMemory();
@@ -790,13 +790,13 @@ static PyObject *part_set_for(PyObject *dict, PyObject *key)
 static int add_parts(const load_job *job, const mls_index_pattern *patterns,
                      const mls_load_item *item, Py_ssize_t most, PyObject *dict)
 {
-    const mls_index_shard *facts = item->tensor->facts;
+    const mls_index_shard *shard = item->tensor->any_shard;
     PyObject *key = tensor_places(job->merged, patterns, item->tensor);
     PyObject *set = key == NULL ? NULL : part_set_for(dict, key);
     mls_layout_intersection iter;
     size_t part;
     int failed = set == NULL ? -1 : 0;
-    mls_layout_intersection_init(&iter, &facts->layout, facts->rank, facts->shape,
+    mls_layout_intersection_init(&iter, &shard->layout, shard->rank, shard->shape,
                                  &item->part);
     while (failed == 0 && most-- > 0 && mls_layout_intersection_next(&iter, &part)) {
         PyObject *number = PyLong_FromSize_t(part);

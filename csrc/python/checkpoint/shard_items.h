@@ -15,11 +15,11 @@
  * before filling it. */
 typedef struct mlspy_shard_items {
     const mlspy_state *state;
-    PyObject *shard_type;              /* borrowed */
-    PyObject *mine[MLS_SECTION_COUNT]; /* borrowed sets of keys; NULL: this rank stores
-                                          all whole arrays */
-    mls_layout layout;                 /* layout for whole arrays */
-    size_t parts;                      /* number of parts of `layout` */
+    PyObject *shard_type;                   /* borrowed */
+    PyObject *own_names[MLS_SECTION_COUNT]; /* borrowed sets of keys; NULL: this rank
+                                          stores all whole arrays */
+    mls_layout layout;                      /* layout for whole arrays */
+    size_t parts;                           /* number of parts of `layout` */
     uint64_t rank, world_size;
     mlspy_items sections[MLS_SECTION_COUNT]; /* keep keys and values alive */
     mls_shard_list list;

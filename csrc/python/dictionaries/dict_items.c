@@ -128,7 +128,7 @@ int mlspy_items_of(PyObject *dict, const char *label, mlspy_items *out)
     return 0;
 }
 
-/* Keeps key and value, so that facts can be filled in again. */
+/* Keeps key and value, so that metadata can be filled in again. */
 void mlspy_item_forget(mlspy_item *item)
 {
     Py_CLEAR(item->text);
@@ -218,7 +218,7 @@ static int take_dtype_text(PyObject *dtype, mlspy_item *item)
     mls_dtype dtype_id;
     if (PyArray_DescrCheck(dtype) &&
         mlspy_dtype_of_descr((PyArray_Descr *)dtype, &dtype_id)) {
-        item->facts.dtype = mls_dtype_of(dtype_id)->name;
+        item->meta.dtype = mls_dtype_of(dtype_id)->name;
         return 0;
     }
     PyObject *text = PyObject_Str(dtype);
@@ -230,7 +230,7 @@ static int take_dtype_text(PyObject *dtype, mlspy_item *item)
     /* torch.float32 is called float32 in NumPy and in the core */
     const size_t skipped = strncmp(name, "torch.", 6) == 0 ? 6 : 0;
     item->text = text;
-    item->facts.dtype = name + skipped;
+    item->meta.dtype = name + skipped;
     return 0;
 }
 
@@ -246,15 +246,15 @@ static size_t *make_shape(mlspy_item *item, int rank)
         PyErr_NoMemory();
         return NULL;
     }
-    item->facts.shape = sizes;
-    item->facts.rank = rank;
+    item->meta.shape = sizes;
+    item->meta.rank = rank;
     return sizes;
 }
 
-/* Fill in the facts of an item whose value is an ndarray. Copies the shape, because NumPy
- * frees it if other code assigns to the array's .shape: another item's code or another
- * thread. Returns -1 with an exception set. */
-static int facts_of_ndarray(mlspy_item *item)
+/* Fill in the metadata of an item whose value is an ndarray. Copies the shape, because
+ * NumPy frees it if other code assigns to the array's .shape: another item's code or
+ * another thread. Returns -1 with an exception set. */
+static int fill_meta_of_ndarray(mlspy_item *item)
 {
     PyArrayObject *array = (PyArrayObject *)item->value;
     mls_dtype dtype;
@@ -267,7 +267,7 @@ static int facts_of_ndarray(mlspy_item *item)
         sizes[axis] = (size_t)PyArray_DIM(array, axis);
     }
     if (mlspy_dtype_of_descr(PyArray_DESCR(array), &dtype)) {
-        item->facts.dtype = mls_dtype_of(dtype)->name;
+        item->meta.dtype = mls_dtype_of(dtype)->name;
         return 0;
     }
     /* names of dtypes exclude the byte order */
@@ -344,15 +344,15 @@ static int take_part(const mlspy_state *state, mlspy_item *item)
         return 0;
     }
     item->part = part;
-    item->facts.part = part == NULL ? NULL : PyUnicode_AsUTF8(part);
-    return item->facts.part == NULL ? -1 : 0;
+    item->meta.part = part == NULL ? NULL : PyUnicode_AsUTF8(part);
+    return item->meta.part == NULL ? -1 : 0;
 }
 
-/* Fill in the facts of an item from the attributes `shape` and `dtype` of its array,
+/* Fill in the metadata of an item from the attributes `shape` and `dtype` of its array,
  * regardless of the memory: a tensor on a device, or on torch's meta device, has them
  * too. Returns -1 with an exception set. */
-static int facts_of_attributes(const mlspy_state *state, PyObject *shape, PyObject *dtype,
-                               mlspy_item *item)
+static int fill_meta_of_attributes(const mlspy_state *state, PyObject *shape,
+                                   PyObject *dtype, mlspy_item *item)
 {
     return take_shape(state, shape, item) < 0 || take_dtype_text(dtype, item) < 0 ||
                    take_part(state, item) < 0
@@ -360,9 +360,9 @@ static int facts_of_attributes(const mlspy_state *state, PyObject *shape, PyObje
                : 0;
 }
 
-/* Fill in the facts of an item whose array lacks the attribute `shape` or `dtype`, from a
- * view of its memory. Returns -1 with an exception set. */
-static int facts_of_view(const mlspy_state *state, mlspy_item *item)
+/* Fill in the metadata of an item whose array lacks the attribute `shape` or `dtype`,
+ * from a view of its memory. Returns -1 with an exception set. */
+static int fill_meta_of_view(const mlspy_state *state, mlspy_item *item)
 {
     char label[MLS_NAME_BYTES];
     PyOS_snprintf(label, sizeof label, "'%.140s'", item->name.data);
@@ -374,18 +374,18 @@ static int facts_of_view(const mlspy_state *state, mlspy_item *item)
     size_t *sizes = make_shape(item, view.tensor.rank);
     if (sizes != NULL) {
         memcpy(sizes, view.tensor.shape, (size_t)view.tensor.rank * sizeof *sizes);
-        item->facts.dtype = mls_dtype_of(view.tensor.dtype)->name;
+        item->meta.dtype = mls_dtype_of(view.tensor.dtype)->name;
     }
     mlspy_view_release(&view);
     return sizes == NULL ? -1 : 0;
 }
 
 /* Called for arrays to be compared only, since a property may be slow. */
-int mlspy_item_facts(const mlspy_state *state, mlspy_item *item)
+int mlspy_item_fill_meta(const mlspy_state *state, mlspy_item *item)
 {
     /* the fast path first: nearly all arrays are NumPy's */
     if (PyArray_Check(item->value)) {
-        return facts_of_ndarray(item);
+        return fill_meta_of_ndarray(item);
     }
     /* both may be properties that run Python code, so references are held meanwhile */
     PyObject *shape = PyObject_GetAttr(item->value, state->names[MLSPY_NAME_SHAPE]);
@@ -394,21 +394,21 @@ int mlspy_item_facts(const mlspy_state *state, mlspy_item *item)
                           : PyObject_GetAttr(item->value, state->names[MLSPY_NAME_DTYPE]);
     int failed = -1;
     if (dtype != NULL) {
-        failed = facts_of_attributes(state, shape, dtype, item);
+        failed = fill_meta_of_attributes(state, shape, dtype, item);
     } else if (PyErr_ExceptionMatches(PyExc_AttributeError)) {
         PyErr_Clear();
-        failed = facts_of_view(state, item);
+        failed = fill_meta_of_view(state, item);
     }
     Py_XDECREF(shape);
     Py_XDECREF(dtype);
     return failed;
 }
 
-/* Stops at the first failure; mlspy_items_release frees the facts. */
-int mlspy_items_facts(const mlspy_state *state, mlspy_items *items)
+/* Stops at the first failure; mlspy_items_release frees the metadata. */
+int mlspy_items_fill_meta(const mlspy_state *state, mlspy_items *items)
 {
     for (size_t i = 0; i < items->count; i++) {
-        if (mlspy_item_facts(state, &items->items[i]) < 0) {
+        if (mlspy_item_fill_meta(state, &items->items[i]) < 0) {
             return -1;
         }
     }

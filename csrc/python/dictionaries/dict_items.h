@@ -14,13 +14,13 @@
 
 enum { MLSPY_FEW_AXES = 4 }; /* enough for most arrays */
 
-/* One entry of a dict. `name` and `facts` point into the item's members, so an item with
- * facts must not move. */
+/* One entry of a dict. `name` and `meta` point into the item's members, so an item with
+ * metadata must not move. */
 typedef struct mlspy_item {
     PyObject *key, *value; /* strong references */
     size_t position;       /* in the dict */
     mls_str name;
-    mls_tensor_meta facts; /* shape and dtype; set by mlspy_item_facts */
+    mls_tensor_meta meta;  /* shape and dtype; set by mlspy_item_fill_meta */
     PyObject *text, *part; /* strong references or NULL: the name of a dtype that the core
                               lacks, and the text of a part */
     size_t *owned_shape;   /* NULL if the shape fits `few` */
@@ -39,16 +39,17 @@ typedef struct mlspy_items {
  * `*out` zeroed. */
 int mlspy_items_of(PyObject *dict, const char *label, mlspy_items *out);
 
-/* Fill in the facts of every item: the shape and dtype of its array. Does not access the
- * memory of arrays that have both as attributes. Returns -1 with an exception set,
- * CompatibilityError if an array has no valid shape; later items then have no facts. */
-int mlspy_items_facts(const mlspy_state *state, mlspy_items *items);
+/* Fill in the metadata of every item: the shape and dtype of its array. Does not access
+ * the memory of arrays that have both as attributes. Returns -1 with an exception set,
+ * CompatibilityError if an array has no valid shape; later items then have no metadata.
+ */
+int mlspy_items_fill_meta(const mlspy_state *state, mlspy_items *items);
 
-/* Fill in the facts of one item, whose members `value` and `name` must be set. Free them
- * with mlspy_item_forget or mlspy_items_release. */
-int mlspy_item_facts(const mlspy_state *state, mlspy_item *item);
+/* Fill in the metadata of one item, whose members `value` and `name` must be set. Free
+ * them with mlspy_item_forget or mlspy_items_release. */
+int mlspy_item_fill_meta(const mlspy_state *state, mlspy_item *item);
 
-void mlspy_item_forget(mlspy_item *item); /* Free the facts of an item. */
+void mlspy_item_forget(mlspy_item *item); /* Free the metadata of an item. */
 
 void mlspy_items_release(mlspy_items *items); /* accepts a zeroed struct; zeroes it */
 

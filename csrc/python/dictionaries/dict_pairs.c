@@ -118,11 +118,12 @@ static int make_pairs(const mlspy_state *state, mlspy_pairs *p)
         if (from == NULL || to->key == NULL) {
             continue;
         }
-        if (mlspy_item_facts(state, from) < 0 || mlspy_item_facts(state, to) < 0) {
+        if (mlspy_item_fill_meta(state, from) < 0 ||
+            mlspy_item_fill_meta(state, to) < 0) {
             return -1;
         }
-        pair->source = from->facts;
-        pair->target = to->facts;
+        pair->source = from->meta;
+        pair->target = to->meta;
     }
     p->counts = mls_metadata_compare(p->pairs, p->count, p->bits);
     return 0;
@@ -161,10 +162,10 @@ static PyObject *name_entry(const mlspy_pairs *p, size_t i)
 }
 
 /* The shape as a tuple, or the text of the part. */
-static PyObject *shape_of(const mls_tensor_meta *facts)
+static PyObject *shape_of(const mls_tensor_meta *meta)
 {
-    return facts->part != NULL ? PyUnicode_FromString(facts->part)
-                               : mlspy_sizes_tuple(facts->shape, facts->rank);
+    return meta->part != NULL ? PyUnicode_FromString(meta->part)
+                              : mlspy_sizes_tuple(meta->shape, meta->rank);
 }
 
 /* (name, shape of the source, shape of the target) */
@@ -248,7 +249,7 @@ static PyObject *bytes_of(const mlspy_state *state, const mlspy_item *item)
     if (raw == NULL && PyErr_ExceptionMatches(PyExc_AttributeError)) {
         PyErr_Format(state->errors[MLSPY_ERROR_COMPATIBILITY],
                      "%.200R: the elements of dtype %.60s of a %.100s cannot be read",
-                     item->key, item->facts.dtype, Py_TYPE(item->value)->tp_name);
+                     item->key, item->meta.dtype, Py_TYPE(item->value)->tp_name);
     }
     return raw;
 }
@@ -284,5 +285,5 @@ bool mlspy_has_core_dtype(const mlspy_item *item)
     mls_dtype dtype;
     /* without `text`, the name is a constant of the core */
     return item->text == NULL ||
-           mls_dtype_from_name(item->facts.dtype, strlen(item->facts.dtype), &dtype);
+           mls_dtype_from_name(item->meta.dtype, strlen(item->meta.dtype), &dtype);
 }

@@ -46,10 +46,10 @@ int mlspy_view_item(const mlspy_state *state, const mlspy_item *item, const char
 
 /* Return the bytes of an array whose dtype the core does not know, packed and in this
  * machine's byte order; NULL with an exception set. The item must have its key and
- * facts. */
+ * metadata. */
 PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item);
 
-/* Return whether the core knows the dtype of an item, which must have its facts. */
+/* Return whether the core knows the dtype of an item, which must have its metadata. */
 bool mlspy_has_core_dtype(const mlspy_item *item);
 
 #endif

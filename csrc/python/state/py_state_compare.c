@@ -1,5 +1,5 @@
 /* py_state_compare: compares two state dicts: names, shapes, dtypes, elements; lists the
- * facts of one. The public functions are in mlstate/state.
+ * metadata of one. The public functions are in mlstate/state.
  *
  * Cheap checks come first: names before shapes, shapes before elements. The most
  * frequent result (no difference) is found before any list is created.
@@ -151,9 +151,9 @@ static int same_viewed_shapes(const mlspy_state *state, PyObject *key, PyObject 
     int same = -1;
     if (mlspy_take_text(key, "tensor name", &first.name) == 0) {
         second.name = first.name;
-        if (mlspy_item_facts(state, &first) == 0 &&
-            mlspy_item_facts(state, &second) == 0) {
-            same = mls_tensor_meta_same_shape(&first.facts, &second.facts) ? 1 : 0;
+        if (mlspy_item_fill_meta(state, &first) == 0 &&
+            mlspy_item_fill_meta(state, &second) == 0) {
+            same = mls_tensor_meta_same_shape(&first.meta, &second.meta) ? 1 : 0;
         }
     }
     mlspy_item_forget(&first);
@@ -552,19 +552,19 @@ int mlspy_states_equal(const mlspy_state *state, PyObject *a, PyObject *b)
     return same;
 }
 
-/* ---- facts ---- */
+/* ---- metadata ---- */
 
-/* Returns a new tuple (name, dtype, shape, nbytes) of an item that has its facts; NULL
+/* Returns a new tuple (name, dtype, shape, nbytes) of an item that has its metadata; NULL
  * with an exception set. */
-static PyObject *facts_tuple(const mlspy_state *state, const mlspy_item *item)
+static PyObject *meta_tuple(const mlspy_state *state, const mlspy_item *item)
 {
     uint64_t bytes;
     if (mlspy_array_bytes(state, item->value, &bytes) < 0) {
         return NULL;
     }
     /* each N consumes its reference, or passes a NULL on as the exception that is set */
-    return Py_BuildValue("(NsNK)", mlspy_str_of(item->name), item->facts.dtype,
-                         mlspy_sizes_tuple(item->facts.shape, item->facts.rank),
+    return Py_BuildValue("(NsNK)", mlspy_str_of(item->name), item->meta.dtype,
+                         mlspy_sizes_tuple(item->meta.shape, item->meta.rank),
                          (unsigned long long)bytes);
 }
 
@@ -575,9 +575,9 @@ PyObject *core_state_facts(mlspy_state *state, PyObject *const *args)
     if (mlspy_items_of(args[0], "state", &items) < 0) {
         return NULL;
     }
-    PyObject *list = mlspy_items_facts(state, &items) < 0 ? NULL : PyList_New(0);
+    PyObject *list = mlspy_items_fill_meta(state, &items) < 0 ? NULL : PyList_New(0);
     for (size_t i = 0; list != NULL && i < items.count; i++) {
-        mlspy_append(&list, facts_tuple(state, &items.items[i]));
+        mlspy_append(&list, meta_tuple(state, &items.items[i]));
     }
     mlspy_items_release(&items);
     return list;

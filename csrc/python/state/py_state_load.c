@@ -410,14 +410,14 @@ static int feed_bytes(PyObject *update, const void *data, size_t bytes)
 
 /* Feeds the part of an item's stream before its elements. Returns -1 with an exception
  * set. */
-static int feed_facts(PyObject *update, const mlspy_item *item)
+static int pass_meta(PyObject *update, const mlspy_item *item)
 {
     unsigned char head[MLS_FACTS_HEAD_MOST];
-    const size_t dtype_length = strlen(item->facts.dtype);
-    const size_t bytes = mls_tensor_meta_head(item->name, &item->facts, head);
+    const size_t dtype_length = strlen(item->meta.dtype);
+    const size_t bytes = mls_tensor_meta_head(item->name, &item->meta, head);
     return feed_bytes(update, head, bytes) < 0 ||
                    feed_bytes(update, item->name.data, item->name.length) < 0 ||
-                   feed_bytes(update, item->facts.dtype, dtype_length) < 0
+                   feed_bytes(update, item->meta.dtype, dtype_length) < 0
                ? -1
                : 0;
 }
@@ -472,9 +472,9 @@ PyObject *core_state_digest(mlspy_state *state, PyObject *const *args)
     }
     /* sorted first: metadata contains pointers into the items */
     qsort(items.items, items.count, sizeof *items.items, compare_names);
-    int failed = mlspy_items_facts(state, &items);
+    int failed = mlspy_items_fill_meta(state, &items);
     for (size_t i = 0; failed == 0 && i < items.count; i++) {
-        failed = feed_facts(args[1], &items.items[i]) < 0 ||
+        failed = pass_meta(args[1], &items.items[i]) < 0 ||
                          feed_elements(state, args[1], &items.items[i]) < 0
                      ? -1
                      : 0;

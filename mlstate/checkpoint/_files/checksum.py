@@ -102,7 +102,7 @@ def _read_entry(path: str, progress: Callable[[int], object] | None) -> dict[str
     starts = _starts_of(path)
     with open_regular(path) as file:
         before = _identity(file)
-        nbytes = before[2]
+        _, _, nbytes, _ = before
         starts = starts if nbytes else []
         digits, buffer = [], memoryview(bytearray(min(BLOCK, nbytes)))
         is_complete = all(start < nbytes for start in starts)

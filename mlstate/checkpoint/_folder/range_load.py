@@ -91,9 +91,11 @@ def load_units(
     of simultaneous requests. `progress`: called with the bytes read since its last call. Raises
     FormatError if fewer bytes arrive than the tensors have.
     """
-    fit = call.merged.fits(call.url, call.section, call.keys, call.cuts, call.targets)
-    # The number of bytes to load, and the keys whose targets are not packed.
-    expected, staged = fit[0], set(fit[1])
+    # the number of bytes to load, and the keys whose targets are not packed
+    expected, staged_keys = call.merged.fits(
+        call.url, call.section, call.keys, call.cuts, call.targets
+    )
+    staged = set(staged_keys)
     lock = threading.Lock()
     total = call.read(())  # zeros that are not stored
     reported = 0

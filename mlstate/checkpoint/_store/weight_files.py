@@ -271,7 +271,7 @@ def read_merged_index(folder: Folder, manifest: Manifest, checked: bool) -> _cor
         merged = _core.MergedIndex.of_files(local, weights.files, records)
     _compare_copies(folder, merged)
     if weights.tensors is not None:
-        files_by_name = {shard[1]: shard[5] for shard in merged.shards()}
+        files_by_name = {key: file for _, key, _, _, _, file, *_ in merged.shards()}
         if files_by_name != weights.tensors:
             copies = {(key, file) for key, file, _ in merged.copies()}
             warn_of_differences(folder, weights, files_by_name, copies)
@@ -378,7 +378,7 @@ def warn_of_total(folder: Folder, manifest: Manifest, merged: _core.MergedIndex)
     weights = manifest.weights
     if weights is None or weights.total_bytes is None:
         return
-    total = merged.heads()[0][4]
+    *_, total, _ = merged.heads()[0]
     if isinstance(weights.total_bytes, bool) or weights.total_bytes != total:
         text = f"total_size is {weights.total_bytes!r:.40}, but the tensors have {total:,} bytes"
         _warn(folder, weights.root, text)

@@ -46,7 +46,7 @@ mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
     const size_t next = plan->last + 1;
     const size_t at =
         next < merged->tensor_count &&
-                mls_tensor_id_compare(&merged->tensors[next].facts->id, id) == 0
+                mls_tensor_id_compare(&merged->tensors[next].any_shard->id, id) == 0
             ? next
             : mls_merged_index_find(merged, id);
     if (at == SIZE_MAX) {
@@ -65,7 +65,7 @@ mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
  * code. */
 static mls_code name_tensor(const mls_load_item *item, mls_status *st)
 {
-    const mls_str name = item->tensor->facts->id.name;
+    const mls_str name = item->tensor->any_shard->id.name;
     return mls_status_name(st, name.data, name.length);
 }
 
@@ -73,22 +73,22 @@ static mls_code name_tensor(const mls_load_item *item, mls_status *st)
  * define how to cut one axis, but not several. */
 mls_code mls_load_item_select(mls_load_item *item, const mls_cutting *how, mls_status *st)
 {
-    const mls_index_shard *facts = item->tensor->facts;
+    const mls_index_shard *shard = item->tensor->any_shard;
     mls_layout layout = {0};
     size_t index = 0;
     if (how->has_layout) {
-        mls_layout_project(&how->layout, how->index, facts->rank, facts->axes, &layout,
+        mls_layout_project(&how->layout, how->index, shard->rank, shard->axes, &layout,
                            &index);
-    } else if (how->world > 0 && facts->layout.count > 1) {
+    } else if (how->world > 0 && shard->layout.count > 1) {
         mls_fail(st, MLS_E_VALUE, "its layout has %d steps: give a layout of %zu parts",
-                 facts->layout.count, how->world);
+                 shard->layout.count, how->world);
         return name_tensor(item, st);
-    } else if (how->world > 0 && facts->layout.count == 1) {
-        layout = facts->layout;
+    } else if (how->world > 0 && shard->layout.count == 1) {
+        layout = shard->layout;
         layout.steps[0].parts = how->world;
         index = how->index;
     }
-    return mls_layout_part(&layout, facts->rank, facts->shape, index, &item->part, st);
+    return mls_layout_part(&layout, shard->rank, shard->shape, index, &item->part, st);
 }
 
 /* Add the stored shape `have`, the expected shape `want` and the tensor's name to the
@@ -105,12 +105,12 @@ static mls_code set_shapes(const mls_load_item *item, const char *have, const ch
 mls_code mls_load_item_check_full(const mls_load_item *item, int rank,
                                   const size_t *shape, mls_status *st)
 {
-    const mls_index_shard *facts = item->tensor->facts;
+    const mls_index_shard *shard = item->tensor->any_shard;
     char have[64], want[64];
-    if (mls_shape_equal(rank, shape, facts->rank, facts->shape)) {
+    if (mls_shape_equal(rank, shape, shard->rank, shard->shape)) {
         return MLS_OK;
     }
-    mls_shape_text(have, sizeof have, facts->rank, facts->shape);
+    mls_shape_text(have, sizeof have, shard->rank, shard->shape);
     mls_shape_text(want, sizeof want, rank, shape);
     mls_fail(st, MLS_E_SHAPE, "the checkpoint has shape %s, the target %s", have, want);
     return set_shapes(item, have, want, st);
@@ -119,8 +119,8 @@ mls_code mls_load_item_check_full(const mls_load_item *item, int rank,
 mls_code mls_load_item_part(mls_load_item *item, const mls_layout *layout, size_t index,
                             mls_status *st)
 {
-    const mls_index_shard *facts = item->tensor->facts;
-    return mls_layout_part(layout, facts->rank, facts->shape, index, &item->part, st);
+    const mls_index_shard *shard = item->tensor->any_shard;
+    return mls_layout_part(layout, shard->rank, shard->shape, index, &item->part, st);
 }
 
 /* Set `item->part` to elements `begin` .. `end` of the tensor, a flat range. No layout
@@ -128,12 +128,12 @@ mls_code mls_load_item_part(mls_load_item *item, const mls_layout *layout, size_
 mls_code mls_load_item_run(mls_load_item *item, int64_t begin, int64_t end,
                            mls_status *st)
 {
-    const mls_index_shard *facts = item->tensor->facts;
-    mls_part part = {.rank = facts->rank, .flat = true};
+    const mls_index_shard *shard = item->tensor->any_shard;
+    mls_part part = {.rank = shard->rank, .flat = true};
     size_t count = 1; /* cannot overflow: the index was checked */
-    for (int i = 0; i < facts->rank; i++) {
-        part.length[i] = facts->shape[i];
-        count *= facts->shape[i];
+    for (int i = 0; i < shard->rank; i++) {
+        part.length[i] = shard->shape[i];
+        count *= shard->shape[i];
     }
     if (begin < 0 || end < begin || (uint64_t)end > count) {
         return mls_fail(st, MLS_E_VALUE,
@@ -151,18 +151,18 @@ mls_code mls_load_item_run(mls_load_item *item, int64_t begin, int64_t end,
 mls_code mls_load_item_check_target(const mls_load_item *item, const mls_tensor *target,
                                     mls_status *st)
 {
-    const mls_index_shard *facts = item->tensor->facts;
+    const mls_index_shard *shard = item->tensor->any_shard;
     size_t dims[MLS_LAYOUT_RANK];
     char have[64], want[64];
     const int rank = mls_part_dims(&item->part, dims);
-    if (target->dtype == facts->dtype &&
+    if (target->dtype == shard->dtype &&
         mls_shape_equal(target->rank, target->shape, rank, dims)) {
         return MLS_OK;
     }
     mls_shape_text(have, sizeof have, rank, dims);
     mls_shape_text(want, sizeof want, target->rank, target->shape);
     mls_fail(st, MLS_E_SHAPE, "the checkpoint has %s of %s, the target is %s of %s",
-             mls_dtype_of(facts->dtype)->name, have, mls_dtype_of(target->dtype)->name,
+             mls_dtype_of(shard->dtype)->name, have, mls_dtype_of(target->dtype)->name,
              want);
     return set_shapes(item, have, want, st);
 }
@@ -246,7 +246,7 @@ mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
 size_t mls_load_item_bytes(const mls_load_item *item)
 {
     return mls_part_count(&item->part) *
-           mls_dtype_of(item->tensor->facts->dtype)->item_bytes;
+           mls_dtype_of(item->tensor->any_shard->dtype)->item_bytes;
 }
 
 /* ---- set destinations ---- */

@@ -40,11 +40,11 @@ static mls_code add_shard(mls_merged_index *merged, const mls_merged_index_shard
     mls_merged_index_tensor *tensor =
         merged->tensor_count == 0 ? NULL : &merged->tensors[merged->tensor_count - 1];
     if (tensor == NULL ||
-        mls_tensor_id_compare(&tensor->facts->id, &next->shard->id) != 0) {
+        mls_tensor_id_compare(&tensor->any_shard->id, &next->shard->id) != 0) {
         tensor = &merged->tensors[merged->tensor_count++];
-        *tensor =
-            (mls_merged_index_tensor){.facts = next->shard, .from = merged->shard_count};
-    } else if (!mls_index_same_tensor(tensor->facts, next->shard)) {
+        *tensor = (mls_merged_index_tensor){.any_shard = next->shard,
+                                            .from = merged->shard_count};
+    } else if (!mls_index_same_tensor(tensor->any_shard, next->shard)) {
         const mls_str name = next->shard->id.name;
         mls_fail(st, MLS_E_FORMAT,
                  "the dtype, shape or layout of a tensor differs between a shard of rank "
@@ -207,9 +207,10 @@ size_t mls_merged_index_find(const mls_merged_index *merged, const mls_tensor_id
 {
     size_t at;
     MLS_FIND_FIRST(at, merged->tensor_count,
-                   mls_tensor_id_compare(&merged->tensors[at].facts->id, id) >= 0);
-    const bool exists = at < merged->tensor_count &&
-                        mls_tensor_id_compare(&merged->tensors[at].facts->id, id) == 0;
+                   mls_tensor_id_compare(&merged->tensors[at].any_shard->id, id) >= 0);
+    const bool exists =
+        at < merged->tensor_count &&
+        mls_tensor_id_compare(&merged->tensors[at].any_shard->id, id) == 0;
     return exists ? at : SIZE_MAX;
 }
 
@@ -252,7 +253,7 @@ static mls_code check_missing(const mls_merged_index *merged,
 {
     size_t parts = 1, stored = 0;
     mls_status ignored; /* cannot fail: the layout was checked by the parser */
-    (void)mls_layout_parts(&tensor->facts->layout, &parts, &ignored);
+    (void)mls_layout_parts(&tensor->any_shard->layout, &parts, &ignored);
     /* the usual case: every part is stored */
     if (tensor->count == parts) {
         return MLS_OK;
@@ -264,7 +265,7 @@ static mls_code check_missing(const mls_merged_index *merged,
     if (stored == mls_part_count(to)) {
         return MLS_OK;
     }
-    const mls_str name = tensor->facts->id.name;
+    const mls_str name = tensor->any_shard->id.name;
     mls_fail(st, MLS_E_FORMAT,
              "the tensor is incomplete: %zu of its %zu parts are stored, with %zu of the "
              "%zu requested elements",

@@ -21,7 +21,7 @@ typedef struct mls_merged_index_shard {
 /* Shards `from` .. `from + count` of the merged index belong to one tensor, sorted by
  * part. Properties of the whole tensor are equal in all of them. */
 typedef struct mls_merged_index_tensor {
-    const mls_index_shard *facts; /* one of them */
+    const mls_index_shard *any_shard; /* one of its shards */
     size_t from, count;
     size_t places; /* upper bound of the pieces for the whole tensor: one for each place,
                       and one more for each shard with zeros that are not stored */

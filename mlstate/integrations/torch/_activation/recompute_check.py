@@ -462,8 +462,8 @@ def _compare_gradients(model: SampledModel, plan: Any) -> list[Finding]:
         return [Finding("model", other[0], "gradients", text)]
     module = model.module if hasattr(model.module, "modules") else None
     try:
-        with apply_plan(plan, module, blocks=model.blocks) as on:
-            planned = run(on)
+        with apply_plan(plan, module, blocks=model.blocks) as planned_model:
+            planned = run(planned_model)
     except (MLStateError, ValueError, RuntimeError) as error:
         return [Finding("model", "with the plan", "error", str(error))]
     return [

@@ -77,7 +77,7 @@ TEST(tensors_are_looked_up_in_any_order)
     for (size_t i = 0; i < sizeof keys / sizeof keys[0]; i++) {
         const mls_load_item *w = add(keys[i]);
         REQUIRE(w != NULL && w == &f.plan.items[i]);
-        CHECK(mls_str_is(w->tensor->facts->id.name, i == 3 ? "w" : keys[i]));
+        CHECK(mls_str_is(w->tensor->any_shard->id.name, i == 3 ? "w" : keys[i]));
     }
     CHECK(add("w") == NULL && add("") == NULL && f.plan.count == 6);
 }
@@ -200,7 +200,7 @@ TEST(wrong_file_length_is_refused_before_allocation)
     const char *file;
     mls_load_item *w = add("whole");
     REQUIRE(w != NULL && mls_load_item_select(w, &none, &status) == MLS_OK);
-    const char *path = f.index.files[f.merged.tensors[f.plan.last].facts->file].path;
+    const char *path = f.index.files[f.merged.tensors[f.plan.last].any_shard->file].path;
     REQUIRE(set_length(path, 3));
     CHECK(mls_load_plan_find(&f.plan, pool_fd, &file, &status) == MLS_E_FORMAT);
     REQUIRE(file != NULL);

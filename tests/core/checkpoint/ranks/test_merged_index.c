@@ -98,7 +98,7 @@ TEST(parts_of_all_ranks_come_together)
     REQUIRE(merged.tensor_count == 5 && merged.shard_count == 8);
     for (size_t i = 0; i < 5; i++) {
         const mls_tensor_id id = id_of(names[i]);
-        CHECK(mls_str_is(merged.tensors[i].facts->id.name, names[i]));
+        CHECK(mls_str_is(merged.tensors[i].any_shard->id.name, names[i]));
         CHECK(merged.tensors[i].count == (i == 4 ? 4U : 1U));
         CHECK(mls_merged_index_find(&merged, &id) == i);
     }
