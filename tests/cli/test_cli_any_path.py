@@ -208,6 +208,20 @@ def test_convert_changes_named_states_of_tensors(place, run, source):
     assert list(loaded.states["nested"]["ema"]) == ["layer.w"]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("convert", "ckpt", "other"),
+        ("reshard", "ckpt", "other", "--layout", "rows", "--world-size", "2"),
+    ],
+)
+def test_a_folder_of_other_files_is_not_replaced(place, refused, command):
+    Path("other").mkdir()
+    Path("other/notes.txt").write_text("kept")
+    assert "'notes.txt'" in refused(*command, "--force")
+    assert [path.name for path in Path("other").iterdir()] == ["notes.txt"]
+
+
 def test_convert_refuses_two_new_names_for_one(place, refused):
     rules = ["--rename", "layer=b", "--rename", "layer=c"]
     assert "given twice" in refused("convert", "ckpt", "b", *rules)

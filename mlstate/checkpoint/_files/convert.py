@@ -285,6 +285,8 @@ def begin_write(
         refuse_file_name(files.folder)
     # after the listing, so that nothing appears in between
     refuse_existing(files.folder, overwrite)
+    if isinstance(target, CheckpointTarget):
+        files.refuse_others(target.content)
     return target
 
 
