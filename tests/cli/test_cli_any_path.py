@@ -222,6 +222,16 @@ def test_a_folder_of_other_files_is_not_replaced(place, refused, command):
     assert [path.name for path in Path("other").iterdir()] == ["notes.txt"]
 
 
+def test_the_model_of_a_lightning_file_is_converted_with_a_warning_of_the_rest(place, run, refused):
+    torch = pytest.importorskip("torch", reason="its files are read")
+    torch.save({"state_dict": {"w": torch.ones(2), "metric._extra_state": {"n": 1}}}, "a.ckpt")
+    status, _, [error] = run("convert", "a.ckpt", "a.npz")
+    assert status == 0
+    assert "without [\"state_dict['metric._extra_state']\"]" in error
+    torch.save({"state_dict": [1]}, "b.ckpt")
+    assert "no 'state_dict'" in refused("convert", "b.ckpt", "b.npz")
+
+
 def test_convert_refuses_two_new_names_for_one(place, refused):
     rules = ["--rename", "layer=b", "--rename", "layer=c"]
     assert "given twice" in refused("convert", "ckpt", "b", *rules)
