@@ -33,7 +33,7 @@ def _check(value: object, where: str, finite: bool, levels: int) -> None:
     """
     if levels == 0 and isinstance(value, dict | list | tuple):
         raise _TooDeepError
-    if isinstance(value, dict) and not _is_state_dict(value):
+    if isinstance(value, dict) and not hasattr(value, "astype"):  # JSON would lose a `StateDict`
         for key, inner in value.items():
             if not isinstance(key, str):
                 raise TypeError(
@@ -59,15 +59,6 @@ def _check(value: object, where: str, finite: bool, levels: int) -> None:
         name = cls.__name__ if cls.__module__ == "builtins" else f"{cls.__module__}.{cls.__name__}"
         hint = _hint(value)
         raise TypeError(f"{where} is a {name}{hint and f': give {hint}'}")
-
-
-def _is_state_dict(value: dict[object, object]) -> bool:
-    """Return whether a dict is a `StateDict`, whose class and attributes JSON would lose."""
-    if type(value) is dict:
-        return False
-    from ..state._state_dict import StateDict
-
-    return isinstance(value, StateDict)
 
 
 def check_text(text: str, where: str) -> None:

@@ -226,6 +226,7 @@ def reshard(
     old, new = _folders(source, target, storage_options)
     content = new.content()
     refuse_existing(new.folder, overwrite)
+    new.refuse_others(content)
     refuse_file_name(new.folder)
     read_manifest: Manifest | None = None
     if (step, monitor, mode) == (None, None, None):

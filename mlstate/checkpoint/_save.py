@@ -15,6 +15,7 @@ import errno
 import os
 import sys
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .. import _core
@@ -71,6 +72,8 @@ class SaveFolder(NamedTuple):
     replace_steps: bool = False  # replace all steps of a manager by this checkpoint
     content: FolderContent | None = None  # if given, only this is replaced
     any_suffix: bool = False  # the caller's program chooses the name
+    # entries of modules that are not tensors, and torch's metadata, by name of the state or None
+    entries: Mapping[str | None, tuple[Any, Any]] = MappingProxyType({})
     started: Callable[[SaveHandle], object] | None = None  # called before `save_async` starts
 
     def __fspath__(self) -> str:
@@ -99,6 +102,7 @@ class SaveTarget(NamedTuple):
     keep_root: bool  # keep the root under roots/, as `CheckpointManager` does
     replace_steps: bool
     content: FolderContent | None  # as of `SaveFolder`
+    entries: Mapping[str | None, tuple[Any, Any]]  # as of `SaveFolder`
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None  # as of `SaveFolder`
     started: Callable[[SaveHandle], object] | None
     caller: Caller
@@ -151,6 +155,7 @@ def check_target(
         keep_root=save_folder.retain is not None,
         replace_steps=save_folder.replace_steps,
         content=save_folder.content,
+        entries=save_folder.entries,
         retain=partial(delete_all_roots, files)
         if save_folder.replace_steps
         else save_folder.retain,
@@ -381,6 +386,8 @@ def take_content(
         refuse_empty_save(*pair, states)
         if any(others):
             named = add_entries(named, None, others)
+        for state, stored in target.entries.items():
+            named = add_entries(named, state, stored)
         params = _as_dict(pair[0], "params", model)
         dicts = (params, _as_dict(pair[1], "optim_state", optimizer), named.arrays)
         header = {

@@ -34,6 +34,7 @@ from ..checkpoint._huggingface.export_loaded import export_loaded
 from ..checkpoint._load import load, open_loader
 from ..checkpoint._quantized.config import read_quantization
 from ..checkpoint._quantized.pairs import refuse_quantized_state
+from ..checkpoint._states.modules import all_entries, split_entries
 from ..checkpoint._store.open_path import open_folder
 from ..errors import CheckpointWarning
 from ._common import (
@@ -205,6 +206,11 @@ def _read(arguments: argparse.Namespace, name: str) -> tuple[Parts, int | None]:
     if location is not None:
         loaded = load(location, **changes.load_options())
         parts = parts_of(loaded)
+        states, _ = split_entries(parts.states)
+        if changes.names is None:
+            options = cast("LoadOptions", changes.load_options())
+            states |= all_entries(open_loader(where, options))
+        parts = parts._replace(states=states)
         return (parts if chosen is None else chosen.apply(parts, path)), loaded.step
     if arguments.step is not None:
         raise ValueError(f"{path} is not an mlstate checkpoint: it has no steps")
@@ -317,8 +323,9 @@ def run_convert(arguments: argparse.Namespace) -> int:
         read_parts, step = _read(arguments, read)
         if changes.names is not None:  # they may choose tensors of one part only
             read_parts = read_parts.without_empty()
-        model, optimizer, metadata, states = read_parts
-        write_any(target, model, optimizer, metadata, states, format=write, target=start, step=step)
+        model, optimizer, metadata, named = read_parts
+        states, _ = split_entries(named)
+        write_any(target, model, optimizer, metadata, named, format=write, target=start, step=step)
         parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
         data = {

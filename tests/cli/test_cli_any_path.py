@@ -208,6 +208,69 @@ def test_convert_changes_named_states_of_tensors(place, run, source):
     assert list(loaded.states["nested"]["ema"]) == ["layer.w"]
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("convert", "ckpt", "other"),
+        ("reshard", "ckpt", "other", "--layout", "rows", "--world-size", "2"),
+    ],
+)
+def test_a_folder_of_other_files_is_not_replaced(place, refused, command):
+    Path("other").mkdir()
+    Path("other/notes.txt").write_text("kept")
+    assert "'notes.txt'" in refused(*command, "--force")
+    assert [path.name for path in Path("other").iterdir()] == ["notes.txt"]
+
+
+def test_the_model_of_a_lightning_file_is_converted_with_a_warning_of_the_rest(place, run, refused):
+    torch = pytest.importorskip("torch", reason="its files are read")
+    torch.save({"state_dict": {"w": torch.ones(2), "metric._extra_state": {"n": 1}}}, "a.ckpt")
+    status, _, [error] = run("convert", "a.ckpt", "a.npz")
+    assert status == 0
+    assert "without [\"state_dict['metric._extra_state']\"]" in error
+    torch.save({"state_dict": [1]}, "b.ckpt")
+    assert "no 'state_dict'" in refused("convert", "b.ckpt", "b.npz")
+
+
+@pytest.mark.parametrize("options", [[], ["--only", "model"], ["--rename", "inner=core"]])
+def test_convert_keeps_entries_of_modules_that_are_not_tensors(place, run, options):
+    torch = pytest.importorskip("torch", reason="its modules are saved")
+
+    class Module(torch.nn.Linear):
+        _version = 2
+
+        def get_extra_state(self):
+            return {"seen": (1, 2)}
+
+        def set_extra_state(self, state):
+            self.state = state
+
+        def _load_from_state_dict(self, state, prefix, metadata, *others):
+            self.loaded_version = metadata.get("version")
+            super()._load_from_state_dict(state, prefix, metadata, *others)
+
+    mlstate.save("a", torch.nn.ModuleDict({"inner": Module(2, 2)}), states={"b": Module(2, 2)})
+    name = "core" if "--rename" in options else "inner"
+    target = torch.nn.ModuleDict({name: Module(2, 2)})
+    for path in ("c", "c.pt"):
+        status, _, errors = run("convert", "a", path, *options)
+        assert (status, errors) == (0, [])
+    mlstate.load("c", into=target)
+    assert (target[name].state, target[name].loaded_version) == ({"seen": (1, 2)}, 2)
+    del target[name].state
+    saved = torch.load("c.pt")
+    target.load_state_dict(saved.get("model", saved))
+    assert (target[name].state, target[name].loaded_version) == ({"seen": (1, 2)}, 2)
+    if "--only" not in options:
+        other = Module(2, 2)
+        mlstate.load("c", into={"states": {"b": other}})
+        assert (other.state, other.loaded_version) == ({"seen": (1, 2)}, 2)
+        other.load_state_dict(saved["b"])
+    assert run("convert", "a", "d.npz", "--only", "b")[0] == 0
+    status, _, errors = run("convert", "a", "e.npz", "--skip", "b,.model")
+    assert (status, errors) == (0, [])
+
+
 def test_convert_refuses_two_new_names_for_one(place, refused):
     rules = ["--rename", "layer=b", "--rename", "layer=c"]
     assert "given twice" in refused("convert", "ckpt", "b", *rules)

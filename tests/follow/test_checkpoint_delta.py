@@ -121,3 +121,10 @@ def test_an_unknown_encoding_is_not_written():
     pairs = {name: (base, news()[name]) for name, base in bases().items()}
     with pytest.raises(ValueError, match="encoding must be one of overwrite, xor, got 'sum'"):
         write_checkpoint_delta(7, 6, pairs, encoding="sum")
+
+
+@pytest.mark.parametrize("base", [np.zeros(1, np.uint8), np.zeros(4, np.int32)])
+def test_bases_of_another_shape_or_dtype_are_refused(base):
+    pairs = {"w": (base, np.ones(4, np.float32))}
+    with pytest.raises(CompatibilityError, match="'w' has a base of another shape or dtype"):
+        write_checkpoint_delta(2, 1, pairs)

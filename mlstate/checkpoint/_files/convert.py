@@ -33,6 +33,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.arrays import refuse_unstorable
@@ -56,6 +57,7 @@ from ...state._state_dict import StateDict
 from .._folder.local import LocalFolder
 from .._folder.object import StoreURL
 from .._folder.weight_names import is_index
+from .._states.modules import is_entries, split_entries
 from .._store.checkpoint_files import CheckpointFiles, FolderContent
 from .._store.open_path import is_url, open_folder, refuse_existing, refuse_file_name
 from .backend import FileBackend
@@ -103,6 +105,7 @@ class CheckpointTarget(NamedTuple):
     overwrite: bool
     any_suffix: bool = False  # the path of the folder may have the suffix of a file
     step: int | None = None  # of the new checkpoint; None: of the parts
+    entries: Mapping[str | None, tuple[Any, Any]] = MappingProxyType({})  # as of `SaveFolder`
 
     def save_folder(self) -> SaveFolder:
         """Return the path to pass to `save`, with what it may replace."""
@@ -113,6 +116,7 @@ class CheckpointTarget(NamedTuple):
             replace_steps=self.overwrite,
             content=self.content,
             any_suffix=self.any_suffix,
+            entries=self.entries,
         )
 
 
@@ -285,6 +289,8 @@ def begin_write(
         refuse_file_name(files.folder)
     # after the listing, so that nothing appears in between
     refuse_existing(files.folder, overwrite)
+    if isinstance(target, CheckpointTarget):
+        files.refuse_others(target.content)
     return target
 
 
@@ -356,6 +362,10 @@ def _take_json_states(states: dict[str, Any]) -> dict[str, Any]:
     """
     json_states: dict[str, Any] = {}
     for name, value in [*states.items()]:
+        if is_entries(name, value):
+            if not value["entries"]:
+                del states[name]  # only torch's metadata of a module
+            continue
         with suppress(TypeError, ValueError):
             check_json_values(value, name, finite=False)
             json_states[name] = states.pop(name)
@@ -622,8 +632,10 @@ def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
     """Save the parts as a checkpoint of mlstate, with the step of the target or else of theirs."""
     from .._save import save
 
-    model, optimizer, metadata, states = parts
-    folder, step = target.save_folder(), parts.step if target.step is None else target.step
+    model, optimizer, metadata, named = parts
+    states, entries = split_entries(named)
+    folder = target._replace(entries=entries).save_folder()
+    step = parts.step if target.step is None else target.step
     save(folder, model, optimizer, step=step, metadata=metadata, states=states or None)
 
 

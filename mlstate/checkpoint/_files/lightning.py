@@ -123,7 +123,7 @@ def read_ckpt(path: Path) -> dict[str, Any]:
     Raises CompatibilityError if it has no ``state_dict``.
     """
     checkpoint = torch_backend("files of Lightning", FileBackend).read_tree(path)
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise CompatibilityError(f"{path} holds no checkpoint of Lightning: it has no 'state_dict'")
     return checkpoint
 
@@ -135,11 +135,13 @@ def write_ckpt(target: Target, checkpoint: dict[str, object]) -> None:
         backend.write_tree(checkpoint, file)
 
 
-def warn_of_other_entries(checkpoint: Mapping[str, object]) -> None:
-    """Warn that the entries of a checkpoint other than its model are not converted."""
+def warn_of_other_entries(checkpoint: Mapping[str, Any]) -> None:
+    """Warn that entries of a checkpoint other than the model's tensors are not converted."""
     import warnings
 
     others = sorted(key for key in checkpoint if key != "state_dict")
+    model = checkpoint["state_dict"]
+    others += sorted(f"state_dict[{name!r}]" for name in model if not is_torch(model[name]))
     if others:
         warnings.warn(
             f"only the model of the checkpoint of Lightning is converted, without {others}: a "

@@ -9,6 +9,7 @@ from ..._common.arrays import is_torch
 from ..._common.text import names_hint
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
+from .._states.modules import entries_name, split_entries
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -77,20 +78,34 @@ class Selection:
             for name, value in parts.metadata.items()
             if (not self.only if name in of_parts else takes(name))
         }
-        states = {name: value for name, value in parts.states.items() if takes(name)}
+        others, entries = split_entries(parts.states)
+        self._seen |= parts.states.keys() - others.keys()
+        entries = {
+            state: each for state, each in entries.items() if entries_name(state) not in self.skip
+        }
+        states = {name: value for name, value in others.items() if takes(name)}
         unknown = sorted((self.only | self.skip) - self._seen)
         if unknown:
-            entries = sorted(self._seen)
+            names = sorted(self._seen)
             raise ValueError(
-                f"{path} has no entry {unknown[0]!r}; it has {', '.join(entries)}"
-                f"{names_hint(unknown[0], entries, listed=False)}"
+                f"{path} has no entry {unknown[0]!r}; it has {', '.join(names)}"
+                f"{names_hint(unknown[0], names, listed=False)}"
             )
         if self.only and model is None and optimizer is None and len(states) == 1:
             [value] = states.values()
             if isinstance(value, OptimizerStateDict):
                 return Parts(None, value, metadata, {})
             if is_flat(value):
-                return Parts(StateDict(value), None, metadata, {})
+                stored = [parts.states[entries_name(name)] for name in entries.keys() & {*states}]
+                return Parts(
+                    StateDict(value),
+                    None,
+                    metadata,
+                    {entries_name(None): stored[0]} if stored else {},
+                )
+        owners = {*states, *([None] if model is not None else [])}
+        for state in entries.keys() & owners:
+            states[entries_name(state)] = parts.states[entries_name(state)]
         return Parts(model, optimizer, metadata, states)
 
 

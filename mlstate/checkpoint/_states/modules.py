@@ -38,6 +38,31 @@ def entries_name(state: str | None) -> str:
     return MODEL if state is None else _NAMED + state
 
 
+def is_entries(name: str, value: object) -> bool:
+    """Return whether a named state is a module's entries that are not tensors, with metadata."""
+    return (
+        (name == MODEL or name.startswith(_NAMED))
+        and isinstance(value, dict)
+        and value.keys() == {"entries", "metadata"}
+    )
+
+
+def split_entries(
+    states: Mapping[str, Any],
+) -> tuple[dict[str, Any], dict[str | None, tuple[Any, Any]]]:
+    """Return the named states without modules' entries, and these by name of the module's state.
+
+    `states`: with entries under the names of `entries_name`. Each has the entries and the metadata.
+    """
+    entries: dict[str | None, tuple[Any, Any]] = {
+        None if name == MODEL else name.removeprefix(_NAMED): (value["entries"], value["metadata"])
+        for name, value in states.items()
+        if is_entries(name, value)
+    }
+    others = {name: value for name, value in states.items() if not is_entries(name, value)}
+    return others, entries
+
+
 def encode_entries(entries: Mapping[str, Any], metadata: Mapping[str, Any], where: str) -> Tree:
     """Return a module's entries that are not tensors, and torch's metadata, as a nested value.
 
@@ -76,6 +101,19 @@ def shown_states(states: dict[str, object]) -> dict[str, Any]:
 
 
 # ---- loading ----
+
+
+def all_entries(loader: Loader) -> dict[str, dict[str, Any]]:
+    """Return the entries that are not tensors of all modules, and metadata, by `entries_name`.
+
+    Modules without both are left out.
+    """
+    stored = {
+        entries_name(section.state): stored_entries(loader, section)
+        for section in loader.sections
+        if not section.is_optimizer
+    }
+    return {name: each._asdict() for name, each in stored.items() if any(each)}
 
 
 class StoredEntries(NamedTuple):

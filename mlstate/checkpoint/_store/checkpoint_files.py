@@ -315,6 +315,18 @@ class CheckpointFiles:
             manifest = self.folder.read(MANIFEST)
         return FolderContent(manifest, tuple(self.list_roots()) if roots else None)
 
+    def refuse_others(self, content: FolderContent) -> None:
+        """Raise StoreError (EEXIST) if a local folder has no checkpoint, but files of others.
+
+        `content`: of the folder, which a writer wants to replace.
+        """
+        if content != (None, ()) or not os.path.isdir(self.path):
+            return
+        if foreign := self.foreign_files():
+            text = f"it is not a checkpoint, and holds {foreign[0]!r}; choose another path"
+            exists = FileExistsError(errno.EEXIST, text)
+            raise store_error(exists, "cannot write the target", self.path)
+
     def refuse_change(self, before: FolderContent) -> None:
         """Raise StoreError (EEXIST) if the folder's checkpoints have changed since `before`.
 

@@ -115,7 +115,8 @@ def write_checkpoint_delta(
     Raises
     ------
     CompatibilityError
-        A tensor has 4 GiB or more, which the positions of "overwrite" cannot number.
+        A tensor has 4 GiB or more, which the positions of "overwrite" cannot number. Or its base
+        has another shape or dtype.
     FormatError
         `checksum_format` is unknown.
     ValueError
@@ -129,6 +130,8 @@ def write_checkpoint_delta(
     checksums: dict[str, str] = {}
     compress = _zstandard().ZstdCompressor().compress
     for name, (base, new) in pairs.items():
+        if (base.shape, base.dtype) != (new.shape, new.dtype):
+            raise _error(CompatibilityError, name, "has a base of another shape or dtype")
         before, after = (array.reshape(-1).view(np.uint8) for array in (base, new))
         changed = before ^ after
         if not changed.any():

@@ -11,7 +11,7 @@ import errno
 import os
 import struct
 import warnings
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, TYPE_CHECKING, Any
@@ -22,6 +22,7 @@ from .... import _core
 from ...._common.atomic_file import Target, new_path, replacing
 from ...._common.regular_file import open_regular
 from ....checkpoint._files.parts import Parts, is_flat
+from ....checkpoint._states.modules import split_entries
 from ....errors import CompatibilityError, FormatError
 from ....state._compatibility import join
 from ....state._kind import describe
@@ -136,6 +137,20 @@ def _state_value(value: Any, where: str) -> Any:
     return value
 
 
+def _module_tree(
+    tensors: Mapping[str, Any], entries: Mapping[str, Any], metadata: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the ``state_dict()`` of a module: its tensors and other entries.
+
+    `metadata`: of torch, by module, which the result carries.
+    """
+    tree: dict[str, Any] = {**tensors, **_state_value(dict(entries), "model")}
+    if metadata:
+        tree = OrderedDict(tree)
+        tree._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
+    return tree
+
+
 def tree_of(parts: Parts) -> dict[str, Any]:
     """Return a tree that torch can store, of the parts of a state.
 
@@ -144,11 +159,12 @@ def tree_of(parts: Parts) -> dict[str, Any]:
     the classes of the states. Raises ValueError if a state has the name of another entry, and
     CompatibilityError for a value that torch's files cannot hold without pickle.
     """
-    model, optimizer, metadata, states = parts
+    model, optimizer, metadata, named = parts
+    states, entries = split_entries(named)
     kinds = {"model": describe(model), "optimizer": describe(optimizer)}
     texts = {kind: text for kind, text in kinds.items() if text is not None}
     if model is not None and optimizer is None and not metadata and not states and not texts:
-        return dict(_cpu_tensors(model))
+        return _module_tree(_cpu_tensors(model), *entries.get(None, ({}, {})))
     tree: dict[str, Any] = {}
     if model is not None:
         tree["model"] = _cpu_tensors(model)
@@ -161,6 +177,9 @@ def tree_of(parts: Parts) -> dict[str, Any]:
                 f"a state has the name {name!r} of another entry: leave it out (--skip)"
             )
         tree[name] = _state_value(value, f"states[{name!r}]")
+    for state, stored in entries.items():
+        key = "model" if state is None else state
+        tree[key] = _module_tree(tree[key], *stored)
     return tree
 
 
