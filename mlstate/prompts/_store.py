@@ -468,7 +468,11 @@ class PromptStore:
         return self._mark(tokens, "pin")
 
     def unpin(self, tokens: Any) -> int:
-        """Undo `pin`; parameters, result and errors are the same."""
+        """Undo `pin`; parameters, result and errors are the same.
+
+        Pass as many tokens as `pin` returned: the pin of a shorter prompt stays, also if the prompt
+        has grown since.
+        """
         return self._mark(tokens, "unpin")
 
     def delete(self, tokens: Any) -> int:

@@ -359,3 +359,24 @@ def test_arrays_of_the_same_elements_load_equal_values(tmp_path):
     mlstate.save(tmp_path / "c", states={"kv": two_entries(filled(1), filled(1))})
     mlstate.load(tmp_path / "c", into={"states": {"kv": two_entries(keys, keys[:])}})
     np.testing.assert_array_equal(keys, filled(1))
+
+
+def test_a_load_refuses_caches_that_share_memory_with_one_another(tmp_path):
+    memory = np.zeros((1, 1, 6, 2), np.float32)
+    targets = {
+        "a": two_entries(memory[:, :, :4], filled(0)),
+        "b": [two_entries(filled(0), memory[:, :, 2:])],
+    }
+    stored = {"a": two_entries(filled(1), filled(2)), "b": [two_entries(filled(3), filled(4))]}
+    mlstate.save(tmp_path / "c", states=stored)
+    with pytest.raises(
+        CompatibilityError, match=r"states\['a'\]: k: .* those of .*\['b'\]\[0\]: v"
+    ):
+        mlstate.load(tmp_path / "c", into={"states": targets})
+    assert not memory.any() and not targets["a"].arrays["v"].any()
+    keys = filled(0)
+    targets = {"a": two_entries(keys, filled(0)), "b": [two_entries(filled(0), keys)]}
+    mlstate.save(tmp_path / "c", states=targets)
+    keys[...] = 5
+    mlstate.load(tmp_path / "c", into={"states": targets})
+    assert not keys.any()

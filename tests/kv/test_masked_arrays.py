@@ -26,7 +26,7 @@ def state_of(array):
 
 
 def put(tokens, cache):
-    with PromptStore(tempfile.mkdtemp(), model="m") as store:
+    with tempfile.TemporaryDirectory() as folder, PromptStore(folder, model="m") as store:
         return store.put(tokens, cache)
 
 

@@ -55,6 +55,7 @@ class _Source(NamedTuple):
 
     where: str
     stored: _StoredTree
+    cache: tuple[Any, Any] | None = None  # of a target `CacheState`: itself, and the saved one
 
     def text(self) -> str:
         """Return a text that is the same for equal values; sharded arrays are left out."""
@@ -332,12 +333,16 @@ class _Restorer:
 
         A copy of the target is kept to undo this. `node`, `where`: as for `add`.
         """
+        from ...kv import CacheState
         from ...kv._stored import check_cache, overwrite_cache
 
         if not (isinstance(node, dict) and node.get("$") == "cache"):
             raise _mismatch(where, f"a {type(target).__name__}", "another value")
         cache = self.decode(node, tensors=_has_torch(node))
         check_cache(target, cache, where)
+        if isinstance(target, CacheState):
+            self.sources[id(target)] = self.sources[id(target)]._replace(cache=(target, cache))
+            self.refuse_shared_caches()
         before = target.copy()
         self.actions.append(
             Action(
@@ -346,6 +351,19 @@ class _Restorer:
                 lambda: overwrite_cache(target, before),
             )
         )
+
+    def refuse_shared_caches(self) -> None:
+        """Raise CompatibilityError if two target caches share memory and get different values."""
+        from ...kv._snapshot import check_separate
+
+        targets: dict[str, Any] = {}
+        values: dict[str, Any] = {}
+        for source in self.sources.values():
+            if source.cache is not None:
+                target, cache = source.cache
+                targets |= {f"{source.where}: {name}": a for name, a in target.arrays.items()}
+                values |= {f"{source.where}: {name}": a for name, a in cache.arrays.items()}
+        check_separate(targets, values)
 
     def add_object(self, target: Any, node: object, where: str) -> None:
         """Add the action that passes the saved value to the target's ``load_state_dict``.
