@@ -202,6 +202,27 @@ def test_statistics_may_start_in_evaluation_mode(way):
     assert_same_bits(trained(None), trained(way))
 
 
+class ChangesItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        (x[0] if isinstance(x, list) else x).mul_(2)
+        return torch.tanh(self.linear(x[0] if isinstance(x, list) else x))
+
+
+@pytest.mark.parametrize(
+    "call", [lambda block, x: block(x=x), lambda block, x: block([x]), lambda block, x: block(x)]
+)
+def test_a_manager_refuses_a_block_that_changes_its_input(call):
+    model = nn.ModuleList([nn.Linear(4, 4), ChangesItsInput()])
+    with ByManager().apply(model):
+        out = call(model[1], model[0](torch.ones(2, 4)))
+        with pytest.raises((MLStateError, RuntimeError), match=r"in ?place"):
+            out.sum().backward()
+
+
 class OwnGenerator(nn.Module):
     def __init__(self):
         super().__init__()
