@@ -354,6 +354,16 @@ def test_measuring_and_checking_restore_replaced_buffers():
         assert block.first is None
 
 
+class ReturnsAnEmptyTensor(nn.Linear):
+    def forward(self, x):
+        return torch.tanh(super().forward(x)), torch.zeros(0).as_strided((0,), (0,))
+
+
+def test_empty_tensors_with_strides_of_zero_are_compared():
+    model = [ReturnsAnEmptyTensor(4, 4), lambda x, empty: torch.tanh(x)]
+    assert check(model, Plan(chain_of(2), segments(2, 1)), torch.ones(3, 4))
+
+
 def test_measuring_leaves_own_generators_as_they_were():
     model = nn.Sequential(*(OwnGenerator() for _ in range(3)))
     state = model[0].generator.get_state()
