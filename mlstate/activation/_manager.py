@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -282,6 +283,15 @@ class ActivationManager:
         self.strategy.reset()
         with self._lock:
             self._layers.clear()
+
+    # copies and pickles, also of modules with an applied strategy: all but the lock
+    def __getstate__(self) -> dict[str, Any]:
+        with self._lock:
+            layers = {name: copy.copy(layer) for name, layer in self._layers.items()}
+        return {"strategy": self.strategy, "_layers": layers}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     def _title(self, layers: list[LayerDecisions]) -> str:
         """Return one line: strategy, number of checkpointed layers, and bytes that they drop.

@@ -14,7 +14,7 @@ import numpy as np
 from .. import _core
 from .._common.arrays import is_torch, refuse_masked
 from .._common.backend import backend_of
-from .._common.dtypes import FLOATS, INTEGERS, NARROW_FLOATS, as_numbers, name_of
+from .._common.dtypes import FLOAT8S, FLOATS, INTEGERS, NARROW_FLOATS, as_numbers, name_of
 from ..collectives._arguments import dtype_name
 from ..errors import CompatibilityError
 from ._backend import GradientBackend
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # Dtypes that the core accumulates.
 _ADDED = FLOATS | INTEGERS | {"complex64"}
+# Dtypes that torch does not add either: its sum of bools is their union.
+_NOT_ADDED = FLOAT8S | {"bool"}
 
 
 class _Sum:
@@ -383,7 +385,7 @@ class GradientAccumulator:
         gradient_dtype = dtype_name(gradient)
         dtype = (self._dtype if gradient_dtype in NARROW_FLOATS else None) or gradient_dtype
         in_core = dtype in _ADDED and _readable(gradient) is not None
-        if not in_core and is_torch(gradient):
+        if not in_core and is_torch(gradient) and dtype not in _NOT_ADDED:
             return _Sum(
                 backend_of(gradient, GradientBackend).copy_of(gradient, dtype), gradient_dtype
             )

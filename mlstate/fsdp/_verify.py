@@ -112,7 +112,7 @@ def _iterate_blocks(array: Array) -> Iterator[Any]:
     for start in range(0, len(flat), _BLOCK):
         block = flat[start : start + _BLOCK]
         if is_torch(block):
-            near = block.cpu()
+            near = block.cpu().resolve_conj().resolve_neg()
             yield (near.double() if near.dtype.is_floating_point else near).numpy()
         elif (block := as_numbers(block)).dtype.kind in "biuc":
             yield block

@@ -500,3 +500,17 @@ def test_masked_arrays_are_refused_because_the_mask_would_be_lost():
     assert accumulator.counts == {}
     assert unit.local_gradient.tolist() == [1.0, 2.0]
     assert not hook.verify_gradients({"w": unit}, unreduced={"w": masked})
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["bool", "float8_e4m3fn"])
+def test_tensors_of_dtypes_without_sums_are_refused(torch, dtype):
+    accumulator = GradientAccumulator()
+    gradient = torch.ones(2).to(getattr(torch, dtype))
+    with pytest.raises(CompatibilityError, match=f"'w': gradients of dtype {dtype} cannot be"):
+        accumulator.add_gradients({"w": gradient})
+    assert accumulator.counts == {}
+    if dtype != "bool":
+        accumulator = GradientAccumulator(dtype="float32")
+        accumulator.add_gradients({"w": gradient})
+        assert accumulator.norm == 2**0.5

@@ -296,6 +296,14 @@ def test_tensors_are_verified_as_arrays_are(torch, dtype):
     assert second == [[], [], [], [("w", 0, None)]]
 
 
+@pytest.mark.torch
+def test_conjugated_tensors_are_verified_by_their_values(torch):
+    unit, hook = FSDPShardingUnit("w", (2,), "complex64", 0), FSDPBackwardHook(FSDP(SingleGroup()))
+    unit.local_gradient = torch.tensor([1 + 2j, 3j]).conj()
+    assert hook.verify_gradients({"w": unit}, {"w": torch.tensor([1 - 2j, -3j])})
+    assert not hook.verify_gradients({"w": unit}, {"w": torch.tensor([1 + 2j, 3j])})
+
+
 # ---- reports ----
 
 

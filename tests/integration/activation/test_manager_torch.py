@@ -1,5 +1,8 @@
 """Strategies on torch modules: which modules are recomputed, and gradients with the same bits."""
 
+import copy
+import pickle
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="runs torch modules")
@@ -212,3 +215,25 @@ def test_wrong_blocks_are_named():
     ):
         manager.apply(model, "layers.*")
     assert all("forward" not in vars(block) for block in model.modules())
+
+
+def test_copies_of_a_model_with_a_strategy_are_independent():
+    model, x = Model(2), torch.ones(3, 16)
+    manager = ActivationManager(IntervalStrategy(1))
+    with manager.apply(model, "layers.*"):
+        model(x).sum().backward()
+        copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+        for parameter in copied.parameters():
+            parameter.data.mul_(2)
+        plain = Model(2)
+        plain.load_state_dict(copied.state_dict())
+        for module in (model, copied, plain):
+            module.zero_grad()
+        decisions = manager.decisions
+        for module in (copied, plain):
+            module(x).square().sum().backward()
+    assert manager.decisions == decisions
+    assert [layer.runs for layer in copied.layers] == [4, 4]  # recomputed, as the original
+    assert all(parameter.grad is None for parameter in model.parameters())
+    for left, right in zip(copied.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(left.grad, right.grad)

@@ -10,8 +10,15 @@ torch = pytest.importorskip("torch", reason="its models are what is planned here
 from planned_models import assert_same_bits, chain_of, results, segments  # noqa: E402
 from torch import nn  # noqa: E402
 
-from mlstate.activation import ActivationManager, IntervalStrategy, Plan  # noqa: E402
+from mlstate.activation import (  # noqa: E402
+    ActivationManager,
+    Chain,
+    IntervalStrategy,
+    Plan,
+    check,
+)
 from mlstate.errors import MLStateError  # noqa: E402
+from mlstate.integrations.torch import measure_plan  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -202,6 +209,27 @@ def test_statistics_may_start_in_evaluation_mode(way):
     assert_same_bits(trained(None), trained(way))
 
 
+class ChangesItsInput(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        (x[0] if isinstance(x, list) else x).mul_(2)
+        return torch.tanh(self.linear(x[0] if isinstance(x, list) else x))
+
+
+@pytest.mark.parametrize(
+    "call", [lambda block, x: block(x=x), lambda block, x: block([x]), lambda block, x: block(x)]
+)
+def test_a_manager_refuses_a_block_that_changes_its_input(call):
+    model = nn.ModuleList([nn.Linear(4, 4), ChangesItsInput()])
+    with ByManager().apply(model):
+        out = call(model[1], model[0](torch.ones(2, 4)))
+        with pytest.raises((MLStateError, RuntimeError), match=r"in ?place"):
+            out.sum().backward()
+
+
 class OwnGenerator(nn.Module):
     def __init__(self):
         super().__init__()
@@ -298,3 +326,53 @@ def test_a_tensor_inside_an_object_that_is_changed_later_is_refused():
     model = ReadsThenAnotherWrites()
     with RECOMPUTED.apply(model), pytest.raises(MLStateError, match="inside one of its arguments"):
         model(torch.ones(2, 4)).sum().backward()
+
+
+class Replaces(nn.Module):
+    """Puts new tensors in place of its buffers in each run."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("first", None)
+
+    def forward(self, x):
+        self.scale = self.scale + 1
+        if self.first is None:
+            self.first = x.detach().mean(0)
+        return torch.tanh(self.linear(x) * self.scale + self.first)
+
+
+def test_measuring_and_checking_restore_replaced_buffers():
+    model, x = nn.Sequential(*(Replaces() for _ in range(3))), torch.randn(3, 4)
+    scales = [block.scale for block in model]
+    measure_plan(Plan(Chain.from_torch(model, x, repeats=1), segments(3, 1)), model, x)
+    assert check(model, RECOMPUTED, x)
+    for block, scale in zip(model, scales, strict=True):
+        assert block.scale is scale and scale.tolist() == [1] * 4
+        assert block.first is None
+
+
+class ReturnsAnEmptyTensor(nn.Linear):
+    def forward(self, x):
+        return torch.tanh(super().forward(x)), torch.zeros(0).as_strided((0,), (0,))
+
+
+def test_empty_tensors_with_strides_of_zero_are_compared():
+    model = [ReturnsAnEmptyTensor(4, 4), lambda x, empty: torch.tanh(x)]
+    assert check(model, Plan(chain_of(2), segments(2, 1)), torch.ones(3, 4))
+
+
+def test_measuring_leaves_own_generators_as_they_were():
+    model = nn.Sequential(*(OwnGenerator() for _ in range(3)))
+    state = model[0].generator.get_state()
+    assert check(model, RECOMPUTED, torch.ones(3, 4))
+    assert torch.equal(model[0].generator.get_state(), state)
+
+
+def test_models_with_sparse_buffers_are_measured():
+    model, x = nn.Sequential(*(SparseProduct() for _ in range(3))), torch.randn(4, 4)
+    chain = Chain.from_torch(model, x, repeats=1)
+    assert measure_plan(Plan(chain, segments(3, 1)), model, x).measured_bytes > 0
+    assert check(model, RECOMPUTED, x)

@@ -39,6 +39,15 @@ def it_is_a_group(group):
 
 
 @scenario
+def empty_tensors_with_strides_of_zero(group):
+    empty = torch.zeros(0).as_strided((0,), (0,))
+    for operation in (group.all_reduce, group.all_gather, group.all_to_all, group.broadcast):
+        assert operation(empty).shape == (0,)
+    assert group.reduce_scatter(empty, counts=[0] * group.world_size).shape == (0,)
+    assert group.all_reduce(torch.ones(1)).tolist() == [group.world_size]
+
+
+@scenario
 def torch_groups_are_accepted_wherever_a_group_is(group):
     world, state = dist.group.WORLD, {"w": np.arange(6.0)}
     folder = shared_folder(group)

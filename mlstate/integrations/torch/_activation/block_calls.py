@@ -171,6 +171,8 @@ class SampledModel:
         modules = [self.module, *self.blocks]
         real = [module for module in modules if isinstance(module, torch.nn.Module)]
         buffers = {id(b): (b, b.detach().clone()) for m in real for b in m.buffers()}
+        # a run may also put another tensor in place of a buffer
+        tables = [(child._buffers, dict(child._buffers)) for m in real for child in m.modules()]
         parameters = {id(p): p for m in real for p in m.parameters()}
         gradients = [(p, p.grad) for p in parameters.values() if p.requires_grad]
         tensors = tensors_in((self.args, self.kwargs))
@@ -183,6 +185,9 @@ class SampledModel:
         finally:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+            for table, content in tables:
+                table.clear()
+                table.update(content)
             for buffer, before in buffers.values():
                 buffer.data.copy_(before)
             set_generator_states(states)

@@ -11,6 +11,7 @@ from ...._common.set_module import set_module
 from ....activation._plan import Plan
 from ....activation._recompute_check import Finding, RecomputeReport
 from ....errors import MLStateError
+from .._tensors.memory import as_bytes
 from .apply_plan import apply_plan
 from .block_calls import BlockCall, SampledModel, seed_of
 from .rng_and_buffers import Buffers, Surroundings, copy_objects
@@ -39,10 +40,7 @@ def _has_same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a tensor's elements in C order, as a flat tensor."""
-    import torch
-
-    contiguous = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    return contiguous.reshape(-1).view(torch.uint8)
+    return as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
 
 
 def _describe(tensor: torch.Tensor) -> str:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from ...._common.set_module import set_module
 from .module_patterns import modules_named, refuse_overlap
-from .rng_and_buffers import Buffers, Surroundings
+from .rng_and_buffers import Buffers, Surroundings, refusal
+from .tensors import version_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -74,6 +75,7 @@ class _Forward:
         # checkpoint's own keywords could collide with the block's
         run = partial(self.plain, **kwargs)
         leaves = list(_tensors((args, kwargs)))
+        versions = [version_of(leaf) for leaf in leaves]
         surroundings = Surroundings(self._block, self._buffers, leaves)
         is_first = True
 
@@ -85,6 +87,14 @@ class _Forward:
                 out = run(*args)
                 surroundings.drop_unused()
                 return out
+            # torch checks only tensors that are positional arguments themselves
+            if [version_of(leaf) for leaf in leaves] != versions:
+                raise refusal(
+                    self.name,
+                    f"{self.name}: a tensor among its arguments was changed in place, by its "
+                    "forward pass or since: recomputation would not give the same; use "
+                    "operations that are not in place",
+                )
             with surroundings.restored(self.name, self._block):
                 return run(*args)
 

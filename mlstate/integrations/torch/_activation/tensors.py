@@ -83,8 +83,12 @@ def version_of(tensor: torch.Tensor) -> int:
 
 
 def storage_bytes(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return the sizes in bytes of the tensors' storages by identity, each storage once."""
-    return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    """Return the sizes in bytes of the tensors' storages by identity, each storage once.
+
+    Tensors that are not strided are left out.
+    """
+    strided = [(storage_id(t), t) for t in tensors]
+    return {key: t.untyped_storage().nbytes() for key, t in strided if key is not None}
 
 
 def time_after_work(device: torch.device) -> float:

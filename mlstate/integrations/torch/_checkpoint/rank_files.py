@@ -9,6 +9,7 @@ import numpy as np
 
 from ...._sharding.layout import Shard
 from ....errors import CompatibilityError
+from .._tensors.memory import as_bytes
 from .dtensor_shards import part_of
 from .file_parts import format_error
 from .optimizer import is_tensor
@@ -103,8 +104,7 @@ def _is_equal(first: Any, second: Any) -> bool:
 
         facts = [(each.dtype, each.shape) for each in (first, second)]
         whole = (each.detach().contiguous() for each in (first, second))  # not expanded
-        flat = (each.reshape(-1).view(torch.uint8) for each in whole)
-        return facts[0] == facts[1] and torch.equal(*flat)
+        return facts[0] == facts[1] and torch.equal(*map(as_bytes, whole))
     if isinstance(first, (np.ndarray, np.generic)):
         first, second = ((each.dtype, each.shape, each.tobytes()) for each in (first, second))
     return bool(first == second or (first != first and second != second))  # NaN of both

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ....state._optimizer_state import OptimizerType
+from .._tensors.memory import as_bytes
 from .._tensors.state import device_of, tensors_of
 from .optimizer import keywords_from, stored_states
 
@@ -64,9 +65,7 @@ def _copy_tensor(tensor: torch.Tensor, device: torch.device | str) -> torch.Tens
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
     """Return a byte view of a contiguous CPU tensor."""
-    import torch
-
-    return tensor.reshape(-1).view(torch.uint8).numpy()
+    return as_bytes(tensor).numpy()
 
 
 def on_device(array: Array, device: torch.device) -> torch.Tensor:

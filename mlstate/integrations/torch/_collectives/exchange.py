@@ -11,6 +11,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ....collectives._link import ExchangeLink
+from .._tensors.memory import as_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -251,10 +252,3 @@ def reduce_parts(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> N
             real.div_(len(views))
         total.sub_(shift) if shift else None
         target[block].copy_(total)
-
-
-def as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """Return a byte view of a flat contiguous tensor."""
-    import torch
-
-    return flat.view(torch.uint8)

@@ -15,8 +15,9 @@ from ....collectives._arguments import check_supported_tensor, check_timeout, fa
 from ....collectives._engine import Call, Engine, OperationQueue
 from ....errors import CollectiveError, CompatibilityError
 from .._tensors.dtypes import torch_has
+from .._tensors.memory import as_bytes
 from .._tensors.state import tensor_over
-from .exchange import Link, as_bytes
+from .exchange import Link
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

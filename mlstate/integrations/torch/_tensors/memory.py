@@ -36,6 +36,17 @@ def is_core_readable(tensor: torch.Tensor) -> bool:
     return True
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a flat byte view of a contiguous tensor; of an empty one, new memory.
+
+    Empty tensors, for example over NumPy arrays, may have strides of 0, which torch cannot view.
+    """
+    import torch
+
+    flat = tensor.reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)
+
+
 def needs_graph(tensor: torch.Tensor) -> bool:
     """Return whether torch must record operations on the tensor, for gradients or tangents."""
     import torch
