@@ -699,3 +699,73 @@ def test_masked_arrays_in_nested_values_are_refused(tmp_path):
     masked = np.ma.array([1.0, 2.0], mask=[False, True])
     with pytest.raises(TypeError, match="masked array"):
         mlstate.save(tmp_path / "c", states={"x": [masked, 1]})
+
+
+# ---- keys of arrays ----
+
+FIRST, SECOND = np.arange(4.0), np.arange(100.0, 104.0)
+CLASHES = {
+    "number and text": lambda a, b: [(1, a), ("1", b)],
+    "None and text": lambda a, b: [(None, a), ("None", b)],
+    "dot and nesting": lambda a, b: [("a.b", a), ("a", {"b": b})],
+    "tilde": lambda a, b: [("a~.b", a), ("a.b", b)],
+    "empty": lambda a, b: [("", a), ("value", b)],
+    "text of the tree": lambda a, b: [("", {"tree": a, "ranks": b}), (".ranks", a), (".tree", b)],
+}
+
+
+@pytest.mark.parametrize("items", CLASHES.values(), ids=CLASHES)
+def test_order_of_keys_on_a_rank_does_not_mix_parts_of_tensors(tmp_path, items):
+    rows = Layout.rows(2)
+
+    def save(group):
+        pairs = items(rows.shard(FIRST, group.rank), rows.shard(SECOND, group.rank))
+        value = dict(pairs[:: 1 if group.rank else -1]) | {"rank": group.rank}
+        mlstate.save(tmp_path / "c", states={"x": value}, group=group)
+
+    assert run_ranks(save) == [None, None]
+    for value in mlstate.load(tmp_path / "c").states["x"]:
+        assert value.pop("rank") in (0, 1) and value.keys() == dict(items(0, 0)).keys()
+        assert all(same(value[key], whole) for key, whole in items(FIRST, SECOND))
+
+
+def test_parts_at_different_paths_are_not_joined(tmp_path):
+    def save(group):
+        part = Layout.rows(2).shard(FIRST, group.rank)
+        value = {"a.b": part} if group.rank else {"a": {"b": part}}
+        mlstate.save(tmp_path / "c", states={"x": [value]}, group=group)
+
+    assert "x/0.a.b" in str(run_ranks(save)[0]) and not (tmp_path / "c" / "manifest.json").exists()
+
+
+def test_a_part_of_a_tensor_in_a_set_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"states\['x'\]\['s'\] contains a part of a tensor"):
+        mlstate.save(tmp_path / "c", states={"x": {"s": {(1, Shard(FIRST))}}})
+
+
+def test_equal_sets_of_bytes_have_one_form():
+    forms = []
+    for size in (8, 64):  # the order of a set depends on the size of its table
+        value = {bytes([i]) for i in range(size)}
+        for i in range(4, size):
+            value.discard(bytes([i]))
+        encoded = tree.encode(value, "x")
+        forms.append((encoded.text, [bytes(array) for array in encoded.arrays.values()]))
+    assert forms[0] == forms[1]
+
+
+def test_keys_of_older_files_are_read(tmp_path, monkeypatch):
+    def store(self, array, path):
+        key = name = ".".join(map(str, path))
+        while key in self.arrays:
+            key = f"{name}~2"
+        self.arrays[key] = array
+        return key
+
+    value = {1: FIRST, "1": SECOND, "a.b": {"c": Shard(FIRST)}}
+    with monkeypatch.context() as older:
+        older.setattr(tree._Encoder, "store", store)
+        mlstate.save(tmp_path / "c", states={"x": value})
+    assert same(
+        mlstate.load(tmp_path / "c").states["x"], {1: FIRST, "1": SECOND, "a.b": {"c": FIRST}}
+    )

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -147,16 +148,16 @@ def _tensor_of(device: Any) -> Callable[[Any], Any]:
     return convert
 
 
-def _leaf(template: Any, path: Iterable[str]) -> Any:
+def _leaf(template: Any, path: Iterable[Any]) -> Any:
     """Return the value at a path of keys and indices in a nested value; None if it has none.
 
-    `template`: the nested value. Indices are texts, too.
+    `template`: the nested value.
     """
     for part in path:
         if isinstance(template, dict):
-            template = next((v for k, v in template.items() if str(k) == part), None)
-        elif isinstance(template, list | tuple) and int(part) < len(template):
-            template = template[int(part)]
+            template = template.get(part)
+        elif isinstance(template, list | tuple | deque) and part in range(len(template)):
+            template = template[part]
         else:
             return None
     return template

@@ -56,6 +56,7 @@ _EXACT = (
     *(bool, str, int, float, complex, bytes, bytearray, BytesIO, np.ndarray),
     *(dict, OrderedDict, Counter, list, tuple, set, frozenset, deque),
 )
+_PLAIN = (bool, int, float, str)
 _MOST_BITS = 64  # of an int in the JSON text; larger ones are hexadecimal
 
 
@@ -70,16 +71,29 @@ class Leaf(NamedTuple):
     """An array that the JSON form refers to.
 
     `form`: numpy, scalar, torch, or bytes, bytearray, BytesIO for arrays of bytes. `path`: keys and
-    indices from the value to a sharded array, () for others.
+    indices from the value to the array.
     """
 
     key: str
     form: str
     is_sharded: bool
-    path: tuple[str, ...]  # of a sharded array, from the value
+    path: tuple[Any, ...]
 
 
 # ---- to JSON ----
+
+
+def _segment(part: object) -> str:
+    """Return a key or an index as a segment of an array's key.
+
+    Different keys of a dict have different segments, and a dot only separates segments.
+    """
+    text = str(part)
+    if not isinstance(part, str):
+        return text
+    if text in ("", "None", "True", "False") or text.lstrip("-").isdigit():
+        return f"~s{text}"
+    return text.replace("~", "~~").replace(".", "~.")
 
 
 class _Encoder:
@@ -90,22 +104,18 @@ class _Encoder:
 
     def __init__(self, exact: bool) -> None:
         self.exact = exact
-        self.arrays: dict[str, Any] = {TEXT: None}
+        self.arrays: dict[str, Any] = {}
 
-    def store(self, array: Any, path: tuple[str, ...]) -> str:
+    def store(self, array: Any, path: tuple[Any, ...]) -> str:
         """Keep an array for the checkpoint, and return its key.
 
-        The key is `path`, joined by dots; a number makes it unique.
+        The key depends on `path` only, because it joins the parts of an array of several ranks.
         """
-        key = name = ".".join(path) or "value"
-        number = 1
-        while key in self.arrays:
-            number += 1
-            key = f"{name}~{number}"
+        key = ".".join(map(_segment, path)) or "value"
         self.arrays[key] = array
         return key
 
-    def node(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
+    def node(self, value: Any, where: str, path: tuple[Any, ...], levels: int) -> Any:
         """Return the JSON form of any value; arrays are stored apart, and the form has their keys.
 
         `where`: path of the value, for errors. `path`: the same path as a tuple of keys and
@@ -138,7 +148,7 @@ class _Encoder:
             node = self.object(value, where, path, levels - 1)
         return node
 
-    def cache(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
+    def cache(self, value: Any, where: str, path: tuple[Any, ...], levels: int) -> Any:
         """Return the JSON form of a KV cache; None for other values.
 
         `node` describes the parameters.
@@ -151,7 +161,7 @@ class _Encoder:
         name, values = cache_values(value)
         return {"$": "cache", "class": name, "values": self.node(values, where, path, levels)}
 
-    def array(self, value: Any, where: str, path: tuple[str, ...]) -> Any:
+    def array(self, value: Any, where: str, path: tuple[Any, ...]) -> Any:
         """Return the JSON form of an array, a NumPy scalar or bytes; None for other values.
 
         `where` and `path` are as for `node`. The array is stored without a copy if possible. Raises
@@ -183,18 +193,17 @@ class _Encoder:
         if kind in "OSUMm":
             raise TypeError(f"{where} is an array of {value.dtype}: store numbers or text instead")
         node = {"$": "array", "key": self.store(value, path), "form": form}
-        return {**node, "sharded": list(path)} if isinstance(value, Shard) else node
+        return {**node, "sharded": list(map(str, path))} if isinstance(value, Shard) else node
 
     def items(
-        self, values: Iterable[Any], where: str, path: tuple[str, ...], levels: int
+        self, values: Iterable[Any], where: str, path: tuple[Any, ...], levels: int
     ) -> list[Any]:
         """Return the JSON forms of `values` in their order; `node` describes the parameters."""
         return [
-            self.node(item, f"{where}[{i}]", (*path, str(i)), levels)
-            for i, item in enumerate(values)
+            self.node(item, f"{where}[{i}]", (*path, i), levels) for i, item in enumerate(values)
         ]
 
-    def container(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
+    def container(self, value: Any, where: str, path: tuple[Any, ...], levels: int) -> Any:
         """Return the JSON form of a dict, list, tuple, set, deque or complex; None for any other.
 
         `node` describes the parameters. A named tuple is not one of these.
@@ -202,8 +211,10 @@ class _Encoder:
         if isinstance(value, dict):
             return self.mapping(value, where, path, levels)
         if isinstance(value, set | frozenset):
-            items = self.items(value, where, path, levels)
-            # Sorted, so that equal sets have equal forms on all ranks.
+            # Sorted, so that equal sets have equal forms and keys of arrays on all ranks.
+            plain = all(item is None or type(item) in _PLAIN for item in value)
+            members = value if plain else sorted(value, key=lambda item: bytes(packed(item, where)))
+            items = self.items(members, where, path, levels)
             return {"$": type(value).__name__, "items": sorted(items, key=json.dumps)}
         if isinstance(value, deque):
             items = self.items(value, where, path, levels)
@@ -217,7 +228,7 @@ class _Encoder:
             return {"$": "complex", "parts": parts}
         return None
 
-    def mapping(self, value: dict[Any, Any], where: str, path: tuple[str, ...], levels: int) -> Any:
+    def mapping(self, value: dict[Any, Any], where: str, path: tuple[Any, ...], levels: int) -> Any:
         """Return the JSON form of a dict: an object if all keys are str, else a list of pairs.
 
         A key ``"$"`` would be taken for the mark of a kind, so it needs pairs too. `node` describes
@@ -233,13 +244,13 @@ class _Encoder:
                 )
             if isinstance(key, str):
                 check_text(key, where)
-            node = self.node(inner, f"{where}[{key!r}]", (*path, str(key)), levels)
+            node = self.node(inner, f"{where}[{key!r}]", (*path, key), levels)
             pairs.append([key, node])
         if kind == "dict" and all(isinstance(key, str) and key != "$" for key, _ in pairs):
             return dict(pairs)
         return {"$": "dict", "class": kind, "items": pairs}
 
-    def object(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
+    def object(self, value: Any, where: str, path: tuple[Any, ...], levels: int) -> Any:
         """Return the JSON form of a generator or an object with ``state_dict()``.
 
         `node` describes the parameters. Raises TypeError for other values, and if ``state_dict()``
@@ -313,10 +324,7 @@ def encode(value: Any, where: str, *, exact: bool = False) -> Tree:
     encoder = _Encoder(exact)
     node = encoder.node(value, where, (), DEEPEST)
     text = json.dumps(node, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    arrays = encoder.arrays
-    # it only kept the key free
-    del arrays[TEXT]
-    return Tree(text.encode(), arrays)
+    return Tree(text.encode(), encoder.arrays)
 
 
 # ---- one array of bytes, for a tree that differs between ranks ----
@@ -382,7 +390,9 @@ def unpack(packed: NDArray, where: str) -> tuple[Any, dict[str, NDArray]]:
             array.reshape(-1).view(np.uint8)[...] = packed[at : at + array.nbytes]
             arrays[key] = array
             at += array.nbytes
-        return parse(header["tree"].encode(), where), arrays
+        node = parse(header["tree"].encode(), where)
+        leaves_of(node)
+        return node, arrays
     except (AttributeError, ImportError, LookupError, RecursionError, TypeError, ValueError) as e:
         raise malformed(where, e) from None
 
@@ -395,7 +405,7 @@ def packed(value: Any, where: str) -> NDArray:
     """
     tree = encode(value, where)
     if any(isinstance(array, Shard) for array in tree.arrays.values()):
-        raise TypeError(f"{where} contains a DTensor: only whole tensors can be stored in it")
+        raise TypeError(f"{where} contains a part of a tensor: store only whole tensors in it")
     arrays = whole_arrays(tree)
     nbytes = len(pack_header(tree, arrays)) + sum(array.nbytes for array in arrays.values())
     return pack(tree, nbytes)
@@ -407,18 +417,22 @@ def packed(value: Any, where: str) -> NDArray:
 def leaves_of(node: Any) -> list[Leaf]:
     """Return the arrays that the JSON form `node` refers to, in its order."""
     leaves: list[Leaf] = []
-    stack = [node]
+    stack: list[tuple[tuple[Any, ...], Any]] = [((), node)]
     while stack:
-        current = stack.pop()
+        path, current = stack.pop()
         if isinstance(current, list):
-            stack += reversed(current)
+            stack += reversed([((*path, i), item) for i, item in enumerate(current)])
         elif isinstance(current, dict):
-            if current.get("$") in ("array", "bytes", "bytearray", "BytesIO"):
-                path = current.get("sharded")
-                form = str(current.get("form", current["$"]))
-                leaves.append(Leaf(str(current["key"]), form, path is not None, tuple(path or ())))
+            kind = current.get("$")
+            if kind in ("array", "bytes", "bytearray", "BytesIO"):
+                form = str(current.get("form", kind))
+                sharded = current.get("sharded") is not None
+                leaves.append(Leaf(str(current["key"]), form, sharded, path))
+            elif kind is None or kind == "dict":
+                pairs = current.items() if kind is None else current["items"]
+                stack += reversed([((*path, key), inner) for key, inner in pairs])
             else:
-                stack += reversed(list(current.values()))
+                stack += reversed([(path, inner) for inner in current.values()])
     return leaves
 
 
