@@ -3,7 +3,8 @@
 import json
 import random
 import threading
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
+from io import BytesIO
 
 import numpy as np
 import pytest
@@ -11,9 +12,17 @@ from checkpoint_model import flip
 from rank_threads import run_ranks
 
 import mlstate
-from mlstate import CompatibilityError, FormatError, OptimizerStateDict, StateDict
+from mlstate import (
+    CompatibilityError,
+    FormatError,
+    ModelStateDict,
+    OptimizerStateDict,
+    StateDict,
+)
 from mlstate.checkpoint import CheckpointManager, Layout, Shard, inspect, plan_load, save_async
 from mlstate.checkpoint._states import tree
+
+FIRST, SECOND = np.arange(4.0), np.arange(100.0, 104.0)
 
 
 class Loader:
@@ -701,9 +710,79 @@ def test_masked_arrays_in_nested_values_are_refused(tmp_path):
         mlstate.save(tmp_path / "c", states={"x": [masked, 1]})
 
 
-# ---- keys of arrays ----
+# ---- classes ----
 
-FIRST, SECOND = np.arange(4.0), np.arange(100.0, 104.0)
+
+def with_attributes(value, **attributes):
+    vars(value).update(attributes)
+    return value
+
+
+def subclass(base):
+    """An object of an own class; the items of a dict are its attributes."""
+    methods = {"__getattr__": lambda self, name: self[name]} if issubclass(base, dict) else {}
+    return type("Own", (base,), methods)()
+
+
+CLASSES = {
+    "default": defaultdict(list, a=[1]),
+    "without a default": defaultdict(None, {1: np.ones(2)}),
+    "default of a default": defaultdict(Counter, a=Counter("ab")),
+    "versions": with_attributes(OrderedDict(w=1), _metadata={"": {"version": 2}, "a": SECOND}),
+    "attributes": with_attributes(Counter("aab"), note="x"),
+    "optimizer": OptimizerStateDict({"w.m": FIRST}, optimizer_type="adam", step=7),
+    "model": ModelStateDict({"w": FIRST}, model_type="llama", layer_count=3),
+    "state": StateDict({"w": FIRST}),
+}
+
+
+@pytest.mark.parametrize("value", CLASSES.values(), ids=CLASSES)
+def test_nested_dicts_keep_their_class_and_attributes(tmp_path, value):
+    mlstate.save(tmp_path / "c", states={"x": [value, 1]})
+    loaded = mlstate.load(tmp_path / "c").states["x"][0]
+    assert same(loaded, value)
+    for name in ("default_factory", "step", "optimizer_type", "model_type", "layer_count"):
+        assert getattr(loaded, name, None) == getattr(value, name, None)
+    assert same(getattr(loaded, "__dict__", {}), getattr(value, "__dict__", {}))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *map(subclass, (dict, OrderedDict, list, tuple, set, deque, bytes, BytesIO)),
+        *(defaultdict(lambda: 1), np.bytes_(b"x"), np.ones((1, 1)).view(np.matrix)),
+    ],
+    ids=lambda value: type(value).__base__.__name__,
+)
+def test_classes_that_no_load_could_restore_are_refused(tmp_path, value):
+    with pytest.raises(TypeError, match=r"states\['x'\]\[0\] is a"):
+        mlstate.save(tmp_path / "c", states={"x": [value]})
+    assert not (tmp_path / "c").exists()
+
+
+class Table(dict):
+    """A dict with more state than its items."""
+
+    hits = 0
+
+    def state_dict(self):
+        return {"items": dict(self), "hits": self.hits}
+
+    def load_state_dict(self, state):
+        self.hits = state["hits"]
+        self.update(state["items"])
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_dicts_with_a_state_dict_are_stored_by_it(tmp_path, nested):
+    table, other = Table(a=FIRST), Table()
+    table.hits = 5
+    mlstate.save(tmp_path / "c", states={"x": [table] if nested else table})
+    mlstate.load(tmp_path / "c", into={"states": {"x": [other] if nested else other}})
+    assert other.hits == 5 and same(dict(other), dict(table))
+
+
+# ---- keys of arrays ----
 CLASHES = {
     "number and text": lambda a, b: [(1, a), ("1", b)],
     "None and text": lambda a, b: [(None, a), ("None", b)],
@@ -738,9 +817,10 @@ def test_parts_at_different_paths_are_not_joined(tmp_path):
     assert "x/0.a.b" in str(run_ranks(save)[0]) and not (tmp_path / "c" / "manifest.json").exists()
 
 
-def test_a_part_of_a_tensor_in_a_set_is_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"states\['x'\]\['s'\] contains a part of a tensor"):
-        mlstate.save(tmp_path / "c", states={"x": {"s": {(1, Shard(FIRST))}}})
+@pytest.mark.parametrize("item", [Shard(FIRST), (1, Shard(FIRST)), Loader(1), np.random.PCG64(1)])
+def test_items_of_sets_that_no_load_could_restore_are_refused(tmp_path, item):
+    with pytest.raises(TypeError, match=r"states\['x'\]\['s'\] is a set with a "):
+        mlstate.save(tmp_path / "c", states={"x": {"s": {item}}})
 
 
 def test_equal_sets_of_bytes_have_one_form():

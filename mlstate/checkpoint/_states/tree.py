@@ -6,13 +6,15 @@ in the JSON text. Every other value is an object whose member ``"$"`` names its 
     array                   an array of the checkpoint: key, form (numpy, scalar, torch)
     bytes, bytearray        a uint8 array: key
     BytesIO                 a uint8 array: key, position
-    dict                    key-value pairs, for other keys; class (dict, OrderedDict, Counter)
+    dict                    key-value pairs, for other keys; class (dict, OrderedDict, Counter,
+                            defaultdict), factory of a defaultdict, attributes
+    state                   a state dict of mlstate: kind, values
     tuple, set, frozenset   items
     deque                   items, maxlen
     float, int, complex     values that JSON cannot hold
     path                    a path of pathlib: class, value
     enum                    a member of an enum: module, class, and name or value (of flags)
-    dtype                   a dtype of torch: name
+    dtype, size             a dtype of torch: name; a Size of torch: items
     generator               library, state
     cache                   class, values: a KVState, RollingKVState or CacheState
     object                  state: the result of ``state_dict()``
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,6 +37,9 @@ from ..._common.json_values import DEEPEST, check_text
 from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Shard
 from ...errors import FormatError, UnstorableError
+from ...state._kind import kind_of, restore_kind
+from ...state._optimizer_state import OptimizerStateDict
+from ...state._state_dict import ModelStateDict, StateDict
 from .generators import library_of, restored, state_of
 from .named_values import enum_node, enum_of, path_node, path_of
 
@@ -46,7 +51,18 @@ if TYPE_CHECKING:
 TEXT = ".tree"  # key of the JSON text, a uint8 array
 RANKS = ".ranks"  # key of the packed trees of several ranks: uint8, a row for each rank
 _HEADER = 8  # bytes of the length before a packed tree
-_DICTS = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_DICTS: dict[str, type[dict[Any, Any]]] = {
+    cls.__name__: cls for cls in (dict, OrderedDict, Counter, defaultdict)
+}
+_FACTORIES: dict[str, Callable[[], Any]] = {  # of a defaultdict
+    cls.__name__: cls
+    for cls in (
+        *(bool, int, float, complex, str, bytes, list, tuple, dict, set),
+        *(OrderedDict, Counter, deque),
+    )
+}
+_STATES = (StateDict, ModelStateDict, OptimizerStateDict)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
@@ -54,9 +70,8 @@ _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
 }
 _EXACT = (
     *(bool, str, int, float, complex, bytes, bytearray, BytesIO, np.ndarray),
-    *(dict, OrderedDict, Counter, list, tuple, set, frozenset, deque),
+    *(dict, OrderedDict, Counter, defaultdict, list, tuple, set, frozenset, deque),
 )
-_PLAIN = (bool, int, float, str)
 _MOST_BITS = 64  # of an int in the JSON text; larger ones are hexadecimal
 
 
@@ -91,7 +106,7 @@ def _segment(part: object) -> str:
     text = str(part)
     if not isinstance(part, str):
         return text
-    if text in ("", "None", "True", "False") or text.lstrip("-").isdigit():
+    if text in ("", "None", "True", "False", "Ellipsis") or text.lstrip("-").isdigit():
         return f"~s{text}"
     return text.replace("~", "~~").replace(".", "~.")
 
@@ -139,11 +154,15 @@ class _Encoder:
         node = self.cache(value, where, path, levels - 1)
         if node is not None:
             return node
+        if type(value) in _STATES:
+            values = self.node(dict(value), where, path, levels - 1)
+            return {"$": "state", "kind": kind_of(value), "values": values}
         if self.exact:
             _check_exact(value, where)
-        node = self.array(value, where, path)
-        if node is None:
+        if isinstance(value, _CONTAINERS):
             node = self.container(value, where, path, levels - 1)
+        else:
+            node = self.array(value, where, path)
         if node is None:
             node = self.object(value, where, path, levels - 1)
         return node
@@ -167,14 +186,23 @@ class _Encoder:
         `where` and `path` are as for `node`. The array is stored without a copy if possible. Raises
         TypeError for an array of objects, text or dates.
         """
-        if isinstance(value, bytes | bytearray):
+        if type(value) in (bytes, bytearray):
             array = np.frombuffer(bytes(value), np.uint8)
             return {"$": type(value).__name__, "key": self.store(array, path)}
-        if isinstance(value, BytesIO):
+        if type(value) is BytesIO:
             key = self.store(np.frombuffer(value.getvalue(), np.uint8), path)
             return {"$": "BytesIO", "key": key, "position": value.tell()}
+        if type(value) is complex:
+            parts = [self.node(part, where, path, 1) for part in (value.real, value.imag)]
+            return {"$": "complex", "parts": parts}
         form = "numpy"
         refuse_masked(where, value)
+        if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
+            cls = type(value)
+            raise TypeError(
+                f"{where} is a {cls.__module__}.{cls.__qualname__}, which would be restored as a "
+                "plain array: pass numpy.asarray() of it"
+            )
         if isinstance(value, np.generic):
             form, value = "scalar", np.asarray(value)
         elif is_torch(value):
@@ -204,29 +232,39 @@ class _Encoder:
         ]
 
     def container(self, value: Any, where: str, path: tuple[Any, ...], levels: int) -> Any:
-        """Return the JSON form of a dict, list, tuple, set, deque or complex; None for any other.
+        """Return the JSON form of a dict, list, tuple, set or deque; None for a subclass.
 
-        `node` describes the parameters. A named tuple is not one of these.
+        `node` describes the parameters.
         """
-        if isinstance(value, dict):
+        cls = type(value)
+        if cls in _DICTS.values():
             return self.mapping(value, where, path, levels)
-        if isinstance(value, set | frozenset):
-            # Sorted, so that equal sets have equal forms and keys of arrays on all ranks.
-            plain = all(item is None or type(item) in _PLAIN for item in value)
-            members = value if plain else sorted(value, key=lambda item: bytes(packed(item, where)))
-            items = self.items(members, where, path, levels)
-            return {"$": type(value).__name__, "items": sorted(items, key=json.dumps)}
-        if isinstance(value, deque):
+        if cls in (set, frozenset):
+            return self.set(value, where, path, levels)
+        if cls is deque:
             items = self.items(value, where, path, levels)
             return {"$": "deque", "items": items, "maxlen": value.maxlen}
-        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        if cls is tuple:
             return {"$": "tuple", "items": self.items(value, where, path, levels)}
-        if isinstance(value, list):
-            return self.items(value, where, path, levels)
-        if type(value) is complex:
-            parts = [self.node(part, where, path, levels) for part in (value.real, value.imag)]
-            return {"$": "complex", "parts": parts}
-        return None
+        return self.items(value, where, path, levels) if cls is list else None
+
+    def set(self, value: Any, where: str, path: tuple[Any, ...], levels: int) -> Any:
+        """Return the JSON form of a set or frozenset, which is the same for equal ones.
+
+        `node` describes the parameters. Raises TypeError for an item that would be restored as a
+        value that no set can have.
+        """
+        items = self.items(value, where, path, levels)
+        for item, node in zip(value, items, strict=True):
+            if not _is_hashable(node):
+                raise TypeError(
+                    f"{where} is a {type(value).__name__} with a {type(item).__qualname__}: sets "
+                    "may have numbers, str, bytes and tuples of these; use a list"
+                )
+        if leaves_of(items):  # whose keys depend on the order
+            ordered = sorted(value, key=lambda item: bytes(packed(item, where)))
+            items = self.items(ordered, where, path, levels)
+        return {"$": type(value).__name__, "items": sorted(items, key=json.dumps)}
 
     def mapping(self, value: dict[Any, Any], where: str, path: tuple[Any, ...], levels: int) -> Any:
         """Return the JSON form of a dict: an object if all keys are str, else a list of pairs.
@@ -234,7 +272,7 @@ class _Encoder:
         A key ``"$"`` would be taken for the mark of a kind, so it needs pairs too. `node` describes
         the parameters. Raises TypeError for a key that is not a str, int, bool or None.
         """
-        kind = next((name for name, cls in _DICTS.items() if type(value) is cls), "dict")
+        kind = type(value).__name__
         pairs = []
         for key, inner in value.items():
             if key is not None and type(key) not in (str, int, bool):
@@ -248,7 +286,19 @@ class _Encoder:
             pairs.append([key, node])
         if kind == "dict" and all(isinstance(key, str) and key != "$" for key, _ in pairs):
             return dict(pairs)
-        return {"$": "dict", "class": kind, "items": pairs}
+        form: dict[str, Any] = {"$": "dict", "class": kind, "items": pairs}
+        if isinstance(value, defaultdict) and (factory := value.default_factory) is not None:
+            form["factory"] = name = getattr(factory, "__name__", "")
+            if _FACTORIES.get(name) is not factory:
+                raise TypeError(
+                    f"{where} is a defaultdict whose default_factory {factory!r} cannot be stored "
+                    f"without pickle: use one of {', '.join(_FACTORIES)}, or store a dict"
+                )
+        if attributes := getattr(value, "__dict__", None):
+            # such as the versions of modules in a state_dict() of torch
+            where, path = f"{where}.__dict__", (*path, ...)
+            form["attributes"] = self.node(attributes, where, path, levels)
+        return form
 
     def object(self, value: Any, where: str, path: tuple[Any, ...], levels: int) -> Any:
         """Return the JSON form of a generator or an object with ``state_dict()``.
@@ -260,19 +310,21 @@ class _Encoder:
         if library is not None:
             state = self.node(state_of(value, library), where, path, levels)
             return {"$": "generator", "library": library, "state": state}
-        method = getattr(value, "state_dict", None)
-        if not callable(method) or isinstance(value, type):
+        method = method_of(value, "state_dict")
+        if method is None:
             cls = type(value)
-            if is_coreml_state(value):
+            if not isinstance(value, _CONTAINERS) and is_coreml_state(value):
                 raise TypeError(
                     f"{where} is a {cls.__module__}.{cls.__qualname__}, which does not list its "
                     "names: pass its mlstate.coreml.StateManager, or its arrays, such as "
                     "{name: state.read_state(name) for name in state_specs(package)}"
                 )
+            base = next((each.__name__ for each in _CONTAINERS if isinstance(value, each)), "")
+            remedy = f"pass {base}() of it, or " if base else ""
             raise TypeError(
                 f"{where} is a {cls.__module__}.{cls.__qualname__}, which cannot be stored "
-                "without pickle: give numbers, str, bytes, arrays, random generators, objects "
-                "with state_dict(), or lists, tuples, sets and dicts of these"
+                f"without pickle: {remedy}give numbers, str, bytes, arrays, random generators, "
+                "objects with state_dict(), or lists, tuples, sets and dicts of these"
             )
         try:
             state = method()
@@ -282,17 +334,42 @@ class _Encoder:
         return {"$": "object", "state": self.node(state, where, path, levels)}
 
 
+def method_of(value: object, name: str) -> Any:
+    """Return an object's method; None for other values.
+
+    A class is no object here, and items that a dict shows as attributes are no methods.
+    """
+    if isinstance(value, type) or (isinstance(value, dict) and not hasattr(type(value), name)):
+        return None
+    method = getattr(value, name, None)
+    return method if callable(method) else None
+
+
 def is_coreml_state(value: object) -> bool:
     """Return whether a value is a state of Core ML, whose names only its model lists."""
     return all(callable(getattr(value, each, None)) for each in ("read_state", "write_state"))
 
 
 def _named_node(value: Any, where: str) -> dict[str, Any] | None:
-    """Return the JSON form of a dtype of torch, a path or an enum's member; None for others."""
-    name = str(value) if type(value).__name__ == "dtype" else ""
+    """Return the JSON form of a dtype or Size of torch, a path or an enum's member, or None."""
+    cls = type(value)
+    name = str(value) if cls.__name__ == "dtype" else ""
     if name.startswith("torch."):
         return {"$": "dtype", "name": name[len("torch.") :]}
+    if (cls.__module__, cls.__name__) == ("torch", "Size"):
+        return {"$": "size", "items": list(value)}
     return path_node(value) or enum_node(value, where)
+
+
+def _is_hashable(node: Any) -> bool:
+    """Return whether the value of a JSON form can be in a set."""
+    if not isinstance(node, dict):
+        return not isinstance(node, list)
+    kind = node.get("$")
+    if kind in ("tuple", "frozenset"):
+        return all(map(_is_hashable, node["items"]))
+    hashable = ("bytes", "BytesIO", "float", "int", "complex", "path", "enum", "dtype", "size")
+    return kind in hashable or node.get("form") == "scalar"
 
 
 def _check_exact(value: Any, where: str) -> None:
@@ -429,6 +506,8 @@ def leaves_of(node: Any) -> list[Leaf]:
                 sharded = current.get("sharded") is not None
                 leaves.append(Leaf(str(current["key"]), form, sharded, path))
             elif kind is None or kind == "dict":
+                if kind is not None:
+                    stack.append(((*path, ...), current.get("attributes")))
                 pairs = current.items() if kind is None else current["items"]
                 stack += reversed([((*path, key), inner) for key, inner in pairs])
             else:
@@ -466,8 +545,7 @@ class Decoder:
         if kind in ("bytes", "bytearray"):
             return (bytes if kind == "bytes" else bytearray)(self.arrays[node["key"]].tobytes())
         if kind == "dict":
-            pairs = {key: self.value(inner) for key, inner in node["items"]}
-            return _DICTS[node["class"]](pairs)
+            return self.mapping(node)
         if kind in _SEQUENCES:
             return _SEQUENCES[kind]([self.value(item) for item in node["items"]])
         return self.special(kind, node)
@@ -480,6 +558,18 @@ class Decoder:
         if node["form"] == "torch" and self.tensor_of is not None:
             return self.tensor_of(array)
         return array
+
+    def mapping(self, node: dict[str, Any]) -> Any:
+        """Return the dict of the JSON form `node`, which lists its items."""
+        pairs = {key: self.value(inner) for key, inner in node["items"]}
+        cls = _DICTS[node["class"]]
+        if cls is defaultdict:
+            factory = node.get("factory")
+            return defaultdict(None if factory is None else _FACTORIES[factory], pairs)
+        value = cls(pairs)
+        if "attributes" in node:
+            vars(value).update(self.value(node["attributes"]))
+        return value
 
     def special(self, kind: str, node: dict[str, Any]) -> Any:
         """Return the value of the JSON form `node` of the kind `kind`; raise KeyError if unknown.
@@ -502,6 +592,10 @@ class Decoder:
             return path_of(node)
         if kind == "enum":
             return enum_of(node)
+        if kind == "state":
+            return restore_kind(self.value(node["values"]), node["kind"], None)
+        if kind == "size":
+            return torch_backend("sizes of torch", TensorBackend).size_of(node["items"])
         if kind == "dtype":
             return torch_backend("a dtype of torch", TensorBackend).dtype_of(node["name"])
         if kind == "cache":
