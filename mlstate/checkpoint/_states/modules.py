@@ -9,13 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
-from ..._common.arrays import is_torch
 from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.dtypes import FLOATS, name_of
 from ...errors import CompatibilityError
 from .._backend import CheckpointBackend
 from .._folder.names import SECTIONS
-from .restore import Action, load_like, read_own
+from .restore import Action, like_tensors, load_like, read_own
 from .tree import encode, malformed
 
 if TYPE_CHECKING:
@@ -175,23 +174,6 @@ def _check_dtypes(loader: Loader, section: Section, contract: Any, units: list[A
             raise error
 
 
-def _on_device_of(value: Any, like: Any) -> Any:
-    """Return a value whose tensors are on the devices of the tensors in `like`, at the same keys.
-
-    Dicts are changed in place. A value without a counterpart stays.
-    """
-    if is_torch(value):
-        return value.to(like.device) if is_torch(like) else value
-    if type(value) is not type(like):
-        return value
-    if isinstance(value, dict):
-        for key in value.keys() & like.keys():
-            value[key] = _on_device_of(value[key], like[key])
-    elif type(value) in (list, tuple) and len(value) == len(like):
-        return type(value)(map(_on_device_of, value, like))
-    return value
-
-
 def _read_tensors(
     loader: Loader, section: Section, names: list[str], earlier: Mapping[str, object]
 ) -> dict[str, Any]:
@@ -215,7 +197,7 @@ def _read_tensors(
     )
     for name, key in zip(sharded, section.keys(sharded), strict=True):
         tensors[name] = load_like(loader, number, key, earlier[name])
-    return {name: _on_device_of(tensors[name], earlier.get(name)) for name in names}
+    return {name: like_tensors(tensors[name], earlier.get(name)) for name in names}
 
 
 def prepare_units(
@@ -248,7 +230,7 @@ def prepare_units(
     entries = _read_tensors(loader, section, tensors, contract.entries)
     for name in unit_names:
         if name in stored.entries:
-            entries[name] = _on_device_of(stored.entries[name], contract.entries.get(name))
+            entries[name] = like_tensors(stored.entries[name], contract.entries.get(name))
     load = backend_of(target, CheckpointBackend).own_load(
         filling, entries, stored.metadata, units, strict=loader.options["strict"]
     )

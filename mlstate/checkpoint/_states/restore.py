@@ -11,28 +11,42 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..._common.arrays import is_cache, is_torch
 from ..._common.backend import TensorBackend, backend_of, torch_backend
+from ..._common.dtypes import name_of
 from ..._common.text import count_text
 from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Layout, Shard
 from ...errors import CompatibilityError
 from .._sections import STATES
 from .generators import check_fits, library_of, restored, set_state, state_of
-from .tree import RANKS, TEXT, Decoder, is_coreml_state, leaves_of, malformed, parse, unpack
+from .tree import (
+    RANKS,
+    TEXT,
+    Decoder,
+    is_coreml_state,
+    leaves_of,
+    malformed,
+    method_of,
+    parse,
+    unpack,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
+    from ..._sharding.layout import Cuts, Cutting
     from ..._types import Array
     from .._load import Loader
 
 _WHOLE_TENSOR: Any = (None, 0, 0)
+_DICTS = (dict, OrderedDict, Counter, defaultdict)
+_PLAIN = (bool, int, float, str, bytes, np.ndarray)
 _MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -163,11 +177,12 @@ def _leaf(template: Any, path: Iterable[Any]) -> Any:
     return template
 
 
-def _shards(loader: Loader, name: str, node: object, template: object) -> dict[str, Any]:
+def _shards(
+    loader: Loader, name: str, node: object, template: object, cutting: Cutting = _WHOLE_TENSOR
+) -> dict[str, Any]:
     """Return the sharded arrays that `node` refers to, by key, read from the state `name`.
 
-    A DTensor at the same place in `template` determines the part that is read. Without one, the
-    whole array is read, or without a template the part that the load requests.
+    A DTensor at the same place in `template` determines the part that is read, or else `cutting`.
     """
     shards = {}
     for leaf in leaves_of(node):
@@ -176,8 +191,7 @@ def _shards(loader: Loader, name: str, node: object, template: object) -> dict[s
         key = f"{name}/{leaf.key}"
         like = _leaf(template, leaf.path)
         if not (is_torch(like) and hasattr(like, "device_mesh")):
-            cut = _WHOLE_TENSOR if template is not None else loader.request.cutting
-            shards[leaf.key] = loader.load_keys(STATES, [key], cut)[key]
+            shards[leaf.key] = loader.load_keys(STATES, [key], cutting)[key]
             continue
         shards[leaf.key] = load_like(loader, STATES, key, like)
     return shards
@@ -186,30 +200,53 @@ def _shards(loader: Loader, name: str, node: object, template: object) -> dict[s
 def load_like(loader: Loader, section: int, key: str, like: Any) -> Any:
     """Return a new DTensor like `like`, with this rank's elements of the stored tensor `key`.
 
-    `section`: number of the key's section.
+    It has the stored dtype. `section`: number of the key's section. Raises CompatibilityError if
+    the stored tensor has another shape.
     """
-    tensor = like.detach().clone()
-    part = backend_of(tensor, ShardBackend).part_of(key, tensor)
-    if not isinstance(part, Shard):
-        part = Shard(part)
+    part = _part_of(like, key)
     cut = (part._steps, part.index, part.layout.parts) if part._steps else _WHOLE_TENSOR
     array = loader.load_keys(section, [key], cut)[key]
-    part.array.copy_(_tensor_of(None)(array).reshape(part.array.shape))
+    targets = {key: np.empty(part.array.shape, array.dtype)}
+    cuts: Cuts = [(part.shape, part._steps, part.index)]
+    loader.merged_index.fits(loader.folder, section, [key], cuts, targets)
+    return _with_elements(like, _tensor_of(None)(array))
+
+
+def _with_elements(like: Any, elements: Any) -> Any:
+    """Return a new DTensor like `like`, whose part on this rank has `elements` and their dtype."""
+    tensor = like.detach().clone().to(elements.dtype)
+    array = _part_of(tensor, "").array
+    array.copy_(elements.reshape(array.shape))
     return tensor
 
 
+def _part_of(tensor: Any, key: str) -> Shard:
+    """Return this rank's part of a DTensor; `key`: its name in errors."""
+    part = backend_of(tensor, ShardBackend).part_of(key, tensor)
+    return part if isinstance(part, Shard) else Shard(part)
+
+
 def _decode(
-    loader: Loader, name: str, stored: _StoredTree, node: Any, template: object, *, tensors: bool
+    loader: Loader,
+    name: str,
+    stored: _StoredTree,
+    node: Any,
+    template: object = None,
+    *,
+    tensors: bool,
+    cutting: Cutting | None = None,
 ) -> Any:
     """Return the value of `node`, the JSON form of a piece of the stored state `name`.
 
     `stored`: the whole state, with its arrays. `template`: the target's value, whose tensors'
-    layouts are used; None: no target. `tensors`: return torch tensors for arrays that were saved
-    from these, as a `device` of the load does. Raises FormatError if `node` is malformed.
+    layouts are used; None: no target. `cutting`: of other sharded arrays; None: the part that the
+    load requests. `tensors`: return torch tensors for arrays that were saved from these, as a
+    `device` of the load does. Raises FormatError if `node` is malformed.
     """
     device = loader.options["device"]
     convert = _tensor_of(device) if tensors or device is not None else None
-    arrays = {**stored.arrays, **_shards(loader, name, node, template)}
+    shards = _shards(loader, name, node, template, cutting or loader.request.cutting)
+    arrays = {**stored.arrays, **shards}
     try:
         return Decoder(arrays, convert).value(node)
     except _MALFORMED as error:
@@ -223,7 +260,7 @@ def load_tree(loader: Loader, name: str, kind: Mapping[str, Any]) -> Any:
     state's description in the manifest.
     """
     stored_tree = _read(loader, name, kind)
-    values = [_decode(loader, name, each, each.node, None, tensors=False) for each in stored_tree]
+    values = [_decode(loader, name, each, each.node, tensors=False) for each in stored_tree]
     return values if "ranks" in kind and loader.request.rank is None else values[0]
 
 
@@ -233,7 +270,7 @@ def read_own(loader: Loader, name: str, kind: Mapping[str, object]) -> Any:
     `kind`: the state's description in the manifest.
     """
     [stored] = _read(loader, name, kind)
-    return _decode(loader, name, stored, stored.node, None, tensors=_has_torch(stored.node))
+    return _decode(loader, name, stored, stored.node, tensors=_has_torch(stored.node))
 
 
 # ---- restoring ----
@@ -255,9 +292,10 @@ class _Restorer:
         self.sources = sources
         self.actions: list[Action] = []
 
-    def decode(self, node: object, template: object = None, *, tensors: bool = False) -> Any:
+    def decode(self, node: object, template: object = None, **options: Any) -> Any:
         """Return the value of a piece of the state, as `_decode`."""
-        return _decode(self.loader, self.name, self.stored, node, template, tensors=tensors)
+        options.setdefault("tensors", False)
+        return _decode(self.loader, self.name, self.stored, node, template, **options)
 
     def add(self, target: Any, node: Any, where: str) -> None:
         """Add the actions that restore one object of the caller, by its type.
@@ -272,13 +310,15 @@ class _Restorer:
             self.add_generator(target, library, node, where)
         elif is_cache(target):
             self.add_cache(target, node, where)
-        elif callable(getattr(target, "load_state_dict", None)):
+        elif method_of(target, "load_state_dict") is not None:
             self.add_object(target, node, where)
-        elif type(target) is dict:
+        elif is_torch(target):
+            self.add_tensor(target, node, where)
+        elif type(target) in _DICTS:
             self.add_dict(target, node, where)
-        elif type(target) is list:
+        elif type(target) in (list, deque):
             self.add_list(target, node, where)
-        elif is_coreml_state(target):
+        elif not isinstance(target, dict) and is_coreml_state(target):
             raise TypeError(
                 f"into={{'states': ...}}: {where} is a {type(target).__name__}, which does not "
                 "list its names: pass its mlstate.coreml.StateManager, or take the arrays from "
@@ -288,8 +328,8 @@ class _Restorer:
             raise TypeError(
                 f"into={{'states': ...}}: {where} is a {type(target).__name__}, which cannot be "
                 "restored in place: pass a generator, a cache of mlstate.kv, an object with "
-                "load_state_dict(), a dict or a list; or leave it out, and take the value from "
-                "LoadedState.states of load(path) without into="
+                "load_state_dict(), a dict, a list or a deque; or leave it out, and take the value "
+                "from LoadedState.states of load(path) without into="
             )
 
     def refuse_second_value(self, target: object, node: object, where: str) -> None:
@@ -356,15 +396,30 @@ class _Restorer:
         if isinstance(node, dict) and node.get("$") == "generator":
             raise _mismatch(where, "the state of an object", "that of a generator")
         before = _copy_state(where, target)
-        value = self.decode(node, {} if before is None else before, tensors=_has_torch(node))
+        value = self.decode(node, before, tensors=_has_torch(node), cutting=_WHOLE_TENSOR)
+        value = like_tensors(value, before)
         self.actions.append(_load_action(where, target, value, before))
+
+    def add_tensor(self, target: Any, node: object, where: str) -> None:
+        """Add the action that fills a tensor in place; `node`, `where`: as for `add`."""
+        value = self.decode(node, target, tensors=_has_torch(node))
+        facts = [
+            f"{name_of(each.dtype)} of shape {tuple(each.shape)}"
+            if is_torch(each) and not each.is_meta
+            else "no tensor"
+            for each in (target, value)
+        ]
+        if facts[0] != facts[1]:
+            raise _mismatch(where, *facts)
+        fill, before = target.detach().copy_, target.detach().clone()
+        self.actions.append(Action(where, lambda: fill(value), lambda: fill(before)))
 
     def add_dict(self, target: dict[Any, Any], node: object, where: str) -> None:
         """Add the actions for a dict; `node`, `where`: as for `add`.
 
-        Generators, caches and objects in the dict are restored in place; other values are replaced.
-        Without ``strict``, keys that only the target or only the checkpoint has are left as they
-        are.
+        Generators, caches, objects and parameters in the dict are restored in place; other values
+        are replaced. Without ``strict``, keys that only the target or only the checkpoint has are
+        left as they are.
         """
         if not isinstance(node, dict) or node.get("$") not in (None, "dict"):
             raise _mismatch(where, "a dict", "another value")
@@ -378,55 +433,119 @@ class _Restorer:
                 f"the {holders[0]} has this key, the {holders[1]} does not",
                 *(("this key", "nothing") if key in target else ("nothing", "this key")),
             )
-        new = dict(target)
-        for key, inner in pairs.items():
-            if key not in target:
-                continue
-            new[key] = self.add_inner(target[key], inner, f"{where}[{key!r}]")
-        self.actions.append(_replacement(where, target, new, dict(target)))
+        new = {
+            key: self.add_inner(target[key], inner, f"{where}[{key!r}]")
+            for key, inner in pairs.items()
+            if key in target
+        }
+        others = {key: value for key, value in target.items() if key not in pairs}
+        self.actions.append(_replacement(where, target, new | others, dict(target)))
 
-    def add_list(self, target: list[Any], node: object, where: str) -> None:
-        """Add the actions for a list; `node`, `where`: as for `add`.
+    def add_list(self, target: Any, node: Any, where: str) -> None:
+        """Add the actions for a list or deque; `node`, `where`: as for `add`.
 
-        A list with something to restore in place must have the saved length. The content of any
-        other list is replaced.
+        One with something to restore in place must have the saved length. The content of any
+        other one is replaced.
         """
-        if not isinstance(node, list):
-            raise _mismatch(where, "a list", type(self.decode(node)).__name__)
-        if not _is_restorable(target):
-            new = self.decode(node)
-        elif len(node) == len(target):
-            pairs = enumerate(zip(target, node, strict=True))
-            new = [self.add_inner(*pair, f"{where}[{i}]") for i, pair in pairs]
+        items = _items_of(target, node, where, self)
+        if _is_restorable(target):
+            new = self.add_items(target, items, where)
         else:
-            counts = (count_text(len(each), "value") for each in (target, node))
-            raise _mismatch(where, *(f"a list of {count}" for count in counts))
+            new = self.replace(target, items)
+        maxlen = getattr(target, "maxlen", None)
+        if maxlen is not None and len(new) > maxlen:
+            raise _mismatch(where, f"a deque of at most {maxlen}", count_text(len(new), "value"))
         self.actions.append(_replacement(where, target, new, list(target)))
+
+    def add_items(self, target: Any, items: list[Any], where: str) -> list[Any]:
+        """Add the actions for the values in a sequence, and return its new values.
+
+        `items`: the JSON forms of the saved values. Raises CompatibilityError for another length.
+        """
+        if len(items) != len(target):
+            name = type(target).__name__
+            counts = (count_text(len(each), "value") for each in (target, items))
+            raise _mismatch(where, *(f"a {name} of {count}" for count in counts))
+        pairs = enumerate(zip(target, items, strict=True))
+        return [self.add_inner(*pair, f"{where}[{i}]") for i, pair in pairs]
+
+    def replace(self, current: Any, node: object) -> Any:
+        """Return the saved value; its tensors get the devices and layouts of those in `current`."""
+        return like_tensors(self.decode(node, current, tensors=_has_torch(node)), current)
 
     def add_inner(self, current: Any, node: object, where: str) -> Any:
         """Add the actions for the value `current` in a container, and return its new value.
 
-        A value that is restored in place stays; another one is replaced by the saved value. `node`,
-        `where`: as for `add`.
+        A value that is restored in place stays; another one is replaced by the saved value. A tuple
+        is replaced by one of the same objects. `node`, `where`: as for `add`.
         """
         if not _is_restorable(current):
-            return self.decode(node)
+            return self.replace(current, node)
+        if type(current) is tuple:
+            return tuple(self.add_items(current, _items_of(current, node, where, self), where))
         self.add(current, node, where)
         return current
 
 
-def _is_restorable(value: object) -> bool:
+def _items_of(target: Any, node: Any, where: str, restorer: _Restorer) -> list[Any]:
+    """Return the JSON forms of the values in a saved list, tuple or deque of the target's class.
+
+    Raises CompatibilityError for another saved value, whose JSON form is `node`.
+    """
+    cls = type(target)
+    if cls is list and isinstance(node, list):
+        return node
+    if isinstance(node, dict) and node.get("$") == cls.__name__:
+        items: list[Any] = node["items"]
+        return items
+    raise _mismatch(where, f"a {cls.__name__}", type(restorer.decode(node)).__name__)
+
+
+def _is_restorable(value: Any) -> bool:
     """Return whether a value in a target is restored in place, or has a value in it that is.
 
-    Any other value is replaced.
+    Any other value is replaced. An object that can only be saved is refused by `add`.
     """
-    return (
+    if isinstance(value, _PLAIN):
+        return False
+    if (
         library_of(value) is not None
         or is_cache(value)
-        or callable(getattr(value, "load_state_dict", None))
-        or (type(value) is dict and any(map(_is_restorable, value.values())))
-        or (type(value) is list and any(map(_is_restorable, value)))
+        or method_of(value, "load_state_dict") is not None
+        or method_of(value, "state_dict") is not None
+        or (is_torch(value) and value.requires_grad)
+    ):
+        return True
+    if isinstance(value, dict):
+        return any(map(_is_restorable, value.values()))
+    return isinstance(value, list | tuple | set | frozenset | deque) and any(
+        map(_is_restorable, value)
     )
+
+
+def like_tensors(value: Any, like: Any) -> Any:
+    """Return a value whose tensors have devices and layouts of the tensors in `like`.
+
+    Tensors at the same keys correspond. Dicts are changed in place. A value without a counterpart
+    stays.
+    """
+    if is_torch(value):
+        if not is_torch(like) or like.is_meta:
+            return value
+        if not hasattr(like, "device_mesh") or hasattr(value, "device_mesh"):
+            return value.to(like.device)
+        if value.shape != like.shape:
+            return value
+        part = _part_of(like, "")
+        return _with_elements(like, part.layout.take(value, part.index))
+    if type(value) is not type(like):
+        return value
+    if isinstance(value, dict):
+        for key in value.keys() & like.keys():
+            value[key] = like_tensors(value[key], like[key])
+    elif type(value) in (list, tuple) and len(value) == len(like):
+        return type(value)(map(like_tensors, value, like))
+    return value
 
 
 def _has_torch(node: object) -> bool:
