@@ -178,6 +178,24 @@ def test_generators_continue_with_the_same_numbers(tmp_path, nested):
     assert draw(other) == expected
 
 
+def test_generators_spawn_the_same_children_after_a_load(tmp_path):
+    rng = np.random.default_rng([5, 1 << 100])
+    rng.spawn(3)
+    mlstate.save(tmp_path / "c", states={"rng": rng, "bits": rng.bit_generator})
+    expected = [child.random() for child in rng.spawn(2)]
+    own, bits = np.random.default_rng(9), np.random.PCG64(9)
+    mlstate.load(tmp_path / "c", into={"states": {"rng": own, "bits": bits}})
+    assert [child.random() for child in own.spawn(2)] == expected
+    assert [np.random.Generator(child).random() for child in bits.spawn(2)] == expected
+    assert mlstate.load(tmp_path / "c").states["bits"].keys() == bits.state.keys()
+    bits.seed_seq.spawn(1)
+    before = bits.state
+    target = {"rng": random.Random(1), "bits": bits}
+    with pytest.raises(CompatibilityError):
+        mlstate.load(tmp_path / "c", into={"states": target})
+    assert bits.state == before and bits.seed_seq.n_children_spawned == 6
+
+
 def test_the_shared_generators_are_named_by_their_modules(tmp_path):
     before = random.getstate(), np.random.get_state()
     try:

@@ -24,7 +24,7 @@ from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Layout, Shard
 from ...errors import CompatibilityError
 from .._sections import STATES
-from .generators import check_fits, library_of, restored, set_state, state_of
+from .generators import check_fits, library_of, restored, seeds_of, set_state, state_of
 from .tree import (
     RANKS,
     TEXT,
@@ -359,12 +359,14 @@ class _Restorer:
         saved = str(node.get("library"))
         state = _decode_generator(self, node, library)
         check_fits(target, library, saved, state, where)
+        seeds = self.decode(node.get("seeds"))
         before = restored(state_of(target, library), library)
+        seeds_before = None if seeds is None else seeds_of(target, library)
         self.actions.append(
             Action(
                 where,
-                lambda: set_state(target, library, state),
-                lambda: set_state(target, library, before),
+                lambda: set_state(target, library, state, seeds),
+                lambda: set_state(target, library, before, seeds_before),
             )
         )
 

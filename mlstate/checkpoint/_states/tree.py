@@ -15,7 +15,7 @@ in the JSON text. Every other value is an object whose member ``"$"`` names its 
     path                    a path of pathlib: class, value
     enum                    a member of an enum: module, class, and name or value (of flags)
     dtype, size             a dtype of torch: name; a Size of torch: items
-    generator               library, state
+    generator               library, state, and seeds of NumPy's SeedSequence
     cache                   class, values: a KVState, RollingKVState or CacheState
     object                  state: the result of ``state_dict()``
 """
@@ -40,7 +40,7 @@ from ...errors import FormatError, UnstorableError
 from ...state._kind import kind_of, restore_kind
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import ModelStateDict, StateDict
-from .generators import library_of, restored, state_of
+from .generators import library_of, restored, seeds_of, state_of
 from .named_values import enum_node, enum_of, path_node, path_of
 
 if TYPE_CHECKING:
@@ -309,7 +309,11 @@ class _Encoder:
         library = library_of(value)
         if library is not None:
             state = self.node(state_of(value, library), where, path, levels)
-            return {"$": "generator", "library": library, "state": state}
+            form = {"$": "generator", "library": library, "state": state}
+            seeds = seeds_of(value, library)
+            if seeds is not None:
+                form["seeds"] = self.node(seeds, where, (*path, ...), levels)
+            return form
         method = method_of(value, "state_dict")
         if method is None:
             cls = type(value)
