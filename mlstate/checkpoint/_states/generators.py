@@ -71,7 +71,7 @@ def state_of(value: Any, library: str) -> Any:
 
 def seeds_of(value: Any, library: str) -> dict[str, Any] | None:
     """Return the sequence from which a generator of NumPy spawns children; None for others."""
-    seeds = getattr(_bit_generator(value), "seed_seq", None) if library == "numpy" else None
+    seeds: Any = getattr(_bit_generator(value), "seed_seq", None) if library == "numpy" else None
     return dict(seeds.state) if type(seeds).__name__ == "SeedSequence" else None
 
 
