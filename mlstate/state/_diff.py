@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from ._compatibility import as_dict
+from ._state_dict import refuse_masked_values
 from ._tolerance import check_tolerances, outside
 
 if TYPE_CHECKING:
@@ -143,7 +144,8 @@ def diff(
         The states, in main memory.
     rtol, atol : float, default 0
         Two elements are equal too if ``|a - b| <= atol + rtol * max(|a|, |b|)``. If one of the two
-        is above 0, the dtypes of a tensor may differ; the differences are computed in float64.
+        is above 0, the dtypes of a tensor may differ; the differences are computed in float64, those
+        of integers exactly.
 
     Returns
     -------
@@ -157,7 +159,7 @@ def diff(
     CompatibilityError
         The core does not know a dtype or cannot read an array's memory.
     TypeError
-        An argument is not a mapping of str to array.
+        An argument is not a mapping of str to array, or has a masked array.
     ValueError
         A tolerance is negative or NaN.
 
@@ -180,6 +182,8 @@ def diff(
     """
     rtol, atol = check_tolerances(rtol, atol)
     first, second = as_dict(a), as_dict(b)
+    for state in (first, second):
+        refuse_masked_values(state)
     missing, unexpected, shapes, dtypes, change_rows, unchanged = _core.state_diff(first, second)
     changes = [TensorChange(*change) for change in change_rows]
     if rtol or atol:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from .. import _core
-from .._common.arguments import check_flags
+from .._common.arguments import check_flags, check_int
+from .._common.arrays import refuse_masked
 from .._common.backend import TensorBackend, backend_named, backend_of, is_module
 from .._common.converted import converted_value, float_name
 from .._common.text import shorten
@@ -29,13 +30,16 @@ Self = TypeVar("Self", bound="StateDict")
 
 def as_count(name: str, value: Any) -> int:
     """Return the attribute `name` as an int of at least 0; raise TypeError or ValueError."""
-    try:
-        count = int(index(value))  # int(): index() returns a bool unchanged
-    except TypeError:
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
+    count = check_int(name, value, -sys.maxsize)
     if count < 0:
         raise ValueError(f"{name} {count} is negative")
     return count
+
+
+def refuse_masked_values(state: Any) -> None:
+    """Raise TypeError for a masked array in a dict: its mask would be ignored."""
+    for name, value in state.items() if isinstance(state, dict) else ():
+        refuse_masked(name, getattr(value, "array", value))
 
 
 def _set_state(target: object, state: Any) -> None:
@@ -362,6 +366,7 @@ class StateDict(_core.StateDict):
         {'w': 'float16', 'steps': 'int64'}
         """
         name = float_name(dtype)
+        refuse_masked_values(self)
         result = self.copy()
         done: dict[int, Any] = {}
         for key, value in self.items():
@@ -405,6 +410,7 @@ class StateDict(_core.StateDict):
         """
         import hashlib
 
+        refuse_masked_values(self)
         hashed = hashlib.sha256(usedforsecurity=False)
         _core.state_digest(self, hashed.update)
         return hashed.hexdigest()
@@ -486,6 +492,7 @@ class StateDict(_core.StateDict):
         <All keys matched successfully>
         """
         check_flags(copy=copy)
+        refuse_masked_values(self)
         return backend_named("torch", TensorBackend).tensors_of(self, copy=copy)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

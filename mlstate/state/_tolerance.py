@@ -36,6 +36,16 @@ def _numbers(value: Any) -> NDArray:
     return array.reshape(-1)
 
 
+def _exact_distance(a: NDArray, b: NDArray, rounded: NDArray) -> NDArray:
+    """Return ``|a - b|`` of integers as float64.
+
+    `rounded`: the difference of both as float64, which is wrong for close integers from 2**53 on.
+    """
+    first, second = a.astype(np.uint64), b.astype(np.uint64)  # modulo 2**64, as their difference
+    exact = np.where(a > b, first - second, second - first)
+    return np.where(rounded < 2.0**60, exact, rounded)
+
+
 def outside(a: Any, b: Any, rtol: float, atol: float) -> Outside | None:
     """Return the fields of a `TensorChange` after its name; None if the tensors are close.
 
@@ -47,10 +57,12 @@ def outside(a: Any, b: Any, rtol: float, atol: float) -> Outside | None:
     changed = nan = 0
     max_abs = max_rel = 0.0
     for start in range(0, first.size, _BLOCK):
-        x = first[start : start + _BLOCK].astype(wide)
-        y = second[start : start + _BLOCK].astype(wide)
+        blocks = first[start : start + _BLOCK], second[start : start + _BLOCK]
+        x, y = (block.astype(wide) for block in blocks)
         with np.errstate(invalid="ignore", over="ignore"):
             distance = np.where(x == y, 0.0, np.abs(x - y))
+            if all(block.dtype.kind in "iu" for block in blocks):
+                distance = _exact_distance(*blocks, distance)
             size = np.maximum(np.abs(x), np.abs(y))
             far = ~(distance <= atol + rtol * size) & ~(np.isnan(x) & np.isnan(y))
         lone = far & (np.isnan(x) | np.isnan(y))
