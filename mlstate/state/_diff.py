@@ -144,8 +144,8 @@ def diff(
         The states, in main memory.
     rtol, atol : float, default 0
         Two elements are equal too if ``|a - b| <= atol + rtol * max(|a|, |b|)``. If one of the two
-        is above 0, the dtypes of a tensor may differ; the differences are computed in float64, those
-        of integers exactly.
+        is above 0, the dtypes of a tensor may differ; differences are computed in float64, and of
+        integers exactly.
 
     Returns
     -------
