@@ -724,8 +724,15 @@ def test_values_that_differ_between_ranks_keep_their_numbers_in_any_byte_order(t
 
 def test_masked_arrays_in_nested_values_are_refused(tmp_path):
     masked = np.ma.array([1.0, 2.0], mask=[False, True])
-    with pytest.raises(TypeError, match="masked array"):
-        mlstate.save(tmp_path / "c", states={"x": [masked, 1]})
+    for value in (masked, Shard(masked)):
+        with pytest.raises(TypeError, match="masked array"):
+            mlstate.save(tmp_path / "c", states={"x": [value, 1]})
+
+
+def test_a_generator_with_a_state_of_another_form_is_refused(tmp_path):
+    own = type("Own", (random.Random,), {"getstate": lambda self: ("own", 1)})
+    with pytest.raises(TypeError, match=r"states\['x'\]\[0\]: Own.state raised ValueError"):
+        mlstate.save(tmp_path / "c", states={"x": [own(1)]})
 
 
 # ---- classes ----

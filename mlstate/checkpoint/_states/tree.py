@@ -196,7 +196,7 @@ class _Encoder:
             parts = [self.node(part, where, path, 1) for part in (value.real, value.imag)]
             return {"$": "complex", "parts": parts}
         form = "numpy"
-        refuse_masked(where, value)
+        refuse_masked(where, value.array if isinstance(value, Shard) else value)
         if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
             cls = type(value)
             raise TypeError(
@@ -308,7 +308,8 @@ class _Encoder:
         """
         library = library_of(value)
         if library is not None:
-            state = self.node(state_of(value, library), where, path, levels)
+            own_state = _result(lambda: state_of(value, library), value, "state", where)
+            state = self.node(own_state, where, path, levels)
             form = {"$": "generator", "library": library, "state": state}
             seeds = seeds_of(value, library)
             if seeds is not None:
@@ -330,12 +331,20 @@ class _Encoder:
                 f"without pickle: {remedy}give numbers, str, bytes, arrays, random generators, "
                 "objects with state_dict(), or lists, tuples, sets and dicts of these"
             )
-        try:
-            state = method()
-        except Exception as error:
-            name = f"{type(value).__name__}.state_dict()"
-            raise TypeError(f"{where}: {name} raised {type(error).__name__}: {error}") from error
+        state = _result(method, value, "state_dict()", where)
         return {"$": "object", "state": self.node(state, where, path, levels)}
+
+
+def _result(read: Callable[[], Any], value: object, name: str, where: str) -> Any:
+    """Return the result of `read`, which returns the state of `value`.
+
+    `name`, `where`: of the state and the value, for the TypeError if it fails.
+    """
+    try:
+        return read()
+    except Exception as error:
+        text = f"{type(value).__name__}.{name} raised {type(error).__name__}: {error}"
+        raise TypeError(f"{where}: {text}") from error
 
 
 def method_of(value: object, name: str) -> Any:
