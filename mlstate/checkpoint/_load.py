@@ -793,8 +793,8 @@ def load(
         One of `names` matches no tensor. (A `KeyError`.)
     CompatibilityError
         `into` has other names, shapes or dtypes, or an object refuses its state; or two names would
-        become the same by `rename`; or two named states have different values and the same object
-        of `into` as their target. `into` is unchanged. With a dtype as `cast`, a Hugging Face
+        become the same by `rename`; or an object of `into` has two names with different values in
+        the checkpoint. `into` is unchanged. With a dtype as `cast`, a Hugging Face
         folder is quantized by a method whose values mlstate cannot compute.
     TypeError, ValueError
         A torch object in `into` is refused for one of the reasons of `save`, or arrays of `into`

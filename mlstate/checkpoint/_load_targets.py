@@ -8,6 +8,7 @@ Prepared.fill  reads the tensors into their targets
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,8 +28,8 @@ from ._folder.names import SECTIONS
 from ._folder.protocol import TensorParts
 from ._sections import OPTIMIZER
 from ._states.collect import modules_of, owner_of
-from ._states.modules import prepare_units, stored_entries
-from ._states.restore import prepare_object, prepare_tree
+from ._states.modules import prepare_units, stored_entries, text_of_section
+from ._states.restore import Sources, prepare_object, prepare_tree
 from ._store.name_globs import Names
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Prepared:
         self.optimizer = optimizer
         self.states = dict(states)
         self.actions: list[Action] = []
-        self.sources: dict[int, Any] = {}  # of the objects among the named states, by their ids
+        self.sources = Sources()
         self.ready: list[_Ready] = []
 
     def fill(self, loader: Loader) -> None:
@@ -392,21 +393,29 @@ def _choose_entries(
 
 
 def _prepare_tensors(
-    loader: Loader, section: Section, selected: list[str], target: Any, module: Any, names: Names
+    loader: Loader,
+    section: Section,
+    selected: list[str],
+    target: Any,
+    module: Any,
+    names: Names,
+    sources: Sources,
 ) -> tuple[_Ready, list[Action]]:
     """Return the checked target of a section's tensors, and actions; shapes are checked later.
 
     `selected`: stored names. `module`: has the parameters of an optimizer, or None. `names`: the
-    user's choice. The actions load the submodules that must load their own entries. Raises
-    CompatibilityError if names do not match.
+    user's choice. `sources`: of the targets so far; this one's is added. The actions
+    load the submodules that must load their own entries. Raises CompatibilityError if names do not
+    match.
     """
     filling: Any
     actions: list[Action] = []
+    sources.add(target, section.label, partial(text_of_section, loader, section))
     stored, entries = _choose_entries(loader, section, target, names)
     if is_module(target) and not section.is_optimizer:
         filling = backend_of(target, CheckpointBackend).fill_module(target)
         chosen = [*selected, *entries]
-        actions = prepare_units(loader, section, target, filling, chosen, stored, names)
+        actions = prepare_units(loader, section, target, filling, chosen, stored, names, sources)
         selected = [name for name in chosen if not filling.loads_itself(name)]
         clash = [name for name in entries if name in filling.arrays]
         if clash:
@@ -504,7 +513,7 @@ def _prepare_state(
         module = owner_of(target, modules) if is_optimizer(target) else None
         try:
             ready_target, actions = _prepare_tensors(
-                loader, section, section.names, target, module, ALL_NAMES
+                loader, section, section.names, target, module, ALL_NAMES, prepared.sources
             )
         except (CompatibilityError, TypeError, ValueError) as error:
             error.args = (f"{section.label}: {error}",)
@@ -513,6 +522,7 @@ def _prepare_state(
         prepared.actions += actions
     else:
         _choose_entries(loader, section, {}, ALL_NAMES)
+        prepared.sources.add(target, section.label, partial(text_of_section, loader, section))
         loader.need([(section, section.names, loader.request.cutting)])
         state = loader.load_state(section, section.names, {})
         prepared.actions.append(prepare_object(section.label, target, state))
@@ -530,7 +540,7 @@ def prepare(loader: Loader) -> Prepared:
         if target is not None:
             selected = chosen[section.number]
             ready_target, actions = _prepare_tensors(
-                loader, section, selected, target, module, names
+                loader, section, selected, target, module, names, prepared.sources
             )
             prepared.ready.append(ready_target)
             prepared.actions += actions
@@ -546,6 +556,7 @@ def prepare(loader: Loader) -> Prepared:
     for ready_target in prepared.ready:
         _check(loader, ready_target)
     _read_for_loaders(loader, prepared)
+    prepared.actions.sort(key=lambda action: action.undo is None)  # these last: others can refuse
     prepared.ready = _drop_tied_names(prepared.ready)
     return prepared
 

@@ -651,7 +651,115 @@ def test_uncopyable_object_state_is_refused_by_name(tmp_path):
     assert target.position is lock
 
 
+class Refusing(Model):
+    """A model that refuses the values that it saved."""
+
+    def load_state_dict(self, state):
+        if state["w"][0] == 2:
+            raise RuntimeError("another shape")
+        super().load_state_dict(state)
+
+
+def test_models_of_own_protocol_get_their_states_back_after_a_refusal(tmp_path):
+    mlstate.save(tmp_path, states={"a": Model(1.0), "b": Model(2.0)})
+    first, second = Model(8.0), Refusing(9.0)
+    with pytest.raises(CompatibilityError, match="nothing was restored"):
+        mlstate.load(tmp_path, into={"states": {"a": first, "b": second}})
+    assert (first.value, second.value) == (8, 9)
+
+
+class WriteOnly:
+    """An object whose state cannot be read."""
+
+    value = 0
+
+    def load_state_dict(self, state):
+        self.value = state["position"]
+
+
+def test_objects_without_a_way_back_are_restored_last_and_named(tmp_path):
+    mlstate.save(tmp_path, {"w": np.ones(9)}, states={"a": Loader(1), "b": Loader(2)})
+    first, second = WriteOnly(), Loader(7, refuses=2)
+    with pytest.raises(CompatibilityError, match=r"states\['b'\].*nothing was restored"):
+        mlstate.load(tmp_path, into={"states": {"a": first, "b": second}})
+    assert (first.value, second.position) == (0, 7)
+    second = Loader(7)
+    first.load_state_dict = None.__getattribute__  # refuses every state
+    with pytest.raises(CompatibilityError, match=r"states\['a'\] may stay changed"):
+        mlstate.load(tmp_path, into={"states": {"a": first, "b": second}})
+    assert second.position == 7
+
+
 # ---- one target under two names ----
+
+
+def shared_model():
+    model = Model(5.0)
+    return {"a": Model(1.0), "b": Model(2.0)}, {"a": model, "b": model}, lambda: model.value
+
+
+def shared_shards():
+    states = {
+        name: {"x": Layout.rows(1).shard(np.full(2, value), 0), "n": 1}
+        for name, value in (("a", 1.0), ("b", 2.0))
+    }
+    target = {"x": 0, "n": 0}
+    return states, {"a": target, "b": target}, lambda: repr(target)
+
+
+def shared_numbers(first, second):
+    """Return states, targets and a function that shows the numbers to come."""
+    states = {"a": np.random.default_rng(1), "b": np.random.default_rng(2)}
+    return states, {"a": first, "b": second}, lambda: repr(first.bit_generator.state)
+
+
+def shared_bit_generator():
+    source = np.random.PCG64(0)
+    return shared_numbers(np.random.Generator(source), np.random.Generator(source))
+
+
+def generator_and_its_source():
+    source = np.random.PCG64(0)
+    return shared_numbers(np.random.Generator(source), source)
+
+
+def global_generator():
+    states = {"a": random.Random(1), "b": random.Random(2)}
+    return states, {"a": random, "b": random._inst}, random.getstate
+
+
+@pytest.mark.parametrize(
+    "make",
+    [shared_model, shared_shards, shared_bit_generator, generator_and_its_source, global_generator],
+)
+@pytest.mark.parametrize("equal", [False, True])
+def test_two_names_of_one_target_are_refused_if_values_differ(tmp_path, make, equal):
+    states, targets, value = make()
+    if equal:
+        states["b"] = states["a"]
+    mlstate.save(tmp_path, states=states)
+    before = value()
+    if equal:
+        mlstate.load(tmp_path, into={"states": targets})
+        assert value() != before
+        return
+    with pytest.raises(CompatibilityError, match=r"states\['b'\]: .* that of states\['a'\]"):
+        mlstate.load(tmp_path, into={"states": targets})
+    assert value() == before
+
+
+def test_generators_over_one_source_keep_their_own_gauss(tmp_path):
+    source = np.random.MT19937(3)
+    both = [np.random.RandomState(source) for _ in range(2)]
+    both[0].normal()
+    mlstate.save(tmp_path, states={"a": both[0], "b": both[1]})
+    expected = [each.get_state(legacy=False) for each in both]
+    for each in both:
+        each.normal(size=3)
+    mlstate.load(tmp_path, into={"states": {"a": both[0], "b": both[1]}})
+    got = [each.get_state(legacy=False) for each in both]
+    assert repr(got) == repr(expected)
+
 
 ORDERS = {
     "str keys": ({"a": 1, "b": [2]}, {"b": [2], "a": 1}),
