@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_cache, is_torch
+from .._common.arrays import is_cache, is_on_device, is_torch
 from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._common.staged_targets import StagedTargets, refuse_overlaps_on_devices
@@ -430,20 +430,33 @@ def _prepare_tensors(
     return _Ready(section, filling, chosen, cuts, casts), actions
 
 
-def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
+def _is_memory(array: Any) -> bool:
+    """Return whether a cache's array is one of NumPy or torch, so that its memory is known."""
+    return isinstance(array, np.ndarray) or is_torch(array)
+
+
+def _drop_tied_names(
+    ready: list[_Ready], cache_arrays: Mapping[str, Mapping[str, Any]]
+) -> list[_Ready]:
     """Return the targets without names whose memory a later name shares: one read fills both.
 
-    `ready`: the targets in the order of the reads. Raises ValueError if targets share memory in
-    any other way.
+    `ready`: the targets in the order of the reads. `cache_arrays`: of caches among the targets, by
+    their names. Raises ValueError if targets share memory in any other way.
     """
+    caches = [
+        (label, {name: array for name, array in arrays.items() if _is_memory(array)})
+        for label, arrays in cache_arrays.items()
+    ]
     refuse_overlaps_on_devices(
-        (each.section.label, each.names, each.filling.targets) for each in ready
+        [(label, list(arrays), arrays) for label, arrays in caches]
+        + [(each.section.label, each.names, each.filling.targets) for each in ready]
     )
     tied = _core.targets_tied(
         [(each.section.label, each.names, {**each.filling.arrays, **each.casts}) for each in ready]
+        + [(label, [n for n in a if not is_on_device(a[n])], a) for label, a in caches]
     )
     remaining = []
-    for ready_target, others in zip(ready, tied, strict=True):
+    for ready_target, others in zip(ready, tied, strict=False):
         left_out = set(others)
         positions = [i for i, name in enumerate(ready_target.names) if name not in left_out]
         cuts = (
@@ -557,7 +570,7 @@ def prepare(loader: Loader) -> Prepared:
         _check(loader, ready_target)
     _read_for_loaders(loader, prepared)
     prepared.actions.sort(key=lambda action: action.undo is None)  # these last: others can refuse
-    prepared.ready = _drop_tied_names(prepared.ready)
+    prepared.ready = _drop_tied_names(prepared.ready, prepared.sources.cache_arrays)
     return prepared
 
 

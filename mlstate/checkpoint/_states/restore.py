@@ -63,22 +63,27 @@ class Sources:
     """The saved values of all targets of a load, to find targets that have two names."""
 
     def __init__(self) -> None:
+        self.cache_arrays: dict[str, Mapping[str, Any]] = {}  # by the names of caches
         self._first: dict[tuple[int, str], tuple[str, Callable[[], str]]] = {}
 
-    def add(self, target: object, where: str, text: Callable[[], str], aspect: str = "") -> None:
-        """Note a target's saved value; raise CompatibilityError if an earlier one differs.
+    def add(self, target: object, where: str, text: Callable[[], str], aspect: str = "") -> bool:
+        """Note a target's saved value, and return whether the target is new.
 
-        One of the values would be lost. `where`: name of the target. `text` returns a text that is
-        the same for equal values; it is called only for a target with two names. `aspect`: part of
-        the target's state; values of the same aspect are compared.
+        `where`: name of the target. `text` returns a text that is the same for equal values; it is
+        called only for a target with two names. `aspect`: part of the target's state; values of the
+        same aspect are compared. Raises CompatibilityError if an earlier value differs: one of them
+        would be lost.
         """
         first, first_text = self._first.setdefault((id(target), aspect), (where, text))
-        if first_text is not text and first_text() != text():
+        if first_text is text:
+            return True
+        if first_text() != text():
             reason = (
                 f"the target is also that of {first}, and the checkpoint stores different values "
                 "for the two: pass an object for each"
             )
             raise _error(where, reason, "another object", f"that of {first}")
+        return False
 
 
 def text_of_value(node: object, arrays: Mapping[str, Any]) -> str:
@@ -306,11 +311,13 @@ class _Restorer:
         TypeError for a type that cannot be restored in place, and CompatibilityError if the saved
         value is of another kind. The methods for the types raise the same.
         """
-        self.sources.add(target, where, partial(self.text_of, node))
+        is_new = self.sources.add(target, where, partial(self.text_of, node))
         library = library_of(target)
         if library is not None:
             self.add_generator(target, library, node, where)
         elif is_cache(target):
+            if is_new:
+                self.sources.cache_arrays[where] = getattr(target, "arrays", {})
             self.add_cache(target, node, where)
         elif callable(getattr(target, "load_state_dict", None)):
             self.add_object(target, node, where)
@@ -548,8 +555,8 @@ def prepare_tree(
     """Read the named state `name`, and return the actions that restore its target.
 
     `kind`: the state's description in the manifest. `sources`: the saved values of all targets so
-    far; this state's are added. Raises CompatibilityError if the target is of
-    another kind than the saved value, and TypeError if it cannot be restored in place.
+    far; this state's are added. Raises CompatibilityError if the target is of another kind than the
+    saved value, and TypeError if it cannot be restored in place.
     """
     [stored] = _read(loader, name, kind)
     restorer = _Restorer(loader, name, stored, sources)
