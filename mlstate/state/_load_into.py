@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .. import _core
 from .._common.arguments import check_flags
-from .._common.arrays import is_torch
+from .._common.arrays import is_torch, refuse_masked_values
 from .._common.backend import TensorBackend, backend_of, is_module
 from .._common.dtypes import FLOATS
 from .._common.text import shorten
@@ -112,7 +112,7 @@ def load_into(
         with the source of a tensor. Only a target that is exactly its own source is allowed;
         it is left unchanged.
     TypeError
-        An argument is not a mapping of str to array.
+        An argument is not a mapping of str to array, or has a masked array.
     MLStateError
         A device failed during the copy to a module's tensor on it; the message names the tensor.
         The content of the module is then undefined.
@@ -168,6 +168,8 @@ def _load(
 
     `dry_run`: only check.
     """
+    for state in (target, source):
+        refuse_masked_values(state if isinstance(state, dict) else {})  # the core refuses others
     report = _core.state_load(target, source, strict, cast, dry_run)
     if isinstance(report, tuple):
         raise _refusal(target, source, strict, cast, *report)

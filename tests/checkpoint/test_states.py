@@ -807,3 +807,7 @@ def test_masked_arrays_in_nested_values_are_refused(tmp_path):
     masked = np.ma.array([1.0, 2.0], mask=[False, True])
     with pytest.raises(TypeError, match="masked array"):
         mlstate.save(tmp_path / "c", states={"x": [masked, 1]})
+    mlstate.save(tmp_path / "c", {"w": np.ones(2)})
+    with pytest.raises(TypeError, match="'w' is a masked array"):
+        mlstate.load(tmp_path / "c", into={"model": {"w": masked}})
+    assert masked.data.tolist() == [1, 2]

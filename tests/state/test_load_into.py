@@ -360,3 +360,13 @@ def test_targets_may_interleave_with_sources_but_not_overlap():
         with pytest.raises(ValueError, match="share"):
             load_into({"far": np.zeros(2), "w": target}, {"far": np.ones(2), "w": source})
         assert (room == before).all()
+
+
+@pytest.mark.parametrize("masked", ["target", "source"])
+def test_masked_arrays_are_not_loaded(masked):
+    target, source = {"a": np.zeros(1), "w": np.zeros(2)}, {"a": np.ones(1), "w": np.ones(2)}
+    state = target if masked == "target" else source
+    state["w"] = np.ma.array(state["w"], mask=[False, True])
+    with pytest.raises(TypeError, match="'w' is a masked array"):
+        load_into(target, source)
+    assert target["a"] == 0
