@@ -202,6 +202,7 @@ class LoadRequest(NamedTuple):
     dtype: str  # of the floats of a new state; "" for the stored ones
     options: LoadOptions
     choose_again: Callable[[], str] | None = None  # of step="best": returns the root of the best
+    written: set[tuple[str, str]] | None = None  # targets that a failed load fills: state and name
 
 
 class Loader:
@@ -624,7 +625,7 @@ def _check_request(
     check_flags(mmap=mmap, strict=options["strict"])
     group = optional_group(options["group"])
     cast, dtype = checked_cast(options["cast"], into, mmap=mmap)
-    files, root, manifest = open_root_path(path, options["storage_options"])
+    files, root, manifest, written = open_root_path(path, options["storage_options"])
     if mmap:
         files.folder.require_local("mmap=True", "load without it")
     cutting = ranks_of(rank, world_size, layout, group)
@@ -661,6 +662,7 @@ def _check_request(
         dtype=dtype,
         options=options,
         choose_again=choose_again,
+        written=set() if written is None else written,
     )
     return request, manifest
 

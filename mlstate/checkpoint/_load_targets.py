@@ -56,6 +56,12 @@ class _Ready(NamedTuple):
     cuts: Cuts
     casts: dict[str, Any]  # targets of another dtype, by name
 
+    def filled(self) -> set[tuple[str, str]]:
+        """Return state and name of the targets that the load fills, if it may leave out some."""
+        if hasattr(self.filling, "optimizer"):  # it loses the states that are left out
+            return set()
+        return {(self.section.label, name) for name in (*self.names, *self.filling.zeros)}
+
 
 class Prepared:
     """The checked targets of a load; `actions` restore the objects among the named states."""
@@ -71,6 +77,8 @@ class Prepared:
 
     def fill(self, loader: Loader) -> None:
         """Read all tensors into their targets; after an error, their content is undefined."""
+        if loader.request.written is not None:
+            loader.request.written.update(*(each.filled() for each in self.ready))
         for ready_target in self.ready:
             _fill(loader, ready_target)
 
@@ -570,9 +578,23 @@ def prepare(loader: Loader) -> Prepared:
     for ready_target in prepared.ready:
         _check(loader, ready_target)
     _read_for_loaders(loader, prepared)
+    _refuse_mixture(loader, prepared.ready)
     prepared.actions.sort(key=lambda action: action.undo is None)  # these last: others can refuse
     prepared.ready = _drop_tied_names(prepared.ready, prepared.sources.cache_arrays)
     return prepared
+
+
+def _refuse_mixture(loader: Loader, ready: list[_Ready]) -> None:
+    """Raise CompatibilityError if a target has content of a failed load, and is not filled now."""
+    now_filled = {each for ready_target in ready for each in ready_target.filled()}
+    rest = min((loader.request.written or set()) - now_filled, default=None)
+    if rest is not None:
+        error = CompatibilityError(
+            f"{loader.folder} has no {rest[1]!r} of {rest[0]} for a target that a failed load of "
+            "another checkpoint has written to, so the target would mix two: pass a new one"
+        )
+        error.name, error.path = rest[1], loader.folder
+        raise error
 
 
 def _read_for_loaders(loader: Loader, prepared: Prepared) -> None:
