@@ -492,8 +492,8 @@ class DistributedStateCollector:
         ------
         CompatibilityError
             Raised on every rank: a rank has other tensors, shapes or dtypes than the root
-            sends, or its tensors overlap in another way. The message names them. No rank is
-            changed.
+            sends, its tensors overlap in another way, or it would receive two different tensors
+            in one array. The message names them. No rank is changed.
         CollectiveError
             As for `gather_full_state`. Nothing is changed, unless the transfer fails.
         ValueError

@@ -534,6 +534,41 @@ class Broadcasting(_Transfer):
                     )  # fmt: skip
         return differences
 
+    def _differing_ties(
+        self, source: Mapping[str, object], sent: list[Entry], entries: list[list[Entry]]
+    ) -> list[RankDifference]:
+        """Return a difference for each array of a rank that would receive two different tensors.
+
+        `source`: the tensors of the root. `sent`, `entries`: as for `run`. All ranks call this.
+        """
+        first_names = {entry.name: entry.tied or entry.name for entry in sent}
+        pairs = [
+            (entry.name, entry.tied, rank)
+            for rank, rank_entries in enumerate(entries)
+            for entry in rank_entries
+            if entry.tied is not None and first_names[entry.name] != first_names[entry.tied]
+        ]
+        if not pairs:  # on every rank
+            return []
+
+        def differs() -> list[bool]:
+            """Return, on the root, whether the tensors of each pair differ."""
+            if self.group.rank != self.root:
+                return []
+            digests = {n: digest(array_of(source[n])) for pair in pairs for n in pair[:2]}
+            return [digests[name] != digests[other] for name, other, _ in pairs]
+
+        results = exchange(self.group, self.operation, self.timeout, differs)[self.root]
+        return [
+            difference(
+                "elements", name, [rank],
+                f"rank {rank} has one array for it and {other!r}, and rank {self.root} sends "
+                "different elements for the two",
+            )
+            for (name, other, rank), has_difference in zip(pairs, results, strict=True)
+            if has_difference
+        ]  # fmt: skip
+
     def run(
         self,
         state: Mapping[str, Any],
@@ -548,6 +583,7 @@ class Broadcasting(_Transfer):
         rank, with all states unchanged, if they do not match.
         """
         differences = self._differences(sent, entries)
+        differences = differences or self._differing_ties(source or state, sent, entries)
         if differences:
             raise differences_error(self.operation, differences)
         entries_by_name = [

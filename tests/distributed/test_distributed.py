@@ -616,6 +616,23 @@ def test_overlapping_targets_need_a_source_that_overlaps_alike():
     assert run(lambda collector: send(collector, [0])) == [1, 1]
 
 
+@pytest.mark.parametrize("other", [1.0, 2.0])
+def test_tied_targets_need_equal_tensors(other):
+    def send(collector):
+        array = np.zeros(2)
+        state = {"a": array, "b": array if collector.group.rank else np.zeros(2)}
+        source = {"b": np.full(2, other), "a": np.ones(2)}
+        try:
+            collector.broadcast_state(state, source=source if collector.group.rank == 0 else None)
+        except CompatibilityError as error:
+            assert "rank 1 has one array for it and 'a'" in str(error)
+            return 0.0, *state["a"], *state["b"]
+        return 1.0, *state["a"], *state["b"]
+
+    expected = (1.0,) * 5 if other == 1 else (0.0,) * 5
+    assert run(send) == [expected, expected]
+
+
 def test_parts_need_a_source_that_has_them():
     array = np.arange(6.0)
 
