@@ -734,9 +734,9 @@ def load(
         must exist in the checkpoint and in `into`; everything else in `into` is unchanged. Named
         states may also be random generators, caches of `mlstate.kv`, objects with
         ``load_state_dict``, and dicts and lists, whose content is replaced; generators, caches and
-        objects in them are restored themselves, and a list of such values must have the saved
-        length. All objects are restored before the arrays, or none: if one refuses its state, those
-        before it get their old states back, and no array is changed.
+        objects in them are restored themselves, also in tuples, and a list or tuple of such values
+        must have the saved length. All objects are restored before the arrays, or none: if one
+        refuses its state, those before it get their old states back, and no array is changed.
     mmap : bool, default False
         Return read-only arrays over memory-mapped files: data is read on first access. Tensors
         whose part spans several shards, or a sparse or compressed one, are assembled in new memory.

@@ -298,6 +298,31 @@ def test_dicts_and_lists_receive_the_values_and_keep_their_objects(tmp_path):
     assert log == [1, 2]
 
 
+@pytest.mark.parametrize(
+    "wrap", [tuple, lambda pair: [tuple(pair)], lambda pair: {"k": tuple(pair)}]
+)
+def test_objects_in_tuples_are_restored_and_stay(tmp_path, wrap):
+    saved = {"x": wrap([1, np.random.default_rng(5), Loader(3)])}
+    mlstate.save(tmp_path / "c", states={"a": saved})
+    loader, rng = Loader(0), np.random.default_rng(0)
+    target = {"x": wrap([0, rng, loader])}
+    mlstate.load(tmp_path / "c", into={"states": {"a": target}})
+    assert target == {"x": wrap([1, rng, loader])}
+    assert loader.position == 3 and rng.random() == np.random.default_rng(5).random()
+    with pytest.raises(CompatibilityError, match="a tuple of 2 values, .* one of 3 v"):
+        mlstate.load(tmp_path / "c", into={"states": {"a": {"x": wrap([0, loader])}}})
+
+
+@pytest.mark.parametrize("kind", [lambda rng: OrderedDict(r=rng), lambda rng: deque([1, (rng,)])])
+def test_objects_in_other_containers_are_refused(tmp_path, kind):
+    saved = {"x": kind(np.random.default_rng(5)), "n": 1}
+    mlstate.save(tmp_path / "c", states={"a": saved})
+    target = {"x": kind(np.random.default_rng(0)), "n": 0}
+    with pytest.raises(TypeError, match=r"states\['a'\]\['x'\] .* with a Generator"):
+        mlstate.load(tmp_path / "c", into={"states": {"a": target}})
+    assert target["n"] == 0
+
+
 def test_targets_that_do_not_fit_are_named(tmp_path):
     mlstate.save(tmp_path / "c", {"w": np.ones(2)}, states={"a": {"x": 1}, "t": {"w": np.ones(2)}})
     for states, error, text in (

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import deque
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,12 +37,13 @@ from .generators import (
 from .tree import RANKS, TEXT, Decoder, is_coreml_state, leaves_of, malformed, parse, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from ..._types import Array
     from .._load import Loader
 
 _WHOLE_TENSOR: Any = (None, 0, 0)
+_PLAIN = (bool, int, float, str, bytes, type(None))
 _MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -435,6 +438,7 @@ class _Restorer:
         if not isinstance(node, list):
             raise _mismatch(where, "a list", type(self.decode(node)).__name__)
         if not _is_restorable(target):
+            _refuse_objects_in(target, where)
             new = self.decode(node)
         elif len(node) == len(target):
             pairs = enumerate(zip(target, node, strict=True))
@@ -447,13 +451,30 @@ class _Restorer:
     def add_inner(self, current: Any, node: object, where: str) -> Any:
         """Add the actions for the value `current` in a container, and return its new value.
 
-        A value that is restored in place stays; another one is replaced by the saved value. `node`,
-        `where`: as for `add`.
+        A value that is restored in place stays; another one is replaced by the saved value. A tuple
+        is replaced by one with the same objects. `node`, `where`: as for `add`.
         """
         if not _is_restorable(current):
+            _refuse_objects_in(current, where)
             return self.decode(node)
-        self.add(current, node, where)
-        return current
+        if type(current) is not tuple:
+            self.add(current, node, where)
+            return current
+        items = node.get("items") if isinstance(node, dict) and node.get("$") == "tuple" else None
+        if items is None or len(items) != len(current):
+            have = "another value" if items is None else f"one of {count_text(len(items), 'value')}"
+            raise _mismatch(where, f"a tuple of {count_text(len(current), 'value')}", have)
+        pairs = enumerate(zip(current, items, strict=True))
+        return tuple(self.add_inner(*pair, f"{where}[{i}]") for i, pair in pairs)
+
+
+def _is_object(value: object) -> bool:
+    """Return whether a value itself is restored in place, unlike the values of a container."""
+    return type(value) not in _PLAIN and (
+        library_of(value) is not None
+        or is_cache(value)
+        or callable(getattr(value, "load_state_dict", None))
+    )
 
 
 def _is_restorable(value: object) -> bool:
@@ -462,12 +483,30 @@ def _is_restorable(value: object) -> bool:
     Any other value is replaced.
     """
     return (
-        library_of(value) is not None
-        or is_cache(value)
-        or callable(getattr(value, "load_state_dict", None))
+        _is_object(value)
         or (type(value) is dict and any(map(_is_restorable, value.values())))
-        or (type(value) is list and any(map(_is_restorable, value)))
+        or (type(value) in (list, tuple) and any(map(_is_restorable, value)))  # type: ignore[call-overload]
     )
+
+
+def _refuse_objects_in(value: object, where: str) -> None:
+    """Raise TypeError for a value to replace that contains an object: it would be lost.
+
+    `where`: path of the value. Containers such as OrderedDict and deque are such values.
+    """
+    if isinstance(value, Mapping):
+        inner: Iterable[object] = value.values()
+    elif isinstance(value, list | tuple | set | frozenset | deque):
+        inner = value
+    else:
+        return
+    for each in inner:
+        if _is_object(each):
+            raise TypeError(
+                f"into={{'states': ...}}: {where} is a {type(value).__name__} with a "
+                f"{type(each).__name__}, which cannot be restored in it: use a dict, list or tuple"
+            )
+        _refuse_objects_in(each, where)
 
 
 def _has_torch(node: object) -> bool:
