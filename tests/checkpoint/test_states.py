@@ -309,7 +309,7 @@ def test_objects_in_tuples_are_restored_and_stay(tmp_path, wrap):
     mlstate.load(tmp_path / "c", into={"states": {"a": target}})
     assert target == {"x": wrap([1, rng, loader])}
     assert loader.position == 3 and rng.random() == np.random.default_rng(5).random()
-    with pytest.raises(CompatibilityError, match="a tuple of 2 values, .* one of 3 v"):
+    with pytest.raises(CompatibilityError, match=r"a tuple of 2 values, .* one of 3 v"):
         mlstate.load(tmp_path / "c", into={"states": {"a": {"x": wrap([0, loader])}}})
 
 
