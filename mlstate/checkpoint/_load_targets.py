@@ -18,7 +18,7 @@ from .._common.arrays import is_cache, is_on_device, is_torch, refuse_masked_val
 from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._common.staged_targets import StagedTargets, refuse_overlaps_on_devices
-from .._sharding.layout import Cuts, Layout, Steps
+from .._sharding.layout import Cuts, Layout, Shard, Steps
 from ..errors import CompatibilityError
 from ..state._compatibility import LISTED, join, rename_hint
 from ..state._load_into import check_load, load_into
@@ -219,12 +219,45 @@ def _shape_of(
     return Layout(steps).shape(shape, index)
 
 
-def _cuts(loader: Loader, filling: Any, names: list[str]) -> Cuts:
+def _check_shards(
+    loader: Loader, section: Section, filling: _ArrayTarget, names: list[str]
+) -> None:
+    """Raise CompatibilityError for a target that is a `Shard` of another part than the one read.
+
+    `names`: of the tensors to read into `filling`.
+    """
+    shards = {n: filling.targets[n] for n in names if isinstance(filling.targets[n], Shard)}
+    if not shards:
+        return
+    by_key = section.names_by_key()
+    steps, index, world = loader.request.cutting
+    for where, key, _, _, _, shape, layout, axes, *_ in loader.merged_index.tensors():
+        name = by_key.get(key, "") if where == SECTIONS[section.number] else ""
+        if name not in shards:
+            continue
+        part = (layout, index) if steps is None and world else ((), 0)
+        if steps is not None:
+            part = _core.layout_project(steps, index, len(shape), axes)
+        shard = shards[name]
+        parts = [(tuple(shape), *(part if part[0] else ((), 0)))]
+        parts.append((shard.shape, shard._steps, shard.index if shard._steps else 0))
+        if parts[0] != parts[1]:
+            got, expected = (f"part {i} of shape {s}, cut by {list(c)}" for s, c, i in parts)
+            error = CompatibilityError(
+                f"{section.label}[{name!r}] is a Shard, {expected}, and the load reads {got}: pass "
+                "the layout= and rank= of this part"
+            )
+            error.name, error.expected, error.got = name, expected, got
+            raise error
+
+
+def _cuts(loader: Loader, section: Section, filling: Any, names: list[str]) -> Cuts:
     """Return how the tensors `names` are cut for a target: one cut for all, or a list.
 
     `filling`: the target's memory, which may know its own part of each tensor.
     """
     if isinstance(filling, _ArrayTarget):
+        _check_shards(loader, section, filling, names)
         return loader.request.cutting
     if loader.request.by_target:
         return filling.cuts(names)  # type: ignore[no-any-return]
@@ -434,7 +467,7 @@ def _prepare_tensors(
     else:
         filling = _ArrayTarget(target)
     chosen = _fit_names(loader, section, selected, filling, names)
-    cuts = _cuts(loader, filling, chosen)
+    cuts = _cuts(loader, section, filling, chosen)
     casts = _casts(loader, section, filling, chosen)
     return _Ready(section, filling, chosen, cuts, casts), actions
 
