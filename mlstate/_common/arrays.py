@@ -224,6 +224,21 @@ def refuse_masked(name: object, value: object) -> None:
         )
 
 
+def shard_text(value: Any) -> str:
+    """Return a text of the part that a `Shard` holds; "" for other values."""
+    steps = getattr(getattr(value, "layout", None), "steps", None)  # torch's layouts lack steps
+    if steps is None:
+        return ""
+    return f"part {value.index} of shape {value.shape}, cut by {list(steps)}"
+
+
+def refuse_masked_values(state: Mapping[str, object]) -> None:
+    """Raise TypeError if a state has a masked array, whose mask a copy would ignore."""
+    for name, value in state.items():
+        if type(value) is not np.ndarray:
+            refuse_masked(name, value)
+
+
 def refuse_unstorable(state: Mapping[str, object], *, every: bool = False) -> None:
     """Raise CompatibilityError for a torch tensor that cannot be stored, or a `Shard` of one.
 

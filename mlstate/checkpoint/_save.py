@@ -290,7 +290,7 @@ def _step_of(step: int | None, optimizer: Any) -> int | None:
 
 
 def _checked_metadata(mapping: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of the caller's metadata `mapping` ({} for None); raise if it is not JSON."""
+    """Return a deep copy of the caller's metadata ({} for None); raise if it is not JSON."""
     import json
 
     if mapping is not None and not hasattr(mapping, "keys"):
@@ -300,13 +300,13 @@ def _checked_metadata(mapping: Mapping[str, Any] | None) -> dict[str, Any]:
         return metadata
     try:
         check_json_values(metadata, "metadata")
-        json.dumps(metadata, allow_nan=False)  # refuses other number classes, too long ints
+        # also refuses other number classes and too long ints
+        return json.loads(json.dumps(metadata, allow_nan=False))  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
         cls = TypeError if isinstance(error, TypeError) else ValueError
         raise cls(
             f"metadata must be JSON values (strings, numbers, lists, dicts): {error}"
         ) from None
-    return metadata
 
 
 class SaveContent:

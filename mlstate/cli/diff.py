@@ -78,7 +78,7 @@ class _CheckpointSide:
 
         `where`: its folder, and the path of its root there.
         """
-        self._files, self._root, _ = where
+        self._files, self._root, *_ = where
         self.path, files = where.files.path, where.files
         manifest, self._merged_index = files.read_root(
             where.root, lambda manifest: (manifest, files.load_merged_index(manifest))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from .. import _core
 from .._common.arguments import check_flags
-from .._common.arrays import is_torch
+from .._common.arrays import is_torch, refuse_masked_values, shard_text
 from .._common.backend import TensorBackend, backend_of, is_module
 from .._common.dtypes import FLOATS
 from .._common.text import shorten
@@ -112,7 +112,7 @@ def load_into(
         with the source of a tensor. Only a target that is exactly its own source is allowed;
         it is left unchanged.
     TypeError
-        An argument is not a mapping of str to array.
+        An argument is not a mapping of str to array, or has a masked array.
     MLStateError
         A device failed during the copy to a module's tensor on it; the message names the tensor.
         The content of the module is then undefined.
@@ -168,10 +168,24 @@ def _load(
 
     `dry_run`: only check.
     """
+    if isinstance(target, dict) and isinstance(source, dict):  # the core refuses others
+        refuse_masked_values(target)
+        refuse_masked_values(source)
+        _refuse_other_parts(target, source)
     report = _core.state_load(target, source, strict, cast, dry_run)
     if isinstance(report, tuple):
         raise _refusal(target, source, strict, cast, *report)
     return report
+
+
+def _refuse_other_parts(target: dict[str, Any], source: dict[str, Any]) -> None:
+    """Raise CompatibilityError for a `Shard` whose source is a shard of another part."""
+    for name, value in target.items():
+        want, have = shard_text(value), shard_text(source.get(name))
+        if want and have and want != have:
+            error = CompatibilityError(f"{name!r} is {have} in the source, {want} in the target")
+            error.name, error.expected, error.got = name, want, have
+            raise error
 
 
 def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: bool) -> None:

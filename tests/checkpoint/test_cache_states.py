@@ -306,3 +306,21 @@ def test_malformed_descriptions_raise_format_errors(make):
         except (FormatError, MemoryError):
             refused += 1
     assert refused >= len(wrong) - 4  # some numbers are valid, such as another axis
+
+
+@pytest.mark.parametrize("other", ["cache", "model"])
+def test_caches_over_the_memory_of_another_target_are_refused(tmp_path, other):
+    first, second = hybrid_cache(), hybrid_cache(11)
+    name, array = next(iter(first.arrays.items()))
+    mlstate.save(tmp_path, {"w": array}, states={"a": first, "b": second})
+    target = hybrid_cache(5)
+    before = facts(target)
+    into = {"states": {"a": target, "b": CacheState(target.spec, dict(target.arrays), 5)}}
+    if other == "model":
+        into = {"model": {"w": target.arrays[name]}, "states": {"a": target}}
+    with pytest.raises(ValueError, match=r"share memory, .* copy of one"):
+        mlstate.load(tmp_path, into=into)
+    assert facts(target) == before
+    mlstate.save(tmp_path, {"w": array}, states={"a": first, "b": first})
+    mlstate.load(tmp_path, into={"states": {"a": target, "b": target}})
+    assert facts(target) == facts(first)

@@ -50,6 +50,30 @@ def _bit_generator(value: Any) -> Any:
     return getattr(value, "bit_generator", value)
 
 
+def source_of_numbers(value: Any, library: str) -> object:
+    """Return the object that generators share if a number drawn from one advances the others.
+
+    `library`: the result of `library_of`.
+    """
+    if library == "python":
+        return getattr(value, "_inst", value)  # the module has one
+    if library == "numpy":
+        if hasattr(value, "get_bit_generator"):  # the module
+            return value.get_bit_generator()
+        return getattr(value, "_bit_generator", _bit_generator(value))
+    return getattr(value, "default_generator", value) if library == "torch" else value
+
+
+def state_of_numbers(node: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON form of a generator without what a RandomState has of its own."""
+    node = {key: value for key, value in node.items() if key != "seeds"}  # a RandomState has none
+    state = node.get("state")
+    if not isinstance(state, dict):
+        return node
+    extra = ("has_gauss", "gauss") if node["library"] == "numpy" else ()
+    return {**node, "state": {key: value for key, value in state.items() if key not in extra}}
+
+
 def state_of(value: Any, library: str) -> Any:
     """Return a copy of a generator's state, as arrays and plain values.
 
@@ -70,7 +94,7 @@ def state_of(value: Any, library: str) -> Any:
 
 
 def seeds_of(value: Any, library: str) -> dict[str, Any] | None:
-    """Return the sequence from which a generator of NumPy spawns children; None for others."""
+    """Return the state of the sequence that a generator of NumPy spawns from; None for others."""
     seeds: Any = getattr(_bit_generator(value), "seed_seq", None) if library == "numpy" else None
     return dict(seeds.state) if type(seeds).__name__ == "SeedSequence" else None
 

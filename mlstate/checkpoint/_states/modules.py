@@ -6,16 +6,27 @@ value: a named state, whose name starts with a dot and so cannot be a user's.
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.dtypes import FLOATS, name_of
+from ..._sharding.layout import Shard
 from ...errors import CompatibilityError
 from .._backend import CheckpointBackend
 from .._folder.names import SECTIONS
-from .restore import Action, like_tensors, load_like, read_own
-from .tree import encode, malformed
+from .restore import (
+    Action,
+    describe_array,
+    like_tensors,
+    load_like,
+    read_own,
+    text_of_tree,
+    text_of_value,
+)
+from .tree import Tree, encode, malformed, parse, whole_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -23,7 +34,7 @@ if TYPE_CHECKING:
     from .._load import Loader
     from .._sections import Section
     from .._store.name_globs import Names
-    from .tree import Tree
+    from .restore import Sources
 
 MODEL = ".model"  # name of the model's state; that of a named state ends with its name
 _NAMED = ".states."
@@ -75,6 +86,33 @@ def shown_states(states: dict[str, object]) -> dict[str, Any]:
 
 
 # ---- loading ----
+
+
+def text_of_section(loader: Loader, section: Section) -> str:
+    """Return a text that is the same for sections with equal values; reads all of its tensors.
+
+    It is also that of an equal object in a nested value. Classes may differ.
+    """
+    tensors = {}
+    for name, key in zip(section.names, section.keys(section.names), strict=True):
+        array = loader.load_keys(section.number, [key], (None, 0, 0))[key]
+        tensors[name] = describe_array(array)
+    parts: list[Any] = [{"$": "object", "state": tensors}]
+    parts += [{name: each} for name, each in (section.kind or {}).items() if name != "kind"]
+    entries = entries_name(section.state)
+    if not section.is_optimizer and entries in loader.states:
+        parts.append(text_of_tree(loader, entries))
+    return json.dumps(parts if len(parts) > 1 else parts[0], sort_keys=True)
+
+
+def _text_of_entries(entries: Mapping[str, Any], where: str) -> str:
+    """Return a text that is the same for equal entries; `where`: their module, for errors."""
+    tree = encode(entries, where)
+    arrays = {
+        key: value.array if isinstance(value, Shard) else value
+        for key, value in tree.arrays.items()
+    }
+    return text_of_value(parse(tree.text, where), whole_arrays(Tree(tree.text, arrays)))
 
 
 class StoredEntries(NamedTuple):
@@ -208,13 +246,15 @@ def prepare_units(
     chosen: list[str],
     stored: StoredEntries,
     names: Names,
+    sources: Sources,
 ) -> list[Action]:
     """Read the entries of submodules that load themselves; return the action that loads them.
 
     [] if there are none. The module is not changed yet. `target`: the module. `filling`: the result
     of `fill_module` for it. `chosen`: names that the load selects, from the user's choice `names`.
-    `stored`: entries that are not tensors. Raises CompatibilityError for another dtype, or a choice
-    of only some entries of a submodule.
+    `stored`: entries that are not tensors. `sources`: of the targets so far; the submodules' are
+    added. Raises CompatibilityError for another dtype, a choice of only some entries of a
+    submodule, or a submodule that an earlier target loads from other entries.
     """
     contract = filling.contract
     if contract is None or not contract.units:
@@ -231,6 +271,11 @@ def prepare_units(
     for name in unit_names:
         if name in stored.entries:
             entries[name] = like_tensors(stored.entries[name], contract.entries.get(name))
+    modules = {id(child): (start, child) for u in units for start, child in contract.modules_of(u)}
+    for start, child in modules.values():
+        direct = {name[len(start) :]: entries[name] for name in entries if name.startswith(start)}
+        where = f"{section.label} ({start.rstrip('.') or 'the module'})"
+        sources.add(child, where, partial(_text_of_entries, direct, where), "entries")
     load = backend_of(target, CheckpointBackend).own_load(
         filling, entries, stored.metadata, units, strict=loader.options["strict"]
     )

@@ -12,6 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,7 +26,16 @@ from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Layout, Shard
 from ...errors import CompatibilityError
 from .._sections import STATES
-from .generators import check_fits, library_of, restored, seeds_of, set_state, state_of
+from .generators import (
+    check_fits,
+    library_of,
+    restored,
+    seeds_of,
+    set_state,
+    source_of_numbers,
+    state_of,
+    state_of_numbers,
+)
 from .tree import (
     RANKS,
     TEXT,
@@ -38,7 +49,7 @@ from .tree import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from ..._sharding.layout import Cuts, Cutting
     from ..._types import Array
@@ -51,11 +62,11 @@ _MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError
 
 
 class Action(NamedTuple):
-    """A change of one object; `undo` restores its state before."""
+    """A change of one object; `undo` restores its state before. None: that is not known."""
 
     label: str
     apply: Callable[[], object]
-    undo: Callable[[], object]
+    undo: Callable[[], object] | None
 
 
 class _StoredTree(NamedTuple):
@@ -65,22 +76,52 @@ class _StoredTree(NamedTuple):
     arrays: dict[str, Any]
 
 
-class _Source(NamedTuple):
-    """The place of a value in the named states, and its stored form."""
+class Sources:
+    """The saved values of all targets of a load, to find targets that have two names."""
 
-    where: str
-    stored: _StoredTree
+    def __init__(self) -> None:
+        self.cache_arrays: dict[str, Mapping[str, Any]] = {}  # by the names of caches
+        self._first: dict[tuple[int, str], tuple[str, Callable[[], str]]] = {}
 
-    def text(self) -> str:
-        """Return a text that is the same for equal values; sharded arrays are left out."""
-        return json.dumps(_with_digests(*self.stored), sort_keys=True)
+    def add(self, target: object, where: str, text: Callable[[], str], aspect: str = "") -> bool:
+        """Note a target's saved value, and return whether the target is new.
+
+        `where`: name of the target. `text` returns a text that is the same for equal values; it is
+        called only for a target with two names. `aspect`: part of the target's state; values of the
+        same aspect are compared. Raises CompatibilityError if an earlier value differs: one of them
+        would be lost.
+        """
+        first, first_text = self._first.setdefault((id(target), aspect), (where, text))
+        if first_text is text:
+            return True
+        if first_text() != text():
+            reason = (
+                f"the target is also that of {first}, and the checkpoint stores different values "
+                "for the two: pass an object for each"
+            )
+            raise _error(where, reason, "another object", f"that of {first}")
+        return False
+
+
+def text_of_value(node: object, arrays: Mapping[str, Any]) -> str:
+    """Return a text that is the same for equal nested values.
+
+    `node`: the JSON form of one. `arrays`: by the keys in it, contiguous and of NumPy.
+    """
+    return json.dumps(_with_digests(node, arrays), sort_keys=True)
+
+
+def describe_array(array: Any) -> dict[str, Any]:
+    """Return the JSON form of a contiguous array of NumPy, with dtype, shape and digest as key."""
+    digest = hashlib.sha256(array.reshape(-1).view(np.uint8)).hexdigest()
+    return {"$": "array", "key": [array.dtype.str, array.shape, digest], "form": "numpy"}
 
 
 def _with_digests(node: Any, arrays: Mapping[str, Any]) -> Any:
     """Return a JSON form with digests of its arrays instead of their keys, to compare values.
 
     Forms of equal values are equal: only for an OrderedDict does the order of keys matter. The
-    keys of JSON objects are in any order. Sharded arrays, which `arrays` lacks, become None.
+    keys of JSON objects are in any order. Tensors of torch equal arrays, and shards whole arrays.
     """
     if isinstance(node, list):
         return [_with_digests(each, arrays) for each in node]
@@ -88,14 +129,16 @@ def _with_digests(node: Any, arrays: Mapping[str, Any]) -> Any:
         return node
     if "$" not in node or "key" not in node:
         form = {key: _with_digests(each, arrays) for key, each in node.items()}
+        state = form.get("state")
+        if node.get("$") == "object" and isinstance(state, dict) and state.get("$") == "dict":
+            form["state"] = {str(key): each for key, each in state["items"]}
         if node.get("$") == "dict" and node["class"] != "OrderedDict":
             form["items"].sort(key=json.dumps)
         return form
-    array = arrays.get(str(node["key"]))
-    if array is None:
-        return None
-    digest = hashlib.sha256(array.reshape(-1).view(np.uint8)).hexdigest()
-    return {**node, "key": [array.dtype.str, array.shape, digest]}
+    described = describe_array(arrays[str(node["key"])])
+    return (
+        described if node.get("form") in ("numpy", "torch") else {**node, "key": described["key"]}
+    )
 
 
 # ---- reading ----
@@ -264,6 +307,13 @@ def load_tree(loader: Loader, name: str, kind: Mapping[str, Any]) -> Any:
     return values if "ranks" in kind and loader.request.rank is None else values[0]
 
 
+def text_of_tree(loader: Loader, name: str) -> str:
+    """Return a text that is the same for equal nested values of named states."""
+    [stored] = _read(loader, name, loader.states[name])
+    shards = _shards(loader, name, stored.node, {})
+    return text_of_value(stored.node, {**stored.arrays, **shards})
+
+
 def read_own(loader: Loader, name: str, kind: Mapping[str, object]) -> Any:
     """Return the value of the named state `name` for a target of this rank, with torch tensors.
 
@@ -279,9 +329,7 @@ def read_own(loader: Loader, name: str, kind: Mapping[str, object]) -> Any:
 class _Restorer:
     """Prepares the actions that restore the targets of one named state."""
 
-    def __init__(
-        self, loader: Loader, name: str, stored: _StoredTree, sources: dict[int, _Source]
-    ) -> None:
+    def __init__(self, loader: Loader, name: str, stored: _StoredTree, sources: Sources) -> None:
         """Create a restorer of the state `name`, whose saved value is `stored`.
 
         The restorers of all states share `sources`.
@@ -304,11 +352,13 @@ class _Restorer:
         TypeError for a type that cannot be restored in place, and CompatibilityError if the saved
         value is of another kind. The methods for the types raise the same.
         """
-        self.refuse_second_value(target, node, where)
+        is_new = self.sources.add(target, where, partial(self.text_of, node))
         library = library_of(target)
         if library is not None:
             self.add_generator(target, library, node, where)
         elif is_cache(target):
+            if is_new:
+                self.sources.cache_arrays[where] = getattr(target, "arrays", {})
             self.add_cache(target, node, where)
         elif method_of(target, "load_state_dict") is not None:
             self.add_object(target, node, where)
@@ -332,19 +382,10 @@ class _Restorer:
                 "from LoadedState.states of load(path) without into="
             )
 
-    def refuse_second_value(self, target: object, node: object, where: str) -> None:
-        """Raise CompatibilityError if a target has another name too, with another saved value.
-
-        One of the values would be lost. `node`, `where`: as for `add`.
-        """
-        source = _Source(where, _StoredTree(node, self.stored.arrays))
-        first = self.sources.setdefault(id(target), source)
-        if first is not source and first.text() != source.text():
-            text = (
-                f"the target is also that of {first.where}, and the checkpoint has different "
-                "values for the two: pass an object for each"
-            )
-            raise _error(where, text, "another object", f"that of {first.where}")
+    def text_of(self, node: object) -> str:
+        """Return a text that is the same for equal values; `node`: the JSON form of one."""
+        shards = _shards(self.loader, self.name, node, {})
+        return text_of_value(node, {**self.stored.arrays, **shards})
 
     def add_generator(self, target: Any, library: str, node: object, where: str) -> None:
         """Add the action that sets a random generator to its saved state.
@@ -360,6 +401,8 @@ class _Restorer:
         state = _decode_generator(self, node, library)
         check_fits(target, library, saved, state, where)
         seeds = self.decode(node.get("seeds"))
+        text = partial(self.text_of, state_of_numbers(node))
+        self.sources.add(source_of_numbers(target, library), where, text, "numbers")
         before = restored(state_of(target, library), library)
         seeds_before = None if seeds is None else seeds_of(target, library)
         self.actions.append(
@@ -518,7 +561,7 @@ def _is_restorable(value: Any) -> bool:
         or (is_torch(value) and value.requires_grad)
     ):
         return True
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return any(map(_is_restorable, value.values()))
     return isinstance(value, list | tuple | set | frozenset | deque) and any(
         map(_is_restorable, value)
@@ -594,19 +637,22 @@ def _replacement(where: str, target: Any, new: object, before: object) -> Action
 
 
 def _copy_state(where: str, target: object) -> Any:
-    """Return a copy of a target's state, to undo a load; None if it has no ``state_dict()``.
+    """Return a copy of a target's state, to undo a load; None if it has no method for that.
 
-    `where`: path of the target, for the CompatibilityError if it cannot be copied.
+    The method is ``state_dict()`` or ``get_state_dict()``. `where`: path of the target, for the
+    CompatibilityError if the state cannot be copied.
     """
     import copy
 
-    if not hasattr(target, "state_dict"):
+    methods = (name for name in ("state_dict", "get_state_dict") if hasattr(target, name))
+    method = next(methods, None)
+    if method is None:
         return None
     try:
-        return copy.deepcopy(target.state_dict())
+        return copy.deepcopy(getattr(target, method)())
     except Exception as error:
         refused = CompatibilityError(
-            f"{where}: the result of {type(target).__name__}.state_dict() cannot be copied, so a "
+            f"{where}: the result of {type(target).__name__}.{method}() cannot be copied, so a "
             f"load could not be undone: {type(error).__name__}: {error}"
         )
         refused.name = where
@@ -616,13 +662,9 @@ def _copy_state(where: str, target: object) -> Any:
 def _load_action(where: str, target: Any, value: Any, before: Any) -> Action:
     """Return an action that passes `value` to the target's ``load_state_dict``.
 
-    Undo passes `before`, or does nothing if this is None.
+    Undo passes `before`, if this is not None.
     """
-
-    def undo() -> None:
-        if before is not None:
-            target.load_state_dict(before)
-
+    undo = None if before is None else lambda: target.load_state_dict(before)
     return Action(where, lambda: target.load_state_dict(value), undo)
 
 
@@ -631,13 +673,13 @@ def prepare_tree(
     name: str,
     kind: Mapping[str, object],
     target: Any,
-    sources: dict[int, _Source],
+    sources: Sources,
 ) -> list[Action]:
     """Read the named state `name`, and return the actions that restore its target.
 
     `kind`: the state's description in the manifest. `sources`: the saved values of all targets so
-    far, by the targets' ids; this state's are added. Raises CompatibilityError if the target is of
-    another kind than the saved value, and TypeError if it cannot be restored in place.
+    far; this state's are added. Raises CompatibilityError if the target is of another kind than the
+    saved value, and TypeError if it cannot be restored in place.
     """
     [stored] = _read(loader, name, kind)
     restorer = _Restorer(loader, name, stored, sources)
@@ -653,26 +695,32 @@ def prepare_object(label: str, target: Any, state: object) -> Action:
     return _load_action(label, target, state, _copy_state(label, target))
 
 
-def undo_all(actions: list[Action], cause: BaseException) -> None:
-    """Undo actions, the last one first.
+def undo_all(actions: list[Action], cause: BaseException) -> str:
+    """Undo actions, the last one first; return the names of those that cannot be undone, or "".
 
-    `cause`: the error that made the load fail. Raises CompatibilityError, which names the objects
-    that stay changed, if an undo fails; the others are still undone.
+    `cause`: the error that made the load fail; a note in it has the names, too. Raises
+    CompatibilityError, which names the objects that stay changed, if an undo fails; the others are
+    still undone.
     """
+    changed = ", ".join(action.label for action in actions if action.undo is None)
+    if changed:
+        cause.add_note(f"these objects may stay changed, as they have no state_dict(): {changed}")
     failures: list[tuple[Action, Exception]] = []
     for action in reversed(actions):
         try:
-            action.undo()
+            if action.undo is not None:
+                action.undo()
         except Exception as error:
             failures.append((action, error))
     if failures:
         labels = "; ".join(f"{action.label}: {error}" for action, error in failures)
-        changed = CompatibilityError(
+        refused = CompatibilityError(
             f"the load failed ({type(cause).__name__}: {cause}), and the earlier state of these "
             f"objects, which stay changed, could not be loaded back: {labels}"
         )
-        changed.name = failures[0][0].label
-        raise changed from failures[0][1]
+        refused.name = failures[0][0].label
+        raise refused from failures[0][1]
+    return changed
 
 
 def apply_all(actions: list[Action]) -> None:
@@ -685,11 +733,14 @@ def apply_all(actions: list[Action]) -> None:
             action.apply()
         except BaseException as error:
             # The failed action may have changed its object in part.
-            undo_all(actions[: number + 1], error)
+            changed = undo_all(actions[: number + 1], error)
             if not isinstance(error, Exception):
                 raise
+            result = "nothing was restored"
+            if changed:
+                result = f"{changed} may stay changed, without a state_dict() to undo that"
             refused = CompatibilityError(
-                f"{action.label}: the target refused the saved state, and nothing was restored: "
+                f"{action.label}: the target refused the saved state, and {result}: "
                 f"{type(error).__name__}: {error}"
             )
             refused.name = action.label

@@ -350,7 +350,7 @@ def _result(read: Callable[[], Any], value: object, name: str, where: str) -> An
 def method_of(value: object, name: str) -> Any:
     """Return an object's method; None for other values.
 
-    A class is no object here, and items that a dict shows as attributes are no methods.
+    A class is not an object here. Items that a dict shows as attributes are not methods.
     """
     if isinstance(value, type) or (isinstance(value, dict) and not hasattr(type(value), name)):
         return None
