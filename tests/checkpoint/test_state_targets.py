@@ -97,6 +97,14 @@ def test_containers_are_filled_in_place(tmp_path, pair):
     assert target == saved and list(target) == list(saved)
 
 
+def test_attributes_of_a_dict_are_restored_with_it(tmp_path):
+    saved, target = OrderedDict(a=Position(1)), OrderedDict(a=Position())
+    saved.versions, target.versions, target.own = {"a": 2}, {"a": 1}, 5
+    mlstate.save(tmp_path / "c", states={"x": saved})
+    mlstate.load(tmp_path / "c", into={"states": {"x": target}})
+    assert vars(target) == {"versions": {"a": 2}, "own": 5} and target["a"].value == 1
+
+
 def test_a_deque_that_would_drop_values_is_refused(tmp_path):
     mlstate.save(tmp_path / "c", states={"x": deque([1, 2, 3])})
     target = deque([0], maxlen=2)

@@ -485,6 +485,9 @@ class _Restorer:
         }
         others = {key: value for key, value in target.items() if key not in pairs}
         self.actions.append(_replacement(where, target, new | others, dict(target)))
+        if "$" in node and "attributes" in node and hasattr(target, "__dict__"):
+            attributes, own = self.decode(node["attributes"]), vars(target)
+            self.actions.append(_replacement(where, own, own | attributes, dict(own)))
 
     def add_list(self, target: Any, node: Any, where: str) -> None:
         """Add the actions for a list or deque; `node`, `where`: as for `add`.

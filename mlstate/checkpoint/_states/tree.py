@@ -511,20 +511,24 @@ def leaves_of(node: Any) -> list[Leaf]:
     while stack:
         path, current = stack.pop()
         if isinstance(current, list):
-            stack += reversed([((*path, i), item) for i, item in enumerate(current)])
-        elif isinstance(current, dict):
-            kind = current.get("$")
-            if kind in ("array", "bytes", "bytearray", "BytesIO"):
-                form = str(current.get("form", kind))
-                sharded = current.get("sharded") is not None
-                leaves.append(Leaf(str(current["key"]), form, sharded, path))
-            elif kind is None or kind == "dict":
-                if kind is not None:
-                    stack.append(((*path, ...), current.get("attributes")))
-                pairs = current.items() if kind is None else current["items"]
-                stack += reversed([((*path, key), inner) for key, inner in pairs])
-            else:
-                stack += reversed([(path, inner) for inner in current.values()])
+            pairs: Iterable[Any] = enumerate(current)
+        elif not isinstance(current, dict):
+            continue
+        elif (kind := current.get("$")) in ("array", "bytes", "bytearray", "BytesIO"):
+            form = str(current.get("form", kind))
+            sharded = current.get("sharded") is not None
+            leaves.append(Leaf(str(current["key"]), form, sharded, path))
+            continue
+        elif kind is None:
+            pairs = current.items()
+        elif kind == "dict":
+            stack.append(((*path, ...), current.get("attributes")))
+            pairs = current["items"]
+        else:
+            stack += reversed([(path, inner) for inner in current.values()])
+            continue
+        inner_nodes = [(key, inner) for key, inner in pairs if isinstance(inner, dict | list)]
+        stack += reversed([((*path, key), inner) for key, inner in inner_nodes])
     return leaves
 
 

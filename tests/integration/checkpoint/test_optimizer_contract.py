@@ -153,9 +153,10 @@ def test_values_that_cannot_be_restored_are_refused_by_path(tmp_path, value, tex
 def test_values_of_groups_keep_their_class(tmp_path, value):
     source, target = trained(sgd), trained(sgd, 1)
     source[1].param_groups[0]["x"] = value
+    source[1].state[source[0].weight]["y"] = [value]
     save_and_load(tmp_path / "c", source, target)
-    loaded = target[1].param_groups[0]["x"]
-    assert type(loaded) is type(value) and loaded == value
+    for loaded in (target[1].param_groups[0]["x"], target[1].state[target[0].weight]["y"][0]):
+        assert type(loaded) is type(value) and loaded == value
 
 
 def test_json_values_keep_the_manifest_format(tmp_path):
