@@ -67,26 +67,35 @@ class Sources:
 
     def __init__(self) -> None:
         self.cache_arrays: dict[str, Mapping[str, Any]] = {}  # by the names of caches
-        self._first: dict[tuple[int, str], tuple[str, Callable[[], str]]] = {}
+        self._values: dict[tuple[int, str], list[tuple[str, Callable[[], str], bool]]] = {}
 
-    def add(self, target: object, where: str, text: Callable[[], str], aspect: str = "") -> bool:
+    def add(
+        self,
+        target: object,
+        where: str,
+        text: Callable[[], str],
+        aspect: str = "",
+        *,
+        has_memory: bool = False,
+    ) -> bool:
         """Note a target's saved value, and return whether the target is new.
 
         `where`: name of the target. `text` returns a text that is the same for equal values; it is
         called only for a target with two names. `aspect`: part of the target's state; values of the
-        same aspect are compared. Raises CompatibilityError if an earlier value differs: one of them
-        would be lost.
+        same aspect are compared. `has_memory`: two such values are not, because the overlap of
+        their arrays is found later. Raises CompatibilityError if an earlier value differs: one of
+        them would be lost.
         """
-        first, first_text = self._first.setdefault((id(target), aspect), (where, text))
-        if first_text is text:
-            return True
-        if first_text() != text():
-            reason = (
-                f"the target is also that of {first}, and the checkpoint stores different values "
-                "for the two: pass an object for each"
-            )
-            raise _error(where, reason, "another object", f"that of {first}")
-        return False
+        values = self._values.setdefault((id(target), aspect), [])
+        for first, first_text, first_has_memory in values:
+            if not (has_memory and first_has_memory) and first_text() != text():
+                reason = (
+                    f"the target is also that of {first}, and the checkpoint stores different "
+                    "values for the two: pass an object for each"
+                )
+                raise _error(where, reason, "another object", f"that of {first}")
+        values.append((where, text, has_memory))
+        return len(values) == 1
 
 
 def text_of_value(node: object, arrays: Mapping[str, Any]) -> str:
@@ -360,9 +369,8 @@ class _Restorer:
         saved = str(node.get("library"))
         state = _decode_generator(self, node, library)
         check_fits(target, library, saved, state, where)
-        self.sources.add(
-            source_of_numbers(target, library), where, partial(self.text_of, state_of_numbers(node))
-        )
+        numbers = source_of_numbers(target, library)
+        self.sources.add(numbers, where, partial(self.text_of, state_of_numbers(node)), "numbers")
         before = restored(state_of(target, library), library)
         self.actions.append(
             Action(
