@@ -109,7 +109,7 @@ def text_of_value(node: object, arrays: Mapping[str, Any]) -> str:
 def describe_array(array: Any) -> dict[str, Any]:
     """Return the JSON form of a contiguous array of NumPy, with dtype, shape and digest as key."""
     digest = hashlib.sha256(array.reshape(-1).view(np.uint8)).hexdigest()
-    return {"$": "array", "key": [array.dtype.str, array.shape, digest], "form": "numpy"}
+    return {"$": "array", "key": [array.dtype.name, array.shape, digest], "form": "numpy"}
 
 
 def _with_digests(node: Any, arrays: Mapping[str, Any]) -> Any:
@@ -611,12 +611,18 @@ def prepare_tree(
     return restorer.actions
 
 
-def prepare_object(label: str, target: Any, state: object) -> Action:
+def prepare_object(label: str, target: Any, state: Any) -> Action:
     """Return the action that passes a state of tensors to the target's ``load_state_dict``.
 
+    Arrays whose values are tensors of torch in the target now become such, on the same devices.
     `label`: the state's name in errors.
     """
-    return _load_action(label, target, state, _copy_state(label, target))
+    before = _copy_state(label, target)
+    for name, value in before.items() if isinstance(before, Mapping) else ():
+        is_tensor = is_torch(value) and not hasattr(value, "device_mesh")
+        if is_tensor and isinstance(state.get(name), np.ndarray):
+            state[name] = _tensor_of(value.device)(state[name])
+    return _load_action(label, target, state, before)
 
 
 def undo_all(actions: list[Action], cause: BaseException) -> str:
