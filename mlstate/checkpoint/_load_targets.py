@@ -452,7 +452,12 @@ def _prepare_tensors(
     """
     filling: Any
     actions: list[Action] = []
-    sources.add(target, section.label, partial(text_of_section, loader, section))
+    sources.add(
+        target,
+        section.label,
+        partial(text_of_section, loader, section),
+        has_memory=not is_optimizer(target),
+    )
     stored, entries = _choose_entries(loader, section, target, names)
     if is_module(target) and not section.is_optimizer:
         filling = backend_of(target, CheckpointBackend).fill_module(target)

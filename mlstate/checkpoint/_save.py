@@ -312,7 +312,7 @@ def _checked_metadata(mapping: Mapping[str, Any] | None) -> dict[str, Any]:
 class SaveContent:
     """The content of one rank's save; its arrays are not copied."""
 
-    __slots__ = ("dicts", "entries", "error", "header", "named")
+    __slots__ = ("dicts", "entries", "error", "header", "named", "step")
 
     def __init__(
         self,
@@ -321,8 +321,10 @@ class SaveContent:
         error: BaseException | None = None,
         named: NamedStates = NO_STATES,
         entries: Iterable[str] = (),
+        step: int | None = None,
     ) -> None:
         """Keep what one rank saves; the comments describe each attribute."""
+        self.step = step  # the caller's, which ranks must agree on
         # arrays of model, optimizer and named states; `gather_shards` takes and clears them
         self.dicts = dicts
         self.header = header  # description of the state in the manifest
@@ -387,7 +389,7 @@ def take_content(
         if target.group is None:
             raise
         return SaveContent((None, None, None), {}, error)
-    return SaveContent(dicts, header, None, named, others[0])
+    return SaveContent(dicts, header, None, named, others[0], step)
 
 
 # ---- the shards that this rank writes ----
@@ -458,11 +460,13 @@ def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) ->
     """Agree with all ranks on which rank writes each whole array.
 
     Every rank calls it, even after a failure. `steps`: of the layout for these arrays. The
-    optimizers' groups in `content` become the groups of all ranks.
+    optimizers' groups in `content` become the groups of all ranks. Raises ValueError if callers
+    pass different steps.
     """
     digests: list[bytes] = []
     try:
-        digests = content.named.digests()
+        step = -1 if content.step is None else int(content.step)
+        digests = [*content.named.digests(), step.to_bytes(8, "little", signed=True)]
     except BaseException as error:  # must not raise here: other ranks wait for a message
         content.error = content.error or error
     names = content.named.summary()
@@ -471,6 +475,13 @@ def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) ->
     assigned = assign_replicas(group, content.dicts, steps, content.error, names, digests, groups)
     for label, merged in (assigned.groups or {}).items():
         kinds[label]["param_groups"] = merged
+    every_step = assigned.digests[-1] if assigned.error is None and assigned.digests else ()
+    passed = {int.from_bytes(each, "little", signed=True) for each in every_step} - {-1}
+    if len(passed) > 1:
+        raise ValueError(
+            f"ranks pass different steps, {' and '.join(map(str, sorted(passed)))}: pass the same "
+            "step= on every rank that passes one"
+        )
     return assigned
 
 
@@ -549,7 +560,8 @@ def save(
     metadata : mapping, optional
         JSON values: str, finite numbers, lists, dicts with str keys, at most 100 levels deep.
     step : int, optional
-        Training step. Default: the step of an `OptimizerStateDict`.
+        Training step. Default: the step of an `OptimizerStateDict`. Ranks must not pass different
+        steps.
     group : ProcessGroup, optional
         The ranks that save together; see `mlstate.collectives`. All of them call `save`, and
         each writes its own shards. An array that is not a `Shard` is treated as replicated:

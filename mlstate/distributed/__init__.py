@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .._common.arguments import check_flags
-from .._common.arrays import copy_of, is_torch, overwrite
+from .._common.arrays import copy_of, is_on_device, is_torch, overwrite
 from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.set_module import set_module_of_exports
 from .._common.text import names_hint
@@ -505,8 +505,8 @@ class DistributedStateCollector:
         their own load methods, hooks or extra states receive copies, and load them afterwards by
         these methods. For an object with ``get_state_dict``, the filled state is also passed to its
         ``load_state_dict``, because the state may be a copy. If any rank has such an object or
-        submodule, every rank keeps a copy of its state during the call, and restores it if one of
-        these methods raises. Autograd treats the writes to tensors like a module's
+        submodule, every rank keeps a copy of its state in main memory during the call, and restores
+        it if one of these methods raises. Autograd treats the writes to tensors like a module's
         ``load_state_dict``.
 
         Examples
@@ -552,7 +552,7 @@ class DistributedStateCollector:
         )
         nbytes = check_max_bytes(operation, max_bytes)
         broadcasting = Broadcasting(self._group, int(root), nbytes, self._timeout)
-        before = {name: copy_of(array_of(value)) for name, value in state.items() if can_refuse}
+        before = {n: _copy_to_host(array_of(value)) for n, value in state.items() if can_refuse}
         broadcasting.run(state, full, sent[int(root)], everyone)
         _note_written(state)
         # if one rank's store function fails, every rank raises
@@ -561,6 +561,11 @@ class DistributedStateCollector:
         except BaseException as error:
             _undo(state, before, store, error)
             raise
+
+
+def _copy_to_host(array: Any) -> Any:
+    """Return a copy of an array or tensor in main memory."""
+    return array.cpu() if is_on_device(array) else copy_of(array)
 
 
 def _undo(
@@ -575,6 +580,7 @@ def _undo(
     """
     for name, array in before.items():
         overwrite(array_of(state[name]), array)
+    _note_written({name: state[name] for name in before})
     try:
         if store is not None:
             store()

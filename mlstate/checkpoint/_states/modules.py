@@ -273,9 +273,10 @@ def prepare_units(
             entries[name] = like_tensors(stored.entries[name], contract.entries.get(name))
     modules = {id(child): (start, child) for u in units for start, child in contract.modules_of(u)}
     for start, child in modules.values():
-        direct = {name[len(start) :]: entries[name] for name in entries if name.startswith(start)}
-        where = f"{section.label} ({start.rstrip('.') or 'the module'})"
-        sources.add(child, where, partial(_text_of_entries, direct, where), "entries")
+        for name in (each for each in entries if each.startswith(start)):
+            where = f"{section.label}[{name!r}]"
+            text = partial(_text_of_entries, {"": entries[name]}, where)
+            sources.add(child, where, text, name[len(start) :])
     load = backend_of(target, CheckpointBackend).own_load(
         filling, entries, stored.metadata, units, strict=loader.options["strict"]
     )

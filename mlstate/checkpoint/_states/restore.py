@@ -81,26 +81,35 @@ class Sources:
 
     def __init__(self) -> None:
         self.cache_arrays: dict[str, Mapping[str, Any]] = {}  # by the names of caches
-        self._first: dict[tuple[int, str], tuple[str, Callable[[], str]]] = {}
+        self._values: dict[tuple[int, str], list[tuple[str, Callable[[], str], bool]]] = {}
 
-    def add(self, target: object, where: str, text: Callable[[], str], aspect: str = "") -> bool:
+    def add(
+        self,
+        target: object,
+        where: str,
+        text: Callable[[], str],
+        aspect: str = "",
+        *,
+        has_memory: bool = False,
+    ) -> bool:
         """Note a target's saved value, and return whether the target is new.
 
         `where`: name of the target. `text` returns a text that is the same for equal values; it is
         called only for a target with two names. `aspect`: part of the target's state; values of the
-        same aspect are compared. Raises CompatibilityError if an earlier value differs: one of them
-        would be lost.
+        same aspect are compared. `has_memory`: two such values are not, because the overlap of
+        their arrays is found later. Raises CompatibilityError if an earlier value differs: one of
+        them would be lost.
         """
-        first, first_text = self._first.setdefault((id(target), aspect), (where, text))
-        if first_text is text:
-            return True
-        if first_text() != text():
-            reason = (
-                f"the target is also that of {first}, and the checkpoint stores different values "
-                "for the two: pass an object for each"
-            )
-            raise _error(where, reason, "another object", f"that of {first}")
-        return False
+        values = self._values.setdefault((id(target), aspect), [])
+        for first, first_text, first_has_memory in values:
+            if not (has_memory and first_has_memory) and first_text() != text():
+                reason = (
+                    f"the target is also that of {first}, and the checkpoint stores different "
+                    "values for the two: pass an object for each"
+                )
+                raise _error(where, reason, "another object", f"that of {first}")
+        values.append((where, text, has_memory))
+        return len(values) == 1
 
 
 def text_of_value(node: object, arrays: Mapping[str, Any]) -> str:
@@ -114,7 +123,7 @@ def text_of_value(node: object, arrays: Mapping[str, Any]) -> str:
 def describe_array(array: Any) -> dict[str, Any]:
     """Return the JSON form of a contiguous array of NumPy, with dtype, shape and digest as key."""
     digest = hashlib.sha256(array.reshape(-1).view(np.uint8)).hexdigest()
-    return {"$": "array", "key": [array.dtype.str, array.shape, digest], "form": "numpy"}
+    return {"$": "array", "key": [array.dtype.name, array.shape, digest], "form": "numpy"}
 
 
 def _with_digests(node: Any, arrays: Mapping[str, Any]) -> Any:
@@ -401,8 +410,8 @@ class _Restorer:
         state = _decode_generator(self, node, library)
         check_fits(target, library, saved, state, where)
         seeds = self.decode(node.get("seeds"))
-        text = partial(self.text_of, state_of_numbers(node))
-        self.sources.add(source_of_numbers(target, library), where, text, "numbers")
+        numbers = source_of_numbers(target, library)
+        self.sources.add(numbers, where, partial(self.text_of, state_of_numbers(node)), "numbers")
         before = restored(state_of(target, library), library)
         seeds_before = None if seeds is None else seeds_of(target, library)
         self.actions.append(
@@ -690,12 +699,18 @@ def prepare_tree(
     return restorer.actions
 
 
-def prepare_object(label: str, target: Any, state: object) -> Action:
+def prepare_object(label: str, target: Any, state: Any) -> Action:
     """Return the action that passes a state of tensors to the target's ``load_state_dict``.
 
+    Arrays whose values are tensors of torch in the target now become such, on the same devices.
     `label`: the state's name in errors.
     """
-    return _load_action(label, target, state, _copy_state(label, target))
+    before = _copy_state(label, target)
+    for name, value in before.items() if isinstance(before, Mapping) else ():
+        is_tensor = is_torch(value) and not hasattr(value, "device_mesh")
+        if is_tensor and isinstance(state.get(name), np.ndarray):
+            state[name] = _tensor_of(value.device)(state[name])
+    return _load_action(label, target, state, before)
 
 
 def undo_all(actions: list[Action], cause: BaseException) -> str:

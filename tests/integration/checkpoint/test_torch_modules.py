@@ -210,6 +210,16 @@ def test_a_module_of_two_names_gets_one_extra_state_or_is_refused(tmp_path, part
     assert target[0].extra == 3
 
 
+def test_two_states_may_fill_different_parts_of_a_module(tmp_path):
+    model = nn.Sequential(Extra(1), Extra(2), nn.Linear(2, 2))
+    rest = nn.ModuleDict({"1": model[1], "2": model[2]})
+    mlstate.save(tmp_path, nn.ModuleDict({"0": model[0]}), states={"rest": rest})
+    target = nn.Sequential(Extra(3), Extra(4), nn.Linear(2, 2))
+    mlstate.load(tmp_path, into={"model": target, "states": {"rest": target}}, strict=False)
+    assert (target[0].extra, target[1].extra) == (1, 2)
+    assert torch.equal(target[2].weight, model[2].weight)
+
+
 @pytest.mark.parametrize("value", [1.0, 2.0])
 def test_a_module_that_is_the_model_and_nested_in_a_state_gets_one_value(tmp_path, value):
     first, second, target = (nn.Linear(2, 2, bias=False) for _ in range(3))

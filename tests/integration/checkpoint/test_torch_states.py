@@ -59,6 +59,27 @@ class Run:
         self.losses.append(loss.item())
 
 
+class Tensors:
+    """An object of mlstate's own protocol that holds tensors."""
+
+    def __init__(self, value):
+        self.state = {"w": torch.full((2,), value, dtype=torch.bfloat16), "n": np.ones(1)}
+
+    def get_state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = dict(state)
+
+
+def test_objects_of_own_protocol_get_tensors_for_tensors(tmp_path):
+    mlstate.save(tmp_path, states={"a": Tensors(3.0)})
+    target = Tensors(0.0)
+    mlstate.load(tmp_path, into={"states": {"a": target}})
+    assert torch.equal(target.state["w"], torch.full((2,), 3.0, dtype=torch.bfloat16))
+    assert isinstance(target.state["n"], np.ndarray)
+
+
 def test_a_whole_run_resumes_with_the_same_bits(tmp_path):
     run = Run(0)
     for _ in range(3):
