@@ -51,6 +51,9 @@ class TensorBackend(Protocol):
     def dtype_of(self, name: str) -> Any:
         """Return the framework's dtype of a name; raise ValueError if there is none."""
 
+    def size_of(self, lengths: Iterable[int]) -> Any:
+        """Return the framework's type of shapes."""
+
     def explain_unsupported_tensor(self, tensor: Any) -> str:
         """Return why a tensor is not plain memory, with a remedy; "" if it is."""
 

@@ -8,6 +8,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .. import _core
+from .._common.arguments import check_int
 from .._common.arrays import is_torch
 from .._common.set_module import set_module
 
@@ -342,18 +343,16 @@ class Shard:
                     "determine it"
                 )
             shape = array.shape
-        if version is not None and version < 1:
-            raise ValueError(f"versions count from 1, got {version}")
+        version = None if version is None else check_int("version", version, 1)
         if tier is not None and tier not in TIERS:
             raise ValueError(f"tier must be one of {', '.join(TIERS)}, got {tier!r}")
-        if replica < 0:
-            raise ValueError(f"replica must not be negative, got {replica}")
         self.array: Any = array
         self.layout: Layout = layout
         self.index: int = index
-        self.shape: tuple[int, ...] = tuple(int(size) for size in shape)
+        lengths = (check_int("a length in shape", length, 0) for length in shape)
+        self.shape: tuple[int, ...] = tuple(lengths)
         self.tier: str | None = tier
-        self.replica: int = replica
+        self.replica: int = check_int("replica", replica, 0)
         self._version = version or 0
         expected, have = layout.shape(self.shape, index), tuple(array.shape)
         if prod(expected) != prod(have):

@@ -236,7 +236,7 @@ class Checkpoint:
         read.
         """
         place = path if isinstance(path, RootPath) else open_root_path(path, storage_options)
-        self._files, self._root, manifest = place
+        self._files, self._root, manifest, _ = place
         self.path: str = self._files.path
         if manifest is None:
             self._root, manifest = self._files.open_root(self._root)
@@ -533,7 +533,7 @@ def inspect(
     tensor  state  dtype    shape   shards  bytes  version
     w              float32  (4, 2)  1       32 B   1
     """
-    files, root, _ = open_root_path(path, storage_options)
+    files, root, *_ = open_root_path(path, storage_options)
     read_manifest = None
     root = choose_root(files, root, step, monitor, mode)
     foreign = find_whole(path, files)

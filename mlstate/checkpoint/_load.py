@@ -202,6 +202,7 @@ class LoadRequest(NamedTuple):
     dtype: str  # of the floats of a new state; "" for the stored ones
     options: LoadOptions
     choose_again: Callable[[], str] | None = None  # of step="best": returns the root of the best
+    written: set[tuple[str, str]] | None = None  # targets that a failed load fills: state and name
 
 
 class Loader:
@@ -627,7 +628,7 @@ def _check_request(
     check_flags(mmap=mmap, strict=options["strict"])
     group = optional_group(options["group"])
     cast, dtype = checked_cast(options["cast"], into, mmap=mmap)
-    files, root, manifest = open_root_path(path, options["storage_options"])
+    files, root, manifest, written = open_root_path(path, options["storage_options"])
     if mmap:
         files.folder.require_local("mmap=True", "load without it")
     cutting = ranks_of(rank, world_size, layout, group)
@@ -664,6 +665,7 @@ def _check_request(
         dtype=dtype,
         options=options,
         choose_again=choose_again,
+        written=set() if written is None else written,
     )
     return request, manifest
 
@@ -735,9 +737,9 @@ def load(
         must exist in the checkpoint and in `into`; everything else in `into` is unchanged. Named
         states may also be random generators, caches of `mlstate.kv`, objects with
         ``load_state_dict``, and dicts and lists, whose content is replaced; generators, caches and
-        objects in them are restored themselves, and a list of such values must have the saved
-        length. All objects are restored before the arrays, or none: if one refuses its state, those
-        before it get their old states back, and no array is changed.
+        objects in them are restored themselves, also in tuples, and a list or tuple of such values
+        must have the saved length. All objects are restored before the arrays, or none: if one
+        refuses its state, those before it get their old states back, and no array is changed.
     mmap : bool, default False
         Return read-only arrays over memory-mapped files: data is read on first access. Tensors
         whose part spans several shards, or a sparse or compressed one, are assembled in new memory.
@@ -796,8 +798,8 @@ def load(
         One of `names` matches no tensor. (A `KeyError`.)
     CompatibilityError
         `into` has other names, shapes or dtypes, or an object refuses its state; or two names would
-        become the same by `rename`; or two named states have different values and the same object
-        of `into` as their target. `into` is unchanged. With a dtype as `cast`, a Hugging Face
+        become the same by `rename`; or an object of `into` has two names with different values in
+        the checkpoint. `into` is unchanged. With a dtype as `cast`, a Hugging Face
         folder is quantized by a method whose values mlstate cannot compute.
     TypeError, ValueError
         A torch object in `into` is refused for one of the reasons of `save`, or arrays of `into`

@@ -8,16 +8,17 @@ Prepared.fill  reads the tensors into their targets
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_cache, is_torch
+from .._common.arrays import is_cache, is_on_device, is_torch, refuse_masked_values
 from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._common.staged_targets import StagedTargets, refuse_overlaps_on_devices
-from .._sharding.layout import Cuts, Layout, Steps
+from .._sharding.layout import Cuts, Layout, Shard, Steps
 from ..errors import CompatibilityError
 from ..state._compatibility import LISTED, join, rename_hint
 from ..state._load_into import check_load, load_into
@@ -27,8 +28,8 @@ from ._folder.names import SECTIONS
 from ._folder.protocol import TensorParts
 from ._sections import OPTIMIZER
 from ._states.collect import modules_of, owner_of
-from ._states.modules import prepare_units, stored_entries
-from ._states.restore import prepare_object, prepare_tree
+from ._states.modules import prepare_units, stored_entries, text_of_section
+from ._states.restore import Sources, prepare_object, prepare_tree
 from ._store.name_globs import Names
 
 if TYPE_CHECKING:
@@ -55,6 +56,12 @@ class _Ready(NamedTuple):
     cuts: Cuts
     casts: dict[str, Any]  # targets of another dtype, by name
 
+    def filled(self) -> set[tuple[str, str]]:
+        """Return state and name of the targets that the load fills, if it may leave out some."""
+        if hasattr(self.filling, "optimizer"):  # it loses the states that are left out
+            return set()
+        return {(self.section.label, name) for name in (*self.names, *self.filling.zeros)}
+
 
 class Prepared:
     """The checked targets of a load; `actions` restore the objects among the named states."""
@@ -65,11 +72,13 @@ class Prepared:
         self.optimizer = optimizer
         self.states = dict(states)
         self.actions: list[Action] = []
-        self.sources: dict[int, Any] = {}  # of the objects among the named states, by their ids
+        self.sources = Sources()
         self.ready: list[_Ready] = []
 
     def fill(self, loader: Loader) -> None:
         """Read all tensors into their targets; after an error, their content is undefined."""
+        if loader.request.written is not None:
+            loader.request.written.update(*(each.filled() for each in self.ready))
         for ready_target in self.ready:
             _fill(loader, ready_target)
 
@@ -112,6 +121,7 @@ class _ArrayTarget(StagedTargets):
         Torch tensors in main memory are filled as arrays that share their memory.
         """
         arrays = dict(target)
+        refuse_masked_values(arrays)
         tensors = {name: value for name, value in arrays.items() if is_torch(value)}
         if tensors:
             backend = backend_of(next(iter(tensors.values())), TensorBackend)
@@ -209,12 +219,45 @@ def _shape_of(
     return Layout(steps).shape(shape, index)
 
 
-def _cuts(loader: Loader, filling: Any, names: list[str]) -> Cuts:
+def _check_shards(
+    loader: Loader, section: Section, filling: _ArrayTarget, names: list[str]
+) -> None:
+    """Raise CompatibilityError for a target that is a `Shard` of another part than the one read.
+
+    `names`: of the tensors to read into `filling`.
+    """
+    shards = {n: filling.targets[n] for n in names if isinstance(filling.targets[n], Shard)}
+    if not shards:
+        return
+    by_key = section.names_by_key()
+    steps, index, world = loader.request.cutting
+    for where, key, _, _, _, shape, layout, axes, *_ in loader.merged_index.tensors():
+        name = by_key.get(key, "") if where == SECTIONS[section.number] else ""
+        if name not in shards:
+            continue
+        part = (layout, index) if steps is None and world else ((), 0)
+        if steps is not None:
+            part = _core.layout_project(steps, index, len(shape), axes)
+        shard = shards[name]
+        parts = [(tuple(shape), *(part if part[0] else ((), 0)))]
+        parts.append((shard.shape, shard._steps, shard.index if shard._steps else 0))
+        if parts[0] != parts[1]:
+            got, expected = (f"part {i} of shape {s}, cut by {list(c)}" for s, c, i in parts)
+            error = CompatibilityError(
+                f"{section.label}[{name!r}] is a Shard, {expected}, and the load reads {got}: pass "
+                "the layout= and rank= of this part"
+            )
+            error.name, error.expected, error.got = name, expected, got
+            raise error
+
+
+def _cuts(loader: Loader, section: Section, filling: Any, names: list[str]) -> Cuts:
     """Return how the tensors `names` are cut for a target: one cut for all, or a list.
 
     `filling`: the target's memory, which may know its own part of each tensor.
     """
     if isinstance(filling, _ArrayTarget):
+        _check_shards(loader, section, filling, names)
         return loader.request.cutting
     if loader.request.by_target:
         return filling.cuts(names)  # type: ignore[no-any-return]
@@ -392,21 +435,34 @@ def _choose_entries(
 
 
 def _prepare_tensors(
-    loader: Loader, section: Section, selected: list[str], target: Any, module: Any, names: Names
+    loader: Loader,
+    section: Section,
+    selected: list[str],
+    target: Any,
+    module: Any,
+    names: Names,
+    sources: Sources,
 ) -> tuple[_Ready, list[Action]]:
     """Return the checked target of a section's tensors, and actions; shapes are checked later.
 
     `selected`: stored names. `module`: has the parameters of an optimizer, or None. `names`: the
-    user's choice. The actions load the submodules that must load their own entries. Raises
-    CompatibilityError if names do not match.
+    user's choice. `sources`: of the targets so far; this one's is added. The actions
+    load the submodules that must load their own entries. Raises CompatibilityError if names do not
+    match.
     """
     filling: Any
     actions: list[Action] = []
+    sources.add(
+        target,
+        section.label,
+        partial(text_of_section, loader, section),
+        has_memory=not is_optimizer(target),
+    )
     stored, entries = _choose_entries(loader, section, target, names)
     if is_module(target) and not section.is_optimizer:
         filling = backend_of(target, CheckpointBackend).fill_module(target)
         chosen = [*selected, *entries]
-        actions = prepare_units(loader, section, target, filling, chosen, stored, names)
+        actions = prepare_units(loader, section, target, filling, chosen, stored, names, sources)
         selected = [name for name in chosen if not filling.loads_itself(name)]
         clash = [name for name in entries if name in filling.arrays]
         if clash:
@@ -416,25 +472,38 @@ def _prepare_tensors(
     else:
         filling = _ArrayTarget(target)
     chosen = _fit_names(loader, section, selected, filling, names)
-    cuts = _cuts(loader, filling, chosen)
+    cuts = _cuts(loader, section, filling, chosen)
     casts = _casts(loader, section, filling, chosen)
     return _Ready(section, filling, chosen, cuts, casts), actions
 
 
-def _drop_tied_names(ready: list[_Ready]) -> list[_Ready]:
+def _is_memory(array: Any) -> bool:
+    """Return whether a cache's array is one of NumPy or torch, so that its memory is known."""
+    return isinstance(array, np.ndarray) or is_torch(array)
+
+
+def _drop_tied_names(
+    ready: list[_Ready], cache_arrays: Mapping[str, Mapping[str, Any]]
+) -> list[_Ready]:
     """Return the targets without names whose memory a later name shares: one read fills both.
 
-    `ready`: the targets in the order of the reads. Raises ValueError if targets share memory in
-    any other way.
+    `ready`: the targets in the order of the reads. `cache_arrays`: of caches among the targets, by
+    their names. Raises ValueError if targets share memory in any other way.
     """
+    caches = [
+        (label, {name: array for name, array in arrays.items() if _is_memory(array)})
+        for label, arrays in cache_arrays.items()
+    ]
     refuse_overlaps_on_devices(
-        (each.section.label, each.names, each.filling.targets) for each in ready
+        [(label, list(arrays), arrays) for label, arrays in caches]
+        + [(each.section.label, each.names, each.filling.targets) for each in ready]
     )
     tied = _core.targets_tied(
         [(each.section.label, each.names, {**each.filling.arrays, **each.casts}) for each in ready]
+        + [(label, [n for n in a if not is_on_device(a[n])], a) for label, a in caches]
     )
     remaining = []
-    for ready_target, others in zip(ready, tied, strict=True):
+    for ready_target, others in zip(ready, tied, strict=False):
         left_out = set(others)
         positions = [i for i, name in enumerate(ready_target.names) if name not in left_out]
         cuts = (
@@ -504,7 +573,7 @@ def _prepare_state(
         module = owner_of(target, modules) if is_optimizer(target) else None
         try:
             ready_target, actions = _prepare_tensors(
-                loader, section, section.names, target, module, ALL_NAMES
+                loader, section, section.names, target, module, ALL_NAMES, prepared.sources
             )
         except (CompatibilityError, TypeError, ValueError) as error:
             error.args = (f"{section.label}: {error}",)
@@ -513,6 +582,7 @@ def _prepare_state(
         prepared.actions += actions
     else:
         _choose_entries(loader, section, {}, ALL_NAMES)
+        prepared.sources.add(target, section.label, partial(text_of_section, loader, section))
         loader.need([(section, section.names, loader.request.cutting)])
         state = loader.load_state(section, section.names, {})
         prepared.actions.append(prepare_object(section.label, target, state))
@@ -530,7 +600,7 @@ def prepare(loader: Loader) -> Prepared:
         if target is not None:
             selected = chosen[section.number]
             ready_target, actions = _prepare_tensors(
-                loader, section, selected, target, module, names
+                loader, section, selected, target, module, names, prepared.sources
             )
             prepared.ready.append(ready_target)
             prepared.actions += actions
@@ -546,8 +616,23 @@ def prepare(loader: Loader) -> Prepared:
     for ready_target in prepared.ready:
         _check(loader, ready_target)
     _read_for_loaders(loader, prepared)
-    prepared.ready = _drop_tied_names(prepared.ready)
+    _refuse_mixture(loader, prepared.ready)
+    prepared.actions.sort(key=lambda action: action.undo is None)  # these last: others can refuse
+    prepared.ready = _drop_tied_names(prepared.ready, prepared.sources.cache_arrays)
     return prepared
+
+
+def _refuse_mixture(loader: Loader, ready: list[_Ready]) -> None:
+    """Raise CompatibilityError if a target has content of a failed load, and is not filled now."""
+    now_filled = {each for ready_target in ready for each in ready_target.filled()}
+    rest = min((loader.request.written or set()) - now_filled, default=None)
+    if rest is not None:
+        error = CompatibilityError(
+            f"{loader.folder} has no {rest[1]!r} of {rest[0]} for a target that a failed load of "
+            "another checkpoint has written to, so the target would mix two: pass a new one"
+        )
+        error.name, error.path = rest[1], loader.folder
+        raise error
 
 
 def _read_for_loaders(loader: Loader, prepared: Prepared) -> None:

@@ -14,11 +14,13 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
-from .._common.backend import TensorBackend, is_optimizer, torch_backend
+from .._common.arrays import is_on_device
+from .._common.backend import TensorBackend, is_module, is_optimizer, torch_backend
 from .._common.dtypes import name_of
 from .._common.regular_file import open_regular
 from .._sharding.layout import Cutting, Layout
 from ..errors import CompatibilityError, FormatError, MLStateError, StoreError
+from ..state._compatibility import as_dict
 from ..state._kind import KEY, kind_of
 from ..state._load_into import check_load, load_into
 from ..state._optimizer_state import OptimizerStateDict
@@ -280,8 +282,8 @@ def _fill(source: WholePath, request: LoadRequest, arrays: list[dict[str, Any]])
 
     A target that the user did not pass is None. `source`: for errors. `arrays`: of model
     and optimizer, by name. Everything is checked before one is changed. Raises CompatibilityError
-    for other names, shapes or dtypes, ValueError for named states, a torch optimizer, or an array
-    that cannot be written.
+    for other names, shapes or dtypes, ValueError for named states, a torch optimizer, an array that
+    cannot be written, or arrays that overlap.
     """
     into, strict = request.options["into"], request.options["strict"]
     take = into.get if hasattr(into, "get") else lambda name: getattr(into, name, None)
@@ -311,6 +313,15 @@ def _fill(source: WholePath, request: LoadRequest, arrays: list[dict[str, Any]])
     if optimizer is not None and model is not None:
         # raises before the model is changed
         check_load(optimizer, arrays[1], strict=strict, cast=request.cast)
+    if model is not None and not is_module(model):
+        check_load(model, arrays[0], strict=strict, cast=request.cast)
+    filled = []
+    for label, target, each in zip(_SECTIONS, targets, arrays, strict=True):
+        if target is not None and not is_module(target):
+            have = as_dict(target)
+            names = [name for name in each if name in have and not is_on_device(have[name])]
+            filled.append((label, names, have))
+    _core.targets_tied(filled)  # raises if arrays overlap
     for target, each in zip(targets, arrays, strict=True):
         if target is not None:
             load_into(target, each, strict=strict, cast=request.cast)

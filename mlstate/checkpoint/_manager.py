@@ -878,12 +878,12 @@ class CheckpointManager:
         if isinstance(names, Iterator):  # a second try would get nothing from it
             options["names"] = list(names)
         first: MLStateError | None = None
-        tried: list[str] | None = None
+        tried, written = None, set[tuple[str, str]]()
         # a writer may have deleted all of these roots and committed newer ones
         while (roots := agreed_roots(self._checkpoints, group)) != tried:
             tried, first = roots, None
             for root in reversed(roots):
-                state, error = try_root(self._checkpoints, root, options)
+                state, error = try_root(self._checkpoints, root, options, written)
                 if state is not None:
                     self._last_restored = state.step
                     return state

@@ -20,13 +20,14 @@ MODES = ("min", "max")
 
 
 def _created(manifest: Manifest) -> datetime:
-    """Return the time of a save; 1970 if another program wrote it in an unknown form."""
+    """Return the time of a save, of UTC if it names no zone; 1970 for an unknown form."""
     from datetime import UTC, datetime
 
     try:
-        return datetime.fromisoformat(manifest.created.replace("Z", "+00:00"))
+        created = datetime.fromisoformat(manifest.created.replace("Z", "+00:00"))
     except ValueError:  # written by another program
         return datetime.fromtimestamp(0, UTC)
+    return created if created.tzinfo is not None else created.replace(tzinfo=UTC)
 
 
 class Retention(NamedTuple):
@@ -88,7 +89,9 @@ class Retention(NamedTuple):
                 generations.add(manifest.generation)
             if self.interval is not None:
                 created = _created(manifest)
-                is_due = last is None or (created - last).total_seconds() >= self.interval
+                seconds = 0 if last is None else (created - last).total_seconds()
+                # A clock that was set back would keep no step until it reaches the old time.
+                is_due = last is None or seconds >= self.interval or seconds < 0
                 if is_due and can_load(manifest):
                     generations.add(manifest.generation)
                     last = created

@@ -306,7 +306,7 @@ def _step_of(step: int | None, optimizer: Any, *, is_needed: bool) -> int | None
 
 
 def _checked_metadata(mapping: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a copy of the caller's metadata `mapping` ({} for None); raise if it is not JSON."""
+    """Return a deep copy of the caller's metadata ({} for None); raise if it is not JSON."""
     import json
 
     if mapping is not None and not hasattr(mapping, "keys"):
@@ -316,19 +316,19 @@ def _checked_metadata(mapping: Mapping[str, Any] | None) -> dict[str, Any]:
         return metadata
     try:
         check_json_values(metadata, "metadata")
-        json.dumps(metadata, allow_nan=False)  # refuses other number classes, too long ints
+        # also refuses other number classes and too long ints
+        return json.loads(json.dumps(metadata, allow_nan=False))  # type: ignore[no-any-return]
     except (TypeError, ValueError) as error:
         cls = TypeError if isinstance(error, TypeError) else ValueError
         raise cls(
             f"metadata must be JSON values (strings, numbers, lists, dicts): {error}"
         ) from None
-    return metadata
 
 
 class SaveContent:
     """The content of one rank's save; its arrays are not copied."""
 
-    __slots__ = ("dicts", "entries", "error", "header", "named")
+    __slots__ = ("dicts", "entries", "error", "header", "named", "step")
 
     def __init__(
         self,
@@ -337,8 +337,10 @@ class SaveContent:
         error: BaseException | None = None,
         named: NamedStates = NO_STATES,
         entries: Iterable[str] = (),
+        step: int | None = None,
     ) -> None:
         """Keep what one rank saves; the comments describe each attribute."""
+        self.step = step  # the caller's, which ranks must agree on
         # arrays of model, optimizer and named states; `gather_shards` takes and clears them
         self.dicts = dicts
         self.header = header  # description of the state in the manifest
@@ -405,7 +407,7 @@ def take_content(
         if target.group is None:
             raise
         return SaveContent((None, None, None), {}, error)
-    return SaveContent(dicts, header, None, named, others[0])
+    return SaveContent(dicts, header, None, named, others[0], step)
 
 
 # ---- the shards that this rank writes ----
@@ -476,11 +478,13 @@ def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) ->
     """Agree with all ranks on which rank writes each whole array.
 
     Every rank calls it, even after a failure. `steps`: of the layout for these arrays. The
-    optimizers' groups in `content` become the groups of all ranks.
+    optimizers' groups in `content` become the groups of all ranks. Raises ValueError if callers
+    pass different steps.
     """
     digests: list[bytes] = []
     try:
-        digests = content.named.digests()
+        step = -1 if content.step is None else int(content.step)
+        digests = [*content.named.digests(), step.to_bytes(8, "little", signed=True)]
     except BaseException as error:  # must not raise here: other ranks wait for a message
         content.error = content.error or error
     names = content.named.summary()
@@ -489,6 +493,13 @@ def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) ->
     assigned = assign_replicas(group, content.dicts, steps, content.error, names, digests, groups)
     for label, merged in (assigned.groups or {}).items():
         kinds[label]["param_groups"] = merged
+    every_step = assigned.digests[-1] if assigned.error is None and assigned.digests else ()
+    passed = {int.from_bytes(each, "little", signed=True) for each in every_step} - {-1}
+    if len(passed) > 1:
+        raise ValueError(
+            f"ranks pass different steps, {' and '.join(map(str, sorted(passed)))}: pass the same "
+            "step= on every rank that passes one"
+        )
     return assigned
 
 
@@ -567,7 +578,8 @@ def save(
     metadata : mapping, optional
         JSON values: str, finite numbers, lists, dicts with str keys, at most 100 levels deep.
     step : int, optional
-        Training step. Default: the step of an `OptimizerStateDict`.
+        Training step. Default: the step of an `OptimizerStateDict`. Ranks must not pass different
+        steps.
     group : ProcessGroup, optional
         The ranks that save together; see `mlstate.collectives`. All of them call `save`, and
         each writes its own shards. An array that is not a `Shard` is treated as replicated:

@@ -53,10 +53,11 @@ def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str
 
 
 def try_root(
-    files: CheckpointFiles, root: str, options: LoadOptions
+    files: CheckpointFiles, root: str, options: LoadOptions, written: set[tuple[str, str]]
 ) -> tuple[LoadedState | None, MLStateError | None]:
     """Load the manifest `root`, of a step, on all ranks; return (state, None) or (None, error).
 
+    `written`: targets that earlier tries have written in part; those of this one are added.
     The error is this rank's, or CollectiveError if only another rank cannot read the step. An
     exception other than FormatError and StoreError is raised, and then every rank raises.
     """
@@ -64,7 +65,7 @@ def try_root(
     state: LoadedState | None = None
     error: MLStateError | None = None
     try:
-        state = load(RootPath(files, root), **options)
+        state = load(RootPath(files, root, written=written), **options)
     except (FormatError, StoreError) as caught:
         error = caught
     except BaseException:

@@ -650,7 +650,7 @@ def verify(
     listed = listed_names(names)
     if repair and listed is not None:
         raise ValueError("a repair verifies all tensors: leave out names")
-    files, root, _ = open_root_path(path, storage_options)
+    files, root, *_ = open_root_path(path, storage_options)
     is_plain = root == MANIFEST and (step, monitor, mode) == (None, None, None) and not repair
     if is_plain and files.folder.is_local and not is_index(files.folder.file):
         from ._files.checksum import verify_foreign

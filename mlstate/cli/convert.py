@@ -209,7 +209,7 @@ def _read(arguments: argparse.Namespace, name: str) -> tuple[Parts, int | None]:
         states, _ = split_entries(parts.states)
         if changes.names is None:
             options = cast("LoadOptions", changes.load_options())
-            states |= all_entries(open_loader(where, options))
+            states |= all_entries(open_loader(location, options))
         parts = parts._replace(states=states)
         return (parts if chosen is None else chosen.apply(parts, path)), loaded.step
     if arguments.step is not None:

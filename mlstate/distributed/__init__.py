@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .._common.arguments import check_flags
-from .._common.arrays import is_torch
+from .._common.arrays import copy_of, is_on_device, is_torch, overwrite
 from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.set_module import set_module_of_exports
 from .._common.text import names_hint
@@ -34,17 +34,18 @@ from ..collectives._arguments import check_group, check_root, check_timeout
 from ..errors import CompatibilityError, TensorNotFoundError
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
+from ._byte_ranges import array_of
 from ._exchange import (
     MAX_BYTES,
     Broadcasting,
     Gathering,
+    check_apart,
     check_max_bytes,
     check_writable,
     exchange,
     open_exchange,
-    without_target_memory,
 )
-from ._merge import RankDifference, compare, describe, differences_error, merge
+from ._merge import RankDifference, compare, describe, differences_error, merge, with_overlaps
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -455,15 +456,15 @@ class DistributedStateCollector:
             manner = _collection_mode(source, model)
             return {**same, "verify_replicas": bool(verify_replicas), "the state": manner}
 
-        def prepare() -> tuple[StateDict, list[Entry], list[Entry]]:
-            """Return this rank's state, descriptions of its tensors, and an empty list.
+        def prepare() -> tuple[StateDict, list[Entry], list[Entry], bool]:
+            """Return this rank's state, descriptions of its tensors, an empty list and False.
 
             In a broadcast, the list describes the tensors that the root sends.
             """
             state = _select_tensors(_collect_state(source, model)[0], names)
-            return state, describe(state), []
+            return state, describe(state), [], False
 
-        state, entries, _ = open_exchange(self._group, operation, self._timeout, options, prepare)
+        state, entries, *_ = open_exchange(self._group, operation, self._timeout, options, prepare)
         nbytes = check_max_bytes(operation, max_bytes)
         gathering = Gathering(self._group, int(root), nbytes, self._timeout)
         return gathering.run(state, entries, bool(verify_replicas))
@@ -497,21 +498,22 @@ class DistributedStateCollector:
         ------
         CompatibilityError
             Raised on every rank: a rank has other tensors, shapes or dtypes than the root
-            sends. The message names them. No rank is changed.
+            sends, its tensors overlap in another way, or it would receive two different tensors
+            in one array. The message names them. No rank is changed.
         CollectiveError
             As for `gather_full_state`. Nothing is changed, unless the transfer fails.
         ValueError
-            An array is read-only, its elements share memory, or two arrays share some elements
-            (tied arrays, which share all, may).
+            An array is read-only, its elements share memory, or it shares memory with `source`.
 
         Notes
         -----
-        Contiguous arrays are sent and received directly, others through messages. Arrays of
-        `source` that share memory with other places of `target` are copied first. Submodules with
+        Contiguous arrays are sent and received directly, others through messages. Submodules with
         their own load methods, hooks or extra states receive copies, and load them afterwards by
-        these methods. For an object with ``get_state_dict``, the filled state is also passed to
-        its ``load_state_dict``, because the state may be a copy. Autograd treats the writes to
-        tensors like a module's ``load_state_dict``.
+        these methods. For an object with ``get_state_dict``, the filled state is also passed to its
+        ``load_state_dict``, because the state may be a copy. If any rank has such an object or
+        submodule, every rank keeps a copy of its state in main memory during the call, and restores
+        it if one of these methods raises. Autograd treats the writes to tensors like a module's
+        ``load_state_dict``.
 
         Examples
         --------
@@ -531,31 +533,65 @@ class DistributedStateCollector:
             same = self._options(operation, root, max_bytes)
             return {**same, "the state": _collection_mode(target, model)}
 
-        def prepare() -> tuple[Any, list[Entry], list[Entry]]:
-            """Return state, store function and source of this rank, and two lists for all ranks.
+        def prepare() -> tuple[Any, list[Entry], list[Entry], bool]:
+            """Return state, store function and source of this rank, and lists for all ranks.
 
             The lists describe the tensors to fill and those to send. Only the root has a source.
-            Raises if this rank cannot take part.
+            The last value is whether the store function can refuse the state. Raises if this rank
+            cannot take part.
             """
             state, store = _collect_state(target, model, fill=True)
-            entries = describe(state)
+            entries = with_overlaps(state, describe(state))
             check_writable(state)
+            can_refuse = store is not None and not is_optimizer(target)
             if self._group.rank != root:
-                return (state, store, None), entries, []
-            if source is None:
-                return (state, store, None), entries, entries
-            full = _collect_state(source, None)[0]
-            return (state, store, without_target_memory(full, state)), entries, describe(full)
+                return (state, store, None), entries, [], can_refuse
+            full = None if source is None else _collect_state(source, None)[0]
+            sent = entries
+            if full is not None:
+                sent = with_overlaps(full, describe(full))
+                check_apart(state, full)
+            return (state, store, full), entries, sent, can_refuse
 
-        (state, store, full), everyone, sent = open_exchange(
+        (state, store, full), everyone, sent, can_refuse = open_exchange(
             self._group, operation, self._timeout, options, prepare
         )
         nbytes = check_max_bytes(operation, max_bytes)
         broadcasting = Broadcasting(self._group, int(root), nbytes, self._timeout)
+        before = {n: _copy_to_host(array_of(value)) for n, value in state.items() if can_refuse}
         broadcasting.run(state, full, sent[int(root)], everyone)
         _note_written(state)
         # if one rank's store function fails, every rank raises
-        exchange(self._group, operation, self._timeout, lambda: store() if store else None)
+        try:
+            exchange(self._group, operation, self._timeout, lambda: store() if store else None)
+        except BaseException as error:
+            _undo(state, before, store, error)
+            raise
+
+
+def _copy_to_host(array: Any) -> Any:
+    """Return a copy of an array or tensor in main memory."""
+    return array.cpu() if is_on_device(array) else copy_of(array)
+
+
+def _undo(
+    state: Mapping[str, Any],
+    before: Mapping[str, Any],
+    store: Callable[[], None] | None,
+    cause: BaseException,
+) -> None:
+    """Write the arrays `before` back to a state, and store it.
+
+    An error becomes a note of `cause`.
+    """
+    for name, array in before.items():
+        overwrite(array_of(state[name]), array)
+    _note_written({name: state[name] for name in before})
+    try:
+        if store is not None:
+            store()
+    except Exception as error:
+        cause.add_note(f"the earlier state was refused, too: {type(error).__name__}: {error}")
 
 
 def _note_written(state: Mapping[str, Any]) -> None:

@@ -7,15 +7,14 @@ checks them identically. So either all ranks continue, or all raise.
 from __future__ import annotations
 
 from collections import deque
-from itertools import accumulate, combinations
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .._common.arrays import (
-    copy_of,
+    is_same_memory,
     is_torch,
-    memory_key,
     names_sharing_memory,
     new_packed,
     overlaps_itself,
@@ -26,6 +25,7 @@ from .._sharding.layout import Shard
 from ..collectives._arguments import failed
 from ..errors import CollectiveError
 from ._byte_ranges import (
+    Part,
     array_of,
     bytes_of,
     copy_part,
@@ -451,41 +451,38 @@ def check_writable(state: Mapping[str, object]) -> None:
         why = _why_not_filled(value.array if isinstance(value, Shard) else value)
         if why:
             raise ValueError(f"broadcast_state: {name!r} is {why}")
-    arrays = {name: array_of(value) for name, value in state.items()}
-    for first, second in combinations(sorted(names_sharing_memory(arrays)), 2):
-        left, right = arrays[first], arrays[second]
-        if memory_key(left) != memory_key(right) and shares_elements(left, right):
-            raise ValueError(
-                f"broadcast_state: {first!r} and {second!r} share memory, but are not the same "
-                "array; pass a copy of one of them"
-            )
 
 
-def without_target_memory(
-    source: Mapping[str, object], targets: Mapping[str, object]
-) -> Mapping[str, object]:
-    """Return the source of a broadcast, with copies of arrays that the root's own fill changes.
+def check_apart(state: Mapping[str, object], source: Mapping[str, object]) -> None:
+    """Raise ValueError if an array to fill shares elements with one that is sent.
 
-    `targets`: the root's state, with the same names. A source array that is its own target is not
-    copied, unless a tied target gets other values.
+    Exempt is the sent tensor of the same name, or the part of it that is received.
     """
-    sources = {name: array_of(value) for name, value in source.items()}
-    filled = {name: array_of(value) for name, value in targets.items()}
-    labelled = {f"source {name}": array for name, array in sources.items()}
-    labelled |= {f"target {name}": array for name, array in filled.items()}
-    sharing = names_sharing_memory(labelled)
-    places = {name: memory_key(array) for name, array in filled.items()}
-    same = {name for name, array in sources.items() if memory_key(array) == places.get(name)}
-    changed = {place for name, place in places.items() if name not in same}
-    written = [array for name, array in filled.items() if f"target {name}" in sharing]
-    copies = {
-        name: copy_of(array)
-        for name, array in sources.items()
-        if f"source {name}" in sharing
-        and not (name in same and places[name] not in changed)
-        and any(shares_elements(array, target) for target in written)
+    sent = {name: array_of(value) for name, value in source.items()}
+    targets = {
+        name: array_of(value)
+        for name, value in state.items()
+        if not (name in sent and is_same_memory(_sent_part(value, sent[name]), array_of(value)))
     }
-    return {**source, **copies}
+    sharing = names_sharing_memory(
+        {f"source {name}": array for name, array in sent.items()}
+        | {f"target {name}": array for name, array in targets.items()}
+    )
+    sent = {name: array for name, array in sent.items() if f"source {name}" in sharing}
+    for name, target in targets.items():
+        for other, array in sent.items() if f"target {name}" in sharing else ():
+            if shares_elements(array, target):
+                raise ValueError(
+                    f"broadcast_state: {name!r} shares memory with {other!r} of source=; pass a "
+                    "copy"
+                )
+
+
+def _sent_part(value: object, array: Any) -> Any:
+    """Return a view of the part of `array` that the target `value` receives."""
+    if not isinstance(value, Shard) or tuple(array.shape) != value.shape:
+        return array
+    return Part(value.layout._steps, value.shape, value.index).box_of(array)
 
 
 class Broadcasting(_Transfer):
@@ -526,6 +523,12 @@ class Broadcasting(_Transfer):
                             kind, entry.name, rank,
                             f"{kind} {want} sent by rank {self.root}, {got} on rank {rank}",
                         )  # fmt: skip
+                if entry.overlap is not None and entry.overlap != have.overlap:
+                    note(
+                        "memory", entry.name, rank,
+                        f"it shares elements with {entry.overlap} on rank {rank}, and not so on "
+                        f"rank {self.root}, which sends; pass a copy",
+                    )  # fmt: skip
                 if have.steps is not None and entry[3:5] != have[3:5]:  # steps and part
                     note(
                         "layout", entry.name, rank,
@@ -533,6 +536,41 @@ class Broadcasting(_Transfer):
                         f"does not have; pass the full state as source= on rank {self.root}",
                     )  # fmt: skip
         return differences
+
+    def _differing_ties(
+        self, source: Mapping[str, object], sent: list[Entry], entries: list[list[Entry]]
+    ) -> list[RankDifference]:
+        """Return a difference for each array of a rank that would receive two different tensors.
+
+        `source`: the tensors of the root. `sent`, `entries`: as for `run`. All ranks call this.
+        """
+        first_names = {entry.name: entry.tied or entry.name for entry in sent}
+        pairs = [
+            (entry.name, entry.tied, rank)
+            for rank, rank_entries in enumerate(entries)
+            for entry in rank_entries
+            if entry.tied is not None and first_names[entry.name] != first_names[entry.tied]
+        ]
+        if not pairs:  # on every rank
+            return []
+
+        def differs() -> list[bool]:
+            """Return, on the root, whether the tensors of each pair differ."""
+            if self.group.rank != self.root:
+                return []
+            digests = {n: digest(array_of(source[n])) for pair in pairs for n in pair[:2]}
+            return [digests[name] != digests[other] for name, other, _ in pairs]
+
+        results = exchange(self.group, self.operation, self.timeout, differs)[self.root]
+        return [
+            difference(
+                "elements", name, [rank],
+                f"rank {rank} has one array for it and {other!r}, and rank {self.root} sends "
+                "different elements for the two",
+            )
+            for (name, other, rank), has_difference in zip(pairs, results, strict=True)
+            if has_difference
+        ]  # fmt: skip
 
     def run(
         self,
@@ -548,6 +586,7 @@ class Broadcasting(_Transfer):
         rank, with all states unchanged, if they do not match.
         """
         differences = self._differences(sent, entries)
+        differences = differences or self._differing_ties(source or state, sent, entries)
         if differences:
             raise differences_error(self.operation, differences)
         entries_by_name = [
@@ -658,27 +697,29 @@ def open_exchange(
     operation: str,
     timeout: float | None,
     options: Callable[[], dict[str, Any]],
-    prepare: Callable[[], tuple[Any, list[Entry], list[Entry]]],
-) -> tuple[Any, list[list[Entry]], list[list[Entry]]]:
+    prepare: Callable[[], tuple[Any, list[Entry], list[Entry], bool]],
+) -> tuple[Any, list[list[Entry]], list[list[Entry]], bool]:
     """Check that options agree; then prepare, and exchange the descriptions of tensors.
 
     `operation`, `timeout`: as for `exchange`. `options` returns this rank's options by name.
-    `prepare` returns a value of this rank, the entries (descriptions of tensors) of its state, and
-    the entries that it sends.
-    Returns the value, and both lists of entries by rank. Options are checked first, because
-    `prepare` may need all ranks. If either function fails on a rank, or options differ, every rank
-    raises.
+    `prepare` returns a value of this rank, the entries (descriptions of tensors) of its state, the
+    entries that it sends, and whether an object of it can refuse its state.
+    Returns the value, both lists of entries by rank, and whether any rank has such an object.
+    Options are checked first, because `prepare` may need all ranks. If either function fails on a
+    rank, or options differ, every rank raises.
     """
     _check_same_options(operation, group.rank, exchange(group, operation, timeout, options))
     values: list[Any] = []
 
-    def describe() -> tuple[list[Entry], list[Entry]]:
-        """Prepare, keep the value on this rank, and return the entries for all ranks."""
-        value, entries, sent = prepare()
+    def describe() -> list[Any]:
+        """Prepare, keep the value on this rank, and return the rest for all ranks."""
+        value, *rest = prepare()
         values.append(value)
-        return entries, sent
+        return rest
 
     everyone = exchange(group, operation, timeout, describe)
-    entries = [[entry_of(entry) for entry in rank_entries] for rank_entries, _ in everyone]
-    sent = [[entry_of(entry) for entry in rank_entries] for _, rank_entries in everyone]
-    return values[0], entries, sent
+    entries, sent = (
+        [[entry_of(entry) for entry in rank_lists[number]] for rank_lists in everyone]
+        for number in range(2)
+    )
+    return values[0], entries, sent, any(can_refuse for *_, can_refuse in everyone)

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
-from .._common.arrays import memory_key, new_packed, refuse_unstorable
+from .._common.arrays import (
+    memory_key,
+    names_sharing_memory,
+    new_packed,
+    refuse_unstorable,
+    shares_elements,
+)
 from .._common.text import ranks_text, shorten
 from .._sharding.layout import Layout, Shard
 from ..errors import CompatibilityError
@@ -29,7 +36,8 @@ class RankDifference(NamedTuple):
     kind : str
         ``"missing"``: ranks lack the tensor. ``"kind"``: some have a whole array, some a
         `Shard`. ``"dtype"``, ``"shape"``, ``"layout"``: this property differs. ``"gap"``: no
-        rank has some part. ``"elements"``: replicas differ.
+        rank has some part. ``"elements"``: replicas differ. ``"memory"``: the tensor shares
+        memory with another one, unlike on the rank that sends.
     name : str
         The tensor.
     ranks : tuple of int
@@ -67,6 +75,7 @@ class Entry(NamedTuple):
     part: int  # index of the rank's part in the layout; 0 for a whole array
     replica: int  # number of the copy of this part, from 0
     tied: str | None  # an earlier tensor with the same memory on this rank
+    overlap: str | None = None  # how it shares memory with others in any other way
 
 
 class Tensor(NamedTuple):
@@ -108,6 +117,22 @@ def describe(state: Mapping[str, object]) -> list[Entry]:
         replica = 0 if shard is None else shard.replica
         entries.append(Entry(name, dtype_of(array), shape, steps, part, replica, tied))
     return entries
+
+
+def with_overlaps(state: Mapping[str, object], entries: list[Entry]) -> list[Entry]:
+    """Return the entries of a state, with `overlap` set for arrays that share some elements.
+
+    Texts are equal for equal strides, shapes and distances. `entries`: the result of `describe`.
+    """
+    arrays = {each.name: array_of(state[each.name]) for each in entries if each.tied is None}
+    sharing = names_sharing_memory(arrays)
+    overlaps: dict[str, str] = {}
+    for first, second in combinations([name for name in arrays if name in sharing], 2):
+        if shares_elements(arrays[first], arrays[second]):
+            left, right = memory_key(arrays[first]), memory_key(arrays[second])
+            distance = right[0] - left[0]  # type: ignore[operator]
+            overlaps.setdefault(second, f"{first!r} ({distance} bytes, {left[1:4]}, {right[1:4]})")
+    return [each._replace(overlap=overlaps.get(each.name)) for each in entries]
 
 
 def entry_of(fields: Iterable[Any]) -> Entry:

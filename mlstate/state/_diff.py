@@ -160,7 +160,7 @@ def diff(
     CompatibilityError
         The core does not know a dtype or cannot read an array's memory.
     TypeError
-        An argument is not a mapping of str to array.
+        An argument is not a mapping of str to array, or has a masked array.
     ValueError
         A tolerance is negative or NaN.
 

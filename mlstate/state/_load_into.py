@@ -116,7 +116,7 @@ def load_into(
         with the source of a tensor. Only a target that is exactly its own source is allowed;
         it is left unchanged. Or the target mapping returns copies of its arrays.
     TypeError
-        An argument is not a mapping of str to array.
+        An argument is not a mapping of str to array, or has a masked array.
     MLStateError
         A device failed during the copy to a module's tensor on it; the message names the tensor.
         The content of the module is then undefined.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 
 from .. import _core
-from .._common.arguments import check_flags
+from .._common.arguments import check_flags, check_int
 from .._common.arrays import memory_key, refuse_masked
 from .._common.backend import TensorBackend, backend_named, backend_of, is_module
 from .._common.converted import converted_value, float_name
@@ -30,10 +30,7 @@ Self = TypeVar("Self", bound="StateDict")
 
 def as_count(name: str, value: Any) -> int:
     """Return the attribute `name` as an int of at least 0; raise TypeError or ValueError."""
-    try:
-        count = int(index(value))  # int(): index() returns a bool unchanged
-    except TypeError:
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}") from None
+    count = check_int(name, value, -sys.maxsize)
     if count < 0:
         raise ValueError(f"{name} {count} is negative")
     return count

@@ -42,15 +42,16 @@ def _numbers(value: Any) -> NDArray:
 def _distances(x: NDArray, y: NDArray) -> tuple[NDArray, NDArray, NDArray]:
     """Return the distances of the elements, and both arrays, as float64 or complex128.
 
-    Distances of signed, or of unsigned integers are exact before they are rounded to float64.
+    Distances of integers below 2**63 are exact before they are rounded to float64.
     """
     wide = np.complex128 if "c" in (x.dtype.kind, y.dtype.kind) else np.float64
     wide_x, wide_y = x.astype(wide), y.astype(wide)
-    if x.dtype.kind == y.dtype.kind and x.dtype.kind in "iu":
-        a, b = x.astype(np.uint64), y.astype(np.uint64)  # wrap; so do their differences
-        return np.where(x > y, a - b, b - a).astype(np.float64), wide_x, wide_y
     with np.errstate(invalid="ignore", over="ignore"):
-        return np.where(wide_x == wide_y, 0.0, np.abs(wide_x - wide_y)), wide_x, wide_y
+        distance = np.where(wide_x == wide_y, 0.0, np.abs(wide_x - wide_y))
+    if x.dtype.kind in "iu" and y.dtype.kind in "iu":
+        a, b = x.astype(np.uint64), y.astype(np.uint64)  # wrap; so do their differences
+        distance = np.where(distance < 2.0**63, np.where(x > y, a - b, b - a), distance)
+    return distance, wide_x, wide_y
 
 
 def outside(a: Any, b: Any, rtol: float, atol: float) -> Outside | None:

@@ -369,14 +369,24 @@ def test_a_load_refuses_caches_that_share_memory_with_one_another(tmp_path):
     }
     stored = {"a": two_entries(filled(1), filled(2)), "b": [two_entries(filled(3), filled(4))]}
     mlstate.save(tmp_path / "c", states=stored)
-    with pytest.raises(
-        CompatibilityError, match=r"states\['a'\]: k: .* those of .*\['b'\]\[0\]: v"
-    ):
+    with pytest.raises(ValueError, match=r"\['a'\]\['k'\] and .*\['b'\]\[0\]\['v'\] share memory"):
         mlstate.load(tmp_path / "c", into={"states": targets})
     assert not memory.any() and not targets["a"].arrays["v"].any()
-    keys = filled(0)
-    targets = {"a": two_entries(keys, filled(0)), "b": [two_entries(filled(0), keys)]}
-    mlstate.save(tmp_path / "c", states=targets)
-    keys[...] = 5
-    mlstate.load(tmp_path / "c", into={"states": targets})
-    assert not keys.any()
+
+
+@pytest.mark.parametrize("other", ["cache", "model"])
+def test_caches_over_the_memory_of_another_target_are_refused(tmp_path, other):
+    first, second = hybrid_cache(), hybrid_cache(11)
+    name, array = next(iter(first.arrays.items()))
+    mlstate.save(tmp_path, {"w": array}, states={"a": first, "b": second})
+    target = hybrid_cache(5)
+    before = facts(target)
+    into = {"states": {"a": target, "b": CacheState(target.spec, dict(target.arrays), 5)}}
+    if other == "model":
+        into = {"model": {"w": target.arrays[name]}, "states": {"a": target}}
+    with pytest.raises(ValueError, match=r"share memory, .* copy of one"):
+        mlstate.load(tmp_path, into=into)
+    assert facts(target) == before
+    mlstate.save(tmp_path, {"w": array}, states={"a": first, "b": first})
+    mlstate.load(tmp_path, into={"states": {"a": target, "b": target}})
+    assert facts(target) == facts(first)

@@ -8,6 +8,8 @@ import pytest
 from checkpoint_model import same
 
 import mlstate
+from mlstate import CompatibilityError
+from mlstate.checkpoint import Layout, Shard
 
 
 def random(shape, seed=0):
@@ -158,3 +160,23 @@ def test_small_tensors_load_in_any_requested_order(path):
         assert list(model) == list(mlstate.load(path, names=order, verify=False).model)
         for name in order:
             assert (model[name] == int(name[1:])).all()
+
+
+def test_shards_in_into_take_their_own_part_only(tmp_path):
+    array, rows = np.arange(8.0).reshape(4, 2), Layout.rows(2)
+    mlstate.save(tmp_path, {"w": array}, {"w.m": array[:, 0]})
+    for number, options in enumerate(({}, {"layout": "rows"}, {"layout": Layout.axis(1, 2)})):
+        for rank in range(2):
+            data = np.zeros((4, 2))
+            into = {"model": {"w": rows.shard(data, 1)}}
+            parts = {"rank": rank, "world_size": 2, **options} if number else {}
+            if (number, rank) == (1, 1):
+                mlstate.load(tmp_path, into=into, **parts)
+                assert data[2:].tolist() == array[2:].tolist() and not data[:2].any()
+                continue
+            with pytest.raises(CompatibilityError, match=r"model\['w'\] is a Shard, part 1"):
+                mlstate.load(tmp_path, into=into, **parts)
+            assert not data.any()
+    other = Shard(np.zeros((2, 2)), rows, 0, shape=(3, 2))
+    with pytest.raises(CompatibilityError, match=r"part 0 of shape \(3, 2\)"):
+        mlstate.load(tmp_path, into={"model": {"w": other}}, rank=0, world_size=2, layout="rows")

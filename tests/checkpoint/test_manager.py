@@ -249,6 +249,26 @@ def test_a_damaged_step_is_passed_over_with_a_warning(manager):
         manager.restore_latest()
 
 
+@pytest.mark.parametrize("older", ["fewer names", "as many"])
+def test_targets_do_not_mix_a_damaged_step_with_an_older_one(tmp_path, older):
+    manager = CheckpointManager(tmp_path / "run")
+    names = ["a", "b"] if older == "as many" else ["b"]
+    manager.save(1, {name: np.full(3000, 1.0) for name in names}, pack_below_bytes=0)
+    manager.save(2, {"a": np.full(3000, 2.0), "b": np.full(3000, 2.0)}, pack_below_bytes=0)
+    flip(manager, 2, "b")
+    target = {"a": np.zeros(3000), "b": np.zeros(3000)}
+    options = {"into": {"model": target}, "strict": False}
+    with pytest.warns(UserWarning, match="cannot be restored"):
+        if older == "as many":
+            assert manager.restore_latest(**options).step == 1
+            assert all((array == 1).all() for array in target.values())
+        else:
+            with pytest.raises(
+                mlstate.CompatibilityError, match=r"no 'a' of model .* would mix two"
+            ):
+                manager.restore_latest(**options)
+
+
 def test_repair_falls_back_to_the_newest_step_that_verifies(manager):
     save_all(manager, 1, 2, 3)
     flip(manager, 3)

@@ -124,6 +124,17 @@ def test_one_step_of_each_interval_is_kept(tmp_path, monkeypatch, interval):
     assert save_all(manager, [None] * 9) == [0, 3, 6, 8]
 
 
+def test_steps_after_the_clock_was_set_back_are_kept(tmp_path, monkeypatch):
+    from mlstate.checkpoint import _commit
+
+    days = ["2036-01-01", "2036-01-02", "2026-01-01", "2026-01-02", "2026-01-03", "2026-01-04"]
+    forms = "T00:00:00.000000Z", "T00:00:00"  # without a zone: UTC
+    times = (day + forms[number % 2] for number, day in enumerate(days))
+    monkeypatch.setattr(_commit, "creation_time", lambda: next(times))
+    manager = CheckpointManager(tmp_path, keep_time_interval=timedelta(days=2))
+    assert save_all(manager, [None] * 6) == [0, 2, 4, 5]
+
+
 def test_rules_hold_for_background_saves_and_other_managers(tmp_path):
     with CheckpointManager(tmp_path, keep_best=1, monitor="loss") as manager:
         for step, loss in enumerate([0.5, 0.1, 0.7, 0.6]):

@@ -169,6 +169,24 @@ def test_generators_continue_with_the_same_numbers(tmp_path, nested):
     assert draw(other) == expected
 
 
+def test_generators_spawn_the_same_children_after_a_load(tmp_path):
+    rng = np.random.default_rng([5, 1 << 100])
+    rng.spawn(3)
+    mlstate.save(tmp_path / "c", states={"rng": rng, "bits": rng.bit_generator})
+    expected = [child.random() for child in rng.spawn(2)]
+    own, bits = np.random.default_rng(9), np.random.PCG64(9)
+    mlstate.load(tmp_path / "c", into={"states": {"rng": own, "bits": bits}})
+    assert [child.random() for child in own.spawn(2)] == expected
+    assert [np.random.Generator(child).random() for child in bits.spawn(2)] == expected
+    assert mlstate.load(tmp_path / "c").states["bits"].keys() == bits.state.keys()
+    bits.seed_seq.spawn(1)
+    before = bits.state
+    target = {"rng": random.Random(1), "bits": bits}
+    with pytest.raises(CompatibilityError):
+        mlstate.load(tmp_path / "c", into={"states": target})
+    assert bits.state == before and bits.seed_seq.n_children_spawned == 6
+
+
 def test_the_shared_generators_are_named_by_their_modules(tmp_path):
     before = random.getstate(), np.random.get_state()
     try:
@@ -296,6 +314,21 @@ def test_dicts_and_lists_receive_the_values_and_keep_their_objects(tmp_path):
         target["loader"].position == 3 and target["losses"] == [1.5] and target["deep"] == {"n": 1}
     )
     assert log == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "wrap", [tuple, lambda pair: [tuple(pair)], lambda pair: {"k": tuple(pair)}]
+)
+def test_objects_in_tuples_are_restored_and_stay(tmp_path, wrap):
+    saved = {"x": wrap([1, np.random.default_rng(5), Loader(3)])}
+    mlstate.save(tmp_path / "c", states={"a": saved})
+    loader, rng = Loader(0), np.random.default_rng(0)
+    target = {"x": wrap([0, rng, loader])}
+    mlstate.load(tmp_path / "c", into={"states": {"a": target}})
+    assert target == {"x": wrap([1, rng, loader])}
+    assert loader.position == 3 and rng.random() == np.random.default_rng(5).random()
+    with pytest.raises(CompatibilityError, match=r"a tuple of 2 values, .* a tuple of 3 v"):
+        mlstate.load(tmp_path / "c", into={"states": {"a": {"x": wrap([0, loader])}}})
 
 
 def test_targets_that_do_not_fit_are_named(tmp_path):
@@ -651,7 +684,115 @@ def test_uncopyable_object_state_is_refused_by_name(tmp_path):
     assert target.position is lock
 
 
+class Refusing(Model):
+    """A model that refuses the values that it saved."""
+
+    def load_state_dict(self, state):
+        if state["w"][0] == 2:
+            raise RuntimeError("another shape")
+        super().load_state_dict(state)
+
+
+def test_models_of_own_protocol_get_their_states_back_after_a_refusal(tmp_path):
+    mlstate.save(tmp_path, states={"a": Model(1.0), "b": Model(2.0)})
+    first, second = Model(8.0), Refusing(9.0)
+    with pytest.raises(CompatibilityError, match="nothing was restored"):
+        mlstate.load(tmp_path, into={"states": {"a": first, "b": second}})
+    assert (first.value, second.value) == (8, 9)
+
+
+class WriteOnly:
+    """An object whose state cannot be read."""
+
+    value = 0
+
+    def load_state_dict(self, state):
+        self.value = state["position"]
+
+
+def test_objects_without_a_way_back_are_restored_last_and_named(tmp_path):
+    mlstate.save(tmp_path, {"w": np.ones(9)}, states={"a": Loader(1), "b": Loader(2)})
+    first, second = WriteOnly(), Loader(7, refuses=2)
+    with pytest.raises(CompatibilityError, match=r"states\['b'\].*nothing was restored"):
+        mlstate.load(tmp_path, into={"states": {"a": first, "b": second}})
+    assert (first.value, second.position) == (0, 7)
+    second = Loader(7)
+    first.load_state_dict = None.__getattribute__  # refuses every state
+    with pytest.raises(CompatibilityError, match=r"states\['a'\] may stay changed"):
+        mlstate.load(tmp_path, into={"states": {"a": first, "b": second}})
+    assert second.position == 7
+
+
 # ---- one target under two names ----
+
+
+def shared_model():
+    model = Model(5.0)
+    return {"a": Model(1.0), "b": Model(2.0)}, {"a": model, "b": model}, lambda: model.value
+
+
+def shared_shards():
+    states = {
+        name: {"x": Layout.rows(1).shard(np.full(2, value), 0), "n": 1}
+        for name, value in (("a", 1.0), ("b", 2.0))
+    }
+    target = {"x": 0, "n": 0}
+    return states, {"a": target, "b": target}, lambda: repr(target)
+
+
+def shared_numbers(first, second):
+    """Return states, targets and a function that shows the numbers to come."""
+    states = {"a": np.random.default_rng(1), "b": np.random.default_rng(2)}
+    return states, {"a": first, "b": second}, lambda: repr(first.bit_generator.state)
+
+
+def shared_bit_generator():
+    source = np.random.PCG64(0)
+    return shared_numbers(np.random.Generator(source), np.random.Generator(source))
+
+
+def generator_and_its_source():
+    source = np.random.PCG64(0)
+    return shared_numbers(np.random.Generator(source), source)
+
+
+def global_generator():
+    states = {"a": random.Random(1), "b": random.Random(2)}
+    return states, {"a": random, "b": random._inst}, random.getstate
+
+
+@pytest.mark.parametrize(
+    "make",
+    [shared_model, shared_shards, shared_bit_generator, generator_and_its_source, global_generator],
+)
+@pytest.mark.parametrize("equal", [False, True])
+def test_two_names_of_one_target_are_refused_if_values_differ(tmp_path, make, equal):
+    states, targets, value = make()
+    if equal:
+        states["b"] = states["a"]
+    mlstate.save(tmp_path, states=states)
+    before = value()
+    if equal:
+        mlstate.load(tmp_path, into={"states": targets})
+        assert value() != before
+        return
+    with pytest.raises(CompatibilityError, match=r"states\['b'\]: .* that of states\['a'\]"):
+        mlstate.load(tmp_path, into={"states": targets})
+    assert value() == before
+
+
+def test_generators_over_one_source_keep_their_own_gauss(tmp_path):
+    source = np.random.MT19937(3)
+    both = [np.random.RandomState(source) for _ in range(2)]
+    both[0].normal()
+    mlstate.save(tmp_path, states={"a": both[0], "b": both[1]})
+    expected = [each.get_state(legacy=False) for each in both]
+    for each in both:
+        each.normal(size=3)
+    mlstate.load(tmp_path, into={"states": {"a": both[0], "b": both[1]}})
+    got = [each.get_state(legacy=False) for each in both]
+    assert repr(got) == repr(expected)
+
 
 ORDERS = {
     "str keys": ({"a": 1, "b": [2]}, {"b": [2], "a": 1}),
@@ -697,5 +838,16 @@ def test_values_that_differ_between_ranks_keep_their_numbers_in_any_byte_order(t
 
 def test_masked_arrays_in_nested_values_are_refused(tmp_path):
     masked = np.ma.array([1.0, 2.0], mask=[False, True])
-    with pytest.raises(TypeError, match="masked array"):
-        mlstate.save(tmp_path / "c", states={"x": [masked, 1]})
+    for value in (masked, Shard(masked)):
+        with pytest.raises(TypeError, match="masked array"):
+            mlstate.save(tmp_path / "c", states={"x": [value, 1]})
+    mlstate.save(tmp_path / "c", {"w": np.ones(2)})
+    with pytest.raises(TypeError, match="'w' is a masked array"):
+        mlstate.load(tmp_path / "c", into={"model": {"w": masked}})
+    assert masked.data.tolist() == [1, 2]
+
+
+def test_a_generator_with_a_state_of_another_form_is_refused(tmp_path):
+    own = type("Own", (random.Random,), {"getstate": lambda self: ("own", 1)})
+    with pytest.raises(TypeError, match=r"states\['x'\]\[0\]: Own.state raised ValueError"):
+        mlstate.save(tmp_path / "c", states={"x": [own(1)]})

@@ -339,3 +339,40 @@ def test_a_tolerance_for_packed_floats_is_refused_by_name():
 )
 def test_tolerances_of_infinities_and_large_integers(a, b, tolerance, is_close):
     assert diff({"w": np.array(a)}, {"w": np.array(b)}, **tolerance).identical == is_close
+
+
+LARGEST = 2**64 - 1
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "distance"),
+    [
+        (np.array([2**53 + 1]), np.array([2**53]), 1),
+        (np.array([LARGEST], np.uint64), np.array([LARGEST - 3], np.uint64), 3),
+        (np.array([2**63], np.uint64), np.array([2**63 - 1]), 1),
+        (np.array([-5], np.int8), np.array([3], np.uint8), 8),
+        (np.array([LARGEST], np.uint64), np.array([-1]), 2.0**64),
+        (np.array([-(2**63)]), np.array([2**63 - 1]), 2.0**64),
+    ],
+)
+def test_differences_of_integers_within_a_tolerance_are_exact(first, second, distance):
+    for a, b in ((first, second), (second, first)):
+        [change] = diff({"n": a}, {"n": b}, atol=0.5).changes
+        assert (change.changed, change.max_abs) == (1, distance)
+        assert diff({"n": a}, {"n": b}, atol=distance).identical
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda state: diff(state, {"w": np.ones(2)}),
+        lambda state: diff({"w": np.ones(2)}, state, atol=1),
+        lambda state: state.astype("float16"),
+        lambda state: state.digest(),
+        lambda state: state.to_torch(),
+    ],
+)
+def test_masks_are_not_ignored(read):
+    state = StateDict(w=np.ma.array([1.0, 2.0], mask=[False, True]))
+    with pytest.raises(TypeError, match="'w' is a masked array, whose mask would be lost"):
+        read(state)

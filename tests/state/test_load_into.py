@@ -10,6 +10,7 @@ from thread_team import num_threads
 from tries import tries
 
 from mlstate import CompatibilityError, ModelStateDict, OptimizerStateDict, StateDict
+from mlstate.checkpoint import Layout, Shard
 from mlstate.state import load_into, rename
 
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="bfloat16 is a dtype of ml_dtypes")
@@ -437,3 +438,25 @@ def test_a_target_that_returns_copies_is_refused():
     target = collections.UserDict(w=np.zeros(2), empty=np.zeros(0))
     load_into(target, Copies({"w": np.ones(2), "empty": np.zeros(0)}))
     assert target["w"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("masked", ["target", "source"])
+def test_masked_arrays_are_not_loaded(masked):
+    target, source = {"a": np.zeros(1), "w": np.zeros(2)}, {"a": np.ones(1), "w": np.ones(2)}
+    state = target if masked == "target" else source
+    state["w"] = np.ma.array(state["w"], mask=[False, True])
+    with pytest.raises(TypeError, match="'w' is a masked array"):
+        load_into(target, source)
+    assert target["a"] == 0
+
+
+def test_a_shard_takes_the_elements_of_its_own_part_only():
+    whole, data = np.arange(8.0).reshape(4, 2), np.zeros((4, 2))
+    rows = Layout.rows(2)
+    target = {"w": rows.shard(data, 1)}
+    for other in (rows.shard(whole, 0), Shard(whole[2:], Layout.rows(3), 1, shape=(6, 2))):
+        with pytest.raises(CompatibilityError, match="size mismatch for w"):
+            load_into(target, {"w": other})
+    assert not data.any()
+    load_into(target, {"w": rows.shard(whole, 1)})
+    assert data.tolist() == [[0, 0], [0, 0], [4, 5], [6, 7]]

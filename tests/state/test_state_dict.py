@@ -482,6 +482,8 @@ def test_bad_attributes_are_refused():
         OptimizerStateDict(step=-1)
     with pytest.raises(TypeError, match="step must be an int, got float"):
         OptimizerStateDict(step=1.5)
+    with pytest.raises(TypeError, match="step must be an int, got bool"):
+        OptimizerStateDict(step=True)
     with pytest.raises(TypeError, match="layer_count must be an int, got str"):
         ModelStateDict(layer_count="3")
     with pytest.raises(TypeError, match="learning_rate must be a number, got 'fast'"):

@@ -20,7 +20,7 @@ from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .._backend import CheckpointBackend
 from .modules import encode_entries, entries_name, metadata_of
-from .tree import RANKS, TEXT, Tree, encode, pack, pack_header, whole_arrays
+from .tree import RANKS, TEXT, Tree, encode, method_of, pack, pack_header, whole_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -172,8 +172,10 @@ def _flat_state(value: Any, modules: Sequence[Any], ranks: int) -> Any:
         state = OptimizerStateDict(**keywords)
         state.update(states)
         return state
-    if hasattr(value, "get_state_dict"):
+    if method_of(value, "get_state_dict") is not None:
         value = value.get_state_dict()
+    if method_of(value, "state_dict") is not None:
+        return None
     if isinstance(value, StateDict):
         return value
     is_flat = isinstance(value, dict) and bool(value)

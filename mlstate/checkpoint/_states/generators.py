@@ -8,9 +8,12 @@ only if it is imported already.
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import CompatibilityError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
 
 def library_of(value: object) -> str | None:
@@ -47,6 +50,30 @@ def _bit_generator(value: Any) -> Any:
     return getattr(value, "bit_generator", value)
 
 
+def source_of_numbers(value: Any, library: str) -> object:
+    """Return the object that generators share if a number drawn from one advances the others.
+
+    `library`: the result of `library_of`.
+    """
+    if library == "python":
+        return getattr(value, "_inst", value)  # the module has one
+    if library == "numpy":
+        if hasattr(value, "get_bit_generator"):  # the module
+            return value.get_bit_generator()
+        return getattr(value, "_bit_generator", _bit_generator(value))
+    return getattr(value, "default_generator", value) if library == "torch" else value
+
+
+def state_of_numbers(node: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON form of a generator without what a RandomState has of its own."""
+    node = {key: value for key, value in node.items() if key != "seeds"}  # a RandomState has none
+    state = node.get("state")
+    if not isinstance(state, dict):
+        return node
+    extra = ("has_gauss", "gauss") if node["library"] == "numpy" else ()
+    return {**node, "state": {key: value for key, value in state.items() if key not in extra}}
+
+
 def state_of(value: Any, library: str) -> Any:
     """Return a copy of a generator's state, as arrays and plain values.
 
@@ -66,6 +93,12 @@ def state_of(value: Any, library: str) -> Any:
     return value.get_state() if hasattr(value, "get_state") else value.get_rng_state()
 
 
+def seeds_of(value: Any, library: str) -> dict[str, Any] | None:
+    """Return the state of the sequence that a generator of NumPy spawns from; None for others."""
+    seeds: Any = getattr(_bit_generator(value), "seed_seq", None) if library == "numpy" else None
+    return dict(seeds.state) if type(seeds).__name__ == "SeedSequence" else None
+
+
 def restored(state: Any, library: str) -> Any:
     """Return a loaded state in the form that `set_state` takes."""
     if library == "python":
@@ -74,18 +107,23 @@ def restored(state: Any, library: str) -> Any:
     return state
 
 
-def set_state(value: Any, library: str, state: Any) -> None:
+def set_state(value: Any, library: str, state: Any, seeds: Mapping[str, Any] | None = None) -> None:
     """Set the state of a generator.
 
-    `library`: the result of `library_of`. `state`: a result of `restored`.
+    `library`: the result of `library_of`. `state`: a result of `restored`. `seeds`: a result of
+    `seeds_of`; None leaves them.
     """
     if library == "python":
         value.setstate(state)
     elif library == "numpy":
         if _is_legacy(value):
             value.set_state(state)
-        else:
+        elif seeds is None:
             _bit_generator(value).state = state
+        else:
+            from numpy.random import SeedSequence
+
+            _bit_generator(value).__setstate__((state, SeedSequence(**seeds)))
     elif library == "torch.cuda":
         value.set_rng_state_all(state)
     elif hasattr(value, "set_state"):

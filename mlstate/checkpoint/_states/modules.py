@@ -6,17 +6,27 @@ value: a named state, whose name starts with a dot and so cannot be a user's.
 
 from __future__ import annotations
 
+import json
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
-from ..._common.arrays import is_torch
 from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.dtypes import FLOATS, name_of
+from ..._sharding.layout import Shard
 from ...errors import CompatibilityError
 from .._backend import CheckpointBackend
 from .._folder.names import SECTIONS
-from .restore import Action, load_like, read_own
-from .tree import encode, malformed
+from .restore import (
+    Action,
+    describe_array,
+    like_tensors,
+    load_like,
+    read_own,
+    text_of_tree,
+    text_of_value,
+)
+from .tree import Tree, encode, malformed, parse, whole_arrays
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -24,7 +34,7 @@ if TYPE_CHECKING:
     from .._load import Loader
     from .._sections import Section
     from .._store.name_globs import Names
-    from .tree import Tree
+    from .restore import Sources
 
 MODEL = ".model"  # name of the model's state; that of a named state ends with its name
 _NAMED = ".states."
@@ -114,6 +124,33 @@ def all_entries(loader: Loader) -> dict[str, dict[str, Any]]:
         if not section.is_optimizer
     }
     return {name: each._asdict() for name, each in stored.items() if any(each)}
+
+
+def text_of_section(loader: Loader, section: Section) -> str:
+    """Return a text that is the same for sections with equal values; reads all of its tensors.
+
+    It is also that of an equal object in a nested value. Classes may differ.
+    """
+    tensors = {}
+    for name, key in zip(section.names, section.keys(section.names), strict=True):
+        array = loader.load_keys(section.number, [key], (None, 0, 0))[key]
+        tensors[name] = describe_array(array)
+    parts: list[Any] = [{"$": "object", "state": tensors}]
+    parts += [{name: each} for name, each in (section.kind or {}).items() if name != "kind"]
+    entries = entries_name(section.state)
+    if not section.is_optimizer and entries in loader.states:
+        parts.append(text_of_tree(loader, entries))
+    return json.dumps(parts if len(parts) > 1 else parts[0], sort_keys=True)
+
+
+def _text_of_entries(entries: Mapping[str, Any], where: str) -> str:
+    """Return a text that is the same for equal entries; `where`: their module, for errors."""
+    tree = encode(entries, where)
+    arrays = {
+        key: value.array if isinstance(value, Shard) else value
+        for key, value in tree.arrays.items()
+    }
+    return text_of_value(parse(tree.text, where), whole_arrays(Tree(tree.text, arrays)))
 
 
 class StoredEntries(NamedTuple):
@@ -213,23 +250,6 @@ def _check_dtypes(loader: Loader, section: Section, contract: Any, units: list[A
             raise error
 
 
-def _on_device_of(value: Any, like: Any) -> Any:
-    """Return a value whose tensors are on the devices of the tensors in `like`, at the same keys.
-
-    Dicts are changed in place. A value without a counterpart stays.
-    """
-    if is_torch(value):
-        return value.to(like.device) if is_torch(like) else value
-    if type(value) is not type(like):
-        return value
-    if isinstance(value, dict):
-        for key in value.keys() & like.keys():
-            value[key] = _on_device_of(value[key], like[key])
-    elif type(value) in (list, tuple) and len(value) == len(like):
-        return type(value)(map(_on_device_of, value, like))
-    return value
-
-
 def _read_tensors(
     loader: Loader, section: Section, names: list[str], earlier: Mapping[str, object]
 ) -> dict[str, Any]:
@@ -253,7 +273,7 @@ def _read_tensors(
     )
     for name, key in zip(sharded, section.keys(sharded), strict=True):
         tensors[name] = load_like(loader, number, key, earlier[name])
-    return {name: _on_device_of(tensors[name], earlier.get(name)) for name in names}
+    return {name: like_tensors(tensors[name], earlier.get(name)) for name in names}
 
 
 def prepare_units(
@@ -264,13 +284,15 @@ def prepare_units(
     chosen: list[str],
     stored: StoredEntries,
     names: Names,
+    sources: Sources,
 ) -> list[Action]:
     """Read the entries of submodules that load themselves; return the action that loads them.
 
     [] if there are none. The module is not changed yet. `target`: the module. `filling`: the result
     of `fill_module` for it. `chosen`: names that the load selects, from the user's choice `names`.
-    `stored`: entries that are not tensors. Raises CompatibilityError for another dtype, or a choice
-    of only some entries of a submodule.
+    `stored`: entries that are not tensors. `sources`: of the targets so far; the submodules' are
+    added. Raises CompatibilityError for another dtype, a choice of only some entries of a
+    submodule, or a submodule that an earlier target loads from other entries.
     """
     contract = filling.contract
     if contract is None or not contract.units:
@@ -286,7 +308,13 @@ def prepare_units(
     entries = _read_tensors(loader, section, tensors, contract.entries)
     for name in unit_names:
         if name in stored.entries:
-            entries[name] = _on_device_of(stored.entries[name], contract.entries.get(name))
+            entries[name] = like_tensors(stored.entries[name], contract.entries.get(name))
+    modules = {id(child): (start, child) for u in units for start, child in contract.modules_of(u)}
+    for start, child in modules.values():
+        for name in (each for each in entries if each.startswith(start)):
+            where = f"{section.label}[{name!r}]"
+            text = partial(_text_of_entries, {"": entries[name]}, where)
+            sources.add(child, where, text, name[len(start) :])
     load = backend_of(target, CheckpointBackend).own_load(
         filling, entries, stored.metadata, units, strict=loader.options["strict"]
     )

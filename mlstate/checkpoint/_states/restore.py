@@ -11,36 +11,62 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from ..._common.arrays import is_cache, is_torch
 from ..._common.backend import TensorBackend, backend_of, torch_backend
+from ..._common.dtypes import name_of
 from ..._common.text import count_text
 from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Layout, Shard
 from ...errors import CompatibilityError
 from .._sections import STATES
-from .generators import check_fits, library_of, restored, set_state, state_of
-from .tree import RANKS, TEXT, Decoder, is_coreml_state, leaves_of, malformed, parse, unpack
+from .generators import (
+    check_fits,
+    library_of,
+    restored,
+    seeds_of,
+    set_state,
+    source_of_numbers,
+    state_of,
+    state_of_numbers,
+)
+from .tree import (
+    RANKS,
+    TEXT,
+    Decoder,
+    is_coreml_state,
+    leaves_of,
+    malformed,
+    method_of,
+    parse,
+    unpack,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
+    from ..._sharding.layout import Cuts, Cutting
     from ..._types import Array
     from .._load import Loader
 
 _WHOLE_TENSOR: Any = (None, 0, 0)
+_DICTS = (dict, OrderedDict, Counter, defaultdict)
+_PLAIN = (bool, int, float, str, bytes, np.ndarray)
 _MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class Action(NamedTuple):
-    """A change of one object; `undo` restores its state before."""
+    """A change of one object; `undo` restores its state before. None: that is not known."""
 
     label: str
     apply: Callable[[], object]
-    undo: Callable[[], object]
+    undo: Callable[[], object] | None
 
 
 class _StoredTree(NamedTuple):
@@ -50,23 +76,61 @@ class _StoredTree(NamedTuple):
     arrays: dict[str, Any]
 
 
-class _Source(NamedTuple):
-    """The place of a value in the named states, and its stored form."""
+class Sources:
+    """The saved values of all targets of a load, to find targets that have two names."""
 
-    where: str
-    stored: _StoredTree
-    cache: tuple[Any, Any] | None = None  # of a target `CacheState`: itself, and the saved one
+    def __init__(self) -> None:
+        self.cache_arrays: dict[str, Mapping[str, Any]] = {}  # by the names of caches
+        self._values: dict[tuple[int, str], list[tuple[str, Callable[[], str], bool]]] = {}
 
-    def text(self) -> str:
-        """Return a text that is the same for equal values; sharded arrays are left out."""
-        return json.dumps(_with_digests(*self.stored), sort_keys=True)
+    def add(
+        self,
+        target: object,
+        where: str,
+        text: Callable[[], str],
+        aspect: str = "",
+        *,
+        has_memory: bool = False,
+    ) -> bool:
+        """Note a target's saved value, and return whether the target is new.
+
+        `where`: name of the target. `text` returns a text that is the same for equal values; it is
+        called only for a target with two names. `aspect`: part of the target's state; values of the
+        same aspect are compared. `has_memory`: two such values are not, because the overlap of
+        their arrays is found later. Raises CompatibilityError if an earlier value differs: one of
+        them would be lost.
+        """
+        values = self._values.setdefault((id(target), aspect), [])
+        for first, first_text, first_has_memory in values:
+            if not (has_memory and first_has_memory) and first_text() != text():
+                reason = (
+                    f"the target is also that of {first}, and the checkpoint stores different "
+                    "values for the two: pass an object for each"
+                )
+                raise _error(where, reason, "another object", f"that of {first}")
+        values.append((where, text, has_memory))
+        return len(values) == 1
+
+
+def text_of_value(node: object, arrays: Mapping[str, Any]) -> str:
+    """Return a text that is the same for equal nested values.
+
+    `node`: the JSON form of one. `arrays`: by the keys in it, contiguous and of NumPy.
+    """
+    return json.dumps(_with_digests(node, arrays), sort_keys=True)
+
+
+def describe_array(array: Any) -> dict[str, Any]:
+    """Return the JSON form of a contiguous array of NumPy, with dtype, shape and digest as key."""
+    digest = hashlib.sha256(array.reshape(-1).view(np.uint8)).hexdigest()
+    return {"$": "array", "key": [array.dtype.name, array.shape, digest], "form": "numpy"}
 
 
 def _with_digests(node: Any, arrays: Mapping[str, Any]) -> Any:
     """Return a JSON form with digests of its arrays instead of their keys, to compare values.
 
     Forms of equal values are equal: only for an OrderedDict does the order of keys matter. The
-    keys of JSON objects are in any order. Sharded arrays, which `arrays` lacks, become None.
+    keys of JSON objects are in any order. Tensors of torch equal arrays, and shards whole arrays.
     """
     if isinstance(node, list):
         return [_with_digests(each, arrays) for each in node]
@@ -74,14 +138,16 @@ def _with_digests(node: Any, arrays: Mapping[str, Any]) -> Any:
         return node
     if "$" not in node or "key" not in node:
         form = {key: _with_digests(each, arrays) for key, each in node.items()}
+        state = form.get("state")
+        if node.get("$") == "object" and isinstance(state, dict) and state.get("$") == "dict":
+            form["state"] = {str(key): each for key, each in state["items"]}
         if node.get("$") == "dict" and node["class"] != "OrderedDict":
             form["items"].sort(key=json.dumps)
         return form
-    array = arrays.get(str(node["key"]))
-    if array is None:
-        return None
-    digest = hashlib.sha256(array.reshape(-1).view(np.uint8)).hexdigest()
-    return {**node, "key": [array.dtype.str, array.shape, digest]}
+    described = describe_array(arrays[str(node["key"])])
+    return (
+        described if node.get("form") in ("numpy", "torch") else {**node, "key": described["key"]}
+    )
 
 
 # ---- reading ----
@@ -148,26 +214,27 @@ def _tensor_of(device: Any) -> Callable[[Any], Any]:
     return convert
 
 
-def _leaf(template: Any, path: Iterable[str]) -> Any:
+def _leaf(template: Any, path: Iterable[Any]) -> Any:
     """Return the value at a path of keys and indices in a nested value; None if it has none.
 
-    `template`: the nested value. Indices are texts, too.
+    `template`: the nested value.
     """
     for part in path:
         if isinstance(template, dict):
-            template = next((v for k, v in template.items() if str(k) == part), None)
-        elif isinstance(template, list | tuple) and int(part) < len(template):
-            template = template[int(part)]
+            template = template.get(part)
+        elif isinstance(template, list | tuple | deque) and part in range(len(template)):
+            template = template[part]
         else:
             return None
     return template
 
 
-def _shards(loader: Loader, name: str, node: object, template: object) -> dict[str, Any]:
+def _shards(
+    loader: Loader, name: str, node: object, template: object, cutting: Cutting = _WHOLE_TENSOR
+) -> dict[str, Any]:
     """Return the sharded arrays that `node` refers to, by key, read from the state `name`.
 
-    A DTensor at the same place in `template` determines the part that is read. Without one, the
-    whole array is read, or without a template the part that the load requests.
+    A DTensor at the same place in `template` determines the part that is read, or else `cutting`.
     """
     shards = {}
     for leaf in leaves_of(node):
@@ -176,8 +243,7 @@ def _shards(loader: Loader, name: str, node: object, template: object) -> dict[s
         key = f"{name}/{leaf.key}"
         like = _leaf(template, leaf.path)
         if not (is_torch(like) and hasattr(like, "device_mesh")):
-            cut = _WHOLE_TENSOR if template is not None else loader.request.cutting
-            shards[leaf.key] = loader.load_keys(STATES, [key], cut)[key]
+            shards[leaf.key] = loader.load_keys(STATES, [key], cutting)[key]
             continue
         shards[leaf.key] = load_like(loader, STATES, key, like)
     return shards
@@ -186,30 +252,53 @@ def _shards(loader: Loader, name: str, node: object, template: object) -> dict[s
 def load_like(loader: Loader, section: int, key: str, like: Any) -> Any:
     """Return a new DTensor like `like`, with this rank's elements of the stored tensor `key`.
 
-    `section`: number of the key's section.
+    It has the stored dtype. `section`: number of the key's section. Raises CompatibilityError if
+    the stored tensor has another shape.
     """
-    tensor = like.detach().clone()
-    part = backend_of(tensor, ShardBackend).part_of(key, tensor)
-    if not isinstance(part, Shard):
-        part = Shard(part)
+    part = _part_of(like, key)
     cut = (part._steps, part.index, part.layout.parts) if part._steps else _WHOLE_TENSOR
     array = loader.load_keys(section, [key], cut)[key]
-    part.array.copy_(_tensor_of(None)(array).reshape(part.array.shape))
+    targets = {key: np.empty(part.array.shape, array.dtype)}
+    cuts: Cuts = [(part.shape, part._steps, part.index)]
+    loader.merged_index.fits(loader.folder, section, [key], cuts, targets)
+    return _with_elements(like, _tensor_of(None)(array))
+
+
+def _with_elements(like: Any, elements: Any) -> Any:
+    """Return a new DTensor like `like`, whose part on this rank has `elements` and their dtype."""
+    tensor = like.detach().clone().to(elements.dtype)
+    array = _part_of(tensor, "").array
+    array.copy_(elements.reshape(array.shape))
     return tensor
 
 
+def _part_of(tensor: Any, key: str) -> Shard:
+    """Return this rank's part of a DTensor; `key`: its name in errors."""
+    part = backend_of(tensor, ShardBackend).part_of(key, tensor)
+    return part if isinstance(part, Shard) else Shard(part)
+
+
 def _decode(
-    loader: Loader, name: str, stored: _StoredTree, node: Any, template: object, *, tensors: bool
+    loader: Loader,
+    name: str,
+    stored: _StoredTree,
+    node: Any,
+    template: object = None,
+    *,
+    tensors: bool,
+    cutting: Cutting | None = None,
 ) -> Any:
     """Return the value of `node`, the JSON form of a piece of the stored state `name`.
 
     `stored`: the whole state, with its arrays. `template`: the target's value, whose tensors'
-    layouts are used; None: no target. `tensors`: return torch tensors for arrays that were saved
-    from these, as a `device` of the load does. Raises FormatError if `node` is malformed.
+    layouts are used; None: no target. `cutting`: of other sharded arrays; None: the part that the
+    load requests. `tensors`: return torch tensors for arrays that were saved from these, as a
+    `device` of the load does. Raises FormatError if `node` is malformed.
     """
     device = loader.options["device"]
     convert = _tensor_of(device) if tensors or device is not None else None
-    arrays = {**stored.arrays, **_shards(loader, name, node, template)}
+    shards = _shards(loader, name, node, template, cutting or loader.request.cutting)
+    arrays = {**stored.arrays, **shards}
     try:
         return Decoder(arrays, convert).value(node)
     except _MALFORMED as error:
@@ -223,8 +312,15 @@ def load_tree(loader: Loader, name: str, kind: Mapping[str, Any]) -> Any:
     state's description in the manifest.
     """
     stored_tree = _read(loader, name, kind)
-    values = [_decode(loader, name, each, each.node, None, tensors=False) for each in stored_tree]
+    values = [_decode(loader, name, each, each.node, tensors=False) for each in stored_tree]
     return values if "ranks" in kind and loader.request.rank is None else values[0]
+
+
+def text_of_tree(loader: Loader, name: str) -> str:
+    """Return a text that is the same for equal nested values of named states."""
+    [stored] = _read(loader, name, loader.states[name])
+    shards = _shards(loader, name, stored.node, {})
+    return text_of_value(stored.node, {**stored.arrays, **shards})
 
 
 def read_own(loader: Loader, name: str, kind: Mapping[str, object]) -> Any:
@@ -233,7 +329,7 @@ def read_own(loader: Loader, name: str, kind: Mapping[str, object]) -> Any:
     `kind`: the state's description in the manifest.
     """
     [stored] = _read(loader, name, kind)
-    return _decode(loader, name, stored, stored.node, None, tensors=_has_torch(stored.node))
+    return _decode(loader, name, stored, stored.node, tensors=_has_torch(stored.node))
 
 
 # ---- restoring ----
@@ -242,9 +338,7 @@ def read_own(loader: Loader, name: str, kind: Mapping[str, object]) -> Any:
 class _Restorer:
     """Prepares the actions that restore the targets of one named state."""
 
-    def __init__(
-        self, loader: Loader, name: str, stored: _StoredTree, sources: dict[int, _Source]
-    ) -> None:
+    def __init__(self, loader: Loader, name: str, stored: _StoredTree, sources: Sources) -> None:
         """Create a restorer of the state `name`, whose saved value is `stored`.
 
         The restorers of all states share `sources`.
@@ -255,9 +349,10 @@ class _Restorer:
         self.sources = sources
         self.actions: list[Action] = []
 
-    def decode(self, node: object, template: object = None, *, tensors: bool = False) -> Any:
+    def decode(self, node: object, template: object = None, **options: Any) -> Any:
         """Return the value of a piece of the state, as `_decode`."""
-        return _decode(self.loader, self.name, self.stored, node, template, tensors=tensors)
+        options.setdefault("tensors", False)
+        return _decode(self.loader, self.name, self.stored, node, template, **options)
 
     def add(self, target: Any, node: Any, where: str) -> None:
         """Add the actions that restore one object of the caller, by its type.
@@ -266,19 +361,23 @@ class _Restorer:
         TypeError for a type that cannot be restored in place, and CompatibilityError if the saved
         value is of another kind. The methods for the types raise the same.
         """
-        self.refuse_second_value(target, node, where)
+        is_new = self.sources.add(target, where, partial(self.text_of, node))
         library = library_of(target)
         if library is not None:
             self.add_generator(target, library, node, where)
         elif is_cache(target):
+            if is_new:
+                self.sources.cache_arrays[where] = getattr(target, "arrays", {})
             self.add_cache(target, node, where)
-        elif callable(getattr(target, "load_state_dict", None)):
+        elif method_of(target, "load_state_dict") is not None:
             self.add_object(target, node, where)
-        elif type(target) is dict:
+        elif is_torch(target):
+            self.add_tensor(target, node, where)
+        elif type(target) in _DICTS:
             self.add_dict(target, node, where)
-        elif type(target) is list:
+        elif type(target) in (list, deque):
             self.add_list(target, node, where)
-        elif is_coreml_state(target):
+        elif not isinstance(target, dict) and is_coreml_state(target):
             raise TypeError(
                 f"into={{'states': ...}}: {where} is a {type(target).__name__}, which does not "
                 "list its names: pass its mlstate.coreml.StateManager, or take the arrays from "
@@ -288,23 +387,14 @@ class _Restorer:
             raise TypeError(
                 f"into={{'states': ...}}: {where} is a {type(target).__name__}, which cannot be "
                 "restored in place: pass a generator, a cache of mlstate.kv, an object with "
-                "load_state_dict(), a dict or a list; or leave it out, and take the value from "
-                "LoadedState.states of load(path) without into="
+                "load_state_dict(), a dict, a list or a deque; or leave it out, and take the value "
+                "from LoadedState.states of load(path) without into="
             )
 
-    def refuse_second_value(self, target: object, node: object, where: str) -> None:
-        """Raise CompatibilityError if a target has another name too, with another saved value.
-
-        One of the values would be lost. `node`, `where`: as for `add`.
-        """
-        source = _Source(where, _StoredTree(node, self.stored.arrays))
-        first = self.sources.setdefault(id(target), source)
-        if first is not source and first.text() != source.text():
-            text = (
-                f"the target is also that of {first.where}, and the checkpoint has different "
-                "values for the two: pass an object for each"
-            )
-            raise _error(where, text, "another object", f"that of {first.where}")
+    def text_of(self, node: object) -> str:
+        """Return a text that is the same for equal values; `node`: the JSON form of one."""
+        shards = _shards(self.loader, self.name, node, {})
+        return text_of_value(node, {**self.stored.arrays, **shards})
 
     def add_generator(self, target: Any, library: str, node: object, where: str) -> None:
         """Add the action that sets a random generator to its saved state.
@@ -319,12 +409,16 @@ class _Restorer:
         saved = str(node.get("library"))
         state = _decode_generator(self, node, library)
         check_fits(target, library, saved, state, where)
+        seeds = self.decode(node.get("seeds"))
+        numbers = source_of_numbers(target, library)
+        self.sources.add(numbers, where, partial(self.text_of, state_of_numbers(node)), "numbers")
         before = restored(state_of(target, library), library)
+        seeds_before = None if seeds is None else seeds_of(target, library)
         self.actions.append(
             Action(
                 where,
-                lambda: set_state(target, library, state),
-                lambda: set_state(target, library, before),
+                lambda: set_state(target, library, state, seeds),
+                lambda: set_state(target, library, before, seeds_before),
             )
         )
 
@@ -333,16 +427,12 @@ class _Restorer:
 
         A copy of the target is kept to undo this. `node`, `where`: as for `add`.
         """
-        from ...kv import CacheState
         from ...kv._stored import check_cache, overwrite_cache
 
         if not (isinstance(node, dict) and node.get("$") == "cache"):
             raise _mismatch(where, f"a {type(target).__name__}", "another value")
         cache = self.decode(node, tensors=_has_torch(node))
         check_cache(target, cache, where)
-        if isinstance(target, CacheState):
-            self.sources[id(target)] = self.sources[id(target)]._replace(cache=(target, cache))
-            self.refuse_shared_caches()
         before = target.copy()
         self.actions.append(
             Action(
@@ -352,19 +442,6 @@ class _Restorer:
             )
         )
 
-    def refuse_shared_caches(self) -> None:
-        """Raise CompatibilityError if two target caches share memory and get different values."""
-        from ...kv._snapshot import check_separate
-
-        targets: dict[str, Any] = {}
-        values: dict[str, Any] = {}
-        for source in self.sources.values():
-            if source.cache is not None:
-                target, cache = source.cache
-                targets |= {f"{source.where}: {name}": a for name, a in target.arrays.items()}
-                values |= {f"{source.where}: {name}": a for name, a in cache.arrays.items()}
-        check_separate(targets, values)
-
     def add_object(self, target: Any, node: object, where: str) -> None:
         """Add the action that passes the saved value to the target's ``load_state_dict``.
 
@@ -373,15 +450,30 @@ class _Restorer:
         if isinstance(node, dict) and node.get("$") == "generator":
             raise _mismatch(where, "the state of an object", "that of a generator")
         before = _copy_state(where, target)
-        value = self.decode(node, {} if before is None else before, tensors=_has_torch(node))
+        value = self.decode(node, before, tensors=_has_torch(node), cutting=_WHOLE_TENSOR)
+        value = like_tensors(value, before)
         self.actions.append(_load_action(where, target, value, before))
+
+    def add_tensor(self, target: Any, node: object, where: str) -> None:
+        """Add the action that fills a tensor in place; `node`, `where`: as for `add`."""
+        value = self.decode(node, target, tensors=_has_torch(node))
+        facts = [
+            f"{name_of(each.dtype)} of shape {tuple(each.shape)}"
+            if is_torch(each) and not each.is_meta
+            else "no tensor"
+            for each in (target, value)
+        ]
+        if facts[0] != facts[1]:
+            raise _mismatch(where, *facts)
+        fill, before = target.detach().copy_, target.detach().clone()
+        self.actions.append(Action(where, lambda: fill(value), lambda: fill(before)))
 
     def add_dict(self, target: dict[Any, Any], node: object, where: str) -> None:
         """Add the actions for a dict; `node`, `where`: as for `add`.
 
-        Generators, caches and objects in the dict are restored in place; other values are replaced.
-        Without ``strict``, keys that only the target or only the checkpoint has are left as they
-        are.
+        Generators, caches, objects and parameters in the dict are restored in place; other values
+        are replaced. Without ``strict``, keys that only the target or only the checkpoint has are
+        left as they are.
         """
         if not isinstance(node, dict) or node.get("$") not in (None, "dict"):
             raise _mismatch(where, "a dict", "another value")
@@ -395,55 +487,122 @@ class _Restorer:
                 f"the {holders[0]} has this key, the {holders[1]} does not",
                 *(("this key", "nothing") if key in target else ("nothing", "this key")),
             )
-        new = dict(target)
-        for key, inner in pairs.items():
-            if key not in target:
-                continue
-            new[key] = self.add_inner(target[key], inner, f"{where}[{key!r}]")
-        self.actions.append(_replacement(where, target, new, dict(target)))
+        new = {
+            key: self.add_inner(target[key], inner, f"{where}[{key!r}]")
+            for key, inner in pairs.items()
+            if key in target
+        }
+        others = {key: value for key, value in target.items() if key not in pairs}
+        self.actions.append(_replacement(where, target, new | others, dict(target)))
+        if "$" in node and "attributes" in node and hasattr(target, "__dict__"):
+            attributes, own = self.decode(node["attributes"]), vars(target)
+            self.actions.append(_replacement(where, own, own | attributes, dict(own)))
 
-    def add_list(self, target: list[Any], node: object, where: str) -> None:
-        """Add the actions for a list; `node`, `where`: as for `add`.
+    def add_list(self, target: Any, node: Any, where: str) -> None:
+        """Add the actions for a list or deque; `node`, `where`: as for `add`.
 
-        A list with something to restore in place must have the saved length. The content of any
-        other list is replaced.
+        One with something to restore in place must have the saved length. The content of any
+        other one is replaced.
         """
-        if not isinstance(node, list):
-            raise _mismatch(where, "a list", type(self.decode(node)).__name__)
-        if not _is_restorable(target):
-            new = self.decode(node)
-        elif len(node) == len(target):
-            pairs = enumerate(zip(target, node, strict=True))
-            new = [self.add_inner(*pair, f"{where}[{i}]") for i, pair in pairs]
+        items = _items_of(target, node, where, self)
+        if _is_restorable(target):
+            new = self.add_items(target, items, where)
         else:
-            counts = (count_text(len(each), "value") for each in (target, node))
-            raise _mismatch(where, *(f"a list of {count}" for count in counts))
+            new = self.replace(target, items)
+        maxlen = getattr(target, "maxlen", None)
+        if maxlen is not None and len(new) > maxlen:
+            raise _mismatch(where, f"a deque of at most {maxlen}", count_text(len(new), "value"))
         self.actions.append(_replacement(where, target, new, list(target)))
+
+    def add_items(self, target: Any, items: list[Any], where: str) -> list[Any]:
+        """Add the actions for the values in a sequence, and return its new values.
+
+        `items`: the JSON forms of the saved values. Raises CompatibilityError for another length.
+        """
+        if len(items) != len(target):
+            name = type(target).__name__
+            counts = (count_text(len(each), "value") for each in (target, items))
+            raise _mismatch(where, *(f"a {name} of {count}" for count in counts))
+        pairs = enumerate(zip(target, items, strict=True))
+        return [self.add_inner(*pair, f"{where}[{i}]") for i, pair in pairs]
+
+    def replace(self, current: Any, node: object) -> Any:
+        """Return the saved value; its tensors get the devices and layouts of those in `current`."""
+        return like_tensors(self.decode(node, current, tensors=_has_torch(node)), current)
 
     def add_inner(self, current: Any, node: object, where: str) -> Any:
         """Add the actions for the value `current` in a container, and return its new value.
 
-        A value that is restored in place stays; another one is replaced by the saved value. `node`,
-        `where`: as for `add`.
+        A value that is restored in place stays; another one is replaced by the saved value. A tuple
+        is replaced by one of the same objects. `node`, `where`: as for `add`.
         """
         if not _is_restorable(current):
-            return self.decode(node)
+            return self.replace(current, node)
+        if type(current) is tuple:
+            return tuple(self.add_items(current, _items_of(current, node, where, self), where))
         self.add(current, node, where)
         return current
 
 
-def _is_restorable(value: object) -> bool:
+def _items_of(target: Any, node: Any, where: str, restorer: _Restorer) -> list[Any]:
+    """Return the JSON forms of the values in a saved list, tuple or deque of the target's class.
+
+    Raises CompatibilityError for another saved value, whose JSON form is `node`.
+    """
+    cls = type(target)
+    if cls is list and isinstance(node, list):
+        return node
+    if isinstance(node, dict) and node.get("$") == cls.__name__:
+        items: list[Any] = node["items"]
+        return items
+    raise _mismatch(where, f"a {cls.__name__}", type(restorer.decode(node)).__name__)
+
+
+def _is_restorable(value: Any) -> bool:
     """Return whether a value in a target is restored in place, or has a value in it that is.
 
-    Any other value is replaced.
+    Any other value is replaced. An object that can only be saved is refused by `add`.
     """
-    return (
+    if isinstance(value, _PLAIN):
+        return False
+    if (
         library_of(value) is not None
         or is_cache(value)
-        or callable(getattr(value, "load_state_dict", None))
-        or (type(value) is dict and any(map(_is_restorable, value.values())))
-        or (type(value) is list and any(map(_is_restorable, value)))
+        or method_of(value, "load_state_dict") is not None
+        or method_of(value, "state_dict") is not None
+        or (is_torch(value) and value.requires_grad)
+    ):
+        return True
+    if isinstance(value, Mapping):
+        return any(map(_is_restorable, value.values()))
+    return isinstance(value, list | tuple | set | frozenset | deque) and any(
+        map(_is_restorable, value)
     )
+
+
+def like_tensors(value: Any, like: Any) -> Any:
+    """Return a value whose tensors have devices and layouts of the tensors in `like`.
+
+    Tensors at the same keys correspond. Dicts are changed in place. A value without a counterpart
+    stays.
+    """
+    if is_torch(value):
+        if not is_torch(like) or like.is_meta:
+            return value
+        if not hasattr(like, "device_mesh") or hasattr(value, "device_mesh"):
+            return value.to(like.device)
+        if value.shape != like.shape:
+            return value
+        part = _part_of(like, "")
+        return _with_elements(like, part.layout.take(value, part.index))
+    if type(value) is not type(like):
+        return value
+    if isinstance(value, dict):
+        for key in value.keys() & like.keys():
+            value[key] = like_tensors(value[key], like[key])
+    elif type(value) in (list, tuple) and len(value) == len(like):
+        return type(value)(map(like_tensors, value, like))
+    return value
 
 
 def _has_torch(node: object) -> bool:
@@ -490,19 +649,22 @@ def _replacement(where: str, target: Any, new: object, before: object) -> Action
 
 
 def _copy_state(where: str, target: object) -> Any:
-    """Return a copy of a target's state, to undo a load; None if it has no ``state_dict()``.
+    """Return a copy of a target's state, to undo a load; None if it has no method for that.
 
-    `where`: path of the target, for the CompatibilityError if it cannot be copied.
+    The method is ``state_dict()`` or ``get_state_dict()``. `where`: path of the target, for the
+    CompatibilityError if the state cannot be copied.
     """
     import copy
 
-    if not hasattr(target, "state_dict"):
+    methods = (name for name in ("state_dict", "get_state_dict") if hasattr(target, name))
+    method = next(methods, None)
+    if method is None:
         return None
     try:
-        return copy.deepcopy(target.state_dict())
+        return copy.deepcopy(getattr(target, method)())
     except Exception as error:
         refused = CompatibilityError(
-            f"{where}: the result of {type(target).__name__}.state_dict() cannot be copied, so a "
+            f"{where}: the result of {type(target).__name__}.{method}() cannot be copied, so a "
             f"load could not be undone: {type(error).__name__}: {error}"
         )
         refused.name = where
@@ -512,13 +674,9 @@ def _copy_state(where: str, target: object) -> Any:
 def _load_action(where: str, target: Any, value: Any, before: Any) -> Action:
     """Return an action that passes `value` to the target's ``load_state_dict``.
 
-    Undo passes `before`, or does nothing if this is None.
+    Undo passes `before`, if this is not None.
     """
-
-    def undo() -> None:
-        if before is not None:
-            target.load_state_dict(before)
-
+    undo = None if before is None else lambda: target.load_state_dict(before)
     return Action(where, lambda: target.load_state_dict(value), undo)
 
 
@@ -527,13 +685,13 @@ def prepare_tree(
     name: str,
     kind: Mapping[str, object],
     target: Any,
-    sources: dict[int, _Source],
+    sources: Sources,
 ) -> list[Action]:
     """Read the named state `name`, and return the actions that restore its target.
 
     `kind`: the state's description in the manifest. `sources`: the saved values of all targets so
-    far, by the targets' ids; this state's are added. Raises CompatibilityError if the target is of
-    another kind than the saved value, and TypeError if it cannot be restored in place.
+    far; this state's are added. Raises CompatibilityError if the target is of another kind than the
+    saved value, and TypeError if it cannot be restored in place.
     """
     [stored] = _read(loader, name, kind)
     restorer = _Restorer(loader, name, stored, sources)
@@ -541,34 +699,46 @@ def prepare_tree(
     return restorer.actions
 
 
-def prepare_object(label: str, target: Any, state: object) -> Action:
+def prepare_object(label: str, target: Any, state: Any) -> Action:
     """Return the action that passes a state of tensors to the target's ``load_state_dict``.
 
+    Arrays whose values are tensors of torch in the target now become such, on the same devices.
     `label`: the state's name in errors.
     """
-    return _load_action(label, target, state, _copy_state(label, target))
+    before = _copy_state(label, target)
+    for name, value in before.items() if isinstance(before, Mapping) else ():
+        is_tensor = is_torch(value) and not hasattr(value, "device_mesh")
+        if is_tensor and isinstance(state.get(name), np.ndarray):
+            state[name] = _tensor_of(value.device)(state[name])
+    return _load_action(label, target, state, before)
 
 
-def undo_all(actions: list[Action], cause: BaseException) -> None:
-    """Undo actions, the last one first.
+def undo_all(actions: list[Action], cause: BaseException) -> str:
+    """Undo actions, the last one first; return the names of those that cannot be undone, or "".
 
-    `cause`: the error that made the load fail. Raises CompatibilityError, which names the objects
-    that stay changed, if an undo fails; the others are still undone.
+    `cause`: the error that made the load fail; a note in it has the names, too. Raises
+    CompatibilityError, which names the objects that stay changed, if an undo fails; the others are
+    still undone.
     """
+    changed = ", ".join(action.label for action in actions if action.undo is None)
+    if changed:
+        cause.add_note(f"these objects may stay changed, as they have no state_dict(): {changed}")
     failures: list[tuple[Action, Exception]] = []
     for action in reversed(actions):
         try:
-            action.undo()
+            if action.undo is not None:
+                action.undo()
         except Exception as error:
             failures.append((action, error))
     if failures:
         labels = "; ".join(f"{action.label}: {error}" for action, error in failures)
-        changed = CompatibilityError(
+        refused = CompatibilityError(
             f"the load failed ({type(cause).__name__}: {cause}), and the earlier state of these "
             f"objects, which stay changed, could not be loaded back: {labels}"
         )
-        changed.name = failures[0][0].label
-        raise changed from failures[0][1]
+        refused.name = failures[0][0].label
+        raise refused from failures[0][1]
+    return changed
 
 
 def apply_all(actions: list[Action]) -> None:
@@ -581,11 +751,14 @@ def apply_all(actions: list[Action]) -> None:
             action.apply()
         except BaseException as error:
             # The failed action may have changed its object in part.
-            undo_all(actions[: number + 1], error)
+            changed = undo_all(actions[: number + 1], error)
             if not isinstance(error, Exception):
                 raise
+            result = "nothing was restored"
+            if changed:
+                result = f"{changed} may stay changed, without a state_dict() to undo that"
             refused = CompatibilityError(
-                f"{action.label}: the target refused the saved state, and nothing was restored: "
+                f"{action.label}: the target refused the saved state, and {result}: "
                 f"{type(error).__name__}: {error}"
             )
             refused.name = action.label

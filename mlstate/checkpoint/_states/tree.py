@@ -6,14 +6,16 @@ in the JSON text. Every other value is an object whose member ``"$"`` names its 
     array                   an array of the checkpoint: key, form (numpy, scalar, torch)
     bytes, bytearray        a uint8 array: key
     BytesIO                 a uint8 array: key, position
-    dict                    key-value pairs, for other keys; class (dict, OrderedDict, Counter)
+    dict                    key-value pairs, for other keys; class (dict, OrderedDict, Counter,
+                            defaultdict), factory of a defaultdict, attributes
+    state                   a state dict of mlstate: kind, values
     tuple, set, frozenset   items
     deque                   items, maxlen
     float, int, complex     values that JSON cannot hold
     path                    a path of pathlib: class, value
     enum                    a member of an enum: module, class, and name or value (of flags)
-    dtype                   a dtype of torch: name
-    generator               library, state
+    dtype, size             a dtype of torch: name; a Size of torch: items
+    generator               library, state, and seeds of NumPy's SeedSequence
     cache                   class, values: a KVState, RollingKVState or CacheState
     object                  state: the result of ``state_dict()``
 """
@@ -22,7 +24,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,7 +37,10 @@ from ..._common.json_values import DEEPEST, check_text
 from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Shard
 from ...errors import FormatError, UnstorableError
-from .generators import library_of, restored, state_of
+from ...state._kind import kind_of, restore_kind
+from ...state._optimizer_state import OptimizerStateDict
+from ...state._state_dict import ModelStateDict, StateDict
+from .generators import library_of, restored, seeds_of, state_of
 from .named_values import enum_node, enum_of, path_node, path_of
 
 if TYPE_CHECKING:
@@ -46,7 +51,18 @@ if TYPE_CHECKING:
 TEXT = ".tree"  # key of the JSON text, a uint8 array
 RANKS = ".ranks"  # key of the packed trees of several ranks: uint8, a row for each rank
 _HEADER = 8  # bytes of the length before a packed tree
-_DICTS = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+_DICTS: dict[str, type[dict[Any, Any]]] = {
+    cls.__name__: cls for cls in (dict, OrderedDict, Counter, defaultdict)
+}
+_FACTORIES: dict[str, Callable[[], Any]] = {  # of a defaultdict
+    cls.__name__: cls
+    for cls in (
+        *(bool, int, float, complex, str, bytes, list, tuple, dict, set),
+        *(OrderedDict, Counter, deque),
+    )
+}
+_STATES = (StateDict, ModelStateDict, OptimizerStateDict)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
@@ -54,7 +70,7 @@ _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
 }
 _EXACT = (
     *(bool, str, int, float, complex, bytes, bytearray, BytesIO, np.ndarray),
-    *(dict, OrderedDict, Counter, list, tuple, set, frozenset, deque),
+    *(dict, OrderedDict, Counter, defaultdict, list, tuple, set, frozenset, deque),
 )
 _MOST_BITS = 64  # of an int in the JSON text; larger ones are hexadecimal
 
@@ -70,16 +86,29 @@ class Leaf(NamedTuple):
     """An array that the JSON form refers to.
 
     `form`: numpy, scalar, torch, or bytes, bytearray, BytesIO for arrays of bytes. `path`: keys and
-    indices from the value to a sharded array, () for others.
+    indices from the value to the array.
     """
 
     key: str
     form: str
     is_sharded: bool
-    path: tuple[str, ...]  # of a sharded array, from the value
+    path: tuple[Any, ...]
 
 
 # ---- to JSON ----
+
+
+def _segment(part: object) -> str:
+    """Return a key or an index as a segment of an array's key.
+
+    Different keys of a dict have different segments, and a dot only separates segments.
+    """
+    text = str(part)
+    if not isinstance(part, str):
+        return text
+    if text in ("", "None", "True", "False", "Ellipsis") or text.lstrip("-").isdigit():
+        return f"~s{text}"
+    return text.replace("~", "~~").replace(".", "~.")
 
 
 class _Encoder:
@@ -90,22 +119,18 @@ class _Encoder:
 
     def __init__(self, exact: bool) -> None:
         self.exact = exact
-        self.arrays: dict[str, Any] = {TEXT: None}
+        self.arrays: dict[str, Any] = {}
 
-    def store(self, array: Any, path: tuple[str, ...]) -> str:
+    def store(self, array: Any, path: tuple[Any, ...]) -> str:
         """Keep an array for the checkpoint, and return its key.
 
-        The key is `path`, joined by dots; a number makes it unique.
+        The key depends on `path` only, because it joins the parts of an array of several ranks.
         """
-        key = name = ".".join(path) or "value"
-        number = 1
-        while key in self.arrays:
-            number += 1
-            key = f"{name}~{number}"
+        key = ".".join(map(_segment, path)) or "value"
         self.arrays[key] = array
         return key
 
-    def node(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
+    def node(self, value: Any, where: str, path: tuple[Any, ...], levels: int) -> Any:
         """Return the JSON form of any value; arrays are stored apart, and the form has their keys.
 
         `where`: path of the value, for errors. `path`: the same path as a tuple of keys and
@@ -129,16 +154,20 @@ class _Encoder:
         node = self.cache(value, where, path, levels - 1)
         if node is not None:
             return node
+        if type(value) in _STATES:
+            values = self.node(dict(value), where, path, levels - 1)
+            return {"$": "state", "kind": kind_of(value), "values": values}
         if self.exact:
             _check_exact(value, where)
-        node = self.array(value, where, path)
-        if node is None:
+        if isinstance(value, _CONTAINERS):
             node = self.container(value, where, path, levels - 1)
+        else:
+            node = self.array(value, where, path)
         if node is None:
             node = self.object(value, where, path, levels - 1)
         return node
 
-    def cache(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
+    def cache(self, value: Any, where: str, path: tuple[Any, ...], levels: int) -> Any:
         """Return the JSON form of a KV cache; None for other values.
 
         `node` describes the parameters.
@@ -151,20 +180,29 @@ class _Encoder:
         name, values = cache_values(value)
         return {"$": "cache", "class": name, "values": self.node(values, where, path, levels)}
 
-    def array(self, value: Any, where: str, path: tuple[str, ...]) -> Any:
+    def array(self, value: Any, where: str, path: tuple[Any, ...]) -> Any:
         """Return the JSON form of an array, a NumPy scalar or bytes; None for other values.
 
         `where` and `path` are as for `node`. The array is stored without a copy if possible. Raises
         TypeError for an array of objects, text or dates.
         """
-        if isinstance(value, bytes | bytearray):
+        if type(value) in (bytes, bytearray):
             array = np.frombuffer(bytes(value), np.uint8)
             return {"$": type(value).__name__, "key": self.store(array, path)}
-        if isinstance(value, BytesIO):
+        if type(value) is BytesIO:
             key = self.store(np.frombuffer(value.getvalue(), np.uint8), path)
             return {"$": "BytesIO", "key": key, "position": value.tell()}
+        if type(value) is complex:
+            parts = [self.node(part, where, path, 1) for part in (value.real, value.imag)]
+            return {"$": "complex", "parts": parts}
         form = "numpy"
-        refuse_masked(where, value)
+        refuse_masked(where, value.array if isinstance(value, Shard) else value)
+        if isinstance(value, np.ndarray) and type(value) not in (np.ndarray, np.memmap):
+            cls = type(value)
+            raise TypeError(
+                f"{where} is a {cls.__module__}.{cls.__qualname__}, which would be restored as a "
+                "plain array: pass numpy.asarray() of it"
+            )
         if isinstance(value, np.generic):
             form, value = "scalar", np.asarray(value)
         elif is_torch(value):
@@ -183,47 +221,58 @@ class _Encoder:
         if kind in "OSUMm":
             raise TypeError(f"{where} is an array of {value.dtype}: store numbers or text instead")
         node = {"$": "array", "key": self.store(value, path), "form": form}
-        return {**node, "sharded": list(path)} if isinstance(value, Shard) else node
+        return {**node, "sharded": list(map(str, path))} if isinstance(value, Shard) else node
 
     def items(
-        self, values: Iterable[Any], where: str, path: tuple[str, ...], levels: int
+        self, values: Iterable[Any], where: str, path: tuple[Any, ...], levels: int
     ) -> list[Any]:
         """Return the JSON forms of `values` in their order; `node` describes the parameters."""
         return [
-            self.node(item, f"{where}[{i}]", (*path, str(i)), levels)
-            for i, item in enumerate(values)
+            self.node(item, f"{where}[{i}]", (*path, i), levels) for i, item in enumerate(values)
         ]
 
-    def container(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
-        """Return the JSON form of a dict, list, tuple, set, deque or complex; None for any other.
+    def container(self, value: Any, where: str, path: tuple[Any, ...], levels: int) -> Any:
+        """Return the JSON form of a dict, list, tuple, set or deque; None for a subclass.
 
-        `node` describes the parameters. A named tuple is not one of these.
+        `node` describes the parameters.
         """
-        if isinstance(value, dict):
+        cls = type(value)
+        if cls in _DICTS.values():
             return self.mapping(value, where, path, levels)
-        if isinstance(value, set | frozenset):
-            items = self.items(value, where, path, levels)
-            # Sorted, so that equal sets have equal forms on all ranks.
-            return {"$": type(value).__name__, "items": sorted(items, key=json.dumps)}
-        if isinstance(value, deque):
+        if cls in (set, frozenset):
+            return self.set(value, where, path, levels)
+        if cls is deque:
             items = self.items(value, where, path, levels)
             return {"$": "deque", "items": items, "maxlen": value.maxlen}
-        if isinstance(value, tuple) and not hasattr(value, "_fields"):
+        if cls is tuple:
             return {"$": "tuple", "items": self.items(value, where, path, levels)}
-        if isinstance(value, list):
-            return self.items(value, where, path, levels)
-        if type(value) is complex:
-            parts = [self.node(part, where, path, levels) for part in (value.real, value.imag)]
-            return {"$": "complex", "parts": parts}
-        return None
+        return self.items(value, where, path, levels) if cls is list else None
 
-    def mapping(self, value: dict[Any, Any], where: str, path: tuple[str, ...], levels: int) -> Any:
+    def set(self, value: Any, where: str, path: tuple[Any, ...], levels: int) -> Any:
+        """Return the JSON form of a set or frozenset, which is the same for equal ones.
+
+        `node` describes the parameters. Raises TypeError for an item that would be restored as a
+        value that no set can have.
+        """
+        items = self.items(value, where, path, levels)
+        for item, node in zip(value, items, strict=True):
+            if not _is_hashable(node):
+                raise TypeError(
+                    f"{where} is a {type(value).__name__} with a {type(item).__qualname__}: sets "
+                    "may have numbers, str, bytes and tuples of these; use a list"
+                )
+        if leaves_of(items):  # whose keys depend on the order
+            ordered = sorted(value, key=lambda item: bytes(packed(item, where)))
+            items = self.items(ordered, where, path, levels)
+        return {"$": type(value).__name__, "items": sorted(items, key=json.dumps)}
+
+    def mapping(self, value: dict[Any, Any], where: str, path: tuple[Any, ...], levels: int) -> Any:
         """Return the JSON form of a dict: an object if all keys are str, else a list of pairs.
 
         A key ``"$"`` would be taken for the mark of a kind, so it needs pairs too. `node` describes
         the parameters. Raises TypeError for a key that is not a str, int, bool or None.
         """
-        kind = next((name for name, cls in _DICTS.items() if type(value) is cls), "dict")
+        kind = type(value).__name__
         pairs = []
         for key, inner in value.items():
             if key is not None and type(key) not in (str, int, bool):
@@ -233,13 +282,25 @@ class _Encoder:
                 )
             if isinstance(key, str):
                 check_text(key, where)
-            node = self.node(inner, f"{where}[{key!r}]", (*path, str(key)), levels)
+            node = self.node(inner, f"{where}[{key!r}]", (*path, key), levels)
             pairs.append([key, node])
         if kind == "dict" and all(isinstance(key, str) and key != "$" for key, _ in pairs):
             return dict(pairs)
-        return {"$": "dict", "class": kind, "items": pairs}
+        form: dict[str, Any] = {"$": "dict", "class": kind, "items": pairs}
+        if isinstance(value, defaultdict) and (factory := value.default_factory) is not None:
+            form["factory"] = name = getattr(factory, "__name__", "")
+            if _FACTORIES.get(name) is not factory:
+                raise TypeError(
+                    f"{where} is a defaultdict whose default_factory {factory!r} cannot be stored "
+                    f"without pickle: use one of {', '.join(_FACTORIES)}, or store a dict"
+                )
+        if attributes := getattr(value, "__dict__", None):
+            # such as the versions of modules in a state_dict() of torch
+            where, path = f"{where}.__dict__", (*path, ...)
+            form["attributes"] = self.node(attributes, where, path, levels)
+        return form
 
-    def object(self, value: Any, where: str, path: tuple[str, ...], levels: int) -> Any:
+    def object(self, value: Any, where: str, path: tuple[Any, ...], levels: int) -> Any:
         """Return the JSON form of a generator or an object with ``state_dict()``.
 
         `node` describes the parameters. Raises TypeError for other values, and if ``state_dict()``
@@ -247,28 +308,54 @@ class _Encoder:
         """
         library = library_of(value)
         if library is not None:
-            state = self.node(state_of(value, library), where, path, levels)
-            return {"$": "generator", "library": library, "state": state}
-        method = getattr(value, "state_dict", None)
-        if not callable(method) or isinstance(value, type):
+            own_state = _result(lambda: state_of(value, library), value, "state", where)
+            state = self.node(own_state, where, path, levels)
+            form = {"$": "generator", "library": library, "state": state}
+            seeds = seeds_of(value, library)
+            if seeds is not None:
+                form["seeds"] = self.node(seeds, where, (*path, ...), levels)
+            return form
+        method = method_of(value, "state_dict")
+        if method is None:
             cls = type(value)
-            if is_coreml_state(value):
+            if not isinstance(value, _CONTAINERS) and is_coreml_state(value):
                 raise TypeError(
                     f"{where} is a {cls.__module__}.{cls.__qualname__}, which does not list its "
                     "names: pass its mlstate.coreml.StateManager, or its arrays, such as "
                     "{name: state.read_state(name) for name in state_specs(package)}"
                 )
+            base = next((each.__name__ for each in _CONTAINERS if isinstance(value, each)), "")
+            remedy = f"pass {base}() of it, or " if base else ""
             raise TypeError(
                 f"{where} is a {cls.__module__}.{cls.__qualname__}, which cannot be stored "
-                "without pickle: give numbers, str, bytes, arrays, random generators, objects "
-                "with state_dict(), or lists, tuples, sets and dicts of these"
+                f"without pickle: {remedy}give numbers, str, bytes, arrays, random generators, "
+                "objects with state_dict(), or lists, tuples, sets and dicts of these"
             )
-        try:
-            state = method()
-        except Exception as error:
-            name = f"{type(value).__name__}.state_dict()"
-            raise TypeError(f"{where}: {name} raised {type(error).__name__}: {error}") from error
+        state = _result(method, value, "state_dict()", where)
         return {"$": "object", "state": self.node(state, where, path, levels)}
+
+
+def _result(read: Callable[[], Any], value: object, name: str, where: str) -> Any:
+    """Return the result of `read`, which returns the state of `value`.
+
+    `name`, `where`: of the state and the value, for the TypeError if it fails.
+    """
+    try:
+        return read()
+    except Exception as error:
+        text = f"{type(value).__name__}.{name} raised {type(error).__name__}: {error}"
+        raise TypeError(f"{where}: {text}") from error
+
+
+def method_of(value: object, name: str) -> Any:
+    """Return an object's method; None for other values.
+
+    A class is not an object here. Items that a dict shows as attributes are not methods.
+    """
+    if isinstance(value, type) or (isinstance(value, dict) and not hasattr(type(value), name)):
+        return None
+    method = getattr(value, name, None)
+    return method if callable(method) else None
 
 
 def is_coreml_state(value: object) -> bool:
@@ -277,11 +364,25 @@ def is_coreml_state(value: object) -> bool:
 
 
 def _named_node(value: Any, where: str) -> dict[str, Any] | None:
-    """Return the JSON form of a dtype of torch, a path or an enum's member; None for others."""
-    name = str(value) if type(value).__name__ == "dtype" else ""
+    """Return the JSON form of a dtype or Size of torch, a path or an enum's member, or None."""
+    cls = type(value)
+    name = str(value) if cls.__name__ == "dtype" else ""
     if name.startswith("torch."):
         return {"$": "dtype", "name": name[len("torch.") :]}
+    if (cls.__module__, cls.__name__) == ("torch", "Size"):
+        return {"$": "size", "items": list(value)}
     return path_node(value) or enum_node(value, where)
+
+
+def _is_hashable(node: Any) -> bool:
+    """Return whether the value of a JSON form can be in a set."""
+    if not isinstance(node, dict):
+        return not isinstance(node, list)
+    kind = node.get("$")
+    if kind in ("tuple", "frozenset"):
+        return all(map(_is_hashable, node["items"]))
+    hashable = ("bytes", "BytesIO", "float", "int", "complex", "path", "enum", "dtype", "size")
+    return kind in hashable or node.get("form") == "scalar"
 
 
 def _check_exact(value: Any, where: str) -> None:
@@ -313,10 +414,7 @@ def encode(value: Any, where: str, *, exact: bool = False) -> Tree:
     encoder = _Encoder(exact)
     node = encoder.node(value, where, (), DEEPEST)
     text = json.dumps(node, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    arrays = encoder.arrays
-    # it only kept the key free
-    del arrays[TEXT]
-    return Tree(text.encode(), arrays)
+    return Tree(text.encode(), encoder.arrays)
 
 
 # ---- one array of bytes, for a tree that differs between ranks ----
@@ -382,7 +480,9 @@ def unpack(packed: NDArray, where: str) -> tuple[Any, dict[str, NDArray]]:
             array.reshape(-1).view(np.uint8)[...] = packed[at : at + array.nbytes]
             arrays[key] = array
             at += array.nbytes
-        return parse(header["tree"].encode(), where), arrays
+        node = parse(header["tree"].encode(), where)
+        leaves_of(node)
+        return node, arrays
     except (AttributeError, ImportError, LookupError, RecursionError, TypeError, ValueError) as e:
         raise malformed(where, e) from None
 
@@ -395,7 +495,7 @@ def packed(value: Any, where: str) -> NDArray:
     """
     tree = encode(value, where)
     if any(isinstance(array, Shard) for array in tree.arrays.values()):
-        raise TypeError(f"{where} contains a DTensor: only whole tensors can be stored in it")
+        raise TypeError(f"{where} contains a part of a tensor: store only whole tensors in it")
     arrays = whole_arrays(tree)
     nbytes = len(pack_header(tree, arrays)) + sum(array.nbytes for array in arrays.values())
     return pack(tree, nbytes)
@@ -407,18 +507,28 @@ def packed(value: Any, where: str) -> NDArray:
 def leaves_of(node: Any) -> list[Leaf]:
     """Return the arrays that the JSON form `node` refers to, in its order."""
     leaves: list[Leaf] = []
-    stack = [node]
+    stack: list[tuple[tuple[Any, ...], Any]] = [((), node)]
     while stack:
-        current = stack.pop()
+        path, current = stack.pop()
         if isinstance(current, list):
-            stack += reversed(current)
-        elif isinstance(current, dict):
-            if current.get("$") in ("array", "bytes", "bytearray", "BytesIO"):
-                path = current.get("sharded")
-                form = str(current.get("form", current["$"]))
-                leaves.append(Leaf(str(current["key"]), form, path is not None, tuple(path or ())))
-            else:
-                stack += reversed(list(current.values()))
+            pairs: Iterable[Any] = enumerate(current)
+        elif not isinstance(current, dict):
+            continue
+        elif (kind := current.get("$")) in ("array", "bytes", "bytearray", "BytesIO"):
+            form = str(current.get("form", kind))
+            sharded = current.get("sharded") is not None
+            leaves.append(Leaf(str(current["key"]), form, sharded, path))
+            continue
+        elif kind is None:
+            pairs = current.items()
+        elif kind == "dict":
+            stack.append(((*path, ...), current.get("attributes")))
+            pairs = current["items"]
+        else:
+            stack += reversed([(path, inner) for inner in current.values()])
+            continue
+        inner_nodes = [(key, inner) for key, inner in pairs if isinstance(inner, dict | list)]
+        stack += reversed([((*path, key), inner) for key, inner in inner_nodes])
     return leaves
 
 
@@ -452,8 +562,7 @@ class Decoder:
         if kind in ("bytes", "bytearray"):
             return (bytes if kind == "bytes" else bytearray)(self.arrays[node["key"]].tobytes())
         if kind == "dict":
-            pairs = {key: self.value(inner) for key, inner in node["items"]}
-            return _DICTS[node["class"]](pairs)
+            return self.mapping(node)
         if kind in _SEQUENCES:
             return _SEQUENCES[kind]([self.value(item) for item in node["items"]])
         return self.special(kind, node)
@@ -466,6 +575,18 @@ class Decoder:
         if node["form"] == "torch" and self.tensor_of is not None:
             return self.tensor_of(array)
         return array
+
+    def mapping(self, node: dict[str, Any]) -> Any:
+        """Return the dict of the JSON form `node`, which lists its items."""
+        pairs = {key: self.value(inner) for key, inner in node["items"]}
+        cls = _DICTS[node["class"]]
+        if cls is defaultdict:
+            factory = node.get("factory")
+            return defaultdict(None if factory is None else _FACTORIES[factory], pairs)
+        value = cls(pairs)
+        if "attributes" in node:
+            vars(value).update(self.value(node["attributes"]))
+        return value
 
     def special(self, kind: str, node: dict[str, Any]) -> Any:
         """Return the value of the JSON form `node` of the kind `kind`; raise KeyError if unknown.
@@ -488,6 +609,10 @@ class Decoder:
             return path_of(node)
         if kind == "enum":
             return enum_of(node)
+        if kind == "state":
+            return restore_kind(self.value(node["values"]), node["kind"], None)
+        if kind == "size":
+            return torch_backend("sizes of torch", TensorBackend).size_of(node["items"])
         if kind == "dtype":
             return torch_backend("a dtype of torch", TensorBackend).dtype_of(node["name"])
         if kind == "cache":

@@ -164,6 +164,8 @@ class RootPath(NamedTuple):
     files: CheckpointFiles
     root: str = MANIFEST
     manifest: Manifest | None = None  # of the root, if already read
+    # targets that an earlier, failed load has written in part: state and name
+    written: set[tuple[str, str]] | None = None
 
     def __fspath__(self) -> str:
         return self.files.path

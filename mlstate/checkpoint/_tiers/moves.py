@@ -15,7 +15,7 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from ..._common.arrays import memory_key, refuse_given_away
+from ..._common.arrays import refuse_given_away
 from ..._common.backend import backend_named, backend_of, is_module, is_optimizer
 from ..._common.budget import parse_budget
 from ..._common.local_path import local_folder
@@ -33,7 +33,7 @@ from .backend import TierBackend
 from .policy import TierPolicy
 from .report import Traffic
 from .unit_file import SUFFIX, arrays_in, is_unit_file, open_unit, units_of
-from .unit_handle import refuse_other_states, take_back
+from .unit_handle import refuse_other_states, refuse_shared, take_back
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -144,20 +144,15 @@ class TierMoves:
         for state in states:
             refuse_given_away(state or {})
         units = units_of(*states)
-        seen: dict[Any, str] = {}
         for unit in units:
             if unit.name in self._units:
                 raise ValueError(f"there is a unit {unit.name!r} already: remove it first")
             if any(self._is_on_device(part.array) for part in unit.parts):
                 unit.tier = Tier.HOT
-            for part in unit.parts:
-                other = seen.setdefault(memory_key(part.elements), part.key)
-                if other != part.key and part.nbytes:
-                    raise ValueError(
-                        f"{other!r} and {part.key!r} are one array: tied parameters are one "
-                        "unit; give it under one of its names"
-                    )
             self._check_alone(unit)
+        in_memory = [unit for unit in self._units.values() if unit.tier != Tier.COLD]
+        parts = [part for unit in (*in_memory, *units) for part in unit.parts]
+        refuse_shared({part.stored: part.elements for part in parts})
         return units
 
     def _is_on_device(self, array: Any) -> bool:

@@ -89,8 +89,8 @@ class TieredState(TierMoves):
     Raises
     ------
     TypeError, ValueError
-        A value is not an array, a name is not a str, two units share an array, or a budget is
-        negative.
+        A value is not an array or a masked one, a name is not a str, two arrays share memory, or
+        a budget is negative.
     CapacityError
         A unit is larger than both budgets. Nothing was changed.
     StoreError
@@ -462,13 +462,13 @@ class TieredState(TierMoves):
         ------
         TensorNotFoundError
             The unit does not exist.
-        ValueError
-            `to` is not a tier, or is cold.
         CapacityError
             The unit exceeds the budget, alone or together with all units in use.
         CompatibilityError
             At the end of the block: a replacement has another shape or dtype. The unit keeps
             its array.
+        ValueError
+            `to` is not a tier, or is cold. At the end of the block: arrays share memory.
         ChecksumError, FormatError, StoreError
             As for `promote`, and as for `demote` of the units that make room.
 

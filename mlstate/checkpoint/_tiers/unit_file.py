@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ... import _core
-from ..._common.arrays import is_torch
+from ..._common.arrays import is_torch, refuse_masked
 from ..._common.backend import TensorBackend, backend_named, backend_of
 from ..._common.dtypes import label_of, text_of
 from ..._common.store_error import format_error
@@ -91,6 +91,7 @@ class Part:
             self.shard_tier = None if value.tier is None else Tier(value.tier)
             self.shard_fields = {name: getattr(value, name) for name in _SHARD_FIELDS}
             value = value.array
+        refuse_masked(key, value)
         self.is_tensor = is_torch(value)
         self.array: Any = value if self.is_tensor else array_of(value)
         self.shape = tuple(self.array.shape)

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from ..._common.arrays import is_torch
+from ..._common.arrays import (
+    is_torch,
+    memory_key,
+    names_sharing_memory,
+    refuse_masked,
+    shares_elements,
+)
 from ..._common.dtypes import name_of
 from ...distributed._byte_ranges import array_of
 from ...errors import CompatibilityError
@@ -44,7 +51,7 @@ class TieredUnit:
     ('w', array([1., 1.]), array([0., 0.]))
     """
 
-    __slots__ = ("name", "parameter", "states", "tier")
+    __slots__ = ("_before", "name", "parameter", "states", "tier")
 
     def __init__(self, unit: Unit) -> None:
         """Present the arrays of a unit that is in memory; no array is copied."""
@@ -57,6 +64,8 @@ class TieredUnit:
                 self.parameter = part.array
             else:
                 self.states[part.state] = part.array
+        # to find the user's changes: other blocks may change the unit too
+        self._before: tuple[Any, dict[str, object]] = self.parameter, dict(self.states)
 
     def __repr__(self) -> str:
         """Return name, tier, and shape and dtype of each array."""
@@ -97,18 +106,36 @@ def refuse_other_states(states: Mapping[str, object]) -> None:
             )
 
 
+def refuse_shared(arrays: Mapping[str, Any]) -> None:
+    """Raise ValueError if arrays of units share elements; `arrays`: by `Part.stored`."""
+    sharing = names_sharing_memory(arrays)
+    for pair in combinations([name for name in arrays if name in sharing], 2):
+        left, right = (arrays[name] for name in pair)
+        if memory_key(left) == memory_key(right):
+            text = "are one array: tied parameters are one unit; give it under one of its names"
+        elif shares_elements(left, right):
+            text = "share memory, which would end when one of them moves: pass copies"
+        else:
+            continue
+        first, second = (name.partition("/")[2] for name in pair)
+        raise ValueError(f"{first!r} and {second!r} {text}")
+
+
 def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, object]) -> None:
     """Take over arrays that the user replaced, and states that the user added or removed.
 
     `used`: the user's handle. `states`: the states that a torch optimizer now has for the
     parameter. A tensor with which the optimizer replaced a state becomes the part's; if the user
-    replaced the state too, it gets the user's elements. A state is removed if neither has it.
-    Everything is checked before anything is changed. Raises CompatibilityError if the parameter was
-    removed, or a replacement has another shape, dtype or kind; ValueError for an invalid name of a
-    state, TypeError for a state of the optimizer that is not a tensor.
+    replaced the state too, it gets the user's elements. A state is removed if the user removed it
+    and the optimizer lacks it; changes by other blocks stay. Everything is checked before anything
+    is changed. Raises CompatibilityError if the parameter was removed, or a replacement has another
+    shape, dtype or kind; ValueError for an invalid name of a state or arrays that share memory,
+    TypeError for a state of the optimizer that is not a tensor.
     """
     refuse_other_states({f"{unit.name}.{name}": value for name, value in states.items()})
-    arrays = {**states, **used.states}
+    parameter, before = used._before
+    changed = {name: each for name, each in used.states.items() if each is not before.get(name)}
+    arrays = {**states, **changed}
     parts: list[Part] = []
     replaced: list[tuple[Part, Any]] = []
     for part in unit.parts:
@@ -116,10 +143,11 @@ def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, object]) -> Non
             array = used.parameter
             if array is None:
                 raise CompatibilityError(f"the parameter of unit {unit.name!r} was removed")
-        elif part.state not in arrays:
+            array = part.array if array is parameter else array
+        elif part.state in before and part.state not in {**states, **used.states}:
             continue  # was removed
         else:
-            array = arrays.pop(part.state)
+            array = arrays.pop(part.state, part.array)
             new: Any = states.get(part.state, part.array)
             if new is not part.array:
                 array = new if array is part.array else array
@@ -134,9 +162,14 @@ def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, object]) -> Non
             raise ValueError(
                 f"{name!r} is not a valid state name: it must be nonempty and contain no dot"
             )
+        refuse_masked(f"{unit.name}.{name}", array)
         if not is_torch(array):
             array = array_of(array)
         parts.append(Part(1, f"{unit.name}.{name}", array))
+    new_arrays = {part.stored: part.elements for part in parts}
+    new_arrays.update({part.stored: array for part, array in replaced})
+    if replaced or len(parts) > len(unit.parts):
+        refuse_shared(new_arrays)
     for part, array in replaced:
         part.put(array)
     unit.parts = parts

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import shutil
 import warnings
-import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,9 @@ from ..._common.set_module import set_module
 from ..._common.store_error import store_error
 from ...checkpoint import load
 from ...checkpoint._files.lightning import checkpoint_of, read_ckpt, save_checkpoint
+from ...checkpoint._folder.names import FOLDERS, MANIFEST, TEMPORARY
 from ...checkpoint._save import SaveFolder
-from ...errors import CheckpointWarning
+from ...errors import CheckpointWarning, StoreError
 from ._errors import is_checkpoint, name_conversion_in_errors
 
 
@@ -57,12 +60,26 @@ def _is_torch_file(path: str) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
-def _delete_folder(folder: str) -> None:
-    """Delete a folder if it exists."""
-    import shutil
+def _delete_remains(folder: str) -> None:
+    """Delete what a killed process left of a checkpoint at a path, if it exists.
 
-    if os.path.lexists(folder):
-        shutil.rmtree(folder)
+    Raises StoreError for a file, a link, or a folder with other files.
+    """
+    if not os.path.lexists(folder):
+        return
+    is_folder = os.path.isdir(folder) and not os.path.islink(folder)
+    if not is_folder or not all(map(_is_name_of_checkpoint, os.listdir(folder))):
+        raise store_error(
+            FileExistsError(errno.EEXIST, "it is not the rest of a checkpoint: move it"),
+            "cannot use the temporary name",
+            folder,
+        )
+    shutil.rmtree(folder)
+
+
+def _is_name_of_checkpoint(name: str) -> bool:
+    """Return whether the folder of a checkpoint may have an entry of this name."""
+    return name in (MANIFEST, "lock", *FOLDERS) or TEMPORARY.match(name) is not None
 
 
 @set_module("mlstate.integrations.lightning")
@@ -129,6 +146,11 @@ class MLStateCheckpointIO:
         ------
         TypeError
             `storage_options` is given, or a value of the checkpoint cannot be stored.
+
+        Notes
+        -----
+        A file or link at the path is first renamed, to ``.mlstate-new-<digest>.old`` in its folder:
+        a process that is killed then leaves it there, next to the new checkpoint.
         """
         if storage_options is not None:
             raise TypeError("MLStateCheckpointIO takes no storage_options")
@@ -140,12 +162,21 @@ class MLStateCheckpointIO:
             return
         # the name appears with the whole checkpoint, and a link or a file is replaced
         parent, name = os.path.split(folder)
-        temporary = os.path.join(parent, f".mlstate-new-{zlib.crc32(name.encode()):08x}")
-        _delete_folder(temporary)  # of a process that was killed
+        digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
+        temporary = os.path.join(parent, f".mlstate-new-{digest}")
+        old = f"{temporary}.old"
+        _delete_remains(temporary)  # of a process that was killed
         save_checkpoint(checkpoint, temporary, **self._options)
         if os.path.islink(folder) or os.path.isfile(folder):
-            os.unlink(folder)
-        os.rename(temporary, folder)
+            os.replace(folder, old)  # a folder cannot replace it
+        try:
+            os.rename(temporary, folder)
+        except BaseException:
+            if os.path.lexists(old):
+                os.replace(old, folder)
+            raise
+        with suppress(FileNotFoundError):
+            os.unlink(old)
 
     def load_checkpoint(
         self,
@@ -213,15 +244,17 @@ class MLStateCheckpointIO:
         Raises
         ------
         StoreError
-            The path is not a checkpoint, or is another symbolic link.
+            The path is not a checkpoint, or is another symbolic link; or other files are at the
+            path with the suffix. Nothing is deleted.
         """
         folder = local_folder(path)
         removed = f"{folder}.mlstate-removed"
-        _delete_folder(removed)  # of a process that was killed
         if _is_relative_link(folder) or _is_torch_file(folder):
             os.unlink(folder)
             return
         if not os.path.lexists(folder):
+            with suppress(StoreError):  # other files are not of a killed process
+                _delete_remains(removed)
             return
         is_link = os.path.islink(folder)
         if is_link or not is_checkpoint(folder):
@@ -231,8 +264,9 @@ class MLStateCheckpointIO:
                 "cannot delete the checkpoint",
                 folder,
             )
+        _delete_remains(removed)
         os.rename(folder, removed)
-        _delete_folder(removed)
+        shutil.rmtree(removed)
 
     def teardown(self) -> None:
         """Do nothing: nothing runs in the background."""

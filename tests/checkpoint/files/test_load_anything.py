@@ -100,7 +100,10 @@ def test_targets_are_filled_or_unchanged(path):
     for array, text in ((frozen, "read-only"), (repeated, "share memory")):
         with pytest.raises(ValueError, match=text):
             mlstate.load(path, into={"model": target, "optimizer": {"layers.0.w.m": array}})
-    assert not target["b"].any()
+    shared = target["layers.0.w"]
+    with pytest.raises(ValueError, match=r"model\['layers.0.w'\] and optimizer.* share memory"):
+        mlstate.load(path, into={"model": target, "optimizer": {"layers.0.w.m": shared}})
+    assert not target["b"].any() and not shared.any()
     mlstate.load(path, into={"model": target, "optimizer": moments})
     assert mlstate.diff(target, WEIGHTS).identical and mlstate.diff(moments, MOMENTS).identical
     some = {"b": np.zeros(3), "other": np.zeros(1)}

@@ -106,6 +106,16 @@ def test_the_state_may_be_changed_once_it_is_staged(path, paused, share, pack):
     assert mlstate.verify(path)
 
 
+def test_nested_metadata_may_change_at_once(path, paused):
+    metadata = {"seen": [1], "run": {"name": "a"}}
+    handle = save_async(path, {"w": np.ones(9)}, metadata=metadata)
+    metadata["seen"].append(object())
+    metadata["run"]["name"] = "b"
+    paused.set()
+    expected = {"seen": [1], "run": {"name": "a"}}
+    assert handle.wait(SECONDS).metadata == mlstate.load(path).metadata == expected
+
+
 def test_blocked_progress_callback_keeps_the_saved_values(path, blocking_callback):
     state = {f"w{i}": random((1 << 20,), seed=i) for i in range(10)}
     expected = {name: array.copy() for name, array in state.items()}

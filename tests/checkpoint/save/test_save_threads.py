@@ -132,6 +132,10 @@ DIFFERENT = {
         lambda rank: {"model": {"w": ROWS}, "metadata": {"a": {1}} if rank else {}},
         ["rank 1: TypeError: metadata", "^metadata"],
     ),
+    "step": (
+        lambda rank: {"model": {"w": ROWS}, "step": rank + 3},
+        ["ranks pass different steps, 3 and 4: pass the same"] * 2,
+    ),
     "value": (
         lambda rank: {"model": {"w": 3 if rank else ROWS}},
         ["rank 1: TypeError: params 'w' must be a NumPy array", "^params 'w' must be"],

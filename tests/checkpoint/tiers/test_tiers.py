@@ -702,3 +702,50 @@ def test_reports_are_short_and_escaped(folder):
     with TieredState(None, None, folder.parent / "none") as tiers:
         assert repr(tiers) == repr(tiers.report()) == "TieredState: 0 units, 0 B"
         assert "<table>" in tiers._repr_html_()
+
+
+# ---- arrays that share memory, and blocks in blocks ----
+
+
+def test_arrays_that_share_memory_are_refused(tmp_path):
+    data = np.arange(6.0)
+    for model in ({"a": data[:4], "b": data[2:]}, {"a": data, "b": data}):
+        with pytest.raises(ValueError, match=r"'a' and 'b' (are one array|share memory)"):
+            TieredState(model, {}, tmp_path / "x")
+    with TieredState({"a": data}, {}, tmp_path / "y") as tiers:
+        for other in (data, data[::2]):
+            with pytest.raises(ValueError, match=r"'a' and 'b' (are one array|share memory)"):
+                tiers.add({"b": other})
+        tiers.add({"b": np.ones(2)})
+        shared = np.ones(2)
+        text = r"'b\.m' and 'b\.v' are one array"
+        with pytest.raises(ValueError, match=text), tiers.use("b") as unit:
+            unit.states.update(m=shared, v=shared)
+        with tiers.use("b") as unit:
+            assert not unit.states
+
+
+def test_masked_arrays_do_not_become_units(tmp_path):
+    masked = np.ma.array([1.0, 2.0], mask=[False, True])
+    with pytest.raises(TypeError, match="'w' is a masked array"):
+        TieredState({"w": masked}, {}, tmp_path / "x")
+    tiers = TieredState({"w": np.ones(2)}, {}, tmp_path / "y")
+    with pytest.raises(TypeError, match=r"'w\.m' is a masked"), tiers, tiers.use("w") as unit:
+        unit.states["m"] = masked
+
+
+def test_blocks_that_overlap_keep_the_changes_of_each(tmp_path):
+    states = {f"w.{name}": np.zeros(2) for name in "abc"}
+    with TieredState({"w": np.zeros(2)}, states, tmp_path / "x") as tiers:
+        with tiers.use("w") as outer:
+            with tiers.use("w") as inner:
+                inner.parameter = np.ones(2)
+                inner.states["n"] = np.ones(2)
+                inner.states["a"] = np.full(2, 3.0)
+                del inner.states["b"]
+            outer.states["k"] = np.full(2, 2.0)
+            del outer.states["c"]
+        with tiers.use("w") as unit:
+            got = {name: array.tolist() for name, array in unit.states.items()}
+            assert unit.parameter.tolist() == [1, 1]
+    assert got == {"a": [3, 3], "n": [1, 1], "k": [2, 2]}

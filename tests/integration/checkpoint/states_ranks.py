@@ -10,9 +10,12 @@ from group_model import raises
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as Placed
 from torch_processes import main, scenario
 
 import mlstate
+from mlstate import CompatibilityError
 
 FOLDER = Path(sys.argv[1]).parent
 
@@ -202,6 +205,60 @@ def sharded_parameters_keep_nested_states_and_values(group):
     assert torch.equal(first, torch.ones(2)) and last == {"a": (1, 2)}
     left = other_opt.state[weights[0]]["left"]
     assert torch.equal(left.full_tensor(), torch.full((7,), 2.0))
+
+
+class Average:
+    """An object with a sharded tensor."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def state_dict(self):
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state):
+        self.tensor = state["tensor"]
+
+
+@scenario
+def sharded_tensors_in_containers_keep_their_layouts(group):
+    mesh = init_device_mesh("cpu", (2,))
+
+    def tensor(start, placement=None, shape=(4, 2)):
+        values = torch.arange(start, start + 8.0).reshape(shape)
+        return distribute_tensor(values, mesh, [placement or Placed(0)])
+
+    def state(start, **keywords):
+        items = [(1, tensor(start, **keywords)), ("1", tensor(start + 100, Replicate()))]
+        items.append(("average", Average(tensor(start + 200, Placed(1)))))
+        return dict(items[:: 1 if group.rank else -1])
+
+    mlstate.save(path("i"), states={"x": state(0), "n": [group.rank]}, group=group)
+    target = state(50)
+    mlstate.load(path("i"), into={"states": {"x": target}}, group=group)
+    expected = state(0)
+    for key in (1, "1"):
+        assert equal(target[key], expected[key])
+        assert target[key].placements == expected[key].placements
+    assert equal(target["average"].tensor, expected["average"].tensor)
+    undivided = {
+        1: torch.arange(8.0).reshape(4, 2),
+        "1": torch.zeros(4, 2),
+        "average": Average(None),
+    }
+    undivided["average"].tensor = undivided[1] + 200
+    mlstate.save(path("j"), states={"x": undivided, "n": [group.rank]}, group=group)
+    target = state(50)
+    mlstate.load(path("j"), into={"states": {"x": target}}, group=group)
+    assert equal(target[1], expected[1])
+    assert equal(target["average"].tensor, expected["average"].tensor)
+    raises(
+        CompatibilityError,
+        "'x/1': the checkpoint has shape (4, 2), the target (2, 4)",
+        *(mlstate.load, path("i")),
+        into={"states": {"x": state(50, shape=(2, 4))}},
+        group=group,
+    )
 
 
 if __name__ == "__main__":

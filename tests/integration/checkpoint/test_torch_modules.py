@@ -192,6 +192,68 @@ def test_modules_that_share_memory_load_in_the_order_of_torch(tmp_path):
     assert loaded(tmp_path, tied())[1].qkv.eq(5).all()
 
 
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("other", [1, 2])
+def test_a_module_of_two_names_gets_one_extra_state_or_is_refused(tmp_path, part, other):
+    model, second = nn.Sequential(Extra(1)), nn.Sequential(Extra(other))
+    for to, source in zip(second.parameters(), model.parameters(), strict=True):
+        to.data.copy_(source)
+    mlstate.save(tmp_path, model, states={"m": second[0] if part else second})
+    target = nn.Sequential(Extra(3))
+    into = {"model": target, "states": {"m": target[0] if part else target}}
+    if other == 1:
+        mlstate.load(tmp_path, into=into)
+        assert target[0].extra == 1
+        return
+    with pytest.raises(CompatibilityError, match=r"states\['m'\].* is also that of model"):
+        mlstate.load(tmp_path, into=into)
+    assert target[0].extra == 3
+
+
+def test_two_states_may_fill_different_parts_of_a_module(tmp_path):
+    model = nn.Sequential(Extra(1), Extra(2), nn.Linear(2, 2))
+    rest = nn.ModuleDict({"1": model[1], "2": model[2]})
+    mlstate.save(tmp_path, nn.ModuleDict({"0": model[0]}), states={"rest": rest})
+    target = nn.Sequential(Extra(3), Extra(4), nn.Linear(2, 2))
+    mlstate.load(tmp_path, into={"model": target, "states": {"rest": target}}, strict=False)
+    assert (target[0].extra, target[1].extra) == (1, 2)
+    assert torch.equal(target[2].weight, model[2].weight)
+
+
+@pytest.mark.parametrize("value", [1.0, 2.0])
+def test_a_module_that_is_the_model_and_nested_in_a_state_gets_one_value(tmp_path, value):
+    first, second, target = (nn.Linear(2, 2, bias=False) for _ in range(3))
+    for module, number in ((first, 1.0), (second, value), (target, 3.0)):
+        nn.init.constant_(module.weight, number)
+    mlstate.save(tmp_path, first, states={"trainer": {"model": second, "epoch": 1}})
+    into = {"model": target, "states": {"trainer": {"model": target, "epoch": 0}}}
+    if value == 1:
+        mlstate.load(tmp_path, into=into)
+        assert target.weight.eq(1).all()
+        return
+    with pytest.raises(CompatibilityError, match=r"trainer'\]\['model'\].* also that of model"):
+        mlstate.load(tmp_path, into=into)
+    assert target.weight.eq(3).all()
+
+
+def test_an_optimizer_of_two_names_gets_one_rate_or_is_refused(tmp_path):
+    def make(lr):
+        return torch.optim.SGD(model.parameters(), lr=lr)
+
+    model = nn.Linear(2, 2)
+    for rate in (0.1, 0.2):
+        mlstate.save(tmp_path, model, make(0.1), states={"o": make(rate)})
+        target = make(0.3)
+        into = {"model": model, "optimizer": target, "states": {"o": target}}
+        if rate == 0.1:
+            mlstate.load(tmp_path, into=into)
+            assert target.param_groups[0]["lr"] == 0.1
+            continue
+        with pytest.raises(CompatibilityError, match=r"states\['o'\].* is also that of optimizer"):
+            mlstate.load(tmp_path, into=into)
+        assert target.param_groups[0]["lr"] == 0.3
+
+
 def test_submodules_inside_of_checkpoint_wrappers_load_themselves(tmp_path):
     def wrapped(value):
         inner = nn.Sequential(checkpoint_wrapper(Extra(value)), checkpoint_wrapper(Fused(True)))

@@ -59,6 +59,27 @@ class Run:
         self.losses.append(loss.item())
 
 
+class Tensors:
+    """An object of mlstate's own protocol that holds tensors."""
+
+    def __init__(self, value):
+        self.state = {"w": torch.full((2,), value, dtype=torch.bfloat16), "n": np.ones(1)}
+
+    def get_state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = dict(state)
+
+
+def test_objects_of_own_protocol_get_tensors_for_tensors(tmp_path):
+    mlstate.save(tmp_path, states={"a": Tensors(3.0)})
+    target = Tensors(0.0)
+    mlstate.load(tmp_path, into={"states": {"a": target}})
+    assert torch.equal(target.state["w"], torch.full((2,), 3.0, dtype=torch.bfloat16))
+    assert isinstance(target.state["n"], np.ndarray)
+
+
 def test_a_whole_run_resumes_with_the_same_bits(tmp_path):
     run = Run(0)
     for _ in range(3):
@@ -160,3 +181,68 @@ def test_generators_of_torch_do_not_mix(tmp_path):
         mlstate.load(tmp_path / "c", into={"states": {"rng": np.random.default_rng(0)}})
     state = mlstate.load(tmp_path / "c", device="cpu").states["rng"]
     torch.Generator().set_state(state)
+
+
+def test_containers_receive_tensors_for_saved_tensors(tmp_path):
+    value = {"w": torch.ones(2, dtype=torch.bfloat16), "deep": [{"v": torch.ones(1)}, 1], "n": 1}
+    mlstate.save(tmp_path / "c", states={"x": value, "y": [torch.ones(2), 1]})
+    target, items = {"w": None, "deep": [{"v": torch.zeros(1)}, 0], "n": 0}, []
+    mlstate.load(tmp_path / "c", into={"states": {"x": target, "y": items}})
+    assert torch.equal(target["w"], value["w"]) and target["w"].dtype == torch.bfloat16
+    assert torch.equal(target["deep"][0]["v"], torch.ones(1)) and target["n"] == 1
+    assert torch.equal(items[0], torch.ones(2)) and items[1] == 1
+
+
+def test_a_target_without_elements_receives_the_saved_ones(tmp_path):
+    mlstate.save(tmp_path / "c", states={"x": {"w": torch.ones(2), "n": 1}})
+    target = {"w": torch.zeros(2, device="meta"), "n": 0}
+    mlstate.load(tmp_path / "c", into={"states": {"x": target}})
+    assert torch.equal(target["w"], torch.ones(2))
+
+
+def test_parameters_in_containers_are_filled_in_place(tmp_path):
+    alpha = torch.full((1,), 3.0, requires_grad=True)
+    mlstate.save(tmp_path / "c", states={"sac": {"alpha": alpha, "step": 5}})
+    target = {"alpha": torch.zeros(1, requires_grad=True), "step": 0}
+    own = target["alpha"]
+    mlstate.load(tmp_path / "c", into={"states": {"sac": target}})
+    assert target["alpha"] is own and own.requires_grad and own.item() == 3 and target["step"] == 5
+    for other in (torch.zeros(2, requires_grad=True), torch.zeros(1).double().requires_grad_()):
+        target = {"alpha": other, "step": 0}
+        with pytest.raises(CompatibilityError, match=r"\['alpha'\]: the target is float"):
+            mlstate.load(tmp_path / "c", into={"states": {"sac": target}})
+        assert not other.any() and target["step"] == 0
+
+
+@pytest.mark.parametrize("container", [tuple, list, lambda items: dict(enumerate(items))])
+def test_objects_of_torch_in_containers_are_restored_in_place(tmp_path, container):
+    def objects(seed):
+        module = torch.nn.Linear(2, 2)
+        return [
+            module,
+            torch.optim.SGD(module.parameters(), lr=seed),
+            torch.Generator().manual_seed(seed),
+        ]
+
+    source, own = objects(2), objects(3)
+    mlstate.save(tmp_path / "c", states={"x": {"v": container(source)}})
+    target = {"v": container(own)}
+    mlstate.load(tmp_path / "c", into={"states": {"x": target}})
+    restored = target["v"].values() if isinstance(target["v"], dict) else target["v"]
+    assert list(map(id, restored)) == list(map(id, own))
+    assert torch.equal(own[0].weight, source[0].weight) and own[1].param_groups[0]["lr"] == 2
+    assert torch.equal(own[2].get_state(), source[2].get_state())
+
+
+def test_nested_modules_get_their_versions(tmp_path):
+    class Layer(torch.nn.Linear):
+        _version = 3
+
+        def _load_from_state_dict(self, state, prefix, metadata, *rest):
+            self.loaded = metadata.get("version")
+            super()._load_from_state_dict(state, prefix, metadata, *rest)
+
+    mlstate.save(tmp_path / "c", states={"x": [Layer(1, 1)]})
+    target = [Layer(1, 1)]
+    mlstate.load(tmp_path / "c", into={"states": {"x": target}})
+    assert target[0].loaded == 3

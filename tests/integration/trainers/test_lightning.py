@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -164,6 +165,49 @@ def test_an_interrupted_deletion_can_be_repeated(tmp_path, monkeypatch, deleted)
     assert not (tmp_path / "a.ckpt").exists()
     plugin.remove_checkpoint(tmp_path / "a.ckpt")
     assert not list(tmp_path.iterdir())
+
+
+def test_other_files_at_a_temporary_name_are_never_deleted(tmp_path):
+    plugin = MLStateCheckpointIO()
+    plugin.save_checkpoint(checkpoint(), tmp_path / "a.ckpt")
+    other = tmp_path / "a.ckpt.mlstate-removed"
+    other.mkdir()
+    (other / "notes").write_text("mine")
+    with pytest.raises(mlstate.StoreError, match="not the rest of a checkpoint"):
+        plugin.remove_checkpoint(tmp_path / "a.ckpt")
+    assert mlstate.verify(tmp_path / "a.ckpt")
+    shutil.rmtree(tmp_path / "a.ckpt")
+    plugin.remove_checkpoint(tmp_path / "a.ckpt")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data.mlstate-removed").mkdir()
+    with pytest.raises(mlstate.StoreError, match="not a checkpoint"):
+        plugin.remove_checkpoint(tmp_path / "data")
+    assert (tmp_path / "data.mlstate-removed").exists()
+    assert (other / "notes").read_text() == "mine"
+
+
+def test_names_of_equal_crc_do_not_share_a_temporary_folder(tmp_path, monkeypatch):
+    first, second = "plumless.ckpt", "buckeroo.ckpt"
+    assert zlib.crc32(first[:8].encode()) == zlib.crc32(second[:8].encode())
+    plugin, names = MLStateCheckpointIO(), []
+    monkeypatch.setattr(os, "rename", lambda source, target: names.append(source))
+    for name in (first, second):
+        plugin.save_checkpoint({"global_step": 1}, tmp_path / name)
+    assert len(set(names)) == 2
+
+
+@pytest.mark.parametrize("kind", ["file", "link"])
+def test_a_failed_rename_keeps_the_file_or_link(tmp_path, monkeypatch, kind):
+    place = tmp_path / "last.ckpt"
+    (tmp_path / "target").write_text("old")
+    place.symlink_to("target") if kind == "link" else place.write_text("old")
+    monkeypatch.setattr(os, "rename", lambda *names: (_ for _ in ()).throw(OSError("full")))
+    with pytest.raises(OSError, match="full"):
+        MLStateCheckpointIO().save_checkpoint({"global_step": 1}, place)
+    assert place.read_text() == "old" and place.is_symlink() == (kind == "link")
+    monkeypatch.undo()
+    MLStateCheckpointIO().save_checkpoint({"global_step": 2}, place)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "target"]
 
 
 def test_a_value_that_needs_pickle_is_named(tmp_path):

@@ -7,6 +7,7 @@ each part directly into its memory; ranks exchange no data.
 
 from __future__ import annotations
 
+from copy import copy
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -313,10 +314,12 @@ def _convert_nested(key: str, slot: ParameterSlot, group: dict[str, Any], value:
     if isinstance(value, torch.Tensor):
         return _converted(key, slot, group, value)
     if isinstance(value, dict):
-        pairs = ((k, _convert_nested(f".{k}", slot, group, v)) for k, v in value.items())
-        return type(value)(pairs)
+        converted = copy(value)  # keeps the factory of a defaultdict
+        for name, inner in value.items():
+            converted[name] = _convert_nested(f".{name}", slot, group, inner)
+        return converted
     if isinstance(value, list | tuple):
-        return type(value)(_convert_nested("", slot, group, item) for item in value)
+        return type(value)([_convert_nested("", slot, group, item) for item in value])
     return value
 
 

@@ -1,6 +1,7 @@
 """torch tensors as arrays, KV caches and pickles; it implements `TensorBackend`."""
 
 from .dtypes import dtype_of as dtype_of
+from .dtypes import size_of as size_of
 from .memory import give_memory as give_memory
 from .memory import has_given_away as has_given_away
 from .memory import is_given_away as is_given_away

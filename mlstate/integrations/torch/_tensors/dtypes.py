@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from ...._common.dtypes import DTYPES, EXTENSIONS, FLOAT8S, PACKED, name_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     import torch
 
 # Dtypes with equal names that torch and NumPy exchange without conversion.
@@ -27,6 +29,13 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
     return dtype
+
+
+def size_of(lengths: Iterable[int]) -> torch.Size:
+    """Return torch's type of shapes."""
+    import torch
+
+    return torch.Size(lengths)
 
 
 def torch_dtype(dtype: Any, source: torch.Tensor) -> torch.dtype:
