@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..._common.arrays import is_cache, is_torch
+from ..._common.arrays import copy_of, is_cache, is_torch
 from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.dtypes import name_of
 from ..._common.text import count_text
@@ -661,7 +661,11 @@ def _copy_state(where: str, target: object) -> Any:
     if method is None:
         return None
     try:
-        return copy.deepcopy(getattr(target, method)())
+        state = getattr(target, method)()
+        # deepcopy refuses results of operations that autograd records
+        values = state.values() if isinstance(state, Mapping) else ()
+        copies = {id(each): copy_of(each) for each in values if is_torch(each) and not each.is_leaf}
+        return copy.deepcopy(state, copies)
     except Exception as error:
         refused = CompatibilityError(
             f"{where}: the result of {type(target).__name__}.{method}() cannot be copied, so a "

@@ -78,6 +78,9 @@ def test_objects_of_own_protocol_get_tensors_for_tensors(tmp_path):
     mlstate.load(tmp_path, into={"states": {"a": target}})
     assert torch.equal(target.state["w"], torch.full((2,), 3.0, dtype=torch.bfloat16))
     assert isinstance(target.state["n"], np.ndarray)
+    target.state["w"] = torch.ones(2, requires_grad=True).bfloat16()  # autograd recorded it
+    mlstate.load(tmp_path, into={"states": {"a": target}})
+    assert target.state["w"].eq(3).all()
 
 
 def test_a_whole_run_resumes_with_the_same_bits(tmp_path):
