@@ -477,15 +477,6 @@ def test_shards_in_a_state_are_assembled(tmp_path):
     assert all(np.array_equal(rank_state["shadow"][0], array) for rank_state in loaded["object"])
 
 
-def test_a_shard_does_not_take_the_key_of_the_values_of_ranks(tmp_path):
-    def save(group):
-        state = {".ranks": Layout.rows(2).shard(np.arange(4.0), group.rank), "r": group.rank}
-        mlstate.save(tmp_path / "c", states={"x": state}, group=group)
-
-    for error in run_ranks(save, 2):
-        assert "states['x'] differs between ranks, and has a Shard under the key" in str(error)
-
-
 def test_ranks_with_other_states_are_refused_on_all_ranks(tmp_path):
     def save(group):
         name = "a" if group.rank else "b"

@@ -63,11 +63,6 @@ class NamedStates(NamedTuple):
                 if isinstance(array, Shard):
                     self.arrays[f"{name}/{key}"] = array
             if ranks > 1 and len(digests[number]) > 1:
-                if isinstance(tree.arrays.get(RANKS), Shard):
-                    raise ValueError(
-                        f"states[{name!r}] differs between ranks, and has a Shard under the key "
-                        f"{RANKS!r}, which the values of the ranks need: choose another key"
-                    )
                 self.kinds[name]["ranks"] = ranks
                 most = max(
                     int.from_bytes(digest[_DIGEST_BYTES:], "little") for digest in digests[number]
