@@ -151,7 +151,7 @@ class CheckpointManager:
         self._warns_metric = self._rules.best is not None  # until the first save
         self._checkpoints = open_files(directory, storage_options)
         self.keep: int | None = 1 if keep is None and not self._rules.is_empty() else keep
-        self._saved_steps: set[int | None] = set()  # steps that this manager saved
+        self._own: set[int | None] = set()  # steps that this manager saved
         self._damaged: set[str] = set()  # generations that this manager could not restore
         self._files: dict[str, dict[str, int]] = {}  # of generations: sizes by path
         self._has_warned = False  # of other managers' steps that `keep` deletes
@@ -426,7 +426,7 @@ class CheckpointManager:
                 step=step,
                 **options,
             )
-            self._saved_steps.add(saved.step)
+            self._own.add(saved.step)
             self._warn_if_unchanged(saved, 0 if group is None else group.rank)
         return saved
 
@@ -495,7 +495,7 @@ class CheckpointManager:
             def started(handle: SaveHandle) -> None:
                 # before the save starts, so that an interrupt cannot lose a running save
                 self._under_way = handle
-                self._saved_steps.add(handle._job.content.header.get("step"))
+                self._own.add(handle._job.content.header.get("step"))
 
             return save_async(
                 SaveFolder(self.directory, self._retain, started=started),
@@ -664,7 +664,7 @@ class CheckpointManager:
 
     def _is_own(self, step: int | None) -> bool:
         """Return whether this manager saved `step`, or restored it or a later one."""
-        if step in self._saved_steps:
+        if step in self._own:
             return True
         last = self._last_restored
         return step is not None and last is not None and step <= last

@@ -32,6 +32,7 @@ from .._sharding.backend import ShardBackend
 from .._sharding.layout import Shard
 from ..collectives._arguments import check_group, check_root, check_timeout
 from ..errors import CompatibilityError, TensorNotFoundError
+from ..state._group_merge import merge_groups
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
 from ._byte_ranges import array_of
@@ -617,8 +618,6 @@ def _merge_groups(states: list[StateDict]) -> tuple[list[dict[str, Any]], int] |
 
     Raises CompatibilityError if the groups of a parameter differ.
     """
-    from ..checkpoint._replica_assignment import merge_groups
-
     optimizers = {
         rank: state for rank, state in enumerate(states) if isinstance(state, OptimizerStateDict)
     }
