@@ -157,7 +157,7 @@ static bool all_frames_are_good(const stored *s)
         good = is_frame(&room, s, i * 7 % 5 % count) && good;
     }
     mls_compressed_frame_room_fini(&room);
-    return good && room.room == NULL && room.crcs == NULL;
+    return good && room.buffer == NULL && room.crcs == NULL;
 }
 
 /* Content of a `kind`: compressible, straddling blocks, or stored uncompressed. */
