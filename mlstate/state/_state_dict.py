@@ -54,11 +54,18 @@ def _set_state(target: object, state: Any) -> None:
 
 
 def _converted_part(value: Any, dtype: str) -> Any:
-    """Return an array or tensor as `converted_value` does; of a `Shard`, one with such an array."""
+    """Return an array or tensor as `converted_value` does; of a `Shard`, one with such an array.
+
+    A new shard has no version: that of the old one does not describe its elements.
+    """
     if not hasattr(value, "_with_array"):
         return converted_value(value, dtype)
     array = converted_value(value.array, dtype)
-    return value if array is value.array else value._with_array(array, value.tier)
+    if array is value.array:
+        return value
+    shard = value._with_array(array, value.tier)
+    shard._version = 0
+    return shard
 
 
 def _entries_of(value: Any) -> Any:

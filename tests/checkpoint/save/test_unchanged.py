@@ -102,3 +102,11 @@ def test_files_that_are_good_stay(tmp_path, state):
     before = shard_files(tmp_path / "ckpt")
     check_saved(tmp_path / "ckpt", state)
     assert shard_files(tmp_path / "ckpt") == before
+
+
+def test_a_converted_shard_with_a_version_is_written_again(tmp_path):
+    state = mlstate.StateDict(w=Shard(np.array([0.1, 0.2]), version=1))
+    mlstate.save(tmp_path, state)
+    rounded = state.astype("float32").astype("float64")
+    mlstate.save(tmp_path, rounded)
+    assert mlstate.load(tmp_path).model["w"].tolist() == rounded["w"].array.tolist()
