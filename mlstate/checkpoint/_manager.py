@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from .._common.arguments import check_flags, check_int, is_flag
+from .._common.arguments import check_flags, check_int
 from .._common.log import log
 from .._common.store_error import store_error
 from .._common.text import steps_text
@@ -354,11 +354,11 @@ class CheckpointManager:
             if step == "best":
                 raise no_metric(self.directory, self._rules.monitor)
             raise self._no_step()
-        if not hasattr(step, "__index__") or is_flag(step):
-            raise TypeError(
-                f"step must be an int, 'latest' or 'best', got {type(step).__name__}: {step!r}"
-            )
-        return int(step)
+        try:
+            return check_int("step", step, -(1 << 63))
+        except TypeError:
+            text = f"step must be an int, 'latest' or 'best', got {type(step).__name__}: {step!r}"
+            raise TypeError(text) from None
 
     def _no_step(self) -> Exception:
         """Return the error for a folder without steps, which tells if it has another checkpoint."""

@@ -80,7 +80,8 @@ class _CheckpointSide:
         `location`: its folder, and the path of its root there.
         """
         self._files, self._root, *_ = location
-        self.path, files = location.files.path, location.files
+        files = self._files
+        self.path = files.path
         manifest, self._merged_index = files.read_root(
             location.root, lambda manifest: (manifest, files.load_merged_index(manifest))
         )

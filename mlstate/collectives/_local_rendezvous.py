@@ -342,9 +342,10 @@ class _Host:
                 f"two processes of job {self._name!r} claim to be rank {rank}; give each process "
                 "its own rank, and each job its own name"
             )
-        # ranks by process id, with this process as rank 0
+        process = _get_credentials(peer)[0]
         processes = {_get_credentials(joined)[0]: r for r, joined in self.ranks.items()}
-        twin = {**processes, os.getpid(): 0}.get(_get_credentials(peer)[0])
+        processes[os.getpid()] = 0  # this process is rank 0
+        twin = processes.get(process) if process else None  # 0: unknown
         if twin is not None:  # file locks belong to processes, not to ranks
             raise self.send_error(
                 f"ranks {twin} and {rank} are one process; LocalGroup.threads makes a group of "

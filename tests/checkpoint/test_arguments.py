@@ -1,5 +1,7 @@
 """Wrong arguments of checkpoint functions are refused by name, before anything is written."""
 
+import errno
+
 import numpy as np
 import pytest
 
@@ -93,6 +95,21 @@ def test_wrong_values_are_refused_by_the_name_of_their_parameter(saved, tmp_path
         with pytest.raises(TypeError, match="metadata must be a mapping"):
             save_file(STATE, tmp_path / "x.safetensors", metadata)
     assert not (tmp_path / "x.safetensors").exists()
+
+
+def test_the_name_of_a_file_in_an_error_is_cut_between_characters(tmp_path):
+    path = tmp_path / ("a" + "é" * 80 + ".safetensors")
+    path.write_bytes(b"no header")
+    with pytest.raises(mlstate.FormatError) as caught:
+        mlstate.load_file(path)
+    assert str(caught.value).startswith("a" + "é" * 49 + ": ")
+
+
+def test_a_link_to_itself_is_not_a_missing_file(tmp_path):
+    (tmp_path / "model.safetensors").symlink_to("model.safetensors")
+    with pytest.raises(mlstate.StoreError) as caught:
+        mlstate.load(tmp_path)
+    assert caught.value.errno == errno.ELOOP
 
 
 def test_a_device_that_torch_does_not_know_is_refused_by_name(tmp_path):

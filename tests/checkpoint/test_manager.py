@@ -564,6 +564,9 @@ def test_non_integer_steps_and_keep_are_refused(manager):
     manager.save(2, state(2))
     with pytest.raises(TypeError, match="step must be an int, 'latest' or 'best', got str: '2'"):
         manager.restore("2")
+    for step in (np.array(2.7), np.array([2])):
+        with pytest.raises(TypeError, match="step must be an int, 'latest' or 'best', got ndarray"):
+            manager.checkpoint(step)
     with pytest.raises(TypeError, match="keep must be an int, or None for all, got str"):
         CheckpointManager(manager.directory, keep="3")
     with pytest.raises(

@@ -49,8 +49,7 @@ bool mls_utf8_valid(const char *text, size_t length)
     return true;
 }
 
-/* Write a code point as UTF-8. The reverse of mls_utf8_length. The caller has checked the
- * code point. */
+/* Write a code point as UTF-8. The caller has checked the code point. */
 size_t mls_utf8_put(char *out, unsigned long code)
 {
     if (code < 0x80) {

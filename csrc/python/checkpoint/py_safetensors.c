@@ -29,8 +29,13 @@ static PyObject *raise_status(const mlspy_state *state, const mls_status *st,
     mls_status named = *st;
     if (st->code == MLS_E_FORMAT || st->code == MLS_E_CHECKSUM) {
         const char *text = PyBytes_AS_STRING(encoded), *slash = strrchr(text, '/');
-        PyOS_snprintf(named.text, sizeof named.text, "%.100s: %.215s",
-                      slash == NULL ? text : slash + 1, st->text);
+        const char *name = slash == NULL ? text : slash + 1;
+        size_t length = strlen(name) < 100 ? strlen(name) : 100;
+        while (length > 0 && ((unsigned char)name[length] & 0xC0) == 0x80) {
+            length--; /* keep whole characters of UTF-8 */
+        }
+        PyOS_snprintf(named.text, sizeof named.text, "%.*s: %.215s", (int)length, name,
+                      st->text);
     }
     return mlspy_raise(state, &named, path);
 }

@@ -227,12 +227,17 @@ class LocalFolder:
     def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:
         """Return size and time of files of another program by name; None for a missing file.
 
-        Links are followed.
+        Links are followed. Raises StoreError if the system does not tell.
         """
         infos: dict[str, FileInfo | None] = dict.fromkeys(names)
         for name in infos:
-            with suppress(OSError):
-                infos[name] = self._info(os.stat(self._join(name)))
+            path = self._join(name)
+            try:
+                infos[name] = self._info(os.stat(path))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise store_error(error, "cannot find the file", path) from None
         return infos
 
     def find_weights(self) -> str | None:

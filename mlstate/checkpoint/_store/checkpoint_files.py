@@ -560,7 +560,7 @@ class CheckpointFiles:
             self.discard(generation)
 
     def delete_roots(self, roots: list[Root]) -> None:
-        """Delete roots (manifests of steps) and their marks durably, before any of their files."""
+        """Delete roots (manifests of steps) and their marks durably, before their files go."""
         if not roots:
             return
         steps = self._steps_of(roots) if is_logged("INFO") else []

@@ -272,10 +272,10 @@ class TierPolicy:
         return targets
 
     def _order_exchange(self, targets: list[tuple[PlacedUnit, Tier]]) -> Moves:
-        """Return the moves between hot and warm: a unit to hot if it fits, else one out of hot.
+        """Return the moves into hot and from hot to warm: a unit to hot if it fits, else one out.
 
-        `targets`: all units with their new tiers. So hot never exceeds its budget, and warm exceeds
-        it at most by the units in transit.
+        So hot never exceeds its budget, and warm exceeds it at most by the units in transit.
+        `targets`: the units that may move, with their new tiers. Those to cold move before.
         """
         leaving = sum(u.nbytes for u, to in targets if u.tier == Tier.HOT and to == Tier.COLD)
         used, budget = self._bytes[Tier.HOT] - leaving, self._budgets[Tier.HOT]

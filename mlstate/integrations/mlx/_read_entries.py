@@ -53,7 +53,8 @@ class Reader(EntryReader):
             return
         _READ[name](_Place(self, layer, index, where))
         if name == "BatchRotatingKVCache" and (layer.tokens or 0) >= layer.positions:
-            # mlx merges full windows with the number of their positions as number of tokens.
+            # After mlx merged full windows, it may count fewer tokens than were seen, namely the
+            # positions: `finish` decides whether this count is used.
             self._full_windows.append((where, layer))
         else:
             self.count(layer.tokens or 0, where)

@@ -344,6 +344,15 @@ def test_two_ranks_are_not_one_process():
     assert all("ranks 0 and 1 are one process; LocalGroup.threads" in text for text in messages)
 
 
+def test_ranks_with_unknown_process_ids_meet(monkeypatch):
+    """So they are outside of Linux, and in containers with a network but other process ids."""
+    user = os.getuid()
+    monkeypatch.setattr(_local_rendezvous, "_get_credentials", lambda peer: (0, user))
+    everyone = [b"%d" % rank for rank in range(4)]
+    name = f"unknown ids {os.getpid()}"
+    assert join_all(name, [(rank, 4) for rank in range(4)]) == [everyone] * 4
+
+
 def test_absent_rank_is_named():
     name = f"nobody {os.getpid()}"
     caught = raises(CollectiveError, "", LocalGroup.join, name, 0, 3, timeout=0.2)

@@ -170,8 +170,9 @@ def _length_of(at: _Place, entry: CacheEntry) -> int:
 def _check_window(at: _Place, entry: CacheEntry, needed: int) -> None:
     """Raise CompatibilityError unless an entry has the tokens that a layer's window needs.
 
-    Nor may the windows of the entry and of the layer differ, if older tokens were evicted.
-    `needed`: number of earlier tokens that the layer keeps; it excludes the token being computed.
+    Nor may the windows differ if older tokens were evicted. The window of an entry from a static
+    layer counts the token being computed, that of one from a dynamic layer does not. `needed`:
+    number of earlier tokens that the layer keeps, without that token.
     """
     length = at.filler.length
     if entry.sinks:
@@ -186,7 +187,6 @@ def _check_window(at: _Place, entry: CacheEntry, needed: int) -> None:
         if needed + 1 < min(length, window):  # a static layer has a position for the new token
             text = f"layer {at.where} has {needed + 1} positions for a window of {window}"
             raise entry_error(entry.name, f"{text} and {length} tokens", window, needed + 1)
-    # a state from a static layer counts the new token in its window, one from a dynamic layer not
     elif not window - 1 <= needed <= window and length > min(needed, window):
         text = f"layer {at.where} keeps {needed} tokens, and the array has a window of {window}"
         raise entry_error(entry.name, text, window, needed)
