@@ -52,12 +52,18 @@ static int compare_names(const void *a, const void *b)
                            ((const mls_header_tensor *)b)->name);
 }
 
-/* For qsort: by descending item size, then by name. A tensor's size is a multiple of its
- * item size, which is a power of two, so each tensor starts aligned without padding. */
+static size_t element_bytes(const mls_header_tensor *tensor)
+{
+    return tensor->element_bytes != 0 ? tensor->element_bytes
+                                      : mls_dtype_of(tensor->dtype)->item_bytes;
+}
+
+/* For qsort: by descending size of an element, then by name. A tensor's size is a
+ * multiple of its element's, which is a power of two, so each starts aligned without
+ * padding. */
 static int compare_places(const void *a, const void *b)
 {
-    const size_t x = mls_dtype_of(((const mls_header_tensor *)a)->dtype)->item_bytes;
-    const size_t y = mls_dtype_of(((const mls_header_tensor *)b)->dtype)->item_bytes;
+    const size_t x = element_bytes(a), y = element_bytes(b);
     return x != y ? (x < y ? 1 : -1) : compare_names(a, b);
 }
 

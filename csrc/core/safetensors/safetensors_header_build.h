@@ -23,10 +23,11 @@ typedef struct mls_header_tensor {
     const size_t *shape;
     int rank;
     mls_dtype dtype;
-    size_t bytes;    /* the product of shape and item size */
-    size_t number;   /* any number, to find the tensor again after sorting */
-    uint64_t offset; /* set here: offset of the tensor's first byte in the file */
-    uint32_t *crcs;  /* set here: room for its blocks' checksums; the caller fills it */
+    size_t bytes;         /* the product of shape and item size */
+    size_t element_bytes; /* of the elements that the bytes are of; 0: the item size */
+    size_t number;        /* any number, to find the tensor again after sorting */
+    uint64_t offset;      /* set here: offset of the tensor's first byte in the file */
+    uint32_t *crcs; /* set here: room for its blocks' checksums; the caller fills it */
 } mls_header_tensor;
 
 typedef struct mls_header {
@@ -48,15 +49,14 @@ mls_dtype mls_header_dtype(mls_dtype dtype, int rank, const size_t *shape);
  * own. */
 mls_code mls_header_check(const mls_header_tensor *tensor, mls_status *st);
 
-/* Sort the `count` entries of `tensors` into file order (by descending item size, then by
- * name, so that each starts at a multiple of its item size), compute their offsets and
- * build the header. The first tensor starts at a multiple of `alignment`. Metadata is
- * sorted by key, and the two checksum entries are added to it. The caller releases `*out`
- * with mls_header_fini; `tensors` must outlive it. On failure nothing needs to be
- * released.
- * MLS_E_VALUE: a name is not UTF-8, is reserved or is a duplicate; a key is not UTF-8 or
- * is a duplicate. MLS_E_SIZE: a header over 100 MB, or tensors of 2**62 bytes or more.
- * MLS_E_MEMORY. */
+/* Sort the `count` entries of `tensors` into file order (by descending size of an
+ * element, then by name, so that each starts at a multiple of that size), compute their
+ * offsets and build the header. The first tensor starts at a multiple of `alignment`.
+ * Metadata is sorted by key, and the two checksum entries are added to it. The caller
+ * releases `*out` with mls_header_fini; `tensors` must outlive it. On failure nothing
+ * needs to be released. MLS_E_VALUE: a name is not UTF-8, is reserved or is a duplicate;
+ * a key is not UTF-8 or is a duplicate. MLS_E_SIZE: a header over 100 MB, or tensors of
+ * 2**62 bytes or more. MLS_E_MEMORY. */
 mls_code mls_header_init(mls_header *out, mls_header_tensor *tensors, size_t count,
                          const mls_str_pair *metadata, size_t metadata_count,
                          size_t alignment, mls_status *st);

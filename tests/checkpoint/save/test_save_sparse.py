@@ -292,3 +292,49 @@ def test_flags_are_true_or_false(path, name):
     with pytest.raises(TypeError, match=f"{name} must be True or False, got str"):
         save_async(path, {"w": np.ones(2)}, **{name: "yes"})
     assert not path.exists()
+
+
+# ---- layers of several dtypes in one file ----
+
+DTYPES = ["i1", "f2", "f4", "f8", "c8"]
+
+
+def change_rows(array, rng):
+    """Change a block of rows of up to 240 KB, and a few rows elsewhere."""
+    row_bytes = array.strides[0]
+    count = int(rng.integers(60_000, 240_000)) // row_bytes
+    start = int(rng.integers(0, len(array) - count))
+    array[start : start + count] += rng.integers(1, 100, (count, array.shape[1])).astype(
+        array.dtype
+    )
+    array[rng.permutation(len(array))[:10]] += 1
+
+
+def wrong_names(path, model):
+    loaded = mlstate.load(path).model
+    return [name for name in model if not np.array_equal(loaded[name], model[name])]
+
+
+@pytest.mark.parametrize("codec", [None, "zlib"])
+@pytest.mark.parametrize(("seed", "count"), [(0, 3), (1, 3), (2, 4), (3, 4), (4, 24)])
+def test_layers_of_several_dtypes_in_one_file_are_exact(path, seed, count, codec):
+    """Layers of less than `pack_below_bytes` share a file, which is larger than a buffer.
+
+    Files of 24 layers are written with direct I/O, whose buffer is larger.
+    """
+    rng = np.random.default_rng(seed)
+    model = {"odd": np.ones(3, "i1")}
+    for number in range(count):
+        dtype, width = np.dtype(rng.choice(DTYPES)), int(rng.integers(1, 17))
+        rows = 1_500_000 // (dtype.itemsize * width)
+        model[f"w{number}"] = np.zeros((rows, width), dtype)
+        change_rows(model[f"w{number}"], rng)
+    mlstate.save(path, model, sparse=True, compress=codec)
+    assert wrong_names(path, model) == []
+    model = {name: array.copy() for name, array in model.items()}
+    model["odd"] += 1
+    for number in range(count):
+        change_rows(model[f"w{number}"], rng)
+    mlstate.save(path, model, incremental=True, compress=codec)
+    assert wrong_names(path, model) == []
+    assert good(path, model)

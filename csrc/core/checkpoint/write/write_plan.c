@@ -721,6 +721,9 @@ static mls_header_tensor header_tensor(const mls_write_plan *plan, size_t number
         tensor.rank = 1;
         tensor.dtype = MLS_U8;
         tensor.bytes = planned->fresh->bytes;
+        /* elements must not straddle the end of a buffer; compressed bytes may */
+        tensor.element_bytes =
+            planned->frames == NULL ? mls_dtype_of(shard->dtype)->item_bytes : 1;
     }
     return tensor;
 }
