@@ -618,7 +618,8 @@ def _check_request(
     That is so if `path` is a `RootPath` with a manifest, and no step is chosen. Otherwise it is
     None, and the caller replaces the root of the request by the one that `open_root` finds. `step`,
     `monitor`, `mode`: which step to load. Replaces ``into``, ``names`` and ``device`` in `options`
-    by their checked forms.
+    by their checked forms: a module that is ``into`` becomes its model. Raises TypeError or
+    ValueError for arguments that do not fit one another.
     """
     if is_module(options["into"]):
         options["into"] = {"model": options["into"]}
@@ -650,6 +651,7 @@ def _check_request(
         choose = partial(choose_root, files, root, step, monitor, mode)
         root, manifest = choose(), None
         choose_again = choose if step == "best" else None
+    # by the user's arguments: `group` sets rank and world size later
     by_target = layout is None and rank is None and world_size is None
     if group is not None:
         rank, world_size = group.rank, group.world_size

@@ -56,14 +56,11 @@ def agree(
         )
         message |= {"error": str(text), "kind": _error_class_name(error)}
     everyone = [json.loads(text) for text in group.gather_bytes(json.dumps(message).encode()) or ()]
+    has_error = [reply["error"] is not None for reply in everyone]
     # (rank, message) of each rank with an error that is final
-    failed = [
-        (r, reply) for r, reply in enumerate(everyone) if reply["error"] and not reply["again"]
-    ]
+    failed = [(r, reply) for r, reply in enumerate(everyone) if has_error[r] and not reply["again"]]
     if failed:
         if error is not None and not again:
             raise error
         raise _peer_error(*failed[0]) from error
-    return (
-        not any(reply["error"] for reply in everyone) and len({o["about"] for o in everyone}) == 1
-    )
+    return not any(has_error) and len({reply["about"] for reply in everyone}) == 1

@@ -1,6 +1,8 @@
 """Nested values of named states: their classes, and the keys of their arrays."""
 
+import sys
 from collections import Counter, OrderedDict, defaultdict, deque
+from enum import Enum
 from io import BytesIO
 
 import numpy as np
@@ -11,6 +13,7 @@ import mlstate
 from mlstate import ModelStateDict, OptimizerStateDict, StateDict
 from mlstate.checkpoint import Layout, Shard
 from mlstate.checkpoint._states import tree
+from mlstate.checkpoint._states.named_values import enum_of
 
 FIRST, SECOND = np.arange(4.0), np.arange(100.0, 104.0)
 
@@ -172,3 +175,26 @@ def test_keys_of_older_files_are_read(tmp_path, monkeypatch):
     assert same(
         mlstate.load(tmp_path / "c").states["x"], {1: FIRST, "1": SECOND, "a.b": {"c": FIRST}}
     )
+
+
+class Phase(Enum):
+    WARM = 1
+    HOT = 2
+
+    @classmethod
+    def _missing_(cls, value):
+        raise AssertionError("a file must not call code of the program")
+
+
+def test_a_member_that_an_enum_lacks_is_named(tmp_path, monkeypatch):
+    mlstate.save(tmp_path, states={"phase": Phase.HOT})
+    assert mlstate.load(tmp_path).states["phase"] is Phase.HOT
+    monkeypatch.setattr(sys.modules[__name__], "Phase", Enum("Phase", {"WARM": 1}))
+    with pytest.raises(ImportError, match="holds the member 'HOT'"):
+        mlstate.load(tmp_path)
+
+
+def test_a_file_calls_no_code_of_an_enum():
+    node = {"module": __name__, "class": "Phase", "value": {"x": 1}}
+    with pytest.raises(TypeError, match="no combination of flags"):
+        enum_of(node)

@@ -25,9 +25,10 @@ from thread_team import num_threads, without_errors
 from traced_memory import traced
 from tries import tries
 
-from mlstate import CollectiveError, CompatibilityError
+from mlstate import CollectiveError, CompatibilityError, FormatError
 from mlstate._common.dtypes import PACKED, name_of, stored_dtype
 from mlstate.collectives import LocalGroup, ProcessGroup
+from mlstate.collectives._consensus import agree
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -613,3 +614,12 @@ def test_groups_leave_no_thread_and_no_memory():
     gc.collect()
     assert group_ref() is None
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("text", ["", "damaged"])
+def test_an_error_of_one_rank_is_raised_by_all_even_without_a_text(text):
+    def work(group):
+        agree(group, "the same", FormatError(text) if group.rank == 0 else None)
+
+    errors = run_local(work, 2, timeout=SECONDS)
+    assert [type(error) for error in errors] == [FormatError, FormatError]

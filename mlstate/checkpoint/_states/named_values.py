@@ -1,7 +1,8 @@
 """Paths and members of enums as JSON, without pickle.
 
 A member of an enum is stored by name. It is restored only if the program has imported the enum's
-module: no name of a file causes an import, and no code of the module is called.
+module: no name of a file causes an import, and no code of the module is called, except that of a
+`Flag` for a combination of its members.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def enum_node(value: object, where: str) -> dict[str, Any] | None:
 
 
 def enum_of(node: dict[str, Any]) -> Any:
-    """Return the member of an enum from its JSON form; raise ImportError if its module is missing.
+    """Return the member of an enum from its JSON form; raise ImportError if it is not in memory.
 
     The caller must import the module: nothing in a file causes an import.
     """
@@ -71,4 +72,15 @@ def enum_of(node: dict[str, Any]) -> Any:
             f"{node['module']} before you load it",
             name=node["module"],
         )
-    return cls.__members__[node["name"]] if "name" in node else cls(node["value"])
+    if "name" not in node:
+        if not issubclass(cls, Flag) or type(node["value"]) is not int:
+            raise TypeError(f"{node['value']!r} is no combination of flags")
+        return cls(node["value"])
+    if node["name"] not in cls.__members__:
+        name = f"{node['module']}.{node['class']}"
+        raise ImportError(
+            f"the checkpoint holds the member {node['name']!r}, which the enum {name} lacks: give "
+            "it a member of this name before you load it",
+            name=node["module"],
+        )
+    return cls.__members__[node["name"]]

@@ -50,7 +50,7 @@ const char *mls_tier_name(mls_tier tier);
 enum {
     MLS_INDEX_VERSION = 3,      /* format version; earlier versions were drafts */
     MLS_GENERATION_DIGITS = 16, /* lower-case hexadecimal digits */
-    MLS_PATH_BYTES = 240,       /* longest file path in the pool, without NUL */
+    MLS_PATH_BYTES = 240,       /* longest path in the folder, without NUL */
     MLS_SHARD_ALIGNMENT = 4096  /* offset of a file's first tensor, for direct I/O */
 };
 
@@ -79,7 +79,7 @@ int mls_tensor_id_compare(const mls_tensor_id *a, const mls_tensor_id *b);
 
 /* A file that stores shards. */
 typedef struct mls_index_file {
-    char path[MLS_PATH_BYTES + 1]; /* "params/x.safetensors"; stays in the pool */
+    char path[MLS_PATH_BYTES + 1]; /* "params/x.safetensors"; stays in the folder */
     uint64_t bytes;
     uint32_t header_crc; /* "mlstate.header.crc32c" of its header; identifies this version
                             of the file */
@@ -160,7 +160,7 @@ void mls_index_put_layer(mls_json_writer *json, const mls_layer *layer);
 
 /* Return whether a path is a valid path of a shard file, such as "params/x.safetensors":
  * one folder and one file. Paths from an untrusted index therefore
- * cannot leave the pool. */
+ * cannot leave the folder. */
 bool mls_index_is_path(mls_str path);
 
 /* Return whether a tensor of this dtype and shape fits the address space. Dimensions of 0

@@ -21,7 +21,7 @@ mls_code mls_shard_header_rebuild(const mls_index *index, size_t file,
                                   const mls_crc_kernels *crc, mls_json_writer *out,
                                   mls_status *st);
 
-/* The same for the file at `path` in the pool, from the first of `count` indexes that
+/* The same for the file at `path` in the folder, from the first of `count` indexes that
  * lists the complete file. MLS_E_VALUE: no index does. MLS_E_MEMORY. */
 mls_code mls_shard_header_rebuild_path(const mls_index *indexes, size_t count,
                                        const char *path, const mls_crc_kernels *crc,

@@ -44,7 +44,7 @@ typedef struct mls_problems {
 /* Limit of the list of problems; verification continues without listing. */
 enum { MLS_PROBLEMS_MOST = 4096 };
 
-/* Verify all files that `index` lists, in the pool `folder` (a descriptor). `progress`
+/* Verify all files that `index` lists, in the folder `folder` (a descriptor). `progress`
  * may be NULL. Gives: release `*out` with mls_problems_fini. Problems with files are not
  * failures. MLS_E_MEMORY, MLS_E_STOPPED; `*out` is untouched then. */
 mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kernels *crc,

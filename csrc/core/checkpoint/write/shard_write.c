@@ -297,7 +297,7 @@ static mls_code put_compressed(sink *s, const mls_header_tensor *tensor,
 
 /* ---- folders ---- */
 
-/* Return the name in the pool of folder `number`, a section or INDEX_FOLDER. */
+/* Return the name of folder `number`, a section or INDEX_FOLDER. */
 static const char *folder_name(int number)
 {
     return number == INDEX_FOLDER ? "index" : mls_section_name((mls_section)number);
@@ -336,8 +336,8 @@ static int folder_of(const writer *w, const char *path, const char **name)
     return -1;
 }
 
-/* Create a file that must not exist, by its path in the pool. Returns a descriptor, or -1
- * and errno. */
+/* Create a file that must not exist, by its path in the folder of the checkpoint. Returns
+ * a descriptor, or -1 and errno. */
 static int create_file(const writer *w, const char *path)
 {
     const char *name;
@@ -350,7 +350,7 @@ static int create_file(const writer *w, const char *path)
     return fd;
 }
 
-/* Rename a file from the path `from` to `to`, both in the pool. Returns 0, or -1 and
+/* Rename a file from the path `from` to `to`, both in that folder. Returns 0, or -1 and
  * errno. */
 static int rename_file(const writer *w, const char *from, const char *to)
 {
@@ -359,7 +359,7 @@ static int rename_file(const writer *w, const char *from, const char *to)
     return renameat(source, old, target, name);
 }
 
-/* Delete a file, by its path in the pool. Failures are ignored. */
+/* Delete a file, by its path in the folder of the checkpoint. Failures are ignored. */
 static void remove_file(const writer *w, const char *path)
 {
     const char *name;

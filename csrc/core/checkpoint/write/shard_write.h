@@ -1,5 +1,5 @@
-/* shard_write: write one rank's shards as files of the pool. They are durable but not
- * committed.
+/* shard_write: write one rank's shards as files in the folder of a checkpoint. They are
+ * durable but not committed.
  *
  * Existing files are not modified. File names contain the generation. New files are
  * invisible until a manifest references their index; until then they can be deleted by
@@ -39,7 +39,7 @@ typedef struct mls_shard_item {
 
 /* What to store, and where. */
 typedef struct mls_shard_job {
-    int folder;             /* descriptor of the pool; its folders exist */
+    int folder;             /* descriptor of the folder; its subfolders exist */
     unsigned mode;          /* mode of new files, before the umask */
     bool temporary;         /* the files are soon read and deleted: do not sync them */
     const char *generation; /* MLS_GENERATION_DIGITS digits and NUL */
@@ -70,7 +70,7 @@ enum {
 
 /* Result of a write. */
 typedef struct mls_shards_written {
-    char path[MLS_INDEX_PATH_BYTES];           /* path of the index in the pool */
+    char path[MLS_INDEX_PATH_BYTES];           /* path of the index in the folder */
     uint64_t bytes;                            /* size of the index */
     uint32_t crc;                              /* CRC32C of the whole index */
     uint64_t shard_count, data_bytes;          /* of all shards that the index lists */

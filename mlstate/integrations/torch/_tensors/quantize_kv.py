@@ -79,10 +79,10 @@ def kv_quantize(
 ) -> None:
     """Quantize `values` to `codes`, `scales` and `biases`, which are overwritten.
 
-    `bits`: of a code. `group`: number of neighbouring elements of the last axis that share a scale
-    and a bias; `scales` and `biases` have one value for each group. Raises ValueError for NaN and
-    infinity, and for a group whose largest minus smallest value overflows; TypeError for meta
-    tensors.
+    `codes`: words of uint32 with the codes of the last axis. `bits`: of a code. `group`: number of
+    neighbouring elements of the last axis that share a scale and a bias; `scales` and `biases` have
+    one value for each group. Raises ValueError for NaN and infinity, and for a group whose largest
+    minus smallest value overflows; TypeError for meta tensors.
     """
     import torch
 

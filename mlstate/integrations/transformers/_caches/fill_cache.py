@@ -93,8 +93,8 @@ class _Place(NamedTuple):
     def tokens(self, entry: CacheEntry, most: int | None = None) -> list[Any]:
         """Return the tokens of an entry's array by increasing position, as views of its pieces.
 
-        `most`: number of newest tokens to return; None: all. An entry without a sequence axis is
-        one piece.
+        `most`: as for `runs` of a ring: the sinks and the newest others, at most so many; None:
+        all. An entry without a sequence axis is one piece.
         """
         tensor = self.tensor(entry)
         if entry.seq_axis is None:
