@@ -102,7 +102,8 @@ def describe(state: Mapping[str, object]) -> list[Entry]:
     without plain memory, such as sparse ones.
     """
     entries = []
-    seen: dict[Any, str] = {}  # the first tensor over each memory
+    # the first tensor over each memory, with its array: keys of empty ones are ids of objects
+    seen: dict[Any, tuple[str, Any]] = {}
     for name, value in state.items():
         refuse_unstorable({name: value}, every=True)
         array = array_of(value)
@@ -112,7 +113,7 @@ def describe(state: Mapping[str, object]) -> list[Entry]:
         shape = tuple(array.shape) if shard is None else shard.shape
         steps = None if shard is None else shard.layout._steps
         part = 0 if shard is None else shard.index
-        first = seen.setdefault((memory_key(array), shape, steps, part), name)
+        first, _ = seen.setdefault((memory_key(array), shape, steps, part), (name, array))
         tied = None if first == name else first
         replica = 0 if shard is None else shard.replica
         entries.append(Entry(name, dtype_of(array), shape, steps, part, replica, tied))

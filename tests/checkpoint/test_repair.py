@@ -67,6 +67,10 @@ STATES = {
     "a tier": {"w": Shard(np.ones(4), tier="cold", version=7)},
     "blocks": {"w": np.arange(1 << 19, dtype=np.float64)},
     "zeros": {"w": np.eye(1000, dtype=np.float32)},
+    "dtypes": {
+        name: np.repeat([[1], [0]], [40, 4000], 0).astype(dtype) + np.zeros((1, 64), dtype)
+        for name, dtype in {"a": "i1", "b": "f8", "c": "f2", "d": "f4"}.items()
+    },
 }
 
 

@@ -14,6 +14,7 @@ from mlstate.checkpoint import Layout, Shard
 from mlstate.collectives import SingleGroup
 from mlstate.distributed import DistributedStateCollector
 from mlstate.distributed._byte_ranges import boxes, bytes_of, put, take
+from mlstate.distributed._merge import describe
 from mlstate.errors import UnstorableError
 
 
@@ -715,3 +716,17 @@ def test_merged_optimizers_have_the_groups_of_all_ranks():
     assert first.param_groups == stage("a", 3).param_groups
     nameless = OptimizerStateDict({"a.m": np.ones(2)}, param_groups=[{"lr": 1}])
     assert collector.merge_states([nameless, nameless]).param_groups == ({"lr": 1},)
+
+
+def test_empty_parts_are_not_tied():
+    """Each is a new array without memory, whose identity may be that of an array before it."""
+    layout = Layout.axis(0, 4)
+
+    class Parts(dict):
+        """Shards whose arrays are made at each access, as those of DTensors are."""
+
+        def items(self):
+            return ((name, layout.shard(np.zeros((3, 2)), 3)) for name in self)
+
+    described = describe(Parts({f"w{number}": None for number in range(100)}))
+    assert [entry.tied for entry in described] == [None] * 100

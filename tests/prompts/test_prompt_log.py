@@ -479,3 +479,38 @@ def test_the_next_writer_deletes_the_temporary_file_of_a_killed_one(log, operati
     else:
         log.repair(1.0)
     assert sorted(p.name for p in Path(log.path).glob(".*")) == sorted(names[1:])
+
+
+def put_bytes(log, number, size, value=0):
+    """Put one token with `size` bytes; segments have 64 KiB."""
+    tokens, data = np.array([number], np.uint32), np.full(size, value, np.uint8)
+    log.put(FINGERPRINT, tokens, 1, [(0, 1, b"", [data])], 1 << 20, 30.0)
+
+
+def delete_token(log, number):
+    result = log.match(FINGERPRINT, np.array([number], np.uint32), 1)
+    log.mark(result, range(len(result.records)), "delete", 30.0)
+    result.close()
+
+
+def held_tokens(log, number):
+    result = log.match(FINGERPRINT, np.array([number], np.uint32), 1)
+    result.close()
+    return result.length
+
+
+def test_a_deleted_record_does_not_come_back_after_compactions(tmp_path):
+    log = PromptLog(tmp_path / "log", True)
+    put_bytes(log, 1, 50_000)
+    put_bytes(log, 7, 1000, 11)  # the first copy, in segment 1
+    put_bytes(log, 2, 40_000)
+    delete_token(log, 7)  # its note is in segment 2
+    put_bytes(log, 3, 40_000)
+    put_bytes(log, 7, 1000, 22)  # the second copy, in segment 3
+    delete_token(log, 2)  # compacts segment 2
+    delete_token(log, 7)  # its note is in segment 3
+    put_bytes(log, 4, 40_000)
+    delete_token(log, 3)  # compacts segment 3
+    assert held_tokens(log, 7) == 0
+    log.close()
+    assert held_tokens(PromptLog(tmp_path / "log", False), 7) == 0

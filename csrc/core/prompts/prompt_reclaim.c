@@ -193,9 +193,10 @@ static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
 }
 
 /* Append a copy of a note of the compacted `segment` if it still matters. A deletion
- * matters if no entry has the key and the deleted record's segment, another one, still
- * exists: the record would come back. A pin or unpin matters if the record is in another
- * segment; its present state is written. Errors as mls_prompt_append_notes. */
+ * matters while another segment, up to that of the deleted record, exists: a copy of the
+ * record in it would come back, even if the key was stored again. A pin or unpin matters
+ * if the record is in another segment; its present state is written. Errors as
+ * mls_prompt_append_notes. */
 static mls_code move_note(mls_prompt_append *append, mls_prompt_note note,
                           uint32_t segment, mls_status *st)
 {
@@ -204,8 +205,10 @@ static mls_code move_note(mls_prompt_append *append, mls_prompt_note note,
     mls_prompt_enter_state(log);
     const uint32_t number = mls_prompt_index_find(&log->index, &note.key);
     if (note.operation == MLS_PROMPT_DELETE) {
-        matters = number == MLS_PROMPT_NONE && note.segment != segment &&
-                  mls_prompt_segment_find(log, note.segment) != NULL;
+        /* segments are in order; the compacted one is still among them */
+        const size_t oldest = log->segments[0].number == segment ? 1 : 0;
+        matters =
+            log->segment_count > oldest && log->segments[oldest].number <= note.segment;
     } else {
         matters =
             number != MLS_PROMPT_NONE && log->index.entries[number].segment != segment;

@@ -139,7 +139,7 @@ void mls_prompt_header_copy(mls_prompt_header *header, const unsigned char *byte
 typedef enum mls_prompt_operation {
     MLS_PROMPT_PIN,
     MLS_PROMPT_UNPIN,
-    MLS_PROMPT_DELETE, /* of the record in `segment` */
+    MLS_PROMPT_DELETE, /* of the record in `segment`, and of older copies */
     MLS_PROMPT_DROP    /* only for mls_prompt_mark: it writes MLS_PROMPT_DELETE */
 } mls_prompt_operation;
 

@@ -82,8 +82,8 @@ static void enter_record(mls_prompt_log *log, const mls_prompt_segment *segment,
     }
 }
 
-/* Apply a note to the entry of its key. A deletion only concerns the record in its
- * segment: the key may have been stored again. */
+/* Apply a note to the entry of its key. A deletion concerns the record in its segment and
+ * older copies in segments before it; a later one is of a key that was stored again. */
 void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note)
 {
     const uint32_t number = mls_prompt_index_find(&log->index, &note->key);
@@ -95,7 +95,7 @@ void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note)
         entry->flags |= MLS_PROMPT_PINNED;
     } else if (note->operation == MLS_PROMPT_UNPIN) {
         entry->flags &= (uint8_t)~MLS_PROMPT_PINNED;
-    } else if (note->operation == MLS_PROMPT_DELETE && entry->segment == note->segment) {
+    } else if (note->operation == MLS_PROMPT_DELETE && entry->segment <= note->segment) {
         mls_prompt_forget(log, number);
     }
 }

@@ -65,12 +65,15 @@ static void describe_tensor(member *m, size_t number, mls_header_tensor *out)
 {
     const mls_index_shard *shard = m->shard;
     const mls_part part = mls_index_part(shard);
-    *out = (mls_header_tensor){.name = {m->key, mls_tensor_id_key_length(&shard->id)},
-                               .shape = m->shape,
-                               .rank = 1,
-                               .dtype = MLS_U8,
-                               .bytes = m->place.bytes,
-                               .number = number};
+    *out = (mls_header_tensor){
+        .name = {m->key, mls_tensor_id_key_length(&shard->id)},
+        .shape = m->shape,
+        .rank = 1,
+        .dtype = MLS_U8,
+        .bytes = m->place.bytes,
+        .element_bytes =
+            m->place.frames == NULL ? mls_dtype_of(shard->dtype)->item_bytes : 1,
+        .number = number};
     m->shape[0] = m->place.bytes;
     if (is_tensor(&m->place)) {
         out->dtype = shard->dtype;
