@@ -352,7 +352,7 @@ def test_an_attribute_that_cannot_be_read_is_named():
             raise RuntimeError("gone")
 
     module = torch.nn.Sequential(scaled(torch, Config()))
-    with pytest.raises(CompatibilityError, match="'0.scale', a Config, cannot be read: gone"):
+    with pytest.raises(CompatibilityError, match=r"'0.scale', a Config, cannot be read: gone"):
         fingerprint(module, hash_weights=True)
 
 
