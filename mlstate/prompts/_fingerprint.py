@@ -301,7 +301,8 @@ def _module_facts(path: str, module: Any, hashed: Memories) -> list[Any]:
     For example, the scale of an adapter, whether it is active or merged, and an epsilon. `path`: of
     the module in the model. `hashed`: as for `_plain_value`.
     """
-    results = _assigned_by_forward(type(module))
+    cls: type = type(module)
+    results = _assigned_by_forward(cls)
     attributes = {
         name: _named_value(f"{path}.{name}".lstrip("."), value, hashed)
         for name, value in vars(module).items()
@@ -309,7 +310,7 @@ def _module_facts(path: str, module: Any, hashed: Memories) -> list[Any]:
         and "hook" not in name
         and (name not in results or isinstance(value, bool | int | float | str))
     }
-    return [_name_of_code(type(module)), attributes]
+    return [_name_of_code(cls), attributes]
 
 
 def _other_states(path: str, module: Any, hashed: Memories) -> list[list[Any]]:
@@ -323,12 +324,12 @@ def _other_states(path: str, module: Any, hashed: Memories) -> list[list[Any]]:
         module._save_to_state_dict(states, f"{path}." if path else "", True)
     except Exception:
         return []
-    own = {**module._parameters, **module._buffers}
+    registered = {**module._parameters, **module._buffers}
     prefix = len(path) + 1 if path else 0
     values = [
         [name, _named_value(name, value, hashed)]
         for name, value in states.items()
-        if own.get(name[prefix:]) is None
+        if registered.get(name[prefix:]) is None
     ]
     return [each for each in values if each[1] is not None]
 
@@ -346,17 +347,17 @@ def _assigned_by_forward(cls: type) -> frozenset[str]:
         if name in seen or code is None or str(method.__module__).startswith("torch.nn.modules"):
             continue
         seen.add(name)
-        for each in _codes_in(code):
-            pending += each.co_names
-            stores = (step for step in dis.get_instructions(each) if step.opname == "STORE_ATTR")
+        for part in _codes_in(code):
+            pending += part.co_names
+            stores = (step for step in dis.get_instructions(part) if step.opname == "STORE_ATTR")
             assigned.update(step.argval for step in stores)
     return frozenset(assigned)
 
 
 def _codes_in(code: CodeType) -> list[CodeType]:
-    """Return a code object and those of the functions that it defines."""
-    inner = [each for each in code.co_consts if inspect.iscode(each)]
-    return [code, *(deep for each in inner for deep in _codes_in(each))]
+    """Return a code object, and the code objects of functions inside it."""
+    parts = [part for part in code.co_consts if inspect.iscode(part)]
+    return [code, *(inner for part in parts for inner in _codes_in(part))]
 
 
 def _named_value(name: str, value: Any, hashed: Memories) -> Any:
@@ -419,8 +420,8 @@ def _attribute_facts(tensor: Any) -> list[Any]:
     elif layout == "strided":
         return _tensor_facts("", tensor)[1:]
     elif layout == "sparse_coo":
-        whole = tensor.detach().coalesce()
-        parts = [whole.indices(), whole.values()]
+        coalesced = tensor.detach().coalesce()
+        parts = [coalesced.indices(), coalesced.values()]
     elif layout in ("sparse_csr", "sparse_bsr"):
         parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
     elif layout in ("sparse_csc", "sparse_bsc"):
