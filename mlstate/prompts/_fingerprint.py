@@ -113,8 +113,9 @@ def fingerprint(
     change a weight or an adapter. Not part of it, so that they belong in `salt` if they matter, are
     other objects among the attributes, and attributes other than numbers and texts that ``forward``
     or a method it calls assigns, because they are results of the last call. Results that a hook or
-    another object stores in a module are part of it: compute it before the first call. Device and
-    implementation of the attention, which change the last bits only, are not part of it.
+    another object stores in a module, or that ``forward`` adds to a list or dict, are part of it:
+    compute it before the first call. Device and implementation of the attention, which change the
+    last bits only, are not part of it.
 
     Examples
     --------
