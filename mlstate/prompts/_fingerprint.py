@@ -412,9 +412,12 @@ def _name_of_code(value: Any) -> str:
 
 
 def _attribute_facts(tensor: Any) -> list[Any]:
-    """Return the facts of a tensor among the attributes, of any layout; without content on meta."""
-    if tensor.is_meta:
-        return [name_of(tensor.dtype), list(tensor.shape), "meta"]
+    """Return the facts of a tensor among the attributes, of any layout.
+
+    Not the content of one on the meta device, or whose memory was freed, as FSDP1 does.
+    """
+    if tensor.is_meta or _is_freed(tensor):
+        return [name_of(tensor.dtype), list(tensor.shape), "no content"]
     layout = str(tensor.layout).removeprefix("torch.")
     if tensor.is_nested:
         parts = list(tensor.unbind())
@@ -431,6 +434,12 @@ def _attribute_facts(tensor: Any) -> list[Any]:
         parts = [tensor.to_dense()]
     shape = [] if tensor.is_nested else list(tensor.shape)
     return [layout, shape, [_tensor_facts("", part)[1:] for part in parts]]
+
+
+def _is_freed(tensor: Any) -> bool:
+    """Return whether a strided tensor has elements, and its storage none."""
+    is_strided = str(tensor.layout) == "torch.strided" and not tensor.is_nested
+    return is_strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def _tensor_facts(name: str, tensor: Any) -> list[Any]:

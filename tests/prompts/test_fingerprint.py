@@ -372,3 +372,14 @@ def test_a_module_without_a_working_state_dict_has_a_fingerprint():
     for cls in (Stateless, Stuck):
         modules = torch.nn.Sequential(cls(2, 2)), torch.nn.Sequential(cls(2, 2))
         assert len({fingerprint(module, hash_weights=True) for module in modules}) == 2
+
+
+@pytest.mark.torch
+def test_an_attribute_whose_memory_was_freed_counts_by_its_shape():
+    torch = pytest.importorskip("torch")
+    prints = []
+    for size in (1, 2, 2):
+        tensor = torch.ones(size)
+        tensor.untyped_storage().resize_(0)  # as FSDP1 does with parameters of other ranks
+        prints.append(fingerprint(scaled(torch, tensor), hash_weights=True))
+    assert prints[0] != prints[1] == prints[2]
