@@ -354,8 +354,7 @@ def transition_coreml_state(
         Number of tokens in the cache; later positions are dropped. A state with the same shape in
         both models is copied whole.
     pad_value : float
-        Value of positions without a token. A state whose dtype `specs` do not tell must hold it as
-        float16.
+        Value of positions without a token. If `specs` lacks the dtype, the value must fit float16.
     specs : mapping, optional
         The **target** model's `state_specs`, or a mapping of names to shapes. With it, the
         source is read once and the target written once. Without it, the target is also read,
@@ -381,7 +380,7 @@ def transition_coreml_state(
         KeyboardInterrupt stays what it is and gets a note.
     TypeError, ValueError
         `state_name` is not a name or a list of names, or has one twice, `specs` is not a mapping,
-        or `seq_axis` is not an integer. Or the state cannot hold `pad_value`.
+        `seq_axis` is not an integer, or the state cannot hold `pad_value`.
 
     Notes
     -----

@@ -112,6 +112,7 @@ def rotate_keys(
     """
     check_flags(interleaved=interleaved)
     refuse_masked("keys", keys)
+    refuse_masked("shift", shift)
     shifts = _int64_array(shift)
     if out is None:
         if not isinstance(keys, np.ndarray):

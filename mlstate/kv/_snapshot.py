@@ -21,6 +21,8 @@ from ._copies import copied_arrays
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ._cache_state import _Cache
+
 
 class History:
     """How far the length of a `CacheState` fell since each of its snapshots.
@@ -109,7 +111,7 @@ def is_copied(entry: CacheEntry) -> bool:
     return entry.kind not in ("full", "quantized")
 
 
-def new_snapshot(cache: Any, history: History) -> Snapshot:
+def new_snapshot(cache: _Cache, history: History) -> Snapshot:
     """Return a snapshot of the content `cache` of a `CacheState`.
 
     It has copies of those arrays that later tokens overwrite. `history`: of the state.
@@ -156,7 +158,7 @@ def check_separate(arrays: Mapping[str, Any], values: Mapping[str, Any] | None =
             continue
         is_same = is_same_memory(arrays[first], arrays[second])
         if values is None or not is_same or _bytes_of(values[first]) != _bytes_of(values[second]):
-            text = f"its elements are those of {second!r}, too, so they cannot be written"
+            text = f"it shares elements with {second!r}, so it cannot be written"
             raise entry_error(first, text, "separate memory", "shared memory")
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dis
 import hashlib
+import inspect
 import json
 import os
 import re
 import stat
 from dataclasses import is_dataclass
 from enum import Enum
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -22,11 +24,13 @@ from .._common.local_path import local_folder
 from .._common.log import log
 from .._common.regular_file import open_regular
 from .._common.store_error import format_error, store_error
-from ..errors import StoreNotFoundError
+from ..errors import MLStateError, StoreNotFoundError
+from ..kv._arguments import incompatible
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
     from collections.abc import Set as AbstractSet
+    from types import CodeType
 
     from .._types import NDArray
 
@@ -104,11 +108,14 @@ def fingerprint(
 
     From a torch module it covers the class, the config and the attributes of each submodule that
     are numbers, texts, arrays or tensors (the scale and the state of an adapter, for example), what
-    its ``state_dict()`` returns, such as packed weights of quantized layers, and name, dtype, shape
-    and content of each parameter and buffer. It is that of the moment: compute it again after you
-    change a weight or an adapter. Other objects among the attributes are not part of it, and belong
-    in `salt`. Device and implementation of the attention, which change the last bits only, are
-    not part of it.
+    it adds to a state dict, such as packed weights of quantized layers, and name, dtype, shape and
+    content of each parameter and buffer. It is that of the moment: compute it again after you
+    change a weight or an adapter. Not part of it, so that they belong in `salt` if they matter, are
+    other objects among the attributes, and attributes other than numbers and texts that ``forward``
+    or a method it calls assigns, because they are results of the last call. Results that a hook or
+    another object stores in a module, or that ``forward`` adds to a list or dict, are part of it:
+    compute it before the first call. Device and implementation of the attention, which change the
+    last bits only, are not part of it.
 
     Examples
     --------
@@ -281,27 +288,88 @@ def _facts_of_module(module: Any) -> dict[str, Any]:
     """Return the facts of all submodules, parameters and buffers of a torch module, as JSON."""
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     hashed = {memory_key(tensor) for tensor in tensors.values()}
-    modules = [[name, *_module_facts(part, hashed)] for name, part in module.named_modules()]
+    parts = list(module.named_modules())
+    modules = [[name, *_module_facts(name, part, hashed)] for name, part in parts]
     with named_refusals(tensors):
         facts = [_tensor_facts(name, tensor) for name, tensor in sorted(tensors.items())]
-    # What a module stores by other means, such as the packed weights of quantized layers.
-    state = [[name, _plain_value(value, hashed)] for name, value in module.state_dict().items()]
-    others = [each for each in state if each[0] not in tensors and each[1] is not None]
+    others = [each for name, part in parts for each in _other_states(name, part, hashed)]
     return {"modules": modules, "tensors": facts} | ({"state": others} if others else {})
 
 
-def _module_facts(module: Any, hashed: Memories) -> list[Any]:
+def _module_facts(path: str, module: Any, hashed: Memories) -> list[Any]:
     """Return the class of a module, and the attributes that may change what it computes.
 
-    For example, the scale of an adapter, whether it is active or merged, and an epsilon. `hashed`:
-    as for `_plain_value`.
+    For example, the scale of an adapter, whether it is active or merged, and an epsilon. `path`: of
+    the module in the model. `hashed`: as for `_plain_value`.
     """
+    cls: type = type(module)
+    results = _assigned_by_forward(cls)
     attributes = {
-        name: value
+        name: _named_value(f"{path}.{name}".lstrip("."), value, hashed)
         for name, value in vars(module).items()
-        if name not in _NO_ATTRIBUTES and "hook" not in name
+        if name not in _NO_ATTRIBUTES
+        and "hook" not in name
+        and (name not in results or isinstance(value, bool | int | float | str))
     }
-    return [_name_of_code(type(module)), _plain_value(attributes, hashed)]
+    return [_name_of_code(cls), attributes]
+
+
+def _other_states(path: str, module: Any, hashed: Memories) -> list[list[Any]]:
+    """Return what a module stores besides parameters and buffers, such as packed weights.
+
+    Its `state_dict` is not called: it may be a collective, or not work. A module that cannot tell
+    its states has none.
+    """
+    states: dict[str, Any] = {}
+    try:
+        module._save_to_state_dict(states, f"{path}." if path else "", True)
+    except Exception:
+        return []
+    registered = {**module._parameters, **module._buffers}
+    prefix = len(path) + 1 if path else 0
+    values = [
+        [name, _named_value(name, value, hashed)]
+        for name, value in states.items()
+        if registered.get(name[prefix:]) is None
+    ]
+    return [each for each in values if each[1] is not None]
+
+
+@lru_cache(maxsize=4096)
+def _assigned_by_forward(cls: type) -> frozenset[str]:
+    """Return the attributes that `forward` of a class, or a method that it calls, assigns."""
+    assigned: set[str] = set()
+    seen: set[str] = set()
+    pending = ["forward"]
+    while pending:
+        name = pending.pop()
+        method = inspect.unwrap(getattr(cls, name, None))  # type: ignore[arg-type]
+        code = getattr(method, "__code__", None)
+        if name in seen or code is None or str(method.__module__).startswith("torch.nn.modules"):
+            continue
+        seen.add(name)
+        for part in _codes_in(code):
+            pending += part.co_names
+            stores = (step for step in dis.get_instructions(part) if step.opname == "STORE_ATTR")
+            assigned.update(step.argval for step in stores)
+    return frozenset(assigned)
+
+
+def _codes_in(code: CodeType) -> list[CodeType]:
+    """Return a code object, and the code objects of functions inside it."""
+    parts = [part for part in code.co_consts if inspect.iscode(part)]
+    return [code, *(inner for part in parts for inner in _codes_in(part))]
+
+
+def _named_value(name: str, value: Any, hashed: Memories) -> Any:
+    """Return `_plain_value`; raise CompatibilityError with the name if a value cannot be read."""
+    try:
+        return _plain_value(value, hashed)
+    except MLStateError:
+        raise
+    except Exception as error:
+        text = f"the content of {name!r}, a {type(value).__name__}, cannot be read: {error}"
+        raise incompatible(text, name, "a readable value", type(value).__name__) from error
 
 
 def _plain_value(value: Any, hashed: Memories = frozenset()) -> Any:
@@ -324,7 +392,7 @@ def _plain_value(value: Any, hashed: Memories = frozenset()) -> Any:
     if isinstance(value, partial):
         return [_plain_value(each, hashed) for each in (value.func, value.args, value.keywords)]
     if is_torch(value):
-        return None if memory_key(value) in hashed else _tensor_facts("", value)[1:]
+        return None if memory_key(value) in hashed else _attribute_facts(value)
     if isinstance(value, np.ndarray | np.generic):
         return [str(value.dtype), list(value.shape), _array_digest(np.asarray(value))]
     if isinstance(value, set | frozenset):
@@ -343,6 +411,37 @@ def _name_of_code(value: Any) -> str:
     return f"{value.__module__}.{value.__qualname__}"
 
 
+def _attribute_facts(tensor: Any) -> list[Any]:
+    """Return the facts of a tensor among the attributes, of any layout.
+
+    Not the content of one on the meta device, or whose memory was freed, as FSDP1 does.
+    """
+    if tensor.is_meta or _is_freed(tensor):
+        return [name_of(tensor.dtype), list(tensor.shape), "no content"]
+    layout = str(tensor.layout).removeprefix("torch.")
+    if tensor.is_nested:
+        parts = list(tensor.unbind())
+    elif layout == "strided":
+        return _tensor_facts("", tensor)[1:]
+    elif layout == "sparse_coo":
+        coalesced = tensor.detach().coalesce()
+        parts = [coalesced.indices(), coalesced.values()]
+    elif layout in ("sparse_csr", "sparse_bsr"):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif layout in ("sparse_csc", "sparse_bsc"):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    else:
+        parts = [tensor.to_dense()]
+    shape = [] if tensor.is_nested else list(tensor.shape)
+    return [layout, shape, [_tensor_facts("", part)[1:] for part in parts]]
+
+
+def _is_freed(tensor: Any) -> bool:
+    """Return whether a strided tensor has elements, and its storage none."""
+    is_strided = str(tensor.layout) == "torch.strided" and not tensor.is_nested
+    return is_strided and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
 def _tensor_facts(name: str, tensor: Any) -> list[Any]:
     """Return name, dtype, shape, and SHA-256 of the elements in C order.
 
@@ -350,9 +449,10 @@ def _tensor_facts(name: str, tensor: Any) -> list[Any]:
     """
     backend = backend_of(tensor, TensorBackend)
     values = tensor.detach()
-    arrays = {"": values}
     if values.is_quantized:
         arrays = {"codes": values.int_repr(), "values": values.dequantize()}
+    else:
+        arrays = {"": values.resolve_conj().resolve_neg()}
     packed = {key: each.cpu().contiguous() for key, each in arrays.items()}
     digests = [_array_digest(array) for array in backend.arrays_of(packed).values()]
     return [name, name_of(tensor.dtype), list(tensor.shape), *digests]

@@ -237,6 +237,11 @@ class PromptStore:
             `match` or `into` has another type, or `device` does not belong to `into`.
         ValueError
             `match` is closed, or of a store of another model.
+
+        Notes
+        -----
+        A slot of a ring whose token is not stored is zeroed. Do not put such a cache into a store:
+        the slot would be stored as a token of zeros.
         """
         if not isinstance(match, Match):
             raise TypeError(f"match must be a Match, got {type(match).__name__}")

@@ -349,7 +349,7 @@ def test_a_load_refuses_arrays_of_a_cache_that_share_memory(tmp_path, kind):
     target = two_entries(keys, values)
     target.trim(1)
     mlstate.save(tmp_path / "c", states={"kv": two_entries(filled(1), filled(2))})
-    with pytest.raises(CompatibilityError, match="k: its elements are those of 'v', too"):
+    with pytest.raises(CompatibilityError, match="k: it shares elements with 'v', so it"):
         mlstate.load(tmp_path / "c", into={"states": {"kv": target}})
     assert not memory.any() and target.length == 3
 

@@ -40,6 +40,7 @@ CALLS = {
     "append": lambda masked: RollingKVState(SHAPE, dtype=np.float32).append(masked),
     "state": state_of,
     "rotate": lambda masked: rotate_keys(masked, 1),
+    "shift": lambda masked: rotate_keys(ONES, np.ma.array([1, 2], mask=[1, 0])),
     "mask": lambda masked: create_attention_size_mask(4, 1, 0, out=masked.reshape(1, 1, 2, 4)),
     "put": lambda masked: put([1, 2], masked),
     "tokens": lambda masked: put(np.ma.array([1, 2], mask=[0, 1]), ONES),

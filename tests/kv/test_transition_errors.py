@@ -272,7 +272,17 @@ def test_padding_that_a_float_would_round_is_refused_for_integers(kind, pad_valu
         source = pytest.importorskip("torch").from_numpy(source)
     elif kind == "out":
         out = np.zeros((1, 1, 4, 1), np.int64)
-    with pytest.raises(ValueError, match=f"pad_value {pad_value} has more than the 53 bits"):
+    with pytest.raises(ValueError, match=f"pad_value {pad_value} is not exactly a float"):
         transition_kv_state(source, 4, 1, pad_value, out=out)
     assert out is None or not out.any()
     assert transition_kv_state(source, 4, 1, 2**60)[0, 0, 3, 0] == 2**60
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OSError])
+def test_an_error_of_the_padding_reaches_the_caller(error):
+    class Padding(float):
+        def __index__(self):
+            raise error
+
+    with pytest.raises(error):
+        transition_kv_state(np.ones((1, 1, 2, 1), np.int64), 4, 1, Padding(1.0))

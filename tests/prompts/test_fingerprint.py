@@ -273,3 +273,113 @@ def test_weights_without_elements_are_refused_by_name():
     torch = pytest.importorskip("torch")
     with pytest.raises(CompatibilityError, match="'weight' is a tensor on torch's meta device"):
         fingerprint(torch.nn.Linear(2, 2, device="meta"), hash_weights=True)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ["tensor", "tuple", "called method", "decorated"])
+def test_results_that_forward_keeps_are_not_part_of_a_module(kind):
+    torch = pytest.importorskip("torch")
+
+    def decorated(function):
+        @functools.wraps(function)
+        def call(*args):
+            return function(*args)
+
+        return call
+
+    class Keeper(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.last = torch.nn.Linear(2, 2), None
+            self.table = torch.ones(2)
+
+        def keep(self, result):
+            self.last = (result,)
+
+        def forward(self, values):
+            if kind == "called method":
+                self.keep(values)
+            elif kind == "tuple":
+                self.last, self.sizes = (values, 3), values.shape
+            else:
+                self.last = values * self.table
+            return self.inner(values)
+
+    if kind == "decorated":
+        Keeper.forward = decorated(Keeper.forward)
+    module = Keeper()
+    before = fingerprint(module, hash_weights=True)
+    module(torch.ones(1, 2))
+    assert module.last is not None
+    assert fingerprint(module, hash_weights=True) == before
+    module.table = torch.zeros(2)
+    assert fingerprint(module, hash_weights=True) != before
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["sparse", "csr", "csc", "nested", "conjugated", "negated"])
+def test_attributes_of_every_layout_belong_to_a_module(kind):
+    torch = pytest.importorskip("torch")
+    makers = {
+        "sparse": lambda t: t.to_sparse(),
+        "csr": lambda t: t.to_sparse_csr(),
+        "csc": lambda t: t.to_sparse_csc(),
+        "nested": lambda t: torch.nested.nested_tensor([t, t[:1]]),
+        "conjugated": lambda t: (t * 1j).conj(),
+        "negated": lambda t: (t * 1j).conj().imag,
+    }
+    values = [torch.tensor([[1.0, i], [0, 2]]) for i in (0, 1, 1)]
+    modules = [scaled(torch, makers[kind](value)) for value in values]
+    prints = [fingerprint(module, hash_weights=True) for module in modules]
+    assert prints[0] != prints[1] == prints[2]
+
+
+@pytest.mark.torch
+def test_an_attribute_on_the_meta_device_counts_by_its_shape():
+    torch = pytest.importorskip("torch")
+    modules = [scaled(torch, torch.empty(size, device="meta")) for size in (1, 2, 2)]
+    prints = [fingerprint(module, hash_weights=True) for module in modules]
+    assert prints[0] != prints[1] == prints[2]
+
+
+@pytest.mark.torch
+def test_an_attribute_that_cannot_be_read_is_named():
+    torch = pytest.importorskip("torch")
+
+    class Config:
+        def to_dict(self):
+            raise RuntimeError("gone")
+
+    module = torch.nn.Sequential(scaled(torch, Config()))
+    with pytest.raises(CompatibilityError, match=r"'0.scale', a Config, cannot be read: gone"):
+        fingerprint(module, hash_weights=True)
+
+
+@pytest.mark.torch
+def test_a_module_without_a_working_state_dict_has_a_fingerprint():
+    torch = pytest.importorskip("torch")
+
+    class Stateless(torch.nn.Linear):
+        def state_dict(self, *_, **__):
+            raise RuntimeError("a collective")
+
+    class Stuck(Stateless):
+        def get_extra_state(self):
+            raise RuntimeError("no state")
+
+    torch.manual_seed(0)
+    for cls in (Stateless, Stuck):
+        modules = torch.nn.Sequential(cls(2, 2)), torch.nn.Sequential(cls(2, 2))
+        assert len({fingerprint(module, hash_weights=True) for module in modules}) == 2
+
+
+@pytest.mark.torch
+def test_an_attribute_whose_memory_was_freed_counts_by_its_shape():
+    torch = pytest.importorskip("torch")
+    prints = []
+    for size in (1, 2, 2):
+        tensor = torch.ones(size)
+        tensor.untyped_storage().resize_(0)  # as FSDP1 does with parameters of other ranks
+        prints.append(fingerprint(scaled(torch, tensor), hash_weights=True))
+    assert prints[0] != prints[1] == prints[2]

@@ -71,6 +71,6 @@ def test_arrays_that_share_memory_are_refused(tmp_path):
             assert store.restore(match, into=CacheState(FULL, arrays, 0)) == 50  # interleaved
             arrays["1.values"] = arrays["0.keys"]
             before = stack.copy()
-            with pytest.raises(CompatibilityError, match=r"0\.keys: its elements are those of '1"):
+            with pytest.raises(CompatibilityError, match=r"0\.keys: it shares elements with '1"):
                 store.restore(match, into=CacheState(FULL, arrays, 0))
     assert np.array_equal(stack, before)

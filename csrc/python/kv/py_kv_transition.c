@@ -281,17 +281,21 @@ static int check_pad(const transition *t)
         return 0;
     }
     PyObject *number = PyNumber_Index(t->pad);
-    if (number == NULL) { /* an array of a float, which the conversion has read */
-        PyErr_Clear();
-        return 0;
+    if (number == NULL) {
+        /* an array of a float, which the conversion has read */
+        const bool is_float = PyErr_ExceptionMatches(PyExc_TypeError);
+        if (is_float) {
+            PyErr_Clear();
+        }
+        return is_float ? 0 : -1;
     }
     PyObject *rounded = PyLong_FromDouble(t->pad_value);
     const int same =
         rounded == NULL ? -1 : PyObject_RichCompareBool(number, rounded, Py_EQ);
     if (same == 0) {
         PyErr_Format(PyExc_ValueError,
-                     "pad_value %S has more than the 53 bits of a float: pass another "
-                     "one, or fill the positions after the tokens",
+                     "pad_value %S is not exactly a float: pass another one, or fill "
+                     "the positions after the tokens",
                      number);
     }
     Py_XDECREF(rounded);

@@ -786,15 +786,41 @@ def test_layers_that_are_one_object_or_share_memory_are_refused():
     for layer in layers:
         layer.update(torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 1, 4))
     layers[1].values = layers[0].keys
-    with pytest.raises(CompatibilityError, match=r"its elements are those of '1.values'"):
+    with pytest.raises(CompatibilityError, match=r"it shares elements with '1.values'"):
         to_cache(state, into=Cache(layers=layers))
     assert not layers[0].keys.any() and int(layers[0].cumulative_length) == 1
     layer = used_linear_layer()
     layer.update_recurrent_state(layer.conv_states[0])
     state = from_cache(Cache(layers=[layer]), length=4).copy()
     layer.recurrent_states[0] = layer.conv_states[0]
-    with pytest.raises(CompatibilityError, match="its elements are those of"):
+    with pytest.raises(CompatibilityError, match="it shares elements with"):
         to_cache(state, into=Cache(layers=[layer]))
+
+
+@pytest.mark.parametrize("kind", ["layers", "keys and values", "linear", "growing"])
+def test_a_cache_that_holds_the_arrays_of_other_entries_is_refused(kind):
+    if kind == "linear":
+        layers = [used_linear_layer(), used_linear_layer()]
+        state = from_cache(Cache(layers=layers), length=4)
+        tensors = [layer.conv_states[0] for layer in layers]
+    else:
+        layers = [StaticLayer(8), StaticLayer(8)]
+        for layer in layers:
+            layer.update(torch.rand(1, 2, 3, 4), torch.rand(1, 2, 3, 4))
+        state = from_cache(Cache(layers=layers))
+        tensors = [part for layer in layers for part in (layer.keys, layer.values)]
+    before = [tensor.clone() for tensor in tensors]
+    if kind == "keys and values":
+        layers[1].keys, layers[1].values = layers[1].values, layers[1].keys
+        into = Cache(layers=layers)
+    elif kind == "growing":
+        into = Cache(layers=[DynamicLayer(), layers[0]])
+    else:
+        into = Cache(layers=layers[::-1])
+    with pytest.raises(CompatibilityError, match=r"has elements of the array '[01]"):
+        to_cache(state, into=into)
+    assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True))
+    to_cache(state.copy(), into=into)
 
 
 @pytest.mark.parametrize("name", ["dynamic", "dynamic sliding", "dynamic indexed", "fp8"])

@@ -68,3 +68,22 @@ def test_the_state_of_an_adapter_belongs_to_the_model():
     model.merge_adapter()
     seen.append(of(model))
     assert len(set(seen)) == 5
+
+
+def test_a_generation_of_a_vision_model_keeps_its_fingerprint():
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 32, "vocab_size": 20, "bos_token_id": 1, "eos_token_id": 2}
+    layers = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    vision = {"depth": 1, "embed_dim": 32, "hidden_size": 32, "num_heads": 2}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    config = transformers.Qwen2VLConfig(
+        text_config={**sizes, **layers, "intermediate_size": 32, "rope_parameters": rope},
+        vision_config=vision,
+        **{name: 15 + i for i, name in enumerate(names)},
+    )
+    model = transformers.Qwen2VLForConditionalGeneration(config).eval()
+    before = of(model)
+    model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=2, do_sample=False)
+    assert model.model.rope_deltas is not None
+    assert of(model) == before

@@ -5,7 +5,13 @@ from __future__ import annotations
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...._common.arrays import is_torch, overlaps_itself, overwrite, shares_elements
+from ...._common.arrays import (
+    is_torch,
+    names_sharing_memory,
+    overlaps_itself,
+    overwrite,
+    shares_elements,
+)
 from ....kv._arguments import incompatible, tokens_error
 from ....kv._cache_spec import CacheEntry, entry_error
 from ....kv._snapshot import check_separate
@@ -35,9 +41,8 @@ class Filler(EntryPlan):
     def __init__(self, state: CacheState, *, is_shared: bool) -> None:
         super().__init__(state)
         self.is_shared = is_shared  # the layers are new: they use the arrays themselves
-        self.overwritten: dict[
-            str, Any
-        ] = {}  # tensors of layers, by the entry they are filled from
+        # tensors of layers, by the entry they are filled from
+        self.overwritten: dict[str, Any] = {}
 
     def plan(self, layer: Any, index: int, prefix: str = "") -> None:
         """Check that a layer fits the state, and plan the writes to it; nothing is written.
@@ -59,7 +64,20 @@ class Filler(EntryPlan):
     def write_all(self) -> None:
         """Make all planned writes; raise CompatibilityError before if two would meet in memory."""
         check_separate(self.overwritten)
+        self._check_sources()
         super().write_all()
+
+    def _check_sources(self) -> None:
+        """Raise CompatibilityError if a write would change the array of another entry."""
+        sources = {f"source {name}": array for name, array in self.arrays.items()}
+        near = names_sharing_memory({**sources, **self.overwritten})
+        for name in sorted(near & set(self.overwritten)):
+            for other, array in self.arrays.items():
+                is_near = other != name and f"source {other}" in near
+                if is_near and shares_elements(array, self.overwritten[name]):
+                    text = f"its tensor in the cache has elements of the array {other!r}"
+                    text += ", which a write would change: copy the state"
+                    raise entry_error(name, text, "other memory", "shared memory")
 
 
 class _Place(NamedTuple):
