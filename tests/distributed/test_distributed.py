@@ -1,5 +1,7 @@
 """States of several ranks, run as threads: merged, gathered and distributed."""
 
+import time
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -715,3 +717,36 @@ def test_merged_optimizers_have_the_groups_of_all_ranks():
     assert first.param_groups == stage("a", 3).param_groups
     nameless = OptimizerStateDict({"a.m": np.ones(2)}, param_groups=[{"lr": 1}])
     assert collector.merge_states([nameless, nameless]).param_groups == ({"lr": 1},)
+
+
+@pytest.mark.parametrize("shapes", ["overlap", "tied dtypes"])
+def test_ranks_may_order_names_of_shared_elements_differently(shapes):
+    def work(collector):
+        data = np.full(8, collector.group.rank, np.float32)
+        views = {"a": data[:6], "b": data[2:], "c": data[4:]}
+        if shapes == "tied dtypes":
+            views = {"a": data, "b": data.view(np.int32), "c": data[4:]}
+        names = sorted(views, reverse=collector.group.rank == 1)
+        collector.broadcast_state({name: views[name] for name in names}, root=1)
+        return data
+
+    for data in run(work):
+        same_bits(data, np.ones(8, np.float32))
+
+
+def test_a_rank_that_shares_elements_differently_is_named():
+    def work(collector):
+        data = np.zeros(8)
+        begin = 2 + collector.group.rank
+        collector.broadcast_state({"a": data[:5], "b": data[begin : begin + 5]})
+
+    for error in run(work):
+        assert "on rank 1, and differently on rank 0" in str(error)
+
+
+def test_a_broadcast_of_the_columns_of_a_matrix_is_quick():
+    matrix = np.zeros((4, 2000))
+    start = time.perf_counter()
+    state = {str(i): matrix[:, i] for i in range(2000)}
+    DistributedStateCollector(SingleGroup()).broadcast_state(state)
+    assert time.perf_counter() - start < 2
