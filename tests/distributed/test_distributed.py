@@ -1,5 +1,6 @@
 """States of several ranks, run as threads: merged, gathered and distributed."""
 
+import sys
 import time
 
 import numpy as np
@@ -133,6 +134,24 @@ def test_replicas_are_kept_once_and_names_united():
     assert merged["b"] is second["b"]
     assert merged.model_type == "gpt"
     assert list(first) == ["a"]
+
+
+def test_hyperparameters_may_be_nan_or_arrays():
+    def state(rank, value):
+        groups = [{"params": ["w", "w"], "x": value}, {"params": [f"own {rank}"], "x": value}]
+        return OptimizerStateDict({"w.m": np.ones(2)}, param_groups=groups)
+
+    values = [lambda: np.array([1.0, np.nan]), lambda: float("nan"), lambda: (0.9, float("nan"))]
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        values.append(lambda: torch.tensor([1.0, 2.0]))
+    for value in values:
+        assert len(COLLECTOR.merge_states([state(0, value())]).param_groups) == 2
+        merged = COLLECTOR.merge_states([state(rank, value()) for rank in range(2)])
+        assert [group["params"] for group in merged.param_groups][-1] == ["own 1"]
+    for first, second in ((np.ones(2), np.zeros(2)), (np.ones(2), np.ones(3)), (np.nan, 1.0)):
+        with pytest.raises(CompatibilityError, match=r"on rank 1: set the same .*check=False"):
+            COLLECTOR.merge_states([state(0, first), state(1, second)])
 
 
 def test_different_replicas_are_reported_with_rank_and_key():
