@@ -72,3 +72,12 @@ def test_a_load_into_a_part_of_a_parameter_is_seen_by_autograd(torch):
     version = parameter._version
     load_into({"w": target}, {"w": Layout.rows(2).shard(torch.ones(8), 0)})
     assert parameter._version > version and parameter.tolist() == [1] * 4
+
+
+def test_diff_reports_a_part_and_the_whole_as_different_shapes():
+    part = Shard(np.ones((2, 2)), Layout.rows(2), 0, shape=(4, 2))
+    states = {"w": part, "b": np.ones(1)}, {"w": np.ones((4, 2)), "b": np.ones(1)}
+    for first, second in (states, states[::-1]):
+        difference = diff(first, second)
+        assert [name for name, *_ in difference.shapes] == ["w"]
+        assert (difference.unchanged, difference.changes) == (1, [])
