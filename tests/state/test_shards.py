@@ -45,9 +45,8 @@ def test_a_part_is_never_equal_to_the_whole_tensor_or_loaded_from_it():
         assert StateDict(first) != second
         assert shapes_match(first, second)  # a part has the shape of the tensor
         assert not check_compatibility(first, second).is_loadable()
-        for refused in (load_into, diff):
-            with pytest.raises(CompatibilityError, match="'w'"):
-                refused(first, second)
+        with pytest.raises(CompatibilityError, match="'w'"):
+            load_into(first, second)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
