@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from bisect import bisect_right
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from math import gcd
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -17,6 +19,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from .._types import Array, NDArray
+
+    # address, item bytes, shape and strides in bytes, as `_core.memory_overlap` takes them
+    _Memory = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+    # device, range of addresses, position among the arrays, memory
+    _Span = tuple[str, int, int, int, _Memory]
+
+_Name = TypeVar("_Name")
 
 
 def is_torch(candidate: object) -> bool:
@@ -46,7 +55,7 @@ def is_on_device(array: object) -> bool:
     return is_torch(array) and array.device.type not in ("cpu", "meta")  # type: ignore[attr-defined]
 
 
-def _memory_of(array: Any) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+def _memory_of(array: Any) -> _Memory:
     """Return address, item bytes, shape and strides in bytes, as `_core.memory_overlap` takes them.
 
     `array`: a NumPy array, or a strided tensor. An address of 0 is unknown, as of a meta tensor.
@@ -118,21 +127,36 @@ def memory_key(array: Any) -> tuple[object, ...]:
     return (*memory, *facts) if memory[0] != 0 else (id(array),)
 
 
+def memory_range(array: Any) -> tuple[int, int] | None:
+    """Return the first address of an array's elements and the address after the last one.
+
+    None without an array, elements or a known address.
+    """
+    if not _has_memory(array) or _size_of(array) == 0:
+        return None
+    memory = _memory_of(array)
+    return _range_of(memory) if memory[0] else None
+
+
+def _range_of(memory: _Memory) -> tuple[int, int]:
+    """Return the first address of a memory, and the address after its last element."""
+    address, item, shape, strides = memory
+    steps = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    low = address + sum(step for step in steps if step < 0)
+    return low, address + item + sum(step for step in steps if step > 0)
+
+
 def names_sharing_memory(arrays: Mapping[str, Any]) -> set[str]:
     """Return the names of arrays whose range of addresses meets the range of another array.
 
     Such arrays may still have no element in common. Values that are not arrays, and arrays without
     elements or with an unknown address, are left out.
     """
-    ranges = []
-    for name, array in arrays.items():
-        if not _has_memory(array) or _size_of(array) == 0:
-            continue
-        address, item, shape, strides = _memory_of(array)
-        if address:
-            steps = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
-            low = address + sum(step for step in steps if step < 0)
-            ranges.append((low, address + item + sum(step for step in steps if step > 0), name))
+    ranges = [
+        (*extent, name)
+        for name, array in arrays.items()
+        if (extent := memory_range(array)) is not None
+    ]
     sharing: set[str] = set()
     end, last = 0, ""
     for low, high, name in sorted(ranges):
@@ -141,6 +165,99 @@ def names_sharing_memory(arrays: Mapping[str, Any]) -> set[str]:
         if high > end:
             end, last = high, name
     return sharing
+
+
+def pairs_sharing_elements(arrays: Mapping[_Name, Any]) -> Iterator[tuple[_Name, _Name]]:
+    """Yield the pairs of names, each in the order of `arrays`, whose arrays share an element.
+
+    Arrays with equal memory are yielded only with the first of these, which is compared for all.
+    Values that are not strided arrays, or have no known address, are left out.
+    """
+    names = list(arrays)
+    first: dict[tuple[object, ...], int] = {}
+    spans: list[_Span] = []
+    for number, array in enumerate(arrays.values()):
+        if not _has_memory(array) or _size_of(array) == 0:
+            continue
+        memory = _memory_of(array)
+        if not memory[0]:
+            continue
+        device = str(array.device) if is_on_device(array) else ""
+        same = first.setdefault((device, *memory), number)
+        if same != number:
+            yield names[same], names[number]
+            continue
+        spans.append((device, *_range_of(memory), number, memory))
+    spans.sort()
+    cluster: list[_Span] = []
+    end = 0
+    for span in spans:
+        if not cluster or span[0] != cluster[0][0] or span[1] >= end:
+            yield from _pairs_of_cluster(names, cluster)
+            cluster, end = [], 0
+        cluster.append(span)
+        end = max(end, span[2])
+    yield from _pairs_of_cluster(names, cluster)
+
+
+def _pairs_of_cluster(names: list[_Name], cluster: list[_Span]) -> Iterator[tuple[_Name, _Name]]:
+    """Yield the pairs of names that share an element, of arrays in one range of addresses.
+
+    The arrays to compare are those whose ranges meet: of addresses, or, for views of one matrix
+    such as its columns, of addresses modulo the greatest common divisor of all strides.
+    """
+    if len(cluster) < 2:
+        return
+    intervals = [(low, high, i) for i, (_, low, high, *_) in enumerate(cluster)]
+    blocks = [_block_of(memory) for *_, memory in cluster]
+    step = gcd(*[divisor for _, divisor in blocks])
+    if step and min(length for length, _ in blocks) < step:
+        residues = []
+        for i, (length, _) in enumerate(blocks):
+            begin = cluster[i][1] % step if length < step else 0
+            end = begin + min(length, step)
+            residues.append((begin, min(end, step), i))
+            if end > step:  # goes on from 0
+                residues.append((0, end - step, i))
+        residues.sort()
+        intervals = min(intervals, residues, key=_count_meeting)
+    done: set[tuple[int, int]] = set()
+    active: list[tuple[int, int, int]] = []
+    for interval in intervals:
+        active = [other for other in active if other[1] > interval[0]]
+        span = cluster[interval[2]]
+        for *_, i in active:
+            other = cluster[i]
+            left, right = sorted((span[3:], other[3:]))
+            pair = left[0], right[0]
+            if pair[0] == pair[1] or pair in done or span[1] >= other[2] or other[1] >= span[2]:
+                continue
+            done.add(pair)
+            if _core.memory_overlap(left[1], right[1]):
+                yield names[pair[0]], names[pair[1]]
+        active.append(interval)
+
+
+def _block_of(memory: _Memory) -> tuple[int, int]:
+    """Return the bytes of a memory's contiguous blocks, and a divisor of all distances of these.
+
+    The divisor of a single block is 0.
+    """
+    _, length, shape, strides = memory
+    axes = zip(shape, strides, strict=True)
+    divisor = 0
+    for stride, size in sorted((abs(stride), size) for size, stride in axes if size > 1):
+        if stride == length and not divisor:
+            length *= size
+        else:
+            divisor = gcd(divisor, stride)
+    return length, divisor
+
+
+def _count_meeting(intervals: list[tuple[int, int, int]]) -> int:
+    """Return the number of pairs of sorted intervals that meet."""
+    ends = sorted(end for _, end, _ in intervals)
+    return sum(i - bisect_right(ends, begin) for i, (begin, *_) in enumerate(intervals))
 
 
 def _has_memory(*arrays: Any) -> bool:

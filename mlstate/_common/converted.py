@@ -69,13 +69,18 @@ def converted(array: Any, dtype: str) -> NDArray:
     return values
 
 
+def needs_conversion(array: Any, dtype: str) -> bool:
+    """Return whether `is_converted` is true for an array or tensor."""
+    # other libraries put their own names first, as mlx.core.float32
+    return is_converted(name_of(array.dtype).rpartition(".")[2], dtype)
+
+
 def converted_value(value: Any, dtype: str) -> Any:
     """Return an array, or a tensor on its device, in a float dtype.
 
     Integers, bool, complex numbers, and values of this dtype are returned without a copy.
     """
-    # other libraries put their own names first, as mlx.core.float32
-    if not is_converted(name_of(value.dtype).rpartition(".")[2], dtype):
+    if not needs_conversion(value, dtype):
         return value
     if is_torch(value):
         return value.detach().to(backend_of(value, TensorBackend).dtype_of(dtype))

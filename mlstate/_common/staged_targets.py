@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MLStateError
 from .arrays import (
     is_on_device,
     memory_key,
-    names_sharing_memory,
     new_packed,
     overlaps_itself,
     overwrite,
     overwrite_with_zeros,
-    shares_elements,
+    pairs_sharing_elements,
 )
 from .backend import TensorBackend, backend_of
 
@@ -127,11 +125,9 @@ def refuse_overlaps_on_devices(
             if (number, memory_key(target)) not in keys:
                 keys.add((number, memory_key(target)))
                 targets[where] = number, target
-    sharing = names_sharing_memory({where: target for where, (_, target) in targets.items()})
-    for first, second in combinations([where for where in targets if where in sharing], 2):
-        left, right = targets[first][1], targets[second][1]
-        if left.device == right.device and shares_elements(left, right):
-            raise ValueError(
-                f"the targets {first} and {second} share memory, but are not one tensor of one "
-                "state: load into a copy of one of them"
-            )
+    tensors = {where: target for where, (_, target) in targets.items()}
+    for first, second in pairs_sharing_elements(tensors):
+        raise ValueError(
+            f"the targets {first} and {second} share memory, but are not one tensor of one state: "
+            "load into a copy of one of them"
+        )

@@ -626,7 +626,7 @@ def _merge_groups(states: list[StateDict]) -> tuple[list[dict[str, Any]], int] |
     groups = {rank: list(state.param_groups) for rank, state in optimizers.items()}
     try:
         merged = merge_groups("merge_states", groups)
-    except ValueError as error:
+    except CompatibilityError as error:
         raise CompatibilityError(f"{error}; check=False keeps the groups of the first") from None
     return merged, max(state.step for state in optimizers.values())
 

@@ -15,10 +15,9 @@ import numpy as np
 from .._common.arrays import (
     is_same_memory,
     is_torch,
-    names_sharing_memory,
     new_packed,
     overlaps_itself,
-    shares_elements,
+    pairs_sharing_elements,
 )
 from .._common.budget import parse_budget
 from .._sharding.layout import Shard
@@ -443,10 +442,7 @@ def _why_not_filled(raw: Any) -> str:
 
 
 def check_writable(state: Mapping[str, object]) -> None:
-    """Raise ValueError if an array of the state cannot be overwritten; call it before any is.
-
-    Also if two arrays share some elements; tied ones, which share all of them, may.
-    """
+    """Raise ValueError if an array of the state cannot be overwritten; call it before any is."""
     for name, value in state.items():
         why = _why_not_filled(value.array if isinstance(value, Shard) else value)
         if why:
@@ -464,18 +460,13 @@ def check_apart(state: Mapping[str, object], source: Mapping[str, object]) -> No
         for name, value in state.items()
         if not (name in sent and is_same_memory(_sent_part(value, sent[name]), array_of(value)))
     }
-    sharing = names_sharing_memory(
-        {f"source {name}": array for name, array in sent.items()}
-        | {f"target {name}": array for name, array in targets.items()}
-    )
-    sent = {name: array for name, array in sent.items() if f"source {name}" in sharing}
-    for name, target in targets.items():
-        for other, array in sent.items() if f"target {name}" in sharing else ():
-            if shares_elements(array, target):
-                raise ValueError(
-                    f"broadcast_state: {name!r} shares memory with {other!r} of source=; pass a "
-                    "copy"
-                )
+    arrays = {("source", name): array for name, array in sent.items()}
+    arrays |= {("target", name): array for name, array in targets.items()}
+    for (kind, other), (other_kind, name) in pairs_sharing_elements(arrays):
+        if kind != other_kind:
+            raise ValueError(
+                f"broadcast_state: {name!r} shares memory with {other!r} of source=; pass a copy"
+            )
 
 
 def _sent_part(value: object, array: Any) -> Any:
@@ -526,8 +517,8 @@ class Broadcasting(_Transfer):
                 if entry.overlap is not None and entry.overlap != have.overlap:
                     note(
                         "memory", entry.name, rank,
-                        f"it shares elements with {entry.overlap} on rank {rank}, and not so on "
-                        f"rank {self.root}, which sends; pass a copy",
+                        f"it shares elements with {entry.overlap} on rank {rank}, and "
+                        f"differently on rank {self.root}, which sends; pass a copy",
                     )  # fmt: skip
                 if have.steps is not None and entry[3:5] != have[3:5]:  # steps and part
                     note(
@@ -558,7 +549,8 @@ class Broadcasting(_Transfer):
             """Return, on the root, whether the tensors of each pair differ."""
             if self.group.rank != self.root:
                 return []
-            digests = {n: digest(array_of(source[n])) for pair in pairs for n in pair[:2]}
+            names = {name for pair in pairs for name in pair[:2]}
+            digests = {name: digest(array_of(source[name])) for name in names}
             return [digests[name] != digests[other] for name, other, _ in pairs]
 
         results = exchange(self.group, self.operation, self.timeout, differs)[self.root]

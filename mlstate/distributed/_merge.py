@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from itertools import combinations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from .._common.arrays import (
     memory_key,
-    names_sharing_memory,
     new_packed,
+    pairs_sharing_elements,
     refuse_unstorable,
-    shares_elements,
 )
 from .._common.text import ranks_text, shorten
 from .._sharding.layout import Layout, Shard
@@ -125,14 +123,14 @@ def with_overlaps(state: Mapping[str, object], entries: list[Entry]) -> list[Ent
 
     Texts are equal for equal strides, shapes and distances. `entries`: the result of `describe`.
     """
-    arrays = {each.name: array_of(state[each.name]) for each in entries if each.tied is None}
-    sharing = names_sharing_memory(arrays)
+    named = {each.name: each for each in entries if each.tied is None}
+    # ranks may order names differently
+    arrays = {name: array_of(state[name]) for name in sorted(named)}
     overlaps: dict[str, str] = {}
-    for first, second in combinations([name for name in arrays if name in sharing], 2):
-        if shares_elements(arrays[first], arrays[second]):
-            left, right = memory_key(arrays[first]), memory_key(arrays[second])
-            distance = right[0] - left[0]  # type: ignore[operator]
-            overlaps.setdefault(second, f"{first!r} ({distance} bytes, {left[1:4]}, {right[1:4]})")
+    for first, second in sorted(pairs_sharing_elements(arrays)):
+        left, right = memory_key(arrays[first]), memory_key(arrays[second])
+        distance = right[0] - left[0]  # type: ignore[operator]
+        overlaps.setdefault(second, f"{first!r} ({distance} bytes, {left[1:4]}, {right[1:4]})")
     return [each._replace(overlap=overlaps.get(each.name)) for each in entries]
 
 

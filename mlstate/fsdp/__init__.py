@@ -24,7 +24,6 @@ from math import isfinite, isnan, nan, sqrt
 from typing import TYPE_CHECKING, Any
 
 from .._common.arguments import check_number
-from .._common.arrays import refuse_masked
 from .._common.backend import backend_named, is_module
 from .._common.set_module import set_module_of_exports
 from .._exports import show_exports
@@ -217,8 +216,6 @@ def _find_partials(
     """
     partials = dict.fromkeys(gradients, (nan, 0))
     try:
-        for name, gradient in gradients.items():
-            refuse_masked(name, gradient)
         partials = norm_partials(gradients)
         scale(gradients, 1)
     except Exception as error:  # all ranks raise it: they wait for this one

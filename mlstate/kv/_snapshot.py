@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import combinations
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .._common.arrays import (
     is_same_memory,
     is_torch,
-    names_sharing_memory,
     overlaps_itself,
-    shares_elements,
+    pairs_sharing_elements,
 )
 from .._common.backend import TensorBackend, backend_of
 from .._common.set_module import set_module
@@ -153,9 +151,7 @@ def check_separate(arrays: Mapping[str, Any], values: Mapping[str, Any] | None =
     `values`: arrays that will be written, by name. With them, arrays of the same elements are
     accepted if they get the same bytes.
     """
-    for first, second in combinations(sorted(names_sharing_memory(arrays)), 2):
-        if not shares_elements(arrays[first], arrays[second]):
-            continue
+    for first, second in pairs_sharing_elements(dict(sorted(arrays.items()))):
         is_same = is_same_memory(arrays[first], arrays[second])
         if values is None or not is_same or _bytes_of(values[first]) != _bytes_of(values[second]):
             text = f"it shares elements with {second!r}, so it cannot be written"

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from typing import Any, TypeAlias
 
+import numpy as np
+
+from .._common.arrays import is_torch
+from .._common.backend import TensorBackend, backend_of
+from ..errors import CompatibilityError
+
 _Group: TypeAlias = dict[str, Any]
 
 # Entries of a group that describe its parameters.
@@ -21,7 +27,7 @@ def _split_group(group: _Group) -> tuple[dict[str, Any], dict[str, Any]]:
 def _refuse_values(
     label: str, name: str, first: tuple[int, _Group], other: tuple[int, _Group]
 ) -> None:
-    """Raise ValueError if the groups of a parameter have different hyperparameters on two ranks.
+    """Raise CompatibilityError if a parameter has different hyperparameters on two ranks.
 
     `label`: the optimizer. `name`: the parameter. `first`, `other`: rank and hyperparameters of
     each.
@@ -29,11 +35,34 @@ def _refuse_values(
     values = first[1], other[1]
     for key in {**values[0], **values[1]}:
         got = [v.get(key, "no value") for v in values]
-        if (key in values[0]) != (key in values[1]) or got[0] != got[1]:
-            raise ValueError(
+        if (key in values[0]) != (key in values[1]) or not _is_equal(*got):
+            raise CompatibilityError(
                 f"{label}: the group of {name!r} has {key!r} = {got[0]} on rank {first[0]}, and "
                 f"{got[1]} on rank {other[0]}: set the same values on every rank"
             )
+
+
+def _is_equal(first: Any, second: Any) -> bool:
+    """Return whether two hyperparameters are equal, also if they are NaN, arrays or have both."""
+    if first is second:
+        return True
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_is_equal, first, second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_is_equal(first[k], second[k]) for k in first)
+    if is_torch(first) or is_torch(second):
+        if not (is_torch(first) and is_torch(second)):
+            return False
+        first, second = (
+            backend_of(each, TensorBackend).arrays_of({"": each.detach().cpu()})[""]
+            for each in (first, second)
+        )
+    if isinstance(first, np.ndarray | np.generic) or isinstance(second, np.ndarray | np.generic):
+        left, right = np.asarray(first), np.asarray(second)
+        if left.shape != right.shape:
+            return False
+        return bool(np.all((left == right) | ((left != left) & (right != right))))
+    return bool(first == second or (first != first and second != second))
 
 
 def merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group]:
@@ -42,7 +71,7 @@ def merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group]
     `label`: the optimizer, for errors. `groups_of`: the groups by rank. The groups of the first
     rank come first, then the groups of other ranks, without parameters of an earlier rank. If a
     group has no names of parameters, nothing can be joined, and the groups of the first rank are
-    returned. Raises ValueError if ranks disagree about the values of a parameter's group.
+    returned. Raises CompatibilityError if ranks disagree about the values of a parameter's group.
     """
     if not all("params" in group for groups in groups_of.values() for group in groups):
         return next(iter(groups_of.values()))
@@ -53,7 +82,9 @@ def merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group]
             values, parameter_values = _split_group(group)
             new = [i for i, name in enumerate(parameter_values["params"]) if name not in seen]
             for name in parameter_values["params"]:
-                _refuse_values(label, name, seen.setdefault(name, (rank, values)), (rank, values))
+                earlier = seen.setdefault(name, (rank, values))
+                if earlier[1] is not values:
+                    _refuse_values(label, name, earlier, (rank, values))
             if rank and not new:  # rank 0 keeps its empty groups
                 continue
             positions = {old: i for i, old in enumerate(new)}

@@ -165,7 +165,8 @@ def _refuse_copies(target: Mapping[str, Any], entries: dict[str, Any]) -> None:
     """
     for name in () if target is entries else entries:
         first, again = (getattr(each, "array", each) for each in (entries[name], target[name]))
-        if isinstance(first, np.ndarray) and not is_same_memory(first, again):
+        is_strided = is_torch(first) and str(first.layout) == "torch.strided"
+        if (isinstance(first, np.ndarray) or is_strided) and not is_same_memory(first, again):
             raise ValueError(
                 f"target {name!r} is a new copy at each access, so a write to it would be lost: "
                 "pass a mapping of the arrays themselves"
@@ -296,9 +297,12 @@ def rename(
     renamed, numbers = _core.state_rename(entries, pairs)
     groups = []
     for group in state.param_groups if isinstance(state, OptimizerStateDict) else ():
-        listed = {str(name): None for name in group.get("params", ())}
+        params = group.get("params", ())  # positions have no prefixes
+        listed = {name: None for name in params if isinstance(name, str)}
         names, unmatched = _core.state_rename(listed, pairs)
-        groups.append({**group, "params": list(names)} if "params" in group else group)
+        renamed_params = dict(zip(listed, names, strict=True))
+        params = [renamed_params.get(name, name) for name in params]
+        groups.append({**group, "params": params} if "params" in group else group)
         numbers = [number for number in numbers if number in unmatched]
     if numbers and unused == "error":
         raise unused_rules(entries, [list(rules)[number] for number in numbers])

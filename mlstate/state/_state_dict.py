@@ -13,7 +13,7 @@ from .. import _core
 from .._common.arguments import check_flags, check_int
 from .._common.arrays import memory_key, refuse_masked
 from .._common.backend import TensorBackend, backend_named, backend_of, is_module
-from .._common.converted import converted_value, float_name
+from .._common.converted import converted_value, float_name, needs_conversion
 from .._common.text import shorten
 from ._backend import StateBackend
 
@@ -369,14 +369,18 @@ class StateDict(_core.StateDict):
         name = float_name(dtype)
         result = self.copy()
         done: dict[Any, Any] = {}
+        needed: dict[Any, bool] = {}  # by dtype
         for key, value in self.items():
-            refuse_masked(key, getattr(value, "array", value))
+            array = getattr(value, "array", value)
+            refuse_masked(key, array)
+            if array.dtype not in needed:
+                needed[array.dtype] = needs_conversion(array, name)
+            if not needed[array.dtype]:
+                continue
             memory = memory_key(value)
             if memory not in done:
-                done[memory] = value, _converted_part(value, name)
-            # another view of one memory keeps its class if nothing is converted
-            known, converted = done[memory]
-            result[key] = value if converted is known else converted
+                done[memory] = _converted_part(value, name)
+            result[key] = done[memory]
         return result
 
     def digest(self) -> str:

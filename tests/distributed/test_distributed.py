@@ -1,5 +1,7 @@
 """States of several ranks, run as threads: merged, gathered and distributed."""
 
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -132,6 +134,24 @@ def test_replicas_are_kept_once_and_names_united():
     assert merged["b"] is second["b"]
     assert merged.model_type == "gpt"
     assert list(first) == ["a"]
+
+
+def test_hyperparameters_may_be_nan_or_arrays():
+    def state(rank, value):
+        groups = [{"params": ["w", "w"], "x": value}, {"params": [f"own {rank}"], "x": value}]
+        return OptimizerStateDict({"w.m": np.ones(2)}, param_groups=groups)
+
+    values = [lambda: np.array([1.0, np.nan]), lambda: float("nan"), lambda: (0.9, float("nan"))]
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        values.append(lambda: torch.tensor([1.0, 2.0]))
+    for value in values:
+        assert len(COLLECTOR.merge_states([state(0, value())]).param_groups) == 2
+        merged = COLLECTOR.merge_states([state(rank, value()) for rank in range(2)])
+        assert [group["params"] for group in merged.param_groups][-1] == ["own 1"]
+    for first, second in ((np.ones(2), np.zeros(2)), (np.ones(2), np.ones(3)), (np.nan, 1.0)):
+        with pytest.raises(CompatibilityError, match=r"on rank 1: set the same .*check=False"):
+            COLLECTOR.merge_states([state(0, first), state(1, second)])
 
 
 def test_different_replicas_are_reported_with_rank_and_key():
@@ -730,3 +750,28 @@ def test_empty_parts_are_not_tied():
 
     described = describe(Parts({f"w{number}": None for number in range(100)}))
     assert [entry.tied for entry in described] == [None] * 100
+
+
+@pytest.mark.parametrize("shapes", ["overlap", "tied dtypes"])
+def test_ranks_may_order_names_of_shared_elements_differently(shapes):
+    def work(collector):
+        data = np.full(8, collector.group.rank, np.float32)
+        views = {"a": data[:6], "b": data[2:], "c": data[4:]}
+        if shapes == "tied dtypes":
+            views = {"a": data, "b": data.view(np.int32), "c": data[4:]}
+        names = sorted(views, reverse=collector.group.rank == 1)
+        collector.broadcast_state({name: views[name] for name in names}, root=1)
+        return data
+
+    for data in run(work):
+        same_bits(data, np.ones(8, np.float32))
+
+
+def test_a_rank_that_shares_elements_differently_is_named():
+    def work(collector):
+        data = np.zeros(8)
+        begin = 2 + collector.group.rank
+        collector.broadcast_state({"a": data[:5], "b": data[begin : begin + 5]})
+
+    for error in run(work):
+        assert "on rank 1, and differently on rank 0" in str(error)

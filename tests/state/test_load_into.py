@@ -395,6 +395,8 @@ def test_rename_renames_the_parameters_of_an_optimizers_groups_too():
     assert [group["params"] for group in renamed.param_groups] == [["w", "b"], ["last"]]
     assert [group["params"] for group in adam.param_groups] == [["module.w", "module.b"], ["head"]]
     assert rename(OptimizerStateDict(param_groups=[{"lr": 1}]), {}).param_groups == ({"lr": 1},)
+    positions = OptimizerStateDict({"m.w": np.ones(1)}, param_groups=[{"params": [0, 1]}])
+    assert rename(positions, {"m.": ""}).param_groups == ({"params": [0, 1]},)
     with pytest.raises(ValueError, match="no name matches 'other'"):
         rename(adam, {"module.": "", "other": ""})
     with pytest.raises(CompatibilityError, match="'w'"):
@@ -429,6 +431,25 @@ class Copies(collections.abc.Mapping):
 
     def __len__(self):
         return len(self.arrays)
+
+
+def test_a_target_that_returns_clones_of_tensors_is_refused():
+    torch = pytest.importorskip("torch")
+
+    class Clones(collections.UserDict):
+        def __getitem__(self, name):
+            return self.data[name].clone()
+
+    class Views(collections.UserDict):
+        def __getitem__(self, name):
+            return self.data[name].detach()
+
+    source = {"w": np.ones(2, np.float32)}
+    with pytest.raises(ValueError, match="target 'w' is a new copy at each access"):
+        load_into(Clones({"w": torch.zeros(2)}), source)
+    target = Views({"w": torch.zeros(2)})
+    load_into(target, source)
+    assert target["w"].tolist() == [1, 1]
 
 
 def test_a_target_that_returns_copies_is_refused():

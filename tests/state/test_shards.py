@@ -45,9 +45,8 @@ def test_a_part_is_never_equal_to_the_whole_tensor_or_loaded_from_it():
         assert StateDict(first) != second
         assert shapes_match(first, second)  # a part has the shape of the tensor
         assert not check_compatibility(first, second).is_loadable()
-        for refused in (load_into, diff):
-            with pytest.raises(CompatibilityError, match="'w'"):
-                refused(first, second)
+        with pytest.raises(CompatibilityError, match="'w'"):
+            load_into(first, second)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -72,3 +71,12 @@ def test_a_load_into_a_part_of_a_parameter_is_seen_by_autograd(torch):
     version = parameter._version
     load_into({"w": target}, {"w": Layout.rows(2).shard(torch.ones(8), 0)})
     assert parameter._version > version and parameter.tolist() == [1] * 4
+
+
+def test_diff_reports_a_part_and_the_whole_as_different_shapes():
+    part = Shard(np.ones((2, 2)), Layout.rows(2), 0, shape=(4, 2))
+    states = {"w": part, "b": np.ones(1)}, {"w": np.ones((4, 2)), "b": np.ones(1)}
+    for first, second in (states, states[::-1]):
+        difference = diff(first, second)
+        assert [name for name, *_ in difference.shapes] == ["w"]
+        assert (difference.unchanged, difference.changes) == (1, [])

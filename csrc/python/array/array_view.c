@@ -273,11 +273,41 @@ static void fill_view(PyArrayObject *array, mls_dtype dtype, mlspy_view *out)
     out->owner = Py_NewRef((PyObject *)array);
 }
 
-/* A field of a record may be called mask, but its class has no such attribute. */
-bool mlspy_is_masked(PyObject *array)
+/* Return numpy.ma.MaskedArray (borrowed from the state), or NULL if numpy.ma is not
+ * imported: then no masked array exists. No exception is set. */
+static PyTypeObject *masked_type(const mlspy_state *state)
 {
-    return !PyArray_CheckExact(array) &&
-           PyObject_HasAttrString((PyObject *)Py_TYPE(array), "mask");
+    mlspy_state *cache = mlspy_state_of(state->module);
+    PyTypeObject *type = atomic_load_explicit(&cache->masked_type, memory_order_acquire);
+    if (type != NULL) {
+        return type;
+    }
+    PyObject *module = PyImport_GetModule(state->names[MLSPY_NAME_MASKED_MODULE]);
+    PyObject *value =
+        module == NULL ? NULL : PyObject_GetAttrString(module, "MaskedArray");
+    Py_XDECREF(module);
+    if (value == NULL || !PyType_Check(value)) {
+        Py_XDECREF(value);
+        PyErr_Clear();
+        return NULL;
+    }
+    type = NULL;
+    if (!atomic_compare_exchange_strong(&cache->masked_type, &type,
+                                        (PyTypeObject *)value)) {
+        Py_DECREF(value); /* another thread stored it */
+        return type;
+    }
+    return (PyTypeObject *)value;
+}
+
+/* A field of a record, and an attribute of a user's class, may be called mask. */
+bool mlspy_is_masked(const mlspy_state *state, PyObject *array)
+{
+    if (PyArray_CheckExact(array)) {
+        return false;
+    }
+    PyTypeObject *type = masked_type(state);
+    return type != NULL && PyObject_TypeCheck(array, type);
 }
 
 int mlspy_refuse_masked(const char *label)
@@ -296,7 +326,7 @@ static int view_of_ndarray(const mlspy_state *state, PyArrayObject *array,
 {
     mls_dtype dtype;
     PyArray_Descr *descr = PyArray_DESCR(array);
-    if (mlspy_is_masked((PyObject *)array)) {
+    if (mlspy_is_masked(state, (PyObject *)array)) {
         return mlspy_refuse_masked(label);
     }
     if (!mlspy_dtype_of_descr(descr, &dtype)) {
@@ -762,7 +792,7 @@ bool mlspy_view_quickly(const mlspy_state *state, PyObject *array, bool writable
         if (!view_by_exchange(state, array, out)) {
             return false;
         }
-    } else if (mlspy_is_masked(array) ||
+    } else if (mlspy_is_masked(state, array) ||
                !mlspy_dtype_of_descr(PyArray_DESCR((PyArrayObject *)array), &dtype) ||
                (writable && !PyArray_ISWRITEABLE((PyArrayObject *)array))) {
         return false;

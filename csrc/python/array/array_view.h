@@ -24,7 +24,7 @@ typedef struct mlspy_view {
 bool mlspy_is_part(const mlspy_state *state, PyObject *object);
 
 /* Return whether an ndarray has a mask, which a view of its elements lacks. */
-bool mlspy_is_masked(PyObject *array);
+bool mlspy_is_masked(const mlspy_state *state, PyObject *array);
 
 int mlspy_refuse_masked(const char *label); /* Set TypeError, and return -1. */
 

@@ -93,6 +93,7 @@ static int intern_names(mlspy_state *state)
         [MLSPY_NAME_GRAPH] = "requires_grad",
         [MLSPY_NAME_NEGATIVE] = "is_neg",
         [MLSPY_NAME_PART] = "_mlstate_part",
+        [MLSPY_NAME_MASKED_MODULE] = "numpy.ma",
     };
     for (int i = 0; i < MLSPY_NAME_COUNT; i++) {
         state->names[i] = PyUnicode_InternFromString(names[i]);
@@ -131,6 +132,7 @@ static int core_traverse(PyObject *module, visitproc visit, void *arg)
     Py_VISIT(state->merged_index_type);
     Py_VISIT(state->local_link_type);
     Py_VISIT(state->prompt_match_type);
+    Py_VISIT(atomic_load_explicit(&state->masked_type, memory_order_relaxed));
     return 0;
 }
 
@@ -153,6 +155,8 @@ static int core_clear(PyObject *module)
     Py_CLEAR(state->merged_index_type);
     Py_CLEAR(state->local_link_type);
     Py_CLEAR(state->prompt_match_type);
+    PyTypeObject *masked = atomic_exchange(&state->masked_type, NULL);
+    Py_XDECREF(masked);
     return 0;
 }
 

@@ -27,8 +27,8 @@ typedef struct mlspy_bytes_getter {
     void *closure;
 } mlspy_bytes_getter;
 
-/* Names of attributes that are read from every tensor, in the order of the table in
- * module_state.c. */
+/* Names of attributes that are read from every tensor, and of a module, in the order of
+ * the table in module_state.c. */
 enum {
     MLSPY_NAME_SHAPE,
     MLSPY_NAME_DTYPE,
@@ -38,6 +38,7 @@ enum {
     MLSPY_NAME_GRAPH,
     MLSPY_NAME_NEGATIVE,
     MLSPY_NAME_PART,
+    MLSPY_NAME_MASKED_MODULE,
     MLSPY_NAME_COUNT
 };
 
@@ -50,7 +51,8 @@ struct mlspy_state {
     PyTypeObject *merged_index_type;
     PyTypeObject *local_link_type;
     PyTypeObject *prompt_match_type;
-    PyObject *names[MLSPY_NAME_COUNT]; /* interned, for the type attribute cache */
+    _Atomic(PyTypeObject *) masked_type; /* strong; NULL until it is needed */
+    PyObject *names[MLSPY_NAME_COUNT];   /* interned, for the type attribute cache */
     mlspy_bytes_getter bytes_getters[MLSPY_TENSOR_CLASSES];
     const mls_kernels *kernels; /* points to `own_kernels` */
     mls_kernels own_kernels;    /* kernels of the set chosen at import, with `choices` */

@@ -259,7 +259,7 @@ static PyObject *bytes_of(const mlspy_state *state, const mlspy_item *item)
 PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item)
 {
     PyObject *array = item->value;
-    if (PyArray_Check(array) && mlspy_is_masked(array)) {
+    if (PyArray_Check(array) && mlspy_is_masked(state, array)) {
         char label[MLS_NAME_BYTES];
         PyOS_snprintf(label, sizeof label, "'%.140s'", item->name.data);
         (void)mlspy_refuse_masked(label);

@@ -413,6 +413,22 @@ static PyObject *changes_of(const mlspy_state *state, const mlspy_pairs *p)
     return list;
 }
 
+/* Counts each tensor that is whole on one side, and a part on the other, as one of
+ * another shape: its elements cannot be compared. */
+static void note_parts(mlspy_pairs *p)
+{
+    for (size_t i = 0; i < p->count; i++) {
+        const mls_fact_pair *pair = &p->pairs[i];
+        if (pair->has_source && pair->has_target &&
+            (pair->source.part == NULL) != (pair->target.part == NULL) &&
+            (p->bits[i] & MLS_SHAPE_DIFFERS) == 0) {
+            p->counts.same -= p->bits[i] == MLS_SAME;
+            p->bits[i] |= MLS_SHAPE_DIFFERS;
+            p->counts.shapes++;
+        }
+    }
+}
+
 /* state_diff(a, b) -> (missing, unexpected, shapes, dtypes, changes, unchanged)
  *
  * The first four as by state_compare; `changes` as by append_changes; `unchanged`: the
@@ -425,6 +441,7 @@ PyObject *core_state_diff(mlspy_state *state, PyObject *const *args)
     if (mlspy_pairs_init(state, args[0], args[1], &p) < 0) {
         return NULL;
     }
+    note_parts(&p);
     PyObject *changes = changes_of(state, &p);
     PyObject *report = changes == NULL ? NULL : mlspy_pairs_report(&p, false);
     if (report != NULL) {

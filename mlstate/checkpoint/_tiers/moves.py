@@ -33,13 +33,13 @@ from .backend import TierBackend
 from .policy import TierPolicy
 from .report import Traffic
 from .unit_file import SUFFIX, arrays_in, is_unit_file, open_unit, units_of
-from .unit_handle import refuse_other_states, refuse_shared, take_back
+from .unit_handle import parts_near, refuse_other_states, refuse_shared, take_back
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..._common.budget import MemorySize
-    from .unit_file import Unit
+    from .unit_file import Part, Unit
     from .unit_handle import TieredUnit
 
 NEARER = {Tier.COLD: Tier.WARM, Tier.WARM: Tier.HOT, Tier.HOT: Tier.HOT}
@@ -150,10 +150,22 @@ class TierMoves:
             if any(self._is_on_device(part.array) for part in unit.parts):
                 unit.tier = Tier.HOT
             self._check_alone(unit)
-        in_memory = [unit for unit in self._units.values() if unit.tier != Tier.COLD]
-        parts = [part for unit in (*in_memory, *units) for part in unit.parts]
-        refuse_shared({part.stored: part.elements for part in parts})
+        self._refuse_shared([part for unit in units for part in unit.parts])
         return units
+
+    def _refuse_shared(self, parts: list[Part], unit: Unit | None = None) -> None:
+        """Raise ValueError if new parts share elements with each other or with other units.
+
+        `unit`: the owner of the parts; None: they are of new units.
+        """
+        others = [
+            part
+            for other in self._units.values()
+            if other is not unit and other.tier != Tier.COLD
+            for part in other.parts
+        ]
+        near = parts_near(parts, others)
+        refuse_shared({part.stored: part.elements for part in (*near, *parts)})
 
     def _is_on_device(self, array: Any) -> bool:
         """Return whether an array is in the memory of the hot tier's accelerator."""
@@ -469,5 +481,5 @@ class TierMoves:
             states = {}
             if self._optimizer is not None and unit.parts[0].is_tensor:
                 states = self._optimizer.state.get(unit.parts[0].array, {})
-            take_back(unit, used, states)
+            take_back(unit, used, states, lambda parts: self._refuse_shared(parts, unit))
             self._policy.resize(unit.name, unit.nbytes)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ... import _core
-from ..._common.arrays import is_torch, refuse_masked
+from ..._common.arrays import is_torch, memory_range, refuse_masked
 from ..._common.backend import TensorBackend, backend_named, backend_of
 from ..._common.dtypes import label_of, text_of
 from ..._common.store_error import format_error
@@ -67,6 +67,7 @@ class Part:
     """
 
     __slots__ = (
+        "_addresses",
         "array",
         "dtype",
         "is_counter",
@@ -97,6 +98,8 @@ class Part:
         self.shape = tuple(self.array.shape)
         self.dtype = self.array.dtype
         is_on_device = self.is_tensor and self.array.device.type not in ("cpu", "meta")
+        # the address of a tensor, and the range of the elements
+        self._addresses: tuple[int | None, tuple[int, int] | None] | None = None
         # it does not move with its unit: optimizers keep counters in main memory, if they are not
         # fused or captured on a device
         self.is_counter = section == 1 and not self.shape and not is_on_device
@@ -128,12 +131,21 @@ class Part:
         """The array, detached from autograd; None if the part is cold."""
         return self.array.detach() if self.is_tensor else self.array
 
+    def addresses(self) -> tuple[int, int] | None:
+        """Return the range of addresses of the elements, as `memory_range`; kept until a move."""
+        address = self.array.data_ptr() if self.is_tensor else None
+        cached = self._addresses
+        if cached is None or cached[0] != address:
+            self._addresses = cached = address, memory_range(self.elements)
+        return cached[1]
+
     def put(self, array: Any) -> None:
         """Give the part the memory of `array`; None makes it cold, without memory."""
         if self.is_tensor:
             backend_of(self.array, TensorBackend).give_memory(self.array, array)
         else:
             self.array = array
+            self._addresses = None
 
     def shard(self, array: Any, tier: Tier) -> Shard:
         """Return an array as the `Shard` that a checkpoint stores for this part."""

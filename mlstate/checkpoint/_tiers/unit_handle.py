@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from itertools import combinations
+from bisect import bisect_left
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from ..._common.arrays import (
     is_torch,
     memory_key,
-    names_sharing_memory,
+    memory_range,
+    pairs_sharing_elements,
     refuse_masked,
-    shares_elements,
 )
 from ..._common.dtypes import name_of
 from ...distributed._byte_ranges import array_of
 from ...errors import CompatibilityError
-from .unit_file import Part
+from .unit_file import SECTIONS, Part
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from ..._sharding.layout import Tier
     from ..._types import Array
@@ -108,24 +109,43 @@ def refuse_other_states(states: Mapping[str, object]) -> None:
 
 def refuse_shared(arrays: Mapping[str, Any]) -> None:
     """Raise ValueError if arrays of units share elements; `arrays`: by `Part.stored`."""
-    sharing = names_sharing_memory(arrays)
-    for pair in combinations([name for name in arrays if name in sharing], 2):
+    for pair in pairs_sharing_elements(arrays):
         left, right = (arrays[name] for name in pair)
-        if memory_key(left) == memory_key(right):
-            text = "are one array: tied parameters are one unit; give it under one of its names"
-        elif shares_elements(left, right):
+        sections, names = zip(*(name.split("/", 1) for name in pair), strict=True)
+        if memory_key(left) != memory_key(right):
             text = "share memory, which would end when one of them moves: pass copies"
+        elif sections == (SECTIONS[0], SECTIONS[0]):
+            text = "are one array: tied parameters are one unit; give it under one of its names"
         else:
-            continue
-        first, second = (name.partition("/")[2] for name in pair)
-        raise ValueError(f"{first!r} and {second!r} {text}")
+            text = "are one array, but must have their own elements: pass a copy"
+        raise ValueError(f"{names[0]!r} and {names[1]!r} {text}")
 
 
-def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, object]) -> None:
+def parts_near(parts: list[Part], others: list[Part]) -> list[Part]:
+    """Return the parts among `others` with addresses in the range of one of `parts`."""
+    ranges = sorted(extent for part in parts if (extent := memory_range(part.elements)) is not None)
+    ends = list(accumulate((end for _, end in ranges), max))  # the last end so far
+    near = []
+    for part in others:
+        extent = part.addresses()
+        if extent is not None:
+            count = bisect_left(ranges, (extent[1],))  # begin before the end of this part
+            if count and ends[count - 1] > extent[0]:
+                near.append(part)
+    return near
+
+
+def take_back(
+    unit: Unit,
+    used: TieredUnit,
+    states: Mapping[str, object],
+    refuse: Callable[[list[Part]], None],
+) -> None:
     """Take over arrays that the user replaced, and states that the user added or removed.
 
     `used`: the user's handle. `states`: the states that a torch optimizer now has for the
-    parameter. A tensor with which the optimizer replaced a state becomes the part's; if the user
+    parameter. `refuse` raises for parts that share memory. A tensor with which the optimizer
+    replaced a state becomes the part's; if the user
     replaced the state too, it gets the user's elements. A state is removed if the user removed it
     and the optimizer lacks it; changes by other blocks stay. Everything is checked before anything
     is changed. Raises CompatibilityError if the parameter was removed, or a replacement has another
@@ -166,10 +186,12 @@ def take_back(unit: Unit, used: TieredUnit, states: Mapping[str, object]) -> Non
         if not is_torch(array):
             array = array_of(array)
         parts.append(Part(1, f"{unit.name}.{name}", array))
-    new_arrays = {part.stored: part.elements for part in parts}
-    new_arrays.update({part.stored: array for part, array in replaced})
     if replaced or len(parts) > len(unit.parts):
-        refuse_shared(new_arrays)
+        new_parts = {part.stored: part for part in parts}
+        new_parts.update(
+            {part.stored: Part(part.section, part.key, array) for part, array in replaced}
+        )
+        refuse(list(new_parts.values()))
     for part, array in replaced:
         part.put(array)
     unit.parts = parts

@@ -6,6 +6,7 @@ import os
 import resource
 import signal
 import threading
+import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -723,6 +724,36 @@ def test_arrays_that_share_memory_are_refused(tmp_path):
             unit.states.update(m=shared, v=shared)
         with tiers.use("b") as unit:
             assert not unit.states
+
+
+def test_a_block_cannot_keep_an_array_of_another_unit(tmp_path):
+    with TieredState({"a": np.ones(2), "b": np.ones(2)}, {}, tmp_path / "x") as tiers:
+        with tiers.use("b") as unit:
+            other = unit.parameter
+        text = r"'b' and 'a\.m' are one array, .* pass a copy"
+        with pytest.raises(ValueError, match=text), tiers.use("a") as unit:
+            unit.states["m"] = other
+        with pytest.raises(ValueError, match="share memory"), tiers.use("a") as unit:
+            unit.states["m"] = other[:1]
+        tiers.demote("b")
+        with pytest.raises(ValueError, match=r"'a' and 'a\.m' are one"), tiers.use("a") as unit:
+            unit.states["m"] = unit.parameter
+        tiers.promote("b")
+        with tiers.use("b") as unit:
+            other = unit.parameter
+        with pytest.raises(ValueError, match="'b' and 'c' are one array: tied"):
+            tiers.add({"c": other})
+        tiers.add({"c": np.ones(2)})
+
+
+def test_adding_one_of_many_units_is_cheap(tmp_path):
+    matrix = np.zeros((4, 1000))
+    with TieredState({}, {}, tmp_path / "x") as tiers:
+        start = time.perf_counter()
+        for number in range(1000):
+            tiers.add({f"{number}": np.zeros(4)})
+        tiers.add({f"column {number}": matrix[:, number] for number in range(1000)})
+        assert time.perf_counter() - start < 8
 
 
 def test_masked_arrays_do_not_become_units(tmp_path):
