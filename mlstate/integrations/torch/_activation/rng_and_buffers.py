@@ -250,7 +250,7 @@ class _Place(NamedTuple):
     is_buffer: bool
 
     def table(self) -> Any:
-        """Return the module's dict of parameters, or that of its buffers."""
+        """Return the dict of the module that has it: parameters or buffers."""
         return self.module._buffers if self.is_buffer else self.module._parameters
 
 
@@ -349,15 +349,15 @@ class Buffers:
         if _are_same(listed, self.listed):
             return
         self.listed = listed
-        found = [
+        pairs = [
             (_Place(module, key, is_buffer), tensor)
             for module in self._modules
             for is_buffer, table in ((False, module._parameters), (True, module._buffers))
             for key, tensor in table.items()
             if tensor is not None
         ]
-        self.places = [place for place, _ in found]
-        self.tensors = [tensor for _, tensor in found]
+        self.places = [place for place, _ in pairs]
+        self.tensors = [tensor for _, tensor in pairs]
 
     def devices(self) -> set[torch.device]:
         """Return the devices of parameters and buffers that have generators; not the CPU."""
@@ -394,7 +394,7 @@ class Buffers:
 
     def _keep_small(self, values: _Values) -> dict[_Place, _Kept]:
         """Return copies of small buffers outside `changing`; those that are valid stay."""
-        kept = {}
+        copies = {}
         for place, tensor, version in zip(
             values.places, values.tensors, values.versions, strict=True
         ):
@@ -402,15 +402,15 @@ class Buffers:
                 continue
             before = self._kept.get(place)
             if before is not None and before.tensor is tensor and before.version == version:
-                kept[place] = before
+                copies[place] = before
             elif _is_comparable(tensor) and tensor.nbytes <= _SMALL_BYTES:
                 copied = values.copies.get(place)
                 copied = tensor.detach().clone() if copied is None else copied
-                kept[place] = _Kept(tensor, version, copied)
-        return kept
+                copies[place] = _Kept(tensor, version, copied)
+        return copies
 
     def after_run(self, values: _Values) -> None:
-        """Keep in `values` the copies of buffers that the run changed, and note what it wrote.
+        """Keep in `values` the copies of buffers that the run changed, and note its other writes.
 
         A buffer that the run replaced and did not write needs no copy: `values` has the tensor.
         """
@@ -422,10 +422,10 @@ class Buffers:
             return
         self._modes.add(mode)
         copies = {}
-        for place, tensor, version, now in zip(
+        for place, tensor, version, after in zip(
             values.places, values.tensors, values.versions, versions, strict=True
         ):
-            if now == version and place not in values.copies:
+            if after == version and place not in values.copies:
                 continue
             copied = values.copies.get(place)
             if copied is None and place in values.kept:
@@ -436,7 +436,9 @@ class Buffers:
                     self.changing.add(place)
                     values.lost = place.key
             elif (
-                now != version or place in self.changing or not torch.equal(tensor.detach(), copied)
+                after != version
+                or place in self.changing
+                or not torch.equal(tensor.detach(), copied)
             ):
                 self.changing.add(place)
                 copies[place] = copied
@@ -446,16 +448,16 @@ class Buffers:
         """Raise MLStateError if `values` changed in place so that a run would differ.
 
         `name`: of the block. Small buffers that another run of the block changed are read from
-        their copies.
+        their copies. Writes through ``.data`` change no version, so they are not found.
         """
         versions = _versions(values.tensors)
-        for k, (before, now) in enumerate(zip(values.versions, versions, strict=True)):
+        for k, (before, after) in enumerate(zip(values.versions, versions, strict=True)):
             place = values.places[k]
-            if before == now or place in values.copies or place in values.written:
+            if before == after or place in values.copies or place in values.written:
                 continue
-            kept = values.kept.get(place)
-            if kept is not None and place in self.changing:
-                values.copies[place] = kept.copy
+            copied = values.kept.get(place)
+            if copied is not None and place in self.changing:
+                values.copies[place] = copied.copy
                 continue
             raise refusal(
                 name,
