@@ -6,7 +6,6 @@ import os
 import resource
 import signal
 import threading
-import time
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -744,16 +743,6 @@ def test_a_block_cannot_keep_an_array_of_another_unit(tmp_path):
         with pytest.raises(ValueError, match="'b' and 'c' are one array: tied"):
             tiers.add({"c": other})
         tiers.add({"c": np.ones(2)})
-
-
-def test_adding_one_of_many_units_is_cheap(tmp_path):
-    matrix = np.zeros((4, 1000))
-    with TieredState({}, {}, tmp_path / "x") as tiers:
-        start = time.perf_counter()
-        for number in range(1000):
-            tiers.add({f"{number}": np.zeros(4)})
-        tiers.add({f"column {number}": matrix[:, number] for number in range(1000)})
-        assert time.perf_counter() - start < 8
 
 
 def test_masked_arrays_do_not_become_units(tmp_path):

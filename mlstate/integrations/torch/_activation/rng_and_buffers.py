@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from contextlib import ExitStack, contextmanager
+from operator import is_
 from types import MemberDescriptorType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,12 +15,11 @@ from ....errors import MLStateError
 from .tensors import geometry_of, storage_id, version_of, view_of
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
 
-_Place = tuple[Any, str]  # a module, and the name of a buffer in it
-_SMALL_BYTES = 1 << 20  # of the largest NumPy array that is copied for each run
+_SMALL_BYTES = 1 << 20  # of the largest NumPy array or buffer that is copied for each run
 
 
 def refusal(
@@ -47,7 +47,9 @@ def generators_of(modules: Iterable[Any]) -> set[Any]:
     """Return the generators that are attributes of torch modules."""
     import torch
 
-    values = (value for module in modules for value in vars(module).values())
+    tables = [vars(module) for module in modules]
+    holders = [table for table in tables if torch.Generator in map(type, table.values())]
+    values = (value for table in holders for value in table.values())
     return {value for value in values if isinstance(value, torch.Generator)}
 
 
@@ -240,119 +242,276 @@ class ObjectTensors:
         return copy_objects(self.objects, {k: v.clone() for k, v in self._storages.items()})
 
 
-class Buffers:
-    """The buffers that a block's own runs change, such as BatchNorm's statistics.
+class _Place(NamedTuple):
+    """A parameter or buffer of a module."""
 
-    The first run in each training mode finds them: all buffers are copied before it and compared
-    after it. Later runs copy only the buffers that changed.
+    module: Any
+    key: str
+    is_buffer: bool
+
+    def table(self) -> Any:
+        """Return the dict of the module that has it: parameters or buffers."""
+        return self.module._buffers if self.is_buffer else self.module._parameters
+
+
+class _Kept(NamedTuple):
+    """A copy of a small buffer, valid while the module has this tensor in this version."""
+
+    tensor: torch.Tensor
+    version: int
+    copy: torch.Tensor
+
+
+class _Values:
+    """The parameters and buffers that a run of a block starts with."""
+
+    def __init__(self, buffers: Buffers) -> None:
+        """Record them; `buffers` has their current list."""
+        self.listed = buffers.listed
+        self.places, self.tensors = buffers.places, buffers.tensors
+        self.versions = _versions(self.tensors)
+        self.copies: dict[_Place, torch.Tensor] = {}  # of buffers that the run changes
+        self.kept: dict[_Place, _Kept] = {}
+        self.written: set[_Place] = set()  # by the run itself, without need of a copy
+        self.lost: str | None = None  # a buffer that the run changed, without a copy
+
+
+def _versions(tensors: list[torch.Tensor]) -> list[int]:
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # an inference tensor is among them
+        return [version_of(tensor) for tensor in tensors]
+
+
+def _are_same(first: list[Any], second: list[Any]) -> bool:
+    return len(first) == len(second) and all(map(is_, first, second))
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_meta or _is_fake_tensor(tensor))
+
+
+def _is_fake_tensor(value: object) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(value, FakeTensor)
+
+
+def _is_comparable(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has values in strided memory."""
+    return _has_values(tensor) and storage_id(tensor) is not None
+
+
+class Buffers:
+    """A block's parameters and buffers, and which buffers its own runs change.
+
+    The first run in each training mode finds the latter, such as BatchNorm's statistics: all
+    buffers are copied before it and compared after it. Later runs copy the buffers that changed,
+    and small ones once per write, since a later run may be the first that changes them.
     """
 
     def __init__(self, module: object) -> None:
-        self._modules = list(module.modules()) if hasattr(module, "modules") else []
-        self._changing: set[_Place] = set()
+        self._root: Any = module if hasattr(module, "modules") else None
+        self._modules: list[Any] = []
+        self._children: list[Any] = []
+        self.listed: list[Any] = []  # all values in the modules' tables, with None
+        self.places: list[_Place] = []
+        self.tensors: list[torch.Tensor] = []
+        self.changing: set[_Place] = set()
+        self._kept: dict[_Place, _Kept] = {}
+        self._kept_for: tuple[list[Any], list[int]] = ([], [])  # tensors and versions
         self._modes: set[tuple[bool, ...]] = set()  # training modes of complete runs
+        self._refresh()
 
     def _mode(self) -> tuple[bool, ...]:
-        return tuple(module.training for module in self._modules)
+        return tuple([module.training for module in self._modules])
 
-    def _places(self) -> Iterator[_Place]:
-        """Yield module and name of each buffer."""
-        for module in self._modules:
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    yield module, name
+    def _list_children(self) -> list[Any]:
+        return [child for module in self._modules for child in module._modules.values()]
 
-    def parameters(self) -> list[torch.Tensor | None]:
-        """Return the parameters of the modules that have the buffers."""
-        return [each for module in self._modules for each in module._parameters.values()]
+    def current(self) -> list[Any]:
+        """Return all values in the modules' tables of parameters and buffers, with None."""
+        return [
+            value
+            for module in self._modules
+            for table in (module._parameters, module._buffers)
+            for value in table.values()
+        ]
+
+    def _refresh(self) -> None:
+        """List modules, parameters and buffers again if any was added, removed or replaced."""
+        if self._root is None:
+            return
+        if not self._modules or not _are_same(self._list_children(), self._children):
+            self._modules = list(self._root.modules())
+            self._children = self._list_children()
+        listed = self.current()
+        if _are_same(listed, self.listed):
+            return
+        self.listed = listed
+        pairs = [
+            (_Place(module, key, is_buffer), tensor)
+            for module in self._modules
+            for is_buffer, table in ((False, module._parameters), (True, module._buffers))
+            for key, tensor in table.items()
+            if tensor is not None
+        ]
+        self.places = [place for place, _ in pairs]
+        self.tensors = [tensor for _, tensor in pairs]
+
+    def devices(self) -> set[torch.device]:
+        """Return the devices of parameters and buffers that have generators; not the CPU."""
+        devices = {tensor.device for tensor in self.tensors}
+        return {device for device in devices if device.type not in ("cpu", "meta")}
 
     def generators(self) -> set[Any]:
         """Return the generators that are attributes of these modules."""
         return generators_of(self._modules)
 
-    def copy(self) -> tuple[dict[_Place, Any], dict[_Place, Any]]:
-        """Copy the buffers that may change in a run of the block.
+    def before_run(self) -> _Values:
+        """Record the values before a run of the block, with copies of buffers that may change.
 
-        Return the copies, and (buffer, version) of the others, both by (module, name). In the first
-        run in a training mode, all are copied that can be compared.
+        In the first run in a training mode, all buffers are copied that can be compared.
         """
-        copies, versions = {}, {}
+        self._refresh()
+        values = _Values(self)
         is_new = self._mode() not in self._modes
-        for place in self._places():
-            module, name = place
-            buffer = module._buffers[name]
-            if storage_id(buffer) is not None and (is_new or place in self._changing):
-                copies[place] = buffer.detach().clone()
-            else:
-                versions[place] = (buffer, buffer._version)
-        return copies, versions
+        if is_new or self.changing:
+            values.copies = {
+                place: tensor.detach().clone()
+                for place, tensor in zip(values.places, values.tensors, strict=True)
+                if place.is_buffer
+                and (
+                    (place in self.changing and _has_values(tensor))
+                    or (is_new and _is_comparable(tensor))
+                )
+            }
+        if self._kept_for[0] is not values.tensors or self._kept_for[1] != values.versions:
+            self._kept = self._keep_small(values)
+            self._kept_for = (values.tensors, values.versions)
+        values.kept = self._kept
+        return values
 
-    def changed(
-        self, copies: dict[_Place, Any], versions: dict[_Place, Any]
-    ) -> tuple[dict[_Place, torch.Tensor], _Place | None]:
-        """Return the values before the run of the buffers that it changed, by (module, name).
+    def _keep_small(self, values: _Values) -> dict[_Place, _Kept]:
+        """Return copies of small buffers outside `changing`; those that are valid stay."""
+        copies = {}
+        for place, tensor, version in zip(
+            values.places, values.tensors, values.versions, strict=True
+        ):
+            if not place.is_buffer or place in self.changing:
+                continue
+            before = self._kept.get(place)
+            if before is not None and before.tensor is tensor and before.version == version:
+                copies[place] = before
+            elif _is_comparable(tensor) and tensor.nbytes <= _SMALL_BYTES:
+                copied = values.copies.get(place)
+                copied = tensor.detach().clone() if copied is None else copied
+                copies[place] = _Kept(tensor, version, copied)
+        return copies
 
-        The second value is a buffer that it changed without a copy, or None. `copies`, `versions`:
-        the result of `copy` before the run. These buffers are copied before later runs.
+    def after_run(self, values: _Values) -> None:
+        """Keep in `values` the copies of buffers that the run changed, and note its other writes.
+
+        A buffer that the run replaced and did not write needs no copy: `values` has the tensor.
         """
         import torch
 
-        different, lost = {}, None
-        for place, before in copies.items():
-            module, name = place
-            now = module._buffers[name]
-            if (
-                now is None
-                or (now.shape, now.dtype) != (before.shape, before.dtype)
-                or not torch.equal(now, before)
+        versions = _versions(values.tensors)
+        mode = self._mode()
+        if versions == values.versions and mode in self._modes:
+            return
+        self._modes.add(mode)
+        copies = {}
+        for place, tensor, version, after in zip(
+            values.places, values.tensors, values.versions, versions, strict=True
+        ):
+            if after == version and place not in values.copies:
+                continue
+            copied = values.copies.get(place)
+            if copied is None and place in values.kept:
+                copied = values.kept[place].copy
+            if copied is None:
+                values.written.add(place)
+                if place.is_buffer and _has_values(tensor):
+                    self.changing.add(place)
+                    values.lost = place.key
+            elif (
+                after != version
+                or place in self.changing
+                or not torch.equal(tensor.detach(), copied)
             ):
-                different[place] = before
-        for place, (buffer, version) in versions.items():
-            module, name = place
-            if module._buffers[name] is not buffer or buffer._version != version:
-                self._changing.add(place)
-                lost = place
-        self._changing |= set(different)
-        self._modes.add(self._mode())
-        return different, lost
+                self.changing.add(place)
+                copies[place] = copied
+        values.copies = copies
 
-    def constants(self, changed: Container[_Place]) -> list[_Constant]:
-        """Return the parameters, and the buffers that are not in `changed`, as they are now."""
+    def refuse_changes(self, name: str, values: _Values) -> None:
+        """Raise MLStateError if `values` changed in place so that a run would differ.
+
+        `name`: of the block. Small buffers that another run of the block changed are read from
+        their copies. Writes through ``.data`` change no version, so they are not found.
+        """
+        versions = _versions(values.tensors)
+        for k, (before, after) in enumerate(zip(values.versions, versions, strict=True)):
+            place = values.places[k]
+            if before == after or place in values.copies or place in values.written:
+                continue
+            copied = values.kept.get(place)
+            if copied is not None and place in self.changing:
+                values.copies[place] = copied.copy
+                continue
+            raise refusal(
+                name,
+                f"{name}: its parameter or buffer {place.key} was changed in place since its "
+                "forward pass: recomputation would not give the same; make the change, such as an "
+                "optimizer's step, after the backward pass",
+            )
+        if values.lost is not None:
+            raise refusal(
+                name,
+                f"{name} changed its buffer {values.lost}, which its earlier runs did not "
+                "change, so the value before is lost: run the forward pass again",
+            )
+
+    def replaced(self, values: _Values) -> list[tuple[Any, str, Any]]:
+        """Return table, key and former tensor of values that the modules no longer have."""
+        if _are_same(self.current(), values.listed):
+            return []
         return [
-            _Constant(table, key, tensor, version_of(tensor))
-            for module in self._modules
-            for table in (module._parameters, module._buffers)
-            for key, tensor in table.items()
-            if tensor is not None and not (table is module._buffers and (module, key) in changed)
+            (place.table(), place.key, tensor)
+            for place, tensor in zip(values.places, values.tensors, strict=True)
+            if place not in values.copies and _is_replaced(place, tensor)
         ]
 
 
-class _Constant(NamedTuple):
-    """A parameter or buffer that a block's first run used and did not change."""
+def _is_replaced(place: _Place, tensor: torch.Tensor) -> bool:
+    """Return whether the module has another tensor now, and a recomputation needs `tensor`.
 
-    table: dict[str, Any]  # of its module
-    key: str
-    tensor: torch.Tensor
-    version: int
+    This is so after ``torch.func.functional_call``. FSDP shards and gathers parameters itself:
+    it has DTensors, or a plain tensor in place of a parameter, or frees the memory.
+    """
+    import torch
 
-    def is_replaced(self) -> bool:
-        """Return whether the module has another tensor now, and a recomputation needs this one.
+    table = place.table()
+    current = dict(table.items()).get(place.key)  # a scripted module's table has no get
+    if current is tensor:
+        return False
+    if hasattr(current, "placements") or hasattr(tensor, "placements"):
+        return False
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    if is_parameter and current is not None and not isinstance(current, torch.nn.Parameter):
+        return False
+    is_strided = storage_id(tensor) is not None
+    return not is_strided or bool(tensor.untyped_storage().nbytes())
 
-        This is so after ``torch.func.functional_call``. FSDP shards and gathers parameters itself:
-        it has DTensors, or a plain tensor in place of a parameter, or frees the memory.
-        """
-        import torch
 
-        current = self.table.get(self.key)
-        if current is self.tensor:
-            return False
-        if hasattr(current, "placements") or hasattr(self.tensor, "placements"):
-            return False
-        is_parameter = isinstance(self.tensor, torch.nn.Parameter)
-        if is_parameter and current is not None and not isinstance(current, torch.nn.Parameter):
-            return False
-        is_strided = storage_id(self.tensor) is not None
-        return not is_strided or bool(self.tensor.untyped_storage().nbytes())
+def are_fake(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether fake tensors or a transform of torch.func are in use, without memory."""
+    import torch
+
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE)
+    return mode is not None or any(map(_is_fake_tensor, tensors))
 
 
 def _pack_states(states: dict[object, torch.Tensor]) -> dict[Any, bytes]:
@@ -385,13 +544,10 @@ class Surroundings:
 
         self._training = getattr(module, "training", None)
         self._buffers = buffers
-        devices = devices_of([*leaves, *buffers.parameters()])
+        self._values = buffers.before_run()
+        devices = devices_of(leaves) | buffers.devices()
         self._sources = {*devices, *buffers.generators()}
         self._states = _pack_states(generator_states(self._sources))
-        self._copies: dict[_Place, torch.Tensor] = {}
-        self._lost: _Place | None = None  # a buffer that the run changed, without a copy
-        self._constants: list[_Constant] = []
-        self._before = buffers.copy()
         kinds = {"cpu", *(device.type for device in devices)}
         cached = torch.is_autocast_cache_enabled()
         self._autocast = [
@@ -408,9 +564,7 @@ class Surroundings:
         self._states = {
             source: state for source, state in self._states.items() if state != now[source]
         }
-        self._copies, self._lost = self._buffers.changed(*self._before)
-        self._constants = self._buffers.constants(self._copies)
-        self._before = ({}, {})
+        self._buffers.after_run(self._values)
 
     @contextmanager
     def restored(self, name: str, module: object) -> Iterator[None]:
@@ -428,9 +582,9 @@ class Surroundings:
                 f"{words[not self._training]} mode now: recomputation would not give the same; "
                 "change the mode after the backward pass",
             )
-        self._refuse_changes(name, module)
-        values = [(m._buffers, key, copy.clone()) for (m, key), copy in self._copies.items()]
-        values += [(c.table, c.key, c.tensor) for c in self._constants if c.is_replaced()]
+        self._buffers.refuse_changes(name, self._values)
+        values = [(p.table(), p.key, copy.clone()) for p, copy in self._values.copies.items()]
+        values += self._buffers.replaced(self._values)
         current = [(table, key, table.get(key)) for table, key, _ in values]
         states = _pack_states(generator_states(self._sources)) if self._states else {}
         with ExitStack() as stack:
@@ -449,26 +603,4 @@ class Surroundings:
                     _unpack_states({source: states[source] for source in self._states})
                 )
                 # a run may write the same values again, as an embedding with max_norm does
-                self._constants = [
-                    c._replace(version=version_of(c.tensor)) for c in self._constants
-                ]
-
-    def _refuse_changes(self, name: str, module: Any) -> None:
-        """Raise MLStateError if parameters or buffers were changed so that a run would differ.
-
-        `name`, `module`: of the block.
-        """
-        changed = [c for c in self._constants if version_of(c.tensor) != c.version]
-        if changed:
-            raise refusal(
-                name,
-                f"{name}: its parameter or buffer {changed[0].key} was changed in place since its "
-                "forward pass: recomputation would not give the same; make the change, such as an "
-                "optimizer's step, after the backward pass",
-            )
-        if self._lost is not None:
-            raise refusal(
-                name,
-                f"{name} changed its buffer {self._lost[1]}, which its earlier runs did not "
-                "change, so the value before is lost: run the forward pass again",
-            )
+                self._values.versions = _versions(self._values.tensors)

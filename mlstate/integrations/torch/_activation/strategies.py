@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...._common.set_module import set_module
 from .module_patterns import modules_named, refuse_overlap
-from .rng_and_buffers import Buffers, Surroundings, refusal
+from .rng_and_buffers import Buffers, Surroundings, are_fake, refusal
 from .tensors import version_of
 
 if TYPE_CHECKING:
@@ -75,6 +75,8 @@ class _Forward:
         # checkpoint's own keywords could collide with the block's
         run = partial(self.plain, **kwargs)
         leaves = list(_tensors((args, kwargs)))
+        if are_fake(leaves):
+            return checkpoint(run, *args, use_reentrant=False)
         versions = [version_of(leaf) for leaf in leaves]
         surroundings = Surroundings(self._block, self._buffers, leaves)
         is_first = True
