@@ -367,7 +367,8 @@ class _Restorer:
             self.add_generator(target, library, node, where)
         elif is_cache(target):
             if is_new:
-                self.sources.cache_arrays[where] = getattr(target, "arrays", {})
+                arrays = target.arrays if hasattr(target, "arrays") else {"array": target.array}
+                self.sources.cache_arrays[where] = arrays
             self.add_cache(target, node, where)
         elif method_of(target, "load_state_dict") is not None:
             self.add_object(target, node, where)
