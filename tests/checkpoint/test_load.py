@@ -186,12 +186,12 @@ def test_shards_in_into_take_their_own_part_only(tmp_path):
 def test_a_shard_cut_into_one_part_is_filled_as_the_whole_array(tmp_path, steps):
     array = np.arange(8.0).reshape(4, 2)
 
-    def whole(data):
+    def shard_of(data):
         return Shard(data, Layout(steps), 0, shape=(4, 2))
 
-    mlstate.save(tmp_path, {"w": whole(array)}, {"w": whole(array)})
+    mlstate.save(tmp_path, {"w": shard_of(array)}, {"w": shard_of(array)})
     data = np.zeros((2, 4, 2))
-    into = {"model": {"w": whole(data[0])}, "optimizer": {"w": whole(data[1])}}
+    into = {"model": {"w": shard_of(data[0])}, "optimizer": {"w": shard_of(data[1])}}
     mlstate.load(tmp_path, into=into)
     assert (data == array).all()
     second = Shard(data[0, :2], Layout([(0, 2), *steps[1:]]), 1, shape=(4, 2))

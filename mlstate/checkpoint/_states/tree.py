@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 TEXT = ".tree"  # key of the JSON text, a uint8 array
 RANKS = ".ranks"  # key of the packed trees of several ranks: uint8, a row for each rank
 _HEADER = 8  # bytes of the length before a packed tree
-_DICTS: dict[str, type[dict[Any, Any]]] = {
+DICTS: dict[str, type[dict[Any, Any]]] = {
     cls.__name__: cls for cls in (dict, OrderedDict, Counter, defaultdict)
 }
 _FACTORIES: dict[str, Callable[[], Any]] = {  # of a defaultdict
@@ -61,7 +61,7 @@ _FACTORIES: dict[str, Callable[[], Any]] = {  # of a defaultdict
         *(OrderedDict, Counter, deque),
     )
 }
-_STATES = (StateDict, ModelStateDict, OptimizerStateDict)
+STATE_DICTS = (StateDict, ModelStateDict, OptimizerStateDict)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
@@ -154,7 +154,7 @@ class _Encoder:
         node = self.cache(value, where, path, levels - 1)
         if node is not None:
             return node
-        if type(value) in _STATES:
+        if type(value) in STATE_DICTS:
             values = self.node(dict(value), where, path, levels - 1)
             return {"$": "state", "kind": kind_of(value), "values": values}
         if self.exact:
@@ -237,7 +237,7 @@ class _Encoder:
         `node` describes the parameters.
         """
         cls = type(value)
-        if cls in _DICTS.values():
+        if cls in DICTS.values():
             return self.mapping(value, where, path, levels)
         if cls in (set, frozenset):
             return self.set(value, where, path, levels)
@@ -579,7 +579,7 @@ class Decoder:
     def mapping(self, node: dict[str, Any]) -> Any:
         """Return the dict of the JSON form `node`, which lists its items."""
         pairs = {key: self.value(inner) for key, inner in node["items"]}
-        cls = _DICTS[node["class"]]
+        cls = DICTS[node["class"]]
         if cls is defaultdict:
             factory = node.get("factory")
             return defaultdict(None if factory is None else _FACTORIES[factory], pairs)
