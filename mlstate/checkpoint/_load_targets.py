@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_cache, is_on_device, is_torch, refuse_masked_values
+from .._common.arrays import is_cache, is_on_device, is_torch, refuse_masked
 from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._common.staged_targets import StagedTargets, refuse_overlaps_on_devices
@@ -121,7 +121,8 @@ class _ArrayTarget(StagedTargets):
         Torch tensors in main memory are filled as arrays that share their memory.
         """
         arrays = dict(target)
-        refuse_masked_values(arrays)
+        for name, value in arrays.items():
+            refuse_masked(name, value)
         tensors = {name: value for name, value in arrays.items() if is_torch(value)}
         if tensors:
             backend = backend_of(next(iter(tensors.values())), TensorBackend)
