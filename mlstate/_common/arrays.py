@@ -341,13 +341,6 @@ def refuse_masked(name: object, value: object) -> None:
         )
 
 
-def refuse_masked_values(state: Mapping[str, object]) -> None:
-    """Raise TypeError if a state has a masked array, whose mask a copy would ignore."""
-    for name, value in state.items():
-        if type(value) is not np.ndarray:
-            refuse_masked(name, value)
-
-
 def refuse_unstorable(state: Mapping[str, object], *, every: bool = False) -> None:
     """Raise CompatibilityError for a torch tensor that cannot be stored, or a `Shard` of one.
 

@@ -58,9 +58,9 @@ def list_entries(keys: tuple[Any, ...], value: Any) -> Iterator[_Entry]:
         items = enumerate(value)
     if hasattr(value, "dtype"):
         yield _Entry(keys, value)
-    elif isinstance(value, int | float | complex) and np.asarray(value).dtype != object:
+    elif isinstance(value, int | float) and np.asarray(value).dtype != object:
         yield _Entry(keys, np.asarray(value))
-    elif not items or not len(value):  # integers beyond 64 bits too
+    elif not items or not len(value):  # also integers beyond 64 bits, and complex numbers
         yield _Entry(keys, np.zeros(0), f" = {value!r}")
     else:
         for key, each in items:

@@ -816,7 +816,8 @@ def load(
     that contain them. Memory is allocated after the files were opened. A checksum mismatch is
     found while reading: `into` then has undefined content, unless ``verify="first"``. If an
     array is in `into` under several names of a section, such as tied weights, it receives the
-    value of the last name. Non-contiguous targets are filled last, in their order. If a file is
+    value of the last name. Non-contiguous targets are filled last, in their order. Objects
+    without ``state_dict()`` are restored after all others, as this cannot be undone. If a file is
     truncated while it is mapped, access ends the process (SIGBUS), as with every mapping;
     mlstate never truncates its files.
 

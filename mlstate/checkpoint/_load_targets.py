@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_cache, is_on_device, is_torch, refuse_masked_values
+from .._common.arrays import is_cache, is_on_device, is_torch, refuse_masked
 from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._common.staged_targets import StagedTargets, refuse_overlaps_on_devices
@@ -121,7 +121,8 @@ class _ArrayTarget(StagedTargets):
         Torch tensors in main memory are filled as arrays that share their memory.
         """
         arrays = dict(target)
-        refuse_masked_values(arrays)
+        for name, value in arrays.items():
+            refuse_masked(name, value)
         tensors = {name: value for name, value in arrays.items() if is_torch(value)}
         if tensors:
             backend = backend_of(next(iter(tensors.values())), TensorBackend)
@@ -219,6 +220,12 @@ def _shape_of(
     return Layout(steps).shape(shape, index)
 
 
+def _without_whole_steps(steps: Steps, index: int) -> tuple[Steps, int]:
+    """Return the steps that cut into several parts, and the index of a part, 0 of the whole."""
+    steps = tuple((axis, parts) for axis, parts in steps if parts > 1)
+    return steps, index if steps else 0
+
+
 def _check_shards(
     loader: Loader, section: Section, filling: _ArrayTarget, names: list[str]
 ) -> None:
@@ -239,8 +246,8 @@ def _check_shards(
         if steps is not None:
             part = _core.layout_project(steps, index, len(shape), axes)
         shard = shards[name]
-        parts = [(tuple(shape), *(part if part[0] else ((), 0)))]
-        parts.append((shard.shape, shard._steps, shard.index if shard._steps else 0))
+        parts = [(tuple(shape), *_without_whole_steps(*part))]
+        parts.append((shard.shape, *_without_whole_steps(shard._steps, shard.index)))
         if parts[0] != parts[1]:
             got, expected = (f"part {i} of shape {s}, cut by {list(c)}" for s, c, i in parts)
             error = CompatibilityError(

@@ -340,7 +340,8 @@ class SaveContent:
         step: int | None = None,
     ) -> None:
         """Keep what one rank saves; the comments describe each attribute."""
-        self.step = step  # the caller's, which ranks must agree on
+        # which ranks must agree on: the caller's, or -2 minus that of an `OptimizerStateDict`
+        self.step = step
         # arrays of model, optimizer and named states; `gather_shards` takes and clears them
         self.dicts = dicts
         self.header = header  # description of the state in the manifest
@@ -407,6 +408,9 @@ def take_content(
         if target.group is None:
             raise
         return SaveContent((None, None, None), {}, error)
+    # torch's steps are computed from the states, which ranks may have of different parameters
+    if step is None and isinstance(pair[1], OptimizerStateDict) and not is_optimizer(optimizer):
+        step = -2 - pair[1].step
     return SaveContent(dicts, header, None, named, others[0], step)
 
 
@@ -484,7 +488,7 @@ def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) ->
     digests: list[bytes] = []
     try:
         step = -1 if content.step is None else int(content.step)
-        digests = [*content.named.digests(), step.to_bytes(8, "little", signed=True)]
+        digests = [*content.named.digests(), step.to_bytes(16, "little", signed=True)]
     except BaseException as error:  # must not raise here: other ranks wait for a message
         content.error = content.error or error
     names = content.named.summary()
@@ -495,10 +499,11 @@ def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) ->
         kinds[label]["param_groups"] = merged
     every_step = assigned.digests[-1] if assigned.error is None and assigned.digests else ()
     passed = {int.from_bytes(each, "little", signed=True) for each in every_step} - {-1}
-    if len(passed) > 1:
+    different = {each for each in passed if each >= 0} or {-2 - each for each in passed}
+    if len(different) > 1:
         raise ValueError(
-            f"ranks pass different steps, {' and '.join(map(str, sorted(passed)))}: pass the same "
-            "step= on every rank that passes one"
+            f"ranks pass different steps, {' and '.join(map(str, sorted(different)))}: pass the "
+            "same step= on every rank that passes one"
         )
     return assigned
 

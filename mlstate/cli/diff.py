@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._common.arrays import copy_of
 from .._common.local_path import local_folder, local_path
 from .._common.text import printable
 from ..checkpoint._checkpoint import TensorRecord
@@ -17,7 +19,9 @@ from ..checkpoint._folder.names import SECTIONS
 from ..checkpoint._folder.protocol import TensorParts
 from ..checkpoint._load_whole import WholePath
 from ..checkpoint._states.collect import take_states
+from ..checkpoint._states.tree import encode
 from ..checkpoint._store.checkpoint_files import TRIES
+from ..errors import CheckpointWarning
 from ..state import diff
 from ..state._diff import StateDiff, table_of
 from ._common import (
@@ -36,7 +40,7 @@ from ._common import (
 from ._progress import progress_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from .._types import NDArray
     from ..checkpoint._files.parts import Parts
@@ -116,6 +120,51 @@ class _CheckpointSide:
         return self._files.folder.load(parts, verify, self._mmap, None)
 
 
+def _is_comparable(array: Any) -> bool:
+    """Return whether arrays like this can be compared; no sparse or quantized ones can."""
+    try:
+        element = array[None][(slice(1),) * (array.ndim + 1)]
+        diff({"": element}, {"": copy_of(element)})
+        return array.nbytes >= 0  # type: ignore[no-any-return]
+    except Exception:  # of any library
+        return False
+
+
+def _storable_states(states: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
+    """Return named states without the values that no checkpoint can store.
+
+    The paths of these values are added to `refused`. None replaces those in lists.
+    """
+    storable = {}
+    for name, value in states.items():
+        storable[name] = value
+        try:
+            take_states({name: value}, None, 1)
+        except Exception:  # of any library
+            storable[name] = _storable(value, f"states[{name!r}]", refused)
+    return storable
+
+
+def _storable(value: Any, path: str, refused: list[str]) -> Any:
+    """Return a value without what cannot be stored in it, or None; as `_storable_states`."""
+    try:
+        encode(value, path)
+    except Exception:  # of any library
+        if isinstance(value, dict):
+            items = {}
+            for key, inner in value.items():
+                if key is None or type(key) in (str, int, bool):
+                    items[key] = _storable(inner, f"{path}[{key!r}]", refused)
+                else:
+                    refused.append(f"{path}[{key!r}]")
+            return items
+        if isinstance(value, list | tuple):
+            return [_storable(inner, f"{path}[{i}]", refused) for i, inner in enumerate(value)]
+        refused.append(path)
+        return None
+    return value
+
+
 class _FileSide:
     """A plain file, memory-mapped, or the parts of a format without an index, in memory."""
 
@@ -126,21 +175,32 @@ class _FileSide:
         self.path = local_folder(path)
         model, optimizer, _, states = parts or read_file(Path(self.path), mmap=True)
         self._states = states
-        # arrays named as in a checkpoint; values of other kinds are parts of names
-        entries = list_entries((), states) if states else ()
-        named = {"/".join(map(str, keys)) + end: array for keys, array, end in entries}
-        self._parts: list[dict[str, Any]] = [dict(model or {}), dict(optimizer or {}), named]
+        self._parts: list[dict[str, Any]] = [dict(model or {}), dict(optimizer or {}), {}]
 
-    def use_stored_states(self) -> None:
-        """Give the named states the arrays that a checkpoint stores, to compare with one.
+    def name_states(self, *, as_stored: bool) -> None:
+        """Name the arrays of the named states, and warn of values that cannot be compared.
 
-        Raises TypeError for a value that no checkpoint can store.
+        `as_stored`: take the arrays that a checkpoint stores, to compare with one. Otherwise values
+        of other kinds are parts of names.
         """
-        if self._states:
-            named = take_states(self._states, None, 1)
+        refused: list[str] = []
+        if as_stored:
+            states = _storable_states(self._states or {}, refused)
+            named = take_states(states, None, 1)
             named.add_trees(None, ())
             shards = (named.arrays or {}).items()
-            self._parts[2] = {key: getattr(shard, "array", shard) for key, shard in shards}
+            arrays = {key: getattr(shard, "array", shard) for key, shard in shards}
+        else:
+            entries = list_entries((), self._states) if self._states else ()
+            arrays = {"/".join(map(str, keys)) + end: array for keys, array, end in entries}
+        self._parts[2] = {key: each for key, each in arrays.items() if _is_comparable(each)}
+        refused += [key for key in arrays if key not in self._parts[2]]
+        if refused:
+            warnings.warn(
+                f"{self.path}: these values cannot be compared: {', '.join(refused)}",
+                CheckpointWarning,
+                stacklevel=2,
+            )
 
     def is_replaced(self) -> bool:
         """Return False: a mapped file cannot be replaced."""
@@ -182,8 +242,8 @@ def _sides(first: tuple[str, int | None], second: tuple[str, int | None]) -> lis
     """Return the objects that read the tensors of two paths; each has a step, or None."""
     sides: list[Any] = [_side(*first), _side(*second)]
     files = [side for side in sides if isinstance(side, _FileSide)]
-    if len(files) == 1:
-        files[0].use_stored_states()
+    for side in files:
+        side.name_states(as_stored=len(files) == 1)
     return sides
 
 

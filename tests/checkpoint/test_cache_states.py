@@ -390,3 +390,21 @@ def test_caches_over_the_memory_of_another_target_are_refused(tmp_path, other):
     mlstate.save(tmp_path, {"w": array}, states={"a": first, "b": first})
     mlstate.load(tmp_path, into={"states": {"a": target, "b": target}})
     assert facts(target) == facts(first)
+
+
+@pytest.mark.parametrize("make", [grown_cache, rolling_cache])
+def test_targets_over_the_memory_of_a_growing_or_rolling_cache_are_refused(tmp_path, make):
+    target = make()
+    array = target.array
+    spec = CacheSpec([CacheEntry("k", "recurrent", array.shape, array.dtype.name)])
+    over = CacheState(spec, {"k": array}, 5)
+    mlstate.save(tmp_path, {"w": array * 0}, states={"c": over, "k": make()})
+    before = array.copy()
+    for into in (
+        {"states": {"c": over, "k": target}},
+        {"states": {"k": target}, "model": {"w": array}},
+    ):
+        with pytest.raises(ValueError, match=r"share memory"):
+            mlstate.load(tmp_path, into=into)
+        assert (target.array == before).all()
+    mlstate.load(tmp_path, into={"states": {"k": target}})

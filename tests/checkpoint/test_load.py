@@ -180,3 +180,20 @@ def test_shards_in_into_take_their_own_part_only(tmp_path):
     other = Shard(np.zeros((2, 2)), rows, 0, shape=(3, 2))
     with pytest.raises(CompatibilityError, match=r"part 0 of shape \(3, 2\)"):
         mlstate.load(tmp_path, into={"model": {"w": other}}, rank=0, world_size=2, layout="rows")
+
+
+@pytest.mark.parametrize("steps", [[(0, 1)], [(0, 1), (1, 1)]])
+def test_a_shard_cut_into_one_part_is_filled_as_the_whole_array(tmp_path, steps):
+    array = np.arange(8.0).reshape(4, 2)
+
+    def shard_of(data):
+        return Shard(data, Layout(steps), 0, shape=(4, 2))
+
+    mlstate.save(tmp_path, {"w": shard_of(array)}, {"w": shard_of(array)})
+    data = np.zeros((2, 4, 2))
+    into = {"model": {"w": shard_of(data[0])}, "optimizer": {"w": shard_of(data[1])}}
+    mlstate.load(tmp_path, into=into)
+    assert (data == array).all()
+    second = Shard(data[0, :2], Layout([(0, 2), *steps[1:]]), 1, shape=(4, 2))
+    mlstate.load(tmp_path, into={"model": {"w": second}}, layout=Layout.rows(2), rank=1)
+    assert (data[0] == array[[2, 3, 2, 3]]).all()

@@ -198,3 +198,10 @@ def test_a_file_calls_no_code_of_an_enum():
     node = {"module": __name__, "class": "Phase", "value": {"x": 1}}
     with pytest.raises(TypeError, match="no combination of flags"):
         enum_of(node)
+
+
+def test_equal_sets_of_scalars_and_bytes_have_equal_keys_of_arrays():
+    items = [np.float32(1), np.int32(2), b"\x01", (b"", np.float16(3)), np.float64(4)]
+    first, second = (tree.encode(set(order), "s") for order in (items, items[::-1]))
+    assert first.text == second.text and first.arrays.keys() == second.arrays.keys()
+    assert all((first.arrays[key] == second.arrays[key]).all() for key in first.arrays)

@@ -122,3 +122,72 @@ def test_dicts_that_show_items_as_attributes_are_not_objects(tmp_path):
     target = {"v": Items(a=np.ones(1))}
     mlstate.load(tmp_path / "c", into={"states": {"x": target}})
     assert target == {"v": {"a": 1}}
+
+
+def parameter(value):
+    torch = pytest.importorskip("torch")
+    return torch.nn.Parameter(torch.full((2,), float(value)))
+
+
+def optimizer_state(value, step):
+    return mlstate.OptimizerStateDict({"p": parameter(value)}, step=step)
+
+
+@pytest.mark.parametrize("saved", [dict, mlstate.StateDict, mlstate.ModelStateDict])
+@pytest.mark.parametrize("target_class", [dict, mlstate.StateDict])
+def test_parameters_in_nested_state_dicts_are_restored_in_place(tmp_path, saved, target_class):
+    if saved is mlstate.ModelStateDict:
+        target_class = saved
+    mlstate.save(tmp_path, states={"s": {"e": saved({"p": parameter(1)}), "n": 1}})
+    tensor = parameter(0)
+    target = {"e": target_class({"p": tensor}), "n": 0}
+    mlstate.load(tmp_path, into={"states": {"s": target}})
+    assert (
+        tensor.tolist() == [1, 1]
+        and target["e"]["p"] is tensor
+        and type(target["e"]) is target_class
+    )
+
+
+def test_nested_state_dicts_get_the_saved_attributes_or_are_refused(tmp_path):
+    mlstate.save(tmp_path, states={"s": {"e": optimizer_state(1, 5), "n": 1}})
+    target = {"e": optimizer_state(0, 2)}
+    with pytest.raises(CompatibilityError, match=r"\['n'\]"):
+        mlstate.load(tmp_path, into={"states": {"s": target}})
+    assert target["e"].step == 2
+    target["n"] = 0
+    mlstate.load(tmp_path, into={"states": {"s": target}})
+    assert target["e"].step == 5
+    target["e"] = mlstate.StateDict({"p": parameter(0)})
+    with pytest.raises(
+        CompatibilityError, match=r"of the kind 'state', .* of the kind 'optimizer'"
+    ):
+        mlstate.load(tmp_path, into={"states": {"s": target}})
+
+
+def test_lists_of_tensors_with_gradients_take_the_saved_length(tmp_path):
+    saved = {"h": [parameter(3) * 1, parameter(4)], "t": (parameter(5),), "best": None, "n": [1]}
+    mlstate.save(tmp_path, states={"s": saved})
+    first = parameter(0)
+    target = {"h": [first * 1], "t": (first, first), "best": first, "n": []}
+    mlstate.load(tmp_path, into={"states": {"s": target}})
+    assert [each.tolist() for each in target["h"]] == [[3, 3], [4, 4]]
+    assert target["t"][0].tolist() == [5, 5] and target["best"] is None and target["n"] == [1]
+    assert first.tolist() == [0, 0]
+    target = {"h": [first, first], "t": (first * 1,), "best": [], "n": []}
+    with pytest.raises(CompatibilityError, match=r"already|also that of"):
+        mlstate.load(tmp_path, into={"states": {"s": target}})
+
+
+def test_results_of_operations_deep_in_a_state_are_copied_for_an_undo(tmp_path):
+    class Losses(Position):
+        def state_dict(self):
+            return {"inner": {"values": [self.value, (self.value,)]}}
+
+        def load_state_dict(self, state):
+            self.value = state["inner"]["values"][0]
+
+    mlstate.save(tmp_path, states={"s": Losses(parameter(3) * 1)})
+    target = Losses(parameter(0) * 1)
+    mlstate.load(tmp_path, into={"states": {"s": target}})
+    assert target.value.tolist() == [3, 3]

@@ -1,5 +1,6 @@
 """Commands on paths of every format, and options for steps, tensors and tolerances."""
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -118,6 +119,37 @@ def test_diff_compares_all_of_a_checkpoint_of_lightning(place, run, changed):
     ):
         status, _, errors = run("diff", first, second)
         assert (status, errors) == (differ, [])
+
+
+def test_diff_warns_of_values_of_files_that_it_cannot_compare(place, run):
+    torch = pytest.importorskip("torch", reason="its files are compared")
+    with warnings.catch_warnings(action="ignore"):  # torch deprecates these
+        quantized = torch.quantize_per_tensor(torch.ones(2), 1.0, 0, torch.qint8)
+    values = {
+        "size": torch.Size([2]),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "number": 1j,
+        "sparse": torch.eye(2).to_sparse(),
+        "quantized": quantized,
+    }
+    for name, number in (("a.ckpt", 1j), ("b.ckpt", 1j), ("c.ckpt", 2j)):
+        parameters = values | {"number": number}
+        torch.save({"state_dict": {"w": torch.ones(2)}, "hyper_parameters": parameters}, name)
+    for second, differ in (("b.ckpt", 0), ("c.ckpt", 1)):
+        status, _, errors = run("diff", "a.ckpt", second)
+        assert (status, len(errors)) == (differ, 2), errors
+        names = [f"lightning/hyper_parameters/{key}" for key in ("sparse", "quantized")]
+        assert "a.ckpt: these values cannot be compared: " + ", ".join(names) in errors[0]
+
+
+@pytest.mark.parametrize("key", [1.5, (1, 2)])
+def test_diff_of_a_file_and_a_checkpoint_warns_of_keys_that_none_can_store(place, run, key):
+    torch = pytest.importorskip("torch", reason="its files are compared")
+    torch.save({"model": {"w": torch.ones(2)}, "x": {"y": {key: 1, "n": torch.ones(2)}}}, "a.pt")
+    mlstate.save("folder", {"w": np.ones(2, "f")}, states={"x": {"y": {"n": np.ones(2, "f")}}})
+    status, lines, errors = run("diff", "a.pt", "folder")
+    assert status == 1 and any(".tree" in line for line in lines)
+    assert len(errors) == 1 and f"states['x']['y'][{key!r}]" in errors[0]
 
 
 @pytest.mark.parametrize(

@@ -712,11 +712,12 @@ def _read_lightning(path: Path) -> Parts:
 def read_whole_lightning(path: Path) -> Parts:
     """Return the model of a checkpoint of Lightning, and its other entries as its folder has them.
 
-    The file is compared with its checksums, if there are any. Raises as `split_checkpoint` does.
+    The file is compared with its checksums, if there are any. Values that a folder cannot have are
+    returned too.
     """
     with _store_errors(path):
         require_unchanged(str(path))
-        model, states = split_checkpoint(read_ckpt(path))
+        model, states = split_checkpoint(read_ckpt(path), exact=False)
     arrays = torch_backend("files of Lightning", TensorBackend).arrays_of(model)
     return Parts(StateDict(arrays), None, {}, states)
 

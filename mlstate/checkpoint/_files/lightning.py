@@ -61,18 +61,22 @@ def _refuse_inexact(value: Any, where: str) -> None:
             _refuse_inexact(inner, f"{where}[{number}]")
 
 
-def split_checkpoint(checkpoint: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+def split_checkpoint(
+    checkpoint: Mapping[str, Any], *, exact: bool = True
+) -> tuple[Any, dict[str, Any]]:
     """Return the model of a checkpoint of Lightning, a dict, or None, and the named states.
 
-    Raises TypeError for a value that would be loaded as another class.
+    `exact`: raise TypeError for a value that would be loaded as another class.
     """
     rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
-    _refuse_inexact(rest, f"states[{STATE!r}]")
+    if exact:
+        _refuse_inexact(rest, f"states[{STATE!r}]")
     states: dict[str, Any] = {STATE: rest}
     model = checkpoint.get("state_dict")
     if model is not None:
         other = {name: value for name, value in model.items() if not is_torch(value)}
-        _refuse_inexact(other, "state_dict")
+        if exact:
+            _refuse_inexact(other, "state_dict")
         metadata = getattr(model, "_metadata", None)
         states[_MODULE] = {"metadata": metadata, "other": other, "names": list(model)}
         model = {name: value for name, value in model.items() if name not in other}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,6 +25,7 @@ from ..._common.text import count_text
 from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Layout, Shard
 from ...errors import CompatibilityError
+from ...state._kind import kind_of
 from .._sections import STATES
 from .generators import (
     check_fits,
@@ -37,7 +38,9 @@ from .generators import (
     state_of_numbers,
 )
 from .tree import (
+    DICTS,
     RANKS,
+    STATE_DICTS,
     TEXT,
     Decoder,
     is_coreml_state,
@@ -56,7 +59,6 @@ if TYPE_CHECKING:
     from .._load import Loader
 
 _WHOLE_TENSOR: Any = (None, 0, 0)
-_DICTS = (dict, OrderedDict, Counter, defaultdict)
 _PLAIN = (bool, int, float, str, bytes, np.ndarray)
 _MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
@@ -367,13 +369,14 @@ class _Restorer:
             self.add_generator(target, library, node, where)
         elif is_cache(target):
             if is_new:
-                self.sources.cache_arrays[where] = getattr(target, "arrays", {})
+                arrays = target.arrays if hasattr(target, "arrays") else {"array": target.array}
+                self.sources.cache_arrays[where] = arrays
             self.add_cache(target, node, where)
         elif method_of(target, "load_state_dict") is not None:
             self.add_object(target, node, where)
         elif is_torch(target):
             self.add_tensor(target, node, where)
-        elif type(target) in _DICTS:
+        elif type(target) in (*DICTS.values(), *STATE_DICTS):
             self.add_dict(target, node, where)
         elif type(target) in (list, deque):
             self.add_list(target, node, where)
@@ -475,6 +478,9 @@ class _Restorer:
         are replaced. Without ``strict``, keys that only the target or only the checkpoint has are
         left as they are.
         """
+        if isinstance(node, dict) and node.get("$") == "state":
+            self.add_kind(target, node["kind"], where)
+            node = node["values"]
         if not isinstance(node, dict) or node.get("$") not in (None, "dict"):
             raise _mismatch(where, "a dict", "another value")
         pairs = dict(node["items"]) if "$" in node else node
@@ -498,14 +504,37 @@ class _Restorer:
             attributes, own = self.decode(node["attributes"]), vars(target)
             self.actions.append(_replacement(where, own, own | attributes, dict(own)))
 
+    def add_kind(self, target: dict[Any, Any], kind: dict[str, Any], where: str) -> None:
+        """Add the action that sets the attributes of a state dict of mlstate.
+
+        `kind`: its saved class and attributes. `where`: as for `add`. A dict of another class may
+        be the target only if there are no attributes.
+        """
+        target_kind = kind_of(target) if type(target) in STATE_DICTS else {"kind": "dict"}
+        assert target_kind is not None
+        attributes = {name: value for name, value in kind.items() if name != "kind"}
+        if not attributes:
+            return
+        if target_kind["kind"] != kind["kind"]:
+            raise _mismatch(
+                where, *(f"of the kind {each['kind']!r}" for each in (target_kind, kind))
+            )
+
+        def change(values: Mapping[str, Any]) -> None:
+            for name in attributes:
+                setattr(target, name, values[name])
+
+        before = {name: getattr(target, name) for name in attributes}
+        self.actions.append(Action(where, lambda: change(attributes), lambda: change(before)))
+
     def add_list(self, target: Any, node: Any, where: str) -> None:
         """Add the actions for a list or deque; `node`, `where`: as for `add`.
 
-        One with something to restore in place must have the saved length. The content of any
-        other one is replaced.
+        One with something to restore in place, other than tensors, must have the saved length. The
+        content of any other one is replaced.
         """
         items = _items_of(target, node, where, self)
-        if _is_restorable(target):
+        if _is_restorable(target, tensors=len(target) == len(items)):
             new = self.add_items(target, items, where)
         else:
             new = self.replace(target, items)
@@ -536,10 +565,13 @@ class _Restorer:
         A value that is restored in place stays; another one is replaced by the saved value. A tuple
         is replaced by one of the same objects. `node`, `where`: as for `add`.
         """
-        if not _is_restorable(current):
+        if not _is_restorable(current) or (is_torch(current) and node is None):
             return self.replace(current, node)
         if type(current) is tuple:
-            return tuple(self.add_items(current, _items_of(current, node, where, self), where))
+            items = _items_of(current, node, where, self)
+            if not _is_restorable(current, tensors=len(current) == len(items)):
+                return self.replace(current, node)
+            return tuple(self.add_items(current, items, where))
         self.add(current, node, where)
         return current
 
@@ -558,10 +590,11 @@ def _items_of(target: Any, node: Any, where: str, restorer: _Restorer) -> list[A
     raise _mismatch(where, f"a {cls.__name__}", type(restorer.decode(node)).__name__)
 
 
-def _is_restorable(value: Any) -> bool:
+def _is_restorable(value: Any, *, tensors: bool = True) -> bool:
     """Return whether a value in a target is restored in place, or has a value in it that is.
 
-    Any other value is replaced. An object that can only be saved is refused by `add`.
+    Any other value is replaced, such as results of operations of torch. `tensors`: parameters are
+    restored in place too. An object that can only be saved is refused by `add`.
     """
     if isinstance(value, _PLAIN):
         return False
@@ -570,14 +603,14 @@ def _is_restorable(value: Any) -> bool:
         or is_cache(value)
         or method_of(value, "load_state_dict") is not None
         or method_of(value, "state_dict") is not None
-        or (is_torch(value) and value.requires_grad)
+        or (tensors and is_torch(value) and value.requires_grad and value.is_leaf)
     ):
         return True
     if isinstance(value, Mapping):
-        return any(map(_is_restorable, value.values()))
-    return isinstance(value, list | tuple | set | frozenset | deque) and any(
-        map(_is_restorable, value)
-    )
+        value = value.values()
+    elif not isinstance(value, list | tuple | set | frozenset | deque):
+        return False
+    return any(_is_restorable(each, tensors=tensors) for each in value)
 
 
 def like_tensors(value: Any, like: Any) -> Any:
@@ -662,10 +695,7 @@ def _copy_state(where: str, target: object) -> Any:
         return None
     try:
         state = getattr(target, method)()
-        # deepcopy refuses results of operations that autograd records
-        values = state.values() if isinstance(state, Mapping) else ()
-        copies = {id(each): copy_of(each) for each in values if is_torch(each) and not each.is_leaf}
-        return copy.deepcopy(state, copies)
+        return copy.deepcopy(state, _copies_of_results(state))
     except Exception as error:
         refused = CompatibilityError(
             f"{where}: the result of {type(target).__name__}.{method}() cannot be copied, so a "
@@ -673,6 +703,25 @@ def _copy_state(where: str, target: object) -> Any:
         )
         refused.name = where
         raise refused from error
+
+
+def _copies_of_results(state: Any) -> dict[int, Any]:
+    """Return copies of the results of operations in a state that autograd records, by id.
+
+    `copy.deepcopy` refuses these tensors.
+    """
+    copies: dict[int, Any] = {}
+    seen: set[int] = set()
+    stack = [state]
+    while stack:
+        value = stack.pop()
+        if is_torch(value):
+            if not value.is_leaf and id(value) not in copies:
+                copies[id(value)] = copy_of(value)
+        elif isinstance(value, Mapping | list | tuple | deque) and id(value) not in seen:
+            seen.add(id(value))
+            stack += value.values() if isinstance(value, Mapping) else value
+    return copies
 
 
 def _load_action(where: str, target: Any, value: Any, before: Any) -> Action:

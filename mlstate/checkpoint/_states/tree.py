@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 TEXT = ".tree"  # key of the JSON text, a uint8 array
 RANKS = ".ranks"  # key of the packed trees of several ranks: uint8, a row for each rank
 _HEADER = 8  # bytes of the length before a packed tree
-_DICTS: dict[str, type[dict[Any, Any]]] = {
+DICTS: dict[str, type[dict[Any, Any]]] = {
     cls.__name__: cls for cls in (dict, OrderedDict, Counter, defaultdict)
 }
 _FACTORIES: dict[str, Callable[[], Any]] = {  # of a defaultdict
@@ -61,7 +61,7 @@ _FACTORIES: dict[str, Callable[[], Any]] = {  # of a defaultdict
         *(OrderedDict, Counter, deque),
     )
 }
-_STATES = (StateDict, ModelStateDict, OptimizerStateDict)
+STATE_DICTS = (StateDict, ModelStateDict, OptimizerStateDict)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
@@ -86,7 +86,7 @@ class Leaf(NamedTuple):
     """An array that the JSON form refers to.
 
     `form`: numpy, scalar, torch, or bytes, bytearray, BytesIO for arrays of bytes. `path`: keys and
-    indices from the value to the array.
+    indices from the value to a sharded array; () for others.
     """
 
     key: str
@@ -154,7 +154,7 @@ class _Encoder:
         node = self.cache(value, where, path, levels - 1)
         if node is not None:
             return node
-        if type(value) in _STATES:
+        if type(value) in STATE_DICTS:
             values = self.node(dict(value), where, path, levels - 1)
             return {"$": "state", "kind": kind_of(value), "values": values}
         if self.exact:
@@ -237,7 +237,7 @@ class _Encoder:
         `node` describes the parameters.
         """
         cls = type(value)
-        if cls in _DICTS.values():
+        if cls in DICTS.values():
             return self.mapping(value, where, path, levels)
         if cls in (set, frozenset):
             return self.set(value, where, path, levels)
@@ -262,7 +262,7 @@ class _Encoder:
                     "may have numbers, str, bytes and tuples of these; use a list"
                 )
         if leaves_of(items):  # whose keys depend on the order
-            ordered = sorted(value, key=lambda item: bytes(packed(item, where)))
+            ordered = sorted(value, key=lambda item: _order_of(item, where))
             items = self.items(ordered, where, path, levels)
         return {"$": type(value).__name__, "items": sorted(items, key=json.dumps)}
 
@@ -333,6 +333,18 @@ class _Encoder:
             )
         state = _result(method, value, "state_dict()", where)
         return {"$": "object", "state": self.node(state, where, path, levels)}
+
+
+def _order_of(item: Any, where: str) -> bytes:
+    """Return a key to sort the items of a set, different for different items.
+
+    `where`: name of the set, for errors.
+    """
+    if type(item) is bytes:
+        return b"bytes" + item
+    if isinstance(item, np.generic):
+        return b"scalar" + name_of(item.dtype).encode() + item.tobytes()
+    return b"value" + bytes(packed(item, where))
 
 
 def _result(read: Callable[[], Any], value: object, name: str, where: str) -> Any:
@@ -507,7 +519,8 @@ def packed(value: Any, where: str) -> NDArray:
 def leaves_of(node: Any) -> list[Leaf]:
     """Return the arrays that the JSON form `node` refers to, in its order."""
     leaves: list[Leaf] = []
-    stack: list[tuple[tuple[Any, ...], Any]] = [((), node)]
+    # a path is None, or a pair of the path before and a key: few are needed as a tuple
+    stack: list[tuple[Any, Any]] = [(None, node)]
     while stack:
         path, current = stack.pop()
         if isinstance(current, list):
@@ -517,19 +530,30 @@ def leaves_of(node: Any) -> list[Leaf]:
         elif (kind := current.get("$")) in ("array", "bytes", "bytearray", "BytesIO"):
             form = str(current.get("form", kind))
             sharded = current.get("sharded") is not None
-            leaves.append(Leaf(str(current["key"]), form, sharded, path))
+            keys = _keys_of(path) if sharded else ()
+            leaves.append(Leaf(str(current["key"]), form, sharded, keys))
             continue
         elif kind is None:
             pairs = current.items()
         elif kind == "dict":
-            stack.append(((*path, ...), current.get("attributes")))
+            stack.append(((path, ...), current.get("attributes")))
             pairs = current["items"]
         else:
             stack += reversed([(path, inner) for inner in current.values()])
             continue
-        inner_nodes = [(key, inner) for key, inner in pairs if isinstance(inner, dict | list)]
-        stack += reversed([((*path, key), inner) for key, inner in inner_nodes])
+        inner_nodes = [((path, key), each) for key, each in pairs if isinstance(each, dict | list)]
+        inner_nodes.reverse()
+        stack += inner_nodes
     return leaves
+
+
+def _keys_of(path: Any) -> tuple[Any, ...]:
+    """Return a path of pairs, as in `leaves_of`, as a tuple of keys."""
+    keys = []
+    while path is not None:
+        path, key = path
+        keys.append(key)
+    return tuple(reversed(keys))
 
 
 class Decoder:
@@ -579,7 +603,7 @@ class Decoder:
     def mapping(self, node: dict[str, Any]) -> Any:
         """Return the dict of the JSON form `node`, which lists its items."""
         pairs = {key: self.value(inner) for key, inner in node["items"]}
-        cls = _DICTS[node["class"]]
+        cls = DICTS[node["class"]]
         if cls is defaultdict:
             factory = node.get("factory")
             return defaultdict(None if factory is None else _FACTORIES[factory], pairs)

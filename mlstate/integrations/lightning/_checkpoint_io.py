@@ -174,6 +174,7 @@ class MLStateCheckpointIO:
         except BaseException:
             if os.path.lexists(old):
                 os.replace(old, folder)
+            _delete_remains(temporary)
             raise
         with suppress(FileNotFoundError):
             os.unlink(old)

@@ -136,6 +136,10 @@ DIFFERENT = {
         lambda rank: {"model": {"w": ROWS}, "step": rank + 3},
         ["ranks pass different steps, 3 and 4: pass the same"] * 2,
     ),
+    "step of optimizers": (
+        lambda rank: {"optimizer": mlstate.OptimizerStateDict({"w.m": ROWS}, step=rank + 3)},
+        ["ranks pass different steps, 3 and 4: pass the same"] * 2,
+    ),
     "value": (
         lambda rank: {"model": {"w": 3 if rank else ROWS}},
         ["rank 1: TypeError: params 'w' must be a NumPy array", "^params 'w' must be"],
@@ -157,6 +161,15 @@ DIFFERENT = {
         ["ranks 0 and 1 do not save the same: rank 1 gives optimizer=, and rank 0 does not"] * 2,
     ),
 }
+
+
+def test_a_step_of_one_rank_overrides_the_steps_of_optimizers(path):
+    def save(group):
+        optimizer = mlstate.OptimizerStateDict({"w.m": ROWS}, step=group.rank)
+        step = {} if group.rank else {"step": 7}
+        return mlstate.save(path, {"w": ROWS}, optimizer, group=group, **step).step
+
+    assert run(save) == [7, 7]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

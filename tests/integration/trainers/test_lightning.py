@@ -210,6 +210,15 @@ def test_a_failed_rename_keeps_the_file_or_link(tmp_path, monkeypatch, kind):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.ckpt", "target"]
 
 
+def test_a_save_over_a_folder_of_others_leaves_no_other_folder(tmp_path):
+    folder = tmp_path / "last.ckpt"
+    folder.mkdir()
+    (folder / "note").write_text("mine")
+    with pytest.raises(OSError, match="not empty"):
+        MLStateCheckpointIO().save_checkpoint(checkpoint(), folder)
+    assert [path.name for path in tmp_path.rglob("*")] == ["last.ckpt", "note"]
+
+
 def test_a_value_that_needs_pickle_is_named(tmp_path):
     saved = {**checkpoint(), "hyper_parameters": {"activation": torch.nn.ReLU}}
     with pytest.raises(
