@@ -739,11 +739,11 @@ def test_merged_optimizers_have_the_groups_of_all_ranks():
 
 
 def test_empty_parts_are_not_tied():
-    """Each is a new array without memory, whose identity may be that of an array before it."""
+    """Each is a new array without memory, and may have the id of a deleted array."""
     layout = Layout.axis(0, 4)
 
     class Parts(dict):
-        """Shards whose arrays are made at each access, as those of DTensors are."""
+        """Shards with a new array at each access, like DTensors."""
 
         def items(self):
             return ((name, layout.shard(np.zeros((3, 2)), 3)) for name in self)

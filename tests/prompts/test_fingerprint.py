@@ -277,7 +277,7 @@ def test_weights_without_elements_are_refused_by_name():
 
 @pytest.mark.torch
 @pytest.mark.parametrize("kind", ["tensor", "tuple", "called method", "decorated"])
-def test_results_that_forward_keeps_are_not_part_of_a_module(kind):
+def test_results_of_forward_are_not_part_of_a_module(kind):
     torch = pytest.importorskip("torch")
 
     def decorated(function):

@@ -493,13 +493,13 @@ def delete_token(log, number):
     result.close()
 
 
-def held_tokens(log, number):
+def stored_length(log, number):
     result = log.match(FINGERPRINT, np.array([number], np.uint32), 1)
     result.close()
     return result.length
 
 
-def test_a_deleted_record_does_not_come_back_after_compactions(tmp_path):
+def test_compactions_do_not_restore_a_deleted_record(tmp_path):
     log = PromptLog(tmp_path / "log", True)
     put_bytes(log, 1, 50_000)
     put_bytes(log, 7, 1000, 11)  # the first copy, in segment 1
@@ -511,6 +511,6 @@ def test_a_deleted_record_does_not_come_back_after_compactions(tmp_path):
     delete_token(log, 7)  # its note is in segment 3
     put_bytes(log, 4, 40_000)
     delete_token(log, 3)  # compacts segment 3
-    assert held_tokens(log, 7) == 0
+    assert stored_length(log, 7) == 0
     log.close()
-    assert held_tokens(PromptLog(tmp_path / "log", False), 7) == 0
+    assert stored_length(PromptLog(tmp_path / "log", False), 7) == 0

@@ -53,7 +53,7 @@ def test_a_restore_clears_the_slot_of_a_token_that_is_not_stored(store):
     np.testing.assert_array_equal(state.ordered("cache").ravel(), [0, 7, 8, 9])
 
 
-def test_the_sequence_axis_of_a_kv_state_is_its_own(tmp_path):
+def test_a_kv_state_is_stored_along_its_sequence_axis(tmp_path):
     spec = CacheSpec([CacheEntry("kv", "full", (1, 1, 4, 4), "float32")])
     array = np.arange(16, dtype=np.float32).reshape(1, 1, 4, 4)
     innermost = np.ascontiguousarray(array.swapaxes(2, 3))
