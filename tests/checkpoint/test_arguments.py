@@ -43,7 +43,7 @@ def saved(tmp_path):
         lambda saved, new: checksum(saved, progress=5),
     ],
 )
-def test_a_progress_that_is_no_function_is_refused_before_a_folder_exists(saved, tmp_path, call):
+def test_a_progress_that_cannot_be_called_creates_no_folder(saved, tmp_path, call):
     with pytest.raises(TypeError, match="progress must be callable, got int"):
         call(saved, tmp_path / "new")
     assert not (tmp_path / "new").exists()

@@ -196,7 +196,7 @@ def test_a_member_that_an_enum_lacks_is_named(tmp_path, monkeypatch):
 
 def test_a_file_calls_no_code_of_an_enum():
     node = {"module": __name__, "class": "Phase", "value": {"x": 1}}
-    with pytest.raises(TypeError, match="no combination of flags"):
+    with pytest.raises(TypeError, match="not a combination of flags"):
         enum_of(node)
 
 

@@ -471,7 +471,7 @@ def test_masked_arrays_are_not_loaded(masked):
     assert target["a"] == 0
 
 
-def test_a_shard_takes_the_elements_of_its_own_part_only():
+def test_load_into_refuses_a_shard_of_another_part():
     whole, data = np.arange(8.0).reshape(4, 2), np.zeros((4, 2))
     rows = Layout.rows(2)
     target = {"w": rows.shard(data, 1)}

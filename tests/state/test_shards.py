@@ -50,7 +50,7 @@ def test_a_part_is_never_equal_to_the_whole_tensor_or_loaded_from_it():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_equal_parts_are_equal_and_loaded_whatever_their_layouts_are_called(dtype):
+def test_shards_of_one_part_are_equal_under_different_layouts(dtype):
     pytest.importorskip("ml_dtypes")
     vector = np.arange(8).astype(dtype)
     layouts = (Layout.rows(2), Layout.flat(2), Layout.rows(2) * Layout.axis(0, 1))

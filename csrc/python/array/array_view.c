@@ -693,7 +693,7 @@ bool mlspy_is_part(const mlspy_state *state, PyObject *object)
     return false;
 }
 
-/* As mlspy_view_of, for a part of a tensor: view its array, which is no part itself. */
+/* As mlspy_view_of, for a part of a tensor: view its array. */
 static int view_of_part(const mlspy_state *state, PyObject *part, const char *label,
                         mlspy_view *out)
 {

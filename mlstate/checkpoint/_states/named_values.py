@@ -74,7 +74,7 @@ def enum_of(node: dict[str, Any]) -> Any:
         )
     if "name" not in node:
         if not issubclass(cls, Flag) or type(node["value"]) is not int:
-            raise TypeError(f"{node['value']!r} is no combination of flags")
+            raise TypeError(f"{node['value']!r} is not a combination of flags")
         return cls(node["value"])
     if node["name"] not in cls.__members__:
         name = f"{node['module']}.{node['class']}"

@@ -507,8 +507,8 @@ class _Restorer:
     def add_kind(self, target: dict[Any, Any], kind: dict[str, Any], where: str) -> None:
         """Add the action that sets the attributes of a state dict of mlstate.
 
-        `kind`: its saved class and attributes. `where`: as for `add`. A dict of another class may
-        be the target only if there are no attributes.
+        `kind`: its saved class and attributes. `where`: as for `add`. Raises
+        CompatibilityError if attributes were saved and the target is of another class.
         """
         target_kind = kind_of(target) if type(target) in STATE_DICTS else {"kind": "dict"}
         assert target_kind is not None

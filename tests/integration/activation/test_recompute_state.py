@@ -422,7 +422,7 @@ class CountsInOrder(nn.Module):
 
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("make", [torch.ones, lambda count: np.ones(count, np.float32)])
-def test_values_that_a_block_changes_inside_an_object_are_read_as_before(make, container):
+def test_recomputation_restores_values_that_a_block_changed_in_objects(make, container):
     compare(lambda: CountsInOrder(make, container), segments(3, 1))
 
 
