@@ -298,6 +298,23 @@ def change_mode(file: int | str, mode: int) -> None:
             raise
 
 
+def mode_within(*paths: str) -> int:
+    """Return the permissions of a new file: no more than the files and folders `paths` have.
+
+    The owner can always read and write it. A missing path restricts nothing. Raises StoreError if
+    the permissions cannot be read.
+    """
+    mode = 0o666
+    for path in paths:
+        try:
+            mode &= os.stat(path).st_mode | 0o600
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise store_error(error, "cannot read the permissions", path) from None
+    return mode
+
+
 @contextmanager
 def new_path(target: Target) -> Iterator[str]:
     """Yield a temporary path to write a file or folder at, which then becomes the target.

@@ -55,7 +55,7 @@ from ..errors import CollectiveError, MLStateError, StoreError
 from ._folder.names import FOLDERS, MANIFEST
 from ._rank_messages import broadcast_text, error_text, gather_bytes, pack_message, unpack_message
 from ._replica_assignment import check_copies
-from ._store.checkpoint_files import Generation, generations_to_delete, root_path
+from ._store.checkpoint_files import Generation, Replaced, generations_to_delete, root_path
 from ._store.index_patterns import pattern_of, with_patterns
 from ._store.manifest import IndexRecord, Manifest, build_checked
 
@@ -107,10 +107,7 @@ class Commit:
             nullcontext() if self._claim is None else self._claim.holder
         )
         self._generation = ""  # identifier of the save, part of its files' names; "" before `begin`
-        # of rank 0: of the new manifest; the replaced checkpoint, None if none or damaged
-        self._sequence = 0
-        self._before: Manifest | None = None
-        self._has_steps = False  # of rank 0: whether there were roots of steps before
+        self._replaced = Replaced(None, 0, has_steps=False)  # of rank 0, after `begin`
         self._error: BaseException | None = None  # of this rank, to be raised by `commit`
         # of written ranks: index record, and pattern (a digest that alike indexes share)
         self._reports: list[dict[str, Any]] = []
@@ -165,13 +162,12 @@ class Commit:
         claim.acquire()
         if self._target.content is not None:
             files.refuse_change(self._target.content)
-        roots = files.list_roots()
-        if not (self._target.keep_root or self._target.replace_steps):
-            files.refuse_steps(roots)
-        self._before, self._sequence = files.find_replaced(roots, self._target.caller.warn)
-        self._has_steps = bool(roots)
+        self._replaced = files.find_replaced(
+            refuses_steps=not (self._target.keep_root or self._target.replace_steps),
+            warn=self._target.caller.warn,
+        )
         if claim.unfinished is not None:
-            files.delete_unfinished(claim.unfinished, self._before)
+            files.delete_unfinished(claim.unfinished, self._replaced.manifest)
         generation = os.urandom(8).hex()
         claim.note(generation)
         self._generation = generation
@@ -232,7 +228,7 @@ class Commit:
         """
         rank = self._target.rank
         try:
-            before = self._files.read_manifest() if rank > 0 else self._before
+            before = self._files.read_manifest() if rank > 0 else self._replaced.manifest
             if before is None or rank >= before.world_size:
                 return None
             record = before.indexes[rank]
@@ -312,7 +308,7 @@ class Commit:
         assert self._claim is not None
         manifest = Manifest(
             generation=self._generation,
-            sequence=self._sequence,
+            sequence=self._replaced.sequence,
             created=creation_time(),
             indexes=tuple(map(_record_of, reports)),
             **header,
@@ -384,7 +380,8 @@ class Commit:
             if target.retain is not None:
                 roots = {**target.retain(manifest), **roots}
             # a killed writer may have left the root of its first step, without a manifest
-            if self._before is not None or self._has_steps or target.replace_steps:
+            before = self._replaced
+            if before.manifest is not None or before.has_steps or target.replace_steps:
                 self._files.prune(merged_indexes=self._merged_indexes, roots=roots)
         except (MLStateError, MemoryError) as error:
             return f"old files of the checkpoint were not deleted: {error}"
@@ -396,7 +393,7 @@ class Commit:
         `manifest`: the committed one. Returns the generations that ended ("gone") and those that
         stay ("kept"), or {} if they are unknown; see `generations_to_delete`.
         """
-        before, retain = self._before, self._target.retain
+        before, retain = self._replaced.manifest, self._target.retain
         if before is None and retain is None:
             return {}
         with suppress(MLStateError, MemoryError):

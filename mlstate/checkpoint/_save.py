@@ -38,6 +38,7 @@ from ._options import PACK_BELOW_MOST, SAVE_DEFAULTS, complete_save_options, sho
 from ._replica_assignment import Assignment, assign_replicas
 from ._states.collect import NO_STATES, NamedStates, add_entries, take_states
 from ._states.modules import metadata_of
+from ._store.checkpoint_files import CheckpointFiles
 from ._store.open_path import open_target
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from ._folder.protocol import Claim
     from ._options import SaveOptions
     from ._save_async import SaveHandle
-    from ._store.checkpoint_files import CheckpointFiles, FolderContent
+    from ._store.checkpoint_files import FolderContent
     from ._store.manifest import Manifest
 
     _Dict: TypeAlias = dict[str, Any] | None
@@ -135,9 +136,11 @@ def check_target(
             f"{type(path).__name__}; it comes first: save(path, model, optimizer)"
         )
     save_folder = path if isinstance(path, SaveFolder) else SaveFolder(path)
-    files = open_target(save_folder.folder, storage_options, any_suffix=save_folder.any_suffix)
+    folder = open_target(save_folder.folder, storage_options, any_suffix=save_folder.any_suffix)
+    claim = folder.claim(options["lock_timeout"])
     if options["incremental"]:
-        files.folder.require_local("incremental=True", "save whole shards")
+        folder.require_local("incremental=True", "save whole shards")
+    files = CheckpointFiles(folder)
     rank, world_size = 0, 1
     group = optional_group(options["group"])
     pack_below = parse_size("pack_below_bytes", options["pack_below_bytes"], 0, PACK_BELOW_MOST)
@@ -146,7 +149,7 @@ def check_target(
         rank, world_size = group.rank, group.world_size
     return SaveTarget(
         files=files,
-        claim=files.folder.claim(options["lock_timeout"]),
+        claim=claim,
         group=None if world_size == 1 else group,
         rank=rank,
         world_size=world_size,
@@ -198,7 +201,8 @@ def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any
     value has the module's entries that are not tensors, {} for other models, and the metadata that
     torch keeps for modules, {} if `model` carries none.
     """
-    others: Any = ({}, metadata_of(model))
+    # only a ``state_dict()`` of torch carries metadata
+    others: Any = ({}, metadata_of(model) if hasattr(model, "_metadata") else {})
     module = model if is_module(model) else None
     if is_optimizer(optimizer):
         states, keywords = backend_of(optimizer, CheckpointBackend).saved_optimizer(

@@ -27,7 +27,7 @@ from ..checkpoint._rank_messages import error_text, gather_bytes, pack_message, 
 from ..checkpoint._remote.parallel_tasks import run_tasks
 from ..checkpoint._replica_assignment import assign_replicas
 from ..checkpoint._save import SaveFolder, is_on_device, save
-from ..checkpoint._store.checkpoint_files import root_path
+from ..checkpoint._store.checkpoint_files import CheckpointFiles, root_path
 from ..checkpoint._store.manifest import parse
 from ..checkpoint._store.open_path import open_target
 from ..collectives._arguments import optional_group
@@ -134,7 +134,7 @@ class Publisher:
         self._keep = None if keep is None else check_int("keep", keep, 2, also=" or None")
         if base not in BASES:
             raise ValueError(f"base must be 'memory' or 'disk', got {base!r}")
-        self._files = open_target(path, storage_options)
+        self._files = CheckpointFiles(open_target(path, storage_options))
         self._on_disk = base == "disk"
         group = optional_group(group)
         self._group = None if group is None or group.world_size == 1 else group

@@ -10,14 +10,15 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from ... import _core
+from ..._common.atomic_file import mode_within
 from ..._common.log import is_logged, log
 from ..._common.regular_file import check_regular, open_descriptor
 from ..._common.store_error import format_error, store_error
 from ...errors import StoreError
-from .names import group_by_part
+from .names import MANIFEST, group_by_part
 from .protocol import FileInfo, NewFiles
 from .weight_names import INDEX, SINGLE, SUFFIX, TORCH_SUFFIX, weights_root
-from .writer_lock import WriterLock, new_file_mode
+from .writer_lock import WriterLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -368,7 +369,8 @@ class LocalFolder:
         self, progress: Callable[[int], object] | None
     ) -> AbstractContextManager[NewFiles]:
         """Return a context with the folder itself."""
-        return nullcontext(NewFiles(self.path, new_file_mode(self.path), is_temporary=False))
+        mode = mode_within(self.path, self._join(MANIFEST))
+        return nullcontext(NewFiles(self.path, mode, is_temporary=False))
 
     def add_empty(self, path: str) -> None:
         """Create an empty file durably; do nothing if the path exists.

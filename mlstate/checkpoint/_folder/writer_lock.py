@@ -20,7 +20,7 @@ import stat
 from typing import Any
 
 from ... import _core
-from ..._common.atomic_file import Target, change_mode, replacing
+from ..._common.atomic_file import Target, change_mode, mode_within, replacing
 from ..._common.regular_file import NOT_REGULAR
 from ..._common.store_error import store_error
 from ...errors import StoreError
@@ -130,23 +130,6 @@ def _lock_folder(descriptor: _core.Descriptor) -> bool:
     return True
 
 
-def new_file_mode(folder: str) -> int:
-    """Return the permissions of new files: no more than the folder and its manifest have.
-
-    The owner can always read and write them. A missing folder or manifest restricts nothing.
-    Raises StoreError if the permissions cannot be read.
-    """
-    mode = 0o666
-    for path in (folder, os.path.join(folder, MANIFEST)):
-        try:
-            mode &= os.stat(path).st_mode | 0o600
-        except FileNotFoundError:
-            continue
-        except OSError as error:
-            raise store_error(error, "cannot read the permissions", path) from None
-    return mode
-
-
 class WriterLock:
     """The lock of a writing process.
 
@@ -173,6 +156,7 @@ class WriterLock:
         self._subject = subject
         self._folder = folder
         self._path = os.path.join(folder, _NAME)
+        self._manifest = os.path.join(folder, MANIFEST)
         self.holder = _core.Descriptor()  # dropping it closes and unlocks, too
         self._is_new = False
         self._owner: dict[str, Any] = {}  # this process, as the lock's text names it
@@ -257,7 +241,7 @@ class WriterLock:
         `number`: its descriptor. `mode`: its permissions now. The bits for execution stay, because
         FAT has them on every file and refuses to change them.
         """
-        limited = mode & (new_file_mode(self._folder) | 0o111)
+        limited = mode & (mode_within(self._folder, self._manifest) | 0o111)
         if limited != mode & 0o777:
             change_mode(number, limited)
 
@@ -333,7 +317,7 @@ class WriterLock:
 
         `root`: path of a second copy, which is written before it; None: no copy.
         """
-        mode = new_file_mode(self._folder)
+        mode = mode_within(self._folder, self._manifest)
         for path in (MANIFEST,) if root is None else (root, MANIFEST):
             _core.file_replace(os.path.join(self._folder, path), data, mode)
 

@@ -58,6 +58,14 @@ class ManifestSummary(NamedTuple):
     parts: tuple[int, ...]
 
 
+class Replaced(NamedTuple):
+    """What a save replaces: see `CheckpointFiles.find_replaced`."""
+
+    manifest: Manifest | None  # None: there is none, or it is damaged
+    sequence: int  # of the new save
+    has_steps: bool  # whether there are roots under ``roots/``
+
+
 class Generation(NamedTuple):
     """A save that a root names or named."""
 
@@ -209,24 +217,38 @@ class CheckpointFiles:
             return None
         return parse(data, path)
 
-    def find_replaced(
-        self, roots: Sequence[Root], warn: Callable[[str], object]
-    ) -> tuple[Manifest | None, int]:
-        """Return the manifest that a save replaces, and the sequence number of the save.
+    def find_replaced(self, *, refuses_steps: bool, warn: Callable[[str], object]) -> Replaced:
+        """Return what a save replaces, and its sequence number.
 
-        The manifest is None if there is none or it is damaged. `roots`: of steps, sorted; one may
-        be newer than the manifest. `warn` is called with a text about damage. An intact manifest of
-        a newer format, and a file that is not regular, raise FormatError.
+        This is the largest number of a valid root, plus one: a step may be newer than the manifest.
+        `refuses_steps`: raise StoreError (EEXIST) if the folder holds a manager's steps. `warn` is
+        called with a text about a damaged manifest. Raises FormatError for an intact manifest of a
+        newer format, for a file that is not regular, and after the last number.
         """
-        replaced = self._find_undamaged(warn)
-        return replaced, self._next_sequence(replaced, roots)
+        roots = self.list_roots()
+        if roots and refuses_steps:
+            self.refuse_steps(roots)
+        manifest = None
+        with suppress(FileNotFoundError):
+            data = self.folder.read(MANIFEST)
+            manifest = self._parse_undamaged(data, warn)
+        sequence = 0 if manifest is None else manifest.sequence
+        for root in reversed(roots):
+            if root.sequence <= sequence:
+                break
+            # the content, because the name of a stray file would determine all later numbers
+            with suppress(MLStateError):
+                sequence = self.read_manifest(root.path).sequence
+        if sequence >= MOST_SEQUENCE:
+            text = f"{self.path}: sequence {sequence} is the last that a manifest can hold"
+            raise format_error(text, self.path)
+        return Replaced(manifest, sequence + 1, bool(roots))
 
-    def _find_undamaged(self, warn: Callable[[str], object]) -> Manifest | None:
-        """Return the manifest; None if there is none or it is damaged; see `find_replaced`."""
+    def _parse_undamaged(self, data: bytes, warn: Callable[[str], object]) -> Manifest | None:
+        """Return the manifest of the bytes `data`; None if damaged; see `find_replaced`."""
         try:
-            return self.find_manifest()
+            return parse(data, self.join(MANIFEST))
         except FormatError as error:
-            data = self.folder.read(MANIFEST)  # raises for a file that is not regular
             try:
                 _core.json_checksum_check(data, self.path)
             except FormatError:
@@ -259,24 +281,6 @@ class CheckpointFiles:
                 if not self.is_replaced(root, current.generation):
                     raise
         return read(self.read_manifest(root))
-
-    def _next_sequence(self, newest: Manifest | None, roots: Sequence[Root]) -> int:
-        """Return the sequence number of the next save: the largest one of a valid root, plus one.
-
-        `newest`: the current manifest or None. `roots`: of steps, sorted. A file name alone is not
-        trusted: a stray file would determine all later numbers. Raises FormatError after the last
-        number.
-        """
-        sequence = 0 if newest is None else newest.sequence
-        for root in reversed(roots):
-            if root.sequence <= sequence:
-                break
-            with suppress(MLStateError):
-                sequence = self.read_manifest(root.path).sequence
-        if sequence >= MOST_SEQUENCE:
-            text = f"{self.path}: sequence {sequence} is the last that a manifest can hold"
-            raise format_error(text, self.path)
-        return sequence + 1
 
     def holds_steps(self, roots: Sequence[Root]) -> bool:
         """Return whether the folder, with these roots, holds steps of a `CheckpointManager`.

@@ -147,15 +147,16 @@ def open_target(
     storage_options: Mapping[str, Any] | None,
     *,
     any_suffix: bool = False,
-) -> CheckpointFiles:
-    """Return the files of a checkpoint to write; nothing is read or written.
+) -> Folder:
+    """Return the folder of a checkpoint to write; nothing is read or written.
 
     Without `any_suffix`, raises ValueError for the name of another format's file.
     """
     folder = open_folder(path, storage_options)
-    if not any_suffix:
+    suffix = os.path.splitext(folder.path)[1].lower()
+    if suffix in _FILE_SUFFIXES and not any_suffix:
         refuse_file_name(folder)
-    return CheckpointFiles(folder)
+    return folder
 
 
 class RootPath(NamedTuple):
