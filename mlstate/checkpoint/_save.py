@@ -486,8 +486,8 @@ def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) ->
     """Agree with all ranks on which rank writes each whole array.
 
     Every rank calls it, even after a failure. `steps`: of the layout for these arrays. The
-    optimizers' groups in `content` become the groups of all ranks. Raises ValueError if callers
-    pass different steps.
+    optimizers' groups in `content` become the groups of all ranks, and its step the one of any
+    rank. Raises ValueError if callers pass different steps.
     """
     digests: list[bytes] = []
     try:
@@ -501,14 +501,17 @@ def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) ->
     assigned = assign_replicas(group, content.dicts, steps, content.error, names, digests, groups)
     for label, merged in (assigned.groups or {}).items():
         kinds[label]["param_groups"] = merged
-    every_step = assigned.digests[-1] if assigned.error is None and assigned.digests else ()
-    passed = {int.from_bytes(each, "little", signed=True) for each in every_step} - {-1}
-    different = {each for each in passed if each >= 0} or {-2 - each for each in passed}
-    if len(different) > 1:
+    packed_steps = assigned.digests[-1] if assigned.error is None and assigned.digests else ()
+    values = {int.from_bytes(each, "little", signed=True) for each in packed_steps} - {-1}
+    # a step that the caller of any rank passes replaces the steps of optimizers
+    steps_of_ranks = {each for each in values if each >= 0} or {-2 - each for each in values}
+    if len(steps_of_ranks) > 1:
         raise ValueError(
-            f"ranks pass different steps, {' and '.join(map(str, sorted(different)))}: pass the "
-            "same step= on every rank that passes one"
+            f"ranks pass different steps, {' and '.join(map(str, sorted(steps_of_ranks)))}: pass "
+            "the same step= on every rank that passes one"
         )
+    for only_step in steps_of_ranks:
+        content.header["step"] = only_step
     return assigned
 
 
@@ -585,10 +588,11 @@ def save(
         each rank stores its own values of a state that differs between ranks; models, optimizers
         and mappings of arrays are shared, as for `model`.
     metadata : mapping, optional
-        JSON values: str, finite numbers, lists, dicts with str keys, at most 100 levels deep.
+        JSON values: str, finite numbers, lists, dicts with str keys, at most 100 levels deep. With
+        a group, rank 0's values are stored.
     step : int, optional
         Training step. Default: the step of an `OptimizerStateDict`. Ranks must not pass different
-        steps.
+        steps; one that a rank passes counts for all.
     group : ProcessGroup, optional
         The ranks that save together; see `mlstate.collectives`. All of them call `save`, and
         each writes its own shards. An array that is not a `Shard` is treated as replicated:

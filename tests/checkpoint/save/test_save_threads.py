@@ -163,13 +163,23 @@ DIFFERENT = {
 }
 
 
-def test_a_step_of_one_rank_overrides_the_steps_of_optimizers(path):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_of_one_rank_overrides_the_steps_of_optimizers(path, rank):
     def save(group):
         optimizer = mlstate.OptimizerStateDict({"w.m": ROWS}, step=group.rank)
-        step = {} if group.rank else {"step": 7}
+        step = {"step": 7} if group.rank == rank else {}
         return mlstate.save(path, {"w": ROWS}, optimizer, group=group, **step).step
 
     assert run(save) == [7, 7]
+    assert mlstate.load(path).step == 7
+
+
+def test_a_step_that_only_another_rank_passes_is_stored(path):
+    def save(group):
+        return mlstate.save(path, {"w": ROWS}, group=group, step=5 if group.rank else None)
+
+    run(save)
+    assert mlstate.load(path).step == 5
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
