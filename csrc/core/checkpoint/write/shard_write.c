@@ -217,20 +217,20 @@ static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size
 
 /* Return the element of the shard that is stored at byte `start` of the tensor in the
  * file, and limit `*bytes` to the bytes that are contiguous in the shard from there.
- * `size` is the bytes of an element. `*run`, the number of a row range at or before
- * `start`, advances to the one that contains it. */
+ * `size` is the bytes of an element. `*range_number`, a row range of the new layer at or
+ * before `start`, advances to the one that contains it; a plain shard ignores it. */
 static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
-                          size_t *run, size_t *bytes)
+                          size_t *range_number, size_t *bytes)
 {
     const mls_layer *fresh = planned->fresh;
     const size_t at = start / size;
     if (fresh == NULL) {
         return at; /* everything is stored, in order */
     }
-    while (fresh->runs[*run].at + fresh->runs[*run].count <= at) {
-        ++*run;
+    while (fresh->stored[*range_number].at + fresh->stored[*range_number].count <= at) {
+        ++*range_number;
     }
-    const mls_row_range *row_range = &fresh->runs[*run];
+    const mls_row_range *row_range = &fresh->stored[*range_number];
     const size_t left = (row_range->at + row_range->count - at) * size;
     *bytes = left < *bytes ? left : *bytes;
     return row_range->begin + (at - row_range->at);
@@ -247,9 +247,10 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
     const mls_layer *fresh = planned->fresh;
     /* a search, since a task may start anywhere */
-    size_t run = fresh == NULL ? 0
-                               : mls_row_ranges_find_at(fresh->runs, fresh->run_count,
-                                                        start / size);
+    size_t range_number =
+        fresh == NULL
+            ? 0
+            : mls_row_ranges_find_at(fresh->stored, fresh->stored_count, start / size);
     mls_code code = MLS_OK;
     while (code == MLS_OK && start < end) {
         uint32_t *crc = &tensor->crcs[start / MLS_SAFETENSORS_BLOCK];
@@ -257,7 +258,7 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
         size_t step = end - start < block ? end - start : block;
         /* stop at the end of the row range: the next range is elsewhere in memory, but
          * continues in the same buffer, block and file */
-        const size_t first = find_stored(planned, size, start, &run, &step);
+        const size_t first = find_stored(planned, size, start, &range_number, &step);
         /* checksum the copy, never the array, which may change at any time */
         if (buffer_room(s) == 0) {
             code = flush_buffer(s);

@@ -39,9 +39,10 @@ static const unsigned char *packed_elements(const mls_write_plan *plan,
     unsigned char *to = room;
     /* row ranges are adjacent in the layer but not in memory; strided data is packed
      * directly into place */
-    size_t run = mls_row_ranges_find_at(fresh->runs, fresh->run_count, first);
-    for (; count > 0; run++) {
-        const mls_row_range *row_range = &fresh->runs[run];
+    size_t range_number =
+        mls_row_ranges_find_at(fresh->stored, fresh->stored_count, first);
+    for (; count > 0; range_number++) {
+        const mls_row_range *row_range = &fresh->stored[range_number];
         const size_t skip = first - row_range->at, left = row_range->count - skip;
         const size_t step = left < count ? left : count;
         const unsigned char *from = mls_planned_elements(

@@ -309,20 +309,22 @@ mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_c
                                 const unsigned char *bits, mls_status *st)
 {
     const size_t old = keep ? mls_index_place_count(planned->before) : 0;
-    const size_t runs = bits == NULL ? 0 : mls_rows_runs(rows, bits, NULL);
+    const size_t range_count = bits == NULL ? 0 : mls_rows_list_ranges(rows, bits, NULL);
     mls_layers *layers =
         mls_alloc(1, sizeof *layers + (old + 1) * sizeof(mls_layer) +
-                         runs * sizeof(mls_row_range)); /* cannot overflow */
+                         range_count * sizeof(mls_row_range)); /* cannot overflow */
     if (layers == NULL) {
-        return mls_fail(st, MLS_E_MEMORY, "no memory for a layer of %zu runs", runs);
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a layer of %zu row ranges",
+                        range_count);
     }
     layers->list = (mls_layer *)(layers + 1);
     layers->count = keep ? keep_layers(planned->before, layers->list) : 0;
-    if (runs > 0) {
-        mls_row_range *list = (mls_row_range *)(layers->list + old + 1);
+    if (range_count > 0) {
+        mls_row_range *ranges = (mls_row_range *)(layers->list + old + 1);
         mls_layer *fresh = &layers->list[layers->count++];
-        (void)mls_rows_runs(rows, bits, list);
-        *fresh = (mls_layer){.row = rows->row, .runs = list, .run_count = runs};
+        (void)mls_rows_list_ranges(rows, bits, ranges);
+        *fresh =
+            (mls_layer){.row = rows->row, .stored = ranges, .stored_count = range_count};
         fresh->bytes = mls_layer_element_count(fresh, rows->elements) * rows->item;
         planned->fresh = fresh;
     }

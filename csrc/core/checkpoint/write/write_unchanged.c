@@ -474,7 +474,7 @@ static mls_code allocate_arrays(compare_state *c, mls_status *st)
             const bool by_row = divide_rows(plan, i, &rows) > 0;
             shards++;
             pieces += list_shard_pieces(c, i, NULL);
-            bits += by_row ? mls_rows_bits(&rows) : 0;
+            bits += by_row ? mls_rows_bitmap_bytes(&rows) : 0;
         }
     }
     c->shards = mls_alloc(shards, sizeof *c->shards);
@@ -504,7 +504,7 @@ static void list_pieces(compare_state *c)
         shard->most = divide_rows(c->plan, i, &shard->rows);
         if (shard->most > 0) {
             shard->bits = bits;
-            bits += mls_rows_bits(&shard->rows);
+            bits += mls_rows_bitmap_bytes(&shard->rows);
         }
         atomic_init(&shard->changed, 0);
         atomic_init(&shard->left, pieces);
