@@ -404,12 +404,14 @@ static mls_code check_new_name(const writer *w, const char *path, mls_status *st
                : MLS_OK;
 }
 
-/* Lay out one file, create it under its temporary name, and reserve its space. `created`
- * is set as soon as there is a file to delete. A large file gets O_DIRECT if possible.
- * MLS_E_IO, MLS_E_SIZE, MLS_E_MEMORY; `out->fd` may be open then. */
+/* Lay out one file, unless a task did that before it failed here; create it under its
+ * temporary name, and reserve its space. `created` is set as soon as there is a file to
+ * delete. A large file gets O_DIRECT if possible. MLS_E_IO, MLS_E_SIZE, MLS_E_MEMORY;
+ * `out->fd` may be open then. */
 static mls_code open_output(writer *w, output *out, mls_status *st)
 {
-    if (mls_write_plan_lay_out(&w->plan, out->planned, st) != MLS_OK ||
+    const bool is_laid_out = out->planned->tensors != NULL;
+    if ((!is_laid_out && mls_write_plan_lay_out(&w->plan, out->planned, st) != MLS_OK) ||
         check_new_name(w, out->path, st) != MLS_OK) {
         return st->code;
     }
