@@ -369,9 +369,9 @@ TEST(first_failed_tensor_is_reported)
     CHECK(pool_files() == 1); /* the file of another writer stays */
 }
 
-/* Tasks that wait for the file when its creation fails try it again. Only a sanitizer
- * sees what they leak, and only now and then. */
-TEST(tasks_of_a_file_that_cannot_be_created_leak_nothing)
+/* Tasks that wait for a file when its creation fails try it again. Only a sanitizer
+ * notices a leak there, and not in every run. */
+TEST(waiting_tasks_of_a_failed_file_free_its_layout)
 {
     enum { TASKS = 8, TRIES = 100 };
     static const size_t shape[] = {(size_t)TASKS * 8 * MIB};
