@@ -145,7 +145,7 @@ static mls_code read_shard(mls_status *st)
                                     .name = text("x")};
     const mls_part requested = {.rank = 1, .start = {1}, .length = {2}, .end = 2};
     unsigned char got[2] = {0};
-    const mls_read_range piece = {.shard = &shard, .to = &requested, .data = got};
+    const mls_read_piece piece = {.shard = &shard, .to = &requested, .data = got};
     size_t failed = 77;
     const mls_code code = mls_shards_read(
         &(mls_read_request){

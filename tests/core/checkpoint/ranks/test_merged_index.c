@@ -63,7 +63,7 @@ static const mls_index *failed; /* by the last mls_merged_index_init */
 /* The reads that a part needs, of the last call of find_pieces. */
 static mls_stored_shard stored[MOST];
 static mls_part parts[MOST];
-static mls_read_range pieces[MOST];
+static mls_read_piece pieces[MOST];
 static size_t count;
 static unsigned char place[1];
 
