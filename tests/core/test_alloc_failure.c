@@ -277,7 +277,7 @@ static mls_code plan_shards(mls_status *st)
     mls_write_plan plan = {.file_count = 77};
     mls_code code = mls_write_plan_init(&plan, &job, st);
     if (code == MLS_OK) {
-        plan.planned[0].same = plan.planned[0].before != NULL;
+        plan.planned[0].is_unchanged = plan.planned[0].before != NULL;
         code = mls_write_plan_reuse(&plan, st);
         code = code == MLS_OK ? mls_write_plan_assign_files(&plan, st) : code;
         CHECK(code != MLS_OK || plan.file_count == 3);

@@ -71,7 +71,7 @@ typedef struct writer {
     task *tasks;
     size_t task_count;
     size_t first_count;   /* tasks that read the caller's memory; they run first */
-    size_t begun;         /* first task of the current pool run */
+    size_t first_task;    /* of the current pool run */
     bool sync_once;       /* sync the whole file system at the end */
     bool sync_each;       /* sync each file and its folder */
     bool indexed;         /* the index has its final name */
@@ -222,15 +222,16 @@ static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size
 static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
                           size_t *range_number, size_t *bytes)
 {
-    const mls_layer *fresh = planned->fresh;
+    const mls_layer *new_layer = planned->new_layer;
     const size_t at = start / size;
-    if (fresh == NULL) {
+    if (new_layer == NULL) {
         return at; /* everything is stored, in order */
     }
-    while (fresh->stored[*range_number].at + fresh->stored[*range_number].count <= at) {
+    while (new_layer->stored[*range_number].at + new_layer->stored[*range_number].count <=
+           at) {
         ++*range_number;
     }
-    const mls_row_range *row_range = &fresh->stored[*range_number];
+    const mls_row_range *row_range = &new_layer->stored[*range_number];
     const size_t left = (row_range->at + row_range->count - at) * size;
     *bytes = left < *bytes ? left : *bytes;
     return row_range->begin + (at - row_range->at);
@@ -245,12 +246,12 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
     const mls_planned *planned = &s->w->plan.planned[tensor->number];
     const mls_shard_item *item = planned->item;
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
-    const mls_layer *fresh = planned->fresh;
+    const mls_layer *new_layer = planned->new_layer;
     /* a search, since a task may start anywhere */
     size_t range_number =
-        fresh == NULL
-            ? 0
-            : mls_row_ranges_find_at(fresh->stored, fresh->stored_count, start / size);
+        new_layer == NULL ? 0
+                          : mls_row_ranges_find_at(new_layer->stored,
+                                                   new_layer->stored_count, start / size);
     mls_code code = MLS_OK;
     while (code == MLS_OK && start < end) {
         uint32_t *crc = &tensor->crcs[start / MLS_SAFETENSORS_BLOCK];
@@ -556,13 +557,13 @@ static void record_failure(writer *w, size_t index, const mls_status *st)
     pthread_mutex_unlock(&w->lock);
 }
 
-/* Thread function: run task `w->begun + index` with a buffer, and record its failure
+/* Thread function: run task `w->first_task + index` with a buffer, and record its failure
  * under the name of the file's first tensor. After a failure no further task is
  * started. */
 static void write_task(void *context, size_t index)
 {
     writer *w = context;
-    const task *t = &w->tasks[w->begun + index];
+    const task *t = &w->tasks[w->first_task + index];
     mls_status st;
     pthread_mutex_lock(&w->lock);
     const bool failed = w->failed != SIZE_MAX;
@@ -581,7 +582,7 @@ static void write_task(void *context, size_t index)
     if (code != MLS_OK) {
         const mls_str key = w->plan.planned[w->plan.files[t->file].shards[0]].key;
         mls_status_name(&st, key.data, key.length);
-        record_failure(w, w->begun + index, &st);
+        record_failure(w, w->first_task + index, &st);
     }
 }
 
@@ -596,7 +597,7 @@ static size_t first_bytes(const mls_write_plan *plan, size_t number)
  * number. A single large shard is cut at block boundaries; every other file is one task.
  * So is a compressed shard, since the position of each byte depends on the previous
  * ones. */
-static size_t cut_file(const mls_write_plan *plan, size_t number, task *out)
+static size_t divide_file(const mls_write_plan *plan, size_t number, task *out)
 {
     const size_t bytes = first_bytes(plan, number);
     const bool coded = plan->planned[plan->files[number].shards[0]].frames != NULL;
@@ -638,7 +639,7 @@ static void add_tasks(writer *w, bool unstaged)
             mls_planned_file *file = &w->plan.files[i];
             w->outputs[i] = (output){
                 .planned = file, .fd = -1, .path = w->plan.index.files[file->file].path};
-            w->outputs[i].tasks = cut_file(&w->plan, i, w->tasks + w->task_count);
+            w->outputs[i].tasks = divide_file(&w->plan, i, w->tasks + w->task_count);
             w->task_count += w->outputs[i].tasks;
         }
     }
@@ -728,8 +729,8 @@ static mls_code make_durable(const writer *w, mls_status *st)
 /* Write `text`, the index, to a temporary file, and rename it to `path`. It is synced
  * here only if files are synced separately. On failure the temporary file is deleted.
  * MLS_E_IO. */
-static mls_code write_small(const writer *w, const char *path,
-                            const mls_json_writer *text, mls_status *st)
+static mls_code write_index_file(const writer *w, const char *path,
+                                 const mls_json_writer *text, mls_status *st)
 {
     char temporary[MLS_INDEX_PATH_BYTES + 8];
     if (check_new_name(w, path, st) != MLS_OK) {
@@ -770,8 +771,9 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
         const mls_planned *planned = &w->plan.planned[i];
         const size_t bytes = mls_planned_bytes(planned, shard);
         out->data_bytes += shard->bytes;
-        if (planned->fresh != NULL) {
-            planned->fresh->crc = mls_safetensors_join_crcs(planned->fresh->crcs, bytes);
+        if (planned->new_layer != NULL) {
+            planned->new_layer->crc =
+                mls_safetensors_join_crcs(planned->new_layer->crcs, bytes);
         } else if (mls_planned_is_written(planned)) {
             shard->crc = mls_safetensors_join_crcs(shard->crcs, bytes);
         }
@@ -786,7 +788,7 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
     mls_code code = mls_index_build(index, w->job->crc, &text, &out->crc, st);
     if (code == MLS_OK) {
         out->bytes = text.length;
-        code = write_small(w, out->path, &text, st);
+        code = write_index_file(w, out->path, &text, st);
         w->indexed = code == MLS_OK;
     }
     mls_json_writer_fini(&text);
@@ -848,7 +850,7 @@ static mls_code write_files(writer *w, mls_status *st)
     mls_pool_run(w->job->pool, write_task, w, w->first_count);
     if (w->job->freed != NULL && w->failed == SIZE_MAX) {
         w->job->freed(w->job->freed_context);
-        w->begun = w->first_count;
+        w->first_task = w->first_count;
         mls_pool_run(w->job->pool, write_task, w, w->task_count - w->first_count);
     }
     free_buffers(w); /* frees memory for the text of the index */

@@ -24,7 +24,7 @@ enum {
 typedef struct staged_item {
     size_t bytes;
     size_t number; /* index of the item */
-    size_t place;  /* offset in the memory */
+    size_t place;  /* offset in the memory; other values while omit_items chooses */
 } staged_item;
 
 typedef struct copy_state {
