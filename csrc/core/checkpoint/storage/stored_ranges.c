@@ -261,15 +261,16 @@ mls_stored_reads mls_stored_reads_of(const mls_stored_shard *place, const mls_pa
 {
     const size_t block = MLS_SAFETENSORS_BLOCK;
     const bool blocks = verify && place->crcs != NULL;
-    size_t all = 0, first = SIZE_MAX, last = 0;
+    size_t bytes = 0;                  /* of the place, uncompressed */
+    size_t first = SIZE_MAX, last = 0; /* start and end of the stored bytes to load */
     mls_stored_reads reads = {0};
     mls_stored_runs runs;
     mls_stored_run run;
-    if (!mls_stored_bytes(place, &all)) {
+    if (!mls_stored_bytes(place, &bytes)) {
         return reads;
     }
-    mls_stored_runs_init(&runs, place, to, 0, all);
-    all = place->frames == NULL ? all : compressed_bytes(place->frames);
+    mls_stored_runs_init(&runs, place, to, 0, bytes);
+    const size_t stored = place->frames == NULL ? bytes : compressed_bytes(place->frames);
     while (mls_stored_runs_next(&runs, &run)) {
         size_t begin = run.at, end = run.at + run.count;
         if (place->frames != NULL) {
@@ -279,7 +280,7 @@ mls_stored_reads mls_stored_reads_of(const mls_stored_shard *place, const mls_pa
             /* round up to a block; the last block may be shorter */
             const size_t rest = end % block == 0 ? 0 : block - end % block;
             begin -= begin % block;
-            end += rest < all - end ? rest : all - end;
+            end += rest < stored - end ? rest : stored - end;
         }
         if (blocks || place->frames != NULL) {
             begin = begin > last ? begin : last; /* count shared blocks once */

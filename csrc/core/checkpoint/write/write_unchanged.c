@@ -36,7 +36,7 @@ enum {
 typedef struct compared_shard {
     size_t shard;
     mls_row_cut rows;
-    size_t most;           /* most changed rows that may become a layer */
+    size_t most;           /* most changed rows that may become a layer; 0: none */
     unsigned char *bits;   /* bits of changed rows; NULL: rows are not recorded */
     atomic_size_t changed; /* number of changed rows; LOST: the stored data is damaged */
     atomic_size_t left;    /* unfinished pieces */
@@ -417,7 +417,8 @@ static bool is_candidate(const mls_write_plan *plan, size_t number)
 }
 
 /* List the pieces of shard `number` in `out`, in whole blocks or frames, and return their
- * number; `out` NULL only counts. A place without bytes to compare still gets one piece,
+ * number; `out` NULL only counts. They refer to compared shard `c->count`, which the
+ * caller appends next. A place without bytes to compare still gets one piece,
  * which checks that its file is good. */
 static size_t list_shard_pieces(const compare_state *c, size_t number, piece *out)
 {
