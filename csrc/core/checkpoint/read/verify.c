@@ -99,7 +99,7 @@ static bool has_failed(verifier *v)
 }
 
 /* Append a copy of `problem`; the caller holds the lock. The list is limited: an empty
- * pool would otherwise produce a problem for each of a million files. If memory runs out,
+ * folder would otherwise give a problem for each of a million files. If memory runs out,
  * the verification fails (`v->code`). */
 static void append_problem(verifier *v, const mls_problem *problem)
 {
@@ -567,7 +567,7 @@ static bool count_tasks(const verifier *v, size_t *out)
 }
 
 /* Verify all files with the threads of the pool. Problems are sorted at the end, so that
- * the same damage always produces the same list. */
+ * the same damage gives the same list, unless it is full. */
 mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kernels *crc,
                           mls_pool *pool, const mls_progress *progress, mls_problems *out,
                           mls_status *st)
