@@ -76,7 +76,8 @@ static void check_layers(const mls_index *x, const mls_index_shard *s)
     for (size_t i = 0; i < layers->count; i++) {
         const mls_layer *layer = &layers->list[i];
         const size_t stored =
-            layer->row == 0 ? all : check_row_ranges(layer->runs, layer->run_count, all);
+            layer->row == 0 ? all
+                            : check_row_ranges(layer->stored, layer->stored_count, all);
         require(layer->bytes > 0 && layer->file < x->file_count);
         require(layer->offset <= x->files[layer->file].bytes);
         require(layer->bytes <= x->files[layer->file].bytes - layer->offset);

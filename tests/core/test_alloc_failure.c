@@ -145,7 +145,7 @@ static mls_code read_shard(mls_status *st)
                                     .name = text("x")};
     const mls_part requested = {.rank = 1, .start = {1}, .length = {2}, .end = 2};
     unsigned char got[2] = {0};
-    const mls_read_range piece = {.shard = &shard, .to = &requested, .data = got};
+    const mls_read_piece piece = {.shard = &shard, .to = &requested, .data = got};
     size_t failed = 77;
     const mls_code code = mls_shards_read(
         &(mls_read_request){
@@ -277,7 +277,7 @@ static mls_code plan_shards(mls_status *st)
     mls_write_plan plan = {.file_count = 77};
     mls_code code = mls_write_plan_init(&plan, &job, st);
     if (code == MLS_OK) {
-        plan.planned[0].same = plan.planned[0].before != NULL;
+        plan.planned[0].is_unchanged = plan.planned[0].before != NULL;
         code = mls_write_plan_reuse(&plan, st);
         code = code == MLS_OK ? mls_write_plan_assign_files(&plan, st) : code;
         CHECK(code != MLS_OK || plan.file_count == 3);

@@ -60,7 +60,7 @@ static mls_code read_coded(mls_status *st)
     mls_merged_index merged = {0};
     mls_stored_shard stored[1];
     mls_part parts[1];
-    mls_read_range pieces[1];
+    mls_read_piece pieces[1];
     size_t count = 0, failed = 77;
     const mls_index *disagreeing;
     mls_code code = mls_merged_index_init(&merged, indexes, 1, &disagreeing, st);

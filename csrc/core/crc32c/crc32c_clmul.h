@@ -25,13 +25,13 @@ enum {
 };
 
 /* What to do with the bytes read; always passed as a constant. */
-typedef enum purpose { READ, COPY, COPY_PAST_CACHE } purpose;
+typedef enum run_mode { READ, COPY, COPY_PAST_CACHE } run_mode;
 
-/* A range of memory and the position reached in it; `to` is NULL if nothing is copied. */
+/* A range of memory, and the position reached in it. */
 typedef struct mls_crc_run {
-    unsigned char *to;
+    unsigned char *to; /* NULL: the bytes are not copied */
     const unsigned char *from;
-    size_t at, bytes;
+    size_t at, bytes; /* bytes processed so far; all bytes */
 } mls_crc_run;
 
 /* Load or store one register at any address. */
@@ -47,15 +47,15 @@ TARGET_INLINE void store(unsigned char *dst, vector value)
     memcpy(dst, &value, sizeof value);
 }
 
-/* Load and return the vector `ahead` bytes after the position, and store it if the
- * purpose is a copy. */
-TARGET_INLINE vector take_vector(const mls_crc_run *r, size_t ahead, purpose why)
+/* Load and return the vector `ahead` bytes after the position (`r->at`, which stays), and
+ * store it if `mode` is a copy. */
+TARGET_INLINE vector take_vector(const mls_crc_run *r, size_t ahead, run_mode mode)
 {
     const size_t at = r->at + ahead;
     const vector data = load(r->from + at);
-    if (why == COPY) {
+    if (mode == COPY) {
         store(r->to + at, data);
-    } else if (why == COPY_PAST_CACHE) {
+    } else if (mode == COPY_PAST_CACHE) {
         store_past_cache(r->to + at, data);
     }
     return data;
@@ -76,7 +76,7 @@ TARGET_INLINE bool has_bytes(const mls_crc_run *r, size_t bytes)
  * zero.
  */
 TARGET_INLINE vector fold_lanes(vector total, mls_crc_run *r, const mls_crc_lanes *lane,
-                                purpose why)
+                                run_mode mode)
 {
     const size_t size = mls_crc_powers[lane->past_one].bytes;
     const vector next = move_constants(by_vectors.past_one);
@@ -84,16 +84,16 @@ TARGET_INLINE vector fold_lanes(vector total, mls_crc_run *r, const mls_crc_lane
     vector begin = next;
     vector a = total, b = make_vector4(0), c = make_vector4(0), d = make_vector4(0);
     for (; has_bytes(r, 4 * size); r->at += 4 * size) {
-        a = fold_vector(a, begin, take_vector(r, 0, why));
-        b = fold_vector(b, next_block, take_vector(r, size, why));
-        c = fold_vector(c, next_block, take_vector(r, 2 * size, why));
-        d = fold_vector(d, next_block, take_vector(r, 3 * size, why));
+        a = fold_vector(a, begin, take_vector(r, 0, mode));
+        b = fold_vector(b, next_block, take_vector(r, size, mode));
+        c = fold_vector(c, next_block, take_vector(r, 2 * size, mode));
+        d = fold_vector(d, next_block, take_vector(r, 3 * size, mode));
         begin = next_block;
         for (size_t i = WIDTH; i < size; i += WIDTH) {
-            a = fold_vector(a, next, take_vector(r, i, why));
-            b = fold_vector(b, next, take_vector(r, size + i, why));
-            c = fold_vector(c, next, take_vector(r, 2 * size + i, why));
-            d = fold_vector(d, next, take_vector(r, 3 * size + i, why));
+            a = fold_vector(a, next, take_vector(r, i, mode));
+            b = fold_vector(b, next, take_vector(r, size + i, mode));
+            c = fold_vector(c, next, take_vector(r, 2 * size + i, mode));
+            d = fold_vector(d, next, take_vector(r, 3 * size + i, mode));
         }
     }
     d = fold_vector(a, move_constants(lane->past_three), d);
@@ -122,19 +122,19 @@ TARGET_INLINE uint32_t reduce_vector(vector total)
  * to the same few cache lines, and several non-temporal streams took 3 to 8 times as long
  * on that processor.
  */
-TARGET_INLINE uint32_t checksum_vectors(uint32_t crc, mls_crc_run *r, purpose why)
+TARGET_INLINE uint32_t checksum_vectors(uint32_t crc, mls_crc_run *r, run_mode mode)
 {
-    vector total = make_vector4(~crc) ^ take_vector(r, 0, why);
+    vector total = make_vector4(~crc) ^ take_vector(r, 0, mode);
     r->at += WIDTH;
-    if (why == READ && has_bytes(r, 4 * PAGE)) {
-        total = fold_lanes(total, r, &by_pages, why);
+    if (mode == READ && has_bytes(r, 4 * PAGE)) {
+        total = fold_lanes(total, r, &by_pages, mode);
     }
     if (has_bytes(r, 4 * WIDTH)) {
-        total = fold_lanes(total, r, &by_vectors, why);
+        total = fold_lanes(total, r, &by_vectors, mode);
     }
     for (const vector next = move_constants(by_vectors.past_one); has_bytes(r, WIDTH);
          r->at += WIDTH) {
-        total = fold_vector(total, next, take_vector(r, 0, why));
+        total = fold_vector(total, next, take_vector(r, 0, mode));
     }
     return ~reduce_vector(total);
 }
@@ -142,39 +142,42 @@ TARGET_INLINE uint32_t checksum_vectors(uint32_t crc, mls_crc_run *r, purpose wh
 /* Continue the checksum over the next `bytes` bytes with the CRC instruction: for a short
  * range, and for the bytes before alignment and after the last vector. */
 TARGET_INLINE uint32_t checksum_bytes(uint32_t crc, mls_crc_run *r, size_t bytes,
-                                      purpose why)
+                                      run_mode mode)
 {
     const size_t at = r->at;
     r->at += bytes;
-    return why == READ
+    return mode == READ
                ? mls_crc_x86.update(crc, r->from + at, bytes)
                : mls_crc_x86.copy(crc, r->to + at, r->from + at, bytes, MLS_STORE_CACHED);
 }
 
 /* Continue the checksum over a whole run. For short ranges the reduction costs more than
  * folding saves, so they use the CRC instruction only. */
-TARGET_INLINE uint32_t checksum_range(uint32_t crc, mls_crc_run r, purpose why)
+TARGET_INLINE uint32_t checksum_range(uint32_t crc, mls_crc_run r, run_mode mode)
 {
-    if (why == COPY_PAST_CACHE) {
+    if (mode == COPY_PAST_CACHE) {
+        /* bytes before the first aligned address of the destination */
         const size_t head = (size_t)(-(uintptr_t)r.to & (WIDTH - 1));
-        crc = checksum_bytes(crc, &r, head < r.bytes ? head : r.bytes, why);
+        crc = checksum_bytes(crc, &r, head < r.bytes ? head : r.bytes, mode);
     }
     if (has_bytes(&r, SHORT)) {
-        crc = checksum_vectors(crc, &r, why);
+        crc = checksum_vectors(crc, &r, mode);
     }
-    crc = checksum_bytes(crc, &r, r.bytes - r.at, why);
-    if (why == COPY_PAST_CACHE) {
+    crc = checksum_bytes(crc, &r, r.bytes - r.at, mode);
+    if (mode == COPY_PAST_CACHE) {
         _mm_sfence(); /* nothing else orders non-temporal stores */
     }
     return crc;
 }
 
+/* `update` of the table that includes this file. */
 TARGET static uint32_t update_run(uint32_t crc, const void *data, size_t bytes)
 {
     const mls_crc_run r = {.from = data, .bytes = bytes};
     return checksum_range(crc, r, READ);
 }
 
+/* `copy` of the table. The two calls differ so that the mode is a constant in each. */
 TARGET static uint32_t copy_run(uint32_t crc, void *dst, const void *src, size_t bytes,
                                 mls_store how)
 {

@@ -83,13 +83,14 @@ TARGET_INLINE uint32_t checksum_range(uint32_t start, unsigned char *to,
     return ~(uint32_t)crc;
 }
 
+/* `update` of the table that includes this file; in crc32c_sse42.c the end of one. */
 TARGET static uint32_t update_run(uint32_t crc, const void *data, size_t bytes)
 {
     return checksum_range(crc, NULL, data, bytes, false);
 }
 
-/* One pass for load, checksum and store: two passes over a large range cost more than the
- * arithmetic. */
+/* `copy` of the table. One pass for load, checksum and store: two passes over a large
+ * range cost more than the arithmetic. */
 TARGET static uint32_t copy_run(uint32_t crc, void *dst, const void *src, size_t bytes,
                                 mls_store store)
 {

@@ -71,6 +71,7 @@ TARGET_INLINE __m128i load16(const unsigned char *from)
     return _mm_loadu_si128((const __m128i *)(const void *)from);
 }
 
+/* Return the two constants of fold_vector for a move. */
 TARGET_INLINE __m128i move_constants(mls_crc_move move)
 {
     const mls_crc_power power = mls_crc_powers[move];
@@ -86,6 +87,7 @@ TARGET_INLINE __m128i fold_vector(__m128i remainder, __m128i power, __m128i next
     return _mm_xor_si128(_mm_xor_si128(lower, upper), next);
 }
 
+/* Continue a checksum register over the 32 bytes at `from`. */
 TARGET_INLINE crc_word add_words(crc_word crc, const unsigned char *from)
 {
     crc = add_word(add_word(crc, load8(from)), load8(from + 8));

@@ -9,7 +9,7 @@
 #include "base/size.h"
 
 enum {
-    CHECKED = 256 /* units that are checked together */
+    UNITS = 256 /* units that are checked together; a multiple of any vector's bytes */
 };
 
 /* Return the kernels for an instruction set. The AVX-512 kernels need VBMI2 too, which
@@ -64,13 +64,13 @@ static mls_code check_sizes(const mls_delta *delta, mls_status *st)
     return MLS_OK;
 }
 
-/* Set `*unchanged` to the sum of CHECKED units of one byte, which is the number of
+/* Set `*unchanged` to the sum of UNITS units of one byte, which is the number of
  * unchanged elements, and `*escapes` to the number of those that are escapes. A loop of
  * constant length, which compilers vectorize. */
 static void add_units(const unsigned char *gaps, size_t *unchanged, size_t *escapes)
 {
     uint32_t sum = 0, escaped = 0;
-    for (size_t i = 0; i < CHECKED; i++) {
+    for (size_t i = 0; i < UNITS; i++) {
         sum += gaps[i];
         escaped += gaps[i] == UINT8_MAX;
     }
@@ -79,21 +79,21 @@ static void add_units(const unsigned char *gaps, size_t *unchanged, size_t *esca
 }
 
 /* Return the length of a part at the start of `gaps` whose units stay within the array: a
- * multiple of CHECKED bytes, not always as long as possible. Adds its elements to `*next`
- * and the changed ones to `*changed`. Examines CHECKED units of 1 byte at a time; wider
+ * multiple of UNITS bytes, not always as long as possible. Adds its elements to `*next`
+ * and the changed ones to `*changed`. Examines UNITS units of 1 byte at a time; wider
  * gaps are left to the caller. */
 static size_t skip_valid_units(const mls_delta *delta, size_t *next, size_t *changed)
 {
     size_t at = 0, unchanged, escapes;
-    for (; delta->gap_bytes == 1 && delta->gaps_bytes - at >= CHECKED; at += CHECKED) {
+    for (; delta->gap_bytes == 1 && delta->gaps_bytes - at >= UNITS; at += UNITS) {
         add_units(delta->gaps + at, &unchanged, &escapes);
-        unchanged += CHECKED - escapes;
+        unchanged += UNITS - escapes;
         /* the next element needs a number too, if the last unit is an escape */
         if (unchanged >= delta->elements - *next) {
             break;
         }
         *next += unchanged;
-        *changed += CHECKED - escapes;
+        *changed += UNITS - escapes;
     }
     return at;
 }

@@ -7,7 +7,7 @@
 
 enum {
     CRC_BYTES = 256 << 10, /* of a block */
-    BATCH = 64
+    BATCH = 64 /* elements that are prefetched together; two batches fit the cache */
 };
 
 /* Position in a delta that is applied. The comments below call an element's number in C
@@ -48,6 +48,7 @@ static inline size_t read_batch(application *a, size_t end, size_t gap_bytes,
     return count;
 }
 
+/* Return the address of an element in the target. */
 static inline unsigned char *element_of(const application *a, size_t number,
                                         size_t item_bytes)
 {

@@ -8,7 +8,8 @@
 #    include "simd/avx2.h"
 
 enum { STEP = 2 * WIDTH, SURE = 4 }; /* bytes of two registers; see store_numbers */
-static const uint64_t HIGHEST = (uint64_t)1 << 63; /* a number of 0 has no lowest bit */
+/* Added to a mask that may be 0, for which the number of its lowest bit is undefined. */
+static const uint64_t HIGHEST = (uint64_t)1 << 63;
 
 MLS_INLINED __m256i load_register(const unsigned char *bytes)
 {

@@ -16,6 +16,7 @@
 
 enum { STEP = 32 }; /* items */
 
+/* Return whether the processor has VBMI2, which can compress 16-bit numbers. */
 bool mls_delta_compress_offered(void)
 {
     return __builtin_cpu_supports("avx512vbmi2") != 0;
@@ -88,7 +89,7 @@ MLS_INLINED size_t compare_items(const unsigned char *a, const unsigned char *b,
     for (size_t i = 0; i < STEP; i++) {
         first[i] = (uint16_t)i;
     }
-    __m512i current = _mm512_loadu_si512(first);
+    __m512i current = _mm512_loadu_si512(first); /* the numbers of the step's items */
     for (size_t at = 0; at < count; at += STEP) {
         const unsigned char *left = a + at * size, *right = b + at * size;
         if (count - at < STEP) {
@@ -112,7 +113,8 @@ MLS_DEFINE_COMPARE(4)
 MLS_DEFINE_COMPARE(8)
 
 /* The comparison of a kernel (see mls_delta_compare) for items of 16 bytes, as pairs of 8
- * bytes. The number of an item that differs in both halves is stored once. */
+ * bytes: the numbers of the different halves are stored first, and then replaced by those
+ * of the items. An item that differs in both halves is stored once. */
 MLS_TARGET static size_t compare_16(const unsigned char *a, const unsigned char *b,
                                     size_t count, uint16_t *numbers)
 {

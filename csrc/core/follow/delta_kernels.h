@@ -8,13 +8,15 @@
 enum {
     MLS_DELTA_SIZES = 5,             /* 1 << k is an element size for k below this */
     MLS_DELTA_BLOCK_BYTES = 1 << 13, /* of an array; two fit the first-level cache */
-    MLS_DELTA_SURE = 32              /* numbers that a kernel may store after the last */
+    MLS_DELTA_SURE = 32 /* numbers that a kernel may store after the last: it stores whole
+                           steps, whose further numbers mean nothing */
 };
 
 /* Compare `count` packed elements of `a` and `b`, at any addresses and of at most
  * MLS_DELTA_BLOCK_BYTES, and store the numbers (0 to count - 1) of those whose bytes
- * differ, in ascending order. `numbers` has room for `count` and MLS_DELTA_SURE more.
- * Returns how many differ. */
+ * differ, in ascending order. `numbers` has room for `count` and MLS_DELTA_SURE more; for
+ * elements of 16 bytes, whose halves are compared, for 2 * `count` and MLS_DELTA_SURE
+ * more. Returns how many differ. */
 typedef size_t (*mls_delta_compare)(const unsigned char *a, const unsigned char *b,
                                     size_t count, uint16_t *numbers);
 

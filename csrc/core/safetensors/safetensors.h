@@ -79,8 +79,9 @@ typedef struct mls_stored {
                        the dtype is unknown, or the last axis of a packed dtype has no
                        whole bytes. Then `dtype` is MLS_U8, and only `bytes` counts:
                        `shape` is the file's. */
-    uint64_t opaque_offset; /* of that dtype in the file */
-    const char *blocks;     /* 8 digits for each block; valid only with `has_crc` */
+    uint64_t opaque_offset;   /* of that dtype in the file */
+    const char *block_digits; /* 8 for the checksum of each block; valid only with
+                                 `has_crc` */
 } mls_stored;
 
 /* Fail with MLS_E_FORMAT, name and offset if `tensor` is opaque. Its bytes can still be
@@ -93,7 +94,7 @@ typedef struct mls_safetensors {
     size_t count;
     mls_str_pair *metadata; /* without the checksum entries */
     size_t metadata_count;
-    bool has_crc; /* the header was verified, and `blocks` of the tensors is valid */
+    bool has_crc; /* the header was verified, and the tensors have `block_digits` */
     uint32_t header_crc; /* as stored in the header; valid only with `has_crc` */
     mls_json *json;      /* owns all names and texts */
     size_t *dims;        /* all shapes */

@@ -52,6 +52,7 @@ static int compare_names(const void *a, const void *b)
                            ((const mls_header_tensor *)b)->name);
 }
 
+/* Return the size that decides a tensor's place in the file order. */
 static size_t element_bytes(const mls_header_tensor *tensor)
 {
     return tensor->element_bytes != 0 ? tensor->element_bytes
@@ -83,7 +84,7 @@ static mls_code fail_name(const char *label, mls_str name, const char *why,
     return mls_status_name(st, name.data, name.length);
 }
 
-/* Also used for the tables of metadata and checksums, which are part of the header. */
+/* The message also covers the tables of metadata and checksums, which make the header. */
 static mls_code fail_memory(mls_status *st)
 {
     return mls_fail(st, MLS_E_MEMORY, "no memory for the file's header");
@@ -206,9 +207,9 @@ static void put_metadata(mls_header *h, const mls_str_pair *metadata, size_t cou
         mls_json_writer_json(json, metadata[i].key);
         mls_json_writer_text(json, ":");
         if (metadata[i].key.data == keys[HEADER_KEY]) {
-            put_digits(json, 1, &h->header_crc);
+            put_digits(json, 1, &h->header_crc_at);
         } else if (metadata[i].key.data == keys[BLOCKS_KEY]) {
-            put_digits(json, h->block_count, &h->block_crcs);
+            put_digits(json, h->block_count, &h->block_crcs_at);
         } else {
             mls_json_writer_json(json, metadata[i].value);
         }
@@ -300,12 +301,12 @@ static mls_code fail_text(const mls_json_writer *json, mls_status *st)
 static mls_code build_text(mls_header *h, const mls_str_pair *metadata, size_t count,
                            const char *const *keys, size_t alignment, mls_status *st)
 {
-    uint64_t place = 0;
+    uint64_t next = 0; /* offset of the next tensor from the first one */
     mls_json_writer_put(&h->text, "\0\0\0\0\0\0\0\0", LENGTH_BYTES);
     put_metadata(h, metadata, count, keys);
     for (size_t i = 0; i < h->count; i++) {
-        h->tensors[i].offset = place;
-        if (!mls_u64_add(place, h->tensors[i].bytes, &place) || place > INT64_MAX / 2) {
+        h->tensors[i].offset = next;
+        if (!mls_u64_add(next, h->tensors[i].bytes, &next) || next > INT64_MAX / 2) {
             return mls_fail(st, MLS_E_SIZE, "the tensors are larger than any file");
         }
         put_tensor(&h->text, &h->tensors[i]);
@@ -315,7 +316,7 @@ static mls_code build_text(mls_header *h, const mls_str_pair *metadata, size_t c
     if (h->text.code != MLS_OK) {
         return fail_text(&h->text, st);
     }
-    h->file_bytes = h->text.length + place;
+    h->file_bytes = h->text.length + next;
     for (size_t i = 0; i < h->count; i++) {
         h->tensors[i].offset += h->text.length;
     }
@@ -356,11 +357,11 @@ uint32_t mls_header_finish(mls_header *header, const mls_crc_kernels *crc)
     mls_store_le64((unsigned char *)text, length - LENGTH_BYTES);
     for (size_t i = 0; i < header->block_count; i++) {
         mls_crc_to_digits(header->crcs[i],
-                          text + header->block_crcs + i * MLS_CRC_DIGITS);
+                          text + header->block_crcs_at + i * MLS_CRC_DIGITS);
     }
     /* the length and all other digits are filled in, so the checksum covers them */
     const uint32_t checksum = crc->update(0, text, length);
-    mls_crc_to_digits(checksum, text + header->header_crc);
+    mls_crc_to_digits(checksum, text + header->header_crc_at);
     return checksum;
 }
 

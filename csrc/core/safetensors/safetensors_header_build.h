@@ -24,7 +24,9 @@ typedef struct mls_header_tensor {
     int rank;
     mls_dtype dtype;
     size_t bytes;         /* the product of shape and item size */
-    size_t element_bytes; /* of the elements that the bytes are of; 0: the item size */
+    size_t element_bytes; /* sets the place in the file order, and so the alignment: the
+                             size of an element whose bytes are stored as MLS_U8; 0: the
+                             item size of `dtype` */
     size_t number;        /* any number, to find the tensor again after sorting */
     uint64_t offset;      /* set here: offset of the tensor's first byte in the file */
     uint32_t *crcs; /* set here: room for its blocks' checksums; the caller fills it */
@@ -37,7 +39,7 @@ typedef struct mls_header {
     uint64_t file_bytes;  /* length of the whole file */
     uint32_t *crcs;       /* checksums of all blocks */
     size_t block_count;
-    size_t header_crc, block_crcs; /* positions of their digits in `text` */
+    size_t header_crc_at, block_crcs_at; /* positions of their first digits in `text` */
 } mls_header;
 
 /* Return the dtype under which a header lists items of this dtype and shape: MLS_U8 for

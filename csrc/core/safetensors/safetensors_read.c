@@ -39,8 +39,9 @@ typedef struct header_reader {
     size_t length;
     uint64_t payload, file_bytes; /* file offsets at which the tensors start and end */
     mls_safetensors file;
-    size_t dims_used;                     /* of file.dims; the shapes point into it */
-    mls_json_node header_crc, block_crcs; /* the checksum entries, or MLS_JSON_NONE */
+    size_t dims_used; /* of file.dims; the shapes point into it */
+    mls_json_node header_crc_node, block_crcs_node; /* the checksum entries, or
+                                                       MLS_JSON_NONE */
     mls_status *st;
 } header_reader;
 
@@ -283,8 +284,8 @@ static mls_code read_tensor(header_reader *r, mls_json_node entry)
 static const mls_str prefix = {.data = MLS_SAFETENSORS_PREFIX,
                                .length = sizeof MLS_SAFETENSORS_PREFIX - 1};
 
-/* Return whether a key starts with a branch of mlx-lm's tree: a digit from '0' to `last`,
- * and a dot. */
+/* Return whether a key starts with a branch of mlx-lm's tree (see safetensors.h): a digit
+ * from '0' to `last`, and a dot. */
 static bool is_in_branch(mls_str key, char last)
 {
     return key.length >= 2 && key.data[0] >= '0' && key.data[0] <= last &&
@@ -340,10 +341,11 @@ static mls_code read_metadata(header_reader *r, mls_json_node node)
             return fail_node(r, pair,
                              "\"__metadata__\" has a value that is not a string");
         }
-        mls_json_node *entry =
-            mls_str_is(key, MLS_SAFETENSORS_PREFIX "header.crc32c")   ? &r->header_crc
-            : mls_str_is(key, MLS_SAFETENSORS_PREFIX "blocks.crc32c") ? &r->block_crcs
-                                                                      : NULL;
+        mls_json_node *entry = mls_str_is(key, MLS_SAFETENSORS_PREFIX "header.crc32c")
+                                   ? &r->header_crc_node
+                               : mls_str_is(key, MLS_SAFETENSORS_PREFIX "blocks.crc32c")
+                                   ? &r->block_crcs_node
+                                   : NULL;
         if (entry != NULL) {
             if (*entry != MLS_JSON_NONE) { /* in two branches */
                 return fail_node(r, pair, "\"__metadata__\" has a checksum entry twice");
@@ -396,8 +398,8 @@ static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
     static const char zeros[] = "00000000";
     unsigned char length[LENGTH_BYTES];
     uint32_t expected;
-    const size_t at = mls_json_offset(r->file.json, r->header_crc) + 1;
-    if (mls_json_text(r->file.json, r->header_crc).length != MLS_CRC_DIGITS ||
+    const size_t at = mls_json_offset(r->file.json, r->header_crc_node) + 1;
+    if (mls_json_text(r->file.json, r->header_crc_node).length != MLS_CRC_DIGITS ||
         !mls_crc_from_digits(r->text + at, &expected)) {
         return fail_checksum(r, "its checksum is not 8 digits");
     }
@@ -416,9 +418,9 @@ static mls_code verify_header(header_reader *r, const mls_crc_kernels *crc)
     return MLS_OK;
 }
 
-/* Point each tensor's `blocks` to its digits in `digits`, 8 for each block of the file in
- * the order of the tensors. Returns false if the number of digits does not match the
- * blocks, or if other characters occur. */
+/* Point each tensor's `block_digits` to its digits in `digits`, 8 for each block of the
+ * file in the order of the tensors. Returns false if the number of digits does not match
+ * the blocks, or if other characters occur. */
 static bool assign_block_digits(header_reader *r, mls_str digits)
 {
     size_t left = digits.length / MLS_CRC_DIGITS;
@@ -429,7 +431,7 @@ static bool assign_block_digits(header_reader *r, mls_str digits)
         if (blocks > left) {
             return false;
         }
-        r->file.tensors[i].blocks = next;
+        r->file.tensors[i].block_digits = next;
         for (size_t block = 0; block < blocks; block++, next += MLS_CRC_DIGITS) {
             if (!mls_crc_from_digits(next, &ignored)) {
                 return false;
@@ -446,17 +448,18 @@ static bool assign_block_digits(header_reader *r, mls_str digits)
  * MLS_E_CHECKSUM. */
 static mls_code read_checksums(header_reader *r, const mls_crc_kernels *crc, bool verify)
 {
-    if (!verify || (r->header_crc == MLS_JSON_NONE && r->block_crcs == MLS_JSON_NONE)) {
+    if (!verify ||
+        (r->header_crc_node == MLS_JSON_NONE && r->block_crcs_node == MLS_JSON_NONE)) {
         return MLS_OK;
     }
-    if (r->header_crc == MLS_JSON_NONE || r->block_crcs == MLS_JSON_NONE) {
+    if (r->header_crc_node == MLS_JSON_NONE || r->block_crcs_node == MLS_JSON_NONE) {
         return fail_checksum(r, "it has only one of mlstate's two checksum entries");
     }
     const mls_code code = verify_header(r, crc);
     if (code != MLS_OK) {
         return code;
     }
-    if (!assign_block_digits(r, mls_json_text(r->file.json, r->block_crcs))) {
+    if (!assign_block_digits(r, mls_json_text(r->file.json, r->block_crcs_node))) {
         return fail_checksum(r, "its tensors' checksums are not 8 digits for each MiB");
     }
     r->file.has_crc = true;
@@ -581,6 +584,7 @@ static mls_code read_json(header_reader *r)
         mls_json_parse(r->text, r->length, limits, &r->file.json, r->st);
     if (code == MLS_E_FORMAT) {
         char text[MLS_TEXT_BYTES];
+        /* 280: with the prefix it fits, so gcc does not warn of truncation */
         snprintf(text, sizeof text, "safetensors header: %.280s", r->st->text);
         memcpy(r->st->text, text, sizeof text);
         r->st->offset += LENGTH_BYTES;
@@ -643,8 +647,8 @@ mls_code mls_safetensors_parse(const unsigned char *head, size_t head_bytes,
                        .length = length,
                        .payload = LENGTH_BYTES + length,
                        .file_bytes = file_bytes,
-                       .header_crc = MLS_JSON_NONE,
-                       .block_crcs = MLS_JSON_NONE,
+                       .header_crc_node = MLS_JSON_NONE,
+                       .block_crcs_node = MLS_JSON_NONE,
                        .st = st};
     if (read_json(&r) != MLS_OK || read_entries(&r) != MLS_OK ||
         check_coverage(&r) != MLS_OK || read_checksums(&r, crc, verify) != MLS_OK) {
@@ -774,7 +778,7 @@ static mls_code read_block(int fd, const mls_stored *tensor, size_t start,
     }
     /* the digits were checked when the header was read */
     (void)mls_crc_from_digits(
-        tensor->blocks + start / MLS_SAFETENSORS_BLOCK * MLS_CRC_DIGITS, &expected);
+        tensor->block_digits + start / MLS_SAFETENSORS_BLOCK * MLS_CRC_DIGITS, &expected);
     return checksum == expected ? MLS_OK
                                 : fail_block(tensor, start, checksum, expected, st);
 }
@@ -797,16 +801,17 @@ typedef struct part {
     size_t start, length;
 } part;
 
-typedef struct reading {
+/* What all tasks of one read share. */
+typedef struct read_job {
     int fd;
     const mls_crc_kernels *crc; /* NULL: no checksums to verify */
     const part *parts;
     atomic_size_t failed; /* the first part that has failed, or SIZE_MAX */
-} reading;
+} read_job;
 
 /* Read one part of a tensor: block by block with checksums, or with one read without
  * checksums. Adds the tensor's name to a failure. */
-static mls_code read_part(const reading *r, const part *p, mls_status *st)
+static mls_code read_part(const read_job *r, const part *p, mls_status *st)
 {
     mls_code code = MLS_OK;
     if (r->crc == NULL) {
@@ -823,12 +828,12 @@ static mls_code read_part(const reading *r, const part *p, mls_status *st)
     return code;
 }
 
-/* Read part number `index`, as a task for the pool; `context` is the reading. `failed`
+/* Read part number `index`, as a task for the pool; `context` is the read_job. `failed`
  * keeps the lowest number of a failed part, and parts after it are skipped. The error is
  * not kept: a second read finds it again. */
 static void read_task(void *context, size_t index)
 {
-    reading *r = context;
+    read_job *r = context;
     mls_status ignored;
     size_t first = atomic_load_explicit(&r->failed, memory_order_relaxed);
     if (index > first || read_part(r, &r->parts[index], &ignored) == MLS_OK) {
@@ -882,7 +887,7 @@ mls_code mls_safetensors_read(int fd, const mls_safetensors *file, void *const *
     if (parts == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to read %zu tensors", file->count);
     }
-    reading r = {.fd = fd, .crc = file->has_crc ? crc : NULL, .parts = parts};
+    read_job r = {.fd = fd, .crc = file->has_crc ? crc : NULL, .parts = parts};
     atomic_init(&r.failed, SIZE_MAX);
     const size_t count = make_parts(file, places, parts, &bytes);
     mls_pool_run(bytes >= SHARED_BYTES ? pool : NULL, read_task, &r, count);

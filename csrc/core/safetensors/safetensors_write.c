@@ -28,12 +28,12 @@ enum {
     SHOWN_NAME = 100        /* bytes of a name in a message */
 };
 
-/* A tensor and its entry in the header. */
-typedef struct placed {
+/* The writing of one tensor. */
+typedef struct tensor_write {
     const mls_tensor *tensor;
-    const mls_header_tensor *at;
-    size_t done; /* bytes checksummed so far */
-} placed;
+    const mls_header_tensor *entry; /* in the header */
+    size_t done;                    /* bytes checksummed so far */
+} tensor_write;
 
 /* State of one write; all of it is released at the end of mls_safetensors_write. */
 typedef struct writer {
@@ -43,8 +43,8 @@ typedef struct writer {
     mls_header header;
     mls_atomic_file file;
     unsigned char *buffer; /* BUFFER_BYTES */
-    size_t buffered;
-    uint64_t written; /* file offset of the buffer's first byte */
+    size_t buffered;       /* bytes in it that are not written yet */
+    uint64_t written;      /* file offset of the buffer's first byte */
 } writer;
 
 /* Fail with MLS_E_VALUE if a key of the metadata is reserved for mlstate, except
@@ -115,15 +115,16 @@ static mls_code flush_buffer(writer *w)
 }
 
 /* Add the next `bytes` bytes of a tensor to the checksums of their blocks. Calls come in
- * the order of the bytes; `p->done` counts the bytes so far. */
-static void checksum_bytes(writer *w, placed *p, const unsigned char *data, size_t bytes)
+ * the order of the bytes; `pending->done` counts the bytes so far. */
+static void checksum_bytes(writer *w, tensor_write *pending, const unsigned char *data,
+                           size_t bytes)
 {
     while (bytes > 0) {
-        uint32_t *crc = &p->at->crcs[p->done / MLS_SAFETENSORS_BLOCK];
-        const size_t left = MLS_SAFETENSORS_BLOCK - p->done % MLS_SAFETENSORS_BLOCK;
+        uint32_t *crc = &pending->entry->crcs[pending->done / MLS_SAFETENSORS_BLOCK];
+        const size_t left = MLS_SAFETENSORS_BLOCK - pending->done % MLS_SAFETENSORS_BLOCK;
         const size_t step = bytes < left ? bytes : left;
         *crc = w->crc->update(*crc, data, step);
-        p->done += step;
+        pending->done += step;
         data += step;
         bytes -= step;
     }
@@ -139,20 +140,22 @@ static size_t step_room(const writer *w)
 
 /* Write a contiguous tensor: copy and checksum in one pass, in steps that stay cached
  * until the system call. */
-static mls_code write_contiguous(writer *w, placed *p)
+static mls_code write_contiguous(writer *w, tensor_write *pending)
 {
     /* packed tensors may have filled more of the buffer than a step */
     mls_code code = w->buffered >= STEP_BYTES ? flush_buffer(w) : MLS_OK;
-    while (code == MLS_OK && p->done < p->at->bytes) {
-        uint32_t *crc = &p->at->crcs[p->done / MLS_SAFETENSORS_BLOCK];
-        const size_t left = p->at->bytes - p->done, room = step_room(w);
-        const size_t block = MLS_SAFETENSORS_BLOCK - p->done % MLS_SAFETENSORS_BLOCK;
+    while (code == MLS_OK && pending->done < pending->entry->bytes) {
+        uint32_t *crc = &pending->entry->crcs[pending->done / MLS_SAFETENSORS_BLOCK];
+        const size_t left = pending->entry->bytes - pending->done, room = step_room(w);
+        const size_t block =
+            MLS_SAFETENSORS_BLOCK - pending->done % MLS_SAFETENSORS_BLOCK;
         size_t step = left < room ? left : room;
         step = step < block ? step : block;
-        *crc = w->crc->copy(*crc, w->buffer + w->buffered, p->tensor->data + p->done,
-                            step, MLS_STORE_CACHED);
+        *crc =
+            w->crc->copy(*crc, w->buffer + w->buffered,
+                         pending->tensor->data + pending->done, step, MLS_STORE_CACHED);
         w->buffered += step;
-        p->done += step;
+        pending->done += step;
         /* at a multiple of STEP_BYTES, the room is a whole step again */
         code = step_room(w) == STEP_BYTES ? flush_buffer(w) : MLS_OK;
     }
@@ -180,10 +183,11 @@ static packing choose_packing(const mls_tensor *t)
     return p;
 }
 
-/* Pack `view`, the next `bytes` bytes of the tensor `p`, into the buffer, after writing
- * the buffer if it has too little room. An empty buffer has enough: see
+/* Pack `view`, the next `bytes` bytes of the tensor `pending`, into the buffer, after
+ * writing the buffer if it has too little room. An empty buffer has enough: see
  * choose_packing. */
-static mls_code write_piece(writer *w, placed *p, const mls_tensor *view, size_t bytes)
+static mls_code write_piece(writer *w, tensor_write *pending, const mls_tensor *view,
+                            size_t bytes)
 {
     if (bytes > BUFFER_BYTES - w->buffered) {
         const mls_code code = flush_buffer(w);
@@ -199,20 +203,21 @@ static mls_code write_piece(writer *w, placed *p, const mls_tensor *view, size_t
         return code;
     }
     mls_copy(w->kernels, &packed, view, mls_cached());
-    checksum_bytes(w, p, to, bytes);
+    checksum_bytes(w, pending, to, bytes);
     w->buffered += bytes;
     return MLS_OK;
 }
 
 /* Write `row`, which has one index in each axis before `how.axis`, in pieces of
  * `how.step` indices along that axis, each of which fits the buffer. */
-static mls_code write_row(writer *w, placed *p, const mls_tensor *row, packing how)
+static mls_code write_row(writer *w, tensor_write *pending, const mls_tensor *row,
+                          packing how)
 {
     for (size_t start = 0; start < row->shape[how.axis]; start += how.step) {
         const size_t left = row->shape[how.axis] - start;
         const size_t length = left < how.step ? left : how.step;
         const mls_tensor piece = mls_tensor_slice(row, how.axis, start, length);
-        const mls_code code = write_piece(w, p, &piece, length * how.inner);
+        const mls_code code = write_piece(w, pending, &piece, length * how.inner);
         if (code != MLS_OK) {
             return code;
         }
@@ -235,9 +240,9 @@ static bool next_index(const mls_tensor *t, int axis, size_t *index)
 
 /* Write a tensor that is not contiguous or has the other byte order, and is not empty. A
  * 0-d tensor is written as one with a single index. */
-static mls_code write_packed(writer *w, placed *p)
+static mls_code write_packed(writer *w, tensor_write *pending)
 {
-    mls_tensor t = *p->tensor;
+    mls_tensor t = *pending->tensor;
     size_t index[MLS_MAX_RANK] = {0};
     if (t.rank == 0) {
         t.rank = 1;
@@ -250,7 +255,7 @@ static mls_code write_packed(writer *w, placed *p)
         for (int i = 0; i < how.axis; i++) {
             row = mls_tensor_slice(&row, i, index[i], 1);
         }
-        const mls_code code = write_row(w, p, &row, how);
+        const mls_code code = write_row(w, pending, &row, how);
         if (code != MLS_OK) {
             return code;
         }
@@ -260,13 +265,13 @@ static mls_code write_packed(writer *w, placed *p)
 
 /* Write one tensor to the buffer and the file, by one of two ways. An empty tensor needs
  * no packing. */
-static mls_code write_tensor(writer *w, placed *p)
+static mls_code write_tensor(writer *w, tensor_write *pending)
 {
-    const mls_tensor *t = p->tensor;
-    if (p->at->bytes > 0 && (t->swapped || !mls_tensor_is_contiguous(t))) {
-        return write_packed(w, p);
+    const mls_tensor *t = pending->tensor;
+    if (pending->entry->bytes > 0 && (t->swapped || !mls_tensor_is_contiguous(t))) {
+        return write_packed(w, pending);
     }
-    return write_contiguous(w, p);
+    return write_contiguous(w, pending);
 }
 
 /* Write all tensors in file order, then the header before them. If the process dies in
@@ -275,11 +280,12 @@ static mls_code write_content(writer *w, const mls_safetensors_content *content)
 {
     w->written = w->header.text.length;
     for (size_t i = 0; i < w->header.count; i++) {
-        const mls_header_tensor *at = &w->header.tensors[i];
-        placed p = {.tensor = content->tensors[at->number].tensor, .at = at};
-        const mls_code code = write_tensor(w, &p);
+        const mls_header_tensor *entry = &w->header.tensors[i];
+        tensor_write pending = {.tensor = content->tensors[entry->number].tensor,
+                                .entry = entry};
+        const mls_code code = write_tensor(w, &pending);
         if (code != MLS_OK) {
-            mls_status_name(w->st, at->name.data, at->name.length);
+            mls_status_name(w->st, entry->name.data, entry->name.length);
             return code;
         }
     }

@@ -140,26 +140,26 @@ TEST(each_block_has_checksum_digits)
     REQUIRE(h.block_count == 1 + 2 + 3 + 0 + 1);
     CHECK(blocks[0].crcs == h.crcs && blocks[4].crcs == h.crcs + 6);
     for (size_t i = 0; i < h.block_count; i++) {
-        CHECK(h.crcs[i] == 0 && digits_are(h.block_crcs + 8 * i, 0));
+        CHECK(h.crcs[i] == 0 && digits_are(h.block_crcs_at + 8 * i, 0));
         h.crcs[i] = (uint32_t)(0x01234567 * (i + 1));
     }
     const size_t length = h.text.length;
     const uint32_t checksum = mls_header_finish(&h, crc);
     CHECK(h.text.length == length); /* nothing moved */
     for (size_t i = 0; i < h.block_count; i++) {
-        CHECK(digits_are(h.block_crcs + 8 * i, h.crcs[i]));
+        CHECK(digits_are(h.block_crcs_at + 8 * i, h.crcs[i]));
     }
-    CHECK(digits_are(h.header_crc, checksum));
+    CHECK(digits_are(h.header_crc_at, checksum));
     REQUIRE(parses());
     CHECK(file.header_crc == checksum);
-    CHECK(memcmp(file.tensors[1].blocks, "02468ace", 8) == 0);
+    CHECK(memcmp(file.tensors[1].block_digits, "02468ace", 8) == 0);
 }
 
 TEST(header_checksum_covers_zeroed_digits)
 {
     REQUIRE(mls_header_init(&h, tensors, 4, NULL, 0, 64, &status) == MLS_OK);
     const uint32_t checksum = mls_header_finish(&h, crc);
-    memcpy(h.text.data + h.header_crc, "00000000", 8);
+    memcpy(h.text.data + h.header_crc_at, "00000000", 8);
     CHECK(crc->update(0, h.text.data, h.text.length) == checksum);
 }
 

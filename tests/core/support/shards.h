@@ -224,7 +224,7 @@ static inline bool reads_back(const mls_index *index, const mls_shard_item *item
     mls_merged_index merged = {0};
     mls_stored_shard stored[16];
     mls_part parts[16];
-    mls_read_range pieces[16];
+    mls_read_piece pieces[16];
     const mls_index *disagreeing;
     mls_status st;
     size_t count = 0, failed;

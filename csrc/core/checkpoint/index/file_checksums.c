@@ -33,10 +33,10 @@ static mls_code fail_parts(const mls_file_checksums *record, mls_status *st)
                     (unsigned long long)record->bytes);
 }
 
-/* Count the blocks of all parts: `first[i]` receives the number of blocks before part i,
- * so `first` needs room for `record->count` elements. MLS_E_FORMAT: the parts do not
- * cover the file in order, or a block lacks its checksum. */
-static mls_code count_blocks(const mls_file_checksums *record, size_t *first,
+/* Count the blocks of all parts: `blocks_before[i]` receives the number of blocks before
+ * part i, so `blocks_before` needs room for `record->count` elements. MLS_E_FORMAT: the
+ * parts do not cover the file in order, or a block lacks its checksum. */
+static mls_code count_blocks(const mls_file_checksums *record, size_t *blocks_before,
                              mls_status *st)
 {
     uint64_t blocks = 0; /* cannot wrap: a block has at least one byte */
@@ -46,7 +46,7 @@ static mls_code count_blocks(const mls_file_checksums *record, size_t *first,
             (i == 0 && record->starts[0] != 0)) {
             return fail_parts(record, st);
         }
-        first[i] = (size_t)blocks;
+        blocks_before[i] = (size_t)blocks;
         blocks += (end - record->starts[i] - 1) / MLS_SAFETENSORS_BLOCK + 1;
         if (blocks > record->crc_count) {
             return fail_parts(record, st);
@@ -120,11 +120,11 @@ static mls_code compare_file(const char *folder, const char *name,
     uint64_t bytes;
     const size_t length = strlen(folder) + strlen(name) + 2;
     char *path = mls_alloc(length, 1);
-    size_t *first = mls_alloc(record->count, sizeof *first);
+    size_t *blocks_before = mls_alloc(record->count, sizeof *blocks_before);
     mls_code code = MLS_OK;
-    if (path == NULL || first == NULL) {
+    if (path == NULL || blocks_before == NULL) {
         code = mls_fail(st, MLS_E_MEMORY, "no memory for %zu parts", record->count);
-    } else if ((code = count_blocks(record, first, st)) == MLS_OK) {
+    } else if ((code = count_blocks(record, blocks_before, st)) == MLS_OK) {
         snprintf(path, length, "%s/%s", folder, name);
         code = mls_file_open(path, &fd, &bytes, st);
         if (code == MLS_OK) {
@@ -133,7 +133,7 @@ static mls_code compare_file(const char *folder, const char *name,
             (void)close(fd);
         }
     }
-    mls_free(first);
+    mls_free(blocks_before);
     mls_free(path);
     return code;
 }
@@ -193,10 +193,10 @@ static mls_code compare_tensors(const mls_index *index, const mls_file_checksums
 
 /* Copy the checksums of all tensors to `crcs`, which the caller makes the index's array;
  * the old one is freed. They come from a file's record, otherwise from its header. A
- * tensor with neither keeps none. `firsts[file][part]` is the number of blocks before a
- * part. */
+ * tensor with neither keeps none. `blocks_before[file][part]` is the number of blocks
+ * before a part. */
 static void use_records(mls_index *index, const mls_file_checksums *records,
-                        const size_t *const *firsts, uint32_t *crcs)
+                        const size_t *const *blocks_before, uint32_t *crcs)
 {
     for (size_t i = 0; i < index->shard_count; i++) {
         mls_index_shard *shard = &index->shards[i];
@@ -204,8 +204,9 @@ static void use_records(mls_index *index, const mls_file_checksums *records,
         const size_t blocks = mls_safetensors_blocks(shard->bytes);
         const uint32_t *from = shard->crcs;
         if (record->count > 0) {
-            from = record->crcs +
-                   (blocks == 0 ? 0 : firsts[shard->file][find_part(record, shard)]);
+            from =
+                record->crcs +
+                (blocks == 0 ? 0 : blocks_before[shard->file][find_part(record, shard)]);
         }
         if (from == NULL) {
             continue;
@@ -218,12 +219,12 @@ static void use_records(mls_index *index, const mls_file_checksums *records,
     mls_free(index->crcs);
 }
 
-/* For each file with a record, set `firsts[file]` to a new array: the number of blocks
- * before each part. Otherwise it stays NULL. On failure `*failed` is the number of the
- * file, and the caller frees the arrays. MLS_E_FORMAT: the file's size is not the
+/* For each file with a record, set `blocks_before[file]` to a new array: the number of
+ * blocks before each part. Otherwise it stays NULL. On failure `*failed` is the number of
+ * the file, and the caller frees the arrays. MLS_E_FORMAT: the file's size is not the
  * recorded one, or the record's parts do not cover the file. MLS_E_MEMORY. */
 static mls_code number_blocks(const mls_index *index, const mls_file_checksums *records,
-                              size_t **firsts, size_t *failed, mls_status *st)
+                              size_t **blocks_before, size_t *failed, mls_status *st)
 {
     for (size_t i = 0; i < index->file_count; i++) {
         const mls_file_checksums *record = &records[i];
@@ -231,12 +232,12 @@ static mls_code number_blocks(const mls_index *index, const mls_file_checksums *
         if (record->count == 0) {
             continue;
         }
-        firsts[i] = mls_alloc(record->count, sizeof *firsts[i]);
-        if (firsts[i] == NULL) {
+        blocks_before[i] = mls_alloc(record->count, sizeof *blocks_before[i]);
+        if (blocks_before[i] == NULL) {
             return mls_fail(st, MLS_E_MEMORY, "no memory for %zu parts", record->count);
         }
         const mls_code code = index->files[i].bytes == record->bytes
-                                  ? count_blocks(record, firsts[i], st)
+                                  ? count_blocks(record, blocks_before[i], st)
                                   : fail_size(index->files[i].bytes, record, st);
         if (code != MLS_OK) {
             return code;
@@ -256,21 +257,21 @@ mls_code mls_index_use_checksums(mls_index *index, const mls_file_checksums *rec
     }
     *failed = 0;
     uint32_t *crcs = mls_alloc(blocks, sizeof *crcs);
-    size_t **firsts = mls_alloc(index->file_count, sizeof *firsts);
+    size_t **blocks_before = mls_alloc(index->file_count, sizeof *blocks_before);
     mls_code code =
-        crcs != NULL && firsts != NULL
-            ? number_blocks(index, records, firsts, failed, st)
+        crcs != NULL && blocks_before != NULL
+            ? number_blocks(index, records, blocks_before, failed, st)
             : mls_fail(st, MLS_E_MEMORY, "no memory for %zu checksums", blocks);
     code = code == MLS_OK ? compare_tensors(index, records, failed, st) : code;
     if (code == MLS_OK) {
-        use_records(index, records, (const size_t *const *)firsts, crcs);
+        use_records(index, records, (const size_t *const *)blocks_before, crcs);
         index->crcs = crcs;
         crcs = NULL;
     }
-    for (size_t i = 0; firsts != NULL && i < index->file_count; i++) {
-        mls_free(firsts[i]);
+    for (size_t i = 0; blocks_before != NULL && i < index->file_count; i++) {
+        mls_free(blocks_before[i]);
     }
-    mls_free((void *)firsts);
+    mls_free((void *)blocks_before);
     mls_free(crcs);
     return code;
 }

@@ -25,8 +25,8 @@ typedef struct mls_file_checksums {
 } mls_file_checksums;
 
 /* Compare the sizes and headers of the `count` files `names` in `folder` with their
- * records. A file that passes has the header of its record, so a wrong header is reported
- * as a change, not as what it seems to say. Files without a record are skipped.
+ * records. Call it before headers are parsed, so that a damaged header is reported as
+ * changed, not as invalid. Files without a record are skipped.
  * `*failed` is the number of the file that an error is about. MLS_E_FORMAT: the size
  * changed, or the record does not fit the file. MLS_E_CHECKSUM: the header changed.
  * MLS_E_IO; MLS_E_MEMORY. */

@@ -126,8 +126,8 @@ typedef struct mls_index {
     size_t *dims;
     signed char *axes;
     uint32_t *crcs;
-    mls_layers *sparse; /* layers of all shards that have them; the arrays below cover all
-                           of these */
+    mls_layers *layer_lists; /* one for each shard that has layers; the arrays below cover
+                                all of these */
     mls_layer *layers;
     mls_row_range *row_ranges;
     mls_compressed_frames *frames; /* of all compressed layers */

@@ -53,7 +53,7 @@ static const uint32_t *convert_crcs(mls_index *index, const mls_stored *tensor,
     uint32_t *crcs = index->crcs + *used;
     const size_t blocks = mls_safetensors_blocks(tensor->bytes);
     for (size_t i = 0; i < blocks; i++) {
-        (void)mls_crc_from_digits(tensor->blocks + i * MLS_CRC_DIGITS, &crcs[i]);
+        (void)mls_crc_from_digits(tensor->block_digits + i * MLS_CRC_DIGITS, &crcs[i]);
     }
     *used += blocks;
     return crcs;

@@ -153,7 +153,7 @@ void mls_index_fini(mls_index *index)
     mls_free(index->dims);
     mls_free(index->axes);
     mls_free(index->crcs);
-    mls_free(index->sparse);
+    mls_free(index->layer_lists);
     mls_free(index->layers);
     mls_free(index->row_ranges);
     mls_free(index->frames);
@@ -245,16 +245,16 @@ static bool sort_unless_sorted(void *base, size_t count, size_t size,
                                int (*compare)(const void *, const void *))
 {
     const char *at = base;
-    bool twins = false;
+    bool has_equal = false;
     for (size_t i = 1; i < count; i++, at += size) {
         const int order = compare(at, at + size);
         if (order > 0) {
             qsort(base, count, size, compare);
             return true;
         }
-        twins = twins || order == 0;
+        has_equal = has_equal || order == 0;
     }
-    return twins;
+    return has_equal;
 }
 
 /* mls_index_compare for qsort. */

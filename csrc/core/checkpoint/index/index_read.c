@@ -24,7 +24,7 @@ enum {
 };
 
 typedef mls_json_member member;  /* an entry for mls_index_find_members */
-typedef mls_index_column column; /* of numbers or checksums */
+typedef mls_index_column column; /* copied before a read, so that errors show the value */
 
 /* Columns of the shards: strings of numbers first, then arrays. */
 enum {
@@ -62,7 +62,7 @@ typedef struct shard_kind {
     bool has_state;
     mls_dtype dtype;
     mls_layout layout;
-    const signed char *axes; /* or NULL */
+    const signed char *axes; /* NULL: those of the parameter */
     size_t axis_count;
     mls_tier tier;
     mls_json_node layout_node, axes_node;
@@ -75,9 +75,9 @@ typedef struct reader {
     size_t kind_count;
     column shards[SHARD_NUMBERS], layers[LAYER_NUMBERS];
     mls_json_node name, arrays[LAYER_ARRAYS]; /* next values, or MLS_JSON_NONE */
-    size_t layer_rows, layer;                 /* rows of the layer table; rows read */
+    size_t layer_rows, layer_rows_read;       /* rows of the layer table */
     size_t dims_used, axes_used, crcs_used;   /* used elements of the arrays */
-    size_t sparse_used, layers_used, ranges_used, frames_used, ends_used; /* the same */
+    size_t lists_used, layers_used, ranges_used, frames_used, ends_used; /* the same */
 } reader;
 
 /* These three are for mls_index_read_word, which takes enums as int. */
@@ -166,8 +166,8 @@ static bool read_step(reader *r, mls_json_node node, mls_layout_step *step)
     return true;
 }
 
-/* Read the steps of the layout that is member `m` into `layout`, which is zeroed. Each
- * shard checks whether they fit its shape. */
+/* Read the steps of the layout that is member `m` into `layout`, which is zeroed.
+ * read_part checks later, for each shard, whether they fit its shape. */
 static mls_code read_layout(reader *r, const member *m, mls_layout *layout)
 {
     if (mls_json_size(r->in.json, m->node) > MLS_LAYOUT_STEPS) {
@@ -378,24 +378,24 @@ static mls_code read_crcs(reader *r, mls_layer *layer)
     return code;
 }
 
-/* Read a layer's row ranges, in rows of `layer->row` elements, from the string `node`. */
+/* Read a layer's row ranges from the string `node`; the shard has `elements` elements. */
 static mls_code read_rows(reader *r, mls_json_node node, size_t elements,
                           mls_layer *layer)
 {
-    mls_row_range *runs = r->index.row_ranges + r->ranges_used;
+    mls_row_range *ranges = r->index.row_ranges + r->ranges_used;
     mls_rows rows = mls_layer_rows(layer->row, elements);
     mls_str text;
     const mls_code code = mls_index_read_text(&r->in, node, "rows", &text);
     if (code != MLS_OK) {
         return code;
     }
-    if (!mls_layer_rows_read(&rows, text, runs, &layer->run_count)) {
+    if (!mls_layer_rows_read(&rows, text, ranges, &layer->stored_count)) {
         return mls_index_fail_value(&r->in, node, "rows",
                                     "must alternate numbers of skipped and stored rows, "
                                     "at most as many as the shard has");
     }
-    layer->runs = runs;
-    r->ranges_used += layer->run_count;
+    layer->stored = ranges;
+    r->ranges_used += layer->stored_count;
     return MLS_OK;
 }
 
@@ -441,13 +441,13 @@ static mls_code read_coding(reader *r, const mls_index_shard *shard, size_t elem
                             bool first, mls_layer *layer)
 {
     const column row = r->layers[ROW];
-    mls_json_node at[LAYER_ARRAYS];
+    mls_json_node values[LAYER_ARRAYS];
     mls_code code = MLS_OK;
     for (int i = 0; i < LAYER_ARRAYS; i++) {
-        at[i] = next_value(r, &r->arrays[i]);
+        values[i] = next_value(r, &r->arrays[i]);
     }
-    const mls_json_node rows = at[0], codec = at[CODEC - ROWS],
-                        frames = at[FRAMES - ROWS];
+    const mls_json_node rows = values[0], codec = values[CODEC - ROWS],
+                        frames = values[FRAMES - ROWS];
     if (row.rest.data != NULL &&
         (code = next_size(r, &r->layers[ROW], SIZE_MAX, &layer->row)) != MLS_OK) {
         return code;
@@ -485,7 +485,7 @@ static mls_code read_layer(reader *r, const mls_index_shard *shard, size_t eleme
                            size_t number, mls_layer *layer)
 {
     const column bytes = r->layers[BYTES];
-    r->layer++;
+    r->layer_rows_read++;
     mls_code code = read_range(r, layer);
     if (code != MLS_OK ||
         (code = read_coding(r, shard, elements, number == 0, layer)) != MLS_OK) {
@@ -524,7 +524,7 @@ static mls_code read_layers(reader *r, mls_index_shard *shard, size_t elements,
         shard->crcs = first.crcs;
         return MLS_OK;
     }
-    mls_layers *layers = &r->index.sparse[r->sparse_used++];
+    mls_layers *layers = &r->index.layer_lists[r->lists_used++];
     layers->list = r->index.layers + r->layers_used;
     for (layers->count = 0; layers->count < count; layers->count++) {
         mls_layer *layer = &layers->list[layers->count];
@@ -552,26 +552,27 @@ static mls_code read_layers(reader *r, mls_index_shard *shard, size_t elements,
  * Its dimensions are appended to the index's shared array. */
 static mls_code read_shape(reader *r, mls_index_shard *shard)
 {
-    column *all = &r->shards[SHAPE], shape = *all;
+    column *shapes = &r->shards[SHAPE], shape = *shapes;
     size_t *dims = r->index.dims + r->dims_used;
     const char *end =
         shape.rest.length == 0 ? NULL : memchr(shape.rest.data, ';', shape.rest.length);
     mls_code code = MLS_OK;
     if (end == NULL) {
-        return mls_index_fail_column(&r->in, all, "must have a \";\" after each shape");
+        return mls_index_fail_column(&r->in, shapes,
+                                     "must have a \";\" after each shape");
     }
     shape.rest.length = (size_t)(end - shape.rest.data);
     while (code == MLS_OK && shape.rest.length > 0) {
         if (shard->rank == MLS_LAYOUT_RANK) {
-            return mls_index_fail_column(&r->in, all, "has too many dimensions");
+            return mls_index_fail_column(&r->in, shapes, "has too many dimensions");
         }
         code = next_size(r, &shape, SIZE_MAX, &dims[shard->rank++]);
     }
     shard->shape = dims;
     r->dims_used += (size_t)shard->rank;
-    all->offset = shape.offset + 1;
-    all->rest.length -= (size_t)(end + 1 - all->rest.data);
-    all->rest.data = end + 1;
+    shapes->offset = shape.offset + 1;
+    shapes->rest.length -= (size_t)(end + 1 - shapes->rest.data);
+    shapes->rest.data = end + 1;
     return code;
 }
 
@@ -642,7 +643,7 @@ static mls_code read_part(reader *r, const column *shape, const shard_kind *kind
     return MLS_OK;
 }
 
-/* Set `*out` to the next shard's number of layers; 1 if absent, at most the rows left. */
+/* Set `*out` to the next shard's number of layers; 1 if the index lacks that column. */
 static mls_code read_layer_count(reader *r, size_t *out)
 {
     const column c = r->shards[LAYER_COUNT];
@@ -650,7 +651,7 @@ static mls_code read_layer_count(reader *r, size_t *out)
     const mls_code code =
         c.rest.data == NULL ? MLS_OK
                             : next_size(r, &r->shards[LAYER_COUNT], MLS_LAYERS_MOST, out);
-    return code == MLS_OK && *out > r->layer_rows - r->layer
+    return code == MLS_OK && *out > r->layer_rows - r->layer_rows_read
                ? mls_index_fail_column(&r->in, c.rest.data == NULL ? &r->layers[CRC] : &c,
                                        "has too few layers for the shards")
                : code;
@@ -663,10 +664,9 @@ static mls_code read_shard(reader *r, mls_index_shard *shard)
     const shard_kind *kind = NULL;
     const column shape = r->shards[SHAPE];
     size_t elements = 0, count = 0;
-    mls_code code = MLS_OK;
     r->in.name = (mls_str){0}; /* errors name no shard */
-    if ((code = read_identity(r, shard, &kind)) != MLS_OK ||
-        (code = read_shape(r, shard)) != MLS_OK ||
+    mls_code code = read_identity(r, shard, &kind);
+    if (code != MLS_OK || (code = read_shape(r, shard)) != MLS_OK ||
         (code = mls_index_next_number(&r->in, &r->shards[VERSION], 1, INT64_MAX,
                                       &shard->version)) != MLS_OK ||
         (code = next_size(r, &r->shards[PART], PTRDIFF_MAX, &shard->part)) != MLS_OK ||
@@ -679,24 +679,24 @@ static mls_code read_shard(reader *r, mls_index_shard *shard)
 
 /* ---- the whole index ---- */
 
-typedef struct needs {
-    size_t dims, sparse, layers, row_ranges, frames, ends;
-} needs;
+typedef struct array_sizes {
+    size_t dims, layer_lists, layers, row_ranges, frames, ends;
+} array_sizes;
 
-/* Count in `n` the array elements that all layers need. A row range takes one; resolving
- * takes two for each range or full layer, and one for each shard (mls_layers_room). */
-static void count_layers(const reader *r, needs *n)
+/* Count in `n` the array elements that all layers need. A row range takes one, and
+ * mls_layers_resolve two for each range or full layer, and one for each shard. */
+static void count_layers(const reader *r, array_sizes *n)
 {
     mls_json_node rows = r->arrays[0], frames = r->arrays[FRAMES - ROWS];
-    n->sparse = r->index.shard_count;
+    n->layer_lists = r->index.shard_count;
     n->layers = r->layer_rows;
-    n->row_ranges = n->sparse;
+    n->row_ranges = n->layer_lists;
     for (size_t i = 0; i < r->layer_rows; i++) {
         const mls_json_node text = next_value(r, &rows), lengths = next_value(r, &frames);
-        const size_t runs = text == MLS_JSON_NONE
-                                ? 0
-                                : mls_layer_rows_count(mls_json_text(r->in.json, text));
-        n->row_ranges += runs == 0 ? 2 : 3 * runs;
+        const size_t ranges = text == MLS_JSON_NONE
+                                  ? 0
+                                  : mls_layer_rows_count(mls_json_text(r->in.json, text));
+        n->row_ranges += ranges == 0 ? 2 : 3 * ranges;
         if (lengths != MLS_JSON_NONE) {
             n->frames++;
             n->ends +=
@@ -710,7 +710,7 @@ static void count_layers(const reader *r, needs *n)
 static mls_code allocate_arrays(reader *r)
 {
     mls_index *x = &r->index;
-    needs n = {0};
+    array_sizes n = {0};
     /* each dimension has at least a digit and a separator */
     n.dims = r->shards[SHAPE].rest.length / 2;
     if (r->shards[LAYER_COUNT].rest.data != NULL || r->arrays[0] != MLS_JSON_NONE ||
@@ -721,7 +721,7 @@ static mls_code allocate_arrays(reader *r)
     if ((x->shards = mls_alloc(x->shard_count, sizeof *x->shards)) == NULL ||
         (x->dims = mls_alloc(n.dims, sizeof *x->dims)) == NULL ||
         (x->crcs = mls_alloc(crcs, sizeof *x->crcs)) == NULL ||
-        (x->sparse = mls_alloc(n.sparse, sizeof *x->sparse)) == NULL ||
+        (x->layer_lists = mls_alloc(n.layer_lists, sizeof *x->layer_lists)) == NULL ||
         (x->layers = mls_alloc(n.layers, sizeof *x->layers)) == NULL ||
         (x->row_ranges = mls_alloc(n.row_ranges, sizeof *x->row_ranges)) == NULL ||
         (x->frames = mls_alloc(n.frames, sizeof *x->frames)) == NULL ||

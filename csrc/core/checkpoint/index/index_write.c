@@ -142,14 +142,14 @@ static void put_frames(mls_json_writer *json, const mls_compressed_frames *frame
 static void put_rows(mls_json_writer *json, const mls_layer *layer)
 {
     size_t end = 0; /* end of the previous range */
-    for (size_t i = 0; i < layer->run_count; i++) {
-        const mls_row_range *run = &layer->runs[i];
+    for (size_t i = 0; i < layer->stored_count; i++) {
+        const mls_row_range *range = &layer->stored[i];
         /* the shard's last row may be short, and only the last range can contain it */
         const size_t rows =
-            run->count / layer->row + (run->count % layer->row != 0 ? 1 : 0);
-        put_number(json, i == 0 ? "\"" : ",", (run->begin - end) / layer->row);
+            range->count / layer->row + (range->count % layer->row != 0 ? 1 : 0);
+        put_number(json, i == 0 ? "\"" : ",", (range->begin - end) / layer->row);
         put_number(json, ",", rows);
-        end = run->begin + run->count;
+        end = range->begin + range->count;
     }
     mls_json_writer_text(json, "\"");
 }
@@ -239,6 +239,8 @@ static void put_kinds(mls_json_writer *json, const mls_index *index,
 
 /* ---- tables: one line for each column ---- */
 
+/* The columns of the table of shards, then, from FILE_NUMBER on, those of the table of
+ * layers. Columns from BLOCKS on may be omitted, and those from ROWS on are arrays. */
 typedef enum table_column {
     NAME,
     KIND,
@@ -371,8 +373,8 @@ static bool is_column_needed(table_column column, const mls_index *index)
 }
 
 /* Append one column: its values for all shards, or for all layers of all shards.
- * `kinds[i]` is the number of shard i's kind, see number_kinds. In columns that are
- * arrays, a layer without a value gets null. */
+ * `kinds[i]` is the number of shard i's kind, see number_kinds. A layer without a value
+ * gets null in a column that is an array; in one of numbers, 0. */
 static void put_column(mls_json_writer *json, table_column column, const mls_index *index,
                        const size_t *kinds)
 {

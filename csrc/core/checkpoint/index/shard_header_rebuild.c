@@ -13,14 +13,15 @@ typedef struct member {
     const mls_index_shard *shard;
     mls_layer place;
     size_t shape[MLS_LAYOUT_RANK];
-    char *key;
+    char *key; /* its name in the file, without NUL: see mls_tensor_id_key_length */
 } member;
 
+/* The content of the header that is rebuilt. */
 typedef struct rebuild {
-    member *members; /* in the order of the index */
-    mls_header_tensor *tensors;
-    size_t count;
-    char *keys;
+    member *members;            /* in the order of the index */
+    mls_header_tensor *tensors; /* one for each member; mls_header_init sorts them */
+    size_t count;               /* of members */
+    char *keys;                 /* the texts of all keys */
 } rebuild;
 
 static mls_code fail_memory(mls_status *st)

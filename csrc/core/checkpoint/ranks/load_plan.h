@@ -39,11 +39,13 @@ typedef struct mls_load_plan {
     const mls_merged_index *merged;
     mls_load_item *items;
     size_t count;
-    mls_stored_shard *stored; /* one for each piece; NULL until mls_load_plan_find */
+    /* One element of each for each piece, as of mls_read_scratch; NULL until
+     * mls_load_plan_find. */
+    mls_stored_shard *stored;
     mls_part *parts;
-    mls_read_range *pieces;
-    size_t piece_count;
-    size_t last; /* position in the merged index of the tensor added last */
+    mls_read_piece *pieces;
+    size_t piece_count; /* an upper bound until then */
+    size_t last;        /* position in the merged index of the tensor added last */
 } mls_load_plan;
 
 /* ---- choose parts ---- */

@@ -16,9 +16,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-static int compare_ranks(const mls_index *index, const mls_index *y)
+static int compare_ranks(const mls_index *a, const mls_index *b)
 {
-    return index->rank < y->rank ? -1 : index->rank > y->rank;
+    return a->rank < b->rank ? -1 : a->rank > b->rank;
 }
 
 /* For qsort: by id, part and rank, so that the lowest rank comes first among equal
@@ -65,16 +65,16 @@ static mls_code add_shard(mls_merged_index *merged, const mls_merged_index_shard
 }
 
 /* A file as listed by one index, and the number of its bytes that this index uses. */
-typedef struct listed {
+typedef struct file_listing {
     const mls_index *index;
     const mls_index_file *file;
     uint64_t used;
-} listed;
+} file_listing;
 
 /* For qsort: the entries for one file become neighbours, the lowest rank first. */
-static int compare_listed(const void *a, const void *b)
+static int compare_listings(const void *a, const void *b)
 {
-    const listed *x = a, *y = b;
+    const file_listing *x = a, *y = b;
     const int paths = strcmp(x->file->path, y->file->path);
     return paths != 0 ? paths : compare_ranks(x->index, y->index);
 }
@@ -84,15 +84,16 @@ static int compare_listed(const void *a, const void *b)
  * one index do not overlap, but several indexes could claim the same bytes, and so claim
  * more data than the files contain. MLS_E_FORMAT: `*failed` receives the later one
  * of two indexes that disagree. */
-static mls_code check_sharing(const listed *files, size_t count, const mls_index **failed,
-                              mls_status *st)
+static mls_code check_sharing(const file_listing *files, size_t count,
+                              const mls_index **failed, mls_status *st)
 {
     uint64_t used = 0;
     for (size_t i = 0; i < count; i++) {
         const mls_index_file *file = files[i].file;
-        const bool again = i > 0 && strcmp(files[i - 1].file->path, file->path) == 0;
-        const listed *before = again ? &files[i - 1] : &files[i];
-        used = again ? used : 0;
+        const bool is_repeated =
+            i > 0 && strcmp(files[i - 1].file->path, file->path) == 0;
+        const file_listing *before = is_repeated ? &files[i - 1] : &files[i];
+        used = is_repeated ? used : 0; /* of this file, by the ranks so far */
         if (file->bytes != before->file->bytes ||
             file->header_crc != before->file->header_crc ||
             !mls_u64_add(used, files[i].used, &used) || used > file->bytes) {
@@ -117,7 +118,7 @@ static mls_code check_files(const mls_index *const *indexes, size_t count,
     for (size_t i = 0; i < count; i++) {
         total += indexes[i]->file_count; /* cannot overflow: they are in memory */
     }
-    listed *files = mls_alloc(total, sizeof *files);
+    file_listing *files = mls_alloc(total, sizeof *files);
     if (files == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a merged index of %zu files",
                         total);
@@ -125,7 +126,7 @@ static mls_code check_files(const mls_index *const *indexes, size_t count,
     for (size_t i = 0; i < count; i++) {
         const mls_index *index = indexes[i];
         for (size_t j = 0; j < index->file_count; j++) {
-            files[first + j] = (listed){.index = index, .file = &index->files[j]};
+            files[first + j] = (file_listing){.index = index, .file = &index->files[j]};
         }
         for (size_t j = 0; j < index->shard_count; j++) {
             const size_t places = mls_index_place_count(&index->shards[j]);
@@ -137,7 +138,7 @@ static mls_code check_files(const mls_index *const *indexes, size_t count,
         }
         first += index->file_count;
     }
-    qsort(files, total, sizeof *files, compare_listed);
+    qsort(files, total, sizeof *files, compare_listings);
     const mls_code code = check_sharing(files, total, failed, st);
     mls_free(files);
     return code;
@@ -273,20 +274,20 @@ static mls_code check_missing(const mls_merged_index *merged,
     return mls_status_name(st, name.data, name.length);
 }
 
-typedef struct listing {
+typedef struct piece_list {
     const mls_merged_index_shard *from; /* the current shard */
     const mls_part *part;               /* part of the shard */
     const mls_part *to;                 /* the requested part, packed at `data` */
     unsigned char *data;
     mls_read_scratch room; /* arrays of the result */
     size_t count;          /* places listed so far */
-} listing;
+} piece_list;
 
 /* Append a stored place of the current shard and the piece that reads it; `place` NULL:
  * elements that are zero and not stored. `visible` has the `visible_count` ranges that no
  * later layer hides, or is NULL if all elements are visible. */
-static void list_place(listing *l, const mls_layer *place, const mls_row_range *visible,
-                       size_t visible_count)
+static void list_place(piece_list *l, const mls_layer *place,
+                       const mls_row_range *visible, size_t visible_count)
 {
     const mls_index_shard *shard = l->from->shard;
     mls_stored_shard *next = &l->room.stored[l->count];
@@ -315,13 +316,13 @@ static void list_place(listing *l, const mls_layer *place, const mls_row_range *
         next->part = &l->room.parts[l->count];
     }
     l->room.pieces[l->count] =
-        (mls_read_range){.shard = next, .to = l->to, .data = l->data};
+        (mls_read_piece){.shard = next, .to = l->to, .data = l->data};
     l->count++;
 }
 
 /* List each layer of the current shard that has visible elements of `to`, and the shard's
  * zeros, if `to` needs some. */
-static void list_layers(listing *l)
+static void list_layers(piece_list *l)
 {
     const mls_layers *layers = l->from->shard->layers;
     mls_stored_range range;
@@ -351,7 +352,7 @@ mls_code mls_merged_index_pieces(const mls_merged_index *merged,
                                  mls_status *st)
 {
     const mls_code code = check_missing(merged, tensor, to, st);
-    listing l = {.to = to, .data = data, .room = *room};
+    piece_list l = {.to = to, .data = data, .room = *room};
     for (size_t i = 0; code == MLS_OK && i < tensor->count; i++) {
         const mls_index_shard *shard = merged->shards[tensor->from + i].shard;
         mls_part part;

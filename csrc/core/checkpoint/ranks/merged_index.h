@@ -54,7 +54,7 @@ size_t mls_merged_index_find(const mls_merged_index *merged, const mls_tensor_id
 typedef struct mls_read_scratch {
     mls_stored_shard *stored;
     mls_part *parts; /* shards' parts that differ from `to` */
-    mls_read_range *pieces;
+    mls_read_piece *pieces;
 } mls_read_scratch;
 
 /* List what to read for `to`, a part of a tensor; `to` must outlive the result. The

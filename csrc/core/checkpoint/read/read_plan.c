@@ -77,7 +77,7 @@ static size_t count_visible(const mls_stored_shard *shard)
 /* Return the destination range of `piece` if `next` is the zeros between its runs, and
  * both have the same contiguous destination; otherwise an empty range. Then data and
  * zeros are written in one pass, while the memory is in the cache. */
-static zero_fill find_zero_fill(const mls_read_range *piece, const mls_read_range *next)
+static zero_fill find_zero_fill(const mls_read_piece *piece, const mls_read_piece *next)
 {
     const zero_fill none = {0};
     const mls_stored_shard *shard = piece->shard;
@@ -102,13 +102,14 @@ static zero_fill find_zero_fill(const mls_read_range *piece, const mls_read_rang
     return (zero_fill){first.b * item, (first.b + first.count) * item, first.a};
 }
 
-/* Return the destination offset of byte `at` of the place, or the end of the range `f` if
- * `at` is behind all requested bytes. */
-static size_t destination_of(const mls_stored_shard *shard, const zero_fill *f, size_t at)
+/* Return the destination offset of byte `at` of the place, or the end of the range
+ * `zeros` if `at` is behind all requested bytes. */
+static size_t destination_of(const mls_stored_shard *shard, const zero_fill *zeros,
+                             size_t at)
 {
     const size_t element = mls_stored_element(shard, at / shard->item_bytes);
-    const size_t to = f->from + (element - f->first) * shard->item_bytes;
-    return to < f->end ? to : f->end;
+    const size_t to = zeros->from + (element - zeros->first) * shard->item_bytes;
+    return to < zeros->end ? to : zeros->end;
 }
 
 /* Divide a piece into spans, at multiples of the span size from the start of the place,
@@ -116,7 +117,7 @@ static size_t destination_of(const mls_stored_shard *shard, const zero_fill *f, 
  * divided. `zeros`, if not empty, is the range of the destination to fill: each span
  * fills the zeros up to the next span. MLS_E_FORMAT: the place exceeds its file;
  * MLS_E_MEMORY. */
-static mls_code plan_spans(mls_read_plan *plan, const mls_read_range *piece,
+static mls_code plan_spans(mls_read_plan *plan, const mls_read_piece *piece,
                            const zero_fill *zeros, mls_status *st)
 {
     const mls_stored_shard *shard = piece->shard;
@@ -132,23 +133,23 @@ static mls_code plan_spans(mls_read_plan *plan, const mls_read_range *piece,
         return MLS_OK;
     }
     size_t from = range.from;
-    for (size_t filled = zeros->from; from < range.end;) {
+    for (size_t zeros_from = zeros->from; from < range.end;) {
         const bool fills = zeros->end > 0;
-        const size_t most =
-            fills ? MLS_SAFETENSORS_BLOCK : MLS_READ_SPAN; /* zeros are written too */
+        /* a span also writes the zeros between its elements, perhaps far more bytes */
+        const size_t most = fills ? MLS_SAFETENSORS_BLOCK : MLS_READ_SPAN;
         const size_t left = range.end - from, room = most - from % most;
         const size_t length = left < room || piece->data == NULL ? left : room;
-        const size_t until = !fills ? 0
-                             : length == left
-                                 ? zeros->end
-                                 : destination_of(shard, zeros, from + length);
+        const size_t zeros_end = !fills ? 0
+                                 : length == left
+                                     ? zeros->end
+                                     : destination_of(shard, zeros, from + length);
         const mls_read_span next = {.piece = piece,
                                     .from = from,
                                     .end = from + length,
                                     .to = range.together ? range.to + (from - range.from)
                                                          : SIZE_MAX,
-                                    .zeros_from = filled,
-                                    .zeros_end = until,
+                                    .zeros_from = zeros_from,
+                                    .zeros_end = zeros_end,
                                     .file = shard->file == NULL ? "" : shard->file,
                                     .at = shard->offset + stored_offset(shard, from)};
         const mls_code code = add_span(plan, next, st);
@@ -156,7 +157,7 @@ static mls_code plan_spans(mls_read_plan *plan, const mls_read_range *piece,
             return mls_stored_blame(shard, st);
         }
         from += length;
-        filled = until;
+        zeros_from = zeros_end;
     }
     return MLS_OK;
 }
@@ -266,13 +267,13 @@ static void divide_into_queues(mls_read_plan *plan)
 /* Divide the pieces into spans, sort the spans, and group them into tasks and work
  * queues. After MLS_E_FORMAT the pieces before the invalid one are still planned; after
  * MLS_E_MEMORY the list is empty. */
-mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
+mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_piece *pieces,
                             size_t count, size_t *planned, mls_status *st)
 {
     mls_code code = MLS_OK;
     *planned = 0;
     while (*planned < count) {
-        const mls_read_range *piece = &pieces[*planned];
+        const mls_read_piece *piece = &pieces[*planned];
         zero_fill zeros = {0};
         if (*planned + 1 < count) {
             zeros = find_zero_fill(piece, piece + 1);

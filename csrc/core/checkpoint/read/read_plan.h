@@ -20,20 +20,21 @@
  * task. */
 enum { MLS_READ_SPAN = 4 << 20 };
 
-/* A piece: read the common elements of `shard` and `to` into `data`, which holds the
- * packed part `to`. NULL, for zeros only: the memory is already zero. Pieces may share a
- * shard. They may share `data` if their shards are different parts of the tensor. */
-typedef struct mls_read_range {
+/* A piece: read the common elements of the place `shard` and the requested part `to` into
+ * `data`, which receives the packed part `to`. `data` NULL, only for places without a
+ * file: the memory is already zero. Pieces may share a place. They may share `data` if
+ * their places have different elements of the tensor. */
+typedef struct mls_read_piece {
     const mls_stored_shard *shard;
     const mls_part *to;
     unsigned char *data;
-} mls_read_range;
+} mls_read_piece;
 
-/* Bytes `from` .. `end` of a piece's shard: whole blocks, except at the ends of the
- * piece. File, offset and cost are copied here, because the shard has left the cache when
- * spans are sorted. */
+/* Bytes `from` .. `end` (uncompressed) of a piece's place: whole blocks, except at the
+ * ends of the piece. File, offset and cost are copied here, because the shard has left
+ * the cache when spans are sorted. */
 typedef struct mls_read_span {
-    const mls_read_range *piece;
+    const mls_read_piece *piece;
     size_t from, end;
     size_t to; /* byte of the packed destination that receives byte `from`, if the span is
                   one contiguous run; SIZE_MAX: several runs */
@@ -41,7 +42,7 @@ typedef struct mls_read_span {
         zeros_end; /* range of the destination; gaps between runs become zeros */
     const char *file;
     uint64_t at;   /* offset of `from` in the file */
-    uint64_t cost; /* see read_plan.c */
+    uint64_t cost; /* estimated time, as the bytes that could be read in it */
 } mls_read_span;
 
 /* Created by mls_read_plan_make. */
@@ -62,7 +63,7 @@ typedef struct mls_read_plan {
  * whether it equals the `data` of the next piece.
  * MLS_E_FORMAT: the recorded bytes exceed the file; the status names the tensor and the
  * file. MLS_E_MEMORY: nothing is planned, and `*planned` has no meaning. */
-mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_range *pieces,
+mls_code mls_read_plan_make(mls_read_plan *plan, const mls_read_piece *pieces,
                             size_t count, size_t *planned, mls_status *st);
 
 /* Accepts a zeroed plan. */

@@ -72,14 +72,15 @@ typedef struct run {
 } run;
 
 typedef struct run_reader {
-    run now;
+    run current;
     const mls_read_span *span;
     mls_stored_runs runs;
-    size_t filled, zeros; /* where the next zeros start; number of zeros filled */
+    size_t filled; /* byte of the destination up to which runs and zeros are delivered */
+    size_t zeros;  /* number of zero bytes written between runs */
 } run_reader;
 
-/* Fill the destination with zeros from where the last run or filling ended to byte `end`,
- * and count them. */
+/* Fill the destination with zeros from the end of the last run (`r->filled`) to byte
+ * `end`, and count them. */
 static void fill_zeros_to(run_reader *r, size_t end)
 {
     if (r->filled < end) {
@@ -93,9 +94,9 @@ static void fill_zeros_to(run_reader *r, size_t end)
 static void set_run(run_reader *r, const mls_stored_run *next)
 {
     unsigned char *data = r->span->piece->data;
-    r->now.at = next->at;
-    r->now.left = next->count;
-    r->now.to = data == NULL ? NULL : data + next->to;
+    r->current.at = next->at;
+    r->current.left = next->count;
+    r->current.to = data == NULL ? NULL : data + next->to;
     if (r->filled < r->span->zeros_end) {
         fill_zeros_to(r, next->to);
         r->filled = next->to + next->count;
@@ -110,7 +111,7 @@ static void next_run(run_reader *r)
     if (r->span->to == SIZE_MAX && mls_stored_runs_next(&r->runs, &next)) {
         set_run(r, &next);
     } else {
-        r->now.left = 0;
+        r->current.left = 0;
         fill_zeros_to(r, r->span->zeros_end);
     }
 }
@@ -134,10 +135,10 @@ static void start_runs(run_reader *r, const mls_read_span *s)
  * next run becomes the current one. */
 static void advance_run(run_reader *r, size_t bytes)
 {
-    r->now.at += bytes;
-    r->now.to = r->now.to == NULL ? NULL : r->now.to + bytes;
-    r->now.left -= bytes;
-    if (r->now.left == 0) {
+    r->current.at += bytes;
+    r->current.to = r->current.to == NULL ? NULL : r->current.to + bytes;
+    r->current.left -= bytes;
+    if (r->current.left == 0) {
         next_run(r);
     }
 }
@@ -273,10 +274,10 @@ static mls_code borrow_buffer(read_worker *w, uint64_t offset, unsigned char **o
 static void scatter_bytes(read_worker *w, run_reader *r, const unsigned char *data,
                           size_t at, size_t bytes)
 {
-    while (r->now.left > 0 && r->now.at < at + bytes) {
-        const size_t room = at + bytes - r->now.at;
-        const size_t length = r->now.left < room ? r->now.left : room;
-        memcpy(r->now.to, data + (r->now.at - at), length);
+    while (r->current.left > 0 && r->current.at < at + bytes) {
+        const size_t room = at + bytes - r->current.at;
+        const size_t length = r->current.left < room ? r->current.left : room;
+        memcpy(r->current.to, data + (r->current.at - at), length);
         w->done += length;
         advance_run(r, length);
     }
@@ -284,20 +285,21 @@ static void scatter_bytes(read_worker *w, run_reader *r, const unsigned char *da
 
 /* ---- unverified: only the requested bytes ---- */
 
-/* Return the end, in bytes of the place, of the runs to read together with the current
- * one: short runs with small gaps, in at most STEP bytes. */
+/* Return the byte of the place at which the runs to read together end: the current run,
+ * and after it short runs with small gaps, in at most STEP bytes. */
 static size_t find_group_end(const run_reader *r)
 {
     run_reader ahead = *r;
-    const size_t start = r->now.at;
+    const size_t start = r->current.at;
     size_t end;
     /* the copy looks ahead only: it must fill no zeros */
     ahead.filled = SIZE_MAX;
     do {
-        end = ahead.now.at + ahead.now.left;
-        advance_run(&ahead, ahead.now.left);
-    } while (ahead.now.left > 0 && ahead.now.left < DIRECT && ahead.now.at - end <= GAP &&
-             ahead.now.at + ahead.now.left - start <= STEP);
+        end = ahead.current.at + ahead.current.left;
+        advance_run(&ahead, ahead.current.left);
+    } while (ahead.current.left > 0 && ahead.current.left < DIRECT &&
+             ahead.current.at - end <= GAP &&
+             ahead.current.at + ahead.current.left - start <= STEP);
     return end;
 }
 
@@ -308,18 +310,19 @@ static size_t find_group_end(const run_reader *r)
 static mls_code read_unverified(read_worker *w, run_reader *r, mls_status *st)
 {
     mls_code code = MLS_OK;
-    while (code == MLS_OK && r->now.left > 0) {
-        const size_t at = r->now.at;
+    while (code == MLS_OK && r->current.left > 0) {
+        const size_t at = r->current.at;
         const uint64_t offset = r->span->piece->shard->offset + at;
-        const size_t alone = at + (r->now.left < STEP ? r->now.left : STEP);
-        const size_t end = r->now.left < DIRECT ? find_group_end(r) : alone;
-        const bool straight = end == alone && !copies_slowly(r->now.to, offset);
-        unsigned char *to = r->now.to;
-        code = straight ? MLS_OK : borrow_buffer(w, offset, &to, st);
+        const size_t run_end = at + (r->current.left < STEP ? r->current.left : STEP);
+        const size_t end = r->current.left < DIRECT ? find_group_end(r) : run_end;
+        const bool is_unbuffered =
+            end == run_end && !copies_slowly(r->current.to, offset);
+        unsigned char *to = r->current.to;
+        code = is_unbuffered ? MLS_OK : borrow_buffer(w, offset, &to, st);
         if (code == MLS_OK) {
             code = mls_source_read_at(&w->source, to, end - at, offset, st);
         }
-        if (code == MLS_OK && straight) {
+        if (code == MLS_OK && is_unbuffered) {
             w->done += end - at;
             advance_run(r, end - at);
         } else if (code == MLS_OK) {
@@ -345,10 +348,10 @@ static mls_code read_step(read_worker *w, run_reader *r, size_t at, size_t bytes
                           uint32_t *crc, mls_status *st)
 {
     const uint64_t offset = r->span->piece->shard->offset + at;
-    const bool straight =
-        r->now.at == at && r->now.left >= bytes && !copies_slowly(r->now.to, offset);
-    unsigned char *to = r->now.to;
-    mls_code code = straight ? MLS_OK : borrow_buffer(w, offset, &to, st);
+    const bool is_unbuffered = r->current.at == at && r->current.left >= bytes &&
+                               !copies_slowly(r->current.to, offset);
+    unsigned char *to = r->current.to;
+    mls_code code = is_unbuffered ? MLS_OK : borrow_buffer(w, offset, &to, st);
     if (code == MLS_OK) {
         code = mls_source_read_at(&w->source, to, bytes, offset, st);
     }
@@ -356,7 +359,7 @@ static mls_code read_step(read_worker *w, run_reader *r, size_t at, size_t bytes
         return code;
     }
     *crc = w->shared->request.crc->update(*crc, to, bytes);
-    if (straight) {
+    if (is_unbuffered) {
         w->done += bytes;
         advance_run(r, bytes);
     } else {
@@ -372,8 +375,8 @@ static mls_code read_verified(read_worker *w, run_reader *r, mls_status *st)
     const mls_stored_shard *shard = r->span->piece->shard;
     size_t bytes = 0;
     (void)mls_stored_bytes(shard, &bytes); /* cannot fail: checked by the plan */
-    while (r->now.left > 0) {
-        const size_t block = r->now.at / MLS_SAFETENSORS_BLOCK;
+    while (r->current.left > 0) {
+        const size_t block = r->current.at / MLS_SAFETENSORS_BLOCK;
         const size_t start = block * MLS_SAFETENSORS_BLOCK;
         const size_t left = bytes - start;
         const size_t length = left < MLS_SAFETENSORS_BLOCK ? left : MLS_SAFETENSORS_BLOCK;
@@ -408,8 +411,8 @@ static mls_code read_compressed(read_worker *w, run_reader *r, mls_status *st)
                              .frames = shard->frames,
                              .crc = w->shared->request.crc,
                              .codecs = w->shared->request.codecs};
-    while (r->now.left > 0) {
-        const size_t number = r->now.at / MLS_FRAME_BYTES;
+    while (r->current.left > 0) {
+        const size_t number = r->current.at / MLS_FRAME_BYTES;
         const unsigned char *data;
         const mls_code code =
             mls_compressed_frame_read(&w->frames, &coded, number, &data, st);
@@ -426,14 +429,14 @@ static mls_code read_compressed(read_worker *w, run_reader *r, mls_status *st)
 
 /* Write the zeros of a place that has no file. Memory that is zero already (destination
  * NULL) is skipped, but its bytes count as done. */
-static void fill_zeros(read_worker *w, run_reader *r)
+static void read_zeros(read_worker *w, run_reader *r)
 {
-    while (r->now.left > 0) {
-        if (r->now.to != NULL) {
-            memset(r->now.to, 0, r->now.left);
+    while (r->current.left > 0) {
+        if (r->current.to != NULL) {
+            memset(r->current.to, 0, r->current.left);
         }
-        w->done += r->now.left;
-        advance_run(r, r->now.left);
+        w->done += r->current.left;
+        advance_run(r, r->current.left);
     }
 }
 
@@ -480,13 +483,13 @@ static void read_span(read_worker *w, const mls_read_span *s)
         return;
     }
     start_runs(&r, s);
-    if (r.now.left == 0) {
+    if (r.current.left == 0) {
         w->done += r.zeros;
         return; /* between the first and last run of a shard, a span may contain only a
                    gap */
     }
     if (s->piece->shard->file == NULL) {
-        fill_zeros(w, &r);
+        read_zeros(w, &r);
         return;
     }
     mls_code code = open_shard(w, s->piece->shard, &st);

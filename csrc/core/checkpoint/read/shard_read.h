@@ -51,14 +51,15 @@ typedef struct mls_read_request {
     bool in_memory;
     const mls_file_range *ranges;
     size_t range_count;
-    const mls_read_range *pieces;
+    const mls_read_piece *pieces;
     size_t count;                 /* number of pieces */
     const mls_crc_kernels *crc;   /* NULL: checksums are not verified */
     const mls_codecs *codecs;     /* NULL: compressed shards cannot be read */
     mls_pool *pool;               /* NULL: the calling thread reads */
     const mls_progress *progress; /* NULL: no reports */
     const mls_maker *maker;       /* NULL: all pieces have their `data` */
-    uint64_t *read; /* receives the bytes that reached their destination; NULL: no one */
+    uint64_t *read; /* receives the bytes that reached their destination; NULL: not
+                       wanted */
 } mls_read_request;
 
 /* Read all pieces; threads share large ones. Each thread allocates at most 1 MiB, or 5

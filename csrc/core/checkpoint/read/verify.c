@@ -40,13 +40,14 @@ enum {
     LENGTH_BYTES = 8  /* length field before a header */
 };
 
-/* A place of a shard, the only one of a plain shard or one of its layers, with the keys
- * of the order. */
-typedef struct spot {
+/* A place of a shard: the only one of a plain shard (`layer` 0), or one of its layers.
+ * `file` and `offset` are copied from it, to sort by them. */
+typedef struct place_entry {
     size_t file;
     uint64_t offset;
-    size_t shard, layer;
-} spot;
+    size_t shard; /* index into the shards of the index */
+    size_t layer; /* number for mls_index_place */
+} place_entry;
 
 /* Places `first` .. `first + count` in the order of files. A single place is read from
  * byte `start` on, at most PART bytes. If `count` is 0, the task checks the file of place
@@ -60,8 +61,8 @@ typedef struct verifier {
     const mls_index *index;
     const mls_crc_kernels *crc;
     const mls_progress *progress;
-    const spot *order; /* places sorted by file and offset */
-    size_t spots;
+    const place_entry *order; /* all places, sorted by file and offset */
+    size_t place_count;
     const task *tasks;
     pthread_mutex_t lock; /* protects everything below */
     mls_problems report;
@@ -72,8 +73,8 @@ typedef struct verifier {
 /* Return the place that is element `number` of `order`. */
 static mls_layer place_of(const verifier *v, size_t number)
 {
-    const spot *s = &v->order[number];
-    return mls_index_place(&v->index->shards[s->shard], s->layer);
+    const place_entry *entry = &v->order[number];
+    return mls_index_place(&v->index->shards[entry->shard], entry->layer);
 }
 
 /* ---- the list of problems ---- */
@@ -98,7 +99,7 @@ static bool has_failed(verifier *v)
 }
 
 /* Append a copy of `problem`; the caller holds the lock. The list is limited: an empty
- * pool would otherwise produce a problem for each of a million files. If memory runs out,
+ * folder would otherwise give a problem for each of a million files. If memory runs out,
  * the verification fails (`v->code`). */
 static void append_problem(verifier *v, const mls_problem *problem)
 {
@@ -198,7 +199,7 @@ static bool is_header_recorded(const verifier *v, const mls_safetensors *header,
                                size_t first)
 {
     const size_t file = place_of(v, first).file;
-    for (size_t i = first; i < v->spots; i++) {
+    for (size_t i = first; i < v->place_count; i++) {
         const mls_index_shard *shard = &v->index->shards[v->order[i].shard];
         const mls_layer place = place_of(v, i);
         const bool is_tensor = place.row == 0 && place.frames == NULL;
@@ -307,8 +308,8 @@ static mls_code check_header(verifier *v, int fd, size_t first, mls_status *st)
 }
 
 /* Check that a file exists and has the recorded length and header; the bytes of tensors
- * are not read. `v->order[first]` is the file's first place. Obsolete shards may precede
- * that place; they are skipped. */
+ * are not read. `v->order[first]` is the file's first place. All bytes before it count as
+ * read, although obsolete shards among them are skipped. */
 static void verify_file(verifier *v, size_t first)
 {
     const mls_layer place = place_of(v, first);
@@ -333,21 +334,21 @@ static void verify_file(verifier *v, size_t first)
 
 /* ---- bytes ---- */
 
-/* Add a problem for damaged bytes of place `s`: `length` bytes at `offset` of file number
+/* Add a problem for damaged bytes of a place: `length` bytes at `offset` of file number
  * `file`. For a shard with layers the message has the number of the layer, from 1. */
-static void add_altered(verifier *v, const spot *s, size_t file, uint64_t offset,
-                        uint64_t length)
+static void add_altered(verifier *v, const place_entry *entry, size_t file,
+                        uint64_t offset, uint64_t length)
 {
     static const char message[] = "the bytes have changed since they were written";
-    const mls_layers *layers = v->index->shards[s->shard].layers;
+    const mls_layers *layers = v->index->shards[entry->shard].layers;
     char text[120];
     if (layers == NULL) {
-        add_problem(v, MLS_PROBLEM_ALTERED, file, s->shard, offset, length, message);
+        add_problem(v, MLS_PROBLEM_ALTERED, file, entry->shard, offset, length, message);
         return;
     }
-    snprintf(text, sizeof text, "%s, in layer %zu of %zu", message, s->layer + 1,
+    snprintf(text, sizeof text, "%s, in layer %zu of %zu", message, entry->layer + 1,
              layers->count);
-    add_problem(v, MLS_PROBLEM_ALTERED, file, s->shard, offset, length, text);
+    add_problem(v, MLS_PROBLEM_ALTERED, file, entry->shard, offset, length, text);
 }
 
 /* Read the block that starts at byte `start` of place `number` in the open file `fd`,
@@ -482,7 +483,7 @@ static void verify_task(void *context, size_t index)
 /* Order for qsort: by file, offset and shard, ascending. */
 static int compare_places(const void *a, const void *b)
 {
-    const spot *x = a, *y = b;
+    const place_entry *x = a, *y = b;
     return x->file != y->file       ? (x->file < y->file ? -1 : 1)
            : x->offset != y->offset ? (x->offset < y->offset ? -1 : 1)
            : x->shard < y->shard    ? -1
@@ -492,14 +493,14 @@ static int compare_places(const void *a, const void *b)
 /* Set `*out` to the `*count` places of the index, sorted by file and offset, for
  * sequential reads; the places of a file become neighbours. The caller frees `*out` with
  * mls_free. MLS_E_MEMORY. */
-static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
+static mls_code sort_places(const mls_index *index, place_entry **out, size_t *count,
                             mls_status *st)
 {
     size_t all = 0;
     for (size_t i = 0; i < index->shard_count; i++) {
         all += mls_index_place_count(&index->shards[i]);
     }
-    spot *order = mls_alloc(all, sizeof *order);
+    place_entry *order = mls_alloc(all, sizeof *order);
     if (order == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to verify %zu shards",
                         index->shard_count);
@@ -509,7 +510,7 @@ static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
         const size_t layers = mls_index_place_count(&index->shards[i]);
         for (size_t j = 0; j < layers; j++) {
             const mls_layer place = mls_index_place(&index->shards[i], j);
-            order[all++] = (spot){place.file, place.offset, i, j};
+            order[all++] = (place_entry){place.file, place.offset, i, j};
         }
     }
     qsort(order, all, sizeof *order, compare_places);
@@ -524,26 +525,26 @@ static mls_code sort_places(const mls_index *index, spot **out, size_t *count,
 static size_t make_tasks(const verifier *v, task *tasks)
 {
     size_t count = 0, bytes = 0, file = SIZE_MAX;
-    bool open = false; /* the last task can take more places */
-    for (size_t i = 0; i < v->spots; i++) {
+    bool has_room = false; /* the last task can take more places */
+    for (size_t i = 0; i < v->place_count; i++) {
         const mls_layer place = place_of(v, i);
         if (i == 0 || file != place.file) {
             tasks[count++] = (task){.first = i, .count = 0}; /* the file itself */
             file = place.file;
-            open = false;
+            has_room = false;
         }
         /* several tasks share a large place; small places share a task */
         if (place.bytes > PART) {
             for (size_t start = 0; start < place.bytes; start += PART) {
                 tasks[count++] = (task){.first = i, .count = 1, .start = start};
             }
-            open = false;
+            has_room = false;
             continue;
         }
-        if (!open || bytes + place.bytes > PART) {
+        if (!has_room || bytes + place.bytes > PART) {
             tasks[count++] = (task){.first = i}; /* its places are counted below */
             bytes = 0;
-            open = true;
+            has_room = true;
         }
         tasks[count - 1].count++;
         bytes += place.bytes;
@@ -558,7 +559,7 @@ static bool count_tasks(const verifier *v, size_t *out)
     /* for each place: its file's task, a task that it starts, and one for each started
      * PART */
     uint64_t most = 0;
-    for (size_t i = 0; i < v->spots; i++) {
+    for (size_t i = 0; i < v->place_count; i++) {
         most += 3 + place_of(v, i).bytes / PART;
     }
     *out = (size_t)most;
@@ -566,16 +567,16 @@ static bool count_tasks(const verifier *v, size_t *out)
 }
 
 /* Verify all files with the threads of the pool. Problems are sorted at the end, so that
- * the same damage always produces the same list. */
+ * the same damage gives the same list, unless it is full. */
 mls_code mls_index_verify(int folder, const mls_index *index, const mls_crc_kernels *crc,
                           mls_pool *pool, const mls_progress *progress, mls_problems *out,
                           mls_status *st)
 {
     verifier v = {.folder = folder, .index = index, .crc = crc, .progress = progress};
-    spot *order = NULL;
+    place_entry *order = NULL;
     size_t most;
     task *tasks = NULL;
-    mls_code code = sort_places(index, &order, &v.spots, st);
+    mls_code code = sort_places(index, &order, &v.place_count, st);
     if (code != MLS_OK) {
         return code;
     }

@@ -100,42 +100,43 @@ static inline void move_bytes(const unsigned char *from, size_t bytes, size_t it
 #    pragma GCC pop_options
 #endif
 
-/* Shuffle a frame's elements into `apart` and compress that. Elements of one byte need no
- * shuffle, but are copied anyway: a codec may read its input twice, and must see the same
- * bytes even if another thread changes the array. */
+/* Shuffle a frame's elements into `shuffled` and compress that. Elements of one byte need
+ * no shuffle, but are copied anyway: a codec may read its input twice, and must see the
+ * same bytes even if another thread changes the array. */
 mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
                                      size_t item, const unsigned char *from, size_t bytes,
-                                     unsigned char *apart, unsigned char *to, size_t *out,
-                                     mls_status *st)
+                                     unsigned char *shuffled, unsigned char *to,
+                                     size_t *out, mls_status *st)
 {
-    size_t coded = 0;
+    size_t length = 0;
     if (item > 1) {
-        move_bytes(from, bytes, item, false, apart);
+        move_bytes(from, bytes, item, false, shuffled);
     } else {
-        memcpy(apart, from, bytes);
+        memcpy(shuffled, from, bytes);
     }
     /* one byte short, so that a frame that does not shrink is rejected */
-    const mls_code code =
-        codecs->encode(codecs->context, codec, apart, bytes, to, bytes - 1, &coded, st);
-    if (code == MLS_OK && coded == 0) {
+    const mls_code code = codecs->encode(codecs->context, codec, shuffled, bytes, to,
+                                         bytes - 1, &length, st);
+    if (code == MLS_OK && length == 0) {
         /* not shorter: store the frame uncompressed */
         memcpy(to, from, bytes);
-        coded = bytes;
+        length = bytes;
     }
     if (code == MLS_OK) {
-        *out = coded;
+        *out = length;
     }
     return code;
 }
 
 /* ---- reading ---- */
 
-/* Offsets in the buffer: two blocks, the decompressed bytes, the unshuffled elements. */
+/* Offsets in the buffer: two blocks, the decompressed bytes that are still shuffled, the
+ * elements. */
 enum {
     BLOCK = MLS_SAFETENSORS_BLOCK,
-    APART = 2 * BLOCK,
+    SHUFFLED = 2 * BLOCK,
     DATA = 3 * BLOCK,
-    ROOM = 4 * BLOCK
+    BUFFER_BYTES = 4 * BLOCK
 };
 
 _Static_assert((int)MLS_FRAME_BYTES == (int)BLOCK, "a frame is in at most two blocks");
@@ -238,8 +239,10 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
                  end = frames->ends[number];
     const size_t bytes = mls_compressed_frame_bytes(frames, number);
     const unsigned char *from;
-    if (room->buffer == NULL && (room->buffer = mls_realloc(NULL, ROOM, 1)) == NULL) {
-        return mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of %d MiB", ROOM >> 20);
+    if (room->buffer == NULL &&
+        (room->buffer = mls_realloc(NULL, BUFFER_BYTES, 1)) == NULL) {
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of %d MiB",
+                        BUFFER_BYTES >> 20);
     }
     mls_code code = read_frame_bytes(room, coded, begin, end, &from, st);
     if (code != MLS_OK || end - begin == bytes) {
@@ -252,7 +255,7 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
     }
     /* decompress to scratch memory if unshuffling follows; the blocks keep the compressed
      * bytes, as the last block may be the first of the next frame */
-    unsigned char *to = room->buffer + (frames->item > 1 ? APART : DATA);
+    unsigned char *to = room->buffer + (frames->item > 1 ? SHUFFLED : DATA);
     code =
         codecs->decode(codecs->context, frames->codec, from, end - begin, to, bytes, st);
     if (code == MLS_E_FORMAT) {

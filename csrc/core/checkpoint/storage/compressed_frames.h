@@ -78,13 +78,13 @@ size_t mls_compressed_frames_text_count(mls_str text);
 bool mls_compressed_frames_read(mls_compressed_frames *frames, mls_str text);
 
 /* Compress one frame of `bytes` bytes at `from`, whose elements have `item` bytes, into
- * `to`. `to` and the scratch buffer `apart` have space for `bytes` bytes each. `*out`
+ * `to`. `to` and the scratch buffer `shuffled` have space for `bytes` bytes each. `*out`
  * receives the length. If it equals `bytes`, compression did not shorten the frame, and
  * `to` contains the original bytes. Errors of the codec. */
 mls_code mls_compressed_frame_encode(const mls_codecs *codecs, mls_codec codec,
                                      size_t item, const unsigned char *from, size_t bytes,
-                                     unsigned char *apart, unsigned char *to, size_t *out,
-                                     mls_status *st);
+                                     unsigned char *shuffled, unsigned char *to,
+                                     size_t *out, mls_status *st);
 
 /* A compressed byte range of a file. */
 typedef struct mls_coded {

@@ -42,7 +42,7 @@ mls_row_cut mls_rows_of(const mls_part *part, size_t item_bytes)
 /* Return whether all bytes are zero. Combines STRIDE bytes without a branch, so that the
  * compiler can use the widest registers, and stops behind the first STRIDE bytes that are
  * not all zero. */
-bool mls_rows_zero(const unsigned char *data, size_t bytes)
+bool mls_rows_are_zero(const unsigned char *data, size_t bytes)
 {
     for (; bytes >= STRIDE; data += STRIDE, bytes -= STRIDE) {
         uint64_t words[STRIDE / sizeof(uint64_t)], any = 0;
@@ -80,12 +80,12 @@ static size_t mark_rows(const mls_row_cut *rows, unsigned char *bits, size_t fir
     size_t marked = 0, at = 0; /* `at`: bytes done */
     while (count > 0) {
         const size_t left = rows->row - first % rows->row;
-        const size_t n = count < left ? count : left, bytes = n * rows->item;
-        const bool same = before == NULL ? mls_rows_zero(now + at, bytes)
+        const size_t step = count < left ? count : left, bytes = step * rows->item;
+        const bool same = before == NULL ? mls_rows_are_zero(now + at, bytes)
                                          : memcmp(now + at, before + at, bytes) == 0;
         marked += same ? 0 : mark_row(bits, first / rows->row);
-        first += n;
-        count -= n;
+        first += step;
+        count -= step;
         at += bytes;
     }
     return marked;
@@ -131,8 +131,8 @@ static size_t find_row(const unsigned char *bits, size_t row, size_t end, bool s
 /* List the ranges of rows whose bits are set, ascending, and return their number; `out`
  * NULL only counts. Adjacent rows form one range. `at` of a range counts the elements of
  * the ranges before it. */
-size_t mls_rows_runs(const mls_row_cut *rows, const unsigned char *bits,
-                     mls_row_range *out)
+size_t mls_rows_list_ranges(const mls_row_cut *rows, const unsigned char *bits,
+                            mls_row_range *out)
 {
     const size_t end = mls_rows_count(rows);
     size_t count = 0, at = 0;

@@ -33,13 +33,13 @@ static inline size_t mls_rows_count(const mls_row_cut *rows)
 }
 
 /* Bytes of the bitmap. Row i is bit i % 8 of byte i / 8. */
-static inline size_t mls_rows_bits(const mls_row_cut *rows)
+static inline size_t mls_rows_bitmap_bytes(const mls_row_cut *rows)
 {
     return (mls_rows_count(rows) - 1) / 8 + 1;
 }
 
 /* Return whether all `bytes` bytes of `data` are 0. A -0.0 has a non-zero byte. */
-bool mls_rows_zero(const unsigned char *data, size_t bytes);
+bool mls_rows_are_zero(const unsigned char *data, size_t bytes);
 
 /* Set the bit of each row that has a non-zero byte in `data`, which contains elements
  * `first` .. `first + count`. Returns the number of newly set bits. Several threads may
@@ -55,7 +55,7 @@ size_t mls_rows_mark_changed(const mls_row_cut *rows, unsigned char *bits, size_
 
 /* List the ranges of rows whose bits are set, ascending, as elements of the shard;
  * returns their number. If `out` is NULL they are only counted. */
-size_t mls_rows_runs(const mls_row_cut *rows, const unsigned char *bits,
-                     mls_row_range *out);
+size_t mls_rows_list_ranges(const mls_row_cut *rows, const unsigned char *bits,
+                            mls_row_range *out);
 
 #endif

@@ -18,11 +18,11 @@ size_t mls_layer_element_count(const mls_layer *layer, size_t elements)
     if (layer->row == 0) {
         return elements;
     }
-    if (layer->run_count == 0) {
+    if (layer->stored_count == 0) {
         return 0;
     }
     /* the last range's `at` counts the elements before it */
-    const mls_row_range *last = &layer->runs[layer->run_count - 1];
+    const mls_row_range *last = &layer->stored[layer->stored_count - 1];
     return last->at + last->count;
 }
 
@@ -31,7 +31,7 @@ mls_rows mls_layer_rows(size_t row, size_t elements)
 {
     return (mls_rows){.row = row,
                       .elements = elements,
-                      .all = elements / row + (elements % row != 0 ? 1 : 0)};
+                      .row_count = elements / row + (elements % row != 0 ? 1 : 0)};
 }
 
 /* Convert a pair of numbers (rows to skip, rows stored) to the next range of elements;
@@ -39,13 +39,13 @@ mls_rows mls_layer_rows(size_t row, size_t elements)
  * multiplication, so the product is at most the number of elements. */
 bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_row_range *out)
 {
-    const size_t row = rows->row, left = rows->all - rows->at;
+    const size_t row = rows->row, left = rows->row_count - rows->at;
     if ((skip == 0 && rows->at > 0) || count == 0 || skip > left || count > left - skip) {
         return false;
     }
     const size_t first = rows->at + (size_t)skip;
     rows->at = first + (size_t)count;
-    const size_t end = rows->at == rows->all ? rows->elements : rows->at * row;
+    const size_t end = rows->at == rows->row_count ? rows->elements : rows->at * row;
     *out = (mls_row_range){first * row, end - first * row, rows->stored_before};
     rows->stored_before += out->count;
     return true;
@@ -58,9 +58,11 @@ size_t mls_layer_rows_count(mls_str text)
     return (mls_str_count(text, ',') + 1) / 2;
 }
 
-/* Parse a text such as "0,2,17,1" (skip 0 rows, stored 2, skip 17, stored 1) into `runs`;
- * `*count` receives their number. Returns false if the text is invalid or empty. */
-bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *runs, size_t *count)
+/* Parse a text such as "0,2,17,1" (skip 0 rows, 2 stored, skip 17, 1 stored) into
+ * `ranges`; `*count` receives their number. Returns false if the text is invalid or
+ * empty. */
+bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *ranges,
+                         size_t *count)
 {
     const char *at = text.data, *end = at + text.length;
     uint64_t skip, stored;
@@ -68,7 +70,7 @@ bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *runs, size
     while (at < end) {
         if (!mls_str_next_number(&at, end, &skip) ||
             !mls_str_next_number(&at, end, &stored) ||
-            !mls_rows_next(rows, skip, stored, &runs[*count])) {
+            !mls_rows_next(rows, skip, stored, &ranges[*count])) {
             return false;
         }
         ++*count;
@@ -80,11 +82,11 @@ bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *runs, size
  * row range starts at most one visible range, and so does the start of the shard. */
 size_t mls_layers_room(const mls_layers *layers)
 {
-    size_t runs = 0;
+    size_t ranges = 0;
     for (size_t i = 0; i < layers->count; i++) {
-        runs += layers->list[i].row == 0 ? 1 : layers->list[i].run_count;
+        ranges += layers->list[i].row == 0 ? 1 : layers->list[i].stored_count;
     }
-    return 2 * runs + 1;
+    return 2 * ranges + 1;
 }
 
 /* Return the index of the first of `count` ranges in `list` that ends after `element`, by
@@ -135,22 +137,25 @@ static bool next_visible(layer_sweep *sweep, size_t *layer_number, mls_row_range
             *layer_number = i;
             break;
         }
-        while (sweep->next[i] < layer->run_count &&
-               layer->runs[sweep->next[i]].begin + layer->runs[sweep->next[i]].count <=
+        /* skip ranges that end before `at` */
+        while (sweep->next[i] < layer->stored_count &&
+               layer->stored[sweep->next[i]].begin +
+                       layer->stored[sweep->next[i]].count <=
                    sweep->at) {
             sweep->next[i]++;
         }
-        if (sweep->next[i] == layer->run_count) {
+        if (sweep->next[i] == layer->stored_count) {
             continue;
         }
         /* a range that contains `at` ends the search; a later one limits the result */
-        const mls_row_range *run = &layer->runs[sweep->next[i]];
-        if (run->begin <= sweep->at) {
+        const mls_row_range *range = &layer->stored[sweep->next[i]];
+        if (range->begin <= sweep->at) {
             *layer_number = i;
-            out->at = run->at + (sweep->at - run->begin);
+            out->at = range->at + (sweep->at - range->begin);
         }
+        /* the element at which the layer stops, or starts, to store elements */
         const size_t change =
-            run->begin <= sweep->at ? run->begin + run->count : run->begin;
+            range->begin <= sweep->at ? range->begin + range->count : range->begin;
         end = change < end ? change : end;
     }
     out->count = end - sweep->at;
@@ -166,18 +171,18 @@ static size_t resolve_single(mls_layers *layers, size_t elements, mls_row_range 
 {
     mls_layer *only = &layers->list[0];
     size_t at = 0, count = 0;
-    for (size_t i = 0; i < only->run_count; i++) {
-        const mls_row_range *run = &only->runs[i];
-        if (run->begin > at) {
-            room[count++] = (mls_row_range){at, run->begin - at, at};
+    for (size_t i = 0; i < only->stored_count; i++) {
+        const mls_row_range *range = &only->stored[i];
+        if (range->begin > at) {
+            room[count++] = (mls_row_range){at, range->begin - at, at};
         }
-        at = run->begin + run->count;
+        at = range->begin + range->count;
     }
     if (at < elements) {
         room[count++] = (mls_row_range){at, elements - at, at};
     }
-    only->visible = only->runs;
-    only->visible_count = only->run_count;
+    only->visible = only->stored;
+    only->visible_count = only->stored_count;
     layers->zeros = room;
     layers->zero_count = count;
     return count;

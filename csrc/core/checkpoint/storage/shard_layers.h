@@ -39,8 +39,8 @@ typedef struct mls_layer {
                              has the same value as `crc` */
     size_t row; /* elements of a row; the shard's last row may have fewer. 0: the layer is
                    full: it stores all elements and has no row ranges */
-    const mls_row_range *runs; /* all stored elements, in whole rows */
-    size_t run_count;
+    const mls_row_range *stored; /* all stored elements, in whole rows */
+    size_t stored_count;
     const mls_row_range *visible; /* elements that no later layer stores */
     size_t visible_count;
     const mls_compressed_frames *frames; /* NULL: not compressed */
@@ -58,10 +58,10 @@ typedef struct mls_layers {
 size_t mls_layer_element_count(const mls_layer *layer, size_t elements);
 
 /* A builder of row ranges from pairs of numbers: rows to skip, then rows stored, starting
- * at the shard's first row. */
+ * at the shard's first row. Start with mls_layer_rows. */
 typedef struct mls_rows {
     size_t row, elements;     /* elements of a row; elements of the shard */
-    size_t all;               /* rows of the shard */
+    size_t row_count;         /* rows of the shard */
     size_t at, stored_before; /* rows so far; stored elements so far */
 } mls_rows;
 
@@ -78,10 +78,10 @@ bool mls_rows_next(mls_rows *rows, uint64_t skip, uint64_t count, mls_row_range 
  * each. */
 size_t mls_layer_rows_count(mls_str text);
 
-/* Parse all ranges of such a text into `runs`, which has space for mls_layer_rows_count
+/* Parse all ranges of such a text into `ranges`, which has space for mls_layer_rows_count
  * of them; `*count` receives their number. `rows` is a new builder. Returns false if the
  * text is invalid or empty. */
-bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *runs,
+bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *ranges,
                          size_t *count);
 
 /* Maximum number of ranges that mls_layers_resolve writes: two for each row range, plus

@@ -27,19 +27,19 @@ static size_t compressed_bytes(const mls_compressed_frames *frames)
 
 /* Set `*out` to the uncompressed bytes of a place. Returns false if they overflow, or if
  * the stored bytes exceed the file. Zeros, which have no file, cannot exceed one. */
-bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out)
+bool mls_stored_bytes(const mls_stored_shard *place, size_t *out)
 {
     uint64_t end;
     size_t stored;
     /* a layer's size includes its hidden elements */
-    if (shard->visible != NULL) {
-        *out = shard->bytes;
-    } else if (!mls_size_mul(mls_part_count(shard->part), shard->item_bytes, out)) {
+    if (place->visible != NULL) {
+        *out = place->bytes;
+    } else if (!mls_size_mul(mls_part_count(place->part), place->item_bytes, out)) {
         return false;
     }
-    stored = shard->frames == NULL ? *out : compressed_bytes(shard->frames);
-    return shard->file == NULL ||
-           (mls_u64_add(shard->offset, stored, &end) && end <= shard->file_bytes &&
+    stored = place->frames == NULL ? *out : compressed_bytes(place->frames);
+    return place->file == NULL ||
+           (mls_u64_add(place->offset, stored, &end) && end <= place->file_bytes &&
             end <= INT64_MAX); /* the largest offset that the system accepts */
 }
 
@@ -48,7 +48,7 @@ bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out)
 static void start_overlap(mls_stored_runs *r, size_t first, size_t end)
 {
     mls_part part;
-    mls_part_copy(&part, r->shard->part);
+    mls_part_copy(&part, r->place->part);
     part.end = part.begin + end;
     part.begin += first;
     r->first = first;
@@ -59,26 +59,26 @@ static void start_overlap(mls_stored_runs *r, size_t first, size_t end)
 /* Find the elements that bytes `from` .. `end` of the place touch, and start at the first
  * of them. Elements that are only partly in that range are included; mls_stored_runs_next
  * clips their bytes. */
-void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
+void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *place,
                           const mls_part *to, size_t from, size_t end)
 {
-    const size_t item = shard->item_bytes;
-    size_t first = from / item, behind = end / item + (end % item != 0 ? 1 : 0);
-    runs->shard = shard;
+    const size_t item = place->item_bytes;
+    size_t first = from / item, after = end / item + (end % item != 0 ? 1 : 0);
+    runs->place = place;
     runs->to = to;
     runs->from = from;
     runs->end = end;
     runs->missed = false;
-    if (shard->visible != NULL) {
+    if (place->visible != NULL) {
         /* find the visible ranges by binary search: thousands may precede them */
         runs->visible_index =
-            mls_row_ranges_find_at(shard->visible, shard->visible_count, first);
+            mls_row_ranges_find_at(place->visible, place->visible_count, first);
         runs->visible_end =
-            behind == 0 ? 0
-                        : mls_row_ranges_find_at(shard->visible, shard->visible_count,
-                                                 behind - 1);
-        if (runs->visible_end < shard->visible_count &&
-            shard->visible[runs->visible_end].at < behind) {
+            after == 0
+                ? 0
+                : mls_row_ranges_find_at(place->visible, place->visible_count, after - 1);
+        if (runs->visible_end < place->visible_count &&
+            place->visible[runs->visible_end].at < after) {
             runs->visible_end++;
         }
         if (runs->visible_index >= runs->visible_end) {
@@ -88,12 +88,15 @@ void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
             return;
         }
         /* convert positions in the layer to positions in the shard */
-        const mls_row_range *a = &shard->visible[runs->visible_index];
-        const mls_row_range *b = &shard->visible[runs->visible_end - 1];
-        first = a->begin + (first > a->at ? first - a->at : 0);
-        behind = b->begin + (behind - b->at < b->count ? behind - b->at : b->count);
+        const mls_row_range *first_range = &place->visible[runs->visible_index];
+        const mls_row_range *last_range = &place->visible[runs->visible_end - 1];
+        first =
+            first_range->begin + (first > first_range->at ? first - first_range->at : 0);
+        after = last_range->begin + (after - last_range->at < last_range->count
+                                         ? after - last_range->at
+                                         : last_range->count);
     }
-    start_overlap(runs, first, behind);
+    start_overlap(runs, first, after);
 }
 
 /* Advance to the next run that the shard and the requested part share, and count its
@@ -111,7 +114,7 @@ static bool next_run(mls_stored_runs *r)
  * Returns false if no such range is left. */
 static bool next_visible_range(mls_stored_runs *r)
 {
-    const mls_row_range *list = r->shard->visible;
+    const mls_row_range *list = r->place->visible;
     /* usually the next range; search if more are skipped */
     size_t at = r->visible_index + 1;
     if (at < r->visible_end && list[at].begin + list[at].count <= r->run.a) {
@@ -144,7 +147,7 @@ static void skip_run(mls_stored_runs *r, const mls_row_range *range)
 static bool next_common(mls_stored_runs *r, mls_run *out)
 {
     while (r->run.count > 0 || next_run(r)) {
-        const mls_row_range *range = &r->shard->visible[r->visible_index];
+        const mls_row_range *range = &r->place->visible[r->visible_index];
         const size_t run_end = r->run.a + r->run.count, end = range->begin + range->count;
         if (end <= r->run.a) {
             if (!next_visible_range(r)) {
@@ -172,10 +175,10 @@ static bool next_common(mls_stored_runs *r, mls_run *out)
  * last. */
 bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out)
 {
-    const size_t item = runs->shard->item_bytes;
+    const size_t item = runs->place->item_bytes;
     mls_run next;
     for (;;) {
-        if (runs->shard->visible == NULL) {
+        if (runs->place->visible == NULL) {
             if (!mls_overlap_next(&runs->overlap, &next)) {
                 return false;
             }
@@ -183,7 +186,8 @@ bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out)
         } else if (!next_common(runs, &next)) {
             return false;
         }
-        /* an element may cross the end of a span; each span reads its own bytes of it */
+        /* `from` or `end` may be within an element: the iterators of the neighbouring
+         * bytes return its other bytes */
         const size_t at = next.a * item, end = at + next.count * item;
         const size_t from = at < runs->from ? runs->from : at;
         const size_t until = end < runs->end ? end : runs->end;
@@ -196,46 +200,46 @@ bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out)
 
 /* Find the visible range that contains position `at` of the layer. Without visible ranges
  * the place stores the whole shard, so both positions are equal. */
-size_t mls_stored_element(const mls_stored_shard *shard, size_t at)
+size_t mls_stored_element(const mls_stored_shard *place, size_t at)
 {
-    if (shard->visible == NULL) {
+    if (place->visible == NULL) {
         return at;
     }
     const mls_row_range *range =
-        &shard->visible[mls_row_ranges_find_at(shard->visible, shard->visible_count, at)];
+        &place->visible[mls_row_ranges_find_at(place->visible, place->visible_count, at)];
     return range->begin + (at - range->at);
 }
 
 /* Find the first run, and the end of the last requested element, without visiting the
  * runs between. */
-bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
+bool mls_stored_range_of(const mls_stored_shard *place, const mls_part *to,
                          mls_stored_range *out)
 {
     mls_stored_runs runs;
     mls_stored_run first;
     size_t bytes;
-    if (!mls_stored_bytes(shard, &bytes) || bytes == 0) {
+    if (!mls_stored_bytes(place, &bytes) || bytes == 0) {
         return false;
     }
-    mls_stored_runs_init(&runs, shard, to, 0, bytes);
+    mls_stored_runs_init(&runs, place, to, 0, bytes);
     if (!mls_stored_runs_next(&runs, &first)) {
         return false;
     }
     /* the intersection of shard and part has no element from here on */
-    size_t last = runs.first + (runs.overlap.a_end - runs.overlap.a_begin);
-    if (shard->visible != NULL) {
+    size_t end = runs.first + (runs.overlap.a_end - runs.overlap.a_begin);
+    if (place->visible != NULL) {
         /* the visible range of the last element, or the one before it */
-        const mls_row_range *list = shard->visible;
-        const size_t at = mls_row_ranges_find(list, shard->visible_count, last - 1);
-        const bool inside = at < shard->visible_count && list[at].begin < last;
-        last = inside ? list[at].at + (last - list[at].begin)
-                      : list[at - 1].at + list[at - 1].count;
+        const mls_row_range *list = place->visible;
+        const size_t at = mls_row_ranges_find(list, place->visible_count, end - 1);
+        const bool inside = at < place->visible_count && list[at].begin < end;
+        end = inside ? list[at].at + (end - list[at].begin)
+                     : list[at - 1].at + list[at - 1].count;
     }
-    last *= shard->item_bytes;
+    end *= place->item_bytes;
     *out = (mls_stored_range){.from = first.at,
-                              .end = last,
+                              .end = end,
                               .to = first.to,
-                              .together = first.at + first.count == last};
+                              .together = first.at + first.count == end};
     return true;
 }
 
@@ -252,32 +256,33 @@ static void round_to_frames(const mls_compressed_frames *frames, size_t *begin,
  * verified, whole frames if it is compressed. All members are 0 if nothing is requested,
  * or if the place exceeds its file. Runs are ascending, so one pass finds both ends, and
  * a block or frame that two runs share is counted once. */
-mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_part *to,
+mls_stored_reads mls_stored_reads_of(const mls_stored_shard *place, const mls_part *to,
                                      bool verify)
 {
     const size_t block = MLS_SAFETENSORS_BLOCK;
-    const bool blocks = verify && shard->crcs != NULL;
-    size_t all = 0, first = SIZE_MAX, last = 0;
+    const bool blocks = verify && place->crcs != NULL;
+    size_t bytes = 0;                  /* of the place, uncompressed */
+    size_t first = SIZE_MAX, last = 0; /* start and end of the stored bytes to load */
     mls_stored_reads reads = {0};
     mls_stored_runs runs;
     mls_stored_run run;
-    if (!mls_stored_bytes(shard, &all)) {
+    if (!mls_stored_bytes(place, &bytes)) {
         return reads;
     }
-    mls_stored_runs_init(&runs, shard, to, 0, all);
-    all = shard->frames == NULL ? all : compressed_bytes(shard->frames);
+    mls_stored_runs_init(&runs, place, to, 0, bytes);
+    const size_t stored = place->frames == NULL ? bytes : compressed_bytes(place->frames);
     while (mls_stored_runs_next(&runs, &run)) {
         size_t begin = run.at, end = run.at + run.count;
-        if (shard->frames != NULL) {
-            round_to_frames(shard->frames, &begin, &end);
+        if (place->frames != NULL) {
+            round_to_frames(place->frames, &begin, &end);
         }
         if (blocks) {
             /* round up to a block; the last block may be shorter */
             const size_t rest = end % block == 0 ? 0 : block - end % block;
             begin -= begin % block;
-            end += rest < all - end ? rest : all - end;
+            end += rest < stored - end ? rest : stored - end;
         }
-        if (blocks || shard->frames != NULL) {
+        if (blocks || place->frames != NULL) {
             begin = begin > last ? begin : last; /* count shared blocks once */
         }
         first = first == SIZE_MAX ? begin : first;
@@ -285,24 +290,24 @@ mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_pa
         last = end > last ? end : last;
     }
     if (first != SIZE_MAX) {
-        reads.begin = shard->offset + first;
-        reads.end = shard->offset + last;
+        reads.begin = place->offset + first;
+        reads.end = place->offset + last;
     }
     return reads;
 }
 
 /* Prefix the text of an error with the names of tensor and file, and keep its other
  * fields. */
-mls_code mls_stored_blame(const mls_stored_shard *shard, mls_status *st)
+mls_code mls_stored_blame(const mls_stored_shard *place, mls_status *st)
 {
     const mls_status why = *st;
     const int width =
-        (int)(shard->name.length < SHOWN_NAME ? shard->name.length : SHOWN_NAME);
-    mls_fail(st, why.code, "tensor '%.*s', file '%.*s': %s", width, shard->name.data,
-             (int)SHOWN_FILE, shard->file == NULL ? "" : shard->file, why.text);
+        (int)(place->name.length < SHOWN_NAME ? place->name.length : SHOWN_NAME);
+    mls_fail(st, why.code, "tensor '%.*s', file '%.*s': %s", width, place->name.data,
+             (int)SHOWN_FILE, place->file == NULL ? "" : place->file, why.text);
     st->os_error = why.os_error;
     st->has_offset = why.has_offset;
     st->offset = why.offset;
-    mls_status_name(st, shard->name.data, shard->name.length);
+    mls_status_name(st, place->name.data, place->name.length);
     return mls_status_differ(st, why.expected, why.got);
 }

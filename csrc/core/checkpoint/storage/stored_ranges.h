@@ -34,18 +34,18 @@ typedef struct mls_stored_shard {
 
 /* Compute the uncompressed size of the place, `*out`. Returns false if it overflows, or
  * the stored bytes exceed the file. */
-bool mls_stored_bytes(const mls_stored_shard *shard, size_t *out);
+bool mls_stored_bytes(const mls_stored_shard *place, size_t *out);
 
-/* Bytes `at` .. `at + count` of the place's elements are bytes `to` .. of the packed
- * requested part. */
+/* Bytes `at` .. `at + count` of the place (uncompressed) are bytes `to` ..
+ * `to + count` of the packed requested part. */
 typedef struct mls_stored_run {
     size_t at, count, to;
 } mls_stored_run;
 
-/* Iterator over the runs in bytes `from` .. `end` of a place. `shard` and `to` are
- * borrowed. */
+/* Iterator over the runs in bytes `from` .. `end` of a place. `place` and `to`, the
+ * requested part, are borrowed. */
 typedef struct mls_stored_runs {
-    const mls_stored_shard *shard;
+    const mls_stored_shard *place;
     const mls_part *to;
     size_t from, end;
     mls_overlap overlap; /* intersection of `to` with the shard from element `first` on */
@@ -53,12 +53,12 @@ typedef struct mls_stored_runs {
     size_t visible_index,
         visible_end; /* current visible range; the end of those to visit */
     mls_run run; /* rest of the current run, in elements: `a` in the shard, `b` in `to` */
-    bool missed; /* the previous run was dropped, without a restart */
+    bool missed; /* the previous run was dropped, and the iterator did not restart */
 } mls_stored_runs;
 
 /* Start an iterator over the runs of a place that the part `to` needs, in bytes `from` ..
  * `end` of the place (uncompressed). Runs outside them are not visited. */
-void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *shard,
+void mls_stored_runs_init(mls_stored_runs *runs, const mls_stored_shard *place,
                           const mls_part *to, size_t from, size_t end);
 
 /* Return the next run in `*out`, never empty and behind the previous one. Returns false
@@ -67,7 +67,7 @@ bool mls_stored_runs_next(mls_stored_runs *runs, mls_stored_run *out);
 
 /* Convert position `at` among the place's visible elements to its element number in the
  * shard. */
-size_t mls_stored_element(const mls_stored_shard *shard, size_t at);
+size_t mls_stored_element(const mls_stored_shard *place, size_t at);
 
 /* The smallest range `from` .. `end` of a place that contains all requested bytes. Byte
  * `from` goes to byte `to` of the packed requested part. `together`: the whole range is
@@ -79,7 +79,7 @@ typedef struct mls_stored_range {
 
 /* Compute that range for the requested part `to`. Returns false if nothing of the place
  * is requested. The caller has checked the place with mls_stored_bytes. */
-bool mls_stored_range_of(const mls_stored_shard *shard, const mls_part *to,
+bool mls_stored_range_of(const mls_stored_shard *place, const mls_part *to,
                          mls_stored_range *out);
 
 /* Bytes `begin` .. `end` of a file, of which a read loads `bytes`. With verification
@@ -90,11 +90,11 @@ typedef struct mls_stored_reads {
 
 /* Compute what reading the part `to` loads from a place that has a file; `bytes` is 0 if
  * nothing is requested. `verify`: checksums are checked, if the file has any. */
-mls_stored_reads mls_stored_reads_of(const mls_stored_shard *shard, const mls_part *to,
+mls_stored_reads mls_stored_reads_of(const mls_stored_shard *place, const mls_part *to,
                                      bool verify);
 
 /* Prefix an error with tensor and file; other fields of the status are kept. Returns its
  * code. */
-mls_code mls_stored_blame(const mls_stored_shard *shard, mls_status *st);
+mls_code mls_stored_blame(const mls_stored_shard *place, mls_status *st);
 
 #endif

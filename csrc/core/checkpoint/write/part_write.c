@@ -16,13 +16,13 @@
 /* The open file. */
 typedef struct part_file {
     int fd;
-    uint64_t started;      /* end of the bytes whose writeback has started */
-    unsigned char *buffer; /* 2 * MLS_PART_STEP bytes: elements as in the file, and 8-bit
-                              floats before they are converted */
+    uint64_t writeback_end; /* of the bytes whose writeback has started */
+    unsigned char *buffer;  /* 2 * MLS_PART_STEP bytes: elements as in the file, and 8-bit
+                               floats before they are converted */
 } part_file;
 
 /* One item, which is a part of a tensor, that is being written. */
-typedef struct writing {
+typedef struct item_write {
     const mls_parts_job *job;
     const mls_placed_item *placed;
     part_file *file;
@@ -35,7 +35,7 @@ typedef struct writing {
     uint32_t share;       /* of the checksum of the bytes up to `end` in their block */
     uint64_t zero_count;  /* mls_crc_zeros(zero_count) is `zeros`: runs repeat lengths */
     uint32_t zeros;
-} writing;
+} item_write;
 
 /* Convert `count` 8-bit floats of dtype `from` at `codes` to dtype `to`; `out` has room
  * for them in that dtype. mls_scaled_codes_decode without scales does that. */
@@ -55,7 +55,7 @@ static void convert_bytes(const mls_kernels *kernels, mls_dtype from, mls_dtype 
 /* Convert elements `first` .. `first + count` of the item to the file's dtype, into the
  * first half of the buffer, and return them. The second half is scratch space for packed
  * 8-bit floats. */
-static const unsigned char *converted_at(const writing *w, size_t first, size_t count)
+static const unsigned char *converted_at(const item_write *w, size_t first, size_t count)
 {
     const mls_kernels *kernels = w->job->kernels;
     const mls_shard_item *item = w->placed->item;
@@ -82,7 +82,7 @@ static const unsigned char *converted_at(const writing *w, size_t first, size_t 
 /* Return bytes `at` .. `at + count` of the item's part in the file's dtype: a pointer
  * into its memory, or into the buffer if the memory is strided or has another dtype. Both
  * are multiples of the element size. */
-static const unsigned char *part_bytes_at(const writing *w, size_t at, size_t count)
+static const unsigned char *part_bytes_at(const item_write *w, size_t at, size_t count)
 {
     const mls_shard_item *item = w->placed->item;
     if (item->dtype != w->placed->dtype) {
@@ -99,7 +99,7 @@ static const unsigned char *part_bytes_at(const writing *w, size_t at, size_t co
 
 /* Extend the current block's share of the checksum by `count` zero bytes. The CRC of that
  * many zeros is cached, since runs often have equal distances; a share of 0 stays 0. */
-static void append_zeros(writing *w, size_t count)
+static void append_zeros(item_write *w, size_t count)
 {
     if (w->share != 0 && w->zero_count != count) {
         w->zeros = mls_crc_zeros(count);
@@ -111,7 +111,7 @@ static void append_zeros(writing *w, size_t count)
 /* XOR the current block's share to the block's checksum, after extending it by zeros to
  * the end of the block. A share is the CRC of the block with this item's bytes and zeros
  * elsewhere. The next block starts with a share of 0. */
-static void finish_block(writing *w)
+static void finish_block(item_write *w)
 {
     if (w->share != 0) {
         const size_t block = (w->end - 1) / MLS_SAFETENSORS_BLOCK;
@@ -125,7 +125,7 @@ static void finish_block(writing *w)
 /* Add `count` bytes `data`, which are at byte `to` of the tensor, to the shares of their
  * blocks. Bytes between them and the previous ones count as zeros: other items add those.
  * Calls ascend. */
-static void add_share(writing *w, const unsigned char *data, size_t to, size_t count)
+static void add_share(item_write *w, const unsigned char *data, size_t to, size_t count)
 {
     while (count > 0) {
         const size_t room = MLS_SAFETENSORS_BLOCK - to % MLS_SAFETENSORS_BLOCK;
@@ -145,7 +145,7 @@ static void add_share(writing *w, const unsigned char *data, size_t to, size_t c
 
 /* Report the bytes that are written but not reported yet, if there are at least `least`
  * of them: runs may be short. MLS_E_STOPPED: the caller wants to stop. */
-static mls_code report_bytes(writing *w, size_t least, mls_status *st)
+static mls_code report_bytes(item_write *w, size_t least, mls_status *st)
 {
     if (w->unreported < least) {
         return MLS_OK;
@@ -162,7 +162,8 @@ static mls_code report_bytes(writing *w, size_t least, mls_status *st)
  * checksum and the write. A step ends at a multiple of MLS_PART_STEP in the file, and
  * tensors start at a multiple of their element size there (the header aligns them), so no
  * step ends within an element. MLS_E_IO, MLS_E_STOPPED. */
-static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_status *st)
+static mls_code write_run(item_write *w, size_t at, size_t to, size_t count,
+                          mls_status *st)
 {
     while (count > 0) {
         const size_t room = MLS_PART_STEP - (size_t)((w->offset + to) % MLS_PART_STEP);
@@ -177,7 +178,8 @@ static mls_code write_run(writing *w, size_t at, size_t to, size_t count, mls_st
         if (report_bytes(w, MLS_PART_STEP, st) != MLS_OK) {
             return st->code;
         }
-        mls_file_start_writeback(w->file->fd, &w->file->started, w->offset + to + step);
+        mls_file_start_writeback(w->file->fd, &w->file->writeback_end,
+                                 w->offset + to + step);
         at += step;
         to += step;
         count -= step;
@@ -203,13 +205,13 @@ static mls_code write_item(const mls_parts_job *job, const mls_placed_item *plac
         return code;
     }
     const size_t size = mls_dtype_of(placed->dtype)->item_bytes;
-    writing w = {.job = job,
-                 .placed = placed,
-                 .file = file,
-                 .offset = (uint64_t)placed->offset,
-                 .crcs = job->crcs + placed->block,
-                 .element_bytes = size,
-                 .bytes = mls_part_count(&full_part) * size};
+    item_write w = {.job = job,
+                    .placed = placed,
+                    .file = file,
+                    .offset = (uint64_t)placed->offset,
+                    .crcs = job->crcs + placed->block,
+                    .element_bytes = size,
+                    .bytes = mls_part_count(&full_part) * size};
     mls_overlap_init(&overlap, &part, &full_part);
     while (code == MLS_OK && mls_overlap_next(&overlap, &run)) {
         code = write_run(&w, run.a * size, run.b * size, run.count * size, st);
@@ -225,7 +227,7 @@ static mls_code write_file(const mls_parts_job *job, const mls_placed_item *item
                            size_t count, part_file *file, mls_status *st)
 {
     mls_code code = MLS_OK;
-    file->started = (uint64_t)items->offset;
+    file->writeback_end = (uint64_t)items->offset;
     /* O_NONBLOCK: opening a FIFO without a reader must not block */
     file->fd = openat(job->folder, job->names[items->file],
                       O_WRONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);

@@ -71,7 +71,7 @@ typedef struct writer {
     task *tasks;
     size_t task_count;
     size_t first_count;   /* tasks that read the caller's memory; they run first */
-    size_t begun;         /* first task of the current pool run */
+    size_t first_task;    /* of the current pool run */
     bool sync_once;       /* sync the whole file system at the end */
     bool sync_each;       /* sync each file and its folder */
     bool indexed;         /* the index has its final name */
@@ -217,20 +217,21 @@ static void put_buffered(sink *s, const mls_shard_item *item, size_t first, size
 
 /* Return the element of the shard that is stored at byte `start` of the tensor in the
  * file, and limit `*bytes` to the bytes that are contiguous in the shard from there.
- * `size` is the bytes of an element. `*run`, the number of a row range at or before
- * `start`, advances to the one that contains it. */
+ * `size` is the bytes of an element. `*range_number`, a row range of the new layer at or
+ * before `start`, advances to the one that contains it; a plain shard ignores it. */
 static size_t find_stored(const mls_planned *planned, size_t size, size_t start,
-                          size_t *run, size_t *bytes)
+                          size_t *range_number, size_t *bytes)
 {
-    const mls_layer *fresh = planned->fresh;
+    const mls_layer *new_layer = planned->new_layer;
     const size_t at = start / size;
-    if (fresh == NULL) {
+    if (new_layer == NULL) {
         return at; /* everything is stored, in order */
     }
-    while (fresh->runs[*run].at + fresh->runs[*run].count <= at) {
-        ++*run;
+    while (new_layer->stored[*range_number].at + new_layer->stored[*range_number].count <=
+           at) {
+        ++*range_number;
     }
-    const mls_row_range *row_range = &fresh->runs[*run];
+    const mls_row_range *row_range = &new_layer->stored[*range_number];
     const size_t left = (row_range->at + row_range->count - at) * size;
     *bytes = left < *bytes ? left : *bytes;
     return row_range->begin + (at - row_range->at);
@@ -245,11 +246,12 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
     const mls_planned *planned = &s->w->plan.planned[tensor->number];
     const mls_shard_item *item = planned->item;
     const size_t size = mls_dtype_of(item->dtype)->item_bytes;
-    const mls_layer *fresh = planned->fresh;
+    const mls_layer *new_layer = planned->new_layer;
     /* a search, since a task may start anywhere */
-    size_t run = fresh == NULL ? 0
-                               : mls_row_ranges_find_at(fresh->runs, fresh->run_count,
-                                                        start / size);
+    size_t range_number =
+        new_layer == NULL ? 0
+                          : mls_row_ranges_find_at(new_layer->stored,
+                                                   new_layer->stored_count, start / size);
     mls_code code = MLS_OK;
     while (code == MLS_OK && start < end) {
         uint32_t *crc = &tensor->crcs[start / MLS_SAFETENSORS_BLOCK];
@@ -257,7 +259,7 @@ static mls_code put_tensor(sink *s, const mls_header_tensor *tensor, size_t star
         size_t step = end - start < block ? end - start : block;
         /* stop at the end of the row range: the next range is elsewhere in memory, but
          * continues in the same buffer, block and file */
-        const size_t first = find_stored(planned, size, start, &run, &step);
+        const size_t first = find_stored(planned, size, start, &range_number, &step);
         /* checksum the copy, never the array, which may change at any time */
         if (buffer_room(s) == 0) {
             code = flush_buffer(s);
@@ -403,12 +405,14 @@ static mls_code check_new_name(const writer *w, const char *path, mls_status *st
                : MLS_OK;
 }
 
-/* Lay out one file, create it under its temporary name, and reserve its space. `created`
- * is set as soon as there is a file to delete. A large file gets O_DIRECT if possible.
- * MLS_E_IO, MLS_E_SIZE, MLS_E_MEMORY; `out->fd` may be open then. */
+/* Lay out one file, unless a task did that before it failed here; create it under its
+ * temporary name, and reserve its space. `created` is set as soon as there is a file to
+ * delete. A large file gets O_DIRECT if possible. MLS_E_IO, MLS_E_SIZE, MLS_E_MEMORY;
+ * `out->fd` may be open then. */
 static mls_code open_output(writer *w, output *out, mls_status *st)
 {
-    if (mls_write_plan_lay_out(&w->plan, out->planned, st) != MLS_OK ||
+    const bool is_laid_out = out->planned->tensors != NULL;
+    if ((!is_laid_out && mls_write_plan_lay_out(&w->plan, out->planned, st) != MLS_OK) ||
         check_new_name(w, out->path, st) != MLS_OK) {
         return st->code;
     }
@@ -553,13 +557,13 @@ static void record_failure(writer *w, size_t index, const mls_status *st)
     pthread_mutex_unlock(&w->lock);
 }
 
-/* Thread function: run task `w->begun + index` with a buffer, and record its failure
+/* Thread function: run task `w->first_task + index` with a buffer, and record its failure
  * under the name of the file's first tensor. After a failure no further task is
  * started. */
 static void write_task(void *context, size_t index)
 {
     writer *w = context;
-    const task *t = &w->tasks[w->begun + index];
+    const task *t = &w->tasks[w->first_task + index];
     mls_status st;
     pthread_mutex_lock(&w->lock);
     const bool failed = w->failed != SIZE_MAX;
@@ -578,7 +582,7 @@ static void write_task(void *context, size_t index)
     if (code != MLS_OK) {
         const mls_str key = w->plan.planned[w->plan.files[t->file].shards[0]].key;
         mls_status_name(&st, key.data, key.length);
-        record_failure(w, w->begun + index, &st);
+        record_failure(w, w->first_task + index, &st);
     }
 }
 
@@ -593,7 +597,7 @@ static size_t first_bytes(const mls_write_plan *plan, size_t number)
  * number. A single large shard is cut at block boundaries; every other file is one task.
  * So is a compressed shard, since the position of each byte depends on the previous
  * ones. */
-static size_t cut_file(const mls_write_plan *plan, size_t number, task *out)
+static size_t divide_file(const mls_write_plan *plan, size_t number, task *out)
 {
     const size_t bytes = first_bytes(plan, number);
     const bool coded = plan->planned[plan->files[number].shards[0]].frames != NULL;
@@ -635,7 +639,7 @@ static void add_tasks(writer *w, bool unstaged)
             mls_planned_file *file = &w->plan.files[i];
             w->outputs[i] = (output){
                 .planned = file, .fd = -1, .path = w->plan.index.files[file->file].path};
-            w->outputs[i].tasks = cut_file(&w->plan, i, w->tasks + w->task_count);
+            w->outputs[i].tasks = divide_file(&w->plan, i, w->tasks + w->task_count);
             w->task_count += w->outputs[i].tasks;
         }
     }
@@ -725,8 +729,8 @@ static mls_code make_durable(const writer *w, mls_status *st)
 /* Write `text`, the index, to a temporary file, and rename it to `path`. It is synced
  * here only if files are synced separately. On failure the temporary file is deleted.
  * MLS_E_IO. */
-static mls_code write_small(const writer *w, const char *path,
-                            const mls_json_writer *text, mls_status *st)
+static mls_code write_index_file(const writer *w, const char *path,
+                                 const mls_json_writer *text, mls_status *st)
 {
     char temporary[MLS_INDEX_PATH_BYTES + 8];
     if (check_new_name(w, path, st) != MLS_OK) {
@@ -767,8 +771,9 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
         const mls_planned *planned = &w->plan.planned[i];
         const size_t bytes = mls_planned_bytes(planned, shard);
         out->data_bytes += shard->bytes;
-        if (planned->fresh != NULL) {
-            planned->fresh->crc = mls_safetensors_join_crcs(planned->fresh->crcs, bytes);
+        if (planned->new_layer != NULL) {
+            planned->new_layer->crc =
+                mls_safetensors_join_crcs(planned->new_layer->crcs, bytes);
         } else if (mls_planned_is_written(planned)) {
             shard->crc = mls_safetensors_join_crcs(shard->crcs, bytes);
         }
@@ -783,7 +788,7 @@ static mls_code write_index(writer *w, mls_shards_written *out, mls_status *st)
     mls_code code = mls_index_build(index, w->job->crc, &text, &out->crc, st);
     if (code == MLS_OK) {
         out->bytes = text.length;
-        code = write_small(w, out->path, &text, st);
+        code = write_index_file(w, out->path, &text, st);
         w->indexed = code == MLS_OK;
     }
     mls_json_writer_fini(&text);
@@ -845,7 +850,7 @@ static mls_code write_files(writer *w, mls_status *st)
     mls_pool_run(w->job->pool, write_task, w, w->first_count);
     if (w->job->freed != NULL && w->failed == SIZE_MAX) {
         w->job->freed(w->job->freed_context);
-        w->begun = w->first_count;
+        w->first_task = w->first_count;
         mls_pool_run(w->job->pool, write_task, w, w->task_count - w->first_count);
     }
     free_buffers(w); /* frees memory for the text of the index */

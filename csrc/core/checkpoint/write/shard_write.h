@@ -32,8 +32,10 @@ typedef struct mls_shard_item {
     mls_tier tier;
     bool staged;      /* the memory is a private copy that does not change (staging.h) */
     uint64_t version; /* version set by the caller; 0: determined by comparing bytes */
-    const unsigned char *data; /* packed memory in native byte order; NULL: ... */
-    const mls_tensor *strided; /* ... this strided tensor is used */
+    /* The memory: either `data`, packed and in native byte order, or `strided`; the other
+     * one is NULL. */
+    const unsigned char *data;
+    const mls_tensor *strided;
     size_t first; /* element of the memory, in C order, at which the part starts */
 } mls_shard_item;
 
@@ -41,7 +43,7 @@ typedef struct mls_shard_item {
 typedef struct mls_shard_job {
     int folder;             /* descriptor of the folder; its subfolders exist */
     unsigned mode;          /* mode of new files, before the umask */
-    bool temporary;         /* the files are soon read and deleted: do not sync them */
+    bool temporary;         /* the files are soon read and deleted: they are not synced */
     const char *generation; /* MLS_GENERATION_DIGITS digits and NUL */
     uint64_t rank, world_size;
     const mls_shard_item *items;
@@ -50,8 +52,8 @@ typedef struct mls_shard_job {
     uint64_t pack_below;      /* smaller shards share files */
     bool sparse;              /* omit rows of zeros if that saves enough */
     bool incremental;         /* if few rows of a shard changed, store only these */
-    bool compress;            /* compress shards that become smaller, with ... */
-    mls_codec codec;          /* ... this codec */
+    bool compress;            /* compress shards that become smaller */
+    mls_codec codec;          /* for `compress` */
     const mls_codecs *codecs; /* NULL: compressed shards count as changed */
     const mls_kernels *kernels;
     const mls_crc_kernels *crc;

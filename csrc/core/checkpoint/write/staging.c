@@ -24,7 +24,7 @@ enum {
 typedef struct staged_item {
     size_t bytes;
     size_t number; /* index of the item */
-    size_t place;  /* offset in the memory */
+    size_t place;  /* offset in the memory; other values while omit_items chooses */
 } staged_item;
 
 typedef struct copy_state {
@@ -122,16 +122,19 @@ static size_t find_item_of_size(const staged_item *order, size_t count, size_t b
     return at;
 }
 
-/* Choose items with at least `excess` bytes in total, and set their `place` to SIZE_MAX,
- * and `place` of all others to 0. `order` is sorted by ascending size, and all items
- * together have at least `excess` bytes. Each step considers the smallest item that
+/* Choose the items to omit, with at least `excess` bytes in total: their `place` becomes
+ * SIZE_MAX, and the others' 0. Meanwhile it is the step that omitted the item; before the
+ * call it is SIZE_MAX - 1, above all steps. `order` is sorted by ascending size, and all
+ * items together have at least `excess` bytes. Each step considers the smallest item that
  * covers the remaining excess as the last one. It then omits the largest item that does
  * not cover it, and continues. The step with the fewest omitted bytes wins. A last item
  * always exists: until one is found, no item is skipped, so the remaining items still
  * cover the excess. */
 static void omit_items(staged_item *order, size_t count, size_t excess)
 {
-    size_t omitted = 0, least = SIZE_MAX, last = count, best = 0;
+    /* bytes of the best choice so far, its last item and the step that found it */
+    size_t least = SIZE_MAX, last = count, best = 0;
+    size_t omitted = 0;
     size_t high = count; /* items below this position are available */
     for (size_t step = 0; omitted < excess; step++) {
         const size_t enough = find_item_of_size(order, high, excess - omitted);
@@ -166,7 +169,7 @@ static mls_code choose_items(const mls_staging *to, const mls_shard_item *items,
         if (items[i].staged) {
             continue;
         }
-        /* above all steps of omit_items, and not SIZE_MAX: not omitted */
+        /* as omit_items expects it; unless that runs, nothing is omitted */
         order[listed] = (staged_item){.number = i, .place = SIZE_MAX - 1};
         const mls_code code = item_bytes(&items[i], &order[listed].bytes, st);
         if (code != MLS_OK) {

@@ -31,17 +31,18 @@ static const unsigned char *packed_elements(const mls_write_plan *plan,
                                             const mls_planned *planned, size_t first,
                                             size_t count, unsigned char *room)
 {
-    const mls_layer *fresh = planned->fresh;
+    const mls_layer *new_layer = planned->new_layer;
     const size_t item = planned->frames->item;
-    if (fresh->row == 0) {
+    if (new_layer->row == 0) {
         return mls_planned_elements(plan->job, planned->item, first, count, room);
     }
     unsigned char *to = room;
     /* row ranges are adjacent in the layer but not in memory; strided data is packed
      * directly into place */
-    size_t run = mls_row_ranges_find_at(fresh->runs, fresh->run_count, first);
-    for (; count > 0; run++) {
-        const mls_row_range *row_range = &fresh->runs[run];
+    size_t range_number =
+        mls_row_ranges_find_at(new_layer->stored, new_layer->stored_count, first);
+    for (; count > 0; range_number++) {
+        const mls_row_range *row_range = &new_layer->stored[range_number];
         const size_t skip = first - row_range->at, left = row_range->count - skip;
         const size_t step = left < count ? left : count;
         const unsigned char *from = mls_planned_elements(
@@ -82,9 +83,10 @@ static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
     /* each is one allocation with its arrays, so that one call frees it */
     mls_compressed_frames *frames = mls_alloc(
         1, sizeof *frames + mls_compressed_frames_count(bytes) * sizeof *frames->ends);
-    mls_layers *layers =
-        planned->fresh != NULL ? NULL : mls_alloc(1, sizeof *layers + sizeof(mls_layer));
-    if (frames == NULL || (planned->fresh == NULL && layers == NULL)) {
+    mls_layers *layers = planned->new_layer != NULL
+                             ? NULL
+                             : mls_alloc(1, sizeof *layers + sizeof(mls_layer));
+    if (frames == NULL || (planned->new_layer == NULL && layers == NULL)) {
         mls_free(frames);
         mls_free(layers);
         return mls_fail(st, MLS_E_MEMORY, "no memory to code %zu bytes", bytes);
@@ -98,10 +100,10 @@ static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
         layers->count = 1;
         layers->list[0] = (mls_layer){.bytes = bytes}; /* `row` 0: a full layer */
         planned->layers = layers;
-        planned->fresh = &layers->list[0];
+        planned->new_layer = &layers->list[0];
     }
     planned->frames = frames;
-    planned->fresh->frames = frames;
+    planned->new_layer->frames = frames;
     return MLS_OK;
 }
 
@@ -110,12 +112,12 @@ static mls_code set_frames(const mls_write_plan *plan, mls_planned *planned,
 static void unset_frames(mls_planned *planned)
 {
     /* a full layer exists only for the frames; a layer of rows stays */
-    if (planned->fresh->row == 0) {
+    if (planned->new_layer->row == 0) {
         mls_planned_drop_layers(planned);
         return;
     }
-    planned->fresh->bytes = planned->frames->bytes;
-    planned->fresh->frames = NULL;
+    planned->new_layer->bytes = planned->frames->bytes;
+    planned->new_layer->frames = NULL;
     mls_free(planned->frames);
     planned->frames = NULL;
 }
@@ -285,7 +287,7 @@ mls_code mls_planned_encode(mls_write_plan *plan, size_t number, unsigned char *
 {
     mls_planned *planned = &plan->planned[number];
     mls_index_shard *shard = &plan->index.shards[number];
-    const size_t bytes = planned->frames->bytes, file = planned->fresh->file;
+    const size_t bytes = planned->frames->bytes, file = planned->new_layer->file;
     size_t coded = 0;
     unsigned char *room = mls_realloc(NULL, 2, MLS_FRAME_BYTES);
     unsigned char *to = mls_realloc(NULL, bytes - bytes / 4 + MLS_FRAME_BYTES, 1);
@@ -295,7 +297,7 @@ mls_code mls_planned_encode(mls_write_plan *plan, size_t number, unsigned char *
     mls_free(room);
     if (code == MLS_OK && saves_enough(coded, bytes)) {
         /* the file is laid out after this, with the new length */
-        planned->fresh->bytes = coded;
+        planned->new_layer->bytes = coded;
         *out = to;
         return MLS_OK;
     }

@@ -284,7 +284,7 @@ void mls_planned_drop_layers(mls_planned *planned)
     mls_free(planned->frames);
     planned->layers = NULL;
     planned->frames = NULL;
-    planned->fresh = NULL;
+    planned->new_layer = NULL;
 }
 
 /* Copy the layers of the committed shard that are still visible to `out`, and return
@@ -309,22 +309,25 @@ mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_c
                                 const unsigned char *bits, mls_status *st)
 {
     const size_t old = keep ? mls_index_place_count(planned->before) : 0;
-    const size_t runs = bits == NULL ? 0 : mls_rows_runs(rows, bits, NULL);
+    const size_t range_count = bits == NULL ? 0 : mls_rows_list_ranges(rows, bits, NULL);
     mls_layers *layers =
         mls_alloc(1, sizeof *layers + (old + 1) * sizeof(mls_layer) +
-                         runs * sizeof(mls_row_range)); /* cannot overflow */
+                         range_count * sizeof(mls_row_range)); /* cannot overflow */
     if (layers == NULL) {
-        return mls_fail(st, MLS_E_MEMORY, "no memory for a layer of %zu runs", runs);
+        return mls_fail(st, MLS_E_MEMORY, "no memory for a layer of %zu row ranges",
+                        range_count);
     }
     layers->list = (mls_layer *)(layers + 1);
     layers->count = keep ? keep_layers(planned->before, layers->list) : 0;
-    if (runs > 0) {
-        mls_row_range *list = (mls_row_range *)(layers->list + old + 1);
-        mls_layer *fresh = &layers->list[layers->count++];
-        (void)mls_rows_runs(rows, bits, list);
-        *fresh = (mls_layer){.row = rows->row, .runs = list, .run_count = runs};
-        fresh->bytes = mls_layer_element_count(fresh, rows->elements) * rows->item;
-        planned->fresh = fresh;
+    if (range_count > 0) {
+        mls_row_range *ranges = (mls_row_range *)(layers->list + old + 1);
+        mls_layer *new_layer = &layers->list[layers->count++];
+        (void)mls_rows_list_ranges(rows, bits, ranges);
+        *new_layer =
+            (mls_layer){.row = rows->row, .stored = ranges, .stored_count = range_count};
+        new_layer->bytes =
+            mls_layer_element_count(new_layer, rows->elements) * rows->item;
+        planned->new_layer = new_layer;
     }
     planned->layers = layers;
     return MLS_OK;
@@ -336,14 +339,14 @@ mls_code mls_planned_set_layers(mls_planned *planned, bool keep, const mls_row_c
  * be kept. */
 typedef struct file_use {
     uint64_t all, live;
-    size_t moved; /* position in the new index; SIZE_MAX: not listed yet */
+    size_t new_number; /* its number in the new index; SIZE_MAX: not listed yet */
 } file_use;
 
 /* Return whether a shard is unchanged, or changed so little that its stored bytes may be
  * kept. */
 static bool may_keep(const mls_planned *planned)
 {
-    return planned->same || planned->layers != NULL;
+    return planned->is_unchanged || planned->layers != NULL;
 }
 
 /* Return whether any element of the place is read: it is not hidden by later layers. */
@@ -355,7 +358,7 @@ static bool is_visible(const mls_index_shard *before, const mls_layer *place)
 /* Count, for each file of the previous index, the bytes of all its places (`all`) and of
  * those that may stay (`live`). Removed shards count as dead, like changed ones. The
  * caller frees `*out` with mls_free. MLS_E_MEMORY. */
-static mls_code count_use(const mls_write_plan *plan, file_use **out, mls_status *st)
+static mls_code count_uses(const mls_write_plan *plan, file_use **out, mls_status *st)
 {
     const mls_index *before = plan->job->before;
     file_use *uses = mls_alloc(before->file_count, sizeof *uses);
@@ -363,7 +366,7 @@ static mls_code count_use(const mls_write_plan *plan, file_use **out, mls_status
         return fail_memory(plan, st);
     }
     for (size_t i = 0; i < before->file_count; i++) {
-        uses[i].moved = SIZE_MAX;
+        uses[i].new_number = SIZE_MAX;
     }
     /* includes hidden layers, which use disk space too */
     for (size_t i = 0; i < before->shard_count; i++) {
@@ -402,16 +405,16 @@ static bool can_keep(const mls_planned *planned, const file_use *uses)
 }
 
 /* Return the number in the new index of file number `file` of the previous index. The
- * first call for a file lists it there, and notes its number in `uses[file].moved`. So
- * the new index lists only files in use. */
+ * first call for a file lists it there, and notes its number in `uses[file].new_number`.
+ * So the new index lists only files in use. */
 static size_t list_kept_file(mls_write_plan *plan, file_use *uses, size_t file)
 {
     file_use *u = &uses[file];
-    if (u->moved == SIZE_MAX) {
-        u->moved = plan->index.file_count;
+    if (u->new_number == SIZE_MAX) {
+        u->new_number = plan->index.file_count;
         plan->index.files[plan->index.file_count++] = plan->job->before->files[file];
     }
-    return u->moved;
+    return u->new_number;
 }
 
 /* Reuse the stored bytes of shard `number`: copy its place, or its layers, from the
@@ -440,7 +443,7 @@ static mls_code keep_shard(mls_write_plan *plan, size_t number, file_use *uses,
     }
     for (size_t i = 0; i < planned->layers->count; i++) {
         mls_layer *layer = &planned->layers->list[i];
-        if (layer != planned->fresh) {
+        if (layer != planned->new_layer) {
             layer->file = list_kept_file(plan, uses, layer->file);
         }
     }
@@ -452,7 +455,7 @@ static mls_code keep_shard(mls_write_plan *plan, size_t number, file_use *uses,
 static mls_code keep_shards(mls_write_plan *plan, mls_status *st)
 {
     file_use *uses = NULL;
-    mls_code code = count_use(plan, &uses, st);
+    mls_code code = count_uses(plan, &uses, st);
     for (size_t i = 0; code == MLS_OK && i < plan->index.shard_count; i++) {
         if (can_keep(&plan->planned[i], uses)) {
             code = keep_shard(plan, i, uses, st);
@@ -495,8 +498,8 @@ static mls_code set_versions(mls_write_plan *plan, mls_status *st)
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         const mls_planned *planned = &plan->planned[i];
         const uint64_t old = planned->before == NULL ? 0 : planned->before->version;
-        const bool counted = planned->item->version == 0 && !planned->same;
-        if (counted && old >= INT64_MAX) {
+        const bool is_incremented = planned->item->version == 0 && !planned->is_unchanged;
+        if (is_incremented && old >= INT64_MAX) {
             mls_fail(st, MLS_E_VALUE,
                      "the version of a shard cannot increase: it is already the largest "
                      "one");
@@ -504,26 +507,26 @@ static mls_code set_versions(mls_write_plan *plan, mls_status *st)
         }
         plan->index.shards[i].version = planned->item->version != 0
                                             ? planned->item->version
-                                        : counted ? old + 1
-                                                  : old;
+                                        : is_incremented ? old + 1
+                                                         : old;
     }
     return MLS_OK;
 }
 
 /* ---- new files ---- */
 
-/* A shard to write, and its kind of file: its own, or the next segment for the nth shards
- * of tensors. */
-typedef struct placing {
+/* A shard to write, and its kind of file: its own, or a segment shared by the nth shards
+ * of several tensors. */
+typedef struct assignment {
     size_t shard;
     size_t nth; /* position among the shards of its tensor; SIZE_MAX: its own file */
-} placing;
+} assignment;
 
 /* For qsort: by `nth`, then shard, so that no segment contains two shards of one tensor,
  * whose keys would be equal. */
-static int compare_placings(const void *a, const void *b)
+static int compare_assignments(const void *a, const void *b)
 {
-    const placing *x = a, *y = b;
+    const assignment *x = a, *y = b;
     return x->nth != y->nth       ? (x->nth < y->nth ? -1 : 1)
            : x->shard != y->shard ? (x->shard < y->shard ? -1 : 1)
                                   : 0;
@@ -532,7 +535,7 @@ static int compare_placings(const void *a, const void *b)
 /* List everything to write in `out`, in file order, and return the number. `nth` counts
  * all shards of a tensor, including kept ones: it only needs to differ between the shards
  * of a tensor. */
-static size_t list_placings(const mls_write_plan *plan, placing *out)
+static size_t list_assignments(const mls_write_plan *plan, assignment *out)
 {
     size_t count = 0, nth = 0;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
@@ -542,33 +545,34 @@ static size_t list_placings(const mls_write_plan *plan, placing *out)
         if (mls_planned_is_written(&plan->planned[i])) {
             const bool small =
                 mls_planned_bytes(&plan->planned[i], shard) < plan->job->pack_below;
-            out[count++] = (placing){.shard = i, .nth = small ? nth : SIZE_MAX};
+            out[count++] = (assignment){.shard = i, .nth = small ? nth : SIZE_MAX};
         }
     }
-    qsort(out, count, sizeof *out, compare_placings);
+    qsort(out, count, sizeof *out, compare_assignments);
     return count;
 }
 
 /* Return the bytes that the shard takes in its new file. */
-static size_t placed_bytes(const mls_write_plan *plan, const placing *p)
+static size_t assigned_bytes(const mls_write_plan *plan, const assignment *p)
 {
     return mls_planned_bytes(&plan->planned[p->shard], &plan->index.shards[p->shard]);
 }
 
-/* Return how many of the `left` placings from `placings` on share the next file; at least
- * one, even if it is large. They have one section and one `nth`, and at most
+/* Return how many of the `left` assignments from `assignments` on share the next file; at
+ * least one, even if it is large. They have one section and one `nth`, and at most
  * SEGMENT_BYTES bytes together. */
-static size_t count_in_next_file(const mls_write_plan *plan, const placing *placings,
-                                 size_t left)
+static size_t count_in_next_file(const mls_write_plan *plan,
+                                 const assignment *assignments, size_t left)
 {
     const mls_index_shard *shards = plan->index.shards;
-    const mls_section section = shards[placings[0].shard].id.section;
-    size_t count = 1, bytes = placed_bytes(plan, &placings[0]);
-    while (placings[0].nth != SIZE_MAX && count < left &&
-           placings[count].nth == placings[0].nth &&
-           shards[placings[count].shard].id.section == section && bytes < SEGMENT_BYTES &&
-           placed_bytes(plan, &placings[count]) <= SEGMENT_BYTES - bytes) {
-        bytes += placed_bytes(plan, &placings[count]);
+    const mls_section section = shards[assignments[0].shard].id.section;
+    size_t count = 1, bytes = assigned_bytes(plan, &assignments[0]);
+    while (assignments[0].nth != SIZE_MAX && count < left &&
+           assignments[count].nth == assignments[0].nth &&
+           shards[assignments[count].shard].id.section == section &&
+           bytes < SEGMENT_BYTES &&
+           assigned_bytes(plan, &assignments[count]) <= SEGMENT_BYTES - bytes) {
+        bytes += assigned_bytes(plan, &assignments[count]);
         count++;
     }
     return count;
@@ -578,7 +582,7 @@ static size_t count_in_next_file(const mls_write_plan *plan, const placing *plac
  * "params/layer.0.weight.3-8.<generation>-<rank>.safetensors", or "segment-12" instead
  * of tensor and part. No tensor's file can have that name, since it has no part.
  * MLS_E_SIZE: the path is too long. */
-static mls_code name_file(const mls_write_plan *plan, const placing *first, char *path,
+static mls_code name_file(const mls_write_plan *plan, const assignment *first, char *path,
                           mls_status *st)
 {
     const mls_index_shard *shard = &plan->index.shards[first->shard];
@@ -602,24 +606,24 @@ static mls_code name_file(const mls_write_plan *plan, const placing *first, char
                : mls_fail(st, MLS_E_SIZE, "the name of a file is too long");
 }
 
-/* Create the next file for the `count` shards at `placings`: name it, list it in the
+/* Create the next file for the `count` shards at `assignments`: name it, list it in the
  * index, and set the shards' file. `shards` has room for their numbers, which the file
  * borrows. MLS_E_SIZE: the path is too long. */
-static mls_code place_file(mls_write_plan *plan, const placing *placings, size_t count,
-                           size_t *shards, mls_status *st)
+static mls_code add_file(mls_write_plan *plan, const assignment *assignments,
+                         size_t count, size_t *shards, mls_status *st)
 {
     mls_planned_file *file = &plan->files[plan->file_count];
     mls_index_file *record = &plan->index.files[plan->index.file_count];
-    const mls_code code = name_file(plan, placings, record->path, st);
+    const mls_code code = name_file(plan, assignments, record->path, st);
     if (code != MLS_OK) {
         return code;
     }
     for (size_t i = 0; i < count; i++) {
-        mls_planned *planned = &plan->planned[placings[i].shard];
-        shards[i] = placings[i].shard;
+        mls_planned *planned = &plan->planned[assignments[i].shard];
+        shards[i] = assignments[i].shard;
         /* of a shard with layers, only the new layer is in this file */
-        if (planned->fresh != NULL) {
-            planned->fresh->file = plan->index.file_count;
+        if (planned->new_layer != NULL) {
+            planned->new_layer->file = plan->index.file_count;
         } else {
             plan->index.shards[shards[i]].file = plan->index.file_count;
         }
@@ -636,29 +640,29 @@ static mls_code place_file(mls_write_plan *plan, const placing *placings, size_t
 mls_code mls_write_plan_assign_files(mls_write_plan *plan, mls_status *st)
 {
     mls_code code = set_versions(plan, st);
-    placing *placings = NULL;
+    assignment *assignments = NULL;
     size_t count = 0;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         /* final now, except for the places of new layers */
         plan->index.shards[i].layers = plan->planned[i].layers;
     }
     if (code == MLS_OK &&
-        (placings = mls_alloc(plan->index.shard_count, sizeof *placings)) == NULL) {
+        (assignments = mls_alloc(plan->index.shard_count, sizeof *assignments)) == NULL) {
         code = fail_memory(plan, st);
     }
     if (code == MLS_OK) {
-        count = list_placings(plan, placings);
+        count = list_assignments(plan, assignments);
         plan->files = mls_alloc(count, sizeof *plan->files);
         plan->written = mls_alloc(count, sizeof *plan->written);
         code =
             plan->files == NULL || plan->written == NULL ? fail_memory(plan, st) : MLS_OK;
     }
     for (size_t done = 0; code == MLS_OK && done < count;) {
-        const size_t shared = count_in_next_file(plan, placings + done, count - done);
-        code = place_file(plan, placings + done, shared, plan->written + done, st);
+        const size_t shared = count_in_next_file(plan, assignments + done, count - done);
+        code = add_file(plan, assignments + done, shared, plan->written + done, st);
         done += shared;
     }
-    mls_free(placings);
+    mls_free(assignments);
     return code;
 }
 
@@ -675,8 +679,8 @@ static void describe_file(const mls_write_plan *plan, const mls_planned_file *fi
         mls_json_writer_json(text, plan->planned[file->shards[i]].key);
         mls_json_writer_text(text, ":");
         mls_index_put_shard(text, &plan->index.shards[file->shards[i]]);
-        if (plan->planned[file->shards[i]].fresh != NULL) {
-            mls_index_put_layer(text, plan->planned[file->shards[i]].fresh);
+        if (plan->planned[file->shards[i]].new_layer != NULL) {
+            mls_index_put_layer(text, plan->planned[file->shards[i]].new_layer);
         }
         mls_json_writer_text(text, "}");
     }
@@ -716,11 +720,11 @@ static mls_header_tensor header_tensor(const mls_write_plan *plan, size_t number
                                 .number = number};
     /* "mlstate.shards" describes the rows of a layer; other safetensors readers see bytes
      * instead of a tensor with a wrong shape */
-    if (planned->fresh != NULL) {
-        tensor.shape = &planned->fresh->bytes;
+    if (planned->new_layer != NULL) {
+        tensor.shape = &planned->new_layer->bytes;
         tensor.rank = 1;
         tensor.dtype = MLS_U8;
-        tensor.bytes = planned->fresh->bytes;
+        tensor.bytes = planned->new_layer->bytes;
         /* elements must not straddle the end of a buffer; compressed bytes may */
         tensor.element_bytes =
             planned->frames == NULL ? mls_dtype_of(shard->dtype)->item_bytes : 1;
@@ -748,10 +752,10 @@ mls_code mls_write_plan_lay_out(mls_write_plan *plan, mls_planned_file *file,
     for (size_t i = 0; i < file->count; i++) {
         const mls_header_tensor *tensor = &file->tensors[i];
         mls_index_shard *shard = &plan->index.shards[tensor->number];
-        mls_layer *fresh = plan->planned[tensor->number].fresh;
-        if (fresh != NULL) {
-            fresh->offset = tensor->offset;
-            fresh->crcs = tensor->crcs;
+        mls_layer *new_layer = plan->planned[tensor->number].new_layer;
+        if (new_layer != NULL) {
+            new_layer->offset = tensor->offset;
+            new_layer->crcs = tensor->crcs;
         } else {
             shard->offset = tensor->offset;
             shard->crcs = tensor->crcs;

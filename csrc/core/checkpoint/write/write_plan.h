@@ -20,14 +20,14 @@
 typedef struct mls_planned {
     const mls_shard_item *item;
     const mls_index_shard *before; /* the committed shard, or NULL */
-    bool same;                     /* its bytes did not change */
+    bool is_unchanged;             /* its bytes are those of `before` */
     bool is_reused;                /* its stored bytes stay in place */
     int rank;
-    const size_t *shape; /* shape of the part */
-    mls_str key;         /* its key in a file */
-    mls_layers *layers;  /* its layers after this save; NULL: plain. One allocation */
-    mls_layer *fresh;    /* the layer that this save writes, the last one; or NULL */
-    mls_compressed_frames *frames; /* of `fresh`, or NULL. One allocation with `ends` */
+    const size_t *shape;  /* shape of the part */
+    mls_str key;          /* its key in a file */
+    mls_layers *layers;   /* its layers after this save; NULL: plain. One allocation */
+    mls_layer *new_layer; /* the layer that this save writes, the last one; or NULL */
+    mls_compressed_frames *frames; /* of `new_layer`, or NULL; contains its `ends` */
 } mls_planned;
 
 /* A file to write. */
@@ -57,10 +57,10 @@ typedef struct mls_write_plan {
 mls_code mls_write_plan_init(mls_write_plan *plan, const mls_shard_job *job,
                              mls_status *st);
 
-/* Find the unchanged shards (planned.same), by version or by reading the files. If the
- * job is incremental, also find shards whose changed rows can become a new layer
- * (planned.fresh). MLS_E_VALUE: a version decreases, or exceeds INT64_MAX. MLS_E_MEMORY,
- * MLS_E_STOPPED. */
+/* Find the unchanged shards (planned.is_unchanged), by version or by reading the files.
+ * If the job is incremental, also find shards whose changed rows can become a new layer
+ * (planned.new_layer). MLS_E_VALUE: a version decreases, or exceeds INT64_MAX.
+ * MLS_E_MEMORY, MLS_E_STOPPED. */
 mls_code mls_write_plan_unchanged(mls_write_plan *plan, mls_status *st);
 
 /* Decide which stored bytes stay in place (planned.is_reused), and list their files.
@@ -104,14 +104,14 @@ void mls_write_plan_fini(mls_write_plan *plan); /* accepts a zeroed one; zeroes 
 /* Return whether a shard has an entry in a new file; an empty shard has one too. */
 static inline bool mls_planned_is_written(const mls_planned *planned)
 {
-    return planned->layers == NULL ? !planned->is_reused : planned->fresh != NULL;
+    return planned->layers == NULL ? !planned->is_reused : planned->new_layer != NULL;
 }
 
 /* Bytes of the shard in a new file. */
 static inline size_t mls_planned_bytes(const mls_planned *planned,
                                        const mls_index_shard *shard)
 {
-    return planned->fresh != NULL            ? planned->fresh->bytes
+    return planned->new_layer != NULL        ? planned->new_layer->bytes
            : mls_planned_is_written(planned) ? shard->bytes
                                              : 0;
 }

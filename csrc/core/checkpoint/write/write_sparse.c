@@ -90,7 +90,7 @@ static mls_code list_candidates(sparse_scan *s, mls_status *st)
             const mls_row_cut rows = divide_rows(plan, i);
             shards++;
             pieces += plan->index.shards[i].bytes / PIECE + 1;
-            bits += mls_rows_bits(&rows);
+            bits += mls_rows_bitmap_bytes(&rows);
         }
     }
     s->shards = mls_alloc(shards, sizeof *s->shards);
@@ -112,7 +112,7 @@ static mls_code list_candidates(sparse_scan *s, mls_status *st)
             shard->most = count - (count + 3) / 4; /* three quarters */
             shard->bits = bits_left;
             atomic_init(&shard->filled, 0);
-            bits_left += mls_rows_bits(&shard->rows);
+            bits_left += mls_rows_bitmap_bytes(&shard->rows);
         }
     }
     return MLS_OK;

@@ -36,7 +36,7 @@ enum {
 typedef struct compared_shard {
     size_t shard;
     mls_row_cut rows;
-    size_t most;           /* most changed rows that may become a layer */
+    size_t most;           /* most changed rows that may become a layer; 0: none */
     unsigned char *bits;   /* bits of changed rows; NULL: rows are not recorded */
     atomic_size_t changed; /* number of changed rows; LOST: the stored data is damaged */
     atomic_size_t left;    /* unfinished pieces */
@@ -164,9 +164,10 @@ static void compare_read(const compare_state *c, compared_shard *shard,
          i < place->visible_count && place->visible[i].at < to; i++) {
         const mls_row_range *range = &place->visible[i];
         const size_t end = range->at + range->count;
-        const size_t a = range->at > from ? range->at : from, b = end < to ? end : to;
-        compare_elements(c, shard, range->begin + (a - range->at), b - a,
-                         data + (a - from) * item, r);
+        const size_t first = range->at > from ? range->at : from;
+        const size_t count = (end < to ? end : to) - first;
+        compare_elements(c, shard, range->begin + (first - range->at), count,
+                         data + (first - from) * item, r);
     }
 }
 
@@ -400,7 +401,7 @@ static size_t divide_rows(const mls_write_plan *plan, size_t number, mls_row_cut
     }
     const mls_part part = mls_index_part(shard);
     *rows = mls_rows_of(&part, rows->item);
-    return planned->same ? 0 : most_changed_rows(plan, planned, rows);
+    return planned->is_unchanged ? 0 : most_changed_rows(plan, planned, rows);
 }
 
 /* Return whether shard `number` is compared with its stored bytes, or only its files are
@@ -411,12 +412,13 @@ static bool is_candidate(const mls_write_plan *plan, size_t number)
     const mls_planned *planned = &plan->planned[number];
     mls_row_cut ignored;
     return planned->before != NULL &&
-           (planned->item->version == 0 || planned->same ||
+           (planned->item->version == 0 || planned->is_unchanged ||
             (plan->job->incremental && divide_rows(plan, number, &ignored) > 0));
 }
 
 /* List the pieces of shard `number` in `out`, in whole blocks or frames, and return their
- * number; `out` NULL only counts. A place without bytes to compare still gets one piece,
+ * number; `out` NULL only counts. They refer to compared shard `c->count`, which the
+ * caller appends next. A place without bytes to compare still gets one piece,
  * which checks that its file is good. */
 static size_t list_shard_pieces(const compare_state *c, size_t number, piece *out)
 {
@@ -429,7 +431,7 @@ static size_t list_shard_pieces(const compare_state *c, size_t number, piece *ou
             continue; /* hidden: it is dropped in any case */
         }
         /* the version proves that the bytes are equal, but not that the file exists */
-        const size_t bytes = planned->same          ? 0
+        const size_t bytes = planned->is_unchanged  ? 0
                              : place.frames == NULL ? place.bytes
                                                     : place.frames->bytes;
         size_t from = 0;
@@ -442,8 +444,8 @@ static size_t list_shard_pieces(const compare_state *c, size_t number, piece *ou
             from = to;
         } while (from < bytes);
     }
-    const bool zeros =
-        before->layers != NULL && before->layers->zero_count > 0 && !planned->same;
+    const bool zeros = before->layers != NULL && before->layers->zero_count > 0 &&
+                       !planned->is_unchanged;
     for (size_t from = 0; zeros && from < before->bytes; count++) {
         const size_t to = before->bytes - from < PIECE ? before->bytes : from + PIECE;
         if (out != NULL) {
@@ -474,7 +476,7 @@ static mls_code allocate_arrays(compare_state *c, mls_status *st)
             const bool by_row = divide_rows(plan, i, &rows) > 0;
             shards++;
             pieces += list_shard_pieces(c, i, NULL);
-            bits += by_row ? mls_rows_bits(&rows) : 0;
+            bits += by_row ? mls_rows_bitmap_bytes(&rows) : 0;
         }
     }
     c->shards = mls_alloc(shards, sizeof *c->shards);
@@ -504,7 +506,7 @@ static void list_pieces(compare_state *c)
         shard->most = divide_rows(c->plan, i, &shard->rows);
         if (shard->most > 0) {
             shard->bits = bits;
-            bits += mls_rows_bits(&shard->rows);
+            bits += mls_rows_bitmap_bytes(&shard->rows);
         }
         atomic_init(&shard->changed, 0);
         atomic_init(&shard->left, pieces);
@@ -530,9 +532,9 @@ static void make_batches(compare_state *c)
 
 /* ---- results ---- */
 
-/* Set `same` of each compared shard, and give a shard with few changed rows a new layer
- * of these rows. Its other bytes are not written, and are reported as done. MLS_E_MEMORY,
- * MLS_E_STOPPED. */
+/* Set `is_unchanged` of each compared shard, and give a shard with few changed rows a new
+ * layer of these rows. Its other bytes are not written, and are reported as done.
+ * MLS_E_MEMORY, MLS_E_STOPPED. */
 static mls_code apply_results(const compare_state *c, mls_status *st)
 {
     mls_code code = MLS_OK;
@@ -541,13 +543,13 @@ static mls_code apply_results(const compare_state *c, mls_status *st)
         mls_planned *planned = &c->plan->planned[shard->shard];
         const size_t changed = atomic_load(&shard->changed);
         /* also if its version increased without a change */
-        planned->same = changed == 0;
+        planned->is_unchanged = changed == 0;
         if (changed > 0 && changed <= shard->most) {
             code = mls_planned_set_layers(planned, true /* committed layers too */,
                                           &shard->rows, shard->bits, st);
-            if (code == MLS_OK &&
-                !mls_progress_report(c->plan->job->progress,
-                                     planned->before->bytes - planned->fresh->bytes)) {
+            if (code == MLS_OK && !mls_progress_report(c->plan->job->progress,
+                                                       planned->before->bytes -
+                                                           planned->new_layer->bytes)) {
                 code = mls_fail(st, MLS_E_STOPPED, "stopped");
             }
         }
@@ -555,8 +557,8 @@ static mls_code apply_results(const compare_state *c, mls_status *st)
     return code;
 }
 
-/* Set `same` of the shards whose version equals the committed one; version 0 means that
- * the caller gave none. A caller's version is trusted, but must not decrease:
+/* Set `is_unchanged` of the shards whose version equals the committed one; version 0
+ * means that the caller gave none. A caller's version is trusted, but must not decrease:
  * MLS_E_VALUE. */
 static mls_code check_versions(mls_write_plan *plan, mls_status *st)
 {
@@ -577,7 +579,7 @@ static mls_code check_versions(mls_write_plan *plan, mls_status *st)
             }
             return mls_status_got(st, "%llu", (unsigned long long)version);
         }
-        planned->same = version != 0 && version == old;
+        planned->is_unchanged = version != 0 && version == old;
     }
     return MLS_OK;
 }

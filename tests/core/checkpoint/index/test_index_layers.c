@@ -37,10 +37,11 @@ TEST(overlays_round_trip)
     CHECK(w->bytes == 30 && zero->bytes == 30 && mls_index_stored_bytes(w) == 44);
     REQUIRE(w->layers != NULL && w->layers->count == 2 && zero->layers != NULL);
     const mls_layer *full = &w->layers->list[0], *rows = &w->layers->list[1];
-    CHECK(full->row == 0 && full->run_count == 0 && full->offset == 4146);
+    CHECK(full->row == 0 && full->stored_count == 0 && full->offset == 4146);
     CHECK(rows->row == 4 && rows->bytes == 14 && rows->crcs[0] == 0x89abcdef);
-    REQUIRE(rows->run_count == 2 && rows->visible_count == 2 && full->visible_count == 2);
-    CHECK(is(&rows->runs[0], 4, 4, 0) && is(&rows->runs[1], 12, 3, 4));
+    REQUIRE(rows->stored_count == 2 && rows->visible_count == 2 &&
+            full->visible_count == 2);
+    CHECK(is(&rows->stored[0], 4, 4, 0) && is(&rows->stored[1], 12, 3, 4));
     CHECK(is(&rows->visible[0], 4, 4, 0) && is(&rows->visible[1], 12, 3, 4));
     CHECK(is(&full->visible[0], 0, 4, 0) && is(&full->visible[1], 8, 4, 8));
     CHECK(w->layers->zero_count == 0 && zero->layers->count == 0);
@@ -50,7 +51,7 @@ TEST(overlays_round_trip)
     CHECK(text.length == length && memcmp(text.data, expected, length) == 0);
     mls_json_writer_fini(&text);
     mls_index_fini(&index);
-    CHECK(index.layers == NULL && index.row_ranges == NULL && index.sparse == NULL);
+    CHECK(index.layers == NULL && index.row_ranges == NULL && index.layer_lists == NULL);
 }
 
 TEST(inconsistent_overlays_are_refused)

@@ -43,7 +43,7 @@ TEST(dense_shard_has_one_location)
     REQUIRE(mls_index_place_count(&shard) == 1);
     const mls_layer place = mls_index_place(&shard, 0);
     CHECK(place.file == 1 && place.offset == 80 && place.bytes == 100);
-    CHECK(place.crc == 5 && place.crcs == &sum && place.row == 0 && place.runs == NULL);
+    CHECK(place.crc == 5 && place.crcs == &sum && place.row == 0 && place.stored == NULL);
     CHECK(place.visible == NULL && mls_index_stored_bytes(&shard) == 100);
 }
 

@@ -63,7 +63,7 @@ static const mls_index *failed; /* by the last mls_merged_index_init */
 /* The reads that a part needs, of the last call of find_pieces. */
 static mls_stored_shard stored[MOST];
 static mls_part parts[MOST];
-static mls_read_range pieces[MOST];
+static mls_read_piece pieces[MOST];
 static size_t count;
 static unsigned char place[1];
 
@@ -285,8 +285,8 @@ TEST(only_visible_overlay_ranges_are_read)
 {
     const mls_row_range old = {0, 3, 0}, new = {1, 1, 0};
     mls_layer list[] = {
-        {.offset = 8, .bytes = 12, .row = 1, .runs = &old, .run_count = 1},
-        {.offset = 20, .bytes = 4, .row = 1, .runs = &new, .run_count = 1}};
+        {.offset = 8, .bytes = 12, .row = 1, .stored = &old, .stored_count = 1},
+        {.offset = 20, .bytes = 4, .row = 1, .stored = &new, .stored_count = 1}};
     mls_layers layers = {.list = list, .count = 2};
     mls_row_range room[5];
     CHECK(mls_layers_room(&layers) == 5);

@@ -22,17 +22,17 @@ static mls_stored_shard shard_of(const char *file, uint64_t offset, size_t bytes
 }
 
 /* All of a shard; the destinations are never written. */
-static mls_read_range piece_of(const mls_stored_shard *shard)
+static mls_read_piece piece_of(const mls_stored_shard *shard)
 {
     static unsigned char somewhere;
-    return (mls_read_range){.shard = shard, .to = shard->part, .data = &somewhere};
+    return (mls_read_piece){.shard = shard, .to = shard->part, .data = &somewhere};
 }
 
 TEST(large_shard_is_split_at_blocks_and_read_completely)
 {
     const size_t bytes = 40 * (size_t)BLOCK + 3;
     const mls_stored_shard shard = shard_of("a", 100, bytes);
-    const mls_read_range piece = piece_of(&shard);
+    const mls_read_piece piece = piece_of(&shard);
     mls_read_plan plan = {0};
     size_t planned = 0, from = 0;
     REQUIRE(mls_read_plan_make(&plan, &piece, 1, &planned, &status) == MLS_OK);
@@ -51,7 +51,7 @@ TEST(small_shards_share_a_task_in_the_order_of_their_files)
 {
     static const uint64_t offsets[FEW] = {500, 100, 300, 0, 200, 400};
     mls_stored_shard shards[FEW];
-    mls_read_range pieces[FEW];
+    mls_read_piece pieces[FEW];
     mls_read_plan plan = {0};
     size_t planned = 0;
     for (size_t i = 0; i < FEW; i++) {
@@ -74,7 +74,7 @@ TEST(files_are_read_in_destination_order)
 {
     static const char *const files[FEW] = {"10", "10", "2", "2", "1", "1"};
     mls_stored_shard shards[FEW];
-    mls_read_range pieces[FEW];
+    mls_read_piece pieces[FEW];
     mls_read_plan plan = {0};
     size_t planned = 0;
     for (size_t i = 0; i < FEW; i++) {
@@ -91,7 +91,7 @@ TEST(files_are_read_in_destination_order)
 TEST(existing_zeros_need_one_task_at_any_length)
 {
     const mls_stored_shard shard = shard_of(NULL, 0, 100 * (size_t)BLOCK);
-    mls_read_range piece = piece_of(&shard);
+    mls_read_piece piece = piece_of(&shard);
     mls_read_plan zeros = {0}, filled = {0};
     size_t planned = 0;
     REQUIRE(mls_read_plan_make(&filled, &piece, 1, &planned, &status) == MLS_OK);
@@ -106,7 +106,7 @@ TEST(pieces_in_front_of_a_bad_record_are_planned)
 {
     mls_stored_shard good = shard_of("a", 0, 100), bad = good;
     bad.offset++;
-    const mls_read_range pieces[] = {piece_of(&good), piece_of(&bad), piece_of(&good)};
+    const mls_read_piece pieces[] = {piece_of(&good), piece_of(&bad), piece_of(&good)};
     mls_read_plan plan = {0};
     size_t planned = 0;
     CHECK(mls_read_plan_make(&plan, pieces, 3, &planned, &status) == MLS_E_FORMAT);
@@ -122,7 +122,7 @@ TEST(tasks_along_a_file_are_a_queue)
     const mls_stored_shard shards[] = {shard_of("a", 0, 10 * (size_t)BLOCK),
                                        shard_of("b", 0, 200 * (size_t)BLOCK),
                                        shard_of("b", 200 * (size_t)BLOCK, 7)};
-    const mls_read_range pieces[] = {piece_of(shards), piece_of(shards + 1),
+    const mls_read_piece pieces[] = {piece_of(shards), piece_of(shards + 1),
                                      piece_of(shards + 2)};
     mls_read_plan plan = {0};
     size_t planned = 0, longest = 0;

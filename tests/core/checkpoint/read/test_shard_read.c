@@ -114,7 +114,7 @@ static void drop(mls_stored_shard *shard)
 
 /* A request to read pieces of the folder and check their checksums, with the pool's
  * threads. */
-static mls_read_request request_of(const mls_read_range *pieces, size_t count,
+static mls_read_request request_of(const mls_read_piece *pieces, size_t count,
                                    mls_pool *pool)
 {
     return (mls_read_request){
@@ -125,7 +125,7 @@ static mls_read_request request_of(const mls_read_range *pieces, size_t count,
 static mls_code read_one(const mls_stored_shard *shard, const mls_part *to, void *data,
                          bool verify, mls_status *st)
 {
-    const mls_read_range piece = {.shard = shard, .to = to, .data = data};
+    const mls_read_piece piece = {.shard = shard, .to = to, .data = data};
     size_t failed = 99;
     const int before = next_descriptor();
     mls_read_request request = request_of(&piece, 1, NULL);
@@ -175,7 +175,7 @@ typedef struct stored_tensor {
     mls_stored_shard shards[PARTS];
     mls_part targets[PARTS];
     unsigned char *places[PARTS];
-    mls_read_range pieces[PARTS * PARTS];
+    mls_read_piece pieces[PARTS * PARTS];
 } stored_tensor;
 
 static void store_parts(stored_tensor *t, mls_layout layout)
@@ -219,7 +219,7 @@ static void read_parts(stored_tensor *t, mls_layout layout, bool verify, mls_poo
         t->targets[i] = part_at(layout, 3, shape, i);
         t->places[i] = malloc(mls_part_count(&t->targets[i]) * t->item + 1);
         for (size_t j = 0; j < t->count; j++) {
-            t->pieces[pieces++] = (mls_read_range){
+            t->pieces[pieces++] = (mls_read_piece){
                 .shard = &t->shards[j], .to = &t->targets[i], .data = t->places[i]};
         }
     }
@@ -320,7 +320,7 @@ enum { SMALL = 1200, SMALL_BYTES = 6000 };
 typedef struct crowd {
     mls_stored_shard segments[3], shards[SMALL];
     mls_part part; /* of each small shard */
-    mls_read_range pieces[SMALL];
+    mls_read_piece pieces[SMALL];
     unsigned char *data, *got;
 } crowd;
 
@@ -344,7 +344,7 @@ static crowd *crowd_new(void)
         s->offset += at % (SMALL / 3) * SMALL_BYTES;
         s->part = &c->part;
         s->crcs = checksums(bytes, SMALL_BYTES);
-        c->pieces[i] = (mls_read_range){
+        c->pieces[i] = (mls_read_piece){
             .shard = s, .to = &c->part, .data = c->got + at * SMALL_BYTES};
     }
     return c;
@@ -431,7 +431,7 @@ TEST(progress_stops_the_work)
 
 /* The pieces of a crowd without destinations, and the number of those allocated. */
 typedef struct place_maker {
-    mls_read_range pieces[SMALL];
+    mls_read_piece pieces[SMALL];
     unsigned char *places[SMALL];
     size_t allowed;
     bool waits; /* pauses half way until a read has happened */
@@ -560,7 +560,7 @@ TEST(the_first_damaged_block_is_reported)
     CHECK(put(shard.file, "damage", 6, PAYLOAD + 3 * BLOCK));
     CHECK(put(shard.file, "damage", 6, PAYLOAD + 4 * BLOCK));
     CHECK(put(shard.file, "damage", 6, PAYLOAD + 16 * BLOCK));
-    const mls_read_range pieces[] = {{.shard = &shard, .to = shard.part, .data = got}};
+    const mls_read_piece pieces[] = {{.shard = &shard, .to = shard.part, .data = got}};
     for (int i = 0; i < 5; i++) {
         size_t failed = 99;
         mls_read_request request = request_of(pieces, 1, four_threads);
@@ -631,7 +631,7 @@ TEST(records_that_point_beyond_the_file_are_refused)
     liar.item_bytes = SIZE_MAX / 50;
     CHECK(read_one(&liar, liar.part, got, true, &status) == MLS_E_FORMAT);
     /* the error is about the damaged piece before it */
-    const mls_read_range pieces[] = {
+    const mls_read_piece pieces[] = {
         {.shard = &shard, .to = shard.part, .data = got},
         {.shard = &shard, .to = shard.part, .data = got + 100},
         {.shard = &liar, .to = shard.part, .data = got + 200}};
@@ -680,7 +680,7 @@ TEST(calls_with_different_ranges_read_a_file_in_memory)
         {"other", CUT, end, end, got, 0},
         {"elsewhere", CUT, CUT + 7, end, second, 7},
         {"elsewhere", CUT + 7, end, end, second + 7, BYTES - MLS_READ_SPAN - 7}};
-    const mls_read_range piece = {.shard = &shard, .to = shard.part, .data = got};
+    const mls_read_piece piece = {.shard = &shard, .to = shard.part, .data = got};
     CHECK(unlinkat(pool_fd, "elsewhere", 0) == 0);
     for (int verify = 0; verify < 2; verify++) {
         size_t failed = 99;
@@ -713,7 +713,7 @@ TEST(short_answers_are_refused)
     size_t failed = 99;
     mls_stored_shard shard = store("answer", data, sizeof data);
     mls_file_range range = {"answer", PAYLOAD, PAYLOAD + 100, PAYLOAD + 100, data, 60};
-    const mls_read_range piece = {.shard = &shard, .to = shard.part, .data = got};
+    const mls_read_piece piece = {.shard = &shard, .to = shard.part, .data = got};
     mls_read_request request = request_of(&piece, 1, NULL);
     request.in_memory = true;
     request.ranges = &range;
@@ -747,7 +747,7 @@ TEST(disjoint_part_opens_no_file)
                                     .part = &part};
     CHECK(read_one(&shard, &to, got, true, &status) == MLS_OK);
     part.begin = 40; /* also for an empty shard */
-    const mls_read_range piece = {.shard = &shard, .to = &to, .data = got};
+    const mls_read_piece piece = {.shard = &shard, .to = &to, .data = got};
     mls_read_request request = request_of(&piece, 1, NULL);
     request.progress = &progress;
     CHECK(mls_shards_read(&request, &failed, &status) == MLS_OK);

@@ -45,18 +45,18 @@ TEST(row_counts_include_the_short_last_row)
 {
     const mls_row_cut rows = {.row = 64, .elements = 64 * 8 + 1, .item = 4};
     const mls_row_cut single = {.row = 64, .elements = 1, .item = 4};
-    CHECK(mls_rows_count(&rows) == 9 && mls_rows_bits(&rows) == 2);
-    CHECK(mls_rows_count(&single) == 1 && mls_rows_bits(&single) == 1);
+    CHECK(mls_rows_count(&rows) == 9 && mls_rows_bitmap_bytes(&rows) == 2);
+    CHECK(mls_rows_count(&single) == 1 && mls_rows_bitmap_bytes(&single) == 1);
 }
 
 TEST(any_set_bit_is_not_zero)
 {
     unsigned char data[300] = {0};
     for (size_t length = 0; length < sizeof data; length += 7) {
-        CHECK(mls_rows_zero(data, length));
+        CHECK(mls_rows_are_zero(data, length));
         for (size_t i = 0; i < sizeof data; i++) {
             data[i] = 0x80; /* also the sign of a zero */
-            CHECK(mls_rows_zero(data, length) == (i >= length));
+            CHECK(mls_rows_are_zero(data, length) == (i >= length));
             data[i] = 0;
         }
     }
@@ -86,8 +86,8 @@ TEST(bitmap_marks_filled_and_changed_rows)
                                   .elements = 1 + below(MOST),
                                   .item = (size_t)1 << below(3)};
         const size_t count = mls_rows_count(&rows);
-        unsigned char *filled = calloc(mls_rows_bits(&rows), 1);
-        unsigned char *changed = calloc(mls_rows_bits(&rows), 1);
+        unsigned char *filled = calloc(mls_rows_bitmap_bytes(&rows), 1);
+        unsigned char *changed = calloc(mls_rows_bitmap_bytes(&rows), 1);
         REQUIRE(filled != NULL && changed != NULL);
         memset(now, 0, sizeof now);
         for (size_t i = below(40); i > 0; i--) {
@@ -107,7 +107,7 @@ TEST(bitmap_marks_filled_and_changed_rows)
             expected += is;
             CHECK((filled[row / 8] >> row % 8 & 1) == is);
         }
-        CHECK(memcmp(filled, changed, mls_rows_bits(&rows)) == 0);
+        CHECK(memcmp(filled, changed, mls_rows_bitmap_bytes(&rows)) == 0);
         CHECK(marked[0] == expected && marked[1] == expected);
         free(filled);
         free(changed);
@@ -131,16 +131,16 @@ TEST(row_ranges_match_the_bitmap)
         const mls_row_cut rows = {
             .row = 1 + below(9), .elements = 1 + below(700), .item = 2};
         const size_t count = mls_rows_count(&rows);
-        unsigned char *bits = calloc(mls_rows_bits(&rows), 1);
+        unsigned char *bits = calloc(mls_rows_bitmap_bytes(&rows), 1);
         REQUIRE(bits != NULL);
         const size_t density = 1 + below(30);
         for (size_t row = 0; row < count; row++) {
             bits[row / 8] |= (unsigned char)((below(density) == 0) << row % 8);
         }
-        const size_t runs = mls_rows_runs(&rows, bits, NULL);
+        const size_t runs = mls_rows_list_ranges(&rows, bits, NULL);
         mls_row_range *list = calloc(runs + 1, sizeof *list);
         REQUIRE(list != NULL);
-        CHECK(mls_rows_runs(&rows, bits, list) == runs && list[runs].count == 0);
+        CHECK(mls_rows_list_ranges(&rows, bits, list) == runs && list[runs].count == 0);
         size_t at = 0, next = 0, element = 0;
         for (size_t i = 0; i < runs; i++) {
             CHECK(list[i].at == at && list[i].count > 0);
@@ -195,7 +195,7 @@ TEST(threads_mark_rows_of_one_byte)
     }
     mls_row_range run;
     CHECK(marked == mls_rows_count(&m.rows));
-    CHECK(mls_rows_runs(&m.rows, bits, NULL) == 1);
-    CHECK(mls_rows_runs(&m.rows, bits, &run) == 1 && run.count == TOGETHER);
+    CHECK(mls_rows_list_ranges(&m.rows, bits, NULL) == 1);
+    CHECK(mls_rows_list_ranges(&m.rows, bits, &run) == 1 && run.count == TOGETHER);
     mls_pool_free(pool);
 }

@@ -12,15 +12,15 @@ enum { MOST = 300, RUNS = MOST };
 static void random_layer(mls_layer *layer, mls_row_range *runs, size_t elements,
                          int number, int *painted, size_t *places)
 {
-    *layer = (mls_layer){.row = 1 + below(7), .runs = runs};
+    *layer = (mls_layer){.row = 1 + below(7), .stored = runs};
     mls_rows rows = mls_layer_rows(layer->row, elements);
-    while (rows.at < rows.all) {
+    while (rows.at < rows.row_count) {
         const size_t skip = below(4) + (rows.at > 0), count = 1 + below(3);
-        if (skip + count > rows.all - rows.at) {
+        if (skip + count > rows.row_count - rows.at) {
             break;
         }
-        CHECK(mls_rows_next(&rows, skip, count, &runs[layer->run_count]));
-        const mls_row_range *run = &runs[layer->run_count++];
+        CHECK(mls_rows_next(&rows, skip, count, &runs[layer->stored_count]));
+        const mls_row_range *run = &runs[layer->stored_count++];
         for (size_t i = 0; i < run->count; i++) {
             painted[run->begin + i] = number;
             places[run->begin + i] = run->at + i;
@@ -60,7 +60,7 @@ static void check_lists(const mls_layers *layers, size_t elements, const int *pa
     }
     /* a single layer shows exactly its runs, and needs no room */
     const bool alone = layers->count == 1 && layers->list[0].row != 0;
-    const size_t elsewhere = alone ? layers->list[0].run_count : 0;
+    const size_t elsewhere = alone ? layers->list[0].stored_count : 0;
     CHECK(seen == elements && range_count == used + elsewhere && range_count == changes);
 }
 

@@ -369,6 +369,22 @@ TEST(first_failed_tensor_is_reported)
     CHECK(pool_files() == 1); /* the file of another writer stays */
 }
 
+/* Tasks that wait for a file when its creation fails try it again. Only a sanitizer
+ * notices a leak there, and not in every run. */
+TEST(waiting_tasks_of_a_failed_file_free_its_layout)
+{
+    enum { TASKS = 8, TRIES = 100 };
+    static const size_t shape[] = {(size_t)TASKS * 8 * MIB};
+    data = calloc(shape[0], 1);
+    const mls_shard_item item = item_of("w", NULL, MLS_U8, 1, shape, data);
+    const mls_shard_job job = job_of(&item, 1, generations[0], NULL);
+    CHECK(close(openat(pool_fd, "params/w.0-1.0123456789abcdef-0.safetensors.tmp",
+                       O_CREAT | O_WRONLY, 0600)) == 0);
+    for (size_t i = 0; i < TRIES; i++) {
+        CHECK(mls_shards_write(&job, &written, &status) == MLS_E_IO);
+    }
+}
+
 TEST(progress_counts_every_byte_once)
 {
     for (size_t i = 0; i < 3; i++) {

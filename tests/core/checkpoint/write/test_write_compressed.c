@@ -332,7 +332,7 @@ TEST(read_errors_while_compressing_are_reported)
     mls_merged_index merged;
     mls_stored_shard stored[1];
     mls_part parts[1];
-    mls_read_range pieces[1];
+    mls_read_piece pieces[1];
     size_t count = 0, failed;
     REQUIRE(t.data != NULL && got != NULL);
     REQUIRE(save(true, false, false) != NULL);

@@ -15,7 +15,7 @@ static mls_write_plan place(const mls_shard_job *job, const bool *same)
     mls_status st;
     mls_code code = mls_write_plan_init(&plan, job, &st);
     for (size_t i = 0; code == MLS_OK && same != NULL && i < job->count; i++) {
-        plan.planned[i].same = same[i];
+        plan.planned[i].is_unchanged = same[i];
     }
     if (code == MLS_OK && (code = mls_write_plan_reuse(&plan, &st)) == MLS_OK) {
         code = mls_write_plan_assign_files(&plan, &st);

@@ -40,12 +40,12 @@ static bool is_stored(void)
     for (size_t i = 0; good && i < mls_index_place_count(shard); i++) {
         const mls_layer place = mls_index_place(shard, i);
         const mls_row_range all = {.count = BYTES / 4};
-        const mls_row_range *runs = place.row == 0 ? &all : place.runs;
+        const mls_row_range *runs = place.row == 0 ? &all : place.stored;
         size_t length;
         unsigned char *file = read_pool_file(t.index.files[place.file].path, &length);
         good = file != NULL && place.offset + place.bytes <= length &&
                crc->update(0, file + place.offset, place.bytes) == place.crc;
-        for (size_t j = 0; good && j < (place.row == 0 ? 1 : place.run_count); j++) {
+        for (size_t j = 0; good && j < (place.row == 0 ? 1 : place.stored_count); j++) {
             memcpy(bytes + runs[j].begin * 4, file + place.offset + runs[j].at * 4,
                    runs[j].count * 4);
         }

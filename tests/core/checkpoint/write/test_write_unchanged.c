@@ -92,7 +92,7 @@ static unsigned same_items(size_t threads)
     }
     for (size_t i = 0; i < COUNT; i++) {
         CHECK(plan.planned[i].before != NULL);
-        same |= plan.planned[i].same ? 1U << (plan.planned[i].item - s.items) : 0;
+        same |= plan.planned[i].is_unchanged ? 1U << (plan.planned[i].item - s.items) : 0;
     }
     return same;
 }
@@ -169,7 +169,7 @@ TEST(strided_and_swapped_memory_is_compared)
     for (size_t round = 0; round < 3; round++) {
         const mls_shard_job again = job_of(&item, 1, generations[1], &index);
         REQUIRE(compare(&again) == MLS_OK);
-        CHECK(plan.planned[0].same == (round < 2));
+        CHECK(plan.planned[0].is_unchanged == (round < 2));
         /* an element of the other part, then the last one */
         turned[round == 0 ? 0 : ROWS * COLUMNS - 1] ^= 1;
     }
@@ -318,7 +318,7 @@ TEST(several_threads_compare_like_one_thread)
     const mls_shard_job again = job_of(items, MANY, generations[1], &index);
     REQUIRE(compare(&again) == MLS_OK);
     for (size_t i = 0; i < MANY; i++) {
-        CHECK(plan.planned[i].same == (i % 7 != 0));
+        CHECK(plan.planned[i].is_unchanged == (i % 7 != 0));
     }
     mls_index_fini(&index);
     free(data);
