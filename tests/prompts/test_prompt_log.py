@@ -114,6 +114,33 @@ def test_least_recently_used_is_evicted_first(tmp_path):
     assert 0 in stored and 9 in stored and 1 not in stored
 
 
+def test_ancestors_of_a_recent_record_stay_after_a_compaction_and_a_lost_index(tmp_path):
+    """The compaction moves the second block behind the third one."""
+    log, budget = PromptLog(tmp_path / "log", True), 1 << 20
+    chain, older, deleted = list(range(3 * BLOCK)), [77] * BLOCK, [99] * BLOCK
+
+    def store(tokens, size, max_bytes):
+        record = (0, len(tokens), b"", [np.ones(size, np.uint8)])
+        return log.put(FINGERPRINT, np.array(tokens), BLOCK, [record], max_bytes, 1.0)
+
+    for tokens, size in (
+        (chain[:BLOCK], 20_000),
+        (older, 32_000),
+        (deleted, 35_000),
+        (chain[: 2 * BLOCK], 26_000),
+        (chain, 20_000),
+    ):
+        assert store(tokens, size, budget) == [1]
+    assert log.mark(match(log, deleted), [0], "delete", 1.0) == 1
+    log.close()
+    for name in ("index", "used"):
+        (tmp_path / "log" / name).unlink(missing_ok=True)
+    log = PromptLog(tmp_path / "log", False)
+    assert store([33] * BLOCK, 20_000, log.stats()["disk_bytes"] + 4000) == [1]
+    assert match(log, chain).length == len(chain)
+    assert match(log, older).length == 0
+
+
 def test_record_that_cannot_fit_is_not_stored(log):
     put(log, [1] * BLOCK)
     record = (0, BLOCK, b"", [np.ones(100_000, np.uint8)])
