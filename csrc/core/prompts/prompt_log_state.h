@@ -151,12 +151,12 @@ mls_code mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
 bool mls_prompt_last_is_same(const mls_prompt_segment *segment, int fd);
 
 /* Compare the payload of the record at `offset` with its checksums, through `buffer` of
- * `room` bytes. `progress` (may be NULL) can stop the work.
+ * `buffer_bytes` bytes. `progress` (may be NULL) can stop the work.
  * MLS_E_CHECKSUM, MLS_E_IO, MLS_E_FORMAT (the file ends earlier), MLS_E_STOPPED. */
 mls_code mls_prompt_payload_check(int fd, uint64_t offset,
                                   const mls_prompt_header *header,
                                   const mls_crc_kernels *crc, unsigned char *buffer,
-                                  size_t room, const mls_progress *progress,
+                                  size_t buffer_bytes, const mls_progress *progress,
                                   mls_status *st);
 
 /* ---- prompt_scan.c ---- */
@@ -176,12 +176,12 @@ mls_code mls_prompt_scan_behind_damage(mls_prompt_log *log, mls_status *st);
 
 /* Enter a record, or apply notes, whose header is at `offset` of `segment`: the new end
  * of the segment. The index has room for two more entries, the record and its parent. */
-void mls_prompt_enter(mls_prompt_log *log, mls_prompt_segment *segment, uint64_t offset,
-                      const mls_prompt_header *header);
+void mls_prompt_enter_header(mls_prompt_log *log, mls_prompt_segment *segment,
+                             uint64_t offset, const mls_prompt_header *header);
 
-/* Remove entry `number` from the index and its bytes from the live ones, unless it is
- * removed already. */
-void mls_prompt_forget(mls_prompt_log *log, uint32_t number);
+/* Remove entry `number` from the index and the bytes of its record from the live ones,
+ * unless it is removed already. The file is unchanged. */
+void mls_prompt_forget_record(mls_prompt_log *log, uint32_t number);
 
 /* Pin, unpin or delete the entry of the note's key, as the note records; without such an
  * entry nothing happens. */
@@ -200,9 +200,9 @@ mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st);
 
 /* ---- prompt_open.c ---- */
 
-/* Lock `state`; in the child of a fork, first make the log usable again. */
-void mls_prompt_enter_state(mls_prompt_log *log);
-void mls_prompt_leave_state(mls_prompt_log *log);
+/* Lock the mutex `state`; in the child of a fork, first make the log usable again. */
+void mls_prompt_lock_state(mls_prompt_log *log);
+void mls_prompt_unlock_state(mls_prompt_log *log);
 
 /* ---- prompt_append.c: for the writer, without `state` ---- */
 

@@ -22,10 +22,10 @@ typedef struct search {
     mls_prompt_log *log;
     const mls_prompt_prefix *prefix;
     unsigned char fingerprint[MLS_PROMPT_FINGERPRINT];
-    mls_prompt_match *match;
-    size_t room;
-    mls_prompt_key *keys; /* of the hits */
-    mls_prompt_key *parents;
+    mls_prompt_match *match; /* owned until the search succeeds */
+    size_t room;             /* of match->hits */
+    mls_prompt_key *keys;    /* of the hits, as the index has them */
+    mls_prompt_key *parents; /* keys of the parents of the hits */
     size_t key_room, parent_room;
 } search;
 
@@ -160,11 +160,11 @@ static mls_code propose_chain(search *s, mls_status *st)
     uint32_t last = MLS_PROMPT_NONE;
     size_t start = 0;
     for (;;) {
-        const bool branches =
+        const bool has_branches =
             last == MLS_PROMPT_NONE
                 ? index->root_branches
                 : (index->entries[last].flags & MLS_PROMPT_BRANCHES) != 0;
-        mls_code code = branches ? propose_kinds(s, &parent, start, st) : MLS_OK;
+        mls_code code = has_branches ? propose_kinds(s, &parent, start, st) : MLS_OK;
         if (code != MLS_OK || prefix->count - start < prefix->block_tokens) {
             return code;
         }
@@ -287,15 +287,15 @@ static mls_code check_hit(const search *s, size_t number, mls_status *st)
 static void forget_entry(search *s, size_t number)
 {
     mls_prompt_log *log = s->log;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     const uint32_t entry = mls_prompt_index_find(&log->index, &s->keys[number]);
     if (entry != MLS_PROMPT_NONE &&
         log->index.entries[entry].segment == s->match->hits[number].segment &&
         mls_prompt_entry_offset(&log->index.entries[entry]) ==
             s->match->hits[number].offset) {
-        mls_prompt_forget(log, entry);
+        mls_prompt_forget_record(log, entry);
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
 }
 
 /* For qsort: by end, then kind. */
@@ -374,20 +374,20 @@ static void note_use(search *s)
 static mls_code find_records(search *s, bool *damaged, mls_status *st)
 {
     mls_prompt_log *log = s->log;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     mls_code code = mls_prompt_follow(log, st);
     if (code == MLS_OK) {
         code = propose_chain(s, st);
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (code != MLS_OK || s->match->count == 0) {
         return code;
     }
     code = check_hits(s, damaged, st);
     if (code == MLS_OK && !*damaged) {
-        mls_prompt_enter_state(log);
+        mls_prompt_lock_state(log);
         note_use(s);
-        mls_prompt_leave_state(log);
+        mls_prompt_unlock_state(log);
     }
     return code;
 }
@@ -397,9 +397,9 @@ static mls_code find_records(search *s, bool *damaged, mls_status *st)
 static mls_code repeat_search(search *s, mls_status *st)
 {
     bool damaged = false;
-    mls_prompt_enter_state(s->log);
+    mls_prompt_lock_state(s->log);
     s->log->is_stale = s->log->is_stale || !s->log->is_writing;
-    mls_prompt_leave_state(s->log);
+    mls_prompt_unlock_state(s->log);
     drop_hits(s->match);
     s->match->damage_count = 0;
     return find_records(s, &damaged, st);

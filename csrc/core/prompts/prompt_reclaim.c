@@ -27,7 +27,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MODE = 0666, UNINDEXED = 1024, CLOSED = -2 };
+enum {
+    MODE = 0666,      /* of a new file `used` */
+    UNINDEXED = 1024, /* records that the index file may lack, at least */
+    CLOSED = -2       /* as log->used: the file cannot be opened */
+};
 
 /* ---- recency ---- */
 
@@ -116,9 +120,11 @@ static void merge_uses(mls_prompt_log *log)
 uint64_t mls_prompt_disk_bytes(const mls_prompt_log *log)
 {
     const uint64_t entries = log->index.count - log->index.removed;
-    const uint64_t index = 88 + 24 * (uint64_t)log->segment_count + 44 * entries;
+    const uint64_t next_index_bytes =
+        88 + 24 * (uint64_t)log->segment_count + 44 * entries;
     uint64_t bytes =
-        MLS_PROMPT_FILE_HEAD + (index > log->index_bytes ? index : log->index_bytes);
+        MLS_PROMPT_FILE_HEAD +
+        (next_index_bytes > log->index_bytes ? next_index_bytes : log->index_bytes);
     for (size_t i = 0; i < log->segment_count; i++) {
         bytes += log->segments[i].bytes;
     }
@@ -166,9 +172,9 @@ static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
     mls_prompt_log *log = append->log;
     unsigned char room[MLS_PROMPT_HEAD_READ], *bytes = room;
     mls_prompt_header header;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     const mls_prompt_entry entry = log->index.entries[number];
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     const uint64_t offset = mls_prompt_entry_offset(&entry);
     bool is_good = false;
     mls_code code = mls_prompt_header_read(file->fd, offset, length - offset, log->crc,
@@ -185,9 +191,9 @@ static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
         mls_free(bytes);
     }
     if (code == MLS_OK && !is_good) {
-        mls_prompt_enter_state(log);
-        mls_prompt_forget(log, number);
-        mls_prompt_leave_state(log);
+        mls_prompt_lock_state(log);
+        mls_prompt_forget_record(log, number);
+        mls_prompt_unlock_state(log);
     }
     return code;
 }
@@ -202,7 +208,7 @@ static mls_code move_note(mls_prompt_append *append, mls_prompt_note note,
 {
     mls_prompt_log *log = append->log;
     bool matters;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     const uint32_t number = mls_prompt_index_find(&log->index, &note.key);
     if (note.operation == MLS_PROMPT_DELETE) {
         /* segments are in order; the compacted one is still among them */
@@ -218,7 +224,7 @@ static mls_code move_note(mls_prompt_append *append, mls_prompt_note note,
             note.operation = is_pinned ? MLS_PROMPT_PIN : MLS_PROMPT_UNPIN;
         }
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     return matters ? mls_prompt_append_notes(append, &note, 1, st) : MLS_OK;
 }
 
@@ -262,9 +268,9 @@ static mls_code copy_live(mls_prompt_log *log, mls_prompt_file *file, uint64_t l
 {
     mls_prompt_append append;
     size_t count = 0;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     uint32_t *numbers = list_entries(log, segment, &count);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (numbers == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to compact a segment");
     }
@@ -293,9 +299,9 @@ static mls_code remove_segment(mls_prompt_log *log, uint32_t number, mls_status 
     if (unlinkat(log->folder, name, 0) != 0 && errno != ENOENT) {
         code = mls_fail_os(st, errno, "cannot delete %s", name);
     } else {
-        mls_prompt_enter_state(log);
+        mls_prompt_lock_state(log);
         mls_prompt_segment_forget(log, number);
-        mls_prompt_leave_state(log);
+        mls_prompt_unlock_state(log);
     }
     return code;
 }
@@ -308,7 +314,7 @@ static mls_code compact_segment(mls_prompt_log *log, uint32_t number, uint64_t l
 {
     mls_prompt_file *file = NULL;
     mls_code code = MLS_OK;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     if (number == log->highest) {
         code = mls_prompt_segment_create(log, st);
     }
@@ -318,7 +324,7 @@ static mls_code compact_segment(mls_prompt_log *log, uint32_t number, uint64_t l
         code =
             mls_prompt_segment_hold(log, mls_prompt_segment_find(log, number), &file, st);
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (code == MLS_OK) {
         code = copy_live(log, file, length, live, number, limit, st);
     }
@@ -331,14 +337,14 @@ static mls_code compact_segment(mls_prompt_log *log, uint32_t number, uint64_t l
 static uint32_t find_mostly_dead(mls_prompt_log *log, uint32_t last)
 {
     uint32_t number = MLS_PROMPT_NONE;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     for (size_t i = 0; i < log->segment_count && number == MLS_PROMPT_NONE; i++) {
         const mls_prompt_segment *segment = &log->segments[i];
         if (segment->number <= last && is_mostly_dead(segment)) {
             number = segment->number;
         }
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     return number;
 }
 
@@ -362,8 +368,9 @@ static mls_code compact_all(mls_prompt_log *log, uint64_t limit, bool newest_too
  * empty it. */
 mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status *st)
 {
-    mls_code code = compact_all(log, mls_prompt_segment_limit(max_bytes), false, st);
-    mls_prompt_enter_state(log);
+    mls_code code =
+        compact_all(log, mls_prompt_segment_limit(max_bytes), false /* older ones */, st);
+    mls_prompt_lock_state(log);
     if (used_bytes(log) > MLS_PROMPT_USED_MOST / 2) {
         merge_uses(log);
     }
@@ -372,7 +379,7 @@ mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status 
     } else if (code == MLS_OK && log->index.removed > UNINDEXED + log->index.count / 2) {
         code = mls_prompt_index_pack(&log->index, st);
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     return code;
 }
 
@@ -439,9 +446,9 @@ static candidate *list_candidates(mls_prompt_index *index, size_t *count)
 /* Return whether the log with `bytes` more bytes has at most `max_bytes`. */
 static bool has_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes)
 {
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     const uint64_t used = mls_prompt_disk_bytes(log);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     return used <= max_bytes && bytes <= max_bytes - used;
 }
 
@@ -449,12 +456,12 @@ static bool has_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes)
  * keep their numbers meanwhile: only the writer packs the index. */
 static bool evict_entry(mls_prompt_log *log, uint32_t number)
 {
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     const mls_prompt_entry *entry = &log->index.entries[number];
     const mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);
-    mls_prompt_forget(log, number);
+    mls_prompt_forget_record(log, number);
     const bool is_dead = segment != NULL && is_mostly_dead(segment);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     return is_dead;
 }
 
@@ -470,18 +477,18 @@ mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_
     if (*fits || bytes > max_bytes) {
         return MLS_OK;
     }
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     merge_uses(log);
     candidate *list = list_candidates(&log->index, &count);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (list == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to choose records to evict");
     }
-    mls_code code = compact_all(log, limit, true, st);
+    mls_code code = compact_all(log, limit, true /* newest too */, st);
     *fits = code == MLS_OK && has_room(log, bytes, max_bytes);
     for (size_t i = 0; code == MLS_OK && !*fits && i < count; i++) {
         if (evict_entry(log, list[i].number)) {
-            code = compact_all(log, limit, true, st);
+            code = compact_all(log, limit, true /* newest too */, st);
             *fits = code == MLS_OK && has_room(log, bytes, max_bytes);
         }
     }
@@ -496,19 +503,20 @@ mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *fre
                           mls_status *st)
 {
     bool fits = false;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     const uint64_t before = mls_prompt_disk_bytes(log);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     mls_code code = mls_prompt_make_room(log, 0, max_bytes, &fits, st);
     if (code == MLS_OK) {
-        code = compact_all(log, mls_prompt_segment_limit(max_bytes), true, st);
+        code = compact_all(log, mls_prompt_segment_limit(max_bytes),
+                           true /* newest too */, st);
     }
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     if (code == MLS_OK) {
         code = mls_prompt_index_save(log, st);
     }
     const uint64_t after = mls_prompt_disk_bytes(log);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     *freed = before > after ? before - after : 0;
     return code;
 }
@@ -592,14 +600,14 @@ mls_code mls_prompt_mark(mls_prompt_log *log, const mls_prompt_match *match,
     mls_prompt_note *notes = mls_alloc(count, sizeof *notes);
     size_t chosen = 0;
     mls_code code = MLS_OK;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     uint32_t *children = count_children(&log->index);
     if (notes == NULL || children == NULL) {
         code = mls_fail(st, MLS_E_MEMORY, "no memory to mark %zu records", count);
     } else {
         chosen = choose_notes(log, match, hits, count, operation, children, notes);
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (chosen > 0) {
         code = mls_prompt_write_notes(log, notes, chosen, st);
     }

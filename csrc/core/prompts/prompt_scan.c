@@ -19,20 +19,20 @@ enum { WINDOW = 16384 }; /* bytes that a scan reads at once: many small records 
 /* ---- entries ---- */
 
 /* Add the bytes of an entry's record to the live bytes of its segment, or subtract them
- * without `more`. Does nothing if the segment is not listed. */
-static void change_live(mls_prompt_log *log, const mls_prompt_entry *entry, bool more)
+ * if not `adds`. Does nothing if the segment is not listed. */
+static void change_live(mls_prompt_log *log, const mls_prompt_entry *entry, bool adds)
 {
     mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);
     if (segment != NULL) {
         const uint64_t bytes = mls_prompt_entry_bytes(entry);
-        segment->live += more ? bytes : (uint64_t)0 - bytes;
+        segment->live += adds ? bytes : (uint64_t)0 - bytes;
     }
 }
 
-void mls_prompt_forget(mls_prompt_log *log, uint32_t number)
+void mls_prompt_forget_record(mls_prompt_log *log, uint32_t number)
 {
     if ((log->index.entries[number].flags & MLS_PROMPT_REMOVED) == 0) {
-        change_live(log, &log->index.entries[number], false);
+        change_live(log, &log->index.entries[number], false /* subtract */);
         mls_prompt_index_remove(&log->index, number);
     }
 }
@@ -69,12 +69,12 @@ static void enter_record(mls_prompt_log *log, const mls_prompt_segment *segment,
         number = mls_prompt_index_add(&log->index, &entry);
     } else {
         mls_prompt_entry *old = &log->index.entries[number];
-        change_live(log, old, false);
+        change_live(log, old, false /* subtract */);
         old->segment = entry.segment;
         old->place = entry.place;
         old->units = entry.units;
     }
-    change_live(log, &entry, true);
+    change_live(log, &entry, true /* add */);
     if ((header->flags & MLS_PROMPT_MOVED) == 0) {
         mls_prompt_index_touch(&log->index, number, log->clock);
     } else if ((header->flags & MLS_PROMPT_MOVED_PINNED) != 0) {
@@ -96,7 +96,7 @@ void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note)
     } else if (note->operation == MLS_PROMPT_UNPIN) {
         entry->flags &= (uint8_t)~MLS_PROMPT_PINNED;
     } else if (note->operation == MLS_PROMPT_DELETE && entry->segment <= note->segment) {
-        mls_prompt_forget(log, number);
+        mls_prompt_forget_record(log, number);
     }
 }
 
@@ -112,8 +112,8 @@ static void apply_notes(mls_prompt_log *log, const mls_prompt_header *header)
 
 /* Enter a record, or apply notes, at the end of a segment. All records of one put get one
  * time, so that no parent is older than its children. */
-void mls_prompt_enter(mls_prompt_log *log, mls_prompt_segment *segment, uint64_t offset,
-                      const mls_prompt_header *header)
+void mls_prompt_enter_header(mls_prompt_log *log, mls_prompt_segment *segment,
+                             uint64_t offset, const mls_prompt_header *header)
 {
     if (header->put != log->put) {
         log->put = header->put > log->put ? header->put : log->put;
@@ -193,7 +193,7 @@ static mls_code scan_window(scan *s, const unsigned char *window, size_t bytes,
             code = mls_prompt_index_reserve(&log->index, 2, st);
         }
         if (code == MLS_OK) {
-            mls_prompt_enter(log, segment, segment->bytes, &header);
+            mls_prompt_enter_header(log, segment, segment->bytes, &header);
         }
         if (bytes_of_header != room) {
             mls_free(bytes_of_header);
@@ -301,12 +301,12 @@ static mls_code scan_new_segment(mls_prompt_log *log, uint32_t number, mls_statu
     mls_prompt_file_release(file);
     if (code == MLS_OK) {
         log->highest = number;
-        return scan_newest(log, true, &changed, st);
+        return scan_newest(log, true /* skip damage */, &changed, st);
     }
     mls_prompt_segment_forget(log, number);
-    const bool is_known =
+    const bool is_left_out =
         code == MLS_E_FORMAT || (code == MLS_E_IO && st->os_error == ENOENT);
-    return is_known ? MLS_OK : code;
+    return is_left_out ? MLS_OK : code;
 }
 
 /* Enter the records of all segments that the list lacks. The newest listed segment is
@@ -320,7 +320,7 @@ static mls_code scan_folder(mls_prompt_log *log, mls_status *st)
     mls_code code =
         mls_prompt_segments_list(log, false /* delete nothing */, &numbers, &count, st);
     if (code == MLS_OK && log->segment_count > 0) {
-        code = scan_newest(log, true, &changed, st);
+        code = scan_newest(log, true /* skip damage */, &changed, st);
     }
     const uint32_t newest =
         log->segment_count > 0 ? log->segments[log->segment_count - 1].number : 0;
@@ -341,7 +341,8 @@ static mls_code scan_folder(mls_prompt_log *log, mls_status *st)
 mls_code mls_prompt_scan_behind_damage(mls_prompt_log *log, mls_status *st)
 {
     bool changed = false;
-    return log->segment_count > 0 ? scan_newest(log, true, &changed, st) : MLS_OK;
+    return log->segment_count > 0 ? scan_newest(log, true /* skip damage */, &changed, st)
+                                  : MLS_OK;
 }
 
 /* Read the whole log anew. Without a usable index file, all segments are scanned from
@@ -383,7 +384,7 @@ mls_code mls_prompt_follow(mls_prompt_log *log, mls_status *st)
         code = scan_folder(log, st);
         changed = log->is_stale;
     } else if (!changed && log->segment_count > 0) {
-        code = scan_newest(log, false, &changed, st);
+        code = scan_newest(log, false /* end at damage */, &changed, st);
     }
     return changed ? mls_prompt_load(log, st) : code;
 }

@@ -119,7 +119,7 @@ mls_code mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
 mls_code mls_prompt_payload_check(int fd, uint64_t offset,
                                   const mls_prompt_header *header,
                                   const mls_crc_kernels *crc, unsigned char *buffer,
-                                  size_t room, const mls_progress *progress,
+                                  size_t buffer_bytes, const mls_progress *progress,
                                   mls_status *st)
 {
     offset += header->header_bytes;
@@ -128,7 +128,7 @@ mls_code mls_prompt_payload_check(int fd, uint64_t offset,
         uint32_t sum = 0;
         for (uint64_t at = 0; at < part.bytes;) {
             const uint64_t left = part.bytes - at;
-            const size_t step = left < room ? (size_t)left : room;
+            const size_t step = left < buffer_bytes ? (size_t)left : buffer_bytes;
             const mls_code code = mls_file_read_at(fd, buffer, step, offset + at, st);
             if (code != MLS_OK) {
                 return code;

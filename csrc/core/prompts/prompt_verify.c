@@ -30,7 +30,7 @@ static int compare_entries(const void *a, const void *b)
 static mls_code copy_entries(mls_prompt_log *log, mls_prompt_entry **out, size_t *count,
                              mls_status *st)
 {
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     mls_code code = mls_prompt_follow(log, st);
     mls_prompt_entry *entries = NULL;
     size_t listed = 0;
@@ -45,7 +45,7 @@ static mls_code copy_entries(mls_prompt_log *log, mls_prompt_entry **out, size_t
             entries[listed++] = log->index.entries[i];
         }
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (code == MLS_OK) {
         qsort(entries, listed, sizeof *entries, compare_entries);
         *out = entries;
@@ -60,13 +60,13 @@ static mls_code copy_entries(mls_prompt_log *log, mls_prompt_entry **out, size_t
 static mls_code hold_file(mls_prompt_log *log, const mls_prompt_entry *entry,
                           mls_prompt_file **file, uint64_t *end, mls_status *st)
 {
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);
     const mls_code code = segment == NULL
                               ? mls_fail_os(st, ENOENT, "a segment is missing")
                               : mls_prompt_segment_hold(log, segment, file, st);
     *end = segment == NULL ? 0 : segment->bytes;
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     return code;
 }
 
@@ -235,7 +235,7 @@ mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress 
 /* Count records and bytes. Removed entries count only as memory. */
 mls_code mls_prompt_stats_of(mls_prompt_log *log, mls_prompt_stats *out, mls_status *st)
 {
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     const mls_code code = mls_prompt_follow(log, st);
     mls_prompt_stats stats = {0};
     for (size_t i = 0; code == MLS_OK && i < log->index.count; i++) {
@@ -250,7 +250,7 @@ mls_code mls_prompt_stats_of(mls_prompt_log *log, mls_prompt_stats *out, mls_sta
     stats.segments = log->segment_count;
     stats.disk_bytes = mls_prompt_disk_bytes(log);
     stats.memory_bytes = mls_prompt_index_bytes(&log->index);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (code == MLS_OK) {
         *out = stats;
     }
