@@ -120,13 +120,13 @@ mls_code mls_prompt_segment_create(mls_prompt_log *log, mls_status *st);
 
 /* ---- prompt_stored.c: without a lock ---- */
 
-/* Read the header of the record at `offset` into `*out`. Its bytes are in `room`, of
- * MLS_PROMPT_HEAD_READ bytes, or in longer memory that the caller frees; `*bytes` is the
- * address of either. `left`: bytes of the file from the record on.
- * MLS_E_IO, MLS_E_MEMORY, and the errors of mls_prompt_header_parse; `*bytes` is `room`
- * then. */
+/* Read the header of the record at `offset` into `*out`. Its bytes are in
+ * `header_buffer`, of MLS_PROMPT_HEAD_READ bytes, or in longer memory that the caller
+ * frees; `*bytes` is the address of either. `left`: bytes of the file from the record on.
+ * MLS_E_IO, MLS_E_MEMORY, and the errors of mls_prompt_header_parse; `*bytes` is
+ * `header_buffer` then. */
 mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
-                                const mls_crc_kernels *crc, unsigned char *room,
+                                const mls_crc_kernels *crc, unsigned char *header_buffer,
                                 unsigned char **bytes, mls_prompt_header *out,
                                 mls_status *st);
 

@@ -250,7 +250,7 @@ static mls_code keep_header(mls_prompt_hit *hit, const mls_prompt_header *header
 static mls_code check_hit(const search *s, size_t number, mls_status *st)
 {
     mls_prompt_hit *hit = &s->match->hits[number];
-    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes = room;
+    unsigned char header_buffer[MLS_PROMPT_HEAD_READ], *bytes = header_buffer;
     mls_prompt_header header;
     struct stat info;
     if (hit->file == NULL) {
@@ -262,9 +262,9 @@ static mls_code check_hit(const search *s, size_t number, mls_status *st)
     if ((uint64_t)info.st_size < hit->offset) {
         return mls_fail(st, MLS_E_FORMAT, "the segment is cut off");
     }
-    mls_code code = mls_prompt_header_read(hit->file->fd, hit->offset,
-                                           (uint64_t)info.st_size - hit->offset,
-                                           s->log->crc, room, &bytes, &header, st);
+    mls_code code = mls_prompt_header_read(
+        hit->file->fd, hit->offset, (uint64_t)info.st_size - hit->offset, s->log->crc,
+        header_buffer, &bytes, &header, st);
     if (code == MLS_E_IO) {
         code = mls_fail_os(st, st->os_error,
                            "cannot read the record at offset %llu of " MLS_PROMPT_SEGMENT,
@@ -274,9 +274,9 @@ static mls_code check_hit(const search *s, size_t number, mls_status *st)
         code = mls_fail(st, MLS_E_FORMAT, "another record is stored there");
     }
     if (code == MLS_OK) {
-        code = keep_header(hit, &header, bytes, bytes != room, st);
+        code = keep_header(hit, &header, bytes, bytes != header_buffer, st);
     }
-    if (code != MLS_OK && bytes != room) {
+    if (code != MLS_OK && bytes != header_buffer) {
         mls_free(bytes);
     }
     return code;

@@ -170,7 +170,7 @@ static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
                             uint64_t length, uint32_t number, mls_status *st)
 {
     mls_prompt_log *log = append->log;
-    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes = room;
+    unsigned char header_buffer[MLS_PROMPT_HEAD_READ], *bytes = header_buffer;
     mls_prompt_header header;
     mls_prompt_lock_state(log);
     const mls_prompt_entry entry = log->index.entries[number];
@@ -178,7 +178,7 @@ static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
     const uint64_t offset = mls_prompt_entry_offset(&entry);
     bool is_good = false;
     mls_code code = mls_prompt_header_read(file->fd, offset, length - offset, log->crc,
-                                           room, &bytes, &header, st);
+                                           header_buffer, &bytes, &header, st);
     if (code == MLS_OK && mls_prompt_key_equal(&header.key, &entry.key)) {
         const bool is_pinned = (entry.flags & MLS_PROMPT_PINNED) != 0;
         header.flags = MLS_PROMPT_MOVED | (is_pinned ? MLS_PROMPT_MOVED_PINNED : 0);
@@ -187,7 +187,7 @@ static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
     } else if (code == MLS_E_FORMAT || code == MLS_E_CHECKSUM) {
         code = MLS_OK;
     }
-    if (bytes != room) {
+    if (bytes != header_buffer) {
         mls_free(bytes);
     }
     if (code == MLS_OK && !is_good) {
@@ -234,14 +234,14 @@ static mls_code move_notes(mls_prompt_append *append, mls_prompt_file *file,
                            uint64_t length, uint32_t segment, mls_status *st)
 {
     const mls_crc_kernels *crc = append->log->crc;
-    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes;
+    unsigned char header_buffer[MLS_PROMPT_HEAD_READ], *bytes;
     mls_prompt_header header;
     uint64_t effort = mls_prompt_effort(length), at = 0;
     mls_code code = mls_prompt_header_search(file->fd, MLS_PROMPT_FILE_HEAD, length, crc,
                                              &effort, &at, st);
     while (code == MLS_OK && at > 0) {
-        code = mls_prompt_header_read(file->fd, at, length - at, crc, room, &bytes,
-                                      &header, st);
+        code = mls_prompt_header_read(file->fd, at, length - at, crc, header_buffer,
+                                      &bytes, &header, st);
         const size_t note_bytes =
             code == MLS_OK && header.type == MLS_PROMPT_NOTES
                 ? header.meta_bytes / MLS_PROMPT_NOTE * MLS_PROMPT_NOTE
@@ -249,7 +249,7 @@ static mls_code move_notes(mls_prompt_append *append, mls_prompt_file *file,
         for (size_t i = 0; code == MLS_OK && i < note_bytes; i += MLS_PROMPT_NOTE) {
             code = move_note(append, mls_prompt_note_read(header.meta + i), segment, st);
         }
-        if (bytes != room) {
+        if (bytes != header_buffer) {
             mls_free(bytes);
         }
         if (code == MLS_OK) {

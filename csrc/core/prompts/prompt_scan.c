@@ -144,11 +144,10 @@ typedef struct scan {
 } scan;
 
 /* Read the header at the end of the segment, which the window does not have whole, to
- * `room`, `*bytes` and `*header` as mls_prompt_header_read does; header->header_bytes is
- * the length that the window shows, or 0. A long header that is invalid reduces the
- * effort.
- * MLS_E_CHECKSUM too if the effort is used up. */
-static mls_code read_long(scan *s, unsigned char *room, unsigned char **bytes,
+ * `header_buffer`, `*bytes` and `*header` as mls_prompt_header_read does;
+ * header->header_bytes is the length that the window shows, or 0. A long header that is
+ * invalid reduces the effort. MLS_E_CHECKSUM too if the effort is used up. */
+static mls_code read_long(scan *s, unsigned char *header_buffer, unsigned char **bytes,
                           mls_prompt_header *header, mls_status *st)
 {
     const uint64_t at = s->segment->bytes;
@@ -157,7 +156,7 @@ static mls_code read_long(scan *s, unsigned char *room, unsigned char **bytes,
         return MLS_E_CHECKSUM;
     }
     const mls_code code = mls_prompt_header_read(s->fd, at, s->length - at, s->log->crc,
-                                                 room, bytes, header, st);
+                                                 header_buffer, bytes, header, st);
     s->effort -= code != MLS_OK && length <= s->effort ? length : 0;
     return code;
 }
@@ -171,19 +170,19 @@ static mls_code scan_window(scan *s, const unsigned char *window, size_t bytes,
     mls_prompt_log *log = s->log;
     mls_prompt_segment *segment = s->segment;
     const uint64_t start = segment->bytes;
-    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes_of_header = room;
+    unsigned char header_buffer[MLS_PROMPT_HEAD_READ], *bytes_of_header = header_buffer;
     mls_prompt_header header = {.header_bytes = 0};
     while (segment->bytes - start < bytes) {
         const size_t at = (size_t)(segment->bytes - start);
         const uint64_t left = s->length - segment->bytes;
-        bytes_of_header = room;
+        bytes_of_header = header_buffer;
         mls_code code =
             mls_prompt_header_parse(window + at, bytes - at, left, log->crc, &header, st);
         if (code == MLS_E_CAPACITY || bytes - at < MLS_PROMPT_FIXED) {
             if (at > 0) {
                 return MLS_OK; /* the next window has more of it */
             }
-            code = read_long(s, room, &bytes_of_header, &header, st);
+            code = read_long(s, header_buffer, &bytes_of_header, &header, st);
         }
         if (code == MLS_E_CHECKSUM || code == MLS_E_FORMAT) {
             *done = true;
@@ -195,7 +194,7 @@ static mls_code scan_window(scan *s, const unsigned char *window, size_t bytes,
         if (code == MLS_OK) {
             mls_prompt_enter_header(log, segment, segment->bytes, &header);
         }
-        if (bytes_of_header != room) {
+        if (bytes_of_header != header_buffer) {
             mls_free(bytes_of_header);
         }
         if (code != MLS_OK) {

@@ -64,16 +64,16 @@ static bool is_damaged(const mls_prompt_log *log, const mls_prompt_entry *entry,
                        uint64_t end, unsigned char *buffer)
 {
     const uint64_t offset = mls_prompt_entry_offset(entry);
-    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes = room;
+    unsigned char header_buffer[MLS_PROMPT_HEAD_READ], *bytes = header_buffer;
     mls_prompt_header header;
     mls_status ignored;
-    mls_code code = mls_prompt_header_read(fd, offset, end - offset, log->crc, room,
-                                           &bytes, &header, &ignored);
+    mls_code code = mls_prompt_header_read(fd, offset, end - offset, log->crc,
+                                           header_buffer, &bytes, &header, &ignored);
     if (code == MLS_OK) {
         code = mls_prompt_payload_check(fd, offset, &header, log->crc, buffer, BUFFER,
                                         NULL, &ignored);
     }
-    if (bytes != room) {
+    if (bytes != header_buffer) {
         mls_free(bytes);
     }
     return code == MLS_E_CHECKSUM || code == MLS_E_FORMAT;

@@ -81,18 +81,18 @@ typedef struct measurer {
 } measurer;
 
 /* Return `count` elements (at most CHUNK) of one side, packed and in native byte order:
- * in their own memory if they already are, otherwise gathered in `room`. */
+ * in their own memory if they already are, otherwise gathered in `buffer`. */
 static const unsigned char *gather_native(const measurer *m, side from, size_t count,
-                                          unsigned char *room)
+                                          unsigned char *buffer)
 {
     if (from.step == (ptrdiff_t)m->item && !from.swapped) {
         return from.at;
     }
-    mls_gather(room, from.at, from.step, m->item, count);
+    mls_gather(buffer, from.at, from.step, m->item, count);
     if (from.swapped) {
-        mls_swap_items(room, count * m->item, m->unit);
+        mls_swap_items(buffer, count * m->item, m->unit);
     }
-    return room;
+    return buffer;
 }
 
 /* Compare `count` elements of a run on both sides, and add the result to `into`. Sides
@@ -100,15 +100,15 @@ static const unsigned char *gather_native(const measurer *m, side from, size_t c
 static void measure_run(const measurer *m, side a, side b, size_t count,
                         mls_diff_result *into)
 {
-    unsigned char a_room[CHUNK * 8], b_room[CHUNK * 8];
+    unsigned char a_buffer[CHUNK * 8], b_buffer[CHUNK * 8];
     if (m->packed) {
         m->run(a.at, b.at, count, into);
         return;
     }
     while (count > 0) {
         const size_t part = count < CHUNK ? count : CHUNK;
-        m->run(gather_native(m, a, part, a_room), gather_native(m, b, part, b_room), part,
-               into);
+        m->run(gather_native(m, a, part, a_buffer), gather_native(m, b, part, b_buffer),
+               part, into);
         a.at += a.step * (ptrdiff_t)part;
         b.at += b.step * (ptrdiff_t)part;
         count -= part;
