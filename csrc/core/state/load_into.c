@@ -61,10 +61,11 @@ static bool simplify_axes(const mls_load_into_pair *pair, mls_tensor *dst,
     *src = *pair->src;
     dst->rank = src->rank = iter.rank + 1;
     for (int axis = 0; axis <= iter.rank; axis++) {
-        const bool run = axis == iter.rank;
-        dst->shape[axis] = src->shape[axis] = run ? iter.length : iter.shape[axis];
-        dst->strides[axis] = run ? iter.a_step : iter.a_strides[axis];
-        src->strides[axis] = run ? iter.b_step : iter.b_strides[axis];
+        const bool is_innermost = axis == iter.rank; /* the run of the iterator */
+        dst->shape[axis] = src->shape[axis] =
+            is_innermost ? iter.length : iter.shape[axis];
+        dst->strides[axis] = is_innermost ? iter.a_step : iter.a_strides[axis];
+        src->strides[axis] = is_innermost ? iter.b_step : iter.b_strides[axis];
     }
     return true;
 }
@@ -165,12 +166,12 @@ static mls_code add_pair_name(mls_status *st, const mls_load_into_pair *pair)
 static mls_code check_kind(const mls_load_into_pair *pair, bool cast, mls_status *st)
 {
     const mls_dtype to = pair->dst->dtype, from = pair->src->dtype;
-    const bool copies = mls_copy_check(pair->dst, pair->src, "", st) == MLS_OK;
-    if (copies && (to == from || cast)) {
+    const bool is_copyable = mls_copy_check(pair->dst, pair->src, "", st) == MLS_OK;
+    if (is_copyable && (to == from || cast)) {
         return MLS_OK;
     }
     const quoted name = quote_name(pair->name);
-    if (!copies) {
+    if (!is_copyable) {
         /* once more, for a message with the name */
         (void)mls_copy_check(pair->dst, pair->src, name.text, st);
         return add_pair_name(st, pair);
@@ -312,9 +313,9 @@ static mls_code compare_views(planner *p, const mls_address_range *sorted, size_
             if (sorted[i].written == sorted[j].written) {
                 continue;
             }
-            const bool first = sorted[i].written;
-            const size_t written = sorted[first ? i : j].owner;
-            const size_t read = sorted[first ? j : i].owner;
+            const bool is_write_first = sorted[i].written;
+            const size_t written = sorted[is_write_first ? i : j].owner;
+            const size_t read = sorted[is_write_first ? j : i].owner;
             if (mls_tensor_overlap(p->pairs[written].dst, p->pairs[read].src)) {
                 return fail_overlap(p, written, read);
             }
@@ -330,23 +331,23 @@ static mls_code compare_views(planner *p, const mls_address_range *sorted, size_
 static mls_code find_overlaps(planner *p)
 {
     const mls_address_range *top[2] = {NULL, NULL}; /* index 0: reads, 1: writes */
-    bool is_mixed = false;
+    bool has_read_in_write = false;
     const size_t count = p->reads + p->writes;
     memcpy(p->spans + p->reads, p->spare, p->writes * sizeof *p->spans);
     const mls_address_range *sorted = mls_address_ranges_sort(p->spans, p->spare, count);
     for (size_t i = 0; i < count; i++) {
         const mls_address_range *s = &sorted[i];
-        const mls_address_range *other = top[!s->written];
-        const mls_address_range *like = top[s->written];
-        is_mixed = is_mixed || (other != NULL && s->low < other->high);
-        if (s->written && like != NULL && s->low < like->high) {
-            join_cluster(p, s->owner, like->owner);
+        const mls_address_range *other = top[!s->written]; /* of the other kind */
+        const mls_address_range *same = top[s->written];   /* of the same kind */
+        has_read_in_write = has_read_in_write || (other != NULL && s->low < other->high);
+        if (s->written && same != NULL && s->low < same->high) {
+            join_cluster(p, s->owner, same->owner);
         }
-        if (like == NULL || s->high > like->high) {
+        if (same == NULL || s->high > same->high) {
             top[s->written] = s;
         }
     }
-    return is_mixed ? compare_views(p, sorted, count) : MLS_OK;
+    return has_read_in_write ? compare_views(p, sorted, count) : MLS_OK;
 }
 
 /* Link the pairs of each cluster in ascending order, from `heads`. Iterates backwards, so

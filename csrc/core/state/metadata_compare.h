@@ -46,7 +46,7 @@ typedef struct mls_metadata_counts {
 
 /* Return whether two tensors have equal shapes, or equal names of their dtypes. Two parts
  * have equal shapes only if they are one part; the shape of a part is that of the whole
- * tensor. */
+ * tensor, so a part and a tensor without a part are compared by it alone. */
 bool mls_tensor_meta_same_shape(const mls_tensor_meta *a, const mls_tensor_meta *b);
 bool mls_tensor_meta_same_dtype(const mls_tensor_meta *a, const mls_tensor_meta *b);
 
