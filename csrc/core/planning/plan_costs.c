@@ -1,5 +1,5 @@
 /* plan_costs: sizes in a solver's units, the least budget, and the conversion of values
- * to steps.
+ * to steps. plan_costs.h defines segments s .. t and restarts at k.
  *
  * Sums of sizes are rounded to slots as sums, so that the parts of one peak are rounded
  * only once. Sizes that solvers add later (a held gradient, an activation below a

@@ -2,7 +2,8 @@
  *
  * A segment s .. t is the range of blocks from s to t, both included. A restart at k,
  * with s < k <= t, runs s .. k - 1 forward, solves k .. t above activation k, and then
- * solves s .. k - 1 again (see plan_costs.h).
+ * solves s .. k - 1 again (see plan_costs.h). In loops over a tile of segments, i is the
+ * first block of a segment and l the last one; m counts slots of memory.
  *
  * A segment s .. t needs the segments to its left in the row (s .. k - 1) and below it in
  * the column (k .. t). A large tile first uses complete tiles, in blocks of k. Then its

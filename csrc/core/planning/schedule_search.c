@@ -67,7 +67,7 @@ typedef struct decoded_node {
     state state;
     uint64_t readable;  /* activations that can be read, also inside saved tensors */
     int64_t live_bytes; /* held on the device, with the gradient that is held */
-    uint32_t node;      /* its number */
+    uint32_t number;    /* of the node */
     double cost;        /* of the best path to the node, as is the peak */
     int64_t peak;
 } decoded_node;
@@ -276,11 +276,11 @@ typedef struct outcome {
     bool is_offloaded;
 } outcome;
 
-/* Adds the result `o` of a step from `m` to the paths of `s`, unless it exceeds
+/* Adds the result `o` of a step from `from` to the paths of `s`, unless it exceeds
  * limits->budget_bytes, or its seconds are not below limits->below; a search `by_peak`
  * has neither limit. Useless activations are removed first: those whose block is done,
  * and those that are also inside saved tensors. MLS_E_MEMORY. */
-static mls_code add_outcome(search *s, const decoded_node *m, const outcome *o)
+static mls_code add_outcome(search *s, const decoded_node *from, const outcome *o)
 {
     if (!s->by_peak && o->peak > s->limits->budget_bytes) {
         return MLS_OK;
@@ -290,7 +290,7 @@ static mls_code add_outcome(search *s, const decoded_node *m, const outcome *o)
     const mls_compute_step run = {
         .kind = (int32_t)(o->is_offloaded ? MLS_STEP_OFFLOAD : o->kind),
         .index = (int32_t)o->block};
-    const double cost = m->cost + mls_step_extra(s->chain, &run);
+    const double cost = from->cost + mls_step_extra(s->chain, &run);
     if (!s->by_peak && !(cost < s->limits->below)) {
         return MLS_OK;
     }
@@ -299,8 +299,8 @@ static mls_code add_outcome(search *s, const decoded_node *m, const outcome *o)
     next.alone &= ((one_bit << next.left) - 1) & ~(next.saved << 1);
     return add_path(s, &(node){.key = pack_state(&next),
                                .cost = cost,
-                               .peak = o->peak > m->peak ? o->peak : m->peak,
-                               .parent = m->node,
+                               .peak = o->peak > from->peak ? o->peak : from->peak,
+                               .parent = from->number,
                                .kind = (int8_t)o->kind,
                                .is_offloaded = o->is_offloaded,
                                .block = (int8_t)o->block});
@@ -308,54 +308,57 @@ static mls_code add_outcome(search *s, const decoded_node *m, const outcome *o)
 
 /* Adds a result as it is, and also with the activation whose bit is `bit` dropped, if
  * that has its own memory; `o` is changed then. MLS_E_MEMORY. */
-static mls_code add_outcome_both(search *s, const decoded_node *m, outcome *o,
+static mls_code add_outcome_both(search *s, const decoded_node *from, outcome *o,
                                  uint64_t bit)
 {
-    const mls_code code = add_outcome(s, m, o);
+    const mls_code code = add_outcome(s, from, o);
     if (code != MLS_OK || (o->state.alone & bit) == 0) {
         return code;
     }
     o->state.alone &= ~bit;
-    return add_outcome(s, m, o);
+    return add_outcome(s, from, o);
 }
 
 /* Tries to run block i forward, with and without dropping its input. Skipped if the
  * output is held already or not needed any more. Like the functions below, returns only
  * MLS_E_MEMORY as an error. */
-static mls_code try_forward(search *s, const decoded_node *m, size_t i)
+static mls_code try_forward(search *s, const decoded_node *from, size_t i)
 {
     const mls_chain *c = s->chain;
     const uint64_t output = one_bit << (i + 1);
     /* the block whose backward pass is next is saved, never only run */
-    if (i + 1 >= m->state.left || (m->readable & output) != 0) {
+    if (i + 1 >= from->state.left || (from->readable & output) != 0) {
         return MLS_OK;
     }
-    outcome o = {.state = m->state, .kind = MLS_STEP_FORWARD, .block = i};
-    o.peak = m->live_bytes + c->activation_bytes[i + 1] + c->forward_temporary_bytes[i];
+    outcome o = {.state = from->state, .kind = MLS_STEP_FORWARD, .block = i};
+    o.peak =
+        from->live_bytes + c->activation_bytes[i + 1] + c->forward_temporary_bytes[i];
     o.state.alone |= output;
-    return add_outcome_both(s, m, &o, one_bit << i);
+    return add_outcome_both(s, from, &o, one_bit << i);
 }
 
 /* Returns the held bytes without the separate output of block i. */
-static int64_t bytes_without_output(const search *s, const decoded_node *m, size_t i)
+static int64_t bytes_without_output(const search *s, const decoded_node *from, size_t i)
 {
-    const bool alone = (m->state.alone >> (i + 1) & 1) != 0;
-    return alone ? m->live_bytes - s->chain->activation_bytes[i + 1] : m->live_bytes;
+    const bool alone = (from->state.alone >> (i + 1) & 1) != 0;
+    return alone ? from->live_bytes - s->chain->activation_bytes[i + 1]
+                 : from->live_bytes;
 }
 
 /* Adds results that offload the block whose bit is `bit` right after its save or load
  * `o`, with and without its input and output: waiting gains nothing, because the output
  * may stay. */
-static mls_code add_offloaded(search *s, const decoded_node *m, outcome *o, uint64_t bit)
+static mls_code add_offloaded(search *s, const decoded_node *from, outcome *o,
+                              uint64_t bit)
 {
     o->is_offloaded = true;
     o->state.saved &= ~bit;
     o->state.host |= bit;
-    o->state.alone = (o->state.alone & ~bit) | (m->state.alone & bit) | bit << 1;
+    o->state.alone = (o->state.alone & ~bit) | (from->state.alone & bit) | bit << 1;
     /* with and without the input, and with and without the output */
     for (int dropped = 0; dropped < 2; dropped++) {
         outcome each = *o;
-        const mls_code code = add_outcome_both(s, m, &each, bit << 1);
+        const mls_code code = add_outcome_both(s, from, &each, bit << 1);
         if (code != MLS_OK || (o->state.alone & bit) == 0) {
             return code;
         }
@@ -368,64 +371,65 @@ static mls_code add_offloaded(search *s, const decoded_node *m, outcome *o, uint
  * if offloads are allowed, with an offload right after it. Skipped if the block is done,
  * or saved already. A separate output is dropped first, because making it twice is
  * invalid. */
-static mls_code try_save(search *s, const decoded_node *m, size_t i)
+static mls_code try_save(search *s, const decoded_node *from, size_t i)
 {
     const mls_chain *c = s->chain;
     const uint64_t bit = one_bit << i;
-    if (i >= m->state.left || ((m->state.saved | m->state.host) & bit) != 0) {
+    if (i >= from->state.left || ((from->state.saved | from->state.host) & bit) != 0) {
         return MLS_OK;
     }
-    outcome o = {.state = m->state, .kind = MLS_STEP_SAVE, .block = i};
-    o.peak =
-        bytes_without_output(s, m, i) + c->saved_bytes[i] + c->saving_temporary_bytes[i];
+    outcome o = {.state = from->state, .kind = MLS_STEP_SAVE, .block = i};
+    o.peak = bytes_without_output(s, from, i) + c->saved_bytes[i] +
+             c->saving_temporary_bytes[i];
     o.state.saved |= bit;
     o.state.alone &= ~(bit << 1);
-    const mls_code code = add_outcome_both(s, m, &o, bit);
-    return code == MLS_OK && s->limits->offload ? add_offloaded(s, m, &o, bit) : code;
+    const mls_code code = add_outcome_both(s, from, &o, bit);
+    return code == MLS_OK && s->limits->offload ? add_offloaded(s, from, &o, bit) : code;
 }
 
 /* Tries to load block i for its backward pass, or for an output that is not held; then
  * the output may stay while the rest is offloaded again. Skipped if the block is not on
  * the host. */
-static mls_code try_load(search *s, const decoded_node *m, size_t i)
+static mls_code try_load(search *s, const decoded_node *from, size_t i)
 {
     const uint64_t bit = one_bit << i;
     /* if the output stayed, the load can wait until the backward pass needs it: until
      * then the output alone is smaller */
-    const bool is_next = i + 1 == m->state.left;
-    if ((m->state.host & bit) == 0 || (!is_next && (m->state.alone & bit << 1) != 0)) {
+    const bool is_next = i + 1 == from->state.left;
+    if ((from->state.host & bit) == 0 ||
+        (!is_next && (from->state.alone & bit << 1) != 0)) {
         return MLS_OK;
     }
-    outcome o = {.state = m->state, .kind = MLS_STEP_LOAD, .block = i};
-    o.peak = bytes_without_output(s, m, i) + s->chain->saved_bytes[i];
+    outcome o = {.state = from->state, .kind = MLS_STEP_LOAD, .block = i};
+    o.peak = bytes_without_output(s, from, i) + s->chain->saved_bytes[i];
     o.state.host &= ~bit;
     o.state.saved |= bit;
     o.state.alone &= ~(bit << 1);
-    const mls_code code = add_outcome(s, m, &o);
-    return code == MLS_OK && !is_next ? add_offloaded(s, m, &o, bit) : code;
+    const mls_code code = add_outcome(s, from, &o);
+    return code == MLS_OK && !is_next ? add_offloaded(s, from, &o, bit) : code;
 }
 
 /* Tries to run the next backward pass, or the only save or load that it lacks. Sets
  * `*done` if no other step needs to be tried. */
-static mls_code try_backward(search *s, const decoded_node *m, bool *done)
+static mls_code try_backward(search *s, const decoded_node *from, bool *done)
 {
     const mls_chain *c = s->chain;
-    const size_t i = m->state.left - 1;
+    const size_t i = from->state.left - 1;
     const uint64_t bit = one_bit << i;
     *done = false;
-    if ((m->readable & bit) == 0) {
+    if ((from->readable & bit) == 0) {
         return MLS_OK;
     }
-    const bool is_saved = (m->state.saved & bit) != 0,
-               is_offloaded = (m->state.host & bit) != 0;
-    const int64_t held_bytes = m->live_bytes + (is_saved ? 0 : c->saved_bytes[i]);
+    const bool is_saved = (from->state.saved & bit) != 0,
+               is_offloaded = (from->state.host & bit) != 0;
+    const int64_t held_bytes = from->live_bytes + (is_saved ? 0 : c->saved_bytes[i]);
     const int64_t saving_peak =
         held_bytes + (is_saved || is_offloaded ? 0 : c->saving_temporary_bytes[i]);
     const int64_t freed_bytes =
-        (is_saved ? c->saved_bytes[i] : 0) + mls_live_gradient(c, m->state.left) +
-        ((m->state.alone & bit) != 0 ? c->activation_bytes[i] : 0);
-    const int64_t limit = s->by_peak ? m->peak : s->limits->budget_bytes;
-    outcome o = {.state = m->state, .kind = MLS_STEP_BACKWARD, .block = i};
+        (is_saved ? c->saved_bytes[i] : 0) + mls_live_gradient(c, from->state.left) +
+        ((from->state.alone & bit) != 0 ? c->activation_bytes[i] : 0);
+    const int64_t limit = s->by_peak ? from->peak : s->limits->budget_bytes;
+    outcome o = {.state = from->state, .kind = MLS_STEP_BACKWARD, .block = i};
     o.peak = held_bytes + mls_backward_makes(c, i);
     /* never better later: it fits, and it leaves no more memory held than before */
     *done =
@@ -433,7 +437,7 @@ static mls_code try_backward(search *s, const decoded_node *m, bool *done)
     if (is_saved) {
         o.state.saved &= ~bit;
         o.state.left--;
-        return add_outcome(s, m, &o);
+        return add_outcome(s, from, &o);
     }
     if (!*done) {
         return MLS_OK;
@@ -442,7 +446,7 @@ static mls_code try_backward(search *s, const decoded_node *m, bool *done)
     o.peak = saving_peak;
     o.state.host &= ~bit;
     o.state.saved |= bit;
-    return add_outcome(s, m, &o);
+    return add_outcome(s, from, &o);
 }
 
 /* ---- the search ---- */
@@ -452,14 +456,15 @@ static decoded_node decode_node(const search *s, uint32_t number)
 {
     const mls_chain *c = s->chain;
     const node *at = &s->nodes[number];
-    decoded_node m = {.state = unpack_state(at->key), .node = number};
-    m.cost = at->cost;
-    m.peak = at->peak;
-    m.readable = m.state.alone | m.state.saved << 1 | 1;
-    m.live_bytes = c->activation_bytes[0] + mls_live_gradient(c, m.state.left) +
-                   bytes_of(c->activation_bytes, m.state.alone) +
-                   bytes_of(c->saved_bytes, m.state.saved);
-    return m;
+    decoded_node decoded = {.state = unpack_state(at->key), .number = number};
+    decoded.cost = at->cost;
+    decoded.peak = at->peak;
+    decoded.readable = decoded.state.alone | decoded.state.saved << 1 | 1;
+    decoded.live_bytes = c->activation_bytes[0] +
+                         mls_live_gradient(c, decoded.state.left) +
+                         bytes_of(c->activation_bytes, decoded.state.alone) +
+                         bytes_of(c->saved_bytes, decoded.state.saved);
+    return decoded;
 }
 
 /* Tries all steps from node `number` that may be part of a best path. If the next
@@ -468,18 +473,18 @@ static decoded_node decode_node(const search *s, uint32_t number)
 static mls_code expand_node(search *s, uint32_t number)
 {
     /* a copy: the array of nodes may move */
-    const decoded_node m = decode_node(s, number);
+    const decoded_node from = decode_node(s, number);
     bool done;
-    mls_code code = try_backward(s, &m, &done);
+    mls_code code = try_backward(s, &from, &done);
     for (size_t i = 0; i < s->chain->blocks && code == MLS_OK && !done; i++) {
-        if ((m.readable >> i & 1) != 0) {
-            code = try_forward(s, &m, i);
+        if ((from.readable >> i & 1) != 0) {
+            code = try_forward(s, &from, i);
             if (code == MLS_OK) {
-                code = try_save(s, &m, i);
+                code = try_save(s, &from, i);
             }
         }
         if (code == MLS_OK && s->limits->offload) {
-            code = try_load(s, &m, i);
+            code = try_load(s, &from, i);
         }
     }
     return code;

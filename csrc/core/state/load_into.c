@@ -114,11 +114,11 @@ typedef struct item {
 typedef struct planner {
     const mls_load_into_pair *pairs;
     size_t count;
-    bool cast;                        /* dtypes may be converted */
-    item *items;                      /* one for each pair */
-    mls_address_range *spans, *spare; /* two per pair; at first, the reads are in `spans`
-                                         and the writes in `spare` */
-    size_t reads, writes;             /* numbers of ranges */
+    bool cast;                         /* dtypes may be converted */
+    item *items;                       /* one for each pair */
+    mls_address_range *ranges, *spare; /* two per pair; at first, the reads are in
+                                          `ranges` and the writes in `spare` */
+    size_t reads, writes;              /* numbers of ranges */
     size_t clusters;
     size_t *heads; /* first pair of each cluster, or `count` */
     mls_load_into *load;
@@ -210,15 +210,15 @@ static bool is_single_copy(const mls_load_into_pair *pair)
            iter.a_step == (ptrdiff_t)bytes && iter.b_step == (ptrdiff_t)bytes;
 }
 
-/* Append the address range of a view to `spans`, and count it in `*count`, if the view
+/* Append the address range of a view to `ranges`, and count it in `*count`, if the view
  * has elements. `pair` is the number of its pair; `written` tells a target from a
  * source. */
-static void add_range(mls_address_range *spans, size_t *count, const mls_tensor *t,
+static void add_range(mls_address_range *ranges, size_t *count, const mls_tensor *t,
                       size_t pair, bool written)
 {
-    mls_address_range s = {.owner = pair, .written = written};
-    if (mls_tensor_range(t, &s.low, &s.high)) {
-        spans[(*count)++] = s;
+    mls_address_range range = {.owner = pair, .written = written};
+    if (mls_tensor_range(t, &range.low, &range.high)) {
+        ranges[(*count)++] = range;
     }
 }
 
@@ -248,7 +248,7 @@ static mls_code check_pair(planner *p, size_t index)
     if (code != MLS_OK) {
         return code;
     }
-    add_range(p->spans, &p->reads, pair->src, index, false);
+    add_range(p->ranges, &p->reads, pair->src, index, false);
     if (is_same(pair->dst, pair->src)) {
         return MLS_OK;
     }
@@ -333,18 +333,19 @@ static mls_code find_overlaps(planner *p)
     const mls_address_range *top[2] = {NULL, NULL}; /* index 0: reads, 1: writes */
     bool has_read_in_write = false;
     const size_t count = p->reads + p->writes;
-    memcpy(p->spans + p->reads, p->spare, p->writes * sizeof *p->spans);
-    const mls_address_range *sorted = mls_address_ranges_sort(p->spans, p->spare, count);
+    memcpy(p->ranges + p->reads, p->spare, p->writes * sizeof *p->ranges);
+    const mls_address_range *sorted = mls_address_ranges_sort(p->ranges, p->spare, count);
     for (size_t i = 0; i < count; i++) {
-        const mls_address_range *s = &sorted[i];
-        const mls_address_range *other = top[!s->written]; /* of the other kind */
-        const mls_address_range *same = top[s->written];   /* of the same kind */
-        has_read_in_write = has_read_in_write || (other != NULL && s->low < other->high);
-        if (s->written && same != NULL && s->low < same->high) {
-            join_cluster(p, s->owner, same->owner);
+        const mls_address_range *range = &sorted[i];
+        const mls_address_range *other = top[!range->written]; /* of the other kind */
+        const mls_address_range *same = top[range->written];   /* of the same kind */
+        has_read_in_write =
+            has_read_in_write || (other != NULL && range->low < other->high);
+        if (range->written && same != NULL && range->low < same->high) {
+            join_cluster(p, range->owner, same->owner);
         }
-        if (same == NULL || s->high > same->high) {
-            top[s->written] = s;
+        if (same == NULL || range->high > same->high) {
+            top[range->written] = range;
         }
     }
     return has_read_in_write ? compare_views(p, sorted, count) : MLS_OK;
@@ -565,9 +566,9 @@ mls_code mls_load_into_new(const mls_load_into_pair *pairs, size_t count, bool c
     mls_code code;
     p.load = mls_alloc(1, sizeof *p.load);
     p.items = mls_alloc(count, sizeof *p.items);
-    p.spans = mls_alloc(count, 2 * sizeof *p.spans);
+    p.ranges = mls_alloc(count, 2 * sizeof *p.ranges);
     p.spare = mls_alloc(count, 2 * sizeof *p.spare);
-    if (p.load == NULL || p.items == NULL || p.spans == NULL || p.spare == NULL) {
+    if (p.load == NULL || p.items == NULL || p.ranges == NULL || p.spare == NULL) {
         code = no_memory(st, count);
         goto done;
     }
@@ -579,7 +580,7 @@ mls_code mls_load_into_new(const mls_load_into_pair *pairs, size_t count, bool c
 done:
     mls_load_into_free(p.load);
     mls_free(p.items);
-    mls_free(p.spans);
+    mls_free(p.ranges);
     mls_free(p.spare);
     mls_free(p.heads);
     return code;
