@@ -141,6 +141,18 @@ def test_ancestors_of_a_recent_record_stay_after_a_compaction_and_a_lost_index(t
     assert match(log, older).length == 0
 
 
+def test_a_record_at_the_end_of_a_block_is_evicted_before_the_block(log):
+    """The block is its parent: without it, the record could not be found."""
+    tokens = np.arange(BLOCK)
+    block, tail, other = (np.ones(size, np.uint8) for size in (1000, 30_000, 20_000))
+    records = [(0, BLOCK, b"", [block]), (1, BLOCK, b"", [tail])]
+    assert log.put(FINGERPRINT, tokens, BLOCK, records, None, 1.0) == [1, 1]
+    record = (0, BLOCK, b"", [other])
+    assert log.put(FINGERPRINT, tokens + 9, BLOCK, [record], 35_000, 1.0) == [1]
+    assert pairs_of(match(log, tokens)) == [(0, BLOCK)]
+    assert log.stats()["records"] == 2
+
+
 def test_record_that_cannot_fit_is_not_stored(log):
     put(log, [1] * BLOCK)
     record = (0, BLOCK, b"", [np.ones(100_000, np.uint8)])

@@ -389,17 +389,24 @@ mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status 
  * entry. */
 typedef struct candidate {
     uint32_t used, end, number;
+    bool is_block;
 } candidate;
 
-/* For qsort: least recently used first; of one chain, the last block first. */
+/* For qsort: least recently used first; of one chain, the last record first. A block is
+ * the parent of other records with the same end, so these come before it. */
 static int compare_candidates(const void *a, const void *b)
 {
     const candidate *x = a, *y = b;
     if (x->used != y->used) {
         return x->used < y->used ? -1 : 1;
     }
-    return x->end != y->end ? (x->end > y->end ? -1 : 1)
-                            : (x->number < y->number ? -1 : x->number > y->number);
+    if (x->end != y->end) {
+        return x->end > y->end ? -1 : 1;
+    }
+    if (x->is_block != y->is_block) {
+        return x->is_block ? 1 : -1;
+    }
+    return x->number < y->number ? -1 : x->number > y->number;
 }
 
 /* Flag the ancestors of pinned records as MLS_PROMPT_KEPT: without them these cannot be
@@ -434,7 +441,10 @@ static candidate *list_candidates(mls_prompt_index *index, size_t *count)
     for (size_t i = 0; i < index->count; i++) {
         mls_prompt_entry *entry = &index->entries[i];
         if ((entry->flags & stays) == 0) {
-            list[listed++] = (candidate){entry->used, entry->end, (uint32_t)i};
+            list[listed++] = (candidate){.used = entry->used,
+                                         .end = entry->end,
+                                         .number = (uint32_t)i,
+                                         .is_block = entry->kind == 0};
         }
         entry->flags &= (uint8_t)~MLS_PROMPT_KEPT;
     }
