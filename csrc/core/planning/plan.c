@@ -176,8 +176,9 @@ static mls_code make_fitting_plan(const mls_chain *chain, const mls_plan_request
     return code;
 }
 
-/* Returns the largest number of slots, at most `slots`, whose table has an allowed size;
- * 0 if there is none. Searches, because padding makes the size irregular. */
+/* Returns the largest number of slots, at most `slots`, whose table for a chain of
+ * `blocks` has an allowed size; 0 if there is none. Searches, because padding makes the
+ * size irregular. */
 static size_t slots_that_fit(size_t blocks, size_t slots)
 {
     while (slots > 0 && mls_plan_table_bytes(blocks, slots) > MLS_PLAN_TABLE_BYTES) {

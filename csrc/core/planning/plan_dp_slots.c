@@ -106,9 +106,9 @@ static float repeated_seconds(const solver *dp, size_t s, size_t k)
 }
 
 /* Tries restarts at k = `from` to before `to` for the segment s .. t, for entries (memory
- * in slots) below `end` only. Each begins at the first entry at which the rules allow it
- * and both of its parts are finite. The cells of a row are adjacent; in a column, the
- * distance between cells shrinks by one each time. */
+ * in slots) below `end` only. Each begins at the first entry at which its forward passes
+ * and activation k fit (`bound`) and both of its parts are finite. The cells of a row are
+ * adjacent; in a column, the distance between cells shrinks by one each time. */
 static void try_restarts(const solver *dp, size_t s, size_t t, size_t from, size_t to,
                          size_t end)
 {
@@ -137,9 +137,9 @@ static void try_restarts(const solver *dp, size_t s, size_t t, size_t from, size
 
 /* Returns the first entry at which a kernel may try a restart at k for the small tile at
  * s, t: valid for every segment of the tile, and a multiple of LANES. Before `finite`,
- * both parts are finite for no segment; from `bound` on, the rules allow the restart for
- * all. Kernels do not check the rules and process whole registers, so the entries before
- * the result are computed here. */
+ * both parts are finite for no segment; from `bound` on, its forward passes and
+ * activation k fit for all. Kernels do not check this and process whole registers, so the
+ * entries before the result are computed here. */
 static uint32_t first_kernel_entry(const solver *dp, size_t s, size_t t, size_t k)
 {
     const size_t s_end = mls_size_least(s + SMALL, dp->n),
@@ -297,7 +297,8 @@ static void finish_segment(const solver *dp, size_t s, size_t t)
     float *values = values_of(dp->table, s, t);
     const size_t cell = mls_plan_cell(dp->n, s, t);
     const size_t s_end = s / SMALL * SMALL + SMALL, t_begin = t / SMALL * SMALL;
-    /* from `full` on nothing is recomputed, so a restart gains nothing */
+    /* restarts k in the small tile of the first block s, then in that of the last block
+     * t; from `full` on nothing is recomputed, so a restart gains nothing */
     try_restarts(dp, s, t, s + 1, mls_size_least(s_end, t + 1), (size_t)dp->full[cell]);
     try_restarts(dp, s, t, mls_size_most(s_end, t_begin + 1), t + 1,
                  (size_t)dp->full[cell]);

@@ -267,7 +267,8 @@ static mls_code add_path(search *s, const node *path)
 
 /* ---- steps ---- */
 
-/* Result of a step; `is_offloaded`: an offload of the same block follows at once. */
+/* Result of a step from a node (`from` in the functions below). `is_offloaded`: an
+ * offload of the same block follows at once. */
 typedef struct outcome {
     state state;
     int64_t peak;

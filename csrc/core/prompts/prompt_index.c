@@ -230,11 +230,11 @@ mls_code mls_prompt_index_pack(mls_prompt_index *index, mls_status *st)
     if (numbers == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to pack the index");
     }
-    uint32_t left = 0;
+    uint32_t remaining = 0;
     mark_needed(index, numbers);
     for (uint32_t i = 0; i < index->count; i++) {
         index->removed -= numbers[i] == 0;
-        numbers[i] = numbers[i] == 0 ? MLS_PROMPT_NONE : left++;
+        numbers[i] = numbers[i] == 0 ? MLS_PROMPT_NONE : remaining++;
     }
     for (uint32_t i = 0; i < index->count; i++) {
         if (numbers[i] != MLS_PROMPT_NONE) {
@@ -245,7 +245,7 @@ mls_code mls_prompt_index_pack(mls_prompt_index *index, mls_status *st)
         }
     }
     mls_free(numbers);
-    index->count = left;
+    index->count = remaining;
     if (index->slots > 0) {
         fill_table(index);
     }

@@ -200,7 +200,8 @@ static bool tokens_equal(const mls_prompt_header *header, const uint32_t *tokens
 
 /* Return whether the header is of the record that hit `number` proposes, for this
  * prompt. */
-static bool header_is(const search *s, size_t number, const mls_prompt_header *header)
+static bool header_matches_hit(const search *s, size_t number,
+                               const mls_prompt_header *header)
 {
     const mls_prompt_hit *hit = &s->match->hits[number];
     return header->type == MLS_PROMPT_RECORD && header->kind == hit->kind &&
@@ -270,7 +271,7 @@ static mls_code check_hit(const search *s, size_t number, mls_status *st)
                            "cannot read the record at offset %llu of " MLS_PROMPT_SEGMENT,
                            (unsigned long long)hit->offset, (unsigned)hit->segment);
     }
-    if (code == MLS_OK && !header_is(s, number, &header)) {
+    if (code == MLS_OK && !header_matches_hit(s, number, &header)) {
         code = mls_fail(st, MLS_E_FORMAT, "another record is stored there");
     }
     if (code == MLS_OK) {

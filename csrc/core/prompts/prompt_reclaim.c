@@ -131,7 +131,7 @@ uint64_t mls_prompt_disk_bytes(const mls_prompt_log *log)
     return bytes;
 }
 
-/* Return whether less than half of the records' bytes belong to entries. */
+/* Return whether entries refer to less than half of the bytes of a segment's records. */
 static bool is_mostly_dead(const mls_prompt_segment *segment)
 {
     return segment->live < (segment->bytes - MLS_PROMPT_FILE_HEAD + 1) / 2;

@@ -166,9 +166,8 @@ static void close_older(mls_prompt_log *log)
 }
 
 /* Fail with MLS_E_FORMAT if the head of the file `fd` has another number than `number`,
- * or the id of another store: it is a copy. A damaged head is
- * accepted: each record has checksums, and a key that only this store can make.
- * MLS_E_IO. */
+ * or the id of another store: it is a copy. A damaged head is accepted: each record has
+ * checksums, and a key that only this store can make. MLS_E_IO. */
 static mls_code check_head(const mls_prompt_log *log, int fd, uint32_t number,
                            mls_status *st)
 {

@@ -248,7 +248,7 @@ static mls_code check_pair(planner *p, size_t index)
     if (code != MLS_OK) {
         return code;
     }
-    add_range(p->ranges, &p->reads, pair->src, index, false);
+    add_range(p->ranges, &p->reads, pair->src, index, false /* a source */);
     if (is_same(pair->dst, pair->src)) {
         return MLS_OK;
     }
@@ -263,7 +263,7 @@ static mls_code check_pair(planner *p, size_t index)
     entry->to = pair->dst->data;
     entry->from = pair->src->data;
     entry->plain = is_single_copy(pair);
-    add_range(p->spare, &p->writes, pair->dst, index, true);
+    add_range(p->spare, &p->writes, pair->dst, index, true /* a target */);
     if (!mls_size_add(p->load->bytes, entry->bytes, &p->load->bytes)) {
         p->load->bytes =
             SIZE_MAX; /* saturates; needed only to tell whether the load is large */
@@ -500,7 +500,7 @@ static bool add_clusters(planner *p)
     for (size_t cluster = 0; cluster < p->clusters; cluster++) {
         size_t pair = p->heads[cluster];
         for (; pair < p->count && fits; pair = p->items[pair].next) {
-            fits = add_unsplit(p, pair, true);
+            fits = add_unsplit(p, pair, true /* in one task */);
         }
         end_task(p);
     }
@@ -518,7 +518,7 @@ static bool add_others(planner *p)
             continue;
         }
         if (entry->bytes <= PART) {
-            fits = add_unsplit(p, i, false);
+            fits = add_unsplit(p, i, false /* in any task */);
         } else if (entry->plain) {
             fits = split_copy(p, entry);
         } else {
