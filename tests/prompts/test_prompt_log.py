@@ -153,6 +153,32 @@ def test_a_record_at_the_end_of_a_block_is_evicted_before_the_block(log):
     assert log.stats()["records"] == 2
 
 
+@pytest.mark.parametrize("saves_index", [False, True])
+def test_a_record_that_another_process_pins_after_its_eviction_stays(tmp_path, saves_index):
+    """The eviction is known to one process only, and the bytes are in the segment."""
+    log = PromptLog(tmp_path / "log", True)
+    other = PromptLog(tmp_path / "log", False)
+
+    def store(token, size, max_bytes):
+        record = (0, BLOCK, b"", [np.ones(size, np.uint8)])
+        return log.put(FINGERPRINT, np.full(BLOCK, token), BLOCK, [record], max_bytes, 1.0)
+
+    for token, size in enumerate((10_000, 45_000, 45_000, 10_000, 10_000)):
+        assert store(token, size, 1 << 20) == [1]
+    assert match(log, [1] * BLOCK).length == BLOCK
+    assert other.stats()["records"] == 5
+    assert store(9, 20_000, log.stats()["disk_bytes"]) == [1]
+    assert match(log, [0] * BLOCK).length == 0
+    if saves_index:
+        log.prune(None, 1.0)
+    assert other.mark(match(other, [0] * BLOCK), [0], "pin", 1.0) == 1
+    for handle in (log, PromptLog(tmp_path / "log", False)):
+        assert handle.stats()["pinned"] == 1
+    log.prune(1000, 1.0)
+    for handle in (log, other, PromptLog(tmp_path / "log", False)):
+        assert match(handle, [0] * BLOCK).length == BLOCK
+
+
 def test_record_that_cannot_fit_is_not_stored(log):
     put(log, [1] * BLOCK)
     record = (0, BLOCK, b"", [np.ones(100_000, np.uint8)])

@@ -54,8 +54,9 @@ struct mls_prompt_log {
     pthread_mutex_t state, writer;
     /* is_locked: the writer has the lock of the file `store`. is_stale: the log must be
      * read anew before its next use. is_checked: the records of the last put before this
-     * process wrote were verified. */
-    bool is_writing, is_locked, is_stale, is_checked;
+     * process wrote were verified. lacks_pinned: a note pinned a record without an entry;
+     * this process, or the index file, may have evicted it while its bytes stayed. */
+    bool is_writing, is_locked, is_stale, is_checked, lacks_pinned;
     mls_prompt_index index;
     mls_prompt_segment *segments; /* sorted by number */
     size_t segment_count, segment_room, open_files;
@@ -161,9 +162,9 @@ mls_code mls_prompt_payload_check(int fd, uint64_t offset,
 
 /* ---- prompt_scan.c ---- */
 
-/* Read the whole log anew: the index file, then the ends of the segments. A damaged
- * header is skipped together with its record. After a failure the log is empty and stale.
- * MLS_E_IO, MLS_E_MEMORY. */
+/* Read the whole log anew: the index file, then the ends of the segments; without the
+ * index file if `lacks_pinned`. A damaged header is skipped together with its record.
+ * After a failure the log is empty and stale. MLS_E_IO, MLS_E_MEMORY. */
 mls_code mls_prompt_load(mls_prompt_log *log, mls_status *st);
 
 /* Read the records that other processes appended since; the whole log if it was
@@ -183,8 +184,8 @@ void mls_prompt_enter_header(mls_prompt_log *log, mls_prompt_segment *segment,
  * unless it is removed already. The file is unchanged. */
 void mls_prompt_forget_record(mls_prompt_log *log, uint32_t number);
 
-/* Pin, unpin or delete the entry of the note's key, as the note records; without such an
- * entry nothing happens. */
+/* Pin, unpin or delete the entry of the note's key, as the note records. Without such an
+ * entry a pin sets `lacks_pinned`, and other notes do nothing. */
 void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note);
 
 /* ---- prompt_index_file.c ---- */

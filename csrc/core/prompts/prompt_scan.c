@@ -88,6 +88,7 @@ void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note)
 {
     const uint32_t number = mls_prompt_index_find(&log->index, &note->key);
     if (number == MLS_PROMPT_NONE) {
+        log->lacks_pinned = log->lacks_pinned || note->operation == MLS_PROMPT_PIN;
         return;
     }
     mls_prompt_entry *entry = &log->index.entries[number];
@@ -345,13 +346,24 @@ mls_code mls_prompt_scan_behind_damage(mls_prompt_log *log, mls_status *st)
 }
 
 /* Read the whole log anew. Without a usable index file, all segments are scanned from
- * their start. */
+ * their start; then records that were evicted come back if their bytes are there, such as
+ * those that another process has pinned since. A pin of a record that is gone does no
+ * harm. */
 mls_code mls_prompt_load(mls_prompt_log *log, mls_status *st)
 {
-    mls_prompt_log_clear(log);
-    log->is_stale = false;
-    (void)mls_prompt_index_load(log);
-    const mls_code code = scan_folder(log, st);
+    bool has_index = !log->lacks_pinned;
+    mls_code code;
+    for (;;) {
+        mls_prompt_log_clear(log);
+        log->is_stale = log->lacks_pinned = false;
+        has_index = has_index && mls_prompt_index_load(log);
+        code = scan_folder(log, st);
+        if (code != MLS_OK || !has_index || !log->lacks_pinned) {
+            break;
+        }
+        has_index = false; /* once more, without the index file */
+    }
+    log->lacks_pinned = false;
     if (code != MLS_OK) {
         mls_prompt_log_clear(log);
         log->is_stale = true;
@@ -385,5 +397,6 @@ mls_code mls_prompt_follow(mls_prompt_log *log, mls_status *st)
     } else if (!changed && log->segment_count > 0) {
         code = scan_newest(log, false /* end at damage */, &changed, st);
     }
+    changed = changed || (code == MLS_OK && log->lacks_pinned);
     return changed ? mls_prompt_load(log, st) : code;
 }
