@@ -179,6 +179,32 @@ def test_a_record_that_another_process_pins_after_its_eviction_stays(tmp_path, s
         assert match(handle, [0] * BLOCK).length == BLOCK
 
 
+def test_an_unpinned_record_does_not_come_back_pinned_after_its_eviction(tmp_path):
+    """The segment with the unpin is compacted, the one with the record and the pin is not."""
+    log = PromptLog(tmp_path / "log", True)
+
+    def store(token, size, max_bytes=1 << 20):
+        record = (0, BLOCK, b"", [np.ones(size, np.uint8)])
+        return log.put(FINGERPRINT, np.full(BLOCK, token), BLOCK, [record], max_bytes, 1.0)
+
+    assert store(0, 10_000) == [1]
+    seen = match(log, [0] * BLOCK)
+    (tmp_path / "log" / "used").write_bytes(b"")  # lose this use
+    assert store(1, 45_000) == [1]
+    assert log.mark(seen, [0], "pin", 1.0) == 1
+    assert store(2, 45_000) == [1]
+    assert log.mark(seen, [0], "unpin", 1.0) == 1
+    assert store(3, 10_000) == store(4, 10_000) == [1]
+    assert match(log, [1] * BLOCK).length == BLOCK
+    assert store(9, 20_000, log.stats()["disk_bytes"]) == [1]
+    assert match(log, [0] * BLOCK).length == 0
+    log.close()
+    (tmp_path / "log" / "index").unlink(missing_ok=True)
+    log = PromptLog(tmp_path / "log", False)
+    assert match(log, [0] * BLOCK).length == BLOCK
+    assert log.stats()["pinned"] == 0
+
+
 def test_record_that_cannot_fit_is_not_stored(log):
     put(log, [1] * BLOCK)
     record = (0, BLOCK, b"", [np.ones(100_000, np.uint8)])

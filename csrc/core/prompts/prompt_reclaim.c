@@ -200,8 +200,9 @@ static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
 
 /* Append a copy of a note of the compacted `segment` if it still matters. A deletion
  * matters while another segment, up to that of the deleted record, exists: a copy of the
- * record in it would come back, even if the key was stored again. A pin or unpin matters
- * if the record is in another segment; its present state is written. Errors as
+ * record in it would come back, even if the key was stored again. So does an unpin of an
+ * evicted record: a copy would come back pinned. Any other pin or unpin matters if the
+ * record is in another segment; its present state is written. Errors as
  * mls_prompt_append_notes. */
 static mls_code move_note(mls_prompt_append *append, mls_prompt_note note,
                           uint32_t segment, mls_status *st)
@@ -210,7 +211,8 @@ static mls_code move_note(mls_prompt_append *append, mls_prompt_note note,
     bool matters;
     mls_prompt_lock_state(log);
     const uint32_t number = mls_prompt_index_find(&log->index, &note.key);
-    if (note.operation == MLS_PROMPT_DELETE) {
+    if (note.operation == MLS_PROMPT_DELETE ||
+        (note.operation == MLS_PROMPT_UNPIN && number == MLS_PROMPT_NONE)) {
         /* segments are in order; the compacted one is still among them */
         const size_t oldest = log->segments[0].number == segment ? 1 : 0;
         matters =
