@@ -133,8 +133,8 @@ static int set_strides(mls_tensor *view, const int64_t *strides)
 /* Make a view of an array that is only read; `strides` are in elements, NULL for packed.
  * Pointer, dtype, rank, shape and strides are all unchecked arguments of the caller.
  * Returns a public code; `*out` is undefined after an error. */
-static int input_view(mls_tensor *out, const void *data, int dtype, int rank,
-                      const int64_t *shape, const int64_t *strides)
+static int make_input_view(mls_tensor *out, const void *data, int dtype, int rank,
+                           const int64_t *shape, const int64_t *strides)
 {
     size_t lengths[MLS_KV_MAX_RANK];
     mls_dtype item_dtype;
@@ -164,12 +164,12 @@ static int input_view(mls_tensor *out, const void *data, int dtype, int rank,
     return code == MLS_OK ? set_strides(out, strides) : public_code(code);
 }
 
-/* input_view for an array that is written: its elements must not share memory
+/* make_input_view for an array that is written: its elements must not share memory
  * (MLSTATE_KV_ERROR_OVERLAP). */
-static int output_view(mls_tensor *out, void *data, int dtype, int rank,
-                       const int64_t *shape, const int64_t *strides)
+static int make_output_view(mls_tensor *out, void *data, int dtype, int rank,
+                            const int64_t *shape, const int64_t *strides)
 {
-    const int code = input_view(out, data, dtype, rank, shape, strides);
+    const int code = make_input_view(out, data, dtype, rank, shape, strides);
     if (code == MLSTATE_KV_OK && mls_tensor_overlaps_itself(out)) {
         return MLSTATE_KV_ERROR_OVERLAP;
     }
@@ -215,28 +215,28 @@ static int check_request(const mls_tensor *source, int seq_axis, mls_kv_request 
     return public_code(code);
 }
 
-/* Check all arguments of a move, make the views, and move. The target has the source's
- * shape, but request.target_length positions; the others get `pad`. Returns a public
- * code. */
-static int move_cache(const move_arrays *a, mls_kv_request request, double pad)
+/* Check all arguments of a move, make the views, and move. The target has the
+ * source's shape, but request.target_length positions; the others get `pad`. Returns
+ * a public code. */
+static int move_cache(const move_arrays *arrays, mls_kv_request request, double pad)
 {
     int64_t shape[MLS_KV_MAX_RANK];
     mls_tensor source, target;
     mls_element element;
     mls_status st;
-    int code = input_view(&source, a->source, a->source_dtype, a->rank, a->shape,
-                          a->source_strides);
+    int code = make_input_view(&source, arrays->source, arrays->source_dtype,
+                               arrays->rank, arrays->shape, arrays->source_strides);
     if (code == MLSTATE_KV_OK) {
-        code = check_request(&source, a->seq_axis, &request);
+        code = check_request(&source, arrays->seq_axis, &request);
     }
     if (code != MLSTATE_KV_OK) {
         return code;
     }
-    for (int axis = 0; axis < a->rank; axis++) {
-        shape[axis] = axis == request.axis ? request.target_length : a->shape[axis];
+    for (int axis = 0; axis < arrays->rank; axis++) {
+        shape[axis] = axis == request.axis ? request.target_length : arrays->shape[axis];
     }
-    code = output_view(&target, a->target, a->target_dtype, a->rank, shape,
-                       a->target_strides);
+    code = make_output_view(&target, arrays->target, arrays->target_dtype, arrays->rank,
+                            shape, arrays->target_strides);
     if (code == MLSTATE_KV_OK) {
         code = public_code(mls_kv_check_target(&target, &source, request, &st));
     }
@@ -307,7 +307,7 @@ int mlstate_kv_mask(void *mask, int dtype, int64_t row_stride, int64_t seq_lengt
     }
     const int64_t shape[] = {end_row - first_row, seq_length};
     const int64_t strides[] = {row_stride, 1};
-    code = output_view(&view, mask, dtype, 2, shape, strides);
+    code = make_output_view(&view, mask, dtype, 2, shape, strides);
     if (code == MLSTATE_KV_OK && (int)view.dtype >= MLS_CONVERTIBLE) {
         code = MLSTATE_KV_ERROR_DTYPE;
     }
@@ -354,12 +354,13 @@ int mlstate_kv_rotate(const void *keys, const int64_t *keys_strides, void *targe
                              .scaling = scaling,
                              .interleaved = interleaved != 0,
                              .shifts = shifts};
-    int code = input_view(&from, keys, dtype, rank, shape, keys_strides);
+    int code = make_input_view(&from, keys, dtype, rank, shape, keys_strides);
     if (code == MLSTATE_KV_OK) {
-        code = output_view(&to, target, dtype, rank, shape, target_strides);
+        code = make_output_view(&to, target, dtype, rank, shape, target_strides);
     }
     if (code == MLSTATE_KV_OK) {
-        code = input_view(&shift_view, shifts, MLSTATE_KV_INT64, 1, &shift_count, NULL);
+        code =
+            make_input_view(&shift_view, shifts, MLSTATE_KV_INT64, 1, &shift_count, NULL);
     }
     if (code == MLSTATE_KV_OK) {
         rotation.shift_count = (size_t)shift_count;
@@ -388,7 +389,7 @@ static int quantized_lengths(int64_t length, int bits, int64_t group, size_t *wo
     if ((uint64_t)length > (uint64_t)PTRDIFF_MAX) {
         return MLSTATE_KV_ERROR_SIZE;
     }
-    /* the core refuses 0 */
+    /* 0 stands for an invalid size: the core refuses it */
     const size_t size = group < 0 || group > MLS_QUANTIZE_MOST_GROUP ? 0 : (size_t)group;
     return public_code(mls_quantized_lengths(
         (size_t)length, bits < 0 ? 0 : (unsigned)bits, size, words, groups, &st));
@@ -423,12 +424,13 @@ typedef struct quantization {
 /* Make views of packed codes, scales and biases in `out`, for values of `rank` axes with
  * the lengths `shape`, which are valid: the last axis has words of codes, or groups.
  * Returns a public code. */
-static int quantized_views(const quantization *a, int rank, const int64_t *shape,
-                           mls_quantized *out)
+static int make_quantized_views(const quantization *arguments, int rank,
+                                const int64_t *shape, mls_quantized *out)
 {
     int64_t code_shape[MLS_KV_MAX_RANK], group_shape[MLS_KV_MAX_RANK];
     size_t words, groups;
-    int code = quantized_lengths(shape[rank - 1], a->bits, a->group, &words, &groups);
+    int code = quantized_lengths(shape[rank - 1], arguments->bits, arguments->group,
+                                 &words, &groups);
     if (code != MLSTATE_KV_OK) {
         return code;
     }
@@ -436,14 +438,17 @@ static int quantized_views(const quantization *a, int rank, const int64_t *shape
         code_shape[axis] = axis == rank - 1 ? (int64_t)words : shape[axis];
         group_shape[axis] = axis == rank - 1 ? (int64_t)groups : shape[axis];
     }
-    out->bits = (unsigned)a->bits;
-    out->group = (size_t)a->group;
-    code = input_view(&out->codes, a->codes, MLSTATE_KV_UINT32, rank, code_shape, NULL);
+    out->bits = (unsigned)arguments->bits;
+    out->group = (size_t)arguments->group;
+    code = make_input_view(&out->codes, arguments->codes, MLSTATE_KV_UINT32, rank,
+                           code_shape, NULL);
     if (code == MLSTATE_KV_OK) {
-        code = input_view(&out->scales, a->scales, a->dtype, rank, group_shape, NULL);
+        code = make_input_view(&out->scales, arguments->scales, arguments->dtype, rank,
+                               group_shape, NULL);
     }
     if (code == MLSTATE_KV_OK) {
-        code = input_view(&out->biases, a->biases, a->dtype, rank, group_shape, NULL);
+        code = make_input_view(&out->biases, arguments->biases, arguments->dtype, rank,
+                               group_shape, NULL);
     }
     return code;
 }
@@ -457,11 +462,11 @@ static int check_separate(const mls_tensor *values, const mls_quantized *q)
 
 /* Make views of codes, scales and biases in `out` for `values`, which have the lengths
  * `shape`, and check all four. Returns a public code. */
-static int whole_views(const quantization *a, const mls_tensor *values,
-                       const int64_t *shape, mls_quantized *out)
+static int make_checked_views(const quantization *arguments, const mls_tensor *values,
+                              const int64_t *shape, mls_quantized *out)
 {
     mls_status st;
-    int code = quantized_views(a, values->rank, shape, out);
+    int code = make_quantized_views(arguments, values->rank, shape, out);
     if (code == MLSTATE_KV_OK) {
         code = public_code(mls_quantize_check(values, out, &st));
     }
@@ -478,9 +483,9 @@ int mlstate_kv_quantize(const void *values, int dtype, const int64_t *strides,
     mls_tensor view;
     mls_quantized quantized;
     mls_status st;
-    int code = input_view(&view, values, dtype, rank, shape, strides);
+    int code = make_input_view(&view, values, dtype, rank, shape, strides);
     if (code == MLSTATE_KV_OK) {
-        code = whole_views(&arguments, &view, shape, &quantized);
+        code = make_checked_views(&arguments, &view, shape, &quantized);
     }
     return code == MLSTATE_KV_OK
                ? public_code(mls_quantize(best_kernels(), NULL, &quantized, &view, &st))
@@ -496,9 +501,9 @@ int mlstate_kv_dequantize(void *values, int dtype, const int64_t *strides,
     const quantization arguments = {codes, scales, biases, dtype, bits, group};
     mls_tensor view;
     mls_quantized quantized;
-    int code = output_view(&view, values, dtype, rank, shape, strides);
+    int code = make_output_view(&view, values, dtype, rank, shape, strides);
     if (code == MLSTATE_KV_OK) {
-        code = whole_views(&arguments, &view, shape, &quantized);
+        code = make_checked_views(&arguments, &view, shape, &quantized);
     }
     if (code == MLSTATE_KV_OK) {
         mls_dequantize(best_kernels(), NULL, &view, &quantized);
@@ -553,32 +558,37 @@ static int check_move(const int64_t *shape, int rank, int seq_axis, int64_t targ
 }
 
 /* Make views of codes, scales and biases of `coded_shape`, and of the tokens in all
- * arrays, and check them. `m` has axis, position and values already. Returns a public
- * code. */
-static int check_move_views(const quantization *a, const int64_t *coded_shape,
-                            quantized_move *m)
+ * arrays, and check them. `move` has axis, position and values already. Returns a
+ * public code. */
+static int check_move_views(const quantization *arguments, const int64_t *coded_shape,
+                            quantized_move *move)
 {
     mls_status st;
-    int code = quantized_views(a, m->values.rank, coded_shape, &m->whole);
+    int code =
+        make_quantized_views(arguments, move->values.rank, coded_shape, &move->whole);
     if (code == MLSTATE_KV_OK) {
-        code = check_separate(&m->values, &m->whole);
+        code = check_separate(&move->values, &move->whole);
     }
     if (code != MLSTATE_KV_OK) {
         return code;
     }
-    m->tokens = mls_tensor_slice(&m->values, m->axis, 0, m->position);
-    m->quantized = m->whole;
-    m->quantized.codes = mls_tensor_slice(&m->whole.codes, m->axis, 0, m->position);
-    m->quantized.scales = mls_tensor_slice(&m->whole.scales, m->axis, 0, m->position);
-    m->quantized.biases = mls_tensor_slice(&m->whole.biases, m->axis, 0, m->position);
-    return public_code(mls_quantize_check(&m->tokens, &m->quantized, &st));
+    move->tokens = mls_tensor_slice(&move->values, move->axis, 0, move->position);
+    move->quantized = move->whole;
+    move->quantized.codes =
+        mls_tensor_slice(&move->whole.codes, move->axis, 0, move->position);
+    move->quantized.scales =
+        mls_tensor_slice(&move->whole.scales, move->axis, 0, move->position);
+    move->quantized.biases =
+        mls_tensor_slice(&move->whole.biases, move->axis, 0, move->position);
+    return public_code(mls_quantize_check(&move->tokens, &move->quantized, &st));
 }
 
-/* Set the positions of `target` from m->position on, which have no token, to 0. */
-static void clear_rest(const quantized_move *m, const mls_tensor *target)
+/* Set the positions of `target` from move->position on, which have no token, to 0. */
+static void clear_positions_without_token(const quantized_move *move,
+                                          const mls_tensor *target)
 {
-    const size_t rest = target->shape[m->axis] - m->position;
-    const mls_tensor padding = mls_tensor_slice(target, m->axis, m->position, rest);
+    const size_t rest = target->shape[move->axis] - move->position;
+    const mls_tensor padding = mls_tensor_slice(target, move->axis, move->position, rest);
     const mls_element zero = {.size = mls_tensor_item_bytes(target)};
     mls_fill(best_kernels(), &padding, zero, mls_cached());
 }
@@ -592,24 +602,24 @@ int mlstate_kv_quantize_move(const void *values, int dtype, const int64_t *strid
 {
     const quantization arguments = {codes, scales, biases, dtype, bits, group};
     int64_t target_shape[MLS_KV_MAX_RANK];
-    quantized_move m;
+    quantized_move move;
     mls_status st;
     int code =
-        check_move(shape, rank, seq_axis, target_length, position, target_shape, &m);
+        check_move(shape, rank, seq_axis, target_length, position, target_shape, &move);
     if (code == MLSTATE_KV_OK) {
-        code = input_view(&m.values, values, dtype, rank, shape, strides);
+        code = make_input_view(&move.values, values, dtype, rank, shape, strides);
     }
     if (code == MLSTATE_KV_OK) {
-        code = check_move_views(&arguments, target_shape, &m);
+        code = check_move_views(&arguments, target_shape, &move);
     }
     if (code == MLSTATE_KV_OK) {
-        code =
-            public_code(mls_quantize(best_kernels(), NULL, &m.quantized, &m.tokens, &st));
+        code = public_code(
+            mls_quantize(best_kernels(), NULL, &move.quantized, &move.tokens, &st));
     }
     if (code == MLSTATE_KV_OK) {
-        clear_rest(&m, &m.whole.codes);
-        clear_rest(&m, &m.whole.scales);
-        clear_rest(&m, &m.whole.biases);
+        clear_positions_without_token(&move, &move.whole.codes);
+        clear_positions_without_token(&move, &move.whole.scales);
+        clear_positions_without_token(&move, &move.whole.biases);
     }
     return code;
 }
@@ -625,18 +635,18 @@ int mlstate_kv_dequantize_move(void *values, int dtype, const int64_t *strides,
 {
     const quantization arguments = {codes, scales, biases, dtype, bits, group};
     int64_t target_shape[MLS_KV_MAX_RANK];
-    quantized_move m;
+    quantized_move move;
     int code =
-        check_move(shape, rank, seq_axis, target_length, position, target_shape, &m);
+        check_move(shape, rank, seq_axis, target_length, position, target_shape, &move);
     if (code == MLSTATE_KV_OK) {
-        code = output_view(&m.values, values, dtype, rank, target_shape, strides);
+        code = make_output_view(&move.values, values, dtype, rank, target_shape, strides);
     }
     if (code == MLSTATE_KV_OK) {
-        code = check_move_views(&arguments, shape, &m);
+        code = check_move_views(&arguments, shape, &move);
     }
     if (code == MLSTATE_KV_OK) {
-        mls_dequantize(best_kernels(), NULL, &m.tokens, &m.quantized);
-        clear_rest(&m, &m.values);
+        mls_dequantize(best_kernels(), NULL, &move.tokens, &move.quantized);
+        clear_positions_without_token(&move, &move.values);
     }
     return code;
 }

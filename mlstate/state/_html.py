@@ -49,7 +49,7 @@ def _title(state: StateDict) -> str:
     )
 
 
-def _facts(array: Array) -> tuple[str, str]:
+def _dtype_and_shape(array: Array) -> tuple[str, str]:
     """Return the texts of an array's dtype and shape; "" for an unreadable shape."""
     dtype_value = getattr(array, "dtype", type(array).__name__)
     dtype = label_of(dtype_value) or str(dtype_value).removeprefix("torch.")
@@ -68,7 +68,7 @@ def state_repr(state: StateDict) -> str:
     items = sorted(copied.items(), key=lambda item: number_order(str(item[0])))
     cut = len(items) > FIRST + LAST + 1  # a line that counts one tensor would save nothing
     first, last = (items[:FIRST], items[-LAST:]) if cut else (items, [])
-    rows = [(shorten(str(name), 60), *_facts(array)) for name, array in first + last]
+    rows = [(shorten(str(name), 60), *_dtype_and_shape(array)) for name, array in first + last]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [f"  {n:{widths[0]}}  {d:{widths[1]}}  {s}".rstrip() for n, d, s in rows]
     if last:
@@ -203,11 +203,11 @@ def state_html(state: StateDict) -> str:
     """Return the tree of names as HTML, of at most `MOST_BYTES`, for a state of any size.
 
     Hidden rows can be unfolded as far as space is left, except of states with very many tensors or
-    very long names. If facts of an array cannot be read, return the text of `state_repr`.
+    very long names. If the metadata of an array cannot be read, return the text of `state_repr`.
     """
     title = f"<div class=mlstate><style>{_STYLE}</style><p>{escape(_title(state))}</p>"
     try:
-        leaves = [Leaf(*facts) for facts in _core.state_facts(state)]
+        leaves = [Leaf(*metadata) for metadata in _core.state_metadata(state)]
         leaves.sort(key=lambda leaf: number_order(leaf.name))
     except UNREADABLE:
         return f"<pre>{escape(state_repr(state))}</pre>"

@@ -114,6 +114,97 @@ def test_least_recently_used_is_evicted_first(tmp_path):
     assert 0 in stored and 9 in stored and 1 not in stored
 
 
+def test_ancestors_of_a_recent_record_stay_after_a_compaction_and_a_lost_index(tmp_path):
+    """The compaction moves the second block behind the third one."""
+    log, budget = PromptLog(tmp_path / "log", True), 1 << 20
+    chain, older, deleted = list(range(3 * BLOCK)), [77] * BLOCK, [99] * BLOCK
+
+    def store(tokens, size, max_bytes):
+        record = (0, len(tokens), b"", [np.ones(size, np.uint8)])
+        return log.put(FINGERPRINT, np.array(tokens), BLOCK, [record], max_bytes, 1.0)
+
+    for tokens, size in (
+        (chain[:BLOCK], 20_000),
+        (older, 32_000),
+        (deleted, 35_000),
+        (chain[: 2 * BLOCK], 26_000),
+        (chain, 20_000),
+    ):
+        assert store(tokens, size, budget) == [1]
+    assert log.mark(match(log, deleted), [0], "delete", 1.0) == 1
+    log.close()
+    for name in ("index", "used"):
+        (tmp_path / "log" / name).unlink(missing_ok=True)
+    log = PromptLog(tmp_path / "log", False)
+    assert store([33] * BLOCK, 20_000, log.stats()["disk_bytes"] + 4000) == [1]
+    assert match(log, chain).length == len(chain)
+    assert match(log, older).length == 0
+
+
+def test_a_record_at_the_end_of_a_block_is_evicted_before_the_block(log):
+    """The block is its parent: without it, the record could not be found."""
+    tokens = np.arange(BLOCK)
+    block, tail, other = (np.ones(size, np.uint8) for size in (1000, 30_000, 20_000))
+    records = [(0, BLOCK, b"", [block]), (1, BLOCK, b"", [tail])]
+    assert log.put(FINGERPRINT, tokens, BLOCK, records, None, 1.0) == [1, 1]
+    record = (0, BLOCK, b"", [other])
+    assert log.put(FINGERPRINT, tokens + 9, BLOCK, [record], 35_000, 1.0) == [1]
+    assert pairs_of(match(log, tokens)) == [(0, BLOCK)]
+    assert log.stats()["records"] == 2
+
+
+@pytest.mark.parametrize("saves_index", [False, True])
+def test_a_record_that_another_process_pins_after_its_eviction_stays(tmp_path, saves_index):
+    """The eviction is known to one process only, and the bytes are in the segment."""
+    log = PromptLog(tmp_path / "log", True)
+    other = PromptLog(tmp_path / "log", False)
+
+    def store(token, size, max_bytes):
+        record = (0, BLOCK, b"", [np.ones(size, np.uint8)])
+        return log.put(FINGERPRINT, np.full(BLOCK, token), BLOCK, [record], max_bytes, 1.0)
+
+    for token, size in enumerate((10_000, 45_000, 45_000, 10_000, 10_000)):
+        assert store(token, size, 1 << 20) == [1]
+    assert match(log, [1] * BLOCK).length == BLOCK
+    assert other.stats()["records"] == 5
+    assert store(9, 20_000, log.stats()["disk_bytes"]) == [1]
+    assert match(log, [0] * BLOCK).length == 0
+    if saves_index:
+        log.prune(None, 1.0)
+    assert other.mark(match(other, [0] * BLOCK), [0], "pin", 1.0) == 1
+    for handle in (log, PromptLog(tmp_path / "log", False)):
+        assert handle.stats()["pinned"] == 1
+    log.prune(1000, 1.0)
+    for handle in (log, other, PromptLog(tmp_path / "log", False)):
+        assert match(handle, [0] * BLOCK).length == BLOCK
+
+
+def test_an_unpinned_record_does_not_come_back_pinned_after_its_eviction(tmp_path):
+    """The segment with the unpin is compacted, the one with the record and the pin is not."""
+    log = PromptLog(tmp_path / "log", True)
+
+    def store(token, size, max_bytes=1 << 20):
+        record = (0, BLOCK, b"", [np.ones(size, np.uint8)])
+        return log.put(FINGERPRINT, np.full(BLOCK, token), BLOCK, [record], max_bytes, 1.0)
+
+    assert store(0, 10_000) == [1]
+    seen = match(log, [0] * BLOCK)
+    (tmp_path / "log" / "used").write_bytes(b"")  # lose this use
+    assert store(1, 45_000) == [1]
+    assert log.mark(seen, [0], "pin", 1.0) == 1
+    assert store(2, 45_000) == [1]
+    assert log.mark(seen, [0], "unpin", 1.0) == 1
+    assert store(3, 10_000) == store(4, 10_000) == [1]
+    assert match(log, [1] * BLOCK).length == BLOCK
+    assert store(9, 20_000, log.stats()["disk_bytes"]) == [1]
+    assert match(log, [0] * BLOCK).length == 0
+    log.close()
+    (tmp_path / "log" / "index").unlink(missing_ok=True)
+    log = PromptLog(tmp_path / "log", False)
+    assert match(log, [0] * BLOCK).length == BLOCK
+    assert log.stats()["pinned"] == 0
+
+
 def test_record_that_cannot_fit_is_not_stored(log):
     put(log, [1] * BLOCK)
     record = (0, BLOCK, b"", [np.ones(100_000, np.uint8)])

@@ -21,10 +21,10 @@ unsigned char *mls_element_at(const mls_tensor *array, size_t number)
     return at;
 }
 
-/* Return consecutive elements, in the array or copied to `room`. Copy row by row of the
+/* Return consecutive elements, in the array or copied to `buffer`. Copy row by row of the
  * last axis, whose elements have one stride; a 0-d array has one row of one element. */
 const unsigned char *mls_block(const mls_tensor *array, bool in_order, size_t first,
-                               size_t count, unsigned char *room)
+                               size_t count, unsigned char *buffer)
 {
     const size_t item = mls_tensor_item_bytes(array);
     if (in_order || count == 0) {
@@ -37,13 +37,13 @@ const unsigned char *mls_block(const mls_tensor *array, bool in_order, size_t fi
         const size_t items = mls_size_least(rest, count - done);
         const unsigned char *from = mls_element_at(array, first + done);
         if (stride == (ptrdiff_t)item) {
-            memcpy(room + done * item, from, items * item);
+            memcpy(buffer + done * item, from, items * item);
         } else {
-            mls_gather(room + done * item, from, stride, item, items);
+            mls_gather(buffer + done * item, from, stride, item, items);
         }
         done += items;
     }
-    return room;
+    return buffer;
 }
 
 /* Continue a CRC32C with the elements of an array. Strided elements are copied to a block
@@ -51,18 +51,18 @@ const unsigned char *mls_block(const mls_tensor *array, bool in_order, size_t fi
 uint32_t mls_tensor_crc(const mls_crc_kernels *crc32c, const mls_tensor *tensor,
                         uint32_t crc)
 {
-    unsigned char room[MLS_DELTA_BLOCK_BYTES];
+    unsigned char buffer[MLS_DELTA_BLOCK_BYTES];
     const size_t item = mls_tensor_item_bytes(tensor);
     size_t count = 0;
     (void)mls_tensor_count(tensor, &count); /* fits: the array is in memory */
     if (mls_tensor_is_contiguous(tensor)) {
         return crc32c->update(crc, tensor->data, count * item);
     }
-    const size_t step = sizeof room / item;
+    const size_t step = sizeof buffer / item;
     for (size_t first = 0; first < count; first += step) {
         const size_t items = mls_size_least(step, count - first);
         const unsigned char *block =
-            mls_block(tensor, false /* not in order */, first, items, room);
+            mls_block(tensor, false /* not in order */, first, items, buffer);
         crc = crc32c->update(crc, block, items * item);
     }
     return crc;

@@ -115,7 +115,8 @@ mls_code mls_delta_encode(const mls_delta_kernels *kernels, const mls_crc_kernel
                           const mls_tensor *base, const mls_tensor *changed,
                           mls_delta *out, uint32_t *crc, mls_status *st)
 {
-    unsigned char base_room[MLS_DELTA_BLOCK_BYTES], changed_room[MLS_DELTA_BLOCK_BYTES];
+    unsigned char base_buffer[MLS_DELTA_BLOCK_BYTES],
+        changed_buffer[MLS_DELTA_BLOCK_BYTES];
     uint16_t numbers[MLS_DELTA_BLOCK_BYTES + MLS_DELTA_SURE];
     const size_t size = mls_tensor_item_bytes(base);
     mls_delta_writer writer = {.delta = {.item_bytes = size, .gap_bytes = 1}};
@@ -134,9 +135,9 @@ mls_code mls_delta_encode(const mls_delta_kernels *kernels, const mls_crc_kernel
     for (size_t first = 0; first < d->elements && complete; first += step) {
         const size_t count = mls_size_least(step, d->elements - first);
         const unsigned char *before =
-            mls_block(base, base_in_order, first, count, base_room);
+            mls_block(base, base_in_order, first, count, base_buffer);
         const unsigned char *after =
-            mls_block(changed, changed_in_order, first, count, changed_room);
+            mls_block(changed, changed_in_order, first, count, changed_buffer);
         const size_t unequal = compare(before, after, count, numbers);
         complete = unequal == 0 || mls_delta_reserve(&writer, unequal, first + count);
         if (complete && unequal > 0) {

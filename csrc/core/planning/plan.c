@@ -1,11 +1,11 @@
 /* plan: chooses a solver, and falls back if it cannot solve a chain.
  *
- * A budget that holds the plain run needs no solver. Otherwise fronts are tried first,
- * because they are exact. Their size grows with the number of different sums of sizes,
- * which is not known in advance, so it is capped. Beyond the cap a table of slots is
- * used, whose size is known; it is refused if it would be too large. Slots round every
- * size up, so a budget near the least one may seem too small; then any schedule that fits
- * is used.
+ * The unplanned run saves every block and recomputes nothing. A budget that holds it
+ * needs no solver. Otherwise fronts are tried first, because they are exact. Their size
+ * grows with the number of different sums of sizes, which is not known in advance, so it
+ * is capped. Beyond the cap a table of slots is used, whose size is known; it is refused
+ * if it would be too large. Slots round every size up, so a budget near the least one may
+ * seem too small; then any schedule that fits is used.
  *
  * Only the table of needs, which counts bytes, can prove that no schedule fits.
  */
@@ -31,7 +31,7 @@ mls_code mls_plan_least_bytes(const mls_chain *chain, bool offload, mls_poll pol
     if (code != MLS_OK) {
         return code;
     }
-    code = mls_plan_least(&costs, poll, &needs, st);
+    code = mls_plan_compute_needs(&costs, poll, &needs, st);
     if (code == MLS_OK) {
         *out = input + needs.memory[mls_plan_cell(chain->blocks, 0, chain->blocks - 1)];
         mls_plan_needs_fini(&needs);
@@ -40,8 +40,8 @@ mls_code mls_plan_least_bytes(const mls_chain *chain, bool offload, mls_poll pol
     return code;
 }
 
-/* Sets `*out` to the peak, in bytes, of the run that keeps everything; a larger budget
- * changes nothing. Offloading does not matter. MLS_E_MEMORY. */
+/* Sets `*out` to the peak, in bytes with activation 0, of the unplanned run; a larger
+ * budget changes nothing. Offloading does not matter. MLS_E_MEMORY. */
 static mls_code compute_unplanned_peak(const mls_chain *chain, int64_t *out,
                                        mls_status *st)
 {
@@ -50,7 +50,7 @@ static mls_code compute_unplanned_peak(const mls_chain *chain, int64_t *out,
     const mls_code code =
         mls_plan_costs_init(&costs, chain, input, 0, false /* no offload */, st);
     if (code == MLS_OK) {
-        *out = input + mls_plan_enough(&costs);
+        *out = input + mls_plan_memory_without_recomputation(&costs);
         mls_plan_costs_fini(&costs);
     }
     return code;
@@ -77,8 +77,8 @@ static mls_code fail_budget(const mls_chain *chain, const mls_plan_request *r,
 
 /* ---- points of the Pareto curve ---- */
 
-/* Returns the seconds of all passes without any recomputation. Solver values are relative
- * to this sum. */
+/* Returns the seconds of the unplanned run: each block once forward and once backward.
+ * Solver values are relative to this sum. */
 static double unplanned_seconds(const mls_chain *chain)
 {
     double seconds = 0;
@@ -109,8 +109,8 @@ static mls_code curve_of_fronts(const mls_chain *chain, const mls_plan_fronts *f
 }
 
 /* Converts the table's row of the whole chain to points where its value changes, and adds
- * the run that keeps everything. `bytes` is the budget above activation 0. A slot's bytes
- * are rounded up, to a budget that has that many slots. */
+ * the unplanned run. `bytes` is the budget above activation 0. `memory` counts slots; its
+ * bytes, `memory_bytes`, are rounded up, to a budget that has that many slots. */
 static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *table,
                                int64_t bytes, mls_plan_curve *out, mls_status *st)
 {
@@ -118,21 +118,23 @@ static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *tab
     const double base_seconds = unplanned_seconds(chain);
     mls_plan_point *points = mls_alloc((size_t)slots + 2, sizeof *points);
     size_t count = 0;
-    double last = (double)INFINITY;
+    double last_value = (double)INFINITY;
     if (points == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for %" PRId64 " points", slots);
     }
-    for (int64_t m = 0; m <= slots; m++) {
-        const double value = mls_plan_dp_slots_value(table, 0, chain->blocks - 1, m);
-        if (value < last) {
-            const int64_t each = bytes / slots, rest = bytes % slots;
-            const int64_t used = m * each + (m * rest + slots - 1) / slots;
-            points[count++] =
-                (mls_plan_point){chain->activation_bytes[0] + used, base_seconds + value};
-            last = value;
+    for (int64_t memory = 0; memory <= slots; memory++) {
+        const double value = mls_plan_dp_slots_value(table, 0, chain->blocks - 1, memory);
+        if (value < last_value) {
+            /* memory * bytes / slots, in two parts because the product may overflow */
+            const int64_t slot_bytes = bytes / slots, rest = bytes % slots;
+            const int64_t memory_bytes =
+                memory * slot_bytes + (memory * rest + slots - 1) / slots;
+            points[count++] = (mls_plan_point){chain->activation_bytes[0] + memory_bytes,
+                                               base_seconds + value};
+            last_value = value;
         }
     }
-    if (last > 0) { /* with rounded sizes the plain run exceeds its own bytes */
+    if (last_value > 0) { /* with rounded sizes the unplanned run exceeds its own bytes */
         const mls_plan_point last_point = {chain->activation_bytes[0] + bytes,
                                            base_seconds};
         count -= count > 0 && points[count - 1].memory == last_point.memory ? 1 : 0;
@@ -153,8 +155,8 @@ typedef struct result {
 /* Finds any schedule that fits, for budgets too tight for slots. Its time is not
  * optimised: the trace prefers to keep, then the restart with the least recomputation.
  * MLS_E_CAPACITY: no schedule fits; MLS_E_MEMORY, MLS_E_STOPPED. */
-static mls_code make_fitting(const mls_chain *chain, const mls_plan_request *r,
-                             mls_plan *out, mls_status *st)
+static mls_code make_fitting_plan(const mls_chain *chain, const mls_plan_request *r,
+                                  mls_plan *out, mls_status *st)
 {
     mls_plan_costs costs;
     mls_plan_needs needs;
@@ -163,18 +165,20 @@ static mls_code make_fitting(const mls_chain *chain, const mls_plan_request *r,
     if (code != MLS_OK) {
         return code;
     }
-    code = mls_plan_least(&costs, r->poll, &needs, st);
+    code = mls_plan_compute_needs(&costs, r->poll, &needs, st);
     if (code == MLS_OK) {
         out->method = MLS_PLAN_THAT_FITS;
-        code = mls_plan_trace(&costs, mls_plan_fits, &needs, r->poll, &out->schedule, st);
+        code = mls_plan_trace(&costs, mls_plan_needs_value, &needs, r->poll,
+                              &out->schedule, st);
         mls_plan_needs_fini(&needs);
     }
     mls_plan_costs_fini(&costs);
     return code;
 }
 
-/* Returns the largest number of slots, at most `slots`, whose table has an allowed size;
- * 0 if there is none. Searches, because padding makes the size irregular. */
+/* Returns the largest number of slots, at most `slots`, whose table for a chain of
+ * `blocks` has an allowed size; 0 if there is none. Searches, because padding makes the
+ * size irregular. */
 static size_t slots_that_fit(size_t blocks, size_t slots)
 {
     while (slots > 0 && mls_plan_table_bytes(blocks, slots) > MLS_PLAN_TABLE_BYTES) {
@@ -261,24 +265,24 @@ static mls_code solve_exact(const mls_chain *chain, const mls_plan_request *r, r
     return code;
 }
 
-/* Limits the budget to the useful maximum, so that slots are as small as possible. Sets
- * `*needs_no_plan` if the budget is enough to keep everything. */
+/* Limits r->budget_bytes to the useful maximum, so that slots are as small as possible.
+ * Sets `*holds_unplanned_run` to whether it is large enough for the unplanned run. */
 static mls_code limit_budget(const mls_chain *chain, mls_plan_request *r,
-                             bool *needs_no_plan, mls_status *st)
+                             bool *holds_unplanned_run, mls_status *st)
 {
-    int64_t enough;
-    const mls_code code = compute_unplanned_peak(chain, &enough, st);
+    int64_t unplanned_peak;
+    const mls_code code = compute_unplanned_peak(chain, &unplanned_peak, st);
     if (code == MLS_OK) {
-        *needs_no_plan = r->budget_bytes >= enough;
-        r->budget_bytes = *needs_no_plan ? enough : r->budget_bytes;
+        *holds_unplanned_run = r->budget_bytes >= unplanned_peak;
+        r->budget_bytes = *holds_unplanned_run ? unplanned_peak : r->budget_bytes;
     }
     return code;
 }
 
-/* Writes the schedule that keeps everything, which is the best one: saves all blocks,
- * then runs them backward. Slots might miss it, because they round sizes up.
- * MLS_E_MEMORY. */
-static mls_code make_unplanned(const mls_chain *chain, mls_plan *out, mls_status *st)
+/* Writes the schedule of the unplanned run, which is the best one: saves all blocks, then
+ * runs them backward. Slots might miss it, because they round sizes up. The plan's method
+ * stays MLS_PLAN_BY_BYTES. MLS_E_MEMORY. */
+static mls_code make_unplanned_plan(const mls_chain *chain, mls_plan *out, mls_status *st)
 {
     mls_code code = MLS_OK;
     for (size_t i = 0; code == MLS_OK && i < chain->blocks; i++) {
@@ -295,11 +299,11 @@ static mls_code make_unplanned(const mls_chain *chain, mls_plan *out, mls_status
 
 /* Plans by slots; if these are too coarse, uses any schedule that fits. MLS_E_CAPACITY:
  * no schedule fits. Other errors as for mls_plan_make. */
-static mls_code make_coarse(const mls_chain *chain, const mls_plan_request *r,
-                            size_t slots, mls_plan *out, mls_status *st)
+static mls_code make_plan_by_slots(const mls_chain *chain, const mls_plan_request *r,
+                                   size_t slots, mls_plan *out, mls_status *st)
 {
     const mls_code code = solve_by_slots(chain, r, slots, (result){.plan = out}, st);
-    return code == MLS_E_CAPACITY ? make_fitting(chain, r, out, st) : code;
+    return code == MLS_E_CAPACITY ? make_fitting_plan(chain, r, out, st) : code;
 }
 
 /* Returns the number of slots to use if planning to the byte is too expensive: fewer if
@@ -319,19 +323,20 @@ mls_code mls_plan_make(const mls_chain *chain, const mls_plan_request *request,
 {
     mls_plan_request r = *request;
     mls_plan plan = {0};
-    bool needs_no_plan = false;
-    mls_code code = limit_budget(chain, &r, &needs_no_plan, st);
+    bool holds_unplanned_run = false;
+    mls_code code = limit_budget(chain, &r, &holds_unplanned_run, st);
     if (code != MLS_OK) {
         return code;
     }
-    if (needs_no_plan) {
-        code = make_unplanned(chain, &plan, st);
+    if (holds_unplanned_run) {
+        code = make_unplanned_plan(chain, &plan, st);
     } else if (r.slots > 0) {
-        code = make_coarse(chain, &r, r.slots, &plan, st);
+        code = make_plan_by_slots(chain, &r, r.slots, &plan, st);
     } else {
         code = solve_exact(chain, &r, (result){.plan = &plan}, st);
         if (code == MLS_E_SIZE) {
-            code = make_coarse(chain, &r, fallback_slots(chain->blocks), &plan, st);
+            code =
+                make_plan_by_slots(chain, &r, fallback_slots(chain->blocks), &plan, st);
         }
     }
     if (code == MLS_E_CAPACITY) {
@@ -351,16 +356,16 @@ void mls_plan_fini(mls_plan *plan)
 
 /* ---- the Pareto curve ---- */
 
-/* Computes the times of all budgets. The budget is the peak of the plain run: the curve
- * ends there. */
+/* Computes the times of all budgets. The budget is the peak of the unplanned run: the
+ * curve ends there. */
 mls_code mls_plan_pareto(const mls_chain *chain, const mls_plan_request *request,
                          mls_plan_curve *out, mls_status *st)
 {
     mls_plan_request r = *request;
     size_t slots = r.slots;
-    bool needs_no_plan;
+    bool holds_unplanned_run;
     r.budget_bytes = INT64_MAX;
-    mls_code code = limit_budget(chain, &r, &needs_no_plan, st);
+    mls_code code = limit_budget(chain, &r, &holds_unplanned_run, st);
     if (code == MLS_OK && slots == 0) {
         code = solve_exact(chain, &r, (result){.curve = out}, st);
         if (code != MLS_E_SIZE) {

@@ -13,13 +13,14 @@
 enum {
     MLS_PLAN_EXACT_BLOCKS = 512,          /* longer chains are planned by slots */
     MLS_PLAN_EXACT_POINTS = 16 * 1000000, /* limit for all fronts, 16 bytes each */
-    MLS_PLAN_AUTO_SLOTS = 500
+    MLS_PLAN_AUTO_SLOTS = 500             /* if planning to the byte is too expensive */
 };
 
 /* Largest table of slots, in bytes. */
 #define MLS_PLAN_TABLE_BYTES ((size_t)2 << 30)
 
-/* A planning request. `pool` and the poll's function may be NULL. */
+/* A planning request. `pool` NULL: the calling thread does all work. The poll's function
+ * NULL: planning is never stopped. */
 typedef struct mls_plan_request {
     int64_t budget_bytes; /* includes activation 0 */
     size_t slots;         /* 0: to the byte, or by slots if that is too expensive */
@@ -68,7 +69,7 @@ typedef struct mls_plan_curve {
     mls_plan_point *points; /* owned: budgets in bytes, seconds of all steps */
     size_t count;
     mls_plan_method method;
-    size_t slots;
+    size_t slots; /* as in mls_plan */
 } mls_plan_curve;
 
 /* Computes the curve of all budgets; ignores the request's `budget_bytes`. Errors as for

@@ -1,5 +1,5 @@
 /* plan_costs: sizes in a solver's units, the least budget, and the conversion of values
- * to steps.
+ * to steps. plan_costs.h defines segments s .. t and restarts at k.
  *
  * Sums of sizes are rounded to slots as sums, so that the parts of one peak are rounded
  * only once. Sizes that solvers add later (a held gradient, an activation below a
@@ -17,7 +17,7 @@
 #include <inttypes.h>
 #include <math.h>
 
-enum { ARRAYS = 10 };
+enum { ARRAYS = 10 }; /* in mls_plan_costs: 7 of sizes and 3 of seconds */
 
 /* Conversion of bytes to units. Slots of an empty budget have 0 bytes: every size above 0
  * exceeds it. */
@@ -28,26 +28,26 @@ typedef struct unit_scale {
 
 /* Converts bytes to units of the scale, rounded up; sizes above the budget become one
  * slot more than the budget has. */
-static int64_t units_of(unit_scale s, int64_t bytes)
+static int64_t units_of(unit_scale scale, int64_t bytes)
 {
-    if (s.slots == 0) {
+    if (scale.slots == 0) {
         return bytes;
     }
-    if (bytes > s.bytes) {
-        return s.slots + 1;
+    if (bytes > scale.bytes) {
+        return scale.slots + 1;
     }
     if (bytes == 0) {
         return 0;
     }
     int64_t product;
-    if (!__builtin_mul_overflow(bytes, s.slots, &product)) {
-        return (product - 1) / s.bytes + 1;
+    if (!__builtin_mul_overflow(bytes, scale.slots, &product)) {
+        return (product - 1) / scale.bytes + 1;
     }
     /* overflow: slots of `each` whole bytes are slightly smaller than the true slots, so
      * this rounds up a little more */
-    const int64_t each = s.bytes / s.slots;
+    const int64_t each = scale.bytes / scale.slots;
     const int64_t units = (bytes - 1) / each + 1;
-    return units > s.slots ? s.slots + 1 : units;
+    return units > scale.slots ? scale.slots + 1 : units;
 }
 
 /* Computes the sizes of block i in units of `scale`. A saved block and the memory above
@@ -180,8 +180,8 @@ static int64_t min_size(int64_t a, int64_t b)
  * offload needs room for the blocks after s above the saved tensors of s, or above its
  * output. A restart at k needs room for k .. t above activation k, for s .. k - 1 again,
  * and for the forward passes with the held gradient. */
-static int64_t least_of(const mls_plan_costs *c, size_t s, size_t t, const int64_t *row,
-                        const int64_t *column)
+static int64_t least_segment_memory(const mls_plan_costs *c, size_t s, size_t t,
+                                    const int64_t *row, const int64_t *column)
 {
     const int64_t save = mls_plan_save_need(c, s, t);
     if (s == t) {
@@ -201,10 +201,10 @@ static int64_t least_of(const mls_plan_costs *c, size_t s, size_t t, const int64
 }
 
 /* Fills the table of needs: entry (s, t) is the least memory for the blocks s .. t, as
- * least_of computes it. Goes column by column, each from the diagonal upwards: then the
- * entries below in the column and to the left in the row are known. `column` is scratch
- * space for c->blocks numbers. Returns false if the poll stops it. */
-static bool fill_least(const mls_plan_costs *c, mls_poll poll, int64_t *table,
+ * least_segment_memory computes it. Goes column by column, each from the diagonal
+ * upwards: then the entries below in the column and to the left in the row are known.
+ * `column` is scratch space for c->blocks numbers. Returns false if the poll stops it. */
+static bool fill_needs(const mls_plan_costs *c, mls_poll poll, int64_t *table,
                        int64_t *column)
 {
     const size_t n = c->blocks;
@@ -213,7 +213,8 @@ static bool fill_least(const mls_plan_costs *c, mls_poll poll, int64_t *table,
             return false;
         }
         for (size_t s = t + 1; s-- > 0;) {
-            column[s] = least_of(c, s, t, table + mls_plan_cell(n, s, s), column);
+            column[s] =
+                least_segment_memory(c, s, t, table + mls_plan_cell(n, s, s), column);
             table[mls_plan_cell(n, s, t)] = column[s];
         }
     }
@@ -222,8 +223,8 @@ static bool fill_least(const mls_plan_costs *c, mls_poll poll, int64_t *table,
 
 /* Computes the least memory of every segment. The recursion of the solvers, with peaks
  * instead of times. A cell is one number, because no memory size has to be tried. */
-mls_code mls_plan_least(const mls_plan_costs *c, mls_poll poll, mls_plan_needs *out,
-                        mls_status *st)
+mls_code mls_plan_compute_needs(const mls_plan_costs *c, mls_poll poll,
+                                mls_plan_needs *out, mls_status *st)
 {
     const size_t n = c->blocks, cells = n * (n + 1) / 2;
     *out = (mls_plan_needs){.blocks = n};
@@ -232,7 +233,7 @@ mls_code mls_plan_least(const mls_plan_costs *c, mls_poll poll, mls_plan_needs *
     if (out->memory == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a table of %zu blocks", n);
     }
-    if (!fill_least(c, poll, out->memory, out->memory + cells)) {
+    if (!fill_needs(c, poll, out->memory, out->memory + cells)) {
         mls_plan_needs_fini(out);
         return mls_fail(st, MLS_E_STOPPED, "planning was stopped");
     }
@@ -247,7 +248,7 @@ void mls_plan_needs_fini(mls_plan_needs *needs)
 
 /* Every segment that fits has the same value, so a trace takes the first choice that
  * fits. */
-double mls_plan_fits(const void *context, size_t s, size_t t, int64_t memory)
+double mls_plan_needs_value(const void *context, size_t s, size_t t, int64_t memory)
 {
     const mls_plan_needs *needs = context;
     const bool fits = memory >= needs->memory[mls_plan_cell(needs->blocks, s, t)];
@@ -256,15 +257,15 @@ double mls_plan_fits(const void *context, size_t s, size_t t, int64_t memory)
 
 /* Returns the memory for keeping everything. Works from the last block back: saved blocks
  * are below the peaks of later blocks. */
-int64_t mls_plan_enough(const mls_plan_costs *c)
+int64_t mls_plan_memory_without_recomputation(const mls_plan_costs *c)
 {
     const size_t last = c->blocks - 1;
-    int64_t enough = 0;
+    int64_t memory = 0;
     for (size_t s = c->blocks; s-- > 0;) {
         const int64_t need = mls_plan_save_need(c, s, last);
-        enough = max_size(need, s == last ? 0 : c->saved[s] + enough);
+        memory = max_size(need, s == last ? 0 : c->saved[s] + memory);
     }
-    return enough;
+    return memory;
 }
 
 /* ---- from values to steps ---- */
@@ -272,17 +273,17 @@ int64_t mls_plan_enough(const mls_plan_costs *c)
 /* A pending item: a step, or a segment to schedule with the memory that it may use above
  * its input. */
 typedef struct item {
-    int32_t kind; /* of a step; MLS_STEP_KINDS: a segment */
-    uint32_t s, t;
+    int32_t kind;  /* of a step; MLS_STEP_KINDS: a segment */
+    uint32_t s, t; /* first and last block; of a step: its index, and 0 */
     int64_t memory;
 } item;
 
 typedef struct tracer {
     const mls_plan_costs *costs;
     mls_plan_value value;
-    const void *context;
+    const void *context; /* of `value` */
     mls_schedule *out;
-    item *items;
+    item *items; /* a stack: the last one is next */
     size_t count, room;
 } tracer;
 

@@ -1,9 +1,10 @@
 /* plan_costs: the class of persistent schedules as seen by a solver, and the construction
  * of schedules from a solver's values.
  *
- * A persistent schedule of blocks s .. t starts with activation s, which the surrounding
- * schedule holds, and with gradient t + 1, except for the last block. It does one of
- * these:
+ * A segment s .. t is a range of blocks: s is the first and t the last one, both
+ * included. k, with s < k <= t, is the block at which a restart divides it. A persistent
+ * schedule of a segment starts with activation s, which the surrounding schedule holds,
+ * and with gradient t + 1, except for the last block. It does one of these:
  *
  *     save s, solve s + 1 .. t, backward s;
  *     save s, offload s, solve s + 1 .. t, drop s + 1, load s, backward s;
@@ -28,8 +29,8 @@ enum { MLS_PLAN_MAX_BLOCKS = 8192, MLS_PLAN_MAX_SLOTS = 1 << 20 };
  * one more. If units are slots, no entry exceeds `budget` + 1. */
 typedef struct mls_plan_costs {
     size_t blocks;
-    int64_t budget; /* above activation 0 */
-    int64_t *activation, *saved;
+    int64_t budget;               /* above activation 0 */
+    int64_t *activation, *saved;  /* sizes, as in mls_chain */
     int64_t *hold;                /* gradient t + 1 while s .. t runs; 0 for the last t */
     int64_t *save_first;          /* peak of save s, without the held gradient */
     int64_t *save_last;           /* peak of backward s */
@@ -57,8 +58,8 @@ static inline int64_t mls_plan_save_need(const mls_plan_costs *c, size_t s, size
     return first > c->save_last[s] ? first : c->save_last[s];
 }
 
-/* Returns the largest forward peak of s .. k, given that of s .. k -
- * 1 (0 for k = s + 1). */
+/* Returns the largest peak of the forward passes of blocks s .. k - 1, which make
+ * activation k. `earlier` is that of s .. k - 2; 0 for k = s + 1. */
 static inline int64_t mls_plan_sweep(const mls_plan_costs *c, size_t s, size_t k,
                                      int64_t earlier)
 {
@@ -66,8 +67,8 @@ static inline int64_t mls_plan_sweep(const mls_plan_costs *c, size_t s, size_t k
     return peak > earlier ? peak : earlier;
 }
 
-/* Returns the index of s .. t (s <= t < n) in a triangular table of
- * segments, row by row. */
+/* Returns the index of s .. t (s <= t < n) in a triangular table of the segments of n
+ * blocks: row by row, with one row for each s. */
 static inline size_t mls_plan_cell(size_t n, size_t s, size_t t)
 {
     return s * n - s * (s + 1) / 2 + t;
@@ -79,8 +80,8 @@ typedef struct mls_poll {
     void *context;
 } mls_poll;
 
-/* The least memory for each segment. Initialise with zeros; free with
- * mls_plan_needs_fini. */
+/* The needs of a chain: the least memory for each segment. Initialise with zeros; free
+ * with mls_plan_needs_fini. */
 typedef struct mls_plan_needs {
     size_t blocks;
     int64_t *memory; /* owned; by mls_plan_cell, above activation s */
@@ -88,16 +89,16 @@ typedef struct mls_plan_needs {
 
 /* Fills the table of needs; ignores the costs' `budget`. MLS_E_MEMORY, MLS_E_STOPPED; on
  * failure `*out` is zeroed. */
-mls_code mls_plan_least(const mls_plan_costs *costs, mls_poll poll, mls_plan_needs *out,
-                        mls_status *st);
+mls_code mls_plan_compute_needs(const mls_plan_costs *costs, mls_poll poll,
+                                mls_plan_needs *out, mls_status *st);
 void mls_plan_needs_fini(mls_plan_needs *needs); /* accepts zeroed ones; zeroes them */
 
 /* The mls_plan_value of needs: 0 if a segment fits, which is not its time. A trace with
  * it yields some schedule that fits, if one exists. */
-double mls_plan_fits(const void *needs, size_t s, size_t t, int64_t memory);
+double mls_plan_needs_value(const void *needs, size_t s, size_t t, int64_t memory);
 
-/* Returns the memory above activation 0 with which nothing is recomputed. */
-int64_t mls_plan_enough(const mls_plan_costs *costs);
+/* Returns the least memory above activation 0 with which nothing is recomputed. */
+int64_t mls_plan_memory_without_recomputation(const mls_plan_costs *costs);
 
 /* A solver's value: the seconds of recomputation for s .. t with this memory, which may
  * be negative; INFINITY if the segment does not fit. */

@@ -1,7 +1,8 @@
 /* plan_dp_fronts: computes the fronts of all segments, diagonal by diagonal.
  *
- * A segment s .. t is a range of blocks. A restart at k runs s .. k - 1 forward, solves
- * k .. t above activation k, and then solves s .. k - 1 again (see plan_costs.h).
+ * A segment s .. t is the range of blocks from s to t, both included. A restart at k,
+ * with s < k <= t, runs s .. k - 1 forward, solves k .. t above activation k, and then
+ * solves s .. k - 1 again (see plan_costs.h).
  *
  * Segments depend only on shorter ones, so threads share the segments of one length. The
  * value of a choice for some memory is a constant, plus the value of one front at that
@@ -23,7 +24,8 @@
 
 enum { GRID = MLS_PLAN_GRID, ROW = GRID + 1 };
 
-/* One way to solve a segment. */
+/* One way to solve a segment. Its value at some memory is `seconds`, plus the value of
+ * `right` at memory - shift, plus the value of `left` at that memory. */
 typedef struct option {
     const mls_plan_front *right, *left; /* `left` is NULL if there is only one front */
     const double *right_grid, *left_grid;
@@ -41,7 +43,7 @@ typedef struct scratch {
     atomic_bool in_use;
     option *options;
     size_t option_count;
-    uint16_t *lists; /* for each interval, the options that matter in it */
+    uint16_t *lists; /* for each interval, blocks + 2 entries: the options that matter */
     size_t counts[GRID];
     double upper[GRID]; /* value of `best` at the interval's beginning */
     size_t best[GRID];  /* the option that is fastest there; SIZE_MAX: none fits */
@@ -57,7 +59,7 @@ typedef struct solver {
     size_t most_points, length; /* length: of the current segments, minus 1 */
     double noise;               /* differences of seconds up to this are rounding */
     scratch *scratches;
-    size_t tasks;
+    size_t tasks; /* scratches, one for each thread */
     atomic_size_t points;
     atomic_int failed; /* an mls_code */
 } solver;
@@ -82,8 +84,8 @@ static bool reserve_points(points *p, size_t room)
     return true;
 }
 
-/* Returns the last point of a front that needs at most `memory`. The front is not empty,
- * and its first point needs no more than that. */
+/* Returns the index of the last point of a front that needs at most `memory`. The front
+ * is not empty, and its first point needs no more than that. */
 static size_t find_point(const mls_plan_front *f, int64_t memory)
 {
     size_t after;
@@ -396,8 +398,8 @@ static scratch *take_scratch(solver *dp)
     }
 }
 
-/* Thread function: solves the segment of v->length + 1 blocks that starts at s. A segment
- * takes little time, so polling between segments is enough. */
+/* Thread function: solves the segment of dp->length + 1 blocks that starts at s. A
+ * segment takes little time, so polling between segments is enough. */
 static void solve_task(void *context, size_t s)
 {
     solver *dp = context;
@@ -423,8 +425,8 @@ static void run_diagonals(solver *dp, mls_pool *pool)
     enum { WORTH = 24 }; /* blocks for which waking helper threads pays off */
     const size_t n = dp->costs->blocks;
     for (dp->length = 0; dp->length < n; dp->length++) {
-        const bool alone = n < WORTH || dp->length == 0;
-        mls_pool_run(alone ? NULL : pool, solve_task, dp, n - dp->length);
+        const bool is_single_thread = n < WORTH || dp->length == 0;
+        mls_pool_run(is_single_thread ? NULL : pool, solve_task, dp, n - dp->length);
         if (atomic_load(&dp->failed) != MLS_OK) {
             return;
         }

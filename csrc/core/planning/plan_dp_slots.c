@@ -1,7 +1,9 @@
 /* plan_dp_slots: fills the table, by diagonals of large tiles.
  *
- * A segment s .. t is a range of blocks. A restart at k runs s .. k - 1 forward, solves
- * k .. t above activation k, and then solves s .. k - 1 again (see plan_costs.h).
+ * A segment s .. t is the range of blocks from s to t, both included. A restart at k,
+ * with s < k <= t, runs s .. k - 1 forward, solves k .. t above activation k, and then
+ * solves s .. k - 1 again (see plan_costs.h). In loops over a tile of segments, i is the
+ * first block of a segment and l the last one; m counts slots of memory.
  *
  * A segment s .. t needs the segments to its left in the row (s .. k - 1) and below it in
  * the column (k .. t). A large tile first uses complete tiles, in blocks of k. Then its
@@ -98,15 +100,15 @@ double mls_plan_dp_slots_value(const void *context, size_t s, size_t t, int64_t 
 /* ---- restarts of a small tile ---- */
 
 /* Returns the seconds of blocks s .. k - 1, which a restart runs once more. */
-static float again_of(const solver *dp, size_t s, size_t k)
+static float repeated_seconds(const solver *dp, size_t s, size_t k)
 {
     return (float)(dp->costs->before[k] - dp->costs->before[s]);
 }
 
 /* Tries restarts at k = `from` to before `to` for the segment s .. t, for entries (memory
- * in slots) below `end` only. Each begins at the first entry at which the rules allow it
- * and both of its parts are finite. The cells of a row are adjacent; in a column, the
- * distance between cells shrinks by one each time. */
+ * in slots) below `end` only. Each begins at the first entry at which its forward passes
+ * and activation k fit (`bound`) and both of its parts are finite. The cells of a row are
+ * adjacent; in a column, the distance between cells shrinks by one each time. */
 static void try_restarts(const solver *dp, size_t s, size_t t, size_t from, size_t to,
                          size_t end)
 {
@@ -127,36 +129,38 @@ static void try_restarts(const solver *dp, size_t s, size_t t, size_t from, size
             dp->kernels->restart_row(values + first,
                                      values_of(dp->table, s, k - 1) + first,
                                      values_of(dp->table, k, t) + first - shift,
-                                     again_of(dp, s, k), end - first);
+                                     repeated_seconds(dp, s, k), end - first);
         }
         below += dp->n - k - 1;
     }
 }
 
 /* Returns the first entry at which a kernel may try a restart at k for the small tile at
- * s, t: valid for every segment of the tile, and a multiple of LANES. Before `natural`,
- * both parts are finite for no segment; from `bound` on, the rules allow the restart for
- * all. Kernels do not check the rules and process whole registers, so the entries before
- * the result are computed here. */
-static uint32_t begin_of(const solver *dp, size_t s, size_t t, size_t k)
+ * s, t: valid for every segment of the tile, and a multiple of LANES. Before `finite`,
+ * both parts are finite for no segment; from `bound` on, its forward passes and
+ * activation k fit for all. Kernels do not check this and process whole registers, so the
+ * entries before the result are computed here. */
+static uint32_t first_kernel_entry(const solver *dp, size_t s, size_t t, size_t k)
 {
     const size_t s_end = mls_size_least(s + SMALL, dp->n),
                  t_end = mls_size_least(t + SMALL, dp->n);
-    size_t sweep = 0, hold = 0, natural = NEVER, lowest = NEVER;
+    size_t sweep = 0, hold = 0, right_need = NEVER, left_need = NEVER;
     for (size_t i = s; i < s_end; i++) {
         const size_t cell = mls_plan_cell(dp->n, i, k - 1);
-        lowest = mls_size_least(lowest, (size_t)dp->need[cell]);
+        left_need = mls_size_least(left_need, (size_t)dp->need[cell]);
         sweep = mls_size_most(sweep, (size_t)dp->sweep[cell]);
     }
     for (size_t l = t; l < t_end; l++) {
-        natural = mls_size_least(natural, (size_t)dp->need[mls_plan_cell(dp->n, k, l)]);
+        right_need =
+            mls_size_least(right_need, (size_t)dp->need[mls_plan_cell(dp->n, k, l)]);
         hold = mls_size_most(hold, (size_t)dp->costs->hold[l]);
     }
     const size_t bound =
         mls_size_most(sweep + hold, dp->shift[k]); /* the largest of the tile */
-    natural = mls_size_most(natural + dp->shift[k], lowest) / LANES * LANES;
-    if (natural >= bound) {
-        return (uint32_t)natural;
+    const size_t finite =
+        mls_size_most(right_need + dp->shift[k], left_need) / LANES * LANES;
+    if (finite >= bound) {
+        return (uint32_t)finite;
     }
     const size_t begin = round_up(bound, LANES);
     for (size_t i = s; i < s_end; i++) {
@@ -169,7 +173,7 @@ static uint32_t begin_of(const solver *dp, size_t s, size_t t, size_t k)
 
 /* Returns the end of the entries of a small tile that are neither infinite nor free of
  * recomputation. */
-static size_t last_of(const solver *dp, size_t s, size_t t)
+static size_t end_of_entries(const solver *dp, size_t s, size_t t)
 {
     size_t full = 0;
     for (size_t i = s; i < mls_size_least(s + SMALL, dp->n); i++) {
@@ -182,7 +186,7 @@ static size_t last_of(const solver *dp, size_t s, size_t t)
 
 /* A kernel's arguments for a block of restarts. */
 typedef struct block {
-    uint32_t begin[LARGE];
+    uint32_t begin[LARGE]; /* as in mls_plan_tile */
     float plus[LARGE];
 } block;
 
@@ -205,13 +209,13 @@ static mls_plan_tile prepare_tile(const solver *dp, block *b, size_t s, size_t t
                          .first = first,
                          .last = last,
                          .from = NEVER,
-                         .to = last_of(dp, s, t)};
+                         .to = end_of_entries(dp, s, t)};
     for (size_t i = 0; i < SMALL; i++) {
-        job.rest[i] = s + i < s_last ? again_of(dp, s + i, s_last) : 0;
+        job.rest[i] = s + i < s_last ? repeated_seconds(dp, s + i, s_last) : 0;
     }
     for (size_t k = first; k < last; k++) {
-        b->begin[k - first] = begin_of(dp, s, t, k);
-        b->plus[k - first] = again_of(dp, s_last, k);
+        b->begin[k - first] = first_kernel_entry(dp, s, t, k);
+        b->plus[k - first] = repeated_seconds(dp, s_last, k);
         job.from = mls_size_least(job.from, b->begin[k - first]);
     }
     return job;
@@ -258,13 +262,14 @@ static void multiply_large(const solver *dp, size_t s, size_t t, size_t s_end,
 
 /* ---- single segments ---- */
 
-/* Tries to save s at the start of s .. t, s < t, with `moved` slots held during the
- * segment s + 1 .. t, at a cost of `seconds`: its saved tensors, or after an offload only
- * its output. */
-static void try_save(const solver *dp, size_t s, size_t t, int64_t moved, double seconds)
+/* Tries to save s at the start of s .. t, s < t, with `occupied` slots used by s during
+ * the segment s + 1 .. t, at a cost of `seconds`: its saved tensors, or after an offload
+ * only its output. */
+static void try_save(const solver *dp, size_t s, size_t t, int64_t occupied,
+                     double seconds)
 {
     const mls_plan_costs *c = dp->costs;
-    const size_t shift = (size_t)moved;
+    const size_t shift = (size_t)occupied;
     const size_t rest = shift + (size_t)dp->need[mls_plan_cell(dp->n, s + 1, t)];
     const size_t first = mls_size_most((size_t)mls_plan_save_need(c, s, t), rest);
     if (first < dp->entries) {
@@ -292,7 +297,8 @@ static void finish_segment(const solver *dp, size_t s, size_t t)
     float *values = values_of(dp->table, s, t);
     const size_t cell = mls_plan_cell(dp->n, s, t);
     const size_t s_end = s / SMALL * SMALL + SMALL, t_begin = t / SMALL * SMALL;
-    /* from `full` on nothing is recomputed, so a restart gains nothing */
+    /* restarts k in the small tile of the first block s, then in that of the last block
+     * t; from `full` on nothing is recomputed, so a restart gains nothing */
     try_restarts(dp, s, t, s + 1, mls_size_least(s_end, t + 1), (size_t)dp->full[cell]);
     try_restarts(dp, s, t, mls_size_most(s_end, t_begin + 1), t + 1,
                  (size_t)dp->full[cell]);
@@ -364,16 +370,16 @@ static void fill_diagonal(const solver *dp, size_t begin, size_t end)
     for (size_t s = end; s > begin;) {
         s -= SMALL;
         for (size_t t = s; t < end; t += SMALL) {
-            const bool down = t + SMALL == end; /* continue in the row above */
+            const bool is_last_in_row = t + SMALL == end; /* next: the row above */
             const size_t above = s > begin ? s - SMALL : NEVER;
             clear_tile(dp, s, t, s + SMALL, t + SMALL);
-            finish_small(dp, s, t, padded, padded, down ? above : s,
-                         down ? above : t + SMALL);
+            finish_small(dp, s, t, padded, padded, is_last_in_row ? above : s,
+                         is_last_in_row ? above : t + SMALL);
         }
     }
 }
 
-/* Returns whether to go on; called often enough for an interactive user. */
+/* Polls, and returns whether to go on; called often enough for an interactive user. */
 static bool go_on(solver *dp)
 {
     if (dp->poll.go_on != NULL && !dp->poll.go_on(dp->poll.context)) {
@@ -410,6 +416,7 @@ static void fill_large(solver *dp, size_t s, size_t t)
     }
 }
 
+/* Thread function: fills large tile `index` of the diagonal at dp->distance. */
 static void fill_task(void *context, size_t index)
 {
     solver *dp = context;

@@ -19,11 +19,11 @@ enum {
     MLS_PLAN_STRIP = 64  /* entries processed at a time */
 };
 
-/* A tile of segments s .. s + 3 by t .. t + 3, and the restarts k from `first` to before
- * `last` to try for all of them. Entry m of segment s .. t is at rows[s] + t * stride +
- * m. Restart k applies from entry begin[k - first] on, a multiple of MLS_PLAN_LANES that
- * is at least shift[k]. It costs plus[k - first], and rest[i] more for row i of the
- * tile. */
+/* A tile of segments, with first blocks s .. s + 3 and last blocks t .. t + 3, and the
+ * restarts k from `first` to before `last` to try for all of them. Entry m of segment s
+ * .. t is at rows[s] + t * stride + m. Restart k applies from entry begin[k - first] on,
+ * a multiple of MLS_PLAN_LANES that is at least shift[k], the slots of activation k. It
+ * costs plus[k - first], and rest[i] more for row i of the tile. */
 typedef struct mls_plan_tile {
     float *values;
     const size_t *rows;
@@ -36,7 +36,8 @@ typedef struct mls_plan_tile {
 } mls_plan_tile;
 
 typedef struct mls_plan_kernels {
-    /* (s, t)[m] = minimum of itself and, for all k, rest + (s, k - 1)[m] + ((k, t)[m -
+    /* with (s, t)[m] for entry m of segment s .. t, its seconds within m slots:
+     * (s, t)[m] = minimum of itself and, for all k, rest + (s, k - 1)[m] + ((k, t)[m -
      * shift[k]] + plus) */
     void (*restart_tile)(const mls_plan_tile *job);
     /* c[m] = minimum of c[m] and a[m] + (b[m] + plus) */

@@ -14,8 +14,8 @@
 #include <string.h>
 
 enum {
-    SAVED_AT =
-        MLS_SEARCH_BLOCKS + 1, /* bit positions in a key: alone, saved, host, left */
+    /* positions of a state's members in a key, in bits; `alone` is at 0 */
+    SAVED_AT = MLS_SEARCH_BLOCKS + 1,
     HOST_AT = SAVED_AT + MLS_SEARCH_BLOCKS,
     LEFT_AT = HOST_AT + MLS_SEARCH_BLOCKS,
     POLL = 1023, /* nodes between two polls, minus one; a mask */
@@ -48,9 +48,9 @@ typedef struct search {
     node *nodes;
     size_t count, room;
     uint32_t *table; /* node number + 1, or 0; its length is a power of 2 */
-    size_t slots;
-    uint32_t *heap; /* numbers of the open nodes, the best one first */
-    size_t open;    /* nodes in the heap */
+    size_t slots;    /* of the table */
+    uint32_t *heap;  /* numbers of the open nodes, the best one first */
+    size_t open;     /* nodes in the heap */
     mls_status *st;
 } search;
 
@@ -63,14 +63,14 @@ typedef struct state {
 } state;
 
 /* A node's state while its steps are tried. */
-typedef struct moment {
+typedef struct decoded_node {
     state state;
     uint64_t readable;  /* activations that can be read, also inside saved tensors */
-    int64_t live_bytes; /* held on the device */
-    uint32_t node;      /* its number */
+    int64_t live_bytes; /* held on the device, with the gradient that is held */
+    uint32_t number;    /* of the node */
     double cost;        /* of the best path to the node, as is the peak */
     int64_t peak;
-} moment;
+} decoded_node;
 
 static const uint64_t one_bit = 1;
 
@@ -225,10 +225,10 @@ static mls_code grow_tables(search *s)
     return MLS_OK;
 }
 
-/* Adds a path to a state, with the step `way` at its end: a new state, a better path, or
- * no improvement. At the limit of states, a new one is dropped and `ran_out` is set.
- * MLS_E_MEMORY. */
-static mls_code add_path(search *s, const node *way)
+/* Adds the path that ends with the node `path`, whose `place` is not read: a new state, a
+ * better path, or no improvement. At the limit of states, a new one is dropped and
+ * `ran_out` is set. MLS_E_MEMORY. */
+static mls_code add_path(search *s, const node *path)
 {
     if (s->count == s->room) {
         const mls_code code = grow_tables(s);
@@ -236,7 +236,7 @@ static mls_code add_path(search *s, const node *way)
             return code;
         }
     }
-    const size_t slot = slot_of(s, way->key);
+    const size_t slot = slot_of(s, path->key);
     uint32_t number;
     /* a new state, unless the limit is reached */
     if (s->table[slot] == 0) {
@@ -246,19 +246,19 @@ static mls_code add_path(search *s, const node *way)
         }
         number = (uint32_t)s->count++;
         s->table[slot] = number + 1;
-        s->nodes[number] = *way;
+        s->nodes[number] = *path;
         place_node(s, s->open++, number);
     } else {
         number = s->table[slot] - 1;
         node *existing = &s->nodes[number];
         const bool better =
-            s->by_peak ? way->peak < existing->peak : way->cost < existing->cost;
+            s->by_peak ? path->peak < existing->peak : path->cost < existing->cost;
         /* closed nodes already have their best path */
         if (existing->place == CLOSED || !better) {
             return MLS_OK;
         }
         const uint32_t place = existing->place;
-        *existing = *way;
+        *existing = *path;
         existing->place = place;
     }
     move_up(s, s->nodes[number].place);
@@ -267,7 +267,8 @@ static mls_code add_path(search *s, const node *way)
 
 /* ---- steps ---- */
 
-/* Result of a step; `is_offloaded`: an offload of the same block follows at once. */
+/* Result of a step from a node (`from` in the functions below). `is_offloaded`: an
+ * offload of the same block follows at once. */
 typedef struct outcome {
     state state;
     int64_t peak;
@@ -276,11 +277,11 @@ typedef struct outcome {
     bool is_offloaded;
 } outcome;
 
-/* Adds the result `o` of a step from `m` to the paths of `s`, unless it exceeds
+/* Adds the result `o` of a step from `from` to the paths of `s`, unless it exceeds
  * limits->budget_bytes, or its seconds are not below limits->below; a search `by_peak`
  * has neither limit. Useless activations are removed first: those whose block is done,
  * and those that are also inside saved tensors. MLS_E_MEMORY. */
-static mls_code add_outcome(search *s, const moment *m, const outcome *o)
+static mls_code add_outcome(search *s, const decoded_node *from, const outcome *o)
 {
     if (!s->by_peak && o->peak > s->limits->budget_bytes) {
         return MLS_OK;
@@ -290,7 +291,7 @@ static mls_code add_outcome(search *s, const moment *m, const outcome *o)
     const mls_compute_step run = {
         .kind = (int32_t)(o->is_offloaded ? MLS_STEP_OFFLOAD : o->kind),
         .index = (int32_t)o->block};
-    const double cost = m->cost + mls_step_extra(s->chain, &run);
+    const double cost = from->cost + mls_step_extra(s->chain, &run);
     if (!s->by_peak && !(cost < s->limits->below)) {
         return MLS_OK;
     }
@@ -299,8 +300,8 @@ static mls_code add_outcome(search *s, const moment *m, const outcome *o)
     next.alone &= ((one_bit << next.left) - 1) & ~(next.saved << 1);
     return add_path(s, &(node){.key = pack_state(&next),
                                .cost = cost,
-                               .peak = o->peak > m->peak ? o->peak : m->peak,
-                               .parent = m->node,
+                               .peak = o->peak > from->peak ? o->peak : from->peak,
+                               .parent = from->number,
                                .kind = (int8_t)o->kind,
                                .is_offloaded = o->is_offloaded,
                                .block = (int8_t)o->block});
@@ -308,53 +309,57 @@ static mls_code add_outcome(search *s, const moment *m, const outcome *o)
 
 /* Adds a result as it is, and also with the activation whose bit is `bit` dropped, if
  * that has its own memory; `o` is changed then. MLS_E_MEMORY. */
-static mls_code add_outcome_both(search *s, const moment *m, outcome *o, uint64_t bit)
+static mls_code add_outcome_both(search *s, const decoded_node *from, outcome *o,
+                                 uint64_t bit)
 {
-    const mls_code code = add_outcome(s, m, o);
+    const mls_code code = add_outcome(s, from, o);
     if (code != MLS_OK || (o->state.alone & bit) == 0) {
         return code;
     }
     o->state.alone &= ~bit;
-    return add_outcome(s, m, o);
+    return add_outcome(s, from, o);
 }
 
 /* Tries to run block i forward, with and without dropping its input. Skipped if the
  * output is held already or not needed any more. Like the functions below, returns only
  * MLS_E_MEMORY as an error. */
-static mls_code try_forward(search *s, const moment *m, size_t i)
+static mls_code try_forward(search *s, const decoded_node *from, size_t i)
 {
     const mls_chain *c = s->chain;
     const uint64_t output = one_bit << (i + 1);
     /* the block whose backward pass is next is saved, never only run */
-    if (i + 1 >= m->state.left || (m->readable & output) != 0) {
+    if (i + 1 >= from->state.left || (from->readable & output) != 0) {
         return MLS_OK;
     }
-    outcome o = {.state = m->state, .kind = MLS_STEP_FORWARD, .block = i};
-    o.peak = m->live_bytes + c->activation_bytes[i + 1] + c->forward_temporary_bytes[i];
+    outcome o = {.state = from->state, .kind = MLS_STEP_FORWARD, .block = i};
+    o.peak =
+        from->live_bytes + c->activation_bytes[i + 1] + c->forward_temporary_bytes[i];
     o.state.alone |= output;
-    return add_outcome_both(s, m, &o, one_bit << i);
+    return add_outcome_both(s, from, &o, one_bit << i);
 }
 
 /* Returns the held bytes without the separate output of block i. */
-static int64_t bytes_without_output(const search *s, const moment *m, size_t i)
+static int64_t bytes_without_output(const search *s, const decoded_node *from, size_t i)
 {
-    const bool alone = (m->state.alone >> (i + 1) & 1) != 0;
-    return alone ? m->live_bytes - s->chain->activation_bytes[i + 1] : m->live_bytes;
+    const bool alone = (from->state.alone >> (i + 1) & 1) != 0;
+    return alone ? from->live_bytes - s->chain->activation_bytes[i + 1]
+                 : from->live_bytes;
 }
 
 /* Adds results that offload the block whose bit is `bit` right after its save or load
  * `o`, with and without its input and output: waiting gains nothing, because the output
  * may stay. */
-static mls_code add_offloaded(search *s, const moment *m, outcome *o, uint64_t bit)
+static mls_code add_offloaded(search *s, const decoded_node *from, outcome *o,
+                              uint64_t bit)
 {
     o->is_offloaded = true;
     o->state.saved &= ~bit;
     o->state.host |= bit;
-    o->state.alone = (o->state.alone & ~bit) | (m->state.alone & bit) | bit << 1;
+    o->state.alone = (o->state.alone & ~bit) | (from->state.alone & bit) | bit << 1;
     /* with and without the input, and with and without the output */
     for (int dropped = 0; dropped < 2; dropped++) {
         outcome each = *o;
-        const mls_code code = add_outcome_both(s, m, &each, bit << 1);
+        const mls_code code = add_outcome_both(s, from, &each, bit << 1);
         if (code != MLS_OK || (o->state.alone & bit) == 0) {
             return code;
         }
@@ -367,96 +372,100 @@ static mls_code add_offloaded(search *s, const moment *m, outcome *o, uint64_t b
  * if offloads are allowed, with an offload right after it. Skipped if the block is done,
  * or saved already. A separate output is dropped first, because making it twice is
  * invalid. */
-static mls_code try_save(search *s, const moment *m, size_t i)
+static mls_code try_save(search *s, const decoded_node *from, size_t i)
 {
     const mls_chain *c = s->chain;
     const uint64_t bit = one_bit << i;
-    if (i >= m->state.left || ((m->state.saved | m->state.host) & bit) != 0) {
+    if (i >= from->state.left || ((from->state.saved | from->state.host) & bit) != 0) {
         return MLS_OK;
     }
-    outcome o = {.state = m->state, .kind = MLS_STEP_SAVE, .block = i};
-    o.peak =
-        bytes_without_output(s, m, i) + c->saved_bytes[i] + c->saving_temporary_bytes[i];
+    outcome o = {.state = from->state, .kind = MLS_STEP_SAVE, .block = i};
+    o.peak = bytes_without_output(s, from, i) + c->saved_bytes[i] +
+             c->saving_temporary_bytes[i];
     o.state.saved |= bit;
     o.state.alone &= ~(bit << 1);
-    const mls_code code = add_outcome_both(s, m, &o, bit);
-    return code == MLS_OK && s->limits->offload ? add_offloaded(s, m, &o, bit) : code;
+    const mls_code code = add_outcome_both(s, from, &o, bit);
+    return code == MLS_OK && s->limits->offload ? add_offloaded(s, from, &o, bit) : code;
 }
 
 /* Tries to load block i for its backward pass, or for an output that is not held; then
  * the output may stay while the rest is offloaded again. Skipped if the block is not on
  * the host. */
-static mls_code try_load(search *s, const moment *m, size_t i)
+static mls_code try_load(search *s, const decoded_node *from, size_t i)
 {
     const uint64_t bit = one_bit << i;
-    /* other loads can wait: the activation that stayed is smaller */
-    const bool next = i + 1 == m->state.left;
-    if ((m->state.host & bit) == 0 || (!next && (m->state.alone & bit << 1) != 0)) {
+    /* if the output stayed, the load can wait until the backward pass needs it: until
+     * then the output alone is smaller */
+    const bool is_next = i + 1 == from->state.left;
+    if ((from->state.host & bit) == 0 ||
+        (!is_next && (from->state.alone & bit << 1) != 0)) {
         return MLS_OK;
     }
-    outcome o = {.state = m->state, .kind = MLS_STEP_LOAD, .block = i};
-    o.peak = bytes_without_output(s, m, i) + s->chain->saved_bytes[i];
+    outcome o = {.state = from->state, .kind = MLS_STEP_LOAD, .block = i};
+    o.peak = bytes_without_output(s, from, i) + s->chain->saved_bytes[i];
     o.state.host &= ~bit;
     o.state.saved |= bit;
     o.state.alone &= ~(bit << 1);
-    const mls_code code = add_outcome(s, m, &o);
-    return code == MLS_OK && !next ? add_offloaded(s, m, &o, bit) : code;
+    const mls_code code = add_outcome(s, from, &o);
+    return code == MLS_OK && !is_next ? add_offloaded(s, from, &o, bit) : code;
 }
 
 /* Tries to run the next backward pass, or the only save or load that it lacks. Sets
  * `*done` if no other step needs to be tried. */
-static mls_code try_backward(search *s, const moment *m, bool *done)
+static mls_code try_backward(search *s, const decoded_node *from, bool *done)
 {
     const mls_chain *c = s->chain;
-    const size_t i = m->state.left - 1;
+    const size_t i = from->state.left - 1;
     const uint64_t bit = one_bit << i;
     *done = false;
-    if ((m->readable & bit) == 0) {
+    if ((from->readable & bit) == 0) {
         return MLS_OK;
     }
-    const bool saved = (m->state.saved & bit) != 0,
-               is_offloaded = (m->state.host & bit) != 0;
-    const int64_t held_bytes = m->live_bytes + (saved ? 0 : c->saved_bytes[i]);
-    const int64_t saving =
-        held_bytes + (saved || is_offloaded ? 0 : c->saving_temporary_bytes[i]);
-    const int64_t freed = (saved ? c->saved_bytes[i] : 0) +
-                          mls_live_gradient(c, m->state.left) +
-                          ((m->state.alone & bit) != 0 ? c->activation_bytes[i] : 0);
-    const int64_t limit = s->by_peak ? m->peak : s->limits->budget_bytes;
-    outcome o = {.state = m->state, .kind = MLS_STEP_BACKWARD, .block = i};
+    const bool is_saved = (from->state.saved & bit) != 0,
+               is_offloaded = (from->state.host & bit) != 0;
+    const int64_t held_bytes = from->live_bytes + (is_saved ? 0 : c->saved_bytes[i]);
+    const int64_t saving_peak =
+        held_bytes + (is_saved || is_offloaded ? 0 : c->saving_temporary_bytes[i]);
+    const int64_t freed_bytes =
+        (is_saved ? c->saved_bytes[i] : 0) + mls_live_gradient(c, from->state.left) +
+        ((from->state.alone & bit) != 0 ? c->activation_bytes[i] : 0);
+    const int64_t limit = s->by_peak ? from->peak : s->limits->budget_bytes;
+    outcome o = {.state = from->state, .kind = MLS_STEP_BACKWARD, .block = i};
     o.peak = held_bytes + mls_backward_makes(c, i);
     /* never better later: it fits, and it leaves no more memory held than before */
-    *done = o.peak <= limit && saving <= limit && c->gradient_bytes[i] <= freed;
-    if (saved) {
+    *done =
+        o.peak <= limit && saving_peak <= limit && c->gradient_bytes[i] <= freed_bytes;
+    if (is_saved) {
         o.state.saved &= ~bit;
         o.state.left--;
-        return add_outcome(s, m, &o);
+        return add_outcome(s, from, &o);
     }
     if (!*done) {
         return MLS_OK;
     }
     o.kind = is_offloaded ? MLS_STEP_LOAD : MLS_STEP_SAVE;
-    o.peak = saving;
+    o.peak = saving_peak;
     o.state.host &= ~bit;
     o.state.saved |= bit;
-    return add_outcome(s, m, &o);
+    return add_outcome(s, from, &o);
 }
 
 /* ---- the search ---- */
 
 /* Decodes the state of node `number`: the readable activations and the held bytes. */
-static moment moment_of(const search *s, uint32_t number)
+static decoded_node decode_node(const search *s, uint32_t number)
 {
     const mls_chain *c = s->chain;
     const node *at = &s->nodes[number];
-    moment m = {.state = unpack_state(at->key), .node = number};
-    m.cost = at->cost;
-    m.peak = at->peak;
-    m.readable = m.state.alone | m.state.saved << 1 | 1;
-    m.live_bytes = c->activation_bytes[0] + mls_live_gradient(c, m.state.left) +
-                   bytes_of(c->activation_bytes, m.state.alone) +
-                   bytes_of(c->saved_bytes, m.state.saved);
-    return m;
+    decoded_node decoded = {.state = unpack_state(at->key), .number = number};
+    decoded.cost = at->cost;
+    decoded.peak = at->peak;
+    decoded.readable = decoded.state.alone | decoded.state.saved << 1 | 1;
+    decoded.live_bytes = c->activation_bytes[0] +
+                         mls_live_gradient(c, decoded.state.left) +
+                         bytes_of(c->activation_bytes, decoded.state.alone) +
+                         bytes_of(c->saved_bytes, decoded.state.saved);
+    return decoded;
 }
 
 /* Tries all steps from node `number` that may be part of a best path. If the next
@@ -465,18 +474,18 @@ static moment moment_of(const search *s, uint32_t number)
 static mls_code expand_node(search *s, uint32_t number)
 {
     /* a copy: the array of nodes may move */
-    const moment m = moment_of(s, number);
+    const decoded_node from = decode_node(s, number);
     bool done;
-    mls_code code = try_backward(s, &m, &done);
+    mls_code code = try_backward(s, &from, &done);
     for (size_t i = 0; i < s->chain->blocks && code == MLS_OK && !done; i++) {
-        if ((m.readable >> i & 1) != 0) {
-            code = try_forward(s, &m, i);
+        if ((from.readable >> i & 1) != 0) {
+            code = try_forward(s, &from, i);
             if (code == MLS_OK) {
-                code = try_save(s, &m, i);
+                code = try_save(s, &from, i);
             }
         }
         if (code == MLS_OK && s->limits->offload) {
-            code = try_load(s, &m, i);
+            code = try_load(s, &from, i);
         }
     }
     return code;
@@ -505,6 +514,7 @@ static mls_code run_search(search *s, uint32_t *end)
     *end = NONE;
     /* at the beginning only the input is held, and at the end nothing else */
     const state begin = {.left = s->chain->blocks};
+    /* every path reaches this peak, so lower peaks along a path need not be compared */
     mls_code code = add_path(s, &(node){.key = pack_state(&begin),
                                         .parent = NONE,
                                         .peak = bound_least_peak(s->chain)});
@@ -600,7 +610,7 @@ static search search_of(const mls_chain *chain, const mls_search_limits *limits,
 mls_code mls_search(const mls_chain *chain, const mls_search_limits *limits,
                     mls_search_result *out, mls_status *st)
 {
-    search s = search_of(chain, limits, false, st);
+    search s = search_of(chain, limits, false /* by seconds */, st);
     return find_best(&s, out);
 }
 
@@ -608,7 +618,7 @@ mls_code mls_search(const mls_chain *chain, const mls_search_limits *limits,
 mls_code mls_search_least(const mls_chain *chain, const mls_search_limits *limits,
                           mls_search_result *out, mls_status *st)
 {
-    search s = search_of(chain, limits, true, st);
+    search s = search_of(chain, limits, true /* by peak */, st);
     return find_best(&s, out);
 }
 
@@ -672,8 +682,8 @@ static mls_code fail_budget(const mls_chain *chain, int64_t budget, const char *
 /* Fails after an incomplete search, with the budget of a persistent schedule, which is
  * known to be sufficient. Returns MLS_E_CAPACITY, or the error of computing that
  * budget. */
-static mls_code fail_incomplete(const mls_chain *chain, const mls_best_options *o,
-                                mls_status *st)
+static mls_code fail_incomplete_search(const mls_chain *chain, const mls_best_options *o,
+                                       mls_status *st)
 {
     int64_t least;
     const mls_code code = mls_plan_least_bytes(chain, o->offload, o->poll, &least, st);
@@ -685,8 +695,9 @@ static mls_code fail_incomplete(const mls_chain *chain, const mls_best_options *
 /* Fails after a search without a schedule. Searches again for the least memory, so that
  * the message shows which budget is sufficient. Returns MLS_E_CAPACITY, or the error of
  * that search. */
-static mls_code fail_complete(const mls_chain *chain, const mls_search_limits *limits,
-                              const mls_best_options *o, mls_status *st)
+static mls_code fail_without_schedule(const mls_chain *chain,
+                                      const mls_search_limits *limits,
+                                      const mls_best_options *o, mls_status *st)
 {
     mls_search_result result;
     const mls_code code = mls_search_least(chain, limits, &result, st);
@@ -696,7 +707,7 @@ static mls_code fail_complete(const mls_chain *chain, const mls_search_limits *l
     mls_schedule_fini(&result.runs);
     return result.has_schedule
                ? fail_budget(chain, o->budget_bytes, "any one", result.least, st)
-               : fail_incomplete(chain, o, st);
+               : fail_incomplete_search(chain, o, st);
 }
 
 /* Sets `*extra` to the seconds of the start schedule that other schedules may not need
@@ -754,9 +765,9 @@ mls_code mls_best_schedule(const mls_chain *chain, const mls_best_options *o,
     } else if (o->start != NULL) {
         code = write_steps(chain, o->start, o->start_count, &result, out, st);
     } else if (result.ran_out) {
-        code = fail_incomplete(chain, o, st);
+        code = fail_incomplete_search(chain, o, st);
     } else {
-        code = fail_complete(chain, &limits, o, st);
+        code = fail_without_schedule(chain, &limits, o, st);
     }
     mls_schedule_fini(&result.runs);
     return code;

@@ -20,14 +20,14 @@
 
 enum {
     STEP = 1 << 20, /* bytes that are checksummed and then written while in the cache */
-    VECTORS = 64,
-    PACK = 64 << 10
+    VECTORS = 64,   /* ranges of memory that one system call writes */
+    PACK = 64 << 10 /* bytes of the buffer of push_packed */
 };
 
 /* Bytes on their way to the file. */
 typedef struct payload_writer {
     mls_prompt_append *append;
-    uint64_t offset; /* where the collected bytes belong */
+    uint64_t offset; /* of the collected bytes in the file */
     uint32_t crc;    /* of the part */
     struct iovec vectors[VECTORS];
     int count;
@@ -57,7 +57,7 @@ mls_code mls_prompt_append_begin(mls_prompt_log *log, uint64_t bytes, uint64_t l
 {
     mls_code code = MLS_OK;
     *out = (mls_prompt_append){.log = log, .fd = -1, .progress = progress};
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     const mls_prompt_segment *newest =
         log->segment_count > 0 ? &log->segments[log->segment_count - 1] : NULL;
     if (newest == NULL ||
@@ -70,7 +70,7 @@ mls_code mls_prompt_append_begin(mls_prompt_log *log, uint64_t bytes, uint64_t l
         out->start = out->end = out->started = newest->bytes;
         code = open_segment(out, st);
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     return code;
 }
 
@@ -293,12 +293,13 @@ mls_code mls_prompt_append_notes(mls_prompt_append *append, const mls_prompt_not
         return mls_fail(st, MLS_E_MEMORY, "no memory for %zu notes", count);
     }
     for (size_t at = 0; code == MLS_OK && at < count; at += most) {
-        const size_t n = mls_size_least(most, count - at);
-        for (size_t i = 0; i < n; i++) {
+        const size_t batch_count = mls_size_least(most, count - at);
+        for (size_t i = 0; i < batch_count; i++) {
             mls_prompt_note_write(meta + MLS_PROMPT_NOTE * i, &notes[at + i]);
         }
-        mls_prompt_header header = {
-            .type = MLS_PROMPT_NOTES, .meta = meta, .meta_bytes = n * MLS_PROMPT_NOTE};
+        mls_prompt_header header = {.type = MLS_PROMPT_NOTES,
+                                    .meta = meta,
+                                    .meta_bytes = batch_count * MLS_PROMPT_NOTE};
         code = mls_prompt_header_sizes(&header, 0, st);
         if (code == MLS_OK) {
             code = mls_prompt_append_record(append, &header, NULL, NULL, st);
@@ -429,7 +430,7 @@ static void enter_all(mls_prompt_append *append)
     mls_prompt_segment *segment = mls_prompt_segment_find(log, append->segment);
     for (size_t i = 0; i < append->count; i++) {
         append->headers[i].meta = bytes + MLS_PROMPT_FIXED;
-        mls_prompt_enter(log, segment, append->offsets[i], &append->headers[i]);
+        mls_prompt_enter_header(log, segment, append->offsets[i], &append->headers[i]);
         bytes += append->headers[i].header_bytes;
     }
 }
@@ -440,9 +441,9 @@ static void enter_all(mls_prompt_append *append)
 mls_code mls_prompt_append_commit(mls_prompt_append *append, mls_status *st)
 {
     mls_prompt_log *log = append->log;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     mls_code code = mls_prompt_index_reserve(&log->index, 2 * append->count, st);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     const unsigned char *bytes = append->bytes;
     for (size_t i = 0; code == MLS_OK && i < append->count; i++) {
         const size_t length = append->headers[i].header_bytes;
@@ -458,11 +459,11 @@ mls_code mls_prompt_append_commit(mls_prompt_append *append, mls_status *st)
         mls_prompt_append_abort(append);
         return code;
     }
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     enter_all(append);
     log->synced_segment = append->segment;
     log->synced_bytes = append->end;
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     append_free(append);
     return MLS_OK;
 }

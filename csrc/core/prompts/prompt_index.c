@@ -162,6 +162,16 @@ uint32_t mls_prompt_index_require(mls_prompt_index *index, const mls_prompt_key 
     return number;
 }
 
+/* Raise the time of the last use of entry `number` and of its ancestors to `used`, as far
+ * as theirs is older: an ancestor is at least as recent as its descendants. */
+static void raise_used(mls_prompt_index *index, uint32_t number, uint32_t used)
+{
+    while (number != MLS_PROMPT_NONE && index->entries[number].used < used) {
+        index->entries[number].used = used;
+        number = index->entries[number].parent;
+    }
+}
+
 /* Set the parent of an entry, if it can be its parent. A parent is a block. A block ends
  * after its parent; any other record ends there or later. */
 void mls_prompt_index_link(mls_prompt_index *index, uint32_t child, uint32_t parent)
@@ -175,6 +185,7 @@ void mls_prompt_index_link(mls_prompt_index *index, uint32_t child, uint32_t par
     if (above->kind == 0 &&
         (is_block ? above->end < entry->end : above->end <= entry->end)) {
         entry->parent = parent;
+        raise_used(index, parent, entry->used);
         above->flags |= is_block ? 0 : MLS_PROMPT_BRANCHES;
     }
 }
@@ -219,11 +230,11 @@ mls_code mls_prompt_index_pack(mls_prompt_index *index, mls_status *st)
     if (numbers == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to pack the index");
     }
-    uint32_t left = 0;
+    uint32_t remaining = 0;
     mark_needed(index, numbers);
     for (uint32_t i = 0; i < index->count; i++) {
         index->removed -= numbers[i] == 0;
-        numbers[i] = numbers[i] == 0 ? MLS_PROMPT_NONE : left++;
+        numbers[i] = numbers[i] == 0 ? MLS_PROMPT_NONE : remaining++;
     }
     for (uint32_t i = 0; i < index->count; i++) {
         if (numbers[i] != MLS_PROMPT_NONE) {
@@ -234,7 +245,7 @@ mls_code mls_prompt_index_pack(mls_prompt_index *index, mls_status *st)
         }
     }
     mls_free(numbers);
-    index->count = left;
+    index->count = remaining;
     if (index->slots > 0) {
         fill_table(index);
     }

@@ -64,8 +64,10 @@ uint32_t mls_prompt_index_add(mls_prompt_index *index, const mls_prompt_entry *e
 uint32_t mls_prompt_index_require(mls_prompt_index *index, const mls_prompt_key *key,
                                   uint32_t end);
 
-/* Set the parent of entry `child`, if the ends of both fit: so a chain is never circular.
- * A `parent` that is not the number of an entry is ignored. */
+/* Set the parent of entry `child`, if the ends of both fit: so a chain is not circular
+ * (in a forged store it may be; every loop over ancestors ends there too).
+ * The parent and its ancestors become at least as recently used as the child. A `parent`
+ * that is not the number of an entry is ignored. */
 void mls_prompt_index_link(mls_prompt_index *index, uint32_t child, uint32_t parent);
 
 /* Flag entry `number` as removed. It must not be removed already. */

@@ -74,9 +74,9 @@ typedef struct mls_prompt_hit {
     unsigned kind;
     size_t start, end; /* tokens of the prompt */
     uint64_t payload_bytes;
-    mls_prompt_header header; /* borrows the bytes below */
-    unsigned char *bytes;
-    struct mls_prompt_file *file; /* the open segment */
+    mls_prompt_header header;     /* borrows the bytes below */
+    unsigned char *bytes;         /* of the header; owned */
+    struct mls_prompt_file *file; /* the open segment, which the hit holds */
     uint64_t offset;              /* of the record in its segment */
     uint32_t segment;
 } mls_prompt_hit;

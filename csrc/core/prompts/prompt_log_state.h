@@ -54,8 +54,9 @@ struct mls_prompt_log {
     pthread_mutex_t state, writer;
     /* is_locked: the writer has the lock of the file `store`. is_stale: the log must be
      * read anew before its next use. is_checked: the records of the last put before this
-     * process wrote were verified. */
-    bool is_writing, is_locked, is_stale, is_checked;
+     * process wrote were verified. lacks_pinned: a note pinned a record without an entry;
+     * this process, or the index file, may have evicted it while its bytes stayed. */
+    bool is_writing, is_locked, is_stale, is_checked, lacks_pinned;
     mls_prompt_index index;
     mls_prompt_segment *segments; /* sorted by number */
     size_t segment_count, segment_room, open_files;
@@ -120,13 +121,13 @@ mls_code mls_prompt_segment_create(mls_prompt_log *log, mls_status *st);
 
 /* ---- prompt_stored.c: without a lock ---- */
 
-/* Read the header of the record at `offset` into `*out`. Its bytes are in `room`, of
- * MLS_PROMPT_HEAD_READ bytes, or in longer memory that the caller frees; `*bytes` is the
- * address of either. `left`: bytes of the file from the record on.
- * MLS_E_IO, MLS_E_MEMORY, and the errors of mls_prompt_header_parse; `*bytes` is `room`
- * then. */
+/* Read the header of the record at `offset` into `*out`. Its bytes are in
+ * `header_buffer`, of MLS_PROMPT_HEAD_READ bytes, or in longer memory that the caller
+ * frees; `*bytes` is the address of either. `left`: bytes of the file from the record on.
+ * MLS_E_IO, MLS_E_MEMORY, and the errors of mls_prompt_header_parse; `*bytes` is
+ * `header_buffer` then. */
 mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
-                                const mls_crc_kernels *crc, unsigned char *room,
+                                const mls_crc_kernels *crc, unsigned char *header_buffer,
                                 unsigned char **bytes, mls_prompt_header *out,
                                 mls_status *st);
 
@@ -151,19 +152,19 @@ mls_code mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
 bool mls_prompt_last_is_same(const mls_prompt_segment *segment, int fd);
 
 /* Compare the payload of the record at `offset` with its checksums, through `buffer` of
- * `room` bytes. `progress` (may be NULL) can stop the work.
+ * `buffer_bytes` bytes. `progress` (may be NULL) can stop the work.
  * MLS_E_CHECKSUM, MLS_E_IO, MLS_E_FORMAT (the file ends earlier), MLS_E_STOPPED. */
 mls_code mls_prompt_payload_check(int fd, uint64_t offset,
                                   const mls_prompt_header *header,
                                   const mls_crc_kernels *crc, unsigned char *buffer,
-                                  size_t room, const mls_progress *progress,
+                                  size_t buffer_bytes, const mls_progress *progress,
                                   mls_status *st);
 
 /* ---- prompt_scan.c ---- */
 
-/* Read the whole log anew: the index file, then the ends of the segments. A damaged
- * header is skipped together with its record. After a failure the log is empty and stale.
- * MLS_E_IO, MLS_E_MEMORY. */
+/* Read the whole log anew: the index file, then the ends of the segments; without the
+ * index file if `lacks_pinned`. A damaged header is skipped together with its record.
+ * After a failure the log is empty and stale. MLS_E_IO, MLS_E_MEMORY. */
 mls_code mls_prompt_load(mls_prompt_log *log, mls_status *st);
 
 /* Read the records that other processes appended since; the whole log if it was
@@ -176,15 +177,15 @@ mls_code mls_prompt_scan_behind_damage(mls_prompt_log *log, mls_status *st);
 
 /* Enter a record, or apply notes, whose header is at `offset` of `segment`: the new end
  * of the segment. The index has room for two more entries, the record and its parent. */
-void mls_prompt_enter(mls_prompt_log *log, mls_prompt_segment *segment, uint64_t offset,
-                      const mls_prompt_header *header);
+void mls_prompt_enter_header(mls_prompt_log *log, mls_prompt_segment *segment,
+                             uint64_t offset, const mls_prompt_header *header);
 
-/* Remove entry `number` from the index and its bytes from the live ones, unless it is
- * removed already. */
-void mls_prompt_forget(mls_prompt_log *log, uint32_t number);
+/* Remove entry `number` from the index and the bytes of its record from the live ones,
+ * unless it is removed already. The file is unchanged. */
+void mls_prompt_forget_record(mls_prompt_log *log, uint32_t number);
 
-/* Pin, unpin or delete the entry of the note's key, as the note records; without such an
- * entry nothing happens. */
+/* Pin, unpin or delete the entry of the note's key, as the note records. Without such an
+ * entry a pin sets `lacks_pinned`, and other notes do nothing. */
 void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note);
 
 /* ---- prompt_index_file.c ---- */
@@ -200,9 +201,9 @@ mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st);
 
 /* ---- prompt_open.c ---- */
 
-/* Lock `state`; in the child of a fork, first make the log usable again. */
-void mls_prompt_enter_state(mls_prompt_log *log);
-void mls_prompt_leave_state(mls_prompt_log *log);
+/* Lock the mutex `state`; in the child of a fork, first make the log usable again. */
+void mls_prompt_lock_state(mls_prompt_log *log);
+void mls_prompt_unlock_state(mls_prompt_log *log);
 
 /* ---- prompt_append.c: for the writer, without `state` ---- */
 

@@ -22,10 +22,10 @@ typedef struct search {
     mls_prompt_log *log;
     const mls_prompt_prefix *prefix;
     unsigned char fingerprint[MLS_PROMPT_FINGERPRINT];
-    mls_prompt_match *match;
-    size_t room;
-    mls_prompt_key *keys; /* of the hits */
-    mls_prompt_key *parents;
+    mls_prompt_match *match; /* owned until the search succeeds */
+    size_t room;             /* of match->hits */
+    mls_prompt_key *keys;    /* of the hits, as the index has them */
+    mls_prompt_key *parents; /* keys of the parents of the hits */
     size_t key_room, parent_room;
 } search;
 
@@ -160,11 +160,11 @@ static mls_code propose_chain(search *s, mls_status *st)
     uint32_t last = MLS_PROMPT_NONE;
     size_t start = 0;
     for (;;) {
-        const bool branches =
+        const bool has_branches =
             last == MLS_PROMPT_NONE
                 ? index->root_branches
                 : (index->entries[last].flags & MLS_PROMPT_BRANCHES) != 0;
-        mls_code code = branches ? propose_kinds(s, &parent, start, st) : MLS_OK;
+        mls_code code = has_branches ? propose_kinds(s, &parent, start, st) : MLS_OK;
         if (code != MLS_OK || prefix->count - start < prefix->block_tokens) {
             return code;
         }
@@ -200,7 +200,8 @@ static bool tokens_equal(const mls_prompt_header *header, const uint32_t *tokens
 
 /* Return whether the header is of the record that hit `number` proposes, for this
  * prompt. */
-static bool header_is(const search *s, size_t number, const mls_prompt_header *header)
+static bool header_matches_hit(const search *s, size_t number,
+                               const mls_prompt_header *header)
 {
     const mls_prompt_hit *hit = &s->match->hits[number];
     return header->type == MLS_PROMPT_RECORD && header->kind == hit->kind &&
@@ -250,7 +251,7 @@ static mls_code keep_header(mls_prompt_hit *hit, const mls_prompt_header *header
 static mls_code check_hit(const search *s, size_t number, mls_status *st)
 {
     mls_prompt_hit *hit = &s->match->hits[number];
-    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes = room;
+    unsigned char header_buffer[MLS_PROMPT_HEAD_READ], *bytes = header_buffer;
     mls_prompt_header header;
     struct stat info;
     if (hit->file == NULL) {
@@ -262,21 +263,21 @@ static mls_code check_hit(const search *s, size_t number, mls_status *st)
     if ((uint64_t)info.st_size < hit->offset) {
         return mls_fail(st, MLS_E_FORMAT, "the segment is cut off");
     }
-    mls_code code = mls_prompt_header_read(hit->file->fd, hit->offset,
-                                           (uint64_t)info.st_size - hit->offset,
-                                           s->log->crc, room, &bytes, &header, st);
+    mls_code code = mls_prompt_header_read(
+        hit->file->fd, hit->offset, (uint64_t)info.st_size - hit->offset, s->log->crc,
+        header_buffer, &bytes, &header, st);
     if (code == MLS_E_IO) {
         code = mls_fail_os(st, st->os_error,
                            "cannot read the record at offset %llu of " MLS_PROMPT_SEGMENT,
                            (unsigned long long)hit->offset, (unsigned)hit->segment);
     }
-    if (code == MLS_OK && !header_is(s, number, &header)) {
+    if (code == MLS_OK && !header_matches_hit(s, number, &header)) {
         code = mls_fail(st, MLS_E_FORMAT, "another record is stored there");
     }
     if (code == MLS_OK) {
-        code = keep_header(hit, &header, bytes, bytes != room, st);
+        code = keep_header(hit, &header, bytes, bytes != header_buffer, st);
     }
-    if (code != MLS_OK && bytes != room) {
+    if (code != MLS_OK && bytes != header_buffer) {
         mls_free(bytes);
     }
     return code;
@@ -287,15 +288,15 @@ static mls_code check_hit(const search *s, size_t number, mls_status *st)
 static void forget_entry(search *s, size_t number)
 {
     mls_prompt_log *log = s->log;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     const uint32_t entry = mls_prompt_index_find(&log->index, &s->keys[number]);
     if (entry != MLS_PROMPT_NONE &&
         log->index.entries[entry].segment == s->match->hits[number].segment &&
         mls_prompt_entry_offset(&log->index.entries[entry]) ==
             s->match->hits[number].offset) {
-        mls_prompt_forget(log, entry);
+        mls_prompt_forget_record(log, entry);
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
 }
 
 /* For qsort: by end, then kind. */
@@ -374,20 +375,20 @@ static void note_use(search *s)
 static mls_code find_records(search *s, bool *damaged, mls_status *st)
 {
     mls_prompt_log *log = s->log;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     mls_code code = mls_prompt_follow(log, st);
     if (code == MLS_OK) {
         code = propose_chain(s, st);
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (code != MLS_OK || s->match->count == 0) {
         return code;
     }
     code = check_hits(s, damaged, st);
     if (code == MLS_OK && !*damaged) {
-        mls_prompt_enter_state(log);
+        mls_prompt_lock_state(log);
         note_use(s);
-        mls_prompt_leave_state(log);
+        mls_prompt_unlock_state(log);
     }
     return code;
 }
@@ -397,9 +398,9 @@ static mls_code find_records(search *s, bool *damaged, mls_status *st)
 static mls_code repeat_search(search *s, mls_status *st)
 {
     bool damaged = false;
-    mls_prompt_enter_state(s->log);
+    mls_prompt_lock_state(s->log);
     s->log->is_stale = s->log->is_stale || !s->log->is_writing;
-    mls_prompt_leave_state(s->log);
+    mls_prompt_unlock_state(s->log);
     drop_hits(s->match);
     s->match->damage_count = 0;
     return find_records(s, &damaged, st);

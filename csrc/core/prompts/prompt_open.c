@@ -44,7 +44,7 @@ static void renew_after_fork(mls_prompt_log *log)
 
 /* Lock `state`, and renew the log in the child of a fork. `pid` is 0 while a thread
  * renews the log. */
-void mls_prompt_enter_state(mls_prompt_log *log)
+void mls_prompt_lock_state(mls_prompt_log *log)
 {
     const pid_t pid = getpid();
     for (pid_t owner; (owner = atomic_load(&log->pid)) != pid;) {
@@ -56,7 +56,7 @@ void mls_prompt_enter_state(mls_prompt_log *log)
     pthread_mutex_lock(&log->state);
 }
 
-void mls_prompt_leave_state(mls_prompt_log *log)
+void mls_prompt_unlock_state(mls_prompt_log *log)
 {
     pthread_mutex_unlock(&log->state);
 }
@@ -246,9 +246,9 @@ void mls_prompt_log_free(mls_prompt_log *log)
     if (log == NULL) {
         return;
     }
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     mls_prompt_log_clear(log);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     mls_free(log->segments);
     const int descriptors[] = {log->folder, log->store, log->used};
     for (size_t i = 0; i < sizeof descriptors / sizeof descriptors[0]; i++) {

@@ -69,7 +69,7 @@ mls_code mls_prompt_tokens(const mls_tensor *view, uint32_t **out, mls_status *s
     return MLS_OK;
 }
 
-/* ---- what to write ---- */
+/* ---- keys and headers of the items ---- */
 
 /* Return the number of tokens before the item: the end of the last block before it. */
 static size_t item_start(const put_work *w, const mls_prompt_item *item)
@@ -148,26 +148,26 @@ static bool has_parent(const put_work *w, const mls_prompt_item *item)
 }
 
 /* Set the flag MLS_PROMPT_KEPT of the entry with `key`, if the index has one, to
- * `keep`. */
-static void keep_record(mls_prompt_index *index, const mls_prompt_key *key, bool keep)
+ * `is_kept`. */
+static void set_kept(mls_prompt_index *index, const mls_prompt_key *key, bool is_kept)
 {
     const uint32_t number = mls_prompt_index_find(index, key);
     if (number != MLS_PROMPT_NONE) {
         uint8_t *flags = &index->entries[number].flags;
         *flags &= (uint8_t)~MLS_PROMPT_KEPT;
-        *flags |= keep ? MLS_PROMPT_KEPT : 0;
+        *flags |= is_kept ? MLS_PROMPT_KEPT : 0;
     }
 }
 
 /* Protect the stored part of the chain, and the stored items, from the eviction for the
- * others; or end the protection if not `keep`. */
-static void keep_stored(const put_work *w, bool keep)
+ * others; or end the protection if not `is_protected`. */
+static void protect_stored(const put_work *w, bool is_protected)
 {
     for (size_t i = 1; i <= w->blocks; i++) {
-        keep_record(&w->log->index, &w->chain[i], keep);
+        set_kept(&w->log->index, &w->chain[i], is_protected);
     }
     for (size_t i = 0; i < w->count; i++) {
-        keep_record(&w->log->index, &w->headers[i].key, keep);
+        set_kept(&w->log->index, &w->headers[i].key, is_protected);
     }
 }
 
@@ -253,18 +253,20 @@ static mls_code put_batch(put_work *w, size_t *next, mls_status *st)
     const size_t first = *next;
     uint64_t bytes;
     bool fits = true;
-    mls_prompt_enter_state(w->log);
+    mls_prompt_lock_state(w->log);
     *next = choose_batch(w, first, limit, &bytes);
-    keep_stored(w, true);
-    mls_prompt_leave_state(w->log);
-    /* with a new segment, and the entries in the index file */
-    const uint64_t more = 2 * MLS_PROMPT_FILE_HEAD + MLS_PROMPT_UNIT * (*next - first);
-    mls_code code =
-        bytes == 0 ? MLS_OK
-                   : mls_prompt_make_room(w->log, bytes + more, w->max_bytes, &fits, st);
-    mls_prompt_enter_state(w->log);
-    keep_stored(w, false);
-    mls_prompt_leave_state(w->log);
+    protect_stored(w, true);
+    mls_prompt_unlock_state(w->log);
+    /* an upper bound: the head of a new segment, and the rows of the segment and of the
+     * entries in the index file */
+    const uint64_t overhead =
+        2 * MLS_PROMPT_FILE_HEAD + MLS_PROMPT_UNIT * (*next - first);
+    mls_code code = bytes == 0 ? MLS_OK
+                               : mls_prompt_make_room(w->log, bytes + overhead,
+                                                      w->max_bytes, &fits, st);
+    mls_prompt_lock_state(w->log);
+    protect_stored(w, false);
+    mls_prompt_unlock_state(w->log);
     for (size_t i = first; !fits && i < w->count; i++) {
         w->items[i].result = w->items[i].result == 0 && i < *next ? 0 : -1;
     }

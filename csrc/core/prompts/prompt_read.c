@@ -17,7 +17,7 @@
 
 enum {
     STEP = 256 << 10, /* bytes of one system call */
-    VECTORS = 64
+    VECTORS = 64      /* ranges of memory of one system call */
 };
 
 /* One call of mls_prompt_read. */
@@ -35,7 +35,7 @@ typedef struct part_reader {
     int fd;
     uint64_t offset; /* of the next byte in the file */
     uint32_t crc;    /* of the bytes until now */
-    const mls_crc_kernels *kernels;
+    const mls_crc_kernels *crc_kernels;
 } part_reader;
 
 /* Read the next `bytes` bytes of the part into `count` vectors, which have as many, and
@@ -55,7 +55,7 @@ static mls_code read_vectors(part_reader *r, struct iovec *vectors, int count,
             return code;
         }
         r->offset += length;
-        r->crc = r->kernels->update(r->crc, to, length);
+        r->crc = r->crc_kernels->update(r->crc, to, length);
     }
     return MLS_OK;
 }
@@ -119,7 +119,7 @@ mls_code mls_prompt_read_piece(const mls_prompt_match *match,
 {
     const mls_prompt_hit *hit = &match->hits[request->hit];
     const mls_prompt_part part = mls_prompt_header_part(&hit->header, request->part);
-    part_reader r = {.fd = hit->file->fd, .crc = *sum, .kernels = crc};
+    part_reader r = {.fd = hit->file->fd, .crc = *sum, .crc_kernels = crc};
     mls_payload_runs runs;
     size_t bytes = 0;
     uint64_t start = hit->offset + hit->header.header_bytes;

@@ -27,7 +27,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MODE = 0666, UNINDEXED = 1024, CLOSED = -2 };
+enum {
+    MODE = 0666,      /* of a new file `used` */
+    UNINDEXED = 1024, /* records that the index file may lack, at least */
+    CLOSED = -2       /* as log->used: the file cannot be opened */
+};
 
 /* ---- recency ---- */
 
@@ -116,16 +120,18 @@ static void merge_uses(mls_prompt_log *log)
 uint64_t mls_prompt_disk_bytes(const mls_prompt_log *log)
 {
     const uint64_t entries = log->index.count - log->index.removed;
-    const uint64_t index = 88 + 24 * (uint64_t)log->segment_count + 44 * entries;
+    const uint64_t next_index_bytes =
+        88 + 24 * (uint64_t)log->segment_count + 44 * entries;
     uint64_t bytes =
-        MLS_PROMPT_FILE_HEAD + (index > log->index_bytes ? index : log->index_bytes);
+        MLS_PROMPT_FILE_HEAD +
+        (next_index_bytes > log->index_bytes ? next_index_bytes : log->index_bytes);
     for (size_t i = 0; i < log->segment_count; i++) {
         bytes += log->segments[i].bytes;
     }
     return bytes;
 }
 
-/* Return whether less than half of the records' bytes belong to entries. */
+/* Return whether entries refer to less than half of the bytes of a segment's records. */
 static bool is_mostly_dead(const mls_prompt_segment *segment)
 {
     return segment->live < (segment->bytes - MLS_PROMPT_FILE_HEAD + 1) / 2;
@@ -164,15 +170,15 @@ static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
                             uint64_t length, uint32_t number, mls_status *st)
 {
     mls_prompt_log *log = append->log;
-    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes = room;
+    unsigned char header_buffer[MLS_PROMPT_HEAD_READ], *bytes = header_buffer;
     mls_prompt_header header;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     const mls_prompt_entry entry = log->index.entries[number];
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     const uint64_t offset = mls_prompt_entry_offset(&entry);
     bool is_good = false;
     mls_code code = mls_prompt_header_read(file->fd, offset, length - offset, log->crc,
-                                           room, &bytes, &header, st);
+                                           header_buffer, &bytes, &header, st);
     if (code == MLS_OK && mls_prompt_key_equal(&header.key, &entry.key)) {
         const bool is_pinned = (entry.flags & MLS_PROMPT_PINNED) != 0;
         header.flags = MLS_PROMPT_MOVED | (is_pinned ? MLS_PROMPT_MOVED_PINNED : 0);
@@ -181,30 +187,32 @@ static mls_code move_record(mls_prompt_append *append, mls_prompt_file *file,
     } else if (code == MLS_E_FORMAT || code == MLS_E_CHECKSUM) {
         code = MLS_OK;
     }
-    if (bytes != room) {
+    if (bytes != header_buffer) {
         mls_free(bytes);
     }
     if (code == MLS_OK && !is_good) {
-        mls_prompt_enter_state(log);
-        mls_prompt_forget(log, number);
-        mls_prompt_leave_state(log);
+        mls_prompt_lock_state(log);
+        mls_prompt_forget_record(log, number);
+        mls_prompt_unlock_state(log);
     }
     return code;
 }
 
 /* Append a copy of a note of the compacted `segment` if it still matters. A deletion
  * matters while another segment, up to that of the deleted record, exists: a copy of the
- * record in it would come back, even if the key was stored again. A pin or unpin matters
- * if the record is in another segment; its present state is written. Errors as
+ * record in it would come back, even if the key was stored again. So does an unpin of an
+ * evicted record: a copy would come back pinned. Any other pin or unpin matters if the
+ * record is in another segment; its present state is written. Errors as
  * mls_prompt_append_notes. */
 static mls_code move_note(mls_prompt_append *append, mls_prompt_note note,
                           uint32_t segment, mls_status *st)
 {
     mls_prompt_log *log = append->log;
     bool matters;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     const uint32_t number = mls_prompt_index_find(&log->index, &note.key);
-    if (note.operation == MLS_PROMPT_DELETE) {
+    if (note.operation == MLS_PROMPT_DELETE ||
+        (note.operation == MLS_PROMPT_UNPIN && number == MLS_PROMPT_NONE)) {
         /* segments are in order; the compacted one is still among them */
         const size_t oldest = log->segments[0].number == segment ? 1 : 0;
         matters =
@@ -218,7 +226,7 @@ static mls_code move_note(mls_prompt_append *append, mls_prompt_note note,
             note.operation = is_pinned ? MLS_PROMPT_PIN : MLS_PROMPT_UNPIN;
         }
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     return matters ? mls_prompt_append_notes(append, &note, 1, st) : MLS_OK;
 }
 
@@ -228,14 +236,14 @@ static mls_code move_notes(mls_prompt_append *append, mls_prompt_file *file,
                            uint64_t length, uint32_t segment, mls_status *st)
 {
     const mls_crc_kernels *crc = append->log->crc;
-    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes;
+    unsigned char header_buffer[MLS_PROMPT_HEAD_READ], *bytes;
     mls_prompt_header header;
     uint64_t effort = mls_prompt_effort(length), at = 0;
     mls_code code = mls_prompt_header_search(file->fd, MLS_PROMPT_FILE_HEAD, length, crc,
                                              &effort, &at, st);
     while (code == MLS_OK && at > 0) {
-        code = mls_prompt_header_read(file->fd, at, length - at, crc, room, &bytes,
-                                      &header, st);
+        code = mls_prompt_header_read(file->fd, at, length - at, crc, header_buffer,
+                                      &bytes, &header, st);
         const size_t note_bytes =
             code == MLS_OK && header.type == MLS_PROMPT_NOTES
                 ? header.meta_bytes / MLS_PROMPT_NOTE * MLS_PROMPT_NOTE
@@ -243,7 +251,7 @@ static mls_code move_notes(mls_prompt_append *append, mls_prompt_file *file,
         for (size_t i = 0; code == MLS_OK && i < note_bytes; i += MLS_PROMPT_NOTE) {
             code = move_note(append, mls_prompt_note_read(header.meta + i), segment, st);
         }
-        if (bytes != room) {
+        if (bytes != header_buffer) {
             mls_free(bytes);
         }
         if (code == MLS_OK) {
@@ -262,9 +270,9 @@ static mls_code copy_live(mls_prompt_log *log, mls_prompt_file *file, uint64_t l
 {
     mls_prompt_append append;
     size_t count = 0;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     uint32_t *numbers = list_entries(log, segment, &count);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (numbers == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to compact a segment");
     }
@@ -293,9 +301,9 @@ static mls_code remove_segment(mls_prompt_log *log, uint32_t number, mls_status 
     if (unlinkat(log->folder, name, 0) != 0 && errno != ENOENT) {
         code = mls_fail_os(st, errno, "cannot delete %s", name);
     } else {
-        mls_prompt_enter_state(log);
+        mls_prompt_lock_state(log);
         mls_prompt_segment_forget(log, number);
-        mls_prompt_leave_state(log);
+        mls_prompt_unlock_state(log);
     }
     return code;
 }
@@ -308,7 +316,7 @@ static mls_code compact_segment(mls_prompt_log *log, uint32_t number, uint64_t l
 {
     mls_prompt_file *file = NULL;
     mls_code code = MLS_OK;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     if (number == log->highest) {
         code = mls_prompt_segment_create(log, st);
     }
@@ -318,7 +326,7 @@ static mls_code compact_segment(mls_prompt_log *log, uint32_t number, uint64_t l
         code =
             mls_prompt_segment_hold(log, mls_prompt_segment_find(log, number), &file, st);
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (code == MLS_OK) {
         code = copy_live(log, file, length, live, number, limit, st);
     }
@@ -331,14 +339,14 @@ static mls_code compact_segment(mls_prompt_log *log, uint32_t number, uint64_t l
 static uint32_t find_mostly_dead(mls_prompt_log *log, uint32_t last)
 {
     uint32_t number = MLS_PROMPT_NONE;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     for (size_t i = 0; i < log->segment_count && number == MLS_PROMPT_NONE; i++) {
         const mls_prompt_segment *segment = &log->segments[i];
         if (segment->number <= last && is_mostly_dead(segment)) {
             number = segment->number;
         }
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     return number;
 }
 
@@ -362,8 +370,9 @@ static mls_code compact_all(mls_prompt_log *log, uint64_t limit, bool newest_too
  * empty it. */
 mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status *st)
 {
-    mls_code code = compact_all(log, mls_prompt_segment_limit(max_bytes), false, st);
-    mls_prompt_enter_state(log);
+    mls_code code =
+        compact_all(log, mls_prompt_segment_limit(max_bytes), false /* older ones */, st);
+    mls_prompt_lock_state(log);
     if (used_bytes(log) > MLS_PROMPT_USED_MOST / 2) {
         merge_uses(log);
     }
@@ -372,7 +381,7 @@ mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status 
     } else if (code == MLS_OK && log->index.removed > UNINDEXED + log->index.count / 2) {
         code = mls_prompt_index_pack(&log->index, st);
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     return code;
 }
 
@@ -382,17 +391,24 @@ mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status 
  * entry. */
 typedef struct candidate {
     uint32_t used, end, number;
+    bool is_block;
 } candidate;
 
-/* For qsort: least recently used first; of one chain, the last block first. */
+/* For qsort: least recently used first; of one chain, the last record first. A block is
+ * the parent of other records with the same end, so these come before it. */
 static int compare_candidates(const void *a, const void *b)
 {
     const candidate *x = a, *y = b;
     if (x->used != y->used) {
         return x->used < y->used ? -1 : 1;
     }
-    return x->end != y->end ? (x->end > y->end ? -1 : 1)
-                            : (x->number < y->number ? -1 : x->number > y->number);
+    if (x->end != y->end) {
+        return x->end > y->end ? -1 : 1;
+    }
+    if (x->is_block != y->is_block) {
+        return x->is_block ? 1 : -1;
+    }
+    return x->number < y->number ? -1 : x->number > y->number;
 }
 
 /* Flag the ancestors of pinned records as MLS_PROMPT_KEPT: without them these cannot be
@@ -427,7 +443,10 @@ static candidate *list_candidates(mls_prompt_index *index, size_t *count)
     for (size_t i = 0; i < index->count; i++) {
         mls_prompt_entry *entry = &index->entries[i];
         if ((entry->flags & stays) == 0) {
-            list[listed++] = (candidate){entry->used, entry->end, (uint32_t)i};
+            list[listed++] = (candidate){.used = entry->used,
+                                         .end = entry->end,
+                                         .number = (uint32_t)i,
+                                         .is_block = entry->kind == 0};
         }
         entry->flags &= (uint8_t)~MLS_PROMPT_KEPT;
     }
@@ -439,9 +458,9 @@ static candidate *list_candidates(mls_prompt_index *index, size_t *count)
 /* Return whether the log with `bytes` more bytes has at most `max_bytes`. */
 static bool has_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes)
 {
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     const uint64_t used = mls_prompt_disk_bytes(log);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     return used <= max_bytes && bytes <= max_bytes - used;
 }
 
@@ -449,12 +468,12 @@ static bool has_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes)
  * keep their numbers meanwhile: only the writer packs the index. */
 static bool evict_entry(mls_prompt_log *log, uint32_t number)
 {
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     const mls_prompt_entry *entry = &log->index.entries[number];
     const mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);
-    mls_prompt_forget(log, number);
+    mls_prompt_forget_record(log, number);
     const bool is_dead = segment != NULL && is_mostly_dead(segment);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     return is_dead;
 }
 
@@ -470,18 +489,18 @@ mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_
     if (*fits || bytes > max_bytes) {
         return MLS_OK;
     }
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     merge_uses(log);
     candidate *list = list_candidates(&log->index, &count);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (list == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to choose records to evict");
     }
-    mls_code code = compact_all(log, limit, true, st);
+    mls_code code = compact_all(log, limit, true /* newest too */, st);
     *fits = code == MLS_OK && has_room(log, bytes, max_bytes);
     for (size_t i = 0; code == MLS_OK && !*fits && i < count; i++) {
         if (evict_entry(log, list[i].number)) {
-            code = compact_all(log, limit, true, st);
+            code = compact_all(log, limit, true /* newest too */, st);
             *fits = code == MLS_OK && has_room(log, bytes, max_bytes);
         }
     }
@@ -496,19 +515,20 @@ mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *fre
                           mls_status *st)
 {
     bool fits = false;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     const uint64_t before = mls_prompt_disk_bytes(log);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     mls_code code = mls_prompt_make_room(log, 0, max_bytes, &fits, st);
     if (code == MLS_OK) {
-        code = compact_all(log, mls_prompt_segment_limit(max_bytes), true, st);
+        code = compact_all(log, mls_prompt_segment_limit(max_bytes),
+                           true /* newest too */, st);
     }
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     if (code == MLS_OK) {
         code = mls_prompt_index_save(log, st);
     }
     const uint64_t after = mls_prompt_disk_bytes(log);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     *freed = before > after ? before - after : 0;
     return code;
 }
@@ -592,14 +612,14 @@ mls_code mls_prompt_mark(mls_prompt_log *log, const mls_prompt_match *match,
     mls_prompt_note *notes = mls_alloc(count, sizeof *notes);
     size_t chosen = 0;
     mls_code code = MLS_OK;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     uint32_t *children = count_children(&log->index);
     if (notes == NULL || children == NULL) {
         code = mls_fail(st, MLS_E_MEMORY, "no memory to mark %zu records", count);
     } else {
         chosen = choose_notes(log, match, hits, count, operation, children, notes);
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (chosen > 0) {
         code = mls_prompt_write_notes(log, notes, chosen, st);
     }

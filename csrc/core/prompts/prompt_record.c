@@ -139,7 +139,8 @@ uint32_t mls_prompt_header_token(const mls_prompt_header *header, size_t i)
     return mls_load_le32(header->tokens + 4 * i);
 }
 
-/* The counts are limited, so their sum fits. */
+/* Return the bytes of a header with `tokens` tokens, `parts` parts and `meta` bytes of
+ * meta, rounded up to units. The counts are limited, so their sum fits. */
 static size_t compute_header_bytes(size_t tokens, size_t parts, size_t meta)
 {
     const size_t bytes = MLS_PROMPT_FIXED + 4 * tokens + MLS_PROMPT_PART * parts + meta;

@@ -19,20 +19,20 @@ enum { WINDOW = 16384 }; /* bytes that a scan reads at once: many small records 
 /* ---- entries ---- */
 
 /* Add the bytes of an entry's record to the live bytes of its segment, or subtract them
- * without `more`. Does nothing if the segment is not listed. */
-static void change_live(mls_prompt_log *log, const mls_prompt_entry *entry, bool more)
+ * if not `adds`. Does nothing if the segment is not listed. */
+static void change_live(mls_prompt_log *log, const mls_prompt_entry *entry, bool adds)
 {
     mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);
     if (segment != NULL) {
         const uint64_t bytes = mls_prompt_entry_bytes(entry);
-        segment->live += more ? bytes : (uint64_t)0 - bytes;
+        segment->live += adds ? bytes : (uint64_t)0 - bytes;
     }
 }
 
-void mls_prompt_forget(mls_prompt_log *log, uint32_t number)
+void mls_prompt_forget_record(mls_prompt_log *log, uint32_t number)
 {
     if ((log->index.entries[number].flags & MLS_PROMPT_REMOVED) == 0) {
-        change_live(log, &log->index.entries[number], false);
+        change_live(log, &log->index.entries[number], false /* subtract */);
         mls_prompt_index_remove(&log->index, number);
     }
 }
@@ -69,12 +69,12 @@ static void enter_record(mls_prompt_log *log, const mls_prompt_segment *segment,
         number = mls_prompt_index_add(&log->index, &entry);
     } else {
         mls_prompt_entry *old = &log->index.entries[number];
-        change_live(log, old, false);
+        change_live(log, old, false /* subtract */);
         old->segment = entry.segment;
         old->place = entry.place;
         old->units = entry.units;
     }
-    change_live(log, &entry, true);
+    change_live(log, &entry, true /* add */);
     if ((header->flags & MLS_PROMPT_MOVED) == 0) {
         mls_prompt_index_touch(&log->index, number, log->clock);
     } else if ((header->flags & MLS_PROMPT_MOVED_PINNED) != 0) {
@@ -88,6 +88,7 @@ void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note)
 {
     const uint32_t number = mls_prompt_index_find(&log->index, &note->key);
     if (number == MLS_PROMPT_NONE) {
+        log->lacks_pinned = log->lacks_pinned || note->operation == MLS_PROMPT_PIN;
         return;
     }
     mls_prompt_entry *entry = &log->index.entries[number];
@@ -96,7 +97,7 @@ void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note)
     } else if (note->operation == MLS_PROMPT_UNPIN) {
         entry->flags &= (uint8_t)~MLS_PROMPT_PINNED;
     } else if (note->operation == MLS_PROMPT_DELETE && entry->segment <= note->segment) {
-        mls_prompt_forget(log, number);
+        mls_prompt_forget_record(log, number);
     }
 }
 
@@ -112,8 +113,8 @@ static void apply_notes(mls_prompt_log *log, const mls_prompt_header *header)
 
 /* Enter a record, or apply notes, at the end of a segment. All records of one put get one
  * time, so that no parent is older than its children. */
-void mls_prompt_enter(mls_prompt_log *log, mls_prompt_segment *segment, uint64_t offset,
-                      const mls_prompt_header *header)
+void mls_prompt_enter_header(mls_prompt_log *log, mls_prompt_segment *segment,
+                             uint64_t offset, const mls_prompt_header *header)
 {
     if (header->put != log->put) {
         log->put = header->put > log->put ? header->put : log->put;
@@ -144,11 +145,10 @@ typedef struct scan {
 } scan;
 
 /* Read the header at the end of the segment, which the window does not have whole, to
- * `room`, `*bytes` and `*header` as mls_prompt_header_read does; header->header_bytes is
- * the length that the window shows, or 0. A long header that is invalid reduces the
- * effort.
- * MLS_E_CHECKSUM too if the effort is used up. */
-static mls_code read_long(scan *s, unsigned char *room, unsigned char **bytes,
+ * `header_buffer`, `*bytes` and `*header` as mls_prompt_header_read does;
+ * header->header_bytes is the length that the window shows, or 0. A long header that is
+ * invalid reduces the effort. MLS_E_CHECKSUM too if the effort is used up. */
+static mls_code read_long(scan *s, unsigned char *header_buffer, unsigned char **bytes,
                           mls_prompt_header *header, mls_status *st)
 {
     const uint64_t at = s->segment->bytes;
@@ -157,7 +157,7 @@ static mls_code read_long(scan *s, unsigned char *room, unsigned char **bytes,
         return MLS_E_CHECKSUM;
     }
     const mls_code code = mls_prompt_header_read(s->fd, at, s->length - at, s->log->crc,
-                                                 room, bytes, header, st);
+                                                 header_buffer, bytes, header, st);
     s->effort -= code != MLS_OK && length <= s->effort ? length : 0;
     return code;
 }
@@ -171,19 +171,19 @@ static mls_code scan_window(scan *s, const unsigned char *window, size_t bytes,
     mls_prompt_log *log = s->log;
     mls_prompt_segment *segment = s->segment;
     const uint64_t start = segment->bytes;
-    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes_of_header = room;
+    unsigned char header_buffer[MLS_PROMPT_HEAD_READ], *bytes_of_header = header_buffer;
     mls_prompt_header header = {.header_bytes = 0};
     while (segment->bytes - start < bytes) {
         const size_t at = (size_t)(segment->bytes - start);
         const uint64_t left = s->length - segment->bytes;
-        bytes_of_header = room;
+        bytes_of_header = header_buffer;
         mls_code code =
             mls_prompt_header_parse(window + at, bytes - at, left, log->crc, &header, st);
         if (code == MLS_E_CAPACITY || bytes - at < MLS_PROMPT_FIXED) {
             if (at > 0) {
                 return MLS_OK; /* the next window has more of it */
             }
-            code = read_long(s, room, &bytes_of_header, &header, st);
+            code = read_long(s, header_buffer, &bytes_of_header, &header, st);
         }
         if (code == MLS_E_CHECKSUM || code == MLS_E_FORMAT) {
             *done = true;
@@ -193,9 +193,9 @@ static mls_code scan_window(scan *s, const unsigned char *window, size_t bytes,
             code = mls_prompt_index_reserve(&log->index, 2, st);
         }
         if (code == MLS_OK) {
-            mls_prompt_enter(log, segment, segment->bytes, &header);
+            mls_prompt_enter_header(log, segment, segment->bytes, &header);
         }
-        if (bytes_of_header != room) {
+        if (bytes_of_header != header_buffer) {
             mls_free(bytes_of_header);
         }
         if (code != MLS_OK) {
@@ -301,12 +301,12 @@ static mls_code scan_new_segment(mls_prompt_log *log, uint32_t number, mls_statu
     mls_prompt_file_release(file);
     if (code == MLS_OK) {
         log->highest = number;
-        return scan_newest(log, true, &changed, st);
+        return scan_newest(log, true /* skip damage */, &changed, st);
     }
     mls_prompt_segment_forget(log, number);
-    const bool is_known =
+    const bool is_left_out =
         code == MLS_E_FORMAT || (code == MLS_E_IO && st->os_error == ENOENT);
-    return is_known ? MLS_OK : code;
+    return is_left_out ? MLS_OK : code;
 }
 
 /* Enter the records of all segments that the list lacks. The newest listed segment is
@@ -320,7 +320,7 @@ static mls_code scan_folder(mls_prompt_log *log, mls_status *st)
     mls_code code =
         mls_prompt_segments_list(log, false /* delete nothing */, &numbers, &count, st);
     if (code == MLS_OK && log->segment_count > 0) {
-        code = scan_newest(log, true, &changed, st);
+        code = scan_newest(log, true /* skip damage */, &changed, st);
     }
     const uint32_t newest =
         log->segment_count > 0 ? log->segments[log->segment_count - 1].number : 0;
@@ -341,17 +341,29 @@ static mls_code scan_folder(mls_prompt_log *log, mls_status *st)
 mls_code mls_prompt_scan_behind_damage(mls_prompt_log *log, mls_status *st)
 {
     bool changed = false;
-    return log->segment_count > 0 ? scan_newest(log, true, &changed, st) : MLS_OK;
+    return log->segment_count > 0 ? scan_newest(log, true /* skip damage */, &changed, st)
+                                  : MLS_OK;
 }
 
 /* Read the whole log anew. Without a usable index file, all segments are scanned from
- * their start. */
+ * their start; then records that were evicted come back if their bytes are there, such as
+ * those that another process has pinned since. A pin of a record that is gone does no
+ * harm. */
 mls_code mls_prompt_load(mls_prompt_log *log, mls_status *st)
 {
-    mls_prompt_log_clear(log);
-    log->is_stale = false;
-    (void)mls_prompt_index_load(log);
-    const mls_code code = scan_folder(log, st);
+    bool has_index = !log->lacks_pinned;
+    mls_code code;
+    for (;;) {
+        mls_prompt_log_clear(log);
+        log->is_stale = log->lacks_pinned = false;
+        has_index = has_index && mls_prompt_index_load(log);
+        code = scan_folder(log, st);
+        if (code != MLS_OK || !has_index || !log->lacks_pinned) {
+            break;
+        }
+        has_index = false; /* once more, without the index file */
+    }
+    log->lacks_pinned = false;
     if (code != MLS_OK) {
         mls_prompt_log_clear(log);
         log->is_stale = true;
@@ -383,7 +395,8 @@ mls_code mls_prompt_follow(mls_prompt_log *log, mls_status *st)
         code = scan_folder(log, st);
         changed = log->is_stale;
     } else if (!changed && log->segment_count > 0) {
-        code = scan_newest(log, false, &changed, st);
+        code = scan_newest(log, false /* end at damage */, &changed, st);
     }
+    changed = changed || (code == MLS_OK && log->lacks_pinned);
     return changed ? mls_prompt_load(log, st) : code;
 }

@@ -17,7 +17,8 @@
 enum {
     OPEN_FILES = 64, /* segments that the log itself keeps open */
     FILE_MODE = 0666,
-    MOST_SEGMENTS = 100000000
+    MOST_SEGMENTS = 100000000, /* numbers with eight digits */
+    NAME_BYTES = 18            /* "segment-" and at most ten digits */
 };
 
 static const char letters[] = "mlsprseg";
@@ -52,13 +53,13 @@ mls_prompt_segment *mls_prompt_segment_find(const mls_prompt_log *log, uint32_t 
  * each number has one spelling. */
 static bool parse_name(const char *name, uint32_t *number)
 {
-    char same[MLS_PROMPT_NAME];
-    if (strncmp(name, "segment-", 8) != 0 || strlen(name) > 18) {
+    char spelling[MLS_PROMPT_NAME];
+    if (strncmp(name, "segment-", 8) != 0 || strlen(name) > NAME_BYTES) {
         return false;
     }
     *number = (uint32_t)strtoul(name + 8, NULL, 10);
     return *number > 0 && *number < MLS_PROMPT_NONE &&
-           strcmp(name, mls_prompt_segment_name(same, *number)) == 0;
+           strcmp(name, mls_prompt_segment_name(spelling, *number)) == 0;
 }
 
 static int compare_numbers(const void *a, const void *b)
@@ -165,9 +166,8 @@ static void close_older(mls_prompt_log *log)
 }
 
 /* Fail with MLS_E_FORMAT if the head of the file `fd` has another number than `number`,
- * or the id of another store: it is a copy. A damaged head is
- * accepted: each record has checksums, and a key that only this store can make.
- * MLS_E_IO. */
+ * or the id of another store: it is a copy. A damaged head is accepted: each record has
+ * checksums, and a key that only this store can make. MLS_E_IO. */
 static mls_code check_head(const mls_prompt_log *log, int fd, uint32_t number,
                            mls_status *st)
 {

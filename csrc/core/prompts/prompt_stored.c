@@ -11,16 +11,16 @@ enum { WINDOW = 64 << 10 }; /* bytes that a search reads at once */
 /* Read and parse the header of a record. Most headers fit into the first read; a longer
  * one is read again as a whole. */
 mls_code mls_prompt_header_read(int fd, uint64_t offset, uint64_t left,
-                                const mls_crc_kernels *crc, unsigned char *room,
+                                const mls_crc_kernels *crc, unsigned char *header_buffer,
                                 unsigned char **bytes, mls_prompt_header *out,
                                 mls_status *st)
 {
     const size_t first =
         left < MLS_PROMPT_HEAD_READ ? (size_t)left : MLS_PROMPT_HEAD_READ;
-    *bytes = room;
-    mls_code code = mls_file_read_at(fd, room, first, offset, st);
+    *bytes = header_buffer;
+    mls_code code = mls_file_read_at(fd, header_buffer, first, offset, st);
     if (code == MLS_OK) {
-        code = mls_prompt_header_parse(room, first, left, crc, out, st);
+        code = mls_prompt_header_parse(header_buffer, first, left, crc, out, st);
     }
     if (code != MLS_E_CAPACITY) {
         return code;
@@ -56,7 +56,7 @@ static mls_code examine_place(int fd, uint64_t offset, uint64_t left,
                               const mls_crc_kernels *crc, uint64_t *effort,
                               mls_status *st)
 {
-    unsigned char room[MLS_PROMPT_HEAD_READ], *longer;
+    unsigned char header_buffer[MLS_PROMPT_HEAD_READ], *longer;
     mls_prompt_header header;
     mls_code code = mls_prompt_header_parse(data, bytes, left, crc, &header, st);
     if (code != MLS_E_CAPACITY) {
@@ -67,8 +67,9 @@ static mls_code examine_place(int fd, uint64_t offset, uint64_t left,
     if (is_long && length > *effort) {
         return MLS_E_CHECKSUM;
     }
-    code = mls_prompt_header_read(fd, offset, left, crc, room, &longer, &header, st);
-    if (longer != room) {
+    code = mls_prompt_header_read(fd, offset, left, crc, header_buffer, &longer, &header,
+                                  st);
+    if (longer != header_buffer) {
         mls_free(longer);
     }
     *effort -= code != MLS_OK && is_long ? length : 0;
@@ -119,7 +120,7 @@ mls_code mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
 mls_code mls_prompt_payload_check(int fd, uint64_t offset,
                                   const mls_prompt_header *header,
                                   const mls_crc_kernels *crc, unsigned char *buffer,
-                                  size_t room, const mls_progress *progress,
+                                  size_t buffer_bytes, const mls_progress *progress,
                                   mls_status *st)
 {
     offset += header->header_bytes;
@@ -128,7 +129,7 @@ mls_code mls_prompt_payload_check(int fd, uint64_t offset,
         uint32_t sum = 0;
         for (uint64_t at = 0; at < part.bytes;) {
             const uint64_t left = part.bytes - at;
-            const size_t step = left < room ? (size_t)left : room;
+            const size_t step = left < buffer_bytes ? (size_t)left : buffer_bytes;
             const mls_code code = mls_file_read_at(fd, buffer, step, offset + at, st);
             if (code != MLS_OK) {
                 return code;

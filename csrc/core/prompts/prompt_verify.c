@@ -30,7 +30,7 @@ static int compare_entries(const void *a, const void *b)
 static mls_code copy_entries(mls_prompt_log *log, mls_prompt_entry **out, size_t *count,
                              mls_status *st)
 {
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     mls_code code = mls_prompt_follow(log, st);
     mls_prompt_entry *entries = NULL;
     size_t listed = 0;
@@ -45,7 +45,7 @@ static mls_code copy_entries(mls_prompt_log *log, mls_prompt_entry **out, size_t
             entries[listed++] = log->index.entries[i];
         }
     }
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (code == MLS_OK) {
         qsort(entries, listed, sizeof *entries, compare_entries);
         *out = entries;
@@ -60,21 +60,22 @@ static mls_code copy_entries(mls_prompt_log *log, mls_prompt_entry **out, size_t
 static mls_code hold_file(mls_prompt_log *log, const mls_prompt_entry *entry,
                           mls_prompt_file **file, uint64_t *end, mls_status *st)
 {
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     mls_prompt_segment *segment = mls_prompt_segment_find(log, entry->segment);
     const mls_code code = segment == NULL
                               ? mls_fail_os(st, ENOENT, "a segment is missing")
                               : mls_prompt_segment_hold(log, segment, file, st);
     *end = segment == NULL ? 0 : segment->bytes;
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     return code;
 }
 
-/* Read the header of the record of an entry into `*hit`, through `room` of
+/* Read the header of the record of an entry into `*hit`, through `header_buffer` of
  * MLS_PROMPT_HEAD_READ bytes. The caller frees hit->bytes and releases hit->file, also on
  * failure. MLS_E_FORMAT, MLS_E_CHECKSUM: damaged; MLS_E_IO; MLS_E_MEMORY. */
 static mls_code read_entry(mls_prompt_log *log, const mls_prompt_entry *entry,
-                           unsigned char *room, mls_prompt_hit *hit, mls_status *st)
+                           unsigned char *header_buffer, mls_prompt_hit *hit,
+                           mls_status *st)
 {
     const uint64_t offset = mls_prompt_entry_offset(entry);
     uint64_t end = 0;
@@ -86,12 +87,12 @@ static mls_code read_entry(mls_prompt_log *log, const mls_prompt_entry *entry,
     if (code == MLS_OK && end < offset) {
         code = mls_fail(st, MLS_E_FORMAT, "the segment is cut off");
     }
-    unsigned char *bytes = room;
+    unsigned char *bytes = header_buffer;
     if (code == MLS_OK) {
-        code = mls_prompt_header_read(hit->file->fd, offset, end - offset, log->crc, room,
-                                      &bytes, &hit->header, st);
+        code = mls_prompt_header_read(hit->file->fd, offset, end - offset, log->crc,
+                                      header_buffer, &bytes, &hit->header, st);
     }
-    hit->bytes = bytes == room ? NULL : bytes;
+    hit->bytes = bytes == header_buffer ? NULL : bytes;
     if (code == MLS_OK && !mls_prompt_key_equal(&hit->header.key, &entry->key)) {
         code = mls_fail(st, MLS_E_FORMAT, "another record is stored there");
     }
@@ -129,11 +130,12 @@ mls_code mls_prompt_list(mls_prompt_log *log,
     mls_code code = copy_entries(log, &entries, &count, st);
     bool is_done = false;
     for (size_t i = 0; code == MLS_OK && !is_done && i < count; i++) {
-        unsigned char room[MLS_PROMPT_HEAD_READ];
+        unsigned char header_buffer[MLS_PROMPT_HEAD_READ];
         mls_prompt_listed listed = {.is_pinned =
                                         (entries[i].flags & MLS_PROMPT_PINNED) != 0,
                                     .used = entries[i].used};
-        const mls_code result = read_entry(log, &entries[i], room, &listed.hit, st);
+        const mls_code result =
+            read_entry(log, &entries[i], header_buffer, &listed.hit, st);
         const bool is_gone = result == MLS_E_IO && st->os_error == ENOENT;
         if (result == MLS_OK) {
             is_done = !visit(context, &listed);
@@ -186,9 +188,9 @@ static mls_code report_damage(verification *v, const mls_prompt_entry *entry,
 static mls_code verify_entry(verification *v, const mls_prompt_entry *entry,
                              mls_status *st)
 {
-    unsigned char room[MLS_PROMPT_HEAD_READ];
+    unsigned char header_buffer[MLS_PROMPT_HEAD_READ];
     mls_prompt_hit hit;
-    mls_code code = read_entry(v->log, entry, room, &hit, st);
+    mls_code code = read_entry(v->log, entry, header_buffer, &hit, st);
     const bool is_gone = code == MLS_E_IO && st->os_error == ENOENT;
     if (code == MLS_OK) {
         code = mls_prompt_payload_check(hit.file->fd, hit.offset, &hit.header,
@@ -235,7 +237,7 @@ mls_code mls_prompt_verify(mls_prompt_log *log, bool repair, const mls_progress 
 /* Count records and bytes. Removed entries count only as memory. */
 mls_code mls_prompt_stats_of(mls_prompt_log *log, mls_prompt_stats *out, mls_status *st)
 {
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     const mls_code code = mls_prompt_follow(log, st);
     mls_prompt_stats stats = {0};
     for (size_t i = 0; code == MLS_OK && i < log->index.count; i++) {
@@ -250,7 +252,7 @@ mls_code mls_prompt_stats_of(mls_prompt_log *log, mls_prompt_stats *out, mls_sta
     stats.segments = log->segment_count;
     stats.disk_bytes = mls_prompt_disk_bytes(log);
     stats.memory_bytes = mls_prompt_index_bytes(&log->index);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (code == MLS_OK) {
         *out = stats;
     }

@@ -11,7 +11,10 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { UNINDEXED = 256, BUFFER = 256 << 10 };
+enum {
+    UNINDEXED = 256,   /* records that the index file may lack when a log is closed */
+    BUFFER = 256 << 10 /* bytes of the buffer that verifies payloads */
+};
 
 /* Make the records of another writer in the newest segment `fd` durable: it may have been
  * killed before its sync, and a put of the same records returns that they are stored.
@@ -61,16 +64,16 @@ static bool is_damaged(const mls_prompt_log *log, const mls_prompt_entry *entry,
                        uint64_t end, unsigned char *buffer)
 {
     const uint64_t offset = mls_prompt_entry_offset(entry);
-    unsigned char room[MLS_PROMPT_HEAD_READ], *bytes = room;
+    unsigned char header_buffer[MLS_PROMPT_HEAD_READ], *bytes = header_buffer;
     mls_prompt_header header;
     mls_status ignored;
-    mls_code code = mls_prompt_header_read(fd, offset, end - offset, log->crc, room,
-                                           &bytes, &header, &ignored);
+    mls_code code = mls_prompt_header_read(fd, offset, end - offset, log->crc,
+                                           header_buffer, &bytes, &header, &ignored);
     if (code == MLS_OK) {
         code = mls_prompt_payload_check(fd, offset, &header, log->crc, buffer, BUFFER,
                                         NULL, &ignored);
     }
-    if (bytes != room) {
+    if (bytes != header_buffer) {
         mls_free(bytes);
     }
     return code == MLS_E_CHECKSUM || code == MLS_E_FORMAT;
@@ -141,9 +144,9 @@ static mls_code check_last_put(mls_prompt_log *log, mls_status *st)
     if (log->is_checked) {
         return MLS_OK;
     }
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     mls_code code = list_damage_of_last_put(log, &damage, st);
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (code == MLS_OK && damage.count > 0) {
         code = mls_prompt_write_notes(log, damage.notes, damage.count, st);
     }
@@ -196,8 +199,8 @@ static int lock_store(mls_prompt_log *log)
  * and then repair the log. */
 mls_code mls_prompt_lock(mls_prompt_log *log, bool *busy, mls_status *st)
 {
-    mls_prompt_enter_state(log); /* also in the child of a fork */
-    mls_prompt_leave_state(log);
+    mls_prompt_lock_state(log); /* also in the child of a fork */
+    mls_prompt_unlock_state(log);
     *busy = false;
     if (log->refused != 0) {
         return mls_fail_os(st, log->refused, "the prompt store can only be read");
@@ -212,10 +215,10 @@ mls_code mls_prompt_lock(mls_prompt_log *log, bool *busy, mls_status *st)
         *busy = reason == EWOULDBLOCK || reason == EINTR;
         return *busy ? MLS_OK : mls_fail_os(st, reason, "cannot lock the prompt store");
     }
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     mls_code code = prepare_writing(log, st);
     log->is_writing = true;
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (code == MLS_OK) {
         code = check_last_put(log, st);
     }
@@ -228,9 +231,9 @@ mls_code mls_prompt_lock(mls_prompt_log *log, bool *busy, mls_status *st)
 /* End the writing. Threads of this process may follow the newest segment again. */
 void mls_prompt_unlock(mls_prompt_log *log)
 {
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     log->is_writing = false;
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (log->is_locked) {
         log->is_locked = false;
         (void)flock(log->store, LOCK_UN);
@@ -244,13 +247,13 @@ void mls_prompt_log_save_index(mls_prompt_log *log)
 {
     bool busy = false;
     mls_status ignored;
-    mls_prompt_enter_state(log);
+    mls_prompt_lock_state(log);
     const bool is_worth_it = log->unindexed >= UNINDEXED;
-    mls_prompt_leave_state(log);
+    mls_prompt_unlock_state(log);
     if (is_worth_it && mls_prompt_lock(log, &busy, &ignored) == MLS_OK && !busy) {
-        mls_prompt_enter_state(log);
+        mls_prompt_lock_state(log);
         (void)mls_prompt_index_save(log, &ignored);
-        mls_prompt_leave_state(log);
+        mls_prompt_unlock_state(log);
         mls_prompt_unlock(log);
     }
 }

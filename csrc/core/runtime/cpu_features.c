@@ -51,7 +51,8 @@ static unsigned saved_registers(void)
 enum {
     YMM_STATE = 0x6,  /* XMM and the upper halves of YMM */
     ZMM_STATE = 0xE6, /* XMM, YMM, the mask registers and all of ZMM */
-    LEAF1_WANTED = bit_FMA | bit_F16C | bit_AVX | bit_POPCNT | bit_SSE4_2 | bit_PCLMUL,
+    /* bits of CPUID leaf 1 (ecx) that both sets need, and of leaf 7 (ebx) */
+    LEAF1_REQUIRED = bit_FMA | bit_F16C | bit_AVX | bit_POPCNT | bit_SSE4_2 | bit_PCLMUL,
     LEAF7_AVX512 = bit_AVX512F | bit_AVX512DQ | bit_AVX512BW
 };
 
@@ -60,24 +61,24 @@ enum {
  * first. */
 bool mls_cpu_offers(mls_cpu cpu)
 {
-    unsigned a, b, c, d;
+    unsigned eax, ebx, ecx, edx;
     if (cpu == MLS_CPU_SCALAR) {
         return true;
     }
-    if (!__get_cpuid(1, &a, &b, &c, &d) || (c & bit_OSXSAVE) == 0 ||
-        (c & (unsigned)LEAF1_WANTED) != (unsigned)LEAF1_WANTED) {
+    if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & bit_OSXSAVE) == 0 ||
+        (ecx & (unsigned)LEAF1_REQUIRED) != (unsigned)LEAF1_REQUIRED) {
         return false;
     }
     const unsigned saved = saved_registers();
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (b & bit_AVX2) == 0) {
+    if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) || (ebx & bit_AVX2) == 0) {
         return false;
     }
     if (cpu == MLS_CPU_AVX2) {
         return (saved & YMM_STATE) == YMM_STATE;
     }
     return cpu == MLS_CPU_AVX512 && (saved & ZMM_STATE) == ZMM_STATE &&
-           (b & (unsigned)LEAF7_AVX512) == (unsigned)LEAF7_AVX512 &&
-           (b & bit_AVX512VL) != 0;
+           (ebx & (unsigned)LEAF7_AVX512) == (unsigned)LEAF7_AVX512 &&
+           (ebx & bit_AVX512VL) != 0;
 }
 
 #elif defined(__aarch64__)
@@ -126,9 +127,9 @@ static void list_offered(char *text, size_t room)
  * from the simplest to the best set, so the search begins at its end. */
 mls_code mls_cpu_choose(const char *name, mls_cpu *out, mls_status *st)
 {
-    const bool any = name == NULL || name[0] == '\0';
+    const bool is_any_name = name == NULL || name[0] == '\0';
     for (int i = MLS_CPU_COUNT - 1; i >= 0; i--) {
-        if ((any || strcmp(name, names[i]) == 0) && mls_cpu_offers((mls_cpu)i)) {
+        if ((is_any_name || strcmp(name, names[i]) == 0) && mls_cpu_offers((mls_cpu)i)) {
             *out = (mls_cpu)i;
             return MLS_OK;
         }
@@ -150,11 +151,11 @@ static bool read_cache_file(int index, const char *name, char *text, int room)
     (void)snprintf(path, sizeof path, "/sys/devices/system/cpu/cpu0/cache/index%d/%s",
                    index, name);
     FILE *file = fopen(path, "re");
-    const bool good = file != NULL && fgets(text, room, file) != NULL;
+    const bool is_read = file != NULL && fgets(text, room, file) != NULL;
     if (file != NULL) {
         (void)fclose(file);
     }
-    return good;
+    return is_read;
 }
 
 /* Return the size in bytes of a cache level (1 to 3) from /sys, which states it as

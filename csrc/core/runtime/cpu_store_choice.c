@@ -72,7 +72,7 @@ static void limit_sizes(mls_store_choices *choices)
 }
 
 /* Return the size class of a result of `bytes` bytes, at least MLS_STORE_LEAST. */
-static mls_store_size size_of(const mls_store_choices *choices, size_t bytes)
+static mls_store_size size_class_of(const mls_store_choices *choices, size_t bytes)
 {
     int size = MLS_STORING_PAST;
     while (size > MLS_STORING_SMALL && bytes < choices->least[size]) {
@@ -164,9 +164,10 @@ mls_store mls_store_next(mls_store_choice *choice, unsigned variants)
 
 /* Return the variant for the next bytes of results that fit the cache. Only the second of
  * two results counts, since the first finds the cache as another variant left it. */
-mls_store mls_store_turn(uint64_t at, size_t all, unsigned variants, bool *counts)
+mls_store mls_store_turn(uint64_t at, size_t result_bytes, unsigned variants,
+                         bool *counts)
 {
-    const uint64_t result = at / (all == 0 ? 1 : all);
+    const uint64_t result = at / (result_bytes == 0 ? 1 : result_bytes); /* its number */
     unsigned stores[MLS_STORES], count = 0;
     for (unsigned store = 0; store < MLS_STORES; store++) {
         stores[count] = store;
@@ -207,15 +208,15 @@ static int fastest_store(mls_store_choice *choice)
  * is used. */
 static void decide_store(mls_store_choice *choice)
 {
-    const bool first = atomic_load(&choice->chosen) == UNDECIDED;
-    const bool within = choice->size != MLS_STORING_PAST;
+    const bool is_first = atomic_load(&choice->chosen) == UNDECIDED;
+    const bool is_within = choice->size != MLS_STORING_PAST;
     const int fastest = fastest_store(choice);
     const int before = atomic_exchange(&choice->fastest, fastest);
-    const bool is_sure = !within || fastest == before || fastest != MLS_STORE_STREAM;
+    const bool is_sure = !is_within || fastest == before || fastest != MLS_STORE_STREAM;
     const unsigned cached = faster_store(choice, MLS_STORE_CACHED, MLS_STORE_LOOP, 16);
     atomic_store(&choice->chosen, is_sure ? fastest : (int)cached);
-    const uint64_t later = within ? MLS_STORE_LASTS_WITHIN : MLS_STORE_LASTS;
-    const uint64_t lasts = first ? MLS_STORE_FIRST_LASTS : later;
+    const uint64_t later = is_within ? MLS_STORE_LASTS_WITHIN : MLS_STORE_LASTS;
+    const uint64_t lasts = is_first ? MLS_STORE_FIRST_LASTS : later;
     atomic_store(&choice->lasts_until, atomic_load(&choice->stored) + lasts);
     atomic_store(&choice->is_decided, true);
 }
@@ -289,7 +290,7 @@ mls_store_trial mls_store_begin(mls_store_choices *choices, mls_store_operation 
     if (choices == NULL || destination.bytes < MLS_STORE_LEAST) {
         return trial;
     }
-    const mls_store_size size = size_of(choices, destination.bytes);
+    const mls_store_size size = size_class_of(choices, destination.bytes);
     if (size < MLS_STORING_WITHIN) {
         variants &= ~MLS_STORE_BIT(MLS_STORE_STREAM);
     }

@@ -143,9 +143,9 @@ typedef struct mls_store_trial {
     mls_store_choice *choice; /* NULL: the decision is made, nothing is timed */
     unsigned variants;        /* a set */
     int fixed; /* the variant of all trials of this part, or -1: the variants alternate */
-    bool counts; /* trials are counted */
-    size_t stored;
-    uint64_t started; /* nanoseconds */
+    bool counts;      /* the trials of this part are counted */
+    size_t stored;    /* bytes stored since the trial began */
+    uint64_t started; /* nanoseconds, on the monotonic clock */
 } mls_store_trial;
 
 /* Begin to store `bytes` bytes, this thread's part of an operation, to `destination`.
@@ -180,8 +180,9 @@ void mls_store_count(mls_store_choice *choice, unsigned variants, mls_store stor
 mls_store mls_store_next(mls_store_choice *choice, unsigned variants);
 
 /* Return the variant for bytes that are stored `at` bytes after the trials began, if the
- * variants of a set alternate after every two results of `all` bytes. Sets `*counts` to
- * whether this is the second of the two results. */
-mls_store mls_store_turn(uint64_t at, size_t all, unsigned variants, bool *counts);
+ * variants of a set alternate after every two results of `result_bytes` bytes. Sets
+ * `*counts` to whether this is the second of the two results. */
+mls_store mls_store_turn(uint64_t at, size_t result_bytes, unsigned variants,
+                         bool *counts);
 
 #endif

@@ -31,10 +31,10 @@ static bool read_text(const char *path, char *text, size_t room)
         return false;
     }
     const size_t length = fread(text, 1, room - 1, file);
-    const bool good = ferror(file) == 0;
+    const bool is_read = ferror(file) == 0;
     text[length] = '\0';
     fclose(file);
-    return good;
+    return is_read;
 }
 
 /* Return the number at the start of a file; UINT64_MAX if the file is missing or has none
@@ -103,16 +103,18 @@ static uint64_t read_line_limit(const char *root, const char *line, size_t lengt
     if (second == NULL) {
         return UINT64_MAX;
     }
-    const size_t named = (size_t)(second - first - 1);
-    const size_t rest = length - (size_t)(second + 1 - line);
-    if (rest >= sizeof path || (named > 0 && !controls_memory(first + 1, named))) {
+    const size_t names_length = (size_t)(second - first - 1);
+    const size_t path_length = length - (size_t)(second + 1 - line);
+    if (path_length >= sizeof path ||
+        (names_length > 0 && !controls_memory(first + 1, names_length))) {
         return UINT64_MAX;
     }
     /* a copy, because read_group_limit modifies the path */
-    memcpy(path, second + 1, rest);
-    path[rest] = '\0';
-    return named == 0 ? read_group_limit(root, "", path, "memory.max")
-                      : read_group_limit(root, "/memory", path, "memory.limit_in_bytes");
+    memcpy(path, second + 1, path_length);
+    path[path_length] = '\0';
+    return names_length == 0
+               ? read_group_limit(root, "", path, "memory.max")
+               : read_group_limit(root, "/memory", path, "memory.limit_in_bytes");
 }
 
 /* Return the lowest limit of the control groups in `memberships`. Version 1 of control
@@ -134,6 +136,8 @@ uint64_t mls_process_memory_limit(const char *root, const char *memberships)
 
 #if defined(__linux__)
 
+/* Return the bytes of the number of kilobytes that follows `field` in `text`; 0 without
+ * the field. */
 static uint64_t parse_kilobytes(const char *text, const char *field)
 {
     const char *line = strstr(text, field);

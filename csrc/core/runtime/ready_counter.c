@@ -5,7 +5,7 @@
 /* Default attributes cannot fail on systems with threads. */
 void mls_ready_counter_init(mls_ready_counter *counter)
 {
-    atomic_init(&counter->open, 0);
+    atomic_init(&counter->produced, 0);
     pthread_mutex_init(&counter->lock, NULL);
     pthread_cond_init(&counter->grown, NULL);
 }
@@ -21,7 +21,7 @@ void mls_ready_counter_fini(mls_ready_counter *counter)
 void mls_ready_counter_advance(mls_ready_counter *counter, size_t count)
 {
     pthread_mutex_lock(&counter->lock);
-    atomic_store_explicit(&counter->open, count, memory_order_release);
+    atomic_store_explicit(&counter->produced, count, memory_order_release);
     pthread_cond_broadcast(&counter->grown);
     pthread_mutex_unlock(&counter->lock);
 }
@@ -30,11 +30,11 @@ void mls_ready_counter_advance(mls_ready_counter *counter, size_t count)
  * `count`, and the lock is not needed. */
 void mls_ready_counter_wait(mls_ready_counter *counter, size_t count)
 {
-    if (atomic_load_explicit(&counter->open, memory_order_acquire) >= count) {
+    if (atomic_load_explicit(&counter->produced, memory_order_acquire) >= count) {
         return;
     }
     pthread_mutex_lock(&counter->lock);
-    while (atomic_load_explicit(&counter->open, memory_order_relaxed) < count) {
+    while (atomic_load_explicit(&counter->produced, memory_order_relaxed) < count) {
         pthread_cond_wait(&counter->grown, &counter->lock);
     }
     pthread_mutex_unlock(&counter->lock);

@@ -2,7 +2,8 @@
  *
  * One thread produces items in order and publishes their number now and then. Other
  * threads wait until the item that they need has been produced. Writes before
- * mls_ready_counter_advance(g, n) are visible after mls_ready_counter_wait(g, n).
+ * mls_ready_counter_advance(counter, n) are visible after mls_ready_counter_wait(counter,
+ * n).
  */
 #ifndef MLS_READY_COUNTER_H
 #define MLS_READY_COUNTER_H
@@ -12,9 +13,9 @@
 #include <stddef.h>
 
 typedef struct mls_ready_counter {
-    atomic_size_t open; /* items produced so far; never decreases */
+    atomic_size_t produced; /* items produced so far; never decreases */
     pthread_mutex_t lock;
-    pthread_cond_t grown;
+    pthread_cond_t grown; /* signals that `produced` has grown */
 } mls_ready_counter;
 
 /* Initialise to 0. The caller ends it with mls_ready_counter_fini, when no thread waits

@@ -171,7 +171,8 @@ static void run_with_workers(worker_threads *workers, const work *w, size_t help
     pthread_mutex_unlock(&workers->lock);
 }
 
-/* The calling thread counts, so at least 1 is needed. */
+/* Return whether a pool may have `threads` threads. The calling thread counts, so at
+ * least 1 is needed. */
 static bool is_thread_count(size_t threads)
 {
     return threads >= 1 && threads <= MLS_POOL_MAX_THREADS;

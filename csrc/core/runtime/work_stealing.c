@@ -11,36 +11,36 @@
 
 /* Initialise the queues that `starts` divides the items into. Plain initialisation of the
  * counters: they are not shared yet. */
-bool mls_work_queues_init(mls_work_queues *all, const size_t *starts, size_t count)
+bool mls_work_queues_init(mls_work_queues *queues, const size_t *starts, size_t count)
 {
-    *all = (mls_work_queues){.starts = starts, .count = count};
-    all->next = mls_alloc(count, sizeof *all->next);
-    if (all->next == NULL) {
+    *queues = (mls_work_queues){.starts = starts, .count = count};
+    queues->next = mls_alloc(count, sizeof *queues->next);
+    if (queues->next == NULL) {
         return false;
     }
     for (size_t i = 0; i < count; i++) {
-        atomic_init(&all->next[i], starts[i]);
+        atomic_init(&queues->next[i], starts[i]);
     }
-    atomic_init(&all->untouched, 0);
+    atomic_init(&queues->untouched, 0);
     return true;
 }
 
 /* `starts` belongs to the caller. */
-void mls_work_queues_fini(mls_work_queues *all)
+void mls_work_queues_fini(mls_work_queues *queues)
 {
-    mls_free(all->next);
+    mls_free(queues->next);
 }
 
 /* Set `*item` to the next item of queue number `queue`; false: none is left in it.
  * Relaxed order is enough: the data behind the items was written before the threads
  * started. */
-static bool take_queue_item(mls_work_queues *all, size_t queue, size_t *item)
+static bool take_queue_item(mls_work_queues *queues, size_t queue, size_t *item)
 {
-    const size_t end = all->starts[queue + 1];
-    if (atomic_load_explicit(&all->next[queue], memory_order_relaxed) >= end) {
+    const size_t end = queues->starts[queue + 1];
+    if (atomic_load_explicit(&queues->next[queue], memory_order_relaxed) >= end) {
         return false;
     }
-    *item = atomic_fetch_add_explicit(&all->next[queue], 1, memory_order_relaxed);
+    *item = atomic_fetch_add_explicit(&queues->next[queue], 1, memory_order_relaxed);
     return *item < end;
 }
 
@@ -48,20 +48,21 @@ static bool take_queue_item(mls_work_queues *all, size_t queue, size_t *item)
  * own queue, then queues that no thread has started, then all others. The last search
  * begins after the current queue. The thread continues with the queue that it found an
  * item in, so it seldom searches all queues. */
-bool mls_work_queues_take(mls_work_queues *all, size_t *queue, size_t *item)
+bool mls_work_queues_take(mls_work_queues *queues, size_t *queue, size_t *item)
 {
-    if (*queue < all->count && take_queue_item(all, *queue, item)) {
+    if (*queue < queues->count && take_queue_item(queues, *queue, item)) {
         return true;
     }
-    while (atomic_load_explicit(&all->untouched, memory_order_relaxed) < all->count) {
-        *queue = atomic_fetch_add_explicit(&all->untouched, 1, memory_order_relaxed);
-        if (*queue < all->count && take_queue_item(all, *queue, item)) {
+    while (atomic_load_explicit(&queues->untouched, memory_order_relaxed) <
+           queues->count) {
+        *queue = atomic_fetch_add_explicit(&queues->untouched, 1, memory_order_relaxed);
+        if (*queue < queues->count && take_queue_item(queues, *queue, item)) {
             return true;
         }
     }
-    for (size_t i = 0, at = *queue; i < all->count; i++) {
-        at = at + 1 < all->count ? at + 1 : 0;
-        if (take_queue_item(all, at, item)) {
+    for (size_t i = 0, at = *queue; i < queues->count; i++) {
+        at = at + 1 < queues->count ? at + 1 : 0;
+        if (take_queue_item(queues, at, item)) {
             *queue = at;
             return true;
         }

@@ -24,14 +24,14 @@ typedef struct mls_work_queues {
 /* Initialise `count` queues: queue i has items starts[i] .. starts[i + 1] - 1. `starts`
  * is borrowed and has `count` + 1 entries. The caller ends the queues with
  * mls_work_queues_fini. Returns false if memory runs out. */
-bool mls_work_queues_init(mls_work_queues *all, const size_t *starts, size_t count);
+bool mls_work_queues_init(mls_work_queues *queues, const size_t *starts, size_t count);
 
 /* Accepts a zeroed struct. */
-void mls_work_queues_fini(mls_work_queues *all);
+void mls_work_queues_fini(mls_work_queues *queues);
 
 /* Set `*item` to the next item for a thread; each item is taken once. Returns false if no
  * item is left in any queue. `*queue` is the number of the thread's current queue; the
  * caller sets it to SIZE_MAX before the first call. */
-bool mls_work_queues_take(mls_work_queues *all, size_t *queue, size_t *item);
+bool mls_work_queues_take(mls_work_queues *queues, size_t *queue, size_t *item);
 
 #endif

@@ -76,7 +76,7 @@ static bool parse_number(mls_str text, int *out)
 
 /* Set `*out` to the layout with this name, or of one step for "axis:K", with 0 parts;
  * false: the text is something else. */
-static bool parse_cut(mls_str text, mls_layout *out)
+static bool parse_layout_name(mls_str text, mls_layout *out)
 {
     static const char prefix[] = "axis:";
     const size_t length = sizeof prefix - 1;
@@ -103,7 +103,7 @@ bool mls_layout_parse(mls_str text, mls_layout *out, bool *has_parts)
     int parts = 0;
     const char *sign = text.length == 0 ? NULL : memchr(text.data, '=', text.length);
     const size_t length = sign == NULL ? text.length : (size_t)(sign - text.data);
-    if (!parse_cut((mls_str){text.data, length}, &layout)) {
+    if (!parse_layout_name((mls_str){text.data, length}, &layout)) {
         return false;
     }
     if (sign != NULL) {
@@ -181,12 +181,13 @@ bool mls_layout_equal(const mls_layout *a, const mls_layout *b)
 static void compute_range(size_t count, size_t parts, size_t index, size_t *start,
                           size_t *length)
 {
-    const size_t each = count / parts + (count % parts != 0 ? 1 : 0);
+    const size_t part_length = count / parts + (count % parts != 0 ? 1 : 0);
     /* `index` is below `parts`, so the product exceeds the count by less than one part;
      * the division rules out overflow */
-    const size_t first = each == 0 || index > count / each ? count : index * each;
+    const size_t first =
+        part_length == 0 || index > count / part_length ? count : index * part_length;
     *start = first < count ? first : count;
-    *length = count - *start < each ? count - *start : each;
+    *length = count - *start < part_length ? count - *start : part_length;
 }
 
 /* Return the number of elements of a part's box; 1 for a scalar. */
@@ -358,8 +359,9 @@ static size_t find_end_by_b(const mls_overlap *o)
 {
     size_t rest = o->b_end > o->b_at ? o->b_end - o->b_at : 0, at = o->a_at;
     for (int axis = 0; axis < o->rank - 1 && rest > 0; axis++) {
-        const size_t last = o->length[axis] - 1, among = (rest - 1) / o->b_stride[axis];
-        const size_t row = among < last ? among : last;
+        /* the row with b's last element, if the box reaches that far */
+        const size_t last = o->length[axis] - 1, end_row = (rest - 1) / o->b_stride[axis];
+        const size_t row = end_row < last ? end_row : last;
         at += row * o->a_stride[axis];
         rest -= row * o->b_stride[axis];
     }
@@ -379,8 +381,8 @@ static void skip_outside_rows(mls_overlap *o)
 
 /* Start the iteration over common elements. Visit the axes from the innermost outwards.
  * An axis is merged into the axis outside it if both boxes contain it, and all axes
- * inside it, whole. The innermost axis always merges with the initial row of one element,
- * so there are at most as many rows as axes (one for a scalar). */
+ * inside it, whole. The innermost axis always merges with the initial axis of one
+ * element, so at most a->rank axes remain (one for a scalar). */
 void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b)
 {
     size_t a_stride = 1, b_stride = 1;
@@ -394,9 +396,9 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
     o->done = false;
     size_t length[MLS_LAYOUT_RANK + 1], a_strides[MLS_LAYOUT_RANK + 1],
         b_strides[MLS_LAYOUT_RANK + 1];
-    /* initial row: one element, into which the first axis is merged */
+    /* initial axis: one element, into which the innermost axis is merged */
     length[0] = a_strides[0] = b_strides[0] = 1;
-    int rows = 1;
+    int axes = 1;
     for (int axis = a->rank - 1; axis >= 0; axis--) {
         size_t start;
         const size_t shared = intersect_axis(a, b, axis, &start);
@@ -404,21 +406,21 @@ void mls_overlap_init(mls_overlap *overlap, const mls_part *a, const mls_part *b
         o->done = o->done || shared == 0;
         o->a_at += (start - a->start[axis]) * a_stride;
         o->b_at += (start - b->start[axis]) * b_stride;
-        /* if the inner row is as long as this stride, no gap follows */
-        const size_t inside = length[rows - 1] * a_strides[rows - 1];
-        const size_t b_inside = length[rows - 1] * b_strides[rows - 1];
+        /* if the inner axis spans as many elements as this stride, no gap follows */
+        const size_t inside = length[axes - 1] * a_strides[axes - 1];
+        const size_t b_inside = length[axes - 1] * b_strides[axes - 1];
         if (inside == a_stride && b_inside == b_stride) {
-            length[rows - 1] *= shared; /* continues where the inner axis ends */
+            length[axes - 1] *= shared; /* continues where the inner axis ends */
         } else {
-            length[rows] = shared;
-            a_strides[rows] = a_stride;
-            b_strides[rows++] = b_stride;
+            length[axes] = shared;
+            a_strides[axes] = a_stride;
+            b_strides[axes++] = b_stride;
         }
         a_stride *= a->length[axis];
         b_stride *= b->length[axis];
     }
     /* outermost first, the order of iteration */
-    for (int i = rows - 1; i >= 0; i--) {
+    for (int i = axes - 1; i >= 0; i--) {
         o->index[o->rank] = 0;
         o->length[o->rank] = length[i];
         o->a_stride[o->rank] = a_strides[i];
@@ -452,8 +454,8 @@ static bool clip_row(const mls_overlap *o, mls_run *out)
 {
     /* `skip` elements precede one of the ranges; the row ends after `keep` elements */
     const size_t length = o->length[o->rank - 1];
-    size_t skip = 0, keep = length;
-    skip = o->a_begin > o->a_at ? o->a_begin - o->a_at : 0;
+    size_t keep = length;
+    size_t skip = o->a_begin > o->a_at ? o->a_begin - o->a_at : 0;
     const size_t b_skip = o->b_begin > o->b_at ? o->b_begin - o->b_at : 0;
     skip = b_skip > skip ? b_skip : skip;
     const size_t a_left = o->a_end > o->a_at ? o->a_end - o->a_at : 0;

@@ -65,7 +65,7 @@ static bool flat_range(const mls_layout_intersection *iter, const mls_part *box,
     size_t stride = 1, first = 0, last = 0;
     for (int axis = box->rank - 1; axis >= 0; axis--) {
         size_t low, high;
-        if (!intersect_axis(box, &iter->near, axis, &low, &high)) {
+        if (!intersect_axis(box, &iter->bounds, axis, &low, &high)) {
             return false;
         }
         first += low * stride;
@@ -81,26 +81,26 @@ static bool flat_range(const mls_layout_intersection *iter, const mls_part *box,
     return *from < *end;
 }
 
-/* Set m->from and m->end at the current depth to the parts of this step that may
- * intersect m->to; an empty range for none. Parts have the length `each`, except at the
- * end, so a division finds them. */
+/* Set `from` and `end` of the iterator at the current depth to the range of parts of this
+ * step that may intersect `to`; an empty range for none. Parts have the length
+ * `part_length`, except at the end, so a division finds them. */
 static void enter_step(mls_layout_intersection *iter)
 {
     const mls_part *box = &iter->box[iter->depth];
     const mls_layout_step step = iter->layout->steps[iter->depth];
     size_t from = 0, end = 0, length;
-    bool any;
+    bool has_range;
     if (step.axis == MLS_LAYOUT_FLAT) {
         length = mls_part_count(box);
-        any = flat_range(iter, box, &from, &end);
+        has_range = flat_range(iter, box, &from, &end);
     } else {
         length = box->length[step.axis];
-        any = intersect_axis(box, &iter->near, step.axis, &from, &end);
+        has_range = intersect_axis(box, &iter->bounds, step.axis, &from, &end);
     }
-    const size_t each = length / step.parts + (length % step.parts != 0 ? 1 : 0);
-    iter->from[iter->depth] =
-        any ? from / each : 0; /* `any` implies that `each` is above 0 */
-    iter->end[iter->depth] = any ? (end - 1) / each + 1 : 0;
+    const size_t part_length = length / step.parts + (length % step.parts != 0 ? 1 : 0);
+    /* a range implies that `part_length` is above 0 */
+    iter->from[iter->depth] = has_range ? from / part_length : 0;
+    iter->end[iter->depth] = has_range ? (end - 1) / part_length + 1 : 0;
 }
 
 /* Start the iteration over the parts that intersect `to`. The first box is the whole
@@ -113,7 +113,7 @@ void mls_layout_intersection_init(mls_layout_intersection *iter, const mls_layou
     mls_status ignored; /* cannot fail: the shape was accepted before */
     iter->layout = layout;
     iter->to = to;
-    iter->near = bounding_box(to);
+    iter->bounds = bounding_box(to);
     iter->depth = mls_part_count(to) > 0 ? 0 : -1;
     (void)mls_layout_part(&none, rank, shape, 0, &iter->box[0], &ignored);
     if (iter->depth == 0 && layout->count > 0) {

@@ -15,11 +15,11 @@
 typedef struct mls_layout_intersection {
     const mls_layout *layout; /* borrowed, like `to` */
     const mls_part *to;
-    mls_part near; /* bounding box of `to` */
-    int depth;     /* number of steps whose part is chosen; -1 at the end */
+    mls_part bounds; /* bounding box of `to` */
+    int depth;       /* number of steps whose part is chosen; -1 at the end */
     mls_part box[MLS_LAYOUT_STEPS +
                  1]; /* the box before each step; the last one is the part */
-    size_t from[MLS_LAYOUT_STEPS]; /* index of the next part to visit ... */
+    size_t from[MLS_LAYOUT_STEPS]; /* number of the next part to visit ... */
     size_t end[MLS_LAYOUT_STEPS];  /* ... and the end, in each step */
 } mls_layout_intersection;
 

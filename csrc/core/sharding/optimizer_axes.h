@@ -17,9 +17,9 @@ enum { MLS_NO_AXIS = -1 }; /* the state's axis corresponds to no axis of the par
 
 /* Return whether the axes of the optimizer state named `state` differ from its
  * parameter's. If so, set axes[i] for each axis i of the state to the parameter's axis,
- * or to MLS_NO_AXIS. If the shapes allow several answers, the state's name decides ("row"
- * or "col" in it); otherwise the first candidate is used, beginning with the last
- * axis. */
+ * or to MLS_NO_AXIS. Returns false too for a state without axes. If the shapes allow
+ * several answers, the state's name decides ("row" or "col" in it); otherwise the first
+ * candidate is used, beginning with the last axis. */
 bool mls_optimizer_axes(mls_str state, int rank, const size_t *shape, int parameter_rank,
                         const size_t *parameter_shape, signed char *axes);
 

@@ -61,10 +61,11 @@ static bool simplify_axes(const mls_load_into_pair *pair, mls_tensor *dst,
     *src = *pair->src;
     dst->rank = src->rank = iter.rank + 1;
     for (int axis = 0; axis <= iter.rank; axis++) {
-        const bool run = axis == iter.rank;
-        dst->shape[axis] = src->shape[axis] = run ? iter.length : iter.shape[axis];
-        dst->strides[axis] = run ? iter.a_step : iter.a_strides[axis];
-        src->strides[axis] = run ? iter.b_step : iter.b_strides[axis];
+        const bool is_innermost = axis == iter.rank; /* the run of the iterator */
+        dst->shape[axis] = src->shape[axis] =
+            is_innermost ? iter.length : iter.shape[axis];
+        dst->strides[axis] = is_innermost ? iter.a_step : iter.a_strides[axis];
+        src->strides[axis] = is_innermost ? iter.b_step : iter.b_strides[axis];
     }
     return true;
 }
@@ -113,11 +114,11 @@ typedef struct item {
 typedef struct planner {
     const mls_load_into_pair *pairs;
     size_t count;
-    bool cast;                        /* dtypes may be converted */
-    item *items;                      /* one for each pair */
-    mls_address_range *spans, *spare; /* two per pair; at first, the reads are in `spans`
-                                         and the writes in `spare` */
-    size_t reads, writes;             /* numbers of ranges */
+    bool cast;                         /* dtypes may be converted */
+    item *items;                       /* one for each pair */
+    mls_address_range *ranges, *spare; /* two per pair; at first, the reads are in
+                                          `ranges` and the writes in `spare` */
+    size_t reads, writes;              /* numbers of ranges */
     size_t clusters;
     size_t *heads; /* first pair of each cluster, or `count` */
     mls_load_into *load;
@@ -165,12 +166,12 @@ static mls_code add_pair_name(mls_status *st, const mls_load_into_pair *pair)
 static mls_code check_kind(const mls_load_into_pair *pair, bool cast, mls_status *st)
 {
     const mls_dtype to = pair->dst->dtype, from = pair->src->dtype;
-    const bool copies = mls_copy_check(pair->dst, pair->src, "", st) == MLS_OK;
-    if (copies && (to == from || cast)) {
+    const bool is_copyable = mls_copy_check(pair->dst, pair->src, "", st) == MLS_OK;
+    if (is_copyable && (to == from || cast)) {
         return MLS_OK;
     }
     const quoted name = quote_name(pair->name);
-    if (!copies) {
+    if (!is_copyable) {
         /* once more, for a message with the name */
         (void)mls_copy_check(pair->dst, pair->src, name.text, st);
         return add_pair_name(st, pair);
@@ -209,15 +210,15 @@ static bool is_single_copy(const mls_load_into_pair *pair)
            iter.a_step == (ptrdiff_t)bytes && iter.b_step == (ptrdiff_t)bytes;
 }
 
-/* Append the address range of a view to `spans`, and count it in `*count`, if the view
+/* Append the address range of a view to `ranges`, and count it in `*count`, if the view
  * has elements. `pair` is the number of its pair; `written` tells a target from a
  * source. */
-static void add_range(mls_address_range *spans, size_t *count, const mls_tensor *t,
+static void add_range(mls_address_range *ranges, size_t *count, const mls_tensor *t,
                       size_t pair, bool written)
 {
-    mls_address_range s = {.owner = pair, .written = written};
-    if (mls_tensor_range(t, &s.low, &s.high)) {
-        spans[(*count)++] = s;
+    mls_address_range range = {.owner = pair, .written = written};
+    if (mls_tensor_range(t, &range.low, &range.high)) {
+        ranges[(*count)++] = range;
     }
 }
 
@@ -247,7 +248,7 @@ static mls_code check_pair(planner *p, size_t index)
     if (code != MLS_OK) {
         return code;
     }
-    add_range(p->spans, &p->reads, pair->src, index, false);
+    add_range(p->ranges, &p->reads, pair->src, index, false /* a source */);
     if (is_same(pair->dst, pair->src)) {
         return MLS_OK;
     }
@@ -262,7 +263,7 @@ static mls_code check_pair(planner *p, size_t index)
     entry->to = pair->dst->data;
     entry->from = pair->src->data;
     entry->plain = is_single_copy(pair);
-    add_range(p->spare, &p->writes, pair->dst, index, true);
+    add_range(p->spare, &p->writes, pair->dst, index, true /* a target */);
     if (!mls_size_add(p->load->bytes, entry->bytes, &p->load->bytes)) {
         p->load->bytes =
             SIZE_MAX; /* saturates; needed only to tell whether the load is large */
@@ -312,9 +313,9 @@ static mls_code compare_views(planner *p, const mls_address_range *sorted, size_
             if (sorted[i].written == sorted[j].written) {
                 continue;
             }
-            const bool first = sorted[i].written;
-            const size_t written = sorted[first ? i : j].owner;
-            const size_t read = sorted[first ? j : i].owner;
+            const bool is_write_first = sorted[i].written;
+            const size_t written = sorted[is_write_first ? i : j].owner;
+            const size_t read = sorted[is_write_first ? j : i].owner;
             if (mls_tensor_overlap(p->pairs[written].dst, p->pairs[read].src)) {
                 return fail_overlap(p, written, read);
             }
@@ -330,23 +331,24 @@ static mls_code compare_views(planner *p, const mls_address_range *sorted, size_
 static mls_code find_overlaps(planner *p)
 {
     const mls_address_range *top[2] = {NULL, NULL}; /* index 0: reads, 1: writes */
-    bool is_mixed = false;
+    bool has_read_in_write = false;
     const size_t count = p->reads + p->writes;
-    memcpy(p->spans + p->reads, p->spare, p->writes * sizeof *p->spans);
-    const mls_address_range *sorted = mls_address_ranges_sort(p->spans, p->spare, count);
+    memcpy(p->ranges + p->reads, p->spare, p->writes * sizeof *p->ranges);
+    const mls_address_range *sorted = mls_address_ranges_sort(p->ranges, p->spare, count);
     for (size_t i = 0; i < count; i++) {
-        const mls_address_range *s = &sorted[i];
-        const mls_address_range *other = top[!s->written];
-        const mls_address_range *like = top[s->written];
-        is_mixed = is_mixed || (other != NULL && s->low < other->high);
-        if (s->written && like != NULL && s->low < like->high) {
-            join_cluster(p, s->owner, like->owner);
+        const mls_address_range *range = &sorted[i];
+        const mls_address_range *other = top[!range->written]; /* of the other kind */
+        const mls_address_range *same = top[range->written];   /* of the same kind */
+        has_read_in_write =
+            has_read_in_write || (other != NULL && range->low < other->high);
+        if (range->written && same != NULL && range->low < same->high) {
+            join_cluster(p, range->owner, same->owner);
         }
-        if (like == NULL || s->high > like->high) {
-            top[s->written] = s;
+        if (same == NULL || range->high > same->high) {
+            top[range->written] = range;
         }
     }
-    return is_mixed ? compare_views(p, sorted, count) : MLS_OK;
+    return has_read_in_write ? compare_views(p, sorted, count) : MLS_OK;
 }
 
 /* Link the pairs of each cluster in ascending order, from `heads`. Iterates backwards, so
@@ -498,7 +500,7 @@ static bool add_clusters(planner *p)
     for (size_t cluster = 0; cluster < p->clusters; cluster++) {
         size_t pair = p->heads[cluster];
         for (; pair < p->count && fits; pair = p->items[pair].next) {
-            fits = add_unsplit(p, pair, true);
+            fits = add_unsplit(p, pair, true /* in one task */);
         }
         end_task(p);
     }
@@ -516,7 +518,7 @@ static bool add_others(planner *p)
             continue;
         }
         if (entry->bytes <= PART) {
-            fits = add_unsplit(p, i, false);
+            fits = add_unsplit(p, i, false /* in any task */);
         } else if (entry->plain) {
             fits = split_copy(p, entry);
         } else {
@@ -564,9 +566,9 @@ mls_code mls_load_into_new(const mls_load_into_pair *pairs, size_t count, bool c
     mls_code code;
     p.load = mls_alloc(1, sizeof *p.load);
     p.items = mls_alloc(count, sizeof *p.items);
-    p.spans = mls_alloc(count, 2 * sizeof *p.spans);
+    p.ranges = mls_alloc(count, 2 * sizeof *p.ranges);
     p.spare = mls_alloc(count, 2 * sizeof *p.spare);
-    if (p.load == NULL || p.items == NULL || p.spans == NULL || p.spare == NULL) {
+    if (p.load == NULL || p.items == NULL || p.ranges == NULL || p.spare == NULL) {
         code = no_memory(st, count);
         goto done;
     }
@@ -578,7 +580,7 @@ mls_code mls_load_into_new(const mls_load_into_pair *pairs, size_t count, bool c
 done:
     mls_load_into_free(p.load);
     mls_free(p.items);
-    mls_free(p.spans);
+    mls_free(p.ranges);
     mls_free(p.spare);
     mls_free(p.heads);
     return code;

@@ -24,22 +24,21 @@ bool mls_tensor_meta_same_dtype(const mls_tensor_meta *a, const mls_tensor_meta 
 
 /* Write lengths, rank and dimensions: 24 bytes and 8 for each axis.
  * Returns their number. */
-size_t mls_tensor_meta_head(mls_str name, const mls_tensor_meta *facts,
-                            unsigned char *out)
+size_t mls_tensor_meta_head(mls_str name, const mls_tensor_meta *meta, unsigned char *out)
 {
-    const size_t rank = (size_t)facts->rank;
+    const size_t rank = (size_t)meta->rank;
     mls_store_le64(out, name.length);
-    mls_store_le64(out + 8, strlen(facts->dtype));
+    mls_store_le64(out + 8, strlen(meta->dtype));
     mls_store_le64(out + 16, rank);
     for (size_t axis = 0; axis < rank; axis++) {
-        mls_store_le64(out + 24 + 8 * axis, facts->shape[axis]);
+        mls_store_le64(out + 24 + 8 * axis, meta->shape[axis]);
     }
     return 24 + 8 * rank;
 }
 
 /* Return the result bits of a pair. Shape and dtype are compared only if both sides have
  * the tensor. */
-static unsigned char bits_of(const mls_fact_pair *pair)
+static unsigned char bits_of(const mls_meta_pair *pair)
 {
     if (!pair->has_target) {
         return MLS_MISSING;
@@ -56,7 +55,7 @@ static unsigned char bits_of(const mls_fact_pair *pair)
 
 /* Set the result bits of each pair and count them in one pass: usually nothing differs,
  * and the caller needs only the counts. */
-mls_metadata_counts mls_metadata_compare(const mls_fact_pair *pairs, size_t count,
+mls_metadata_counts mls_metadata_compare(const mls_meta_pair *pairs, size_t count,
                                          unsigned char *out)
 {
     mls_metadata_counts counts = {0};

@@ -24,11 +24,11 @@ typedef struct mls_tensor_meta {
 
 /* A name with the metadata of each side; at least one of `has_source` and `has_target` is
  * true. */
-typedef struct mls_fact_pair {
+typedef struct mls_meta_pair {
     mls_str name;
     mls_tensor_meta source, target;
     bool has_source, has_target;
-} mls_fact_pair;
+} mls_meta_pair;
 
 /* Result bits: a pair may differ in both shape and dtype. */
 enum {
@@ -46,21 +46,21 @@ typedef struct mls_metadata_counts {
 
 /* Return whether two tensors have equal shapes, or equal names of their dtypes. Two parts
  * have equal shapes only if they are one part; the shape of a part is that of the whole
- * tensor. */
+ * tensor, so a part and a tensor without a part are compared by it alone. */
 bool mls_tensor_meta_same_shape(const mls_tensor_meta *a, const mls_tensor_meta *b);
 bool mls_tensor_meta_same_dtype(const mls_tensor_meta *a, const mls_tensor_meta *b);
 
-enum { MLS_FACTS_HEAD_MOST = 8 * (3 + MLS_MAX_RANK) };
+enum { MLS_META_HEAD_MOST = 8 * (3 + MLS_MAX_RANK) }; /* bytes */
 
 /* Writes the first bytes of a tensor's digest to `out`, as 64-bit little-endian numbers:
  * the lengths of its name and of its dtype's name, the rank, and the dimensions. Returns
- * the number of bytes, at most MLS_FACTS_HEAD_MOST. */
-size_t mls_tensor_meta_head(mls_str name, const mls_tensor_meta *facts,
+ * the number of bytes, at most MLS_META_HEAD_MOST. */
+size_t mls_tensor_meta_head(mls_str name, const mls_tensor_meta *meta,
                             unsigned char *out);
 
 /* Writes the result bits of each pair to `out` (`count` entries), and returns their
  * counts. */
-mls_metadata_counts mls_metadata_compare(const mls_fact_pair *pairs, size_t count,
+mls_metadata_counts mls_metadata_compare(const mls_meta_pair *pairs, size_t count,
                                          unsigned char *out);
 
 #endif

@@ -42,28 +42,28 @@ typedef struct mls_name_tree mls_name_tree;
 mls_code mls_name_tree_new(const mls_str *names, size_t count, mls_name_tree **out,
                            mls_status *st);
 
-void mls_name_tree_free(mls_name_tree *names); /* accepts NULL */
+void mls_name_tree_free(mls_name_tree *tree); /* accepts NULL */
 
 /* Return all nodes, parents before their children, and their number. */
-const mls_name_node *mls_name_tree_nodes(const mls_name_tree *names);
-size_t mls_name_tree_size(const mls_name_tree *names);
+const mls_name_node *mls_name_tree_nodes(const mls_name_tree *tree);
+size_t mls_name_tree_size(const mls_name_tree *tree);
 
 /* Returns the node with this path, or MLS_NAME_NONE; the root has no path. This and the
  * following functions take time proportional to the path and to the nodes below the
  * result, independent of the number of names. */
-uint32_t mls_name_tree_find(const mls_name_tree *names, mls_str path);
+uint32_t mls_name_tree_find(const mls_name_tree *tree, mls_str path);
 
 /* Writes the positions (in the list of names) of the names below `node` to `out`, in
  * ascending order and without the name that ends at `node`. `out` has room for the node's
  * count. Returns their number. */
-size_t mls_name_tree_under(const mls_name_tree *names, uint32_t node, uint32_t *out);
+size_t mls_name_tree_under(const mls_name_tree *tree, uint32_t node, uint32_t *out);
 
 /* Computes the nodes that are layers, in the order of their first names. With depth 0, a
  * layer is the parent of a name's last segment. With another depth, a layer is a node of
  * that depth with at least one name below it. The root counts as a node. `*out` receives
  * `*count` node numbers; free it with mls_free. MLS_E_MEMORY: both results are
  * unchanged. */
-mls_code mls_name_tree_layers(const mls_name_tree *names, uint32_t depth, uint32_t **out,
+mls_code mls_name_tree_layers(const mls_name_tree *tree, uint32_t depth, uint32_t **out,
                               size_t *count, mls_status *st);
 
 #endif

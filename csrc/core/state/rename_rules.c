@@ -132,26 +132,27 @@ static size_t bound_length(mls_str name, const mls_rename_rule *rules, size_t co
 
 /* Apply a rule that matches `hits` times to the name of `length` bytes in `out`, in
  * place; `out` has room for `new_length`. A name that grows is first moved to the end of
- * its new range, so that the write position never passes the read position. */
+ * its new range, so that the write position never passes the read position. `copied` is
+ * the end of the old bytes that are done. */
 static void replace_hits(char *out, size_t length, size_t new_length, size_t hits,
                          const mls_rename_rule *rule)
 {
     const size_t shift = new_length > length ? new_length - length : 0;
     const mls_str name = {.data = out + shift, .length = length};
     memmove(out + shift, out, length);
-    size_t written = 0, read = 0, from = 0;
+    size_t written = 0, copied = 0, from = 0;
     for (; hits > 0; hits--) {
         const size_t hit = next_hit(name, rule, from);
         from = start_after(name, rule, hit);
-        memmove(out + written, name.data + read, hit - read);
-        written += hit - read;
+        memmove(out + written, name.data + copied, hit - copied);
+        written += hit - copied;
         if (rule->new.length > 0) {
             memcpy(out + written, rule->new.data, rule->new.length);
         }
         written += rule->new.length;
-        read = hit + match_length(name, rule, hit);
+        copied = hit + match_length(name, rule, hit);
     }
-    memmove(out + written, name.data + read, length - read);
+    memmove(out + written, name.data + copied, length - copied);
 }
 
 /* Create a rule; false: nothing follows the star. Without a star `old` may be empty: it
@@ -192,21 +193,21 @@ size_t mls_name_apply(mls_str name, const mls_rename_rule *rules, size_t count, 
     if (name.length > 0) {
         memcpy(out, name.data, name.length);
     }
-    mls_str now = {.data = name.length > 0 ? out : "", .length = name.length};
+    mls_str current = {.data = name.length > 0 ? out : "", .length = name.length};
     for (size_t i = 0; i < count; i++) {
         size_t removed, length;
-        const size_t hits = count_hits(now, &rules[i], &removed);
-        if (!length_after(now.length, hits, removed, &rules[i], &length) ||
+        const size_t hits = count_hits(current, &rules[i], &removed);
+        if (!length_after(current.length, hits, removed, &rules[i], &length) ||
             length > room) {
-            return bound_length(now, rules + i, count - i);
+            return bound_length(current, rules + i, count - i);
         }
         if (hits > 0 && used != NULL) {
             used[i] = true;
         }
         if (hits > 0 && room > 0) {
-            replace_hits(out, now.length, length, hits, &rules[i]);
-            now = (mls_str){.data = out, .length = length};
+            replace_hits(out, current.length, length, hits, &rules[i]);
+            current = (mls_str){.data = out, .length = length};
         }
     }
-    return now.length;
+    return current.length;
 }

@@ -4,15 +4,15 @@
 #include "array/array_view.h"
 
 /* Return a new reference to the descriptor of `dtype`, or NULL with an exception set. The
- * room, which the arrays of one call share, caches it, because finding ml_dtypes takes
- * longer than making an array, in particular if it is not installed. */
-static PyArray_Descr *find_descr(mlspy_room *room, mls_dtype dtype)
+ * allocator, which the arrays of one call share, caches it, because finding ml_dtypes
+ * takes longer than making an array, in particular if it is not installed. */
+static PyArray_Descr *find_descr(mlspy_array_allocator *allocator, mls_dtype dtype)
 {
-    if (room->descrs[dtype] == NULL) {
-        room->descrs[dtype] = mlspy_descr_of_dtype(dtype);
+    if (allocator->descrs[dtype] == NULL) {
+        allocator->descrs[dtype] = mlspy_descr_of_dtype(dtype);
     }
-    Py_XINCREF(room->descrs[dtype]);
-    return room->descrs[dtype];
+    Py_XINCREF(allocator->descrs[dtype]);
+    return allocator->descrs[dtype];
 }
 
 /* Convert a shape to NumPy's type. The sizes fit: their product was checked. */
@@ -50,19 +50,19 @@ PyObject *mlspy_array_in(PyArray_Descr *descr, int rank, const size_t *shape,
     return array;
 }
 
-PyObject *mlspy_array_new(mlspy_room *room, mls_dtype dtype, int rank,
+PyObject *mlspy_array_new(mlspy_array_allocator *allocator, mls_dtype dtype, int rank,
                           const size_t *shape, bool zeros)
 {
-    PyArray_Descr *descr = find_descr(room, dtype);
+    PyArray_Descr *descr = find_descr(allocator, dtype);
     return descr == NULL ? NULL : mlspy_array_of(descr, rank, shape, zeros);
 }
 
 /* Files of other writers may contain unaligned tensors. NumPy then reads the array more
  * slowly but correctly, if the flag is right. */
-PyObject *mlspy_array_over(mlspy_room *room, mls_dtype dtype, int rank,
+PyObject *mlspy_array_over(mlspy_array_allocator *allocator, mls_dtype dtype, int rank,
                            const size_t *shape, const unsigned char *data, PyObject *base)
 {
-    PyArray_Descr *descr = find_descr(room, dtype);
+    PyArray_Descr *descr = find_descr(allocator, dtype);
     if (descr == NULL) {
         return NULL;
     }
@@ -76,52 +76,53 @@ PyObject *mlspy_array_over(mlspy_room *room, mls_dtype dtype, int rank,
 }
 
 /* Allocate the block for the arrays from `index` on, which are not planned yet. Without a
- * block (room->block is NULL) each of them gets its own memory. The room drops the block
- * before it. Returns -1 with an exception set. */
-static int next_block(mlspy_room *room, size_t index)
+ * block (allocator->block is NULL) each of them gets its own memory. The allocator drops
+ * the block before it. Returns -1 with an exception set. */
+static int next_block(mlspy_array_allocator *allocator, size_t index)
 {
-    Py_CLEAR(room->block);
-    npy_intp length = (npy_intp)mls_block_plan(room->bytes_of, room->context, index,
-                                               room->count, &room->until);
+    Py_CLEAR(allocator->block);
+    npy_intp length =
+        (npy_intp)mls_block_plan(allocator->bytes_of, allocator->context, index,
+                                 allocator->count, &allocator->until);
     if (length == 0) {
         return 0;
     }
-    room->block = PyArray_SimpleNew(1, &length, NPY_UINT8);
-    if (room->block == NULL) {
+    allocator->block = PyArray_SimpleNew(1, &length, NPY_UINT8);
+    if (allocator->block == NULL) {
         return -1;
     }
-    const uintptr_t begin = (uintptr_t)PyArray_DATA((PyArrayObject *)room->block);
+    const uintptr_t begin = (uintptr_t)PyArray_DATA((PyArrayObject *)allocator->block);
     /* the first array starts at a multiple of MLS_BLOCK_LINE; the block has room for
      * that */
-    room->used = (MLS_BLOCK_LINE - begin % MLS_BLOCK_LINE) % MLS_BLOCK_LINE;
+    allocator->used = (MLS_BLOCK_LINE - begin % MLS_BLOCK_LINE) % MLS_BLOCK_LINE;
     return 0;
 }
 
-PyObject *mlspy_room_array(mlspy_room *room, size_t index, mls_dtype dtype, int rank,
-                           const size_t *shape)
+PyObject *mlspy_allocator_array(mlspy_array_allocator *allocator, size_t index,
+                                mls_dtype dtype, int rank, const size_t *shape)
 {
-    if (index >= room->until && next_block(room, index) < 0) {
+    if (index >= allocator->until && next_block(allocator, index) < 0) {
         return NULL;
     }
-    const size_t bytes = room->bytes_of(room->context, index);
-    if (room->block == NULL || !mls_block_takes(bytes)) {
-        return mlspy_array_new(room, dtype, rank, shape, false);
+    const size_t bytes = allocator->bytes_of(allocator->context, index);
+    if (allocator->block == NULL || !mls_block_takes(bytes)) {
+        return mlspy_array_new(allocator, dtype, rank, shape, false);
     }
-    PyArray_Descr *descr = find_descr(room, dtype);
+    PyArray_Descr *descr = find_descr(allocator, dtype);
     if (descr == NULL) {
         return NULL;
     }
-    char *data = PyArray_BYTES((PyArrayObject *)room->block) + room->used;
-    room->used += mls_block_lines(bytes);
+    char *data = PyArray_BYTES((PyArrayObject *)allocator->block) + allocator->used;
+    allocator->used += mls_block_lines(bytes);
     return mlspy_array_in(descr, rank, shape, NULL, data, NPY_ARRAY_CARRAY,
-                          Py_NewRef(room->block));
+                          Py_NewRef(allocator->block));
 }
 
 /* The arrays keep the last block alive. */
-void mlspy_room_fini(mlspy_room *room)
+void mlspy_allocator_fini(mlspy_array_allocator *allocator)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
-        Py_CLEAR(room->descrs[i]);
+        Py_CLEAR(allocator->descrs[i]);
     }
-    Py_CLEAR(room->block);
+    Py_CLEAR(allocator->block);
 }

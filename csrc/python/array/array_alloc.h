@@ -12,8 +12,8 @@
 #include <stddef.h>
 
 /* Memory for `count` arrays, which are made in order. Initialise the first three members
- * and zero the rest. End it with mlspy_room_fini after the last array or on failure. */
-typedef struct mlspy_room {
+ * and zero the rest. Call mlspy_allocator_fini after the last array or on failure. */
+typedef struct mlspy_array_allocator {
     mls_block_bytes_of *bytes_of; /* gives the bytes of each array */
     const void *context;          /* passed to `bytes_of` */
     size_t count;
@@ -22,7 +22,7 @@ typedef struct mlspy_room {
     size_t until;    /* arrays before this index are planned */
     PyArray_Descr
         *descrs[MLS_DTYPE_COUNT]; /* descriptors of the arrays so far, or NULL */
-} mlspy_room;
+} mlspy_array_allocator;
 
 /* Return a new array with its own memory, in C order. `zeros`: its elements are 0, and
  * large memory stays untouched until it is written; otherwise they are undefined.
@@ -36,24 +36,24 @@ PyObject *mlspy_array_of(PyArray_Descr *descr, int rank, const size_t *shape, bo
 PyObject *mlspy_array_in(PyArray_Descr *descr, int rank, const size_t *shape,
                          const ptrdiff_t *strides, void *data, int flags, PyObject *base);
 
-/* As mlspy_array_of, with the descriptor of a dtype of the core, which the room caches.
- * The array is not in one of the room's blocks. */
-PyObject *mlspy_array_new(mlspy_room *room, mls_dtype dtype, int rank,
+/* As mlspy_array_of, with the descriptor of a dtype of the core, which the allocator
+ * caches. The array is not in one of the allocator's blocks. */
+PyObject *mlspy_array_new(mlspy_array_allocator *allocator, mls_dtype dtype, int rank,
                           const size_t *shape, bool zeros);
 
 /* Return a read-only array in C order over `data`, which `base` keeps alive (a new
  * reference is taken). `data` may be unaligned. */
-PyObject *mlspy_array_over(mlspy_room *room, mls_dtype dtype, int rank,
+PyObject *mlspy_array_over(mlspy_array_allocator *allocator, mls_dtype dtype, int rank,
                            const size_t *shape, const unsigned char *data,
                            PyObject *base);
 
-/* Return array `index` of the room, with undefined elements. It gets its own memory if it
+/* Return array `index`, with undefined elements. It gets its own memory if it
  * is large or if the next arrays are too small for a block. Otherwise it is part of a
  * block, aligned to 64 bytes. */
-PyObject *mlspy_room_array(mlspy_room *room, size_t index, mls_dtype dtype, int rank,
-                           const size_t *shape);
+PyObject *mlspy_allocator_array(mlspy_array_allocator *allocator, size_t index,
+                                mls_dtype dtype, int rank, const size_t *shape);
 
-/* Release the room's own references; the arrays keep their block alive. */
-void mlspy_room_fini(mlspy_room *room);
+/* Release the allocator's own references; the arrays keep their block alive. */
+void mlspy_allocator_fini(mlspy_array_allocator *allocator);
 
 #endif

@@ -174,7 +174,7 @@ static PyObject *metadata_of(const mls_safetensors *file)
     return result;
 }
 
-/* Return the bytes of array `index` of a file, for mlspy_room. */
+/* Return the bytes of array `index` of a file, for mlspy_array_allocator. */
 static size_t bytes_of(const void *context, size_t index)
 {
     return ((const mls_safetensors *)context)->tensors[index].bytes;
@@ -187,15 +187,17 @@ static PyObject *arrays_of(const mls_safetensors *file, const unsigned char *map
                            PyObject *base)
 {
     PyObject *result = PyDict_New();
-    mlspy_room room = {.bytes_of = bytes_of, .context = file, .count = file->count};
+    mlspy_array_allocator allocator = {
+        .bytes_of = bytes_of, .context = file, .count = file->count};
     for (size_t i = 0; result != NULL && i < file->count; i++) {
         const mls_stored *t = &file->tensors[i];
         mlspy_set(&result, mlspy_str_of(t->name),
-                  base == NULL ? mlspy_room_array(&room, i, t->dtype, t->rank, t->shape)
-                               : mlspy_array_over(&room, t->dtype, t->rank, t->shape,
-                                                  mapped + t->offset, base));
+                  base == NULL
+                      ? mlspy_allocator_array(&allocator, i, t->dtype, t->rank, t->shape)
+                      : mlspy_array_over(&allocator, t->dtype, t->rank, t->shape,
+                                         mapped + t->offset, base));
     }
-    mlspy_room_fini(&room);
+    mlspy_allocator_fini(&allocator);
     return result;
 }
 

@@ -132,11 +132,11 @@ static const signed char *axes_of(const mlspy_shard_items *items, PyObject *mode
 static int add_whole(mlspy_shard_items *items, PyObject *model, const mls_tensor_id *id,
                      const mlspy_view *view)
 {
-    signed char room[MLS_LAYOUT_RANK];
+    signed char buffer[MLS_LAYOUT_RANK];
     const mls_tensor *t = &view->tensor;
     mls_status st;
     const signed char *axes =
-        items->parts > 1 ? axes_of(items, model, id, t->rank, t->shape, room) : NULL;
+        items->parts > 1 ? axes_of(items, model, id, t->rank, t->shape, buffer) : NULL;
     if (mlspy_check(items->state,
                     mls_shard_list_add_whole(&items->list, id, t, &items->layout, axes,
                                              items->rank, items->world_size, &st),

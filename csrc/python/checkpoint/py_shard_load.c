@@ -206,8 +206,8 @@ static int find_pieces(load_job *job)
 
 /* ---- loading: new arrays ---- */
 
-/* Return the bytes of new array `index` in a shared block, for mlspy_room; 0 if the array
- * gets its own zeroed memory. */
+/* Return the bytes of new array `index` in a shared block, for mlspy_array_allocator; 0
+ * if the array gets its own zeroed memory. */
 static size_t new_bytes(const void *context, size_t index)
 {
     const mls_load_item *item = &((const load_job *)context)->plan.items[index];
@@ -216,16 +216,16 @@ static size_t new_bytes(const void *context, size_t index)
 
 /* Return a new array for part `index`: in a shared block, or with its own memory if
  * `alone`. NULL with an exception set. */
-static PyObject *new_array(const load_job *job, size_t index, mlspy_room *room,
-                           bool alone)
+static PyObject *new_array(const load_job *job, size_t index,
+                           mlspy_array_allocator *allocator, bool alone)
 {
     const mls_load_item *item = &job->plan.items[index];
     const mls_dtype dtype = item->tensor->any_shard->dtype;
     size_t dims[MLS_LAYOUT_RANK];
     const int rank = mls_part_dims(&item->part, dims);
     return alone || item->long_zeros
-               ? mlspy_array_new(room, dtype, rank, dims, item->long_zeros)
-               : mlspy_room_array(room, index, dtype, rank, dims);
+               ? mlspy_array_new(allocator, dtype, rank, dims, item->long_zeros)
+               : mlspy_allocator_array(allocator, index, dtype, rank, dims);
 }
 
 /* Map a whole file, once for all of its tensors. Returns the capsule of the mapping,
@@ -259,7 +259,7 @@ static PyObject *map_file(load_job *job, PyObject *capsules, bool links,
 /* Return a new array over the mapped file if the part is one contiguous range there, else
  * a new reference to None. NULL with an exception set. */
 static PyObject *mapped_array(load_job *job, const mls_load_item *item,
-                              PyObject *capsules, mlspy_room *room)
+                              PyObject *capsules, mlspy_array_allocator *allocator)
 {
     uint64_t offset;
     const mls_merged_index_shard *run =
@@ -274,7 +274,7 @@ static PyObject *mapped_array(load_job *job, const mls_load_item *item,
     }
     size_t dims[MLS_LAYOUT_RANK];
     const int rank = mls_part_dims(&item->part, dims);
-    return mlspy_array_over(room, item->tensor->any_shard->dtype, rank, dims,
+    return mlspy_array_over(allocator, item->tensor->any_shard->dtype, rank, dims,
                             mlspy_mapping_data(capsule) + offset, capsule);
 }
 
@@ -292,17 +292,19 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
 {
     size_t used = 0;
     PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
-    mlspy_room room = {.bytes_of = new_bytes, .context = job, .count = job->plan.count};
+    mlspy_array_allocator allocator = {
+        .bytes_of = new_bytes, .context = job, .count = job->plan.count};
     bool good = result != NULL && (!maps || capsules != NULL);
     enum { TOGETHER = 64 }; /* arrays for each update of the counter */
     for (size_t i = 0; good && i < job->plan.count; i++) {
         load_result *entry = &job->results[i];
-        PyObject *array = maps ? mapped_array(job, &job->plan.items[i], capsules, &room)
-                               : Py_NewRef(Py_None);
+        PyObject *array =
+            maps ? mapped_array(job, &job->plan.items[i], capsules, &allocator)
+                 : Py_NewRef(Py_None);
         const bool read = array == Py_None;
         if (read) {
             Py_DECREF(array);
-            array = new_array(job, i, &room, maps);
+            array = new_array(job, i, &allocator, maps);
         }
         entry->array = array;
         if (array != NULL && read) {
@@ -316,7 +318,7 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
         }
     }
     job->plan.piece_count = used;
-    mlspy_room_fini(&room);
+    mlspy_allocator_fini(&allocator);
     Py_XDECREF(capsules);
     if (!good) {
         Py_CLEAR(result);
@@ -845,22 +847,23 @@ static void add_reads(const load_job *job, const mls_load_item *item, bool verif
                       PyObject **list)
 {
     const size_t most = item->tensor->places;
-    const mls_read_scratch room = {mls_alloc(most, sizeof *room.stored),
-                                   mls_alloc(most, sizeof *room.parts),
-                                   mls_alloc(most, sizeof *room.pieces)};
+    const mls_read_scratch arrays = {mls_alloc(most, sizeof *arrays.stored),
+                                     mls_alloc(most, sizeof *arrays.parts),
+                                     mls_alloc(most, sizeof *arrays.pieces)};
     mls_status st;
     size_t count = 0;
-    if (room.stored == NULL || room.parts == NULL || room.pieces == NULL) {
+    if (arrays.stored == NULL || arrays.parts == NULL || arrays.pieces == NULL) {
         PyErr_NoMemory();
         Py_CLEAR(*list);
     } else if (check_core(job,
                           mls_merged_index_pieces(&job->merged->merged, item->tensor,
-                                                  &item->part, NULL, &room, &count, &st),
+                                                  &item->part, NULL, &arrays, &count,
+                                                  &st),
                           &st) < 0) {
         Py_CLEAR(*list);
     }
     for (size_t i = 0; *list != NULL && i < count; i++) {
-        const mls_stored_shard *stored = &room.stored[i];
+        const mls_stored_shard *stored = &arrays.stored[i];
         if (stored->file != NULL) {
             const mls_stored_reads e = mls_stored_reads_of(stored, &item->part, verify);
             mlspy_append(
@@ -870,9 +873,9 @@ static void add_reads(const load_job *job, const mls_load_item *item, bool verif
                               stored->frames != NULL ? -1LL : (long long)stored->offset));
         }
     }
-    mls_free(room.stored);
-    mls_free(room.parts);
-    mls_free(room.pieces);
+    mls_free(arrays.stored);
+    mls_free(arrays.parts);
+    mls_free(arrays.pieces);
 }
 
 /* reads(folder, section, keys, cutting, verify) -> [(path, begin, end, bytes, origin),

@@ -206,7 +206,7 @@ static int set_text(PyObject *error, const char *field, const char *text)
     return text[0] == '\0' ? 0 : set_field(error, field, text_object(text));
 }
 
-/* Copy the facts of a status (name, expected, got, offset) and `path` (borrowed; NULL:
+/* Copy the details of a status (name, expected, got, offset) and `path` (borrowed; NULL:
  * none) to the attributes of the exception. Returns -1 with an exception set. */
 static int set_fields(PyObject *error, const mls_status *st, PyObject *path)
 {

@@ -110,7 +110,7 @@ static int make_pairs(const mlspy_state *state, mlspy_pairs *p)
     for (size_t i = 0; i < p->count; i++) {
         mlspy_item *from = i < p->source.count ? &p->source.items[i] : NULL;
         mlspy_item *to = &p->target.items[i];
-        mls_fact_pair *pair = &p->pairs[i];
+        mls_meta_pair *pair = &p->pairs[i];
         pair->has_source = from != NULL;
         pair->has_target = to->key != NULL;
         pair->name = from != NULL ? from->name : to->name;

@@ -17,7 +17,7 @@ typedef struct mlspy_pairs {
     mlspy_items source; /* all items of the source */
     mlspy_items
         target; /* as long as `pairs`; an item without key if the target has none */
-    mls_fact_pair *pairs;
+    mls_meta_pair *pairs;
     unsigned char *bits; /* flags of each pair, see metadata_compare.h */
     size_t count;
     mls_metadata_counts counts;

@@ -418,7 +418,7 @@ static PyObject *changes_of(const mlspy_state *state, const mlspy_pairs *p)
 static void note_parts(mlspy_pairs *p)
 {
     for (size_t i = 0; i < p->count; i++) {
-        const mls_fact_pair *pair = &p->pairs[i];
+        const mls_meta_pair *pair = &p->pairs[i];
         if (pair->has_source && pair->has_target &&
             (pair->source.part == NULL) != (pair->target.part == NULL) &&
             (p->bits[i] & MLS_SHAPE_DIFFERS) == 0) {
@@ -585,8 +585,8 @@ static PyObject *meta_tuple(const mlspy_state *state, const mlspy_item *item)
                          (unsigned long long)bytes);
 }
 
-/* state_facts(state) -> a list of (name, dtype, shape, nbytes), one for each tensor */
-PyObject *core_state_facts(mlspy_state *state, PyObject *const *args)
+/* state_metadata(state) -> a list of (name, dtype, shape, nbytes), one for each tensor */
+PyObject *core_state_metadata(mlspy_state *state, PyObject *const *args)
 {
     mlspy_items items;
     if (mlspy_items_of(args[0], "state", &items) < 0) {

@@ -412,7 +412,7 @@ static int feed_bytes(PyObject *update, const void *data, size_t bytes)
  * set. */
 static int pass_meta(PyObject *update, const mlspy_item *item)
 {
-    unsigned char head[MLS_FACTS_HEAD_MOST];
+    unsigned char head[MLS_META_HEAD_MOST];
     const size_t dtype_length = strlen(item->meta.dtype);
     const size_t bytes = mls_tensor_meta_head(item->name, &item->meta, head);
     return feed_bytes(update, head, bytes) < 0 ||

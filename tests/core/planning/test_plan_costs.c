@@ -47,11 +47,11 @@ TEST(poll_stops_the_planner)
     const mls_poll no = {stop_after_calls, &left}, no_again = {stop_after_calls, &again};
     chain_of(&c, 3, 100, 1);
     REQUIRE(set_costs(&c.chain, 10000, 0, false) == MLS_OK);
-    CHECK(mls_plan_least(&costs, no, &needs, &status) == MLS_E_STOPPED);
+    CHECK(mls_plan_compute_needs(&costs, no, &needs, &status) == MLS_E_STOPPED);
     CHECK(needs.memory == NULL);
-    REQUIRE(mls_plan_least(&costs, no_poll, &needs, &status) == MLS_OK);
-    CHECK(mls_plan_trace(&costs, mls_plan_fits, &needs, no_again, &schedule, &status) ==
-          MLS_E_STOPPED);
+    REQUIRE(mls_plan_compute_needs(&costs, no_poll, &needs, &status) == MLS_OK);
+    CHECK(mls_plan_trace(&costs, mls_plan_needs_value, &needs, no_again, &schedule,
+                         &status) == MLS_E_STOPPED);
     CHECK(schedule.steps == NULL);
     mls_plan_needs_fini(&needs);
 }

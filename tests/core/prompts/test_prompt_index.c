@@ -92,6 +92,20 @@ TEST(a_parent_that_is_added_again_has_its_children)
     mls_prompt_index_fini(&index);
 }
 
+TEST(ancestors_are_as_recent_as_a_child_that_came_before_its_parent)
+{
+    mls_prompt_index index = {0};
+    const mls_prompt_key key = key_of(2);
+    const uint32_t root = add(&index, 1, 0, 4, MLS_PROMPT_NONE);
+    CHECK(mls_prompt_index_reserve(&index, 2, &status) == MLS_OK);
+    const uint32_t parent = mls_prompt_index_require(&index, &key, 8);
+    mls_prompt_index_touch(&index, add(&index, 3, 0, 12, parent), 9);
+    CHECK(index.entries[parent].used == 9 && index.entries[root].used == 0);
+    CHECK(add(&index, 2, 0, 8, root) == parent);
+    CHECK(index.entries[parent].used == 9 && index.entries[root].used == 9);
+    mls_prompt_index_fini(&index);
+}
+
 TEST(an_empty_index_has_no_entry)
 {
     mls_prompt_index index = {0};

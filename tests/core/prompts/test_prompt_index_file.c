@@ -7,9 +7,9 @@ static bool save(mls_prompt_log *log)
     bool busy = true;
     mls_code code = mls_prompt_lock(log, &busy, &status);
     if (code == MLS_OK && !busy) {
-        mls_prompt_enter_state(log);
+        mls_prompt_lock_state(log);
         code = mls_prompt_index_save(log, &status);
-        mls_prompt_leave_state(log);
+        mls_prompt_unlock_state(log);
         mls_prompt_unlock(log);
     }
     return code == MLS_OK && !busy;

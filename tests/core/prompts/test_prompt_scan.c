@@ -36,8 +36,8 @@ TEST(an_entry_is_removed_once)
     mls_prompt_log *log = open_log();
     CHECK(put_blocks(log, 1, 2) == 2);
     const uint64_t live = log->segments[0].live;
-    mls_prompt_forget(log, 0);
-    mls_prompt_forget(log, 0);
+    mls_prompt_forget_record(log, 0);
+    mls_prompt_forget_record(log, 0);
     CHECK(log->index.removed == 1 && log->segments[0].live * 2 == live);
     mls_prompt_log_free(log);
 }

@@ -62,5 +62,5 @@ TEST(wait_for_zero_or_finished_counter_returns_at_once)
     mls_ready_counter_wait(&counter, THINGS);
     mls_ready_counter_wait(&counter, SIZE_MAX);
     mls_ready_counter_fini(&counter);
-    CHECK(atomic_load(&counter.open) == SIZE_MAX);
+    CHECK(atomic_load(&counter.produced) == SIZE_MAX);
 }

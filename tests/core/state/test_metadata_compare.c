@@ -4,11 +4,11 @@
 TEST(a_digest_begins_with_lengths_and_dimensions)
 {
     static const size_t dims[] = {3, 258};
-    const mls_tensor_meta facts = {.shape = dims, .dtype = "float32", .rank = 2};
+    const mls_tensor_meta meta = {.shape = dims, .dtype = "float32", .rank = 2};
     const unsigned char expected[] = {2, 0, 0, 0, 0, 0, 0, 0, 7, 0, 0, 0, 0, 0,
                                       0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 3, 0, 0, 0,
                                       0, 0, 0, 0, 2, 1, 0, 0, 0, 0, 0, 0};
-    unsigned char head[MLS_FACTS_HEAD_MOST];
-    CHECK(mls_tensor_meta_head((mls_str){"ab", 2}, &facts, head) == sizeof expected);
+    unsigned char head[MLS_META_HEAD_MOST];
+    CHECK(mls_tensor_meta_head((mls_str){"ab", 2}, &meta, head) == sizeof expected);
     CHECK(memcmp(head, expected, sizeof expected) == 0);
 }

@@ -222,10 +222,10 @@ mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
     }
     for (size_t i = 0; i < plan->count; i++) {
         mls_load_item *item = &plan->items[i];
-        const mls_read_scratch room = {plan->stored + used, plan->parts + used,
-                                       plan->pieces + used};
-        if (mls_merged_index_pieces(plan->merged, item->tensor, &item->part, NULL, &room,
-                                    &item->count, st) != MLS_OK) {
+        const mls_read_scratch arrays = {plan->stored + used, plan->parts + used,
+                                         plan->pieces + used};
+        if (mls_merged_index_pieces(plan->merged, item->tensor, &item->part, NULL,
+                                    &arrays, &item->count, st) != MLS_OK) {
             *file = checked;
             return st->code;
         }

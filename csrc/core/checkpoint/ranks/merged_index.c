@@ -279,8 +279,8 @@ typedef struct piece_list {
     const mls_part *part;               /* part of the shard */
     const mls_part *to;                 /* the requested part, packed at `data` */
     unsigned char *data;
-    mls_read_scratch room; /* arrays of the result */
-    size_t count;          /* places listed so far */
+    mls_read_scratch arrays; /* output arrays; `count` elements of each are filled */
+    size_t count;            /* places listed so far */
 } piece_list;
 
 /* Append a stored place of the current shard and the piece that reads it; `place` NULL:
@@ -290,7 +290,7 @@ static void list_place(piece_list *l, const mls_layer *place,
                        const mls_row_range *visible, size_t visible_count)
 {
     const mls_index_shard *shard = l->from->shard;
-    mls_stored_shard *next = &l->room.stored[l->count];
+    mls_stored_shard *next = &l->arrays.stored[l->count];
     /* sets every member: the memory is uninitialized */
     next->file = NULL;
     next->file_bytes = next->offset = 0;
@@ -312,10 +312,10 @@ static void list_place(piece_list *l, const mls_layer *place,
     next->visible_count = visible_count;
     next->part = l->to;
     if (!mls_part_equal(l->part, l->to)) { /* do not touch memory that is not needed */
-        mls_part_copy(&l->room.parts[l->count], l->part);
-        next->part = &l->room.parts[l->count];
+        mls_part_copy(&l->arrays.parts[l->count], l->part);
+        next->part = &l->arrays.parts[l->count];
     }
-    l->room.pieces[l->count] =
+    l->arrays.pieces[l->count] =
         (mls_read_piece){.shard = next, .to = l->to, .data = l->data};
     l->count++;
 }
@@ -335,7 +335,7 @@ static void list_layers(piece_list *l)
             list_place(l, layer, visible, count);
             /* checked on the appended place, which is removed again if nothing of it is
              * needed */
-            if (!mls_stored_range_of(&l->room.stored[l->count - 1], l->to, &range)) {
+            if (!mls_stored_range_of(&l->arrays.stored[l->count - 1], l->to, &range)) {
                 l->count--;
             }
         }
@@ -348,11 +348,11 @@ static void list_layers(piece_list *l)
 mls_code mls_merged_index_pieces(const mls_merged_index *merged,
                                  const mls_merged_index_tensor *tensor,
                                  const mls_part *to, unsigned char *data,
-                                 const mls_read_scratch *room, size_t *count,
+                                 const mls_read_scratch *arrays, size_t *count,
                                  mls_status *st)
 {
     const mls_code code = check_missing(merged, tensor, to, st);
-    piece_list l = {.to = to, .data = data, .room = *room};
+    piece_list l = {.to = to, .data = data, .arrays = *arrays};
     for (size_t i = 0; code == MLS_OK && i < tensor->count; i++) {
         const mls_index_shard *shard = merged->shards[tensor->from + i].shard;
         mls_part part;

@@ -58,14 +58,14 @@ typedef struct mls_read_scratch {
 } mls_read_scratch;
 
 /* List what to read for `to`, a part of a tensor; `to` must outlive the result. The
- * arrays of `room` receive the places that intersect `to`, and pieces whose destination
- * is `data` (the packed part); `*count` is the number of each. Places without a file are
- * zeros that were not stored.
+ * members of `arrays` receive the places that intersect `to`, and pieces whose
+ * destination is `data` (the packed part); `*count` is the number of each. Places without
+ * a file are zeros that were not stored.
  * MLS_E_FORMAT: no rank stored some of the part; the status names the tensor. */
 mls_code mls_merged_index_pieces(const mls_merged_index *merged,
                                  const mls_merged_index_tensor *tensor,
                                  const mls_part *to, unsigned char *data,
-                                 const mls_read_scratch *room, size_t *count,
+                                 const mls_read_scratch *arrays, size_t *count,
                                  mls_status *st);
 
 /* Find a part `to` that is stored as one contiguous range of one plain shard. Returns the

@@ -58,7 +58,7 @@ typedef struct read_worker {
     mls_source source; /* of that file */
     uint64_t file_bytes;
     unsigned char *buffer; /* STEP + ALIAS bytes; NULL until needed */
-    mls_compressed_frame_room frames;
+    mls_compressed_frame_reader frames;
     uint64_t done; /* bytes of the current task that reached their destination */
 } read_worker;
 
@@ -668,7 +668,7 @@ static void read_tasks(void *context, size_t index)
     }
     close_file(&w);
     mls_free(w.buffer);
-    mls_compressed_frame_room_fini(&w.frames);
+    mls_compressed_frame_reader_fini(&w.frames);
 }
 
 /* Free everything of a read except the caller's memory. */

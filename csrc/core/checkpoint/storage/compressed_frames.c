@@ -159,12 +159,13 @@ mls_code mls_block_changed(uint64_t offset, size_t start, size_t length,
 /* Read block `block` of the compressed bytes into position `slot` (0 or 1) of the
  * buffer, and verify it. The last block may be shorter. MLS_E_CHECKSUM: it is damaged;
  * errors of mls_source_read_at. */
-static mls_code read_block(const mls_compressed_frame_room *room, const mls_coded *coded,
-                           size_t block, size_t slot, mls_status *st)
+static mls_code read_block(const mls_compressed_frame_reader *reader,
+                           const mls_coded *coded, size_t block, size_t slot,
+                           mls_status *st)
 {
     const size_t start = block * BLOCK, left = coded->bytes - start;
     const size_t length = left < BLOCK ? left : BLOCK;
-    unsigned char *to = room->buffer + slot * BLOCK;
+    unsigned char *to = reader->buffer + slot * BLOCK;
     const mls_code code =
         mls_source_read_at(&coded->source, to, length, coded->offset + start, st);
     if (code != MLS_OK) {
@@ -180,48 +181,48 @@ static mls_code read_block(const mls_compressed_frame_room *room, const mls_code
 /* Make the buffer contain the verified blocks `first` to `last`, one or two, from its
  * start. Blocks that are in the buffer already are moved, not read again. After an error
  * the buffer counts as empty. Errors as read_block. */
-static mls_code load_blocks(mls_compressed_frame_room *room, const mls_coded *coded,
+static mls_code load_blocks(mls_compressed_frame_reader *reader, const mls_coded *coded,
                             size_t first, size_t last, mls_status *st)
 {
     size_t have = 0; /* blocks that are in the buffer already */
-    if (room->crcs == coded->crcs && room->count > 0) {
-        if (first == room->first) {
-            have = room->count;
-        } else if (room->count == 2 && first == room->first + 1) {
-            memcpy(room->buffer, room->buffer + BLOCK, BLOCK);
+    if (reader->crcs == coded->crcs && reader->count > 0) {
+        if (first == reader->first) {
+            have = reader->count;
+        } else if (reader->count == 2 && first == reader->first + 1) {
+            memcpy(reader->buffer, reader->buffer + BLOCK, BLOCK);
             have = 1;
         }
     }
-    room->count = 0; /* in case reading fails */
+    reader->count = 0; /* in case reading fails */
     for (size_t i = have; i <= last - first; i++) {
-        const mls_code code = read_block(room, coded, first + i, i, st);
+        const mls_code code = read_block(reader, coded, first + i, i, st);
         if (code != MLS_OK) {
             return code;
         }
         have = i + 1;
     }
-    room->crcs = coded->crcs;
-    room->first = first;
-    room->count = have;
+    reader->crcs = coded->crcs;
+    reader->first = first;
+    reader->count = have;
     return MLS_OK;
 }
 
 /* Read bytes `begin` .. `end` of the compressed bytes `coded`; `*out` points to them in
  * the buffer, until the next call. With verification (`coded->crc` is not NULL) whole
  * blocks are read, and kept for the next frame. Errors as read_block. */
-static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_coded *coded,
-                                 size_t begin, size_t end, const unsigned char **out,
-                                 mls_status *st)
+static mls_code read_frame_bytes(mls_compressed_frame_reader *reader,
+                                 const mls_coded *coded, size_t begin, size_t end,
+                                 const unsigned char **out, mls_status *st)
 {
     mls_code code;
     if (coded->crc == NULL) {
-        room->count = 0;
-        *out = room->buffer;
-        return mls_source_read_at(&coded->source, room->buffer, end - begin,
+        reader->count = 0;
+        *out = reader->buffer;
+        return mls_source_read_at(&coded->source, reader->buffer, end - begin,
                                   coded->offset + begin, st);
     }
-    code = load_blocks(room, coded, begin / BLOCK, (end - 1) / BLOCK, st);
-    *out = room->buffer + begin % BLOCK;
+    code = load_blocks(reader, coded, begin / BLOCK, (end - 1) / BLOCK, st);
+    *out = reader->buffer + begin % BLOCK;
     return code;
 }
 
@@ -229,7 +230,7 @@ static mls_code read_frame_bytes(mls_compressed_frame_room *room, const mls_code
  * its uncompressed length is stored uncompressed and not shuffled. MLS_E_VALUE: there is
  * no decoder; other errors of reading, of a damaged block and of the codec, see the
  * header. After an error `*data` is not valid. */
-mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
+mls_code mls_compressed_frame_read(mls_compressed_frame_reader *reader,
                                    const mls_coded *coded, size_t number,
                                    const unsigned char **data, mls_status *st)
 {
@@ -239,12 +240,12 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
                  end = frames->ends[number];
     const size_t bytes = mls_compressed_frame_bytes(frames, number);
     const unsigned char *from;
-    if (room->buffer == NULL &&
-        (room->buffer = mls_realloc(NULL, BUFFER_BYTES, 1)) == NULL) {
+    if (reader->buffer == NULL &&
+        (reader->buffer = mls_realloc(NULL, BUFFER_BYTES, 1)) == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for a buffer of %d MiB",
                         BUFFER_BYTES >> 20);
     }
-    mls_code code = read_frame_bytes(room, coded, begin, end, &from, st);
+    mls_code code = read_frame_bytes(reader, coded, begin, end, &from, st);
     if (code != MLS_OK || end - begin == bytes) {
         *data = from;
         return code;
@@ -255,7 +256,7 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
     }
     /* decompress to scratch memory if unshuffling follows; the blocks keep the compressed
      * bytes, as the last block may be the first of the next frame */
-    unsigned char *to = room->buffer + (frames->item > 1 ? SHUFFLED : DATA);
+    unsigned char *to = reader->buffer + (frames->item > 1 ? SHUFFLED : DATA);
     code =
         codecs->decode(codecs->context, frames->codec, from, end - begin, to, bytes, st);
     if (code == MLS_E_FORMAT) {
@@ -263,14 +264,14 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
         st->offset = coded->offset + begin;
     }
     if (code == MLS_OK && frames->item > 1) {
-        move_bytes(to, bytes, frames->item, true, room->buffer + DATA);
+        move_bytes(to, bytes, frames->item, true, reader->buffer + DATA);
     }
-    *data = room->buffer + DATA;
+    *data = reader->buffer + DATA;
     return code;
 }
 
-void mls_compressed_frame_room_fini(mls_compressed_frame_room *room)
+void mls_compressed_frame_reader_fini(mls_compressed_frame_reader *reader)
 {
-    mls_free(room->buffer);
-    *room = (mls_compressed_frame_room){0};
+    mls_free(reader->buffer);
+    *reader = (mls_compressed_frame_reader){0};
 }

@@ -98,18 +98,18 @@ typedef struct mls_coded {
 } mls_coded;
 
 /* Buffer for reading frames one at a time: 4 MiB. */
-typedef struct mls_compressed_frame_room {
+typedef struct mls_compressed_frame_reader {
     unsigned char *buffer; /* NULL: not yet allocated */
     const uint32_t *crcs;  /* identifies the range that was read last */
     size_t first, count;   /* its blocks in the buffer: the first, and their number */
-} mls_compressed_frame_room;
+} mls_compressed_frame_reader;
 
 /* Read and decompress frame `number` of a place. `*data` points into the buffer and is
  * valid until the next call. With verification, whole blocks are read; frames in
  * ascending order read each block once.
  * Errors: MLS_E_IO, MLS_E_FORMAT (with offset), MLS_E_CHECKSUM (with offset),
  * MLS_E_MEMORY, MLS_E_VALUE (no decoder), and errors of the codec. */
-mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
+mls_code mls_compressed_frame_read(mls_compressed_frame_reader *reader,
                                    const mls_coded *coded, size_t number,
                                    const unsigned char **data, mls_status *st);
 
@@ -119,7 +119,7 @@ mls_code mls_compressed_frame_read(mls_compressed_frame_room *room,
 mls_code mls_block_changed(uint64_t offset, size_t start, size_t length,
                            uint32_t checksum, uint32_t expected, mls_status *st);
 
-void mls_compressed_frame_room_fini(
-    mls_compressed_frame_room *room); /* accepts a zeroed one; zeroes it */
+void mls_compressed_frame_reader_fini(
+    mls_compressed_frame_reader *reader); /* accepts a zeroed one; zeroes it */
 
 #endif

@@ -165,36 +165,36 @@ static bool next_visible(layer_sweep *sweep, size_t *layer_number, mls_row_range
 
 /* Resolve a shard of `elements` elements with one layer that has row ranges: it is
  * completely visible, and the gaps between its ranges are zeros, which are written to
- * `room`. Returns the number of these. This avoids the sweep for shards that were saved
+ * `ranges`. Returns the number of these. This avoids the sweep for shards that were saved
  * once and have thousands of ranges. */
-static size_t resolve_single(mls_layers *layers, size_t elements, mls_row_range *room)
+static size_t resolve_single(mls_layers *layers, size_t elements, mls_row_range *ranges)
 {
     mls_layer *only = &layers->list[0];
     size_t at = 0, count = 0;
     for (size_t i = 0; i < only->stored_count; i++) {
         const mls_row_range *range = &only->stored[i];
         if (range->begin > at) {
-            room[count++] = (mls_row_range){at, range->begin - at, at};
+            ranges[count++] = (mls_row_range){at, range->begin - at, at};
         }
         at = range->begin + range->count;
     }
     if (at < elements) {
-        room[count++] = (mls_row_range){at, elements - at, at};
+        ranges[count++] = (mls_row_range){at, elements - at, at};
     }
     only->visible = only->stored;
     only->visible_count = only->stored_count;
-    layers->zeros = room;
+    layers->zeros = ranges;
     layers->zero_count = count;
     return count;
 }
 
 /* Write the visible ranges of each layer, and the zeros (elements that no layer stores),
- * to `room`, which has space for mls_layers_room ranges; returns their number. Two
+ * to `ranges`, which has space for mls_layers_room ranges; returns their number. Two
  * sweeps: the first only counts, so that each layer's ranges can be stored together. */
-size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *room)
+size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *ranges)
 {
     if (layers->count == 1 && layers->list[0].row != 0) {
-        return resolve_single(layers, elements, room);
+        return resolve_single(layers, elements, ranges);
     }
     size_t starts[MLS_LAYERS_MOST + 2] = {0}, layer_number;
     mls_row_range range;
@@ -207,14 +207,14 @@ size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *ro
         starts[i + 1] += starts[i];
     }
     for (size_t i = 0; i < layers->count; i++) {
-        layers->list[i].visible = room + starts[i];
+        layers->list[i].visible = ranges + starts[i];
         layers->list[i].visible_count = starts[i + 1] - starts[i];
     }
-    layers->zeros = room + starts[layers->count];
+    layers->zeros = ranges + starts[layers->count];
     layers->zero_count = starts[layers->count + 1] - starts[layers->count];
     sweep = (layer_sweep){.layers = layers, .elements = elements};
     while (next_visible(&sweep, &layer_number, &range)) {
-        room[starts[layer_number]++] = range;
+        ranges[starts[layer_number]++] = range;
     }
     /* the second sweep advanced each start to the end of its list */
     return starts[layers->count];

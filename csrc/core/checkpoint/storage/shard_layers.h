@@ -89,11 +89,11 @@ bool mls_layer_rows_read(mls_rows *rows, mls_str text, mls_row_range *ranges,
 size_t mls_layers_room(const mls_layers *layers);
 
 /* Compute the visible ranges of each layer, and the zeros, of a shard of `elements`
- * elements. They are written to `room`, which the caller owns. The visible ranges of a
+ * elements. They are written to `ranges`, which the caller owns. The visible ranges of a
  * single layer are its own row ranges and need no space. Returns the number of ranges in
- * `room`. The time depends on the number of row ranges and layers, not on the number of
+ * `ranges`. The time depends on the number of row ranges and layers, not on the number of
  * elements. */
-size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *room);
+size_t mls_layers_resolve(mls_layers *layers, size_t elements, mls_row_range *ranges);
 
 /* Return the index of the first range that ends after element `element` of the shard, or
  * after position `at` of the layer; `count` if there is none. */

@@ -26,17 +26,17 @@ enum {
 
 /* Return elements `first` .. `first + count` of the shard's new layer, which omits rows
  * that are not written: a pointer into the caller's memory, or a packed copy in
- * `room`. */
+ * `buffer`. */
 static const unsigned char *packed_elements(const mls_write_plan *plan,
                                             const mls_planned *planned, size_t first,
-                                            size_t count, unsigned char *room)
+                                            size_t count, unsigned char *buffer)
 {
     const mls_layer *new_layer = planned->new_layer;
     const size_t item = planned->frames->item;
     if (new_layer->row == 0) {
-        return mls_planned_elements(plan->job, planned->item, first, count, room);
+        return mls_planned_elements(plan->job, planned->item, first, count, buffer);
     }
-    unsigned char *to = room;
+    unsigned char *to = buffer;
     /* row ranges are adjacent in the layer but not in memory; strided data is packed
      * directly into place */
     size_t range_number =
@@ -54,7 +54,7 @@ static const unsigned char *packed_elements(const mls_write_plan *plan,
         first += step;
         count -= step;
     }
-    return room;
+    return buffer;
 }
 
 /* Return whether the compressed size saves at least a quarter. A smaller gain is not
@@ -123,10 +123,10 @@ static void unset_frames(mls_planned *planned)
 }
 
 /* Compress samples of a shard that has frames; `*out` tells whether they shrink by a
- * quarter. `room` has space for three samples: packed elements, the codec's scratch space
- * and its output. Errors of the codec. */
+ * quarter. `buffer` has space for three samples: packed elements, the codec's scratch
+ * space and its output. Errors of the codec. */
 static mls_code test_samples(const mls_write_plan *plan, const mls_planned *planned,
-                             unsigned char *room, bool *out, mls_status *st)
+                             unsigned char *buffer, bool *out, mls_status *st)
 {
     const mls_shard_job *job = plan->job;
     const size_t item = planned->frames->item, bytes = planned->frames->bytes;
@@ -138,10 +138,10 @@ static mls_code test_samples(const mls_write_plan *plan, const mls_planned *plan
          * its start only */
         const size_t first = (elements - count) / (SAMPLES - 1) * (size_t)i;
         size_t sample_coded = 0;
-        const unsigned char *from = packed_elements(plan, planned, first, count, room);
+        const unsigned char *from = packed_elements(plan, planned, first, count, buffer);
         const mls_code code = mls_compressed_frame_encode(
-            job->codecs, job->codec, item, from, length, room + SAMPLE, room + 2 * SAMPLE,
-            &sample_coded, st);
+            job->codecs, job->codec, item, from, length, buffer + SAMPLE,
+            buffer + 2 * SAMPLE, &sample_coded, st);
         if (code != MLS_OK) {
             return code;
         }
@@ -174,17 +174,17 @@ static void sample_task(void *context, size_t index)
     if (has_failed(s)) {
         return;
     }
-    unsigned char *room = mls_realloc(NULL, 3, SAMPLE);
-    mls_code code =
-        room == NULL ? mls_fail(&st, MLS_E_MEMORY, "no memory for a sample")
-                     : set_frames(s->plan, planned, &s->plan->index.shards[number], &st);
+    unsigned char *buffer = mls_realloc(NULL, 3, SAMPLE);
+    mls_code code = buffer == NULL ? mls_fail(&st, MLS_E_MEMORY, "no memory for a sample")
+                                   : set_frames(s->plan, planned,
+                                                &s->plan->index.shards[number], &st);
     if (code == MLS_OK) {
-        code = test_samples(s->plan, planned, room, &good, &st);
+        code = test_samples(s->plan, planned, buffer, &good, &st);
         if (code != MLS_OK || !good) {
             unset_frames(planned);
         }
     }
-    mls_free(room);
+    mls_free(buffer);
     if (code != MLS_OK) {
         mls_status_name(&st, planned->key.data, planned->key.length);
         pthread_mutex_lock(&s->lock);
@@ -246,10 +246,10 @@ static mls_code report_progress(const mls_shard_job *job, size_t bytes, mls_stat
 
 /* Compress the frames of a shard into `to` and set their `ends`; `*out` is the
  * compressed length. Stops as soon as the gain is too small, so that the output exceeds
- * three quarters by one frame at most. `room` has space for two frames. All bytes are
+ * three quarters by one frame at most. `buffer` has space for two frames. All bytes are
  * reported as done. MLS_E_STOPPED; errors of the codec. */
 static mls_code encode_frames(const mls_write_plan *plan, mls_planned *planned,
-                              unsigned char *room, unsigned char *to, size_t *out,
+                              unsigned char *buffer, unsigned char *to, size_t *out,
                               mls_status *st)
 {
     const mls_shard_job *job = plan->job;
@@ -260,9 +260,9 @@ static mls_code encode_frames(const mls_write_plan *plan, mls_planned *planned,
         const size_t bytes = mls_compressed_frame_bytes(frames, i),
                      count = bytes / frames->item;
         size_t coded = 0;
-        const unsigned char *from = packed_elements(plan, planned, first, count, room);
+        const unsigned char *from = packed_elements(plan, planned, first, count, buffer);
         code = mls_compressed_frame_encode(job->codecs, frames->codec, frames->item, from,
-                                           bytes, room + MLS_FRAME_BYTES, to + end,
+                                           bytes, buffer + MLS_FRAME_BYTES, to + end,
                                            &coded, st);
         end += coded;
         first += count;
@@ -289,12 +289,12 @@ mls_code mls_planned_encode(mls_write_plan *plan, size_t number, unsigned char *
     mls_index_shard *shard = &plan->index.shards[number];
     const size_t bytes = planned->frames->bytes, file = planned->new_layer->file;
     size_t coded = 0;
-    unsigned char *room = mls_realloc(NULL, 2, MLS_FRAME_BYTES);
+    unsigned char *buffer = mls_realloc(NULL, 2, MLS_FRAME_BYTES);
     unsigned char *to = mls_realloc(NULL, bytes - bytes / 4 + MLS_FRAME_BYTES, 1);
-    mls_code code = room == NULL || to == NULL
+    mls_code code = buffer == NULL || to == NULL
                         ? mls_fail(st, MLS_E_MEMORY, "no memory to code %zu bytes", bytes)
-                        : encode_frames(plan, planned, room, to, &coded, st);
-    mls_free(room);
+                        : encode_frames(plan, planned, buffer, to, &coded, st);
+    mls_free(buffer);
     if (code == MLS_OK && saves_enough(coded, bytes)) {
         /* the file is laid out after this, with the new length */
         planned->new_layer->bytes = coded;

@@ -133,9 +133,9 @@ mls_code mls_planned_encode(mls_write_plan *plan, size_t number, unsigned char *
 void mls_planned_drop_layers(mls_planned *planned);
 
 /* Return elements `first` .. `first + count` of the item's part, packed: a pointer into
- * its memory if it is packed, else a copy in `room`, which has space for them. */
+ * its memory if it is packed, else a copy in `buffer`, which has space for them. */
 const unsigned char *mls_planned_elements(const mls_shard_job *job,
                                           const mls_shard_item *item, size_t first,
-                                          size_t count, unsigned char *room);
+                                          size_t count, unsigned char *buffer);
 
 #endif

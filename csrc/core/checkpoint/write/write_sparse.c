@@ -18,17 +18,17 @@ enum {
 /* ---- one shard ---- */
 
 /* Packed memory is returned in place, without a copy; strided memory is packed into
- * `room`. */
+ * `buffer`. */
 const unsigned char *mls_planned_elements(const mls_shard_job *job,
                                           const mls_shard_item *item, size_t first,
-                                          size_t count, unsigned char *room)
+                                          size_t count, unsigned char *buffer)
 {
     if (item->data != NULL) {
         return item->data + (item->first + first) * mls_dtype_of(item->dtype)->item_bytes;
     }
     mls_pack_range(job->kernels, item->strided, item->dtype, item->first + first, count,
-                   room);
-    return room;
+                   buffer);
+    return buffer;
 }
 
 /* ---- many shards ---- */

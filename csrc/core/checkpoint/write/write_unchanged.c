@@ -77,9 +77,9 @@ typedef struct compare_state {
  * segment. */
 typedef struct file_reader {
     int fd;
-    size_t file;                      /* position in the previous index */
-    unsigned char *read, *packed;     /* `buffer` bytes each */
-    mls_compressed_frame_room frames; /* for compressed places */
+    size_t file;                        /* position in the previous index */
+    unsigned char *read, *packed;       /* `buffer` bytes each */
+    mls_compressed_frame_reader frames; /* for compressed places */
 } file_reader;
 
 /* ---- bytes ---- */
@@ -355,7 +355,7 @@ static void compare_task(void *context, size_t index)
     if (r.fd >= 0) {
         (void)close(r.fd);
     }
-    mls_compressed_frame_room_fini(&r.frames);
+    mls_compressed_frame_reader_fini(&r.frames);
     mls_free(r.read);
 }
 

@@ -17,7 +17,8 @@
 #include <stdatomic.h>
 
 enum {
-    CHUNK = 256, /* elements gathered on the stack at a time */
+    CHUNK = 256,    /* elements gathered on the stack at a time */
+    ITEM_BYTES = 8, /* of the largest element */
     PART_BYTES =
         256 << 10, /* of each side; dispatching a part costs little in comparison */
     SHARED_BYTES = 512 << 10 /* below this, waking a thread costs more than it saves */
@@ -81,18 +82,18 @@ typedef struct measurer {
 } measurer;
 
 /* Return `count` elements (at most CHUNK) of one side, packed and in native byte order:
- * in their own memory if they already are, otherwise gathered in `room`. */
+ * in their own memory if they already are, otherwise gathered in `buffer`. */
 static const unsigned char *gather_native(const measurer *m, side from, size_t count,
-                                          unsigned char *room)
+                                          unsigned char *buffer)
 {
     if (from.step == (ptrdiff_t)m->item && !from.swapped) {
         return from.at;
     }
-    mls_gather(room, from.at, from.step, m->item, count);
+    mls_gather(buffer, from.at, from.step, m->item, count);
     if (from.swapped) {
-        mls_swap_items(room, count * m->item, m->unit);
+        mls_swap_items(buffer, count * m->item, m->unit);
     }
-    return room;
+    return buffer;
 }
 
 /* Compare `count` elements of a run on both sides, and add the result to `into`. Sides
@@ -100,15 +101,15 @@ static const unsigned char *gather_native(const measurer *m, side from, size_t c
 static void measure_run(const measurer *m, side a, side b, size_t count,
                         mls_diff_result *into)
 {
-    unsigned char a_room[CHUNK * 8], b_room[CHUNK * 8];
+    unsigned char a_buffer[CHUNK * ITEM_BYTES], b_buffer[CHUNK * ITEM_BYTES];
     if (m->packed) {
         m->run(a.at, b.at, count, into);
         return;
     }
     while (count > 0) {
         const size_t part = count < CHUNK ? count : CHUNK;
-        m->run(gather_native(m, a, part, a_room), gather_native(m, b, part, b_room), part,
-               into);
+        m->run(gather_native(m, a, part, a_buffer), gather_native(m, b, part, b_buffer),
+               part, into);
         a.at += a.step * (ptrdiff_t)part;
         b.at += b.step * (ptrdiff_t)part;
         count -= part;
@@ -174,7 +175,7 @@ static size_t part_count(mls_diff_pair pair, size_t count)
 
 /* Return the elements of part `index` of a pair with `count` elements; the last part may
  * be shorter. */
-static size_t part_rest(mls_diff_pair pair, size_t count, size_t index)
+static size_t part_elements(mls_diff_pair pair, size_t count, size_t index)
 {
     const size_t length = part_length(pair), rest = count - index * length;
     return rest < length ? rest : length;
@@ -236,7 +237,7 @@ static void divide_parts(const mls_diff_pair *pairs, size_t count, part *parts)
         for (size_t p = 0; p < part_count(pairs[i], elements); p++) {
             parts[next++] = (part){.pair = i,
                                    .start = p * part_length(pairs[i]),
-                                   .count = part_rest(pairs[i], elements, p)};
+                                   .count = part_elements(pairs[i], elements, p)};
         }
     }
 }
@@ -316,7 +317,8 @@ static void search_large(void *context, size_t index)
 {
     search *s = context;
     const mls_diff_pair pair = s->pairs[0];
-    search_part(s, pair, index * part_length(pair), part_rest(pair, s->elements, index));
+    search_part(s, pair, index * part_length(pair),
+                part_elements(pair, s->elements, index));
 }
 
 /* Compare without allocating anything, so that it cannot fail: one run of the pool for

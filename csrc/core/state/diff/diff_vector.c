@@ -25,9 +25,9 @@ enum { BLOCK = 4096 }; /* bytes of each side that are compared with memcmp first
 
 /* Sums and maxima of each lane. */
 typedef struct lanes {
-    doubles distance, ratio;
-    signed_64 changed,
-        nan; /* of the block: elements with unequal bits; all bits if NaN */
+    doubles distance, ratio; /* maxima of all blocks */
+    signed_64 changed;       /* of the block: elements with unequal bits */
+    signed_64 nan;           /* of the block: all bits set after a NaN */
 } lanes;
 
 /* ---- loads ---- */
@@ -115,7 +115,7 @@ typedef struct item_kind {
     size_t bytes;             /* of one item */
     floats_function floats;   /* NULL if the items are not exact in float32 */
     doubles_function doubles; /* used then */
-    mls_diff_run oracle;
+    mls_diff_run reference;   /* the reference kernel of the dtype */
 } item_kind;
 
 /* Measures a register of items on each side, at `a` and `b`, which is up to four
@@ -136,14 +136,14 @@ MLS_INLINED void measure_group(lanes *l, const unsigned char *a, const unsigned 
     }
 }
 
-/* Returns x, but at least y in each lane. */
-MLS_INLINED doubles greater(doubles x, double y)
+/* Returns the larger of x and y in each lane. */
+MLS_INLINED doubles larger(doubles x, double y)
 {
     return most_f64(x, repeat_f64(y));
 }
 
 /* Measures `bytes` bytes, a block of whole registers, on each side: maxima stay in `l`,
- * counts are added to `into`. If a NaN occurs, the reference kernel (`kind.oracle`)
+ * counts are added to `into`. If a NaN occurs, the reference kernel (`kind.reference`)
  * measures the block again. */
 MLS_INLINED void measure_block(lanes *l, const unsigned char *a, const unsigned char *b,
                                size_t bytes, item_kind kind, mls_diff_result *into)
@@ -162,11 +162,11 @@ MLS_INLINED void measure_block(lanes *l, const unsigned char *a, const unsigned 
         return;
     }
     mls_diff_result differences = {0};
-    kind.oracle(a, b, bytes / kind.bytes, &differences);
+    kind.reference(a, b, bytes / kind.bytes, &differences);
     into->changed += differences.changed;
     into->nan += differences.nan;
-    l->distance = greater(l->distance, differences.max_abs);
-    l->ratio = greater(l->ratio, differences.max_rel);
+    l->distance = larger(l->distance, differences.max_abs);
+    l->ratio = larger(l->ratio, differences.max_rel);
 }
 
 /* Returns the maximum of all lanes. */
@@ -216,7 +216,7 @@ MLS_INLINED void diff_run(const unsigned char *a, const unsigned char *b, size_t
                                         mls_diff_result *into)                           \
         {                                                                                \
             const item_kind kind = {                                                     \
-                .bytes = (size), .member = load_##X, .oracle = mls_diff_##X};            \
+                .bytes = (size), .member = load_##X, .reference = mls_diff_##X};         \
             diff_run(a, b, count, kind, into);                                           \
         }
 

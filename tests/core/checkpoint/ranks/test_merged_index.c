@@ -288,9 +288,9 @@ TEST(only_visible_overlay_ranges_are_read)
         {.offset = 8, .bytes = 12, .row = 1, .stored = &old, .stored_count = 1},
         {.offset = 20, .bytes = 4, .row = 1, .stored = &new, .stored_count = 1}};
     mls_layers layers = {.list = list, .count = 2};
-    mls_row_range room[5];
+    mls_row_range ranges[5];
     CHECK(mls_layers_room(&layers) == 5);
-    CHECK(mls_layers_resolve(&layers, 12, room) == 4);
+    CHECK(mls_layers_resolve(&layers, 12, ranges) == 4);
     ranks[0].shards[1].layers = &layers;
     REQUIRE(mls_merged_index_init(&merged, indexes, RANKS, &failed, &status) == MLS_OK);
     const mls_merged_index_tensor *w = &merged.tensors[4];

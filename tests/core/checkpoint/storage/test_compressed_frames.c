@@ -128,11 +128,12 @@ static void drop(stored *s)
 }
 
 /* Whether one frame decodes to the original bytes. */
-static bool is_frame(mls_compressed_frame_room *room, const stored *s, size_t number)
+static bool is_frame(mls_compressed_frame_reader *reader, const stored *s, size_t number)
 {
     mls_status st;
     const unsigned char *data = NULL;
-    const mls_code code = mls_compressed_frame_read(room, &s->coded, number, &data, &st);
+    const mls_code code =
+        mls_compressed_frame_read(reader, &s->coded, number, &data, &st);
     if (code != MLS_OK) {
         printf("    frame %zu: %s\n", number, st.text);
         return false;
@@ -145,19 +146,19 @@ static bool is_frame(mls_compressed_frame_room *room, const stored *s, size_t nu
 static bool all_frames_are_good(const stored *s)
 {
     const size_t count = mls_compressed_frames_count(s->frames.bytes);
-    mls_compressed_frame_room room = {0};
+    mls_compressed_frame_reader reader = {0};
     bool good = true;
     for (size_t i = 0; i < count; i++) {
-        good = is_frame(&room, s, i) && good;
+        good = is_frame(&reader, s, i) && good;
     }
     for (size_t i = count; i-- > 0;) {
-        good = is_frame(&room, s, i) && is_frame(&room, s, i) && good;
+        good = is_frame(&reader, s, i) && is_frame(&reader, s, i) && good;
     }
     for (size_t i = 0; i < 6; i++) {
-        good = is_frame(&room, s, i * 7 % 5 % count) && good;
+        good = is_frame(&reader, s, i * 7 % 5 % count) && good;
     }
-    mls_compressed_frame_room_fini(&room);
-    return good && room.buffer == NULL && room.crcs == NULL;
+    mls_compressed_frame_reader_fini(&reader);
+    return good && reader.buffer == NULL && reader.crcs == NULL;
 }
 
 /* Content of a `kind`: compressible, straddling blocks, or stored uncompressed. */
@@ -184,7 +185,7 @@ static void fill(unsigned char *data, size_t bytes, size_t item, int kind)
 
 static unsigned char *data; /* five frames */
 static stored s;
-static mls_compressed_frame_room room;
+static mls_compressed_frame_reader reader;
 
 BEFORE_EACH
 {
@@ -195,7 +196,7 @@ BEFORE_EACH
 
 AFTER_EACH
 {
-    mls_compressed_frame_room_fini(&room);
+    mls_compressed_frame_reader_fini(&reader);
     drop(&s);
     free(data);
 }
@@ -241,27 +242,27 @@ TEST(each_block_is_read_once)
     REQUIRE(zeros != NULL);
     fill(data, 5 * FRAME, 4, 0);
     REQUIRE(store(&s, data, 5 * FRAME, 4) && s.coded.bytes < BLOCK);
-    CHECK(is_frame(&room, &s, 0));
+    CHECK(is_frame(&reader, &s, 0));
     REQUIRE(mls_file_write_at(s.coded.source.fd, zeros, BLOCK, OFFSET, &status) ==
             MLS_OK);
     for (size_t i = 1; i < 5; i++) {
-        CHECK(is_frame(&room, &s, i));
+        CHECK(is_frame(&reader, &s, i));
     }
-    mls_compressed_frame_room_fini(&room);
+    mls_compressed_frame_reader_fini(&reader);
     drop(&s);
     /* the same with two blocks: the second one is kept for the next frame */
     fill(data, 5 * FRAME, 1, 3);
     REQUIRE(store(&s, data, 5 * FRAME, 1));
     REQUIRE(mls_compressed_frame_begin(&s.frames, 1) < BLOCK && s.ends[1] > BLOCK);
     REQUIRE(s.ends[2] < 2 * BLOCK);
-    CHECK(is_frame(&room, &s, 1));
+    CHECK(is_frame(&reader, &s, 1));
     REQUIRE(mls_file_write_at(s.coded.source.fd, zeros, BLOCK, OFFSET, &status) ==
             MLS_OK);
-    CHECK(is_frame(&room, &s, 2));
+    CHECK(is_frame(&reader, &s, 2));
     free(zeros);
 }
 
-/* One room for two layers: a block of one is never used for the other. */
+/* One reader for two layers: a block of one is never used for the other. */
 TEST(block_cache_is_keyed_by_overlay)
 {
     unsigned char *a = malloc(2 * FRAME), *b = malloc(2 * FRAME);
@@ -271,12 +272,12 @@ TEST(block_cache_is_keyed_by_overlay)
     fill(b, 2 * FRAME, 2, 2);
     REQUIRE(store(&first, a, 2 * FRAME, 2) && store(&second, b, 2 * FRAME, 2));
     for (size_t i = 0; i < 4; i++) {
-        CHECK(is_frame(&room, &first, i % 2) && is_frame(&room, &second, i % 2));
+        CHECK(is_frame(&reader, &first, i % 2) && is_frame(&reader, &second, i % 2));
     }
     first.coded.crc = NULL; /* and an unverified block is never used as a verified one */
-    CHECK(is_frame(&room, &second, 0) && is_frame(&room, &first, 0) &&
-          is_frame(&room, &second, 1));
-    mls_compressed_frame_room_fini(&room);
+    CHECK(is_frame(&reader, &second, 0) && is_frame(&reader, &first, 0) &&
+          is_frame(&reader, &second, 1));
+    mls_compressed_frame_reader_fini(&reader);
     drop(&first);
     drop(&second);
     free(a);
@@ -289,7 +290,7 @@ static mls_code read_one(size_t number)
 {
     const unsigned char *frame;
     mls_status_clear(&status);
-    return mls_compressed_frame_read(&room, &s.coded, number, &frame, &status);
+    return mls_compressed_frame_read(&reader, &s.coded, number, &frame, &status);
 }
 
 static bool flip_stored(size_t at)
@@ -307,14 +308,14 @@ TEST(damaged_blocks_are_reported)
         for (size_t i = 0; i < 5; i++) {
             const bool bad = mls_compressed_frame_begin(&s.frames, i) / BLOCK <= block &&
                              (s.ends[i] - 1) / BLOCK >= block;
-            mls_compressed_frame_room_fini(&room);
+            mls_compressed_frame_reader_fini(&reader);
             CHECK(read_one(i) == (bad ? MLS_E_CHECKSUM : MLS_OK));
             CHECK(!bad || (status.has_offset && status.offset == OFFSET + block * BLOCK));
             CHECK(!bad || (strlen(status.expected) == 8 && strlen(status.got) == 8));
         }
         REQUIRE(flip_stored(at));        /* undo the change */
-        for (size_t i = 0; i < 5; i++) { /* no damaged block was kept in the room */
-            CHECK(is_frame(&room, &s, i));
+        for (size_t i = 0; i < 5; i++) { /* no damaged block was kept in the reader */
+            CHECK(is_frame(&reader, &s, i));
         }
     }
 }
@@ -339,7 +340,7 @@ TEST(truncated_files_are_refused)
     for (int verified = 0; verified < 2; verified++) {
         s.coded.crc = verified ? crc : NULL;
         CHECK(read_one(1) == MLS_E_FORMAT);
-        CHECK(is_frame(&room, &s, 0));
+        CHECK(is_frame(&reader, &s, 0));
     }
 }
 
@@ -364,7 +365,7 @@ TEST(codec_errors_are_returned)
         CHECK_TEXT(status.text, "zlib is broken");
         CHECK(out == 77);
         s.codec.decode_fails_at = 0;
-        CHECK(is_frame(&room, &s, 0));
+        CHECK(is_frame(&reader, &s, 0));
     }
     free(rooms);
 }
@@ -376,7 +377,7 @@ TEST(without_codecs_only_raw_frames_are_read)
     s.coded.codecs = NULL;
     for (size_t i = 0; i < 5; i++) {
         if (i % 2 == 0) {
-            CHECK(is_frame(&room, &s, i));
+            CHECK(is_frame(&reader, &s, i));
         } else {
             CHECK(read_one(i) == MLS_E_VALUE);
             CHECK_TEXT(status.text, "no decoder for zstd is available");
