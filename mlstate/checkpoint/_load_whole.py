@@ -36,7 +36,7 @@ from ._store.manifest import Manifest
 from ._store.weight_files import WeightFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ._files.parts import Parts
     from ._folder.protocol import Folder
@@ -396,24 +396,35 @@ def _files(path: str) -> dict[str, str]:
     return {name: os.path.join(path, name) for name in names if os.path.isfile(f"{path}/{name}")}
 
 
-def _damaged_entry(path: str, progress: Callable[[int], object] | None) -> str | None:
-    """Return the name of the first damaged entry of a zip file; None if all match their CRC-32.
+def _read_sizes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[int | None]:
+    """Read a zip entry, and yield the bytes of each block; None, as the last, if it is damaged."""
+    try:
+        with archive.open(entry) as file:
+            while block := file.read(_ZIP_BLOCK):
+                yield len(block)
+    except MemoryError:
+        raise
+    except Exception:  # each codec raises its own class, such as zlib.error
+        yield None
 
-    Raises zipfile.BadZipFile if the list of entries is damaged, or entries share bytes: such a
-    small file could take hours to read. `progress` is called with the bytes of each block read.
+
+def _damaged_entry(path: str, progress: Callable[[int], object] | None) -> str | None:
+    """Return the name of the first damaged or encrypted entry of a zip file; None without such.
+
+    A good entry matches its CRC-32. Raises zipfile.BadZipFile if the list of entries is damaged, or
+    entries share bytes: such a small file could take hours to read. `progress` is called with the
+    bytes of each block read.
     """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         if sum(entry.compress_size for entry in entries) > os.path.getsize(path):
             raise zipfile.BadZipFile("its entries overlap")
         for entry in entries:
-            try:
-                with archive.open(entry) as file:
-                    while block := file.read(_ZIP_BLOCK):
-                        if progress is not None:
-                            progress(len(block))
-            except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, ValueError):
-                return entry.filename
+            for nbytes in _read_sizes(archive, entry):
+                if nbytes is None:
+                    return entry.filename
+                if progress is not None:
+                    progress(nbytes)
     return None
 
 

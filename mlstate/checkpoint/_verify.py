@@ -12,7 +12,7 @@ from .._common.log import log
 from .._common.store_error import store_error
 from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError, StoreNotFoundError
-from ._folder.names import MANIFEST, Root
+from ._folder.names import MANIFEST, SECTIONS, Root
 from ._folder.protocol import TensorParts
 from ._folder.weight_names import is_index, is_weights_root
 from ._sections import STATES
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ._store.manifest import Manifest
 
 _ROWS = 20
-_CRC32C = -3  # index of the checksum in a row of `MergedIndex.shards`
+_CRC32C, _LAYERS = -3, -1  # indices of these fields in a row of `MergedIndex.shards`
 
 
 class Problem(NamedTuple):
@@ -436,15 +436,21 @@ def _verify_names(
         It starts `report` anew, because it is called again if a writer replaces the checkpoint.
         """
         report.step, report.bytes, report.problems = manifest.step, 0, []
+        report.checksums = True
         merged = files.load_merged_index(manifest)
         sections = [merged.keys(number) for number in range(STATES)]
-        checksums = {shard[1]: shard[_CRC32C] is not None for shard in merged.shards()}
+        # a sparse or compressed shard has layers instead, each and each layer has a checksum
+        unchecked = {
+            shard[:2]  # section and key
+            for shard in merged.shards()
+            if shard[_CRC32C] is None and shard[_LAYERS] is None
+        }
         every = ranks_of(None, None, None, None)
         for number, keys in enumerate(
             chosen_names(sections, names, files.path, manifest.weights)[1]
         ):
             for key in keys:
-                report.checksums = report.checksums and checksums[key]
+                report.checksums &= (SECTIONS[number], key) not in unchecked
                 try:
                     parts = TensorParts(merged, number, [key], every)
                     read = files.folder.load(parts, True, False, progress)

@@ -47,6 +47,14 @@ def test_a_file_of_safetensors(tmp_path, capsys):
     assert "good, 7.81 KiB read" in capsys.readouterr().out
 
 
+def test_layers_of_sparse_shards_count_as_checksums(tmp_path):
+    weights = {"w": np.eye(300), "zeros": np.zeros(3000), "dense": np.ones(3)}
+    mlstate.save(tmp_path / "ckpt", weights, sparse=True)
+    for name in weights:
+        report = mlstate.verify(tmp_path / "ckpt", names=name)
+        assert report.checksums and "no checksums" not in repr(report)
+
+
 def test_wrong_choices_are_refused(path, tmp_path, capsys):
     with pytest.raises(mlstate.TensorNotFoundError, match=r"did you mean 'layers\.2\.w'"):
         mlstate.verify(path, names="layers.2.v")

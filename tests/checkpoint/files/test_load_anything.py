@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import zipfile
 
 import numpy as np
 import pytest
@@ -237,6 +238,28 @@ def test_verify_names_a_damaged_list_of_entries(tmp_path):
     sizes = len(listed).to_bytes(4, "little") + data[end + 16 :]
     path.write_bytes(data[:start] + listed + data[end : end + 8] + 2 * count + sizes)
     assert "entries overlap" in damage_of(path)[1]
+
+
+@pytest.mark.parametrize("codec", ["DEFLATED", "LZMA", "BZIP2", "encrypted"])
+def test_a_damaged_entry_of_any_codec_is_reported(tmp_path, codec):
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, w=np.arange(1000) % 7)
+    if codec != "encrypted":
+        with zipfile.ZipFile(path) as archive:
+            entry = archive.read("w.npy")
+        with zipfile.ZipFile(path, "w", getattr(zipfile, f"ZIP_{codec}")) as archive:
+            archive.writestr("w.npy", entry)
+    data = bytearray(path.read_bytes())
+    if codec == "encrypted":
+        data[6] |= 1
+        data[data.rindex(b"PK\1\2") + 8] |= 1
+    else:
+        data[50:60] = bytes(10)  # of the compressed bytes
+    path.write_bytes(data)
+    kind, text = damage_of(path)
+    assert kind == "altered" and "w.npy" in text
+    with pytest.raises(mlstate.FormatError, match="array 'w'"):
+        mlstate.load(path)
 
 
 @pytest.mark.torch
