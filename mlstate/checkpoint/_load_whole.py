@@ -73,7 +73,7 @@ def has_safetensors_header(path: str) -> bool:
     return len(start) == 9 and start[8:] == b"{" and int.from_bytes(start[:8], "little") <= size - 8
 
 
-def _has_parts(path: str) -> bool:
+def _has_optimizer(path: str) -> bool:
     """Return whether the metadata of a safetensors file describe an optimizer in it.
 
     False if the metadata cannot be read: reading the tensors reports this.
@@ -96,8 +96,8 @@ def whole_path(folder: Folder) -> WholePath | None:
         return None
     path = os.path.join(folder.path, folder.file) if folder.file else str(folder.path)
     if folder.file:
-        is_flat = folder.file.endswith(".safetensors") and _has_parts(path)
-        return WholePath(path, "safetensors") if is_flat else None
+        is_whole = folder.file.endswith(".safetensors") and _has_optimizer(path)
+        return WholePath(path, "safetensors") if is_whole else None
     if not os.path.exists(path):
         return None
     if os.path.isfile(path) and has_safetensors_header(path):
@@ -120,9 +120,8 @@ class WholeIndex:
     def __init__(self, path: str, parts: Parts) -> None:
         """List the tensors of `parts`, the content of the file or folder at `path`."""
         self._path = path
-        named = (StateDict(value) for value in parts.states.values() if is_flat(value))
-        states = dict(zip((k for k, v in parts.states.items() if is_flat(v)), named, strict=True))
-        prefixed = {f"{n}/{key}": each[key] for n, each in states.items() for key in each}
+        states = {n: StateDict(value) for n, value in parts.states.items() if is_flat(value)}
+        prefixed = {f"{n}/{key}": state[key] for n, state in states.items() for key in state}
         self._sections = [dict(parts.model or {}), dict(parts.optimizer or {}), prefixed]
 
     def keys(self, section: int) -> list[str]:
@@ -154,7 +153,11 @@ class WholeIndex:
         return {name: os.path.getsize(path) for name, path in _files(self._path).items()}
 
     def heads(self) -> list[tuple[Any, ...]]:
-        """Return one head, as of one index file: bytes of all tensors last, 0 if unknown."""
+        """Return one head, as of one index file; its last two fields are the bytes of all tensors.
+
+        These are the bytes of the shards, and their bytes in files. The fields before, such as the
+        number of shards, are 0: unknown.
+        """
         total = sum(int(a.nbytes) for section in self._sections for a in section.values())
         return [(0, 0, 0, 0, total, total)]
 
@@ -267,7 +270,7 @@ def _sections(parts: Parts, rules: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _filled(state: StateDict | None, arrays: dict[str, Any]) -> StateDict | None:
+def _with_arrays(state: StateDict | None, arrays: dict[str, Any]) -> StateDict | None:
     """Return a copy of a state with other arrays; None for None."""
     if state is None:
         return None
@@ -368,16 +371,17 @@ def load_whole(source: WholePath, request: LoadRequest) -> LoadedState:
     if is_mapped:
         states = deepcopy(states)
     if request.options["into"] is not None:
-        filled, optimizer = _fill(source, request, arrays)
-        return LoadedState(filled, optimizer, metadata, step, {})
+        filled_model, filled_optimizer = _fill(source, request, arrays)
+        return LoadedState(filled_model, filled_optimizer, metadata, step, {})
     device = request.options["device"]
     if device is not None:
         backend = torch_backend("tensors on a device=", TensorBackend)
         for each in arrays:
             tensors = backend.tensors_of(each)
             each.update({name: tensor.to(device) for name, tensor in tensors.items()})
-    result = _filled(parts.model, arrays[0]), _filled(parts.optimizer, arrays[1])
-    return LoadedState(result[0], result[1], metadata, step, states)
+    loaded_model = _with_arrays(parts.model, arrays[0])
+    loaded_optimizer = _with_arrays(parts.optimizer, arrays[1])
+    return LoadedState(loaded_model, loaded_optimizer, metadata, step, states)
 
 
 # ---- verifying ----

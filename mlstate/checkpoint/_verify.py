@@ -236,9 +236,9 @@ def _verify_weight_files(
             problems.append(_root_problem("unreadable", name, 0, error))
             continue
         count += report.bytes
-        place = os.path.dirname(path)
+        local_folder = os.path.dirname(path)  # of a store's object, a temporary one
         problems += [
-            problem._replace(text=problem.text.replace(place, files.path))
+            problem._replace(text=problem.text.replace(local_folder, files.path))
             for problem in report.problems
         ]
     return count, problems
@@ -297,10 +297,10 @@ def _with_tensors(problems: list[Problem], merged: _core.MergedIndex) -> list[Pr
         return problems
     tensors_by_file: dict[str, list[tuple[str, int]]] = {}
     for _, key, part, _, _, path, *_, layers in merged.shards():
-        for place in [path] if layers is None else {layer[0] for layer in layers}:
-            if place in damaged_files:
-                tensors_by_file.setdefault(place, []).append((key, part))
-    named = []
+        for file in [path] if layers is None else {layer[0] for layer in layers}:
+            if file in damaged_files:
+                tensors_by_file.setdefault(file, []).append((key, part))
+    completed = []
     for problem in problems:
         inside = tensors_by_file.get(problem.path, []) if problem.name is None else []
         if len(inside) == 1:
@@ -309,8 +309,8 @@ def _with_tensors(problems: list[Problem], merged: _core.MergedIndex) -> list[Pr
             names = ", ".join(repr(key) for key, _ in inside[:_NAMED])
             more = f" and {len(inside) - _NAMED:,} more" if len(inside) > _NAMED else ""
             problem = problem._replace(text=f"{problem.text}; it holds {names}{more}")
-        named.append(problem)
-    return named
+        completed.append(problem)
+    return completed
 
 
 def _verify_once(
@@ -445,14 +445,14 @@ def _verify_names(
             for shard in merged.shards()
             if shard[_CRC32C] is None and shard[_LAYERS] is None
         }
-        every = ranks_of(None, None, None, None)
+        whole_tensors = ranks_of(rank=None, world_size=None, layout=None, group=None)
         for number, keys in enumerate(
             chosen_names(sections, names, files.path, manifest.weights)[1]
         ):
             for key in keys:
                 report.checksums &= (SECTIONS[number], key) not in unchecked
                 try:
-                    parts = TensorParts(merged, number, [key], every)
+                    parts = TensorParts(merged, number, [key], whole_tensors)
                     read = files.folder.load(parts, True, False, progress)
                 except (ChecksumError, FormatError, StoreError) as error:
                     if files.folder.is_outage(error) or isinstance(error, StoreNotFoundError):
@@ -555,12 +555,12 @@ def _repair(files: CheckpointFiles, report: VerifyReport) -> None:
     claim = files.folder.claim()
     with claim.holder:
         claim.acquire()
-        now = _try_root(files, MANIFEST)
-        if now.loads:
-            if now.is_mended and now.report:
-                report.repaired = now.generation
-            elif now.report:  # a writer has replaced the verified checkpoint by a good one
-                report.problems, report.step = [], now.report.step
+        current = _try_root(files, MANIFEST)
+        if current.loads:
+            if current.is_mended and current.report:
+                report.repaired = current.generation
+            elif current.report:  # a writer has replaced the verified checkpoint by a good one
+                report.problems, report.step = [], current.report.step
             return
         damaged: list[Root] = []
         for root in reversed(files.list_roots()):
