@@ -260,7 +260,7 @@ class _Finder:
 
     # ---- 8-bit floats ----
 
-    def find_bytes(self) -> None:
+    def find_float8s(self) -> None:
         """Add the weights of 8-bit floats, and scales without a weight.
 
         A pair that lacks one of both, or does not fit, has a problem, which is raised when it is
@@ -383,7 +383,7 @@ def find_pairs(folder: Folder, tensors: Callable[[], dict[str, Stored]]) -> Pair
     if quantization.method == "mxfp4":
         finder.find_groups()
     else:
-        finder.find_bytes()
+        finder.find_float8s()
     return Pairs(finder.pairs, finder.hidden)
 
 
