@@ -20,6 +20,7 @@ from ._step_choice import choose_root
 from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.name_globs import listed_names
 from ._store.open_path import RootPath, open_root_path
+from ._store.weight_checksums import find_checksums
 from ._store.weight_files import unlisted_files, warn_of_total
 
 if TYPE_CHECKING:
@@ -424,8 +425,9 @@ def _verify_names(
 ) -> None:
     """Read the tensors `names`, one after the other, and add their problems to `report`.
 
-    `root`: path of the root. `progress`: called with the bytes read since the last call. No step is
-    marked. Raises TensorNotFoundError for a name that selects nothing.
+    `files`: compare tensors of another program with checksums of `checksum`, if any. `root`: path
+    of the root. `progress`: called with the bytes read since the last call. No step is marked. A
+    damaged index is a problem. Raises TensorNotFoundError for a name that selects nothing.
     """
     from ._load import chosen_names
     from ._load_arguments import ranks_of
@@ -436,10 +438,18 @@ def _verify_names(
         It starts `report` anew, because it is called again if a writer replaces the checkpoint.
         """
         report.step, report.bytes, report.problems = manifest.step, 0, []
-        report.checksums = True
-        merged = files.load_merged_index(manifest)
+        report.checksums, report.compared = True, []
+        try:
+            checksums = find_checksums(files.folder) if is_weights_root(root) else None
+            if checksums is not None:
+                report.compared.append(f"the checksums in {os.path.basename(checksums.path)}")
+            merged = files.load_merged_index(manifest)
+        except (ChecksumError, FormatError) as error:
+            problems = _index_problems(files, manifest) if manifest.weights is None else []
+            report.problems += problems or [_problem_of(error, None, files.path)]
+            return
         sections = [merged.keys(number) for number in range(STATES)]
-        # a sparse or compressed shard has layers instead, each and each layer has a checksum
+        # a sparse or compressed shard has layers instead, and each layer has a checksum
         unchecked = {
             shard[:2]  # section and key
             for shard in merged.shards()
@@ -658,7 +668,7 @@ def verify(
         raise ValueError("a repair verifies all tensors: leave out names")
     files, root, *_ = open_root_path(path, storage_options)
     is_plain = root == MANIFEST and (step, monitor, mode) == (None, None, None) and not repair
-    if is_plain and files.folder.is_local and not is_index(files.folder.file):
+    if is_plain and listed is None and files.folder.is_local and not is_index(files.folder.file):
         from ._files.checksum import verify_foreign
 
         place = os.path.join(files.path, files.folder.file) if files.folder.file else files.path
@@ -668,8 +678,8 @@ def verify(
     if repair:
         remedy = "copy the checkpoint to a local folder to repair it"
         files.folder.require_local("repair=True", remedy)
-    # the checksums of files of another program are compared below, for all files of the folder
-    files = CheckpointFiles(files.folder.without_cache(), checked=False)
+    # of all tensors, the checksums of files of another program are compared below
+    files = CheckpointFiles(files.folder.without_cache(), checked=listed is not None)
     report = VerifyReport(files.path)
     root = choose_root(files, root, step, monitor, mode)
     foreign = None if isinstance(path, RootPath) else _find_whole(files)
