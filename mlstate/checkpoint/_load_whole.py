@@ -25,7 +25,7 @@ from ..state._kind import KEY, kind_of
 from ..state._load_into import check_load, load_into
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
-from ._files.convert import PARTS, format_of, read_any
+from ._files.convert import PARTS, as_arrays, format_of, read_any
 from ._files.parts import is_flat
 from ._files.torch_weights import torch_weights_root
 from ._folder.local import LocalFolder
@@ -36,7 +36,7 @@ from ._store.manifest import Manifest
 from ._store.weight_files import WeightFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from ._files.parts import Parts
     from ._folder.protocol import Folder
@@ -246,28 +246,47 @@ def _cut(name: str, array: Any, cutting: Cutting, parameter: Any) -> Any:
     return part if part is array else part.copy()
 
 
-def _sections(parts: Parts, rules: Any) -> list[dict[str, Any]]:
-    """Return the arrays of model and of optimizer by name, after the caller's renaming.
+def _renamed_arrays(
+    states: dict[str, StateDict | None], rules: Mapping[str, str] | None
+) -> list[dict[str, Any]]:
+    """Return the arrays of each state by name, after the caller's renaming; {} for None.
 
-    A section that `parts` lacks is {}. `rules`: pattern to replacement, None for no renaming. The
-    groups of the optimizer in `parts` get the new names.
+    `states`: by their labels in errors; the first two are model and optimizer. `rules`: pattern to
+    replacement, None for no renaming. The groups of optimizers in `states` get the new names.
     """
-    states = [parts.model, parts.optimizer]
-    arrays = [{} if state is None else dict(state) for state in states]
+    arrays = [{} if state is None else dict(state) for state in states.values()]
     if rules is None:
         return arrays
     sections = [
         Section(label, number, kind_of(state), each)
-        for number, (label, state, each) in enumerate(zip(_SECTIONS, states, arrays, strict=True))
+        for number, ((label, state), each) in enumerate(zip(states.items(), arrays, strict=True))
     ]
     rename_sections(sections, rules)
-    for state, section in zip(states, sections, strict=True):
+    for state, section in zip(states.values(), sections, strict=True):
         if isinstance(state, OptimizerStateDict):
             state.param_groups = (section.kind or {})["param_groups"]
     return [
         {name: each[section.keys([name])[0]] for name in section.names}
         for each, section in zip(arrays, sections, strict=True)
     ]
+
+
+def _states_to_change(parts: Parts, request: LoadRequest) -> dict[str, StateDict]:
+    """Return the named states of tensors, as arrays, if `request` changes such states; else {}.
+
+    It does so by a layout, a dtype, a device or a renaming. All other states stay as they are.
+    """
+    options = request.options
+    is_cut = bool(request.cutting[0]) and options["into"] is None
+    if not (is_cut or request.dtype or options["device"] is not None or options["rename"]):
+        return {}
+    states: dict[str, StateDict] = {}
+    for name, value in parts.states.items():
+        if is_flat(value):
+            state = value.copy() if isinstance(value, StateDict) else StateDict(value)
+            state.update(as_arrays(state))
+            states[name] = state
+    return states
 
 
 def _with_arrays(state: StateDict | None, arrays: dict[str, Any]) -> StateDict | None:
@@ -336,8 +355,9 @@ def load_whole(source: WholePath, request: LoadRequest) -> LoadedState:
 
     `request`: the checked arguments of the load. Its `into` is filled and returned, without named
     states; otherwise arrays are copies if the file was mapped, so that a later writer cannot change
-    them. Its dtype is that of the model's floats. `progress` is called once, with all bytes. Raises
-    ValueError for options that need an index, before anything is read.
+    them. Its dtype is for the floats of the model, and of named states of tensors other than
+    optimizers. `progress` is called once, with the bytes of model and optimizer. Raises ValueError
+    for options that need an index, before anything is read.
     """
     from .._common.converted import converted_value
     from ._load import LoadedState, chosen_names, expects_parts, warn_of_whole_tensors
@@ -349,39 +369,46 @@ def load_whole(source: WholePath, request: LoadRequest) -> LoadedState:
     parts = source.read(checked=bool(request.options["verify"]))
     if request.dtype and source.format == "huggingface" and parts.model is not None:
         refuse_quantized_state(source.path, parts.model)
-    sections = _sections(parts, request.options["rename"])
+    named = _states_to_change(parts, request)
+    all_states: dict[str, StateDict | None] = {"model": parts.model, "optimizer": parts.optimizer}
+    all_states |= {f"states[{name!r}]": state for name, state in named.items()}
+    sections = _renamed_arrays(all_states, request.options["rename"])
     if request.options["progress"] is not None:
-        request.options["progress"](sum(a.nbytes for each in sections for a in each.values()))
-    _, chosen = chosen_names([list(each) for each in sections], request.names, source.path)
+        request.options["progress"](sum(a.nbytes for each in sections[:2] for a in each.values()))
+    _, chosen = chosen_names([list(each) for each in sections[:2]], request.names, source.path)
+    chosen += [list(each) for each in sections[2:]] if request.names is None else []
     model = sections[0]
     is_mapped = source.format in _MAPPED and request.options["into"] is None
     arrays: list[dict[str, Any]] = []
-    for number, names in enumerate(chosen):
+    for state, section, names in zip(all_states.values(), sections, chosen, strict=False):
+        is_optimizer_state = isinstance(state, OptimizerStateDict)
         arrays.append({})
         for name in names:
-            parameter = model.get(name.rpartition(".")[0]) if number == OPTIMIZER else None
-            part = _cut(name, sections[number][name], request.cutting, parameter)
-            if request.dtype and number != OPTIMIZER:
+            parameter = model.get(name.rpartition(".")[0]) if is_optimizer_state else None
+            part = _cut(name, section[name], request.cutting, parameter)
+            if request.dtype and not is_optimizer_state:
                 part = converted_value(part, request.dtype)
-            is_view = is_mapped and part is sections[number][name]
+            is_view = is_mapped and part is section[name]
             arrays[-1][name] = part.copy() if is_view else part
     metadata = dict(parts.metadata)
     step = parts.step
+    if request.options["into"] is not None:
+        filled_model, filled_optimizer = _fill(source, request, arrays[:2])
+        return LoadedState(filled_model, filled_optimizer, metadata, step, {})
     states = dict(parts.states) if request.names is None else {}
+    states |= dict.fromkeys(named.keys() & states.keys())  # their values follow
     if is_mapped:
         states = deepcopy(states)
-    if request.options["into"] is not None:
-        filled_model, filled_optimizer = _fill(source, request, arrays)
-        return LoadedState(filled_model, filled_optimizer, metadata, step, {})
     device = request.options["device"]
     if device is not None:
         backend = torch_backend("tensors on a device=", TensorBackend)
         for each in arrays:
             tensors = backend.tensors_of(each)
             each.update({name: tensor.to(device) for name, tensor in tensors.items()})
-    loaded_model = _with_arrays(parts.model, arrays[0])
-    loaded_optimizer = _with_arrays(parts.optimizer, arrays[1])
-    return LoadedState(loaded_model, loaded_optimizer, metadata, step, states)
+    # `arrays` has no named states if the caller chose names
+    loaded = [_with_arrays(*each) for each in zip(all_states.values(), arrays, strict=False)]
+    states |= dict(zip(named, loaded[2:], strict=False))
+    return LoadedState(loaded[0], loaded[1], metadata, step, states)
 
 
 # ---- verifying ----

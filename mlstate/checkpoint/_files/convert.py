@@ -553,7 +553,7 @@ def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> P
 # ---- npz ----
 
 
-def _as_arrays(state: StateDict) -> dict[str, NDArray]:
+def as_arrays(state: StateDict) -> dict[str, NDArray]:
     """Return all values as NumPy arrays; tensors are viewed, or copied from their device.
 
     Raises TypeError for a value that is not in memory, or has Python objects.
@@ -589,7 +589,7 @@ def _write_npz(target: Target, parts: Parts) -> None:
     model, optimizer, metadata, _ = parts
     state, record = _join_states(model, optimizer)
     kind = describe(state)
-    write_npz(target, _as_arrays(state), {**record, "kind": kind, "metadata": metadata})
+    write_npz(target, as_arrays(state), {**record, "kind": kind, "metadata": metadata})
 
 
 def _read_npz(path: Path) -> Parts:

@@ -143,6 +143,38 @@ def test_verify_reports_its_checks(path):
         mlstate.verify(path, repair=True)
 
 
+@pytest.mark.parametrize("suffix", [".pt", ".dcp"])
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"cast": "float32"},
+        {"device": "cpu"},
+        {"rename": {"a": "b"}},
+        {"rank": 1, "world_size": 2, "layout": "rows"},
+    ],
+)
+def test_named_states_of_tensors_change_as_in_a_checkpoint(tmp_path, suffix, keywords):
+    pytest.importorskip("torch")
+    model, moments = {"a.x": np.arange(4.0)}, {"a.x.m": np.arange(4.0), "a.x.step": np.array(2.0)}
+    states = {
+        "first": {"k": [1, np.ones(2)]},
+        "ema": {"a.x": np.arange(4.0), "a.n": np.arange(3)},
+        "optimizer_d": mlstate.OptimizerStateDict(moments),
+        "last": {"z": [np.zeros(1)]},
+    }
+    mlstate.save(tmp_path / "ckpt", model, moments, states=states)
+    write_any(tmp_path / f"a{suffix}", model, moments, states=states)
+    expected = mlstate.load(tmp_path / "ckpt", **keywords).states
+    loaded = mlstate.load(tmp_path / f"a{suffix}", **keywords).states
+    assert set(loaded) == set(expected)
+    for name in ("ema", "optimizer_d"):
+        assert loaded[name].keys() == expected[name].keys()
+        for key, array in expected[name].items():
+            assert type(loaded[name][key]) is type(array) and loaded[name][key].dtype == array.dtype
+            assert loaded[name][key].tolist() == array.tolist()
+    assert not mlstate.load(tmp_path / f"a{suffix}", names="*", **keywords).states
+
+
 @pytest.mark.parametrize("suffix", ["npz", "safetensors", "pt"])
 def test_a_flipped_bit_is_found(tmp_path, suffix):
     if suffix == "pt":
