@@ -399,6 +399,7 @@ class Loader:
                 if name in chosen and shapes.get(name.rpartition(".")[0]) == shape:
                     states.setdefault(state, name)
         parameters = [name for name in names[0] if shapes[name]]
+        # all of them, if the saved optimizer lists none of these
         parameters = [name for name in parameters if name in trained] or parameters
         return {
             f"{name}.{state}": (name, like)

@@ -487,10 +487,10 @@ def _prepare_tensors(
         filling = _optimizer_target(loader, section, selected, target, module, names)
     else:
         filling = _ArrayTarget(target)
-    chosen = _fit_names(loader, section, selected, filling, names)
-    cuts = _cuts(loader, section, filling, chosen)
-    casts = _casts(loader, section, filling, chosen)
-    return _Ready(section, filling, chosen, cuts, casts), actions
+    names_to_read = _fit_names(loader, section, selected, filling, names)
+    cuts = _cuts(loader, section, filling, names_to_read)
+    casts = _casts(loader, section, filling, names_to_read)
+    return _Ready(section, filling, names_to_read, cuts, casts), actions
 
 
 def _has_known_memory(array: Any) -> bool:

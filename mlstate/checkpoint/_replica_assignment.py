@@ -293,7 +293,7 @@ def assign_replicas(
     first, is_reporter, state_digests = _exchange_digests(group, text, replicas, digests)
     copies = replicas if is_reporter else b""
     rank = group.rank
-    if len(set(first)) == 1:
+    if len(set(first)) == 1:  # all ranks have equal summaries
         if error is not None or steps:
             return Assignment(None, copies, error, state_digests)
         own_names = by_section([*summary["whole"]][rank :: group.world_size])
@@ -306,11 +306,15 @@ def assign_replicas(
     if failed is not None:
         return Assignment(error=failed)
     _compare(summaries, has_layout=bool(steps))
-    merged = {
-        label: merge_groups(label, {other: each["groups"][label] for other, each in have.items()})
-        for label in groups
-        if (have := {r: each for r, each in summaries.items() if label in each["groups"]})
-    }
+    merged = {}
+    for label in groups:
+        groups_by_rank = {
+            other: each["groups"][label]
+            for other, each in summaries.items()
+            if label in each["groups"]
+        }
+        if groups_by_rank:
+            merged[label] = merge_groups(label, groups_by_rank)
     if steps:
         return Assignment(None, copies, None, state_digests, merged)
     own_names = by_section(_names_of_first_owner(rank, summary, summaries))

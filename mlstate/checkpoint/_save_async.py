@@ -260,7 +260,7 @@ class SaveJob:
         It runs in the save's thread. With a group, an error of staging is kept for `commit`,
         because other ranks wait.
         """
-        freed: Callable[[], object] | None = None
+        freed: Callable[[], object] | None = None  # set if some arrays are not copied
         copies = _Copies(self)
         try:
             self.check_cancelled()

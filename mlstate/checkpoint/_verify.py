@@ -671,8 +671,9 @@ def verify(
     if is_plain and listed is None and files.folder.is_local and not is_index(files.folder.file):
         from ._files.checksum import verify_foreign
 
-        place = os.path.join(files.path, files.folder.file) if files.folder.file else files.path
-        foreign_report = verify_foreign(place, progress)
+        file = files.folder.file
+        full_path = os.path.join(files.path, file) if file else files.path
+        foreign_report = verify_foreign(full_path, progress)
         if foreign_report is not None:
             return foreign_report
     if repair:

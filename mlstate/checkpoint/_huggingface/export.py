@@ -159,14 +159,14 @@ def _take_state(
             _refuse_entries(content)
             refuse_unstorable(state, every=True)
             tied = _tied_names(model, state)
-            entries = {name: value for name, value in state.items() if name not in tied}
+            tensors = {name: value for name, value in state.items() if name not in tied}
             if rename is not None:
                 # with several ranks, a rule may concern tensors of another rank only
                 unused = "error" if target.group is None else "ignore"
-                entries = dict(rename_state(entries, rename, unused=unused))
+                tensors = dict(rename_state(tensors, rename, unused=unused))
                 tied = set()  # the old names are gone
-            content.dicts = (entries, None, None)
-            table = table_of(entries, tied, dtype)
+            content.dicts = (tensors, None, None)
+            table = table_of(tensors, tied, dtype)
     except BaseException as error:
         if target.group is None:
             raise
@@ -287,11 +287,12 @@ def _copy_file(name: str, opened: Callable[[], Any], folder: str, plan: ExportPl
         os.fsync(write.fileno())
 
 
-def _finish(folder: str, final: Target, plan: ExportPlan, crcs: Any, copied: _Opened) -> None:
+def _finish(folder: str, final: Target, plan: ExportPlan, crcs: Any, other_files: _Opened) -> None:
     """Write headers and index, copy other files, and rename the folder to its final path.
 
-    `folder`: the temporary path. `final`: the final one. `crcs`: checksums of all blocks. `copied`:
-    how to open other files, by name. Raises StoreError, also if the final path changed meanwhile.
+    `folder`: the temporary path. `final`: the final one. `crcs`: checksums of all blocks.
+    `other_files`: how to open the files to copy, by name. Raises StoreError, also if the final path
+    changed meanwhile.
     """
     import json
 
@@ -301,7 +302,7 @@ def _finish(folder: str, final: Target, plan: ExportPlan, crcs: Any, copied: _Op
         text = json.dumps(plan.index_data(), indent=2, ensure_ascii=False) + "\n"
         _core.file_replace(os.path.join(folder, index_of(plan.stem)), text.encode(), 0o666)
     try:
-        for name, opened in copied.items():
+        for name, opened in other_files.items():
             _copy_file(name, opened, folder, plan)
         _core.folder_sync(folder)
         final.put(folder)
@@ -412,13 +413,13 @@ def write_folder(
     remains.
     """
     group, folder = target.group, os.path.realpath(target.path)
-    temporary, stem, copied, final = "", "", dict[str, Any](), Target(folder, ())
+    temporary, stem, other_files, final = "", "", dict[str, Any](), Target(folder, ())
     error: BaseException | None = None
     is_first = target.rank == 0
     try:
         try:
             if is_first:
-                copied = _files_to_copy(files_from)
+                other_files = _files_to_copy(files_from)
                 stem = _stem_of_folder(files_from)
                 plan = plan.named(stem)
                 if plan.is_converted and files_from is not None:
@@ -445,7 +446,7 @@ def write_folder(
         gathered = [shares] if group is None else list(group.gather_bytes(shares))
         try:
             if is_first:
-                _finish(temporary, final, plan, _checksums(plan, gathered), copied)
+                _finish(temporary, final, plan, _checksums(plan, gathered), other_files)
         except BaseException as caught:
             error = caught
         raise_together(group, error)

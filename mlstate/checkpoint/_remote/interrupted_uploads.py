@@ -83,6 +83,7 @@ def find_uploaded(
             continue
         if _content_of(text).replace(older.encode(), generation.encode()) != _content_of(content):
             continue
+        # the object of a new file has the same name, with the older generation
         for folder in sorted({os.path.dirname(path) for path in large}):
             listed = store.list_folder(folder)
             for new, nbytes in large.items():

@@ -489,12 +489,10 @@ class _Restorer:
         strict = self.loader.options["strict"]
         if strict and target.keys() != pairs.keys():
             key = min(target.keys() ^ pairs.keys(), key=str)
-            holders = ("target", "checkpoint") if key in target else ("checkpoint", "target")
-            raise _error(
-                f"{where}[{key!r}]",
-                f"the {holders[0]} has this key, the {holders[1]} does not",
-                *(("this key", "nothing") if key in target else ("nothing", "this key")),
-            )
+            holder, other = ("target", "checkpoint") if key in target else ("checkpoint", "target")
+            expected, got = ("this key", "nothing") if key in target else ("nothing", "this key")
+            text = f"the {holder} has this key, the {other} does not"
+            raise _error(f"{where}[{key!r}]", text, expected, got)
         new = {
             key: self.add_inner(target[key], inner, f"{where}[{key!r}]")
             for key, inner in pairs.items()
