@@ -14,7 +14,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
-from .._common.arrays import is_on_device
+from .._common.arrays import is_on_device, is_torch
 from .._common.backend import TensorBackend, is_module, is_optimizer, torch_backend
 from .._common.dtypes import name_of
 from .._common.regular_file import open_regular
@@ -350,6 +350,20 @@ def _fill(source: WholePath, request: LoadRequest, arrays: list[dict[str, Any]])
     return targets
 
 
+def _moved_to(device: Any, value: Any) -> Any:
+    """Return a nested value with its tensors on `device`; dicts and lists in it are changed."""
+    if is_torch(value):
+        return value.to(device)
+    if isinstance(value, dict):
+        for key in value:  # `update` of a Counter would add
+            value[key] = _moved_to(device, value[key])
+    elif isinstance(value, list):
+        value[:] = [_moved_to(device, inner) for inner in value]
+    elif type(value) is tuple:
+        return tuple(_moved_to(device, inner) for inner in value)
+    return value
+
+
 def load_whole(source: WholePath, request: LoadRequest) -> LoadedState:
     """Read the file or folder `source`; return the selected tensors, or this rank's parts of them.
 
@@ -405,6 +419,7 @@ def load_whole(source: WholePath, request: LoadRequest) -> LoadedState:
         for each in arrays:
             tensors = backend.tensors_of(each)
             each.update({name: tensor.to(device) for name, tensor in tensors.items()})
+        states = {name: _moved_to(device, value) for name, value in states.items()}
     # `arrays` has no named states if the caller chose names
     loaded = [_with_arrays(*each) for each in zip(all_states.values(), arrays, strict=False)]
     states |= dict(zip(named, loaded[2:], strict=False))

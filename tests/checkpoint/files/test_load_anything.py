@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import zipfile
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -173,6 +174,16 @@ def test_named_states_of_tensors_change_as_in_a_checkpoint(tmp_path, suffix, key
             assert type(loaded[name][key]) is type(array) and loaded[name][key].dtype == array.dtype
             assert loaded[name][key].tolist() == array.tolist()
     assert not mlstate.load(tmp_path / f"a{suffix}", names="*", **keywords).states
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".dcp", ""])
+def test_tensors_in_nested_states_are_loaded_to_the_device(tmp_path, suffix):
+    torch = pytest.importorskip("torch")
+    values = [Counter("aab"), torch.ones(2), {"t": (torch.zeros(1), np.ones(1))}]
+    write_any(tmp_path / f"a{suffix}", {"w": np.ones(2)}, states={"n": {"k": values}})
+    counts, first, inner = mlstate.load(tmp_path / f"a{suffix}", device="meta").states["n"]["k"]
+    assert counts == {"a": 2, "b": 1}
+    assert first.device.type == inner["t"][0].device.type == "meta"
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors", "pt"])
