@@ -392,7 +392,7 @@ class Loader:
         shapes: dict[str, tuple[int, ...]] = {}
         states: dict[str, str] = {}
         for section, key, _, state, _, shape, _, axes, *_ in self.merged_index.tensors():
-            if section == "params":
+            if section == "params" and key in names_by_key[0]:  # not a scale of quantized weights
                 shapes[names_by_key[0][key]] = shape
             elif section == "optim_state" and state and axes is None:
                 name = names_by_key[OPTIMIZER][key]
