@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 class OptimizerRecord(NamedTuple):
     """A checkpoint's description of an optimizer state.
 
-    `parameter`: its parameter's name. `state`: its own, None for a key without a parameter.
-    `shape`: of the part to load. `axes`: the parameter's axis for each axis, None for the same
-    axes.
+    `parameter`: its parameter's name, or the whole key of a state without a parameter. `state`: its
+    own name, such as ``exp_avg``; None without a parameter. `shape`: of the part to load. `dtype`:
+    the stored one. `axes`: the parameter's axis for each axis, None for the same axes.
     """
 
     parameter: str
@@ -31,7 +31,7 @@ class OptimizerRequest(NamedTuple):
     saved: Any  # their parameter groups and learning rate
     read: Callable[[list[str]], dict[str, Any]]  # returns stored arrays by key
     names: Any  # of the parameters in the optimizer's order, or the module that gives them
-    meant: Callable[[list[str]], list[str]]  # returns those of its keys that the user chose
+    meant: Callable[[list[str]], list[str]]  # returns the keys of a list that the user chose
     shapes: Mapping[str, tuple[int, ...]]  # of the stored parameters, by name
     strict: bool
     complete: bool  # the user chose all names

@@ -235,20 +235,20 @@ class Checkpoint:
         A `RootPath` is an internal caller's: a folder that is open, with its manifest if that was
         read.
         """
-        place = path if isinstance(path, RootPath) else open_root_path(path, storage_options)
-        self._files, self._root, manifest, _ = place
+        root_path = path if isinstance(path, RootPath) else open_root_path(path, storage_options)
+        self._files, self._root, manifest, _ = root_path
         self.path: str = self._files.path
         if manifest is None:
             self._root, manifest = self._files.open_root(self._root)
         self._manifest = manifest or self._files.read_manifest(self._root)
         self._read_index: _core.MergedIndex | WholeIndex | None = None
-        self._whole: WholePath | None = None  # for formats without an index
+        self._whole: WholePath | None = None  # of a format without an index, read as a whole
         self.written: dict[str, Any] | None = None
 
     # Copies and pickles carry the manifest's text, so that they describe this save forever.
     def __getstate__(self) -> dict[str, Any]:
         """Return what a pickle keeps: path, root, manifest as its text, and counts of the save."""
-        is_text = self._manifest.weights is None
+        is_text = self._manifest.weights is None  # weights of another program have no such text
         return {
             "path": self.path,
             "root": self._root,
@@ -351,7 +351,8 @@ class Checkpoint:
     def parameters(self) -> int:
         """Number of elements of the model's tensors."""
         tensors = self._merged_index.tensors()
-        return sum(prod(shape) for name, _, _, _, _, shape, *_ in tensors if name == SECTIONS[0])
+        params = SECTIONS[0]
+        return sum(prod(shape) for section, _, _, _, _, shape, *_ in tensors if section == params)
 
     def tensors(self) -> list[TensorRecord]:
         """List the tensors, parameters first, by name.
@@ -475,7 +476,7 @@ class Checkpoint:
 def _inspect_whole(files: CheckpointFiles, foreign: WholePath) -> Checkpoint:
     """Return the Checkpoint of another program's file or folder, `foreign`; reads all of it.
 
-    `files`: the opened folder of the path that the user passed.
+    `files`: the opened folder of the path that the user passed, which `foreign` is in.
     """
     from ._load_whole import WholeIndex, manifest_of
 

@@ -35,11 +35,11 @@ def _loaded(value: object, storage_options: Mapping[str, Any] | None) -> LoadedS
 
 
 class _Entry(NamedTuple):
-    """An array of a state, or the end of its name that tells a value of another kind."""
+    """An array or number of a state; a value of another kind is an empty array and a text."""
 
     keys: tuple[Any, ...]  # of the state, and the keys and indices in it
     array: Any
-    end: str = ""  # of the name
+    end: str = ""  # of the entry's name: " = " and the text of a value of another kind
 
 
 def list_entries(keys: tuple[Any, ...], value: Any) -> Iterator[_Entry]:
@@ -60,7 +60,7 @@ def list_entries(keys: tuple[Any, ...], value: Any) -> Iterator[_Entry]:
         yield _Entry(keys, value)
     elif isinstance(value, int | float) and np.asarray(value).dtype != object:
         yield _Entry(keys, np.asarray(value))
-    elif not items or not len(value):  # also integers beyond 64 bits, and complex numbers
+    elif not items or not len(value):  # not a container, or empty; ints beyond 64 bits, complex
         yield _Entry(keys, np.zeros(0), f" = {value!r}")
     else:
         for key, each in items:
@@ -87,13 +87,13 @@ def _entries(loaded: LoadedState, *, only_model: bool) -> dict[str, Any]:
         each for label, state in states.items() if state for each in list_entries((label,), state)
     ]
     counts = Counter(_name_of(each.keys) + each.end for each in entries)
-    named = {}
+    arrays = {}
     for keys, array, end in entries:
         name = _name_of(keys) + end
         if counts[name] > 1:
             name = keys[0] + "".join(f"[{key!r}]" for key in keys[1:]) + end
-        named[name] = array
-    return named
+        arrays[name] = array
+    return arrays
 
 
 def diff(

@@ -163,6 +163,7 @@ def _shape_only(value: Any) -> Any:
 
 
 def _shapes_only(state: Any) -> dict[str, Any] | None:
+    """Return a state with its tensors as of `_shape_only`, by name; None for None."""
     return None if state is None else {name: _shape_only(v) for name, v in dict(state).items()}
 
 
@@ -226,8 +227,8 @@ def plan_save(
     states = states_of(model, optimizer, world_size)
     dicts = (_shapes_only(states[0]), _shapes_only(states[1]), None)
     steps = steps_of(layout, world_size) or ()
-    own_names = None
-    if world_size > 1 and not steps:
+    own_names = None  # this rank writes all arrays that it has
+    if world_size > 1 and not steps:  # round-robin, as `assign_replicas` divides equal states
         names = whole_names(dicts)[rank::world_size]
         own_names = by_section(names)
     gathered, nbytes = _core.shards_collect((rank, world_size), dicts, Shard, own_names, steps)
@@ -328,20 +329,21 @@ def plan_load(
         manifest = without_missing(files.folder, manifest, listed)
         indexes = Indexes(files, manifest, rank)
         sections = [indexes.merged_index.keys(section) for section in range(len(SECTIONS))]
-        chosen = list(
+        chosen = list(  # number and keys of each section
             enumerate(chosen_names(sections[:2], listed, files.path, manifest.weights)[1])
         )
         if listed is None:
             chosen.append((STATES, sections[STATES]))
-        read = set(indexes.ranks)
+        # the load reads some indexes to learn the names, and then those that list the parts
+        ranks_read = set(indexes.ranks)
         indexes.need((section, keys, cutting) for section, keys in chosen)
-        read.update(indexes.ranks)
+        ranks_read.update(indexes.ranks)
         reads = [
             FileRead(*read_range[:4])
             for section, keys in chosen
             for read_range in indexes.merged_index.reads(files.path, section, keys, cutting, verify)
         ]
-        records = [manifest.indexes[number] for number in sorted(read)]
+        records = [manifest.indexes[number] for number in sorted(ranks_read)]
         return LoadPlan(
             len(files.folder.read(root)) if manifest.weights is None else 0,
             {record.path: record.bytes for record in records},

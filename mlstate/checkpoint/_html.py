@@ -158,10 +158,10 @@ def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
             first = len(groups)
         hidden = groups[first : len(groups) - last] if first < len(groups) else []
         visible = groups[:first], groups[len(groups) - last :] if hidden and last else []
-        each = max(3, rows // max(1, len(visible[0]) + len(visible[1]))) if rows else 0
+        layer_rows = max(3, rows // max(1, len(visible[0]) + len(visible[1]))) if rows else 0
         unfold = len(groups) == 1
         layers = [
-            "".join(_layer(group, columns, largest, each, unfold) for group in part)
+            "".join(_layer(group, columns, largest, layer_rows, unfold) for group in part)
             for part in visible
         ]
         return _page(head + layers[0] + (_hidden_layers(hidden) if hidden else "") + layers[1])
@@ -226,21 +226,21 @@ def _seconds(seconds: float) -> str:
 
 
 def _durations(times: SaveTimes, now: float, failed: bool) -> Sequence[str]:
-    """Return texts for the phases of an asynchronous save.
+    """Return texts for the phases of an asynchronous save, and for the time of the caller's waits.
 
-    `now`: `perf_counter`. `failed`: the save ended with an error.
+    `now`: `perf_counter`. `failed`: the save ended with an error; then the time until it only.
     """
     since = now - times.began
     if times.staged is None:
         return [f"staging for {_seconds(since)}"]
     if failed and times.ended is not None:
         return [f"failed after {_seconds(times.ended - times.began)}"]
-    facts = [f"state free after {_seconds(times.staged - times.began)}"]
+    phases = [f"state free after {_seconds(times.staged - times.began)}"]
     if times.ended is None:
-        facts.append(f"writing since, {_seconds(since)} in all")
+        phases.append(f"writing since, {_seconds(since)} in all")
     else:
-        facts.append(f"on the disk after {_seconds(times.ended - times.began)}")
-    return [*facts, f"the caller waited {_seconds(times.blocked_seconds)}"]
+        phases.append(f"on the disk after {_seconds(times.ended - times.began)}")
+    return [*phases, f"the caller waited {_seconds(times.blocked_seconds)}"]
 
 
 def save_html(
@@ -259,6 +259,7 @@ def save_html(
     done, total = progress
     saved = times.ended is not None and error is None
     share = done / total if total else float(saved)
+    # colour: of the bar, an index of _COLOURS
     mark, colour, why = "<b class=good>✓</b> " if saved else "", 0, ""
     if error is not None:
         mark, colour = "<b class=bad>✗</b> ", 4
@@ -275,7 +276,7 @@ def save_html(
 
 
 def _metadata(metadata: Mapping[str, object], limit: int) -> str:
-    """Return the first 20 entries of metadata as one line of about `limit` characters."""
+    """Return the first 20 entries of metadata as one line, cut at about `limit` characters."""
     entries = [f"{key}: {value!r}" for key, value in list(metadata.items())[:20]]
     more = len(metadata) - len(entries)
     return shorten(", ".join(entries), limit) + (f", … {more:,} more" if more > 0 else "")
@@ -303,7 +304,7 @@ def manager_html(title: str, manifests: Sequence[Manifest]) -> str:
 
 
 def loaded_html(loaded: LoadedState) -> str:
-    """Return step, metadata and the trees of the loaded states."""
+    """Return the page of a loaded state: step, metadata, and the trees of model and optimizer."""
     step = "no step" if loaded.step is None else f"step {loaded.step:,}"
     parts = [f"<p>LoadedState: {step}</p>"]
     if loaded.metadata:

@@ -236,14 +236,15 @@ class Loader:
     def _find_pairs(self) -> Pairs | None:
         """Return the quantized weights that `cast` decodes, with their scales; None without such.
 
-        The names of the scales are removed from the model's.
+        The model's codes get the names of their values, and the names of scales are removed.
         """
         if not self.request.dtype or self.manifest.weights is None:
             return None
 
         def tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
-            tensors = self.merged_index.tensors()
-            return {key: (dtype, shape) for _, key, _, _, dtype, shape, *_ in tensors}
+            """Return dtype and shape of each stored tensor, by key."""
+            rows = self.merged_index.tensors()
+            return {key: (dtype, shape) for _, key, _, _, dtype, shape, *_ in rows}
 
         pairs = find_pairs(self.request.files.folder, tensors)
         if pairs is not None:
@@ -289,7 +290,9 @@ class Loader:
         parts = TensorParts(self.merged_index, section, keys, cutting)
         return self.request.files.folder.load(parts, verify, mmap, progress)
 
-    def facts(self, section: Section, names: list[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def dtypes_and_shapes(
+        self, section: Section, names: list[str]
+    ) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Return dtype and shape of the tensors `names` of a section, by name, after conversion.
 
         Raises FormatError if the scales of a quantized weight are missing or do not fit.
@@ -301,16 +304,16 @@ class Loader:
             if section_name == label
         }
         by_codes = self.pairs.by_codes if self.pairs is not None and section.number == 0 else {}
-        facts = {}
+        converted_tensors = {}
         for name, key in zip(names, section.keys(names), strict=True):
-            kind, shape = stored[key]
+            result_dtype, shape = stored[key]
             if key in by_codes:
                 by_codes[key].check()
-                kind, shape = dtype, by_codes[key].shape
-            elif dtype and not section.is_optimizer and is_converted(kind, dtype):
-                kind = dtype
-            facts[name] = kind, shape
-        return facts
+                result_dtype, shape = dtype, by_codes[key].shape
+            elif dtype and not section.is_optimizer and is_converted(result_dtype, dtype):
+                result_dtype = dtype
+            converted_tensors[name] = result_dtype, shape
+        return converted_tensors
 
     def load_state(self, section: Section, names: list[str], extra: dict[str, object]) -> Any:
         """Return a new state of the class that was saved, of the tensors `names`.
@@ -320,9 +323,9 @@ class Loader:
         keys = section.keys(names)
         arrays_loaded = self._pair_values(section, keys)
         others = [key for key in keys if key not in arrays_loaded] if arrays_loaded else keys
-        for some, dtype in self._batches(section, others):
+        for batch, dtype in self._batches(section, others):
             loaded = self._load(
-                section.number, some, self.request.cutting, mmap=self.options["mmap"]
+                section.number, batch, self.request.cutting, mmap=self.options["mmap"]
             )
             while loaded:  # frees each array before the next one is converted
                 key, array = loaded.popitem()
@@ -389,13 +392,14 @@ class Loader:
         shapes: dict[str, tuple[int, ...]] = {}
         states: dict[str, str] = {}
         for section, key, _, state, _, shape, _, axes, *_ in self.merged_index.tensors():
-            if section == "params":
+            if section == "params" and key in names_by_key[0]:  # not a scale of quantized weights
                 shapes[names_by_key[0][key]] = shape
             elif section == "optim_state" and state and axes is None:
                 name = names_by_key[OPTIMIZER][key]
                 if name in chosen and shapes.get(name.rpartition(".")[0]) == shape:
                     states.setdefault(state, name)
         parameters = [name for name in names[0] if shapes[name]]
+        # all of them, if the saved optimizer lists none of these
         parameters = [name for name in parameters if name in trained] or parameters
         return {
             f"{name}.{state}": (name, like)
@@ -417,14 +421,14 @@ class Loader:
         """
         import numpy as np
 
-        facts = {name: tuple(parameters[name].shape) for name in names[0]}
+        shapes = {name: tuple(parameters[name].shape) for name in names[0]}
         dtypes = {}
         by_key = self.sections[OPTIMIZER].names_by_key()
         for section, key, _, _, dtype, *_ in self.merged_index.tensors():
             if section == "optim_state":
                 dtypes[by_key[key]] = numpy_dtype(dtype)
         return {
-            key: np.zeros(facts[name], dtypes[like])
+            key: np.zeros(shapes[name], dtypes[like])
             for key, (name, like) in self.lacking(names).items()
         }
 
@@ -547,7 +551,7 @@ def _load_together(group: ProcessGroup, request: LoadRequest) -> LoadedState:
         loader = manifest = prepared = None
         error: BaseException | None = None
         try:
-            undo_all(applied, StoreError("the checkpoint was replaced"))
+            undo_all(applied, StoreError("the checkpoint was replaced"))  # of the last attempt
             applied = []
             root = choose_again() if attempt > 0 and choose_again is not None else root
             manifest = request.files.read_manifest(root)

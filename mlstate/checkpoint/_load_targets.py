@@ -128,7 +128,7 @@ class _ArrayTarget(StagedTargets):
             backend = backend_of(next(iter(tensors.values())), TensorBackend)
             arrays = backend.arrays_of(arrays)
         super().__init__(arrays, tensors)
-        self.known = arrays.keys()
+        self.known = arrays.keys()  # names to compare with the stored ones
 
 
 def names_error(
@@ -163,8 +163,9 @@ def _fit_names(
     """Return the names to read into a target; raise if its names and the stored ones differ.
 
     `selected`: stored names. `filling`: the target's memory. `names`: the user's choice; each of
-    these must exist in both. With ``strict=False``, only shared names are returned. Notes states
-    that become zero, for ``missing="zeros"``. Raises CompatibilityError.
+    these must exist in both. With ``strict=False``, only shared names are returned. With
+    ``missing="zeros"``, states that the checkpoint lacks are noted in `filling`, which zeroes them.
+    Raises CompatibilityError.
     """
     request = loader.request
     have = set(selected)
@@ -210,7 +211,8 @@ def _shape_of(
     of a state whose axes differ; None: the same axes.
     """
     steps, index, world = loader.request.cutting
-    # All of it, if no part was requested, or the stored layout is not one cut to divide anew.
+    # The whole shape, if no part was requested, or if the stored layout does not have exactly one
+    # step, which can be divided anew for `world` ranks.
     if loader.request.by_target or (steps is None and (world == 0 or len(layout) != 1)):
         return shape
     if steps is None:
@@ -221,7 +223,10 @@ def _shape_of(
 
 
 def _without_whole_steps(steps: Steps, index: int) -> tuple[Steps, int]:
-    """Return the steps that cut into several parts, and the index of a part, 0 of the whole."""
+    """Return the steps that cut into several parts, and the index of a part; 0 without such steps.
+
+    So two descriptions of one part are equal.
+    """
     steps = tuple((axis, parts) for axis, parts in steps if parts > 1)
     return steps, index if steps else 0
 
@@ -238,18 +243,21 @@ def _check_shards(
         return
     by_key = section.names_by_key()
     steps, index, world = loader.request.cutting
-    for where, key, _, _, _, shape, layout, axes, *_ in loader.merged_index.tensors():
-        name = by_key.get(key, "") if where == SECTIONS[section.number] else ""
+    for section_name, key, _, _, _, shape, layout, axes, *_ in loader.merged_index.tensors():
+        name = by_key.get(key, "") if section_name == SECTIONS[section.number] else ""
         if name not in shards:
             continue
-        part = (layout, index) if steps is None and world else ((), 0)
+        cut = (layout, index) if steps is None and world else ((), 0)
         if steps is not None:
-            part = _core.layout_project(steps, index, len(shape), axes)
+            cut = _core.layout_project(steps, index, len(shape), axes)
         shard = shards[name]
-        parts = [(tuple(shape), *_without_whole_steps(*part))]
-        parts.append((shard.shape, *_without_whole_steps(shard._steps, shard.index)))
-        if parts[0] != parts[1]:
-            got, expected = (f"part {i} of shape {s}, cut by {list(c)}" for s, c, i in parts)
+        part_read = (tuple(shape), *_without_whole_steps(*cut))
+        part_of_target = (shard.shape, *_without_whole_steps(shard._steps, shard.index))
+        if part_read != part_of_target:
+            got, expected = (
+                f"part {number} of shape {whole_shape}, cut by {list(cuts)}"
+                for whole_shape, cuts, number in (part_read, part_of_target)
+            )
             error = CompatibilityError(
                 f"{section.label}[{name!r}] is a Shard, {expected}, and the load reads {got}: pass "
                 "the layout= and rank= of this part"
@@ -379,19 +387,20 @@ def _optimizer_target(
         names = [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
     chosen = set(selected)
     by_key = section.names_by_key()
-    where = SECTIONS[section.number]
+    selected_name = SECTIONS[section.number]
     records = {}
     parameters = loader.sections[0].names_by_key() if section.number == OPTIMIZER else {}
     shapes = {}
-    for number, key, _, _, dtype, shape, layout, axes, *_ in loader.merged_index.tensors():
-        if number == SECTIONS[0] and key in parameters:
+    for section_name, key, _, _, dtype, shape, layout, axes, *_ in loader.merged_index.tensors():
+        if section_name == SECTIONS[0] and key in parameters:
             shapes[parameters[key]] = _shape_of(loader, shape, layout, axes)
-        name = by_key.get(key, "") if number == where else ""
+        name = by_key.get(key, "") if section_name == selected_name else ""
         if name in chosen:
             parameter, dot, state = name.rpartition(".")
-            fitting = _shape_of(loader, shape, layout, axes)
-            record_key = (parameter, state) if dot else (name, None)
-            records[name] = OptimizerRecord(record_key[0], record_key[1], fitting, dtype, axes)
+            part_shape = _shape_of(loader, shape, layout, axes)
+            records[name] = OptimizerRecord(
+                parameter if dot else name, state if dot else None, part_shape, dtype, axes
+            )
 
     def read(names_read: list[str]) -> dict[str, Any]:
         """Return whole tensors as new arrays, by name."""
@@ -408,12 +417,12 @@ def _optimizer_target(
 
     request = loader.request
     optimizer_request = OptimizerRequest(
-        module,
-        records,
-        saved,
-        read,
-        names,
-        meant,
+        module=module,
+        records=records,
+        saved=saved,
+        read=read,
+        names=names,
+        meant=meant,
         shapes=shapes,
         strict=request.options["strict"],
         complete=request.names is None,
@@ -478,14 +487,14 @@ def _prepare_tensors(
         filling = _optimizer_target(loader, section, selected, target, module, names)
     else:
         filling = _ArrayTarget(target)
-    chosen = _fit_names(loader, section, selected, filling, names)
-    cuts = _cuts(loader, section, filling, chosen)
-    casts = _casts(loader, section, filling, chosen)
-    return _Ready(section, filling, chosen, cuts, casts), actions
+    names_to_read = _fit_names(loader, section, selected, filling, names)
+    cuts = _cuts(loader, section, filling, names_to_read)
+    casts = _casts(loader, section, filling, names_to_read)
+    return _Ready(section, filling, names_to_read, cuts, casts), actions
 
 
-def _is_memory(array: Any) -> bool:
-    """Return whether a cache's array is one of NumPy or torch, so that its memory is known."""
+def _has_known_memory(array: Any) -> bool:
+    """Return whether a cache's array is of NumPy or torch, so that its addresses are known."""
     return isinstance(array, np.ndarray) or is_torch(array)
 
 
@@ -498,7 +507,7 @@ def _drop_tied_names(
     their names. Raises ValueError if targets share memory in any other way.
     """
     caches = [
-        (label, {name: array for name, array in arrays.items() if _is_memory(array)})
+        (label, {name: array for name, array in arrays.items() if _has_known_memory(array)})
         for label, arrays in cache_arrays.items()
     ]
     refuse_overlaps_on_devices(
@@ -624,7 +633,8 @@ def prepare(loader: Loader) -> Prepared:
         _check(loader, ready_target)
     _read_for_loaders(loader, prepared)
     _refuse_mixture(loader, prepared.ready)
-    prepared.actions.sort(key=lambda action: action.undo is None)  # these last: others can refuse
+    # actions without undo run last, when no other target can refuse any more
+    prepared.actions.sort(key=lambda action: action.undo is None)
     prepared.ready = _drop_tied_names(prepared.ready, prepared.sources.cache_arrays)
     return prepared
 
@@ -632,13 +642,14 @@ def prepare(loader: Loader) -> Prepared:
 def _refuse_mixture(loader: Loader, ready: list[_Ready]) -> None:
     """Raise CompatibilityError if a target has content of a failed load, and is not filled now."""
     now_filled = {each for ready_target in ready for each in ready_target.filled()}
-    rest = min((loader.request.written or set()) - now_filled, default=None)
-    if rest is not None:
+    # state and name of a target, such as ("model", "w")
+    unfilled = min((loader.request.written or set()) - now_filled, default=None)
+    if unfilled is not None:
         error = CompatibilityError(
-            f"{loader.folder} has no {rest[1]!r} of {rest[0]} for a target that a failed load of "
-            "another checkpoint has written to, so the target would mix two: pass a new one"
+            f"{loader.folder} has no {unfilled[1]!r} of {unfilled[0]} for a target that a failed "
+            "load of another checkpoint has written to, so the target would mix two: pass a new one"
         )
-        error.name, error.path = rest[1], loader.folder
+        error.name, error.path = unfilled[1], loader.folder
         raise error
 
 

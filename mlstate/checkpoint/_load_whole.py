@@ -14,7 +14,7 @@ from copy import deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
-from .._common.arrays import is_on_device
+from .._common.arrays import is_on_device, is_torch
 from .._common.backend import TensorBackend, is_module, is_optimizer, torch_backend
 from .._common.dtypes import name_of
 from .._common.regular_file import open_regular
@@ -25,7 +25,7 @@ from ..state._kind import KEY, kind_of
 from ..state._load_into import check_load, load_into
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
-from ._files.convert import PARTS, format_of, read_any
+from ._files.convert import PARTS, as_arrays, format_of, read_any
 from ._files.parts import is_flat
 from ._files.torch_weights import torch_weights_root
 from ._folder.local import LocalFolder
@@ -36,7 +36,7 @@ from ._store.manifest import Manifest
 from ._store.weight_files import WeightFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
 
     from ._files.parts import Parts
     from ._folder.protocol import Folder
@@ -73,7 +73,7 @@ def has_safetensors_header(path: str) -> bool:
     return len(start) == 9 and start[8:] == b"{" and int.from_bytes(start[:8], "little") <= size - 8
 
 
-def _has_parts(path: str) -> bool:
+def _has_optimizer(path: str) -> bool:
     """Return whether the metadata of a safetensors file describe an optimizer in it.
 
     False if the metadata cannot be read: reading the tensors reports this.
@@ -96,8 +96,8 @@ def whole_path(folder: Folder) -> WholePath | None:
         return None
     path = os.path.join(folder.path, folder.file) if folder.file else str(folder.path)
     if folder.file:
-        is_flat = folder.file.endswith(".safetensors") and _has_parts(path)
-        return WholePath(path, "safetensors") if is_flat else None
+        is_whole = folder.file.endswith(".safetensors") and _has_optimizer(path)
+        return WholePath(path, "safetensors") if is_whole else None
     if not os.path.exists(path):
         return None
     if os.path.isfile(path) and has_safetensors_header(path):
@@ -120,9 +120,8 @@ class WholeIndex:
     def __init__(self, path: str, parts: Parts) -> None:
         """List the tensors of `parts`, the content of the file or folder at `path`."""
         self._path = path
-        named = (StateDict(value) for value in parts.states.values() if is_flat(value))
-        states = dict(zip((k for k, v in parts.states.items() if is_flat(v)), named, strict=True))
-        prefixed = {f"{n}/{key}": each[key] for n, each in states.items() for key in each}
+        states = {n: StateDict(value) for n, value in parts.states.items() if is_flat(value)}
+        prefixed = {f"{n}/{key}": state[key] for n, state in states.items() for key in state}
         self._sections = [dict(parts.model or {}), dict(parts.optimizer or {}), prefixed]
 
     def keys(self, section: int) -> list[str]:
@@ -154,7 +153,11 @@ class WholeIndex:
         return {name: os.path.getsize(path) for name, path in _files(self._path).items()}
 
     def heads(self) -> list[tuple[Any, ...]]:
-        """Return one head, as of one index file: bytes of all tensors last, 0 if unknown."""
+        """Return one head, as of one index file; its last two fields are the bytes of all tensors.
+
+        These are the bytes of the shards, and their bytes in files. The fields before, such as the
+        number of shards, are 0: unknown.
+        """
         total = sum(int(a.nbytes) for section in self._sections for a in section.values())
         return [(0, 0, 0, 0, total, total)]
 
@@ -243,22 +246,23 @@ def _cut(name: str, array: Any, cutting: Cutting, parameter: Any) -> Any:
     return part if part is array else part.copy()
 
 
-def _sections(parts: Parts, rules: Any) -> list[dict[str, Any]]:
-    """Return the arrays of model and of optimizer by name, after the caller's renaming.
+def _renamed_arrays(
+    states: dict[str, StateDict | None], rules: Mapping[str, str] | None
+) -> list[dict[str, Any]]:
+    """Return the arrays of each state by name, after the caller's renaming; {} for None.
 
-    A section that `parts` lacks is {}. `rules`: pattern to replacement, None for no renaming. The
-    groups of the optimizer in `parts` get the new names.
+    `states`: by their labels in errors; the first two are model and optimizer. `rules`: pattern to
+    replacement, None for no renaming. The groups of optimizers in `states` get the new names.
     """
-    states = [parts.model, parts.optimizer]
-    arrays = [{} if state is None else dict(state) for state in states]
+    arrays = [{} if state is None else dict(state) for state in states.values()]
     if rules is None:
         return arrays
     sections = [
         Section(label, number, kind_of(state), each)
-        for number, (label, state, each) in enumerate(zip(_SECTIONS, states, arrays, strict=True))
+        for number, ((label, state), each) in enumerate(zip(states.items(), arrays, strict=True))
     ]
     rename_sections(sections, rules)
-    for state, section in zip(states, sections, strict=True):
+    for state, section in zip(states.values(), sections, strict=True):
         if isinstance(state, OptimizerStateDict):
             state.param_groups = (section.kind or {})["param_groups"]
     return [
@@ -267,7 +271,25 @@ def _sections(parts: Parts, rules: Any) -> list[dict[str, Any]]:
     ]
 
 
-def _filled(state: StateDict | None, arrays: dict[str, Any]) -> StateDict | None:
+def _states_to_change(parts: Parts, request: LoadRequest) -> dict[str, StateDict]:
+    """Return the named states of tensors, as arrays, if `request` changes such states; else {}.
+
+    It does so by a layout, a dtype, a device or a renaming. All other states stay as they are.
+    """
+    options = request.options
+    is_cut = bool(request.cutting[0]) and options["into"] is None
+    if not (is_cut or request.dtype or options["device"] is not None or options["rename"]):
+        return {}
+    states: dict[str, StateDict] = {}
+    for name, value in parts.states.items():
+        if is_flat(value):
+            state = value.copy() if isinstance(value, StateDict) else StateDict(value)
+            state.update(as_arrays(state))
+            states[name] = state
+    return states
+
+
+def _with_arrays(state: StateDict | None, arrays: dict[str, Any]) -> StateDict | None:
     """Return a copy of a state with other arrays; None for None."""
     if state is None:
         return None
@@ -328,13 +350,28 @@ def _fill(source: WholePath, request: LoadRequest, arrays: list[dict[str, Any]])
     return targets
 
 
+def _moved_to(device: Any, value: Any) -> Any:
+    """Return a nested value with its tensors on `device`; dicts and lists in it are changed."""
+    if is_torch(value):
+        return value.to(device)
+    if isinstance(value, dict):
+        for key in value:  # `update` of a Counter would add
+            value[key] = _moved_to(device, value[key])
+    elif isinstance(value, list):
+        value[:] = [_moved_to(device, inner) for inner in value]
+    elif type(value) is tuple:
+        return tuple(_moved_to(device, inner) for inner in value)
+    return value
+
+
 def load_whole(source: WholePath, request: LoadRequest) -> LoadedState:
     """Read the file or folder `source`; return the selected tensors, or this rank's parts of them.
 
     `request`: the checked arguments of the load. Its `into` is filled and returned, without named
     states; otherwise arrays are copies if the file was mapped, so that a later writer cannot change
-    them. Its dtype is that of the model's floats. `progress` is called once, with all bytes. Raises
-    ValueError for options that need an index, before anything is read.
+    them. Its dtype is for the floats of the model, and of named states of tensors other than
+    optimizers. `progress` is called once, with the bytes of model and optimizer. Raises ValueError
+    for options that need an index, before anything is read.
     """
     from .._common.converted import converted_value
     from ._load import LoadedState, chosen_names, expects_parts, warn_of_whole_tensors
@@ -346,38 +383,47 @@ def load_whole(source: WholePath, request: LoadRequest) -> LoadedState:
     parts = source.read(checked=bool(request.options["verify"]))
     if request.dtype and source.format == "huggingface" and parts.model is not None:
         refuse_quantized_state(source.path, parts.model)
-    sections = _sections(parts, request.options["rename"])
+    named = _states_to_change(parts, request)
+    all_states: dict[str, StateDict | None] = {"model": parts.model, "optimizer": parts.optimizer}
+    all_states |= {f"states[{name!r}]": state for name, state in named.items()}
+    sections = _renamed_arrays(all_states, request.options["rename"])
     if request.options["progress"] is not None:
-        request.options["progress"](sum(a.nbytes for each in sections for a in each.values()))
-    _, chosen = chosen_names([list(each) for each in sections], request.names, source.path)
+        request.options["progress"](sum(a.nbytes for each in sections[:2] for a in each.values()))
+    _, chosen = chosen_names([list(each) for each in sections[:2]], request.names, source.path)
+    chosen += [list(each) for each in sections[2:]] if request.names is None else []
     model = sections[0]
     is_mapped = source.format in _MAPPED and request.options["into"] is None
     arrays: list[dict[str, Any]] = []
-    for number, names in enumerate(chosen):
+    for state, section, names in zip(all_states.values(), sections, chosen, strict=False):
+        is_optimizer_state = isinstance(state, OptimizerStateDict)
         arrays.append({})
         for name in names:
-            parameter = model.get(name.rpartition(".")[0]) if number == OPTIMIZER else None
-            part = _cut(name, sections[number][name], request.cutting, parameter)
-            if request.dtype and number != OPTIMIZER:
+            parameter = model.get(name.rpartition(".")[0]) if is_optimizer_state else None
+            part = _cut(name, section[name], request.cutting, parameter)
+            if request.dtype and not is_optimizer_state:
                 part = converted_value(part, request.dtype)
-            is_view = is_mapped and part is sections[number][name]
+            is_view = is_mapped and part is section[name]
             arrays[-1][name] = part.copy() if is_view else part
     metadata = dict(parts.metadata)
     step = parts.step
+    if request.options["into"] is not None:
+        filled_model, filled_optimizer = _fill(source, request, arrays[:2])
+        return LoadedState(filled_model, filled_optimizer, metadata, step, {})
     states = dict(parts.states) if request.names is None else {}
+    states |= dict.fromkeys(named.keys() & states.keys())  # their values follow
     if is_mapped:
         states = deepcopy(states)
-    if request.options["into"] is not None:
-        filled, optimizer = _fill(source, request, arrays)
-        return LoadedState(filled, optimizer, metadata, step, {})
     device = request.options["device"]
     if device is not None:
         backend = torch_backend("tensors on a device=", TensorBackend)
         for each in arrays:
             tensors = backend.tensors_of(each)
             each.update({name: tensor.to(device) for name, tensor in tensors.items()})
-    result = _filled(parts.model, arrays[0]), _filled(parts.optimizer, arrays[1])
-    return LoadedState(result[0], result[1], metadata, step, states)
+        states = {name: _moved_to(device, value) for name, value in states.items()}
+    # `arrays` has no named states if the caller chose names
+    loaded = [_with_arrays(*each) for each in zip(all_states.values(), arrays, strict=False)]
+    states |= dict(zip(named, loaded[2:], strict=False))
+    return LoadedState(loaded[0], loaded[1], metadata, step, states)
 
 
 # ---- verifying ----
@@ -396,24 +442,35 @@ def _files(path: str) -> dict[str, str]:
     return {name: os.path.join(path, name) for name in names if os.path.isfile(f"{path}/{name}")}
 
 
-def _damaged_entry(path: str, progress: Callable[[int], object] | None) -> str | None:
-    """Return the name of the first damaged entry of a zip file; None if all match their CRC-32.
+def _read_sizes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[int | None]:
+    """Read a zip entry, and yield the bytes of each block; None, as the last, if it is damaged."""
+    try:
+        with archive.open(entry) as file:
+            while block := file.read(_ZIP_BLOCK):
+                yield len(block)
+    except MemoryError:
+        raise
+    except Exception:  # each codec raises its own class, such as zlib.error
+        yield None
 
-    Raises zipfile.BadZipFile if the list of entries is damaged, or entries share bytes: such a
-    small file could take hours to read. `progress` is called with the bytes of each block read.
+
+def _damaged_entry(path: str, progress: Callable[[int], object] | None) -> str | None:
+    """Return the name of the first damaged or encrypted entry of a zip file; None without such.
+
+    A good entry matches its CRC-32. Raises zipfile.BadZipFile if the list of entries is damaged, or
+    entries share bytes: such a small file could take hours to read. `progress` is called with the
+    bytes of each block read.
     """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         if sum(entry.compress_size for entry in entries) > os.path.getsize(path):
             raise zipfile.BadZipFile("its entries overlap")
         for entry in entries:
-            try:
-                with archive.open(entry) as file:
-                    while block := file.read(_ZIP_BLOCK):
-                        if progress is not None:
-                            progress(len(block))
-            except (zipfile.BadZipFile, EOFError, OSError, NotImplementedError, ValueError):
-                return entry.filename
+            for nbytes in _read_sizes(archive, entry):
+                if nbytes is None:
+                    return entry.filename
+                if progress is not None:
+                    progress(nbytes)
     return None
 
 

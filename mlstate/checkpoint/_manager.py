@@ -592,8 +592,8 @@ class CheckpointManager:
         >>> CheckpointManager("run").reached_preemption()
         False
         """
-        replies = gather_bytes(optional_group(group), b"1" if self._has_signal() else b"0")
-        return any(answer == b"1" for answer in replies)
+        answers = gather_bytes(optional_group(group), b"1" if self._has_signal() else b"0")
+        return any(answer == b"1" for answer in answers)
 
     def _warn_if_unchanged(self, saved: Checkpoint, rank: int) -> None:
         """Warn once, on rank 0, if `saved` has no new file of the model: another may be trained.
@@ -640,15 +640,15 @@ class CheckpointManager:
             return
         steps_deleted: list[int | None] = []
         later: list[int | None] = []
-        # only rank 0 looks at files, when it deletes: reads must not multiply with the ranks
-        look = group is None or group.world_size == 1
+        # with several ranks, only rank 0 checks files, when it deletes: reads must not multiply
+        checks_files = group is None or group.world_size == 1
         with if_alone(group):
             roots = [root for root in self._roots(FormatError) if root[1].step != step]
-            can_load = self._can_load if look else self._is_undamaged
+            can_load = self._can_load if checks_files else self._is_undamaged
             count = count_old(roots, self.keep - 1, can_load)  # the new step is one of `keep`
             rules = self._rules.without_one()  # the new step may become one of the best
-            ruled = rules.kept(roots, can_load)
-            steps_deleted = [m.step for _, m in roots[:count] if m.generation not in ruled]
+            generations = rules.kept(roots, can_load)
+            steps_deleted = [m.step for _, m in roots[:count] if m.generation not in generations]
             later = [m.step for _, m in roots[count:] if not self._is_own(m.step)]
         foreign = [old_step for old_step in steps_deleted if not self._is_own(old_step)]
         if not foreign:
@@ -877,24 +877,24 @@ class CheckpointManager:
         names = options.get("names")
         if isinstance(names, Iterator):  # a second try would get nothing from it
             options["names"] = list(names)
-        first: MLStateError | None = None
-        tried, written = None, set[tuple[str, str]]()
+        newest_error: MLStateError | None = None
+        tried, written = None, set[tuple[str, str]]()  # roots; targets that failed tries changed
         # a writer may have deleted all of these roots and committed newer ones
         while (roots := agreed_roots(self._checkpoints, group)) != tried:
-            tried, first = roots, None
+            tried, newest_error = roots, None
             for root in reversed(roots):
                 state, error = try_root(self._checkpoints, root, options, written)
                 if state is not None:
                     self._last_restored = state.step
                     return state
-                self._note_damage(root.split(".")[-2], root, error)
+                self._note_damage(root.split(".")[-2], root, error)  # roots/STEP.GENERATION.json
                 is_there = self._checkpoints.folder.exists(root)
                 if error is not None and is_there:  # else a writer has deleted it
                     log("WARNING", "%s: %s cannot be restored: %s", self.directory, root, error)
                     warnings.warn(
                         f"{root} cannot be restored: {error}", CheckpointWarning, stacklevel=2
                     )
-                first = first or error
-        if first is not None:
-            raise first
+                newest_error = newest_error or error
+        if newest_error is not None:
+            raise newest_error
         raise self._no_step()

@@ -77,12 +77,13 @@ def _array_facts(value: Any, cache: dict[Any, str]) -> str:
     `cache`: texts by dtype and shape, because many arrays of a model have the same.
     """
     try:
-        facts = value.dtype, label_of(value.dtype), tuple(value.shape)
+        # equal dtypes may have different labels, such as uint16 with the label bfloat16
+        dtype, label, shape = value.dtype, label_of(value.dtype), tuple(value.shape)
     except AttributeError:
         return ""
-    text = cache.get(facts)
+    text = cache.get((dtype, label, shape))
     if text is None:
-        text = cache[facts] = f"{name_of(value.dtype)} {facts[-1]}"
+        text = cache[dtype, label, shape] = f"{name_of(dtype)} {shape}"
     return text
 
 
@@ -222,17 +223,18 @@ def _exchange_digests(
     own_digest = hashlib.sha256(summary, usedforsecurity=False).digest()
     if replicas:
         own_digest += hashlib.sha256(replicas, usedforsecurity=False).digest()
-    tail = sum(map(len, own_states))
-    digests = list(group.gather_bytes(own_digest + b"".join(own_states)) or [])
-    kinds = [each[:_DIGEST_BYTES] for each in digests]
-    first = {kind: kinds.index(kind) for kind in set(kinds)}
-    same = [each[_DIGEST_BYTES : len(each) - tail] for each in digests]
-    is_reporter = bool(replicas) and same.index(own_digest[_DIGEST_BYTES:]) == group.rank
-    columns = []
+    tail = sum(map(len, own_states))  # bytes at the end of a message that are not yet divided
+    # a message: digest of the summary, digest of the replicas if any, digests of the states
+    messages = list(group.gather_bytes(own_digest + b"".join(own_states)) or [])
+    summaries = [each[:_DIGEST_BYTES] for each in messages]
+    first = {digest: summaries.index(digest) for digest in set(summaries)}
+    reports = [each[_DIGEST_BYTES : len(each) - tail] for each in messages]
+    is_reporter = bool(replicas) and reports.index(own_digest[_DIGEST_BYTES:]) == group.rank
+    state_digests = []
     for state in own_states:
-        columns.append({each[len(each) - tail :][: len(state)] for each in digests})
+        state_digests.append({each[len(each) - tail :][: len(state)] for each in messages})
         tail -= len(state)
-    return [first[kind] for kind in kinds], is_reporter, tuple(columns)
+    return [first[digest] for digest in summaries], is_reporter, tuple(state_digests)
 
 
 def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
@@ -288,33 +290,35 @@ def assign_replicas(
 
     summary, replicas, error = _pack_local(dicts, steps, states, dict(groups), error)
     text = json.dumps(summary).encode()
-    first, is_reporter, other_summaries = _exchange_digests(group, text, replicas, digests)
+    first, is_reporter, state_digests = _exchange_digests(group, text, replicas, digests)
     copies = replicas if is_reporter else b""
     rank = group.rank
-    if len(set(first)) == 1:
+    if len(set(first)) == 1:  # all ranks have equal summaries
         if error is not None or steps:
-            return Assignment(None, copies, error, other_summaries)
+            return Assignment(None, copies, error, state_digests)
         own_names = by_section([*summary["whole"]][rank :: group.world_size])
-        return Assignment(own_names, copies, None, other_summaries)
+        return Assignment(own_names, copies, None, state_digests)
     gathered = group.gather_bytes(text if first[rank] == rank else b"") or []
     summaries = {
-        other: json.loads(other_summaries)
-        for other, other_summaries in enumerate(gathered)
-        if other_summaries
+        other: json.loads(other_text) for other, other_text in enumerate(gathered) if other_text
     }
     failed = _peer_error(summaries) if error is None else error
     if failed is not None:
         return Assignment(error=failed)
     _compare(summaries, has_layout=bool(steps))
-    merged = {
-        label: merge_groups(label, {other: each["groups"][label] for other, each in have.items()})
-        for label in groups
-        if (have := {r: each for r, each in summaries.items() if label in each["groups"]})
-    }
+    merged = {}
+    for label in groups:
+        groups_by_rank = {
+            other: each["groups"][label]
+            for other, each in summaries.items()
+            if label in each["groups"]
+        }
+        if groups_by_rank:
+            merged[label] = merge_groups(label, groups_by_rank)
     if steps:
-        return Assignment(None, copies, None, other_summaries, merged)
+        return Assignment(None, copies, None, state_digests, merged)
     own_names = by_section(_names_of_first_owner(rank, summary, summaries))
-    return Assignment(own_names, copies, None, other_summaries, merged)
+    return Assignment(own_names, copies, None, state_digests, merged)
 
 
 def check_copies(merged: _core.MergedIndex, reports: Iterable[bytes]) -> None:

@@ -37,12 +37,12 @@ class _ShardAssigner:
 
     def __init__(self, merged: _core.MergedIndex, steps: Steps) -> None:
         """Note the tensors of the source; no part is stored yet."""
-        self._facts = {
-            (section, key): (shape, axes, version, tier)
-            for section, key, _, _, _, shape, _, axes, _, _, version, tier, *_ in merged.tensors()
+        self._tensors = {
+            (section, key): (shape, axes, tier)
+            for section, key, _, _, _, shape, _, axes, _, _, _, tier, *_ in merged.tensors()
         }
         self._steps = steps
-        self._stored: set[tuple[str, str, int]] = set()
+        self._stored: set[tuple[str, str, int]] = set()  # section, key and index of parts
 
     def shards(self, section: str, arrays: dict[str, Any], rank: int) -> dict[str, Shard]:
         """Return the arrays of the new rank `rank` as shards, by key.
@@ -50,16 +50,16 @@ class _ShardAssigner:
         `section`: name of their section. The first rank with a part stores it; others get a
         replica.
         """
-        shards_made = {}
+        rank_shards = {}
         for key, array in arrays.items():
-            shape, axes, _, tier = self._facts[section, key]
+            shape, axes, tier = self._tensors[section, key]
             steps, index = _core.layout_project(self._steps, rank, len(shape), axes)
-            place = (section, key, index)
-            replica = int(place in self._stored)
-            self._stored.add(place)
+            part = (section, key, index)
+            replica = int(part in self._stored)
+            self._stored.add(part)
             layout = Layout(steps)
-            shards_made[key] = Shard(array, layout, index, shape=shape, tier=tier, replica=replica)
-        return shards_made
+            rank_shards[key] = Shard(array, layout, index, shape=shape, tier=tier, replica=replica)
+        return rank_shards
 
 
 def _write_all_ranks(
@@ -243,10 +243,12 @@ def reshard(
         _, problems = verify_files(old, manifest, merged, None)
         if problems:
             raise problems[0].as_error(old.path)
-        cut = _ShardAssigner(merged, steps)
+        assigner = _ShardAssigner(merged, steps)
         listed = manifest.states or {}
         trees = tuple(f"{name}/" for name, kind in listed.items() if kind["kind"] == "tree")
-        replicated_keys = {key for key in merged.keys(STATES) if key.startswith(trees)}
+        keys_to_cut = [merged.keys(section) for section in range(len(SECTIONS))]
+        tree_keys = [key for key in keys_to_cut[STATES] if key.startswith(trees)]
+        keys_to_cut[STATES] = [key for key in keys_to_cut[STATES] if not key.startswith(trees)]
 
         def states(rank: int) -> tuple[Any, Any, Any]:
             """Return the new rank's shards by key: model, optimizer, named states, each or None.
@@ -258,19 +260,17 @@ def reshard(
 
             def shards(section: int, keys: list[str]) -> dict[str, Shard]:
                 arrays = _load(old, TensorParts(merged, section, keys, cutting))
-                return cut.shards(SECTIONS[section], arrays, rank)
+                return assigner.shards(SECTIONS[section], arrays, rank)
 
             # of each section; None if it was not saved
             kinds = (manifest.model, manifest.optimizer, manifest.states)
             section_shards = [
-                None
-                if kind is None
-                else shards(section, sorted(set(merged.keys(section)) - replicated_keys))
+                None if kind is None else shards(section, keys_to_cut[section])
                 for section, kind in enumerate(kinds)
             ]
-            if replicated_keys and rank == 0:
-                kept = TensorParts(merged, STATES, sorted(replicated_keys), (None, 0, 0))
-                whole_shards = {key: Shard(array) for key, array in _load(old, kept).items()}
+            if tree_keys and rank == 0:
+                whole_arrays = _load(old, TensorParts(merged, STATES, tree_keys, (None, 0, 0)))
+                whole_shards = {key: Shard(array) for key, array in whole_arrays.items()}
                 section_shards[STATES] = {**(section_shards[STATES] or {}), **whole_shards}
             return section_shards[0], section_shards[1], section_shards[2]
 

@@ -128,10 +128,11 @@ def count_old(roots: Roots, keep: int, can_load: Callable[[Manifest], bool]) -> 
     """
     if keep >= len(roots):
         return 0
+    left = keep  # loadable roots that are still to be found among the oldest `count`
     for count in range(len(roots), 0, -1):
-        if keep == 0:
+        if left == 0:
             return count
-        keep -= can_load(roots[count - 1][1])
+        left -= can_load(roots[count - 1][1])
     return 0
 
 

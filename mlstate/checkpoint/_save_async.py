@@ -260,7 +260,7 @@ class SaveJob:
         It runs in the save's thread. With a group, an error of staging is kept for `commit`,
         because other ranks wait.
         """
-        freed: Callable[[], object] | None = None
+        freed: Callable[[], object] | None = None  # set if some arrays are not copied
         copies = _Copies(self)
         try:
             self.check_cancelled()
@@ -453,8 +453,8 @@ class _Copies:
 
     def __init__(self, job: SaveJob) -> None:
         self._job = job
-        self.memory: Any = None
-        self.used = 0
+        self.memory: Any = None  # bytes, a NumPy array; None before the first copy
+        self.used = 0  # bytes at its beginning that have copies
 
     def take(self, tensor: Any) -> Any:
         """Return a copy of a device tensor in staging memory; raise ValueError if it does not fit.
@@ -478,15 +478,15 @@ class _Copies:
                 "all tensors on a device must be staged, and they need more than the "
                 f"{text} that max_staging_bytes= or staging= allow"
             )
-        place = self.memory[self.used : end]
-        self.used = end
         # copy as bytes: any dtype and alignment; the core accepts the view
-        flat = torch.from_numpy(place)
+        flat = torch.from_numpy(self.memory[self.used : end])
+        self.used = end
         flat.copy_(tensor.contiguous().reshape(-1).view(torch.uint8))
         return flat.view(tensor.dtype).reshape(tensor.shape)
 
 
 def _bytes_of(value: object) -> int:
+    """Return the bytes of an array, tensor or `Shard`; 0 for other values."""
     nbytes = getattr(value, "nbytes", None)
     return nbytes if isinstance(nbytes, int) else 0
 
@@ -750,7 +750,10 @@ def devices_of(content: SaveContent) -> list[Any]:
 
 
 def _event(device: Any) -> Any:
-    """Return an event that fires when the device has done all work queued so far; None without."""
+    """Return an event that fires when the device has done all work queued so far.
+
+    None if torch has no streams for this kind of device, so that it has no events.
+    """
     module = getattr(sys.modules["torch"], device.type, None)
     if module is None or not hasattr(module, "current_stream"):
         return None

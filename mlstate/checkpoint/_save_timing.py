@@ -43,9 +43,13 @@ class SaveTimer:
     """
 
     def __init__(self, steps: Any, interval: Any) -> None:
+        """Check a manager's arguments, and begin the first interval now.
+
+        `steps`, `interval`: ``save_interval_steps`` and ``save_time_interval``, or None.
+        """
         self.steps = number_of_steps("save_interval_steps", steps)
         self.interval = seconds_of("save_time_interval", interval)
-        self.last = time.monotonic()
+        self.last = time.monotonic()  # begin of the last save
 
     def is_due(self, step: int) -> bool:
         """Return whether a step is to be saved."""

@@ -55,7 +55,7 @@ class Staging:
     def __init__(self, nbytes: int) -> None:
         """Allocate `nbytes` of staging memory and touch its pages, so that no save has to."""
         nbytes = check_int("nbytes", nbytes, 0, sys.maxsize)
-        self._users: dict[str, object] = {}  # the save that uses the memory
+        self._users: dict[str, object] = {}  # "save": the one that uses the memory, if any
         self._memory = np.empty(nbytes, np.uint8)
         _core.memory_touch(self._memory)
 

@@ -87,7 +87,7 @@ def find_best(files: CheckpointFiles, monitor: str, mode: str | None) -> tuple[R
     roots = read_roots(files)
     if not roots:
         manifest = files.read_manifest(root)
-        roots = [(Root(0, manifest.generation, root), manifest)]
+        roots = [(Root(0, manifest.generation, root), manifest)]  # 0: not compared with others
     best = best_of(roots, rules)
     if best is None:
         raise no_metric(files.path, monitor)

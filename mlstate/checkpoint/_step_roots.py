@@ -41,6 +41,7 @@ def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str
             names = [root.path for root in files.list_roots()]
         except MLStateError as caught:
             error = caught
+    # an empty text: rank 0 failed; "roots" alone: there are none
     text = "" if error is not None else " ".join(["roots", *names])
     reply = gather_bytes(group, text.encode())[0]
     if error is not None:

@@ -42,7 +42,7 @@ class Parameter:
         self.shape: tuple[int, ...] | None = None
         self.shards = 0
         self.version = 0
-        self.nbytes: dict[str, int] = {}
+        self.nbytes: dict[str, int] = {}  # by column
 
     def add(self, record: TensorRecord, column: str) -> None:
         """Add the shards, version and bytes of one tensor; `column`: name for its bytes."""
@@ -62,8 +62,8 @@ class Group:
         """Create a layer without parameters."""
         self.name = name
         self.parameters: dict[str, Parameter] = {}
-        self.nbytes: dict[str, int] = {}
-        self.total = 0
+        self.nbytes: dict[str, int] = {}  # by column
+        self.total = 0  # bytes
 
 
 def column_of(record: TensorRecord, columns: Iterable[str]) -> str:

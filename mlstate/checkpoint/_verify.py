@@ -12,7 +12,7 @@ from .._common.log import log
 from .._common.store_error import store_error
 from .._common.text import bytes_text, table_text
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError, StoreNotFoundError
-from ._folder.names import MANIFEST, Root
+from ._folder.names import MANIFEST, SECTIONS, Root
 from ._folder.protocol import TensorParts
 from ._folder.weight_names import is_index, is_weights_root
 from ._sections import STATES
@@ -20,6 +20,7 @@ from ._step_choice import choose_root
 from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.name_globs import listed_names
 from ._store.open_path import RootPath, open_root_path
+from ._store.weight_checksums import find_checksums
 from ._store.weight_files import unlisted_files, warn_of_total
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from ._store.manifest import Manifest
 
 _ROWS = 20
-_CRC32C = -3  # index of the checksum in a row of `MergedIndex.shards`
+_CRC32C, _LAYERS = -3, -1  # indices of these fields in a row of `MergedIndex.shards`
 
 
 class Problem(NamedTuple):
@@ -236,9 +237,9 @@ def _verify_weight_files(
             problems.append(_root_problem("unreadable", name, 0, error))
             continue
         count += report.bytes
-        place = os.path.dirname(path)
+        local_folder = os.path.dirname(path)  # of a store's object, a temporary one
         problems += [
-            problem._replace(text=problem.text.replace(place, files.path))
+            problem._replace(text=problem.text.replace(local_folder, files.path))
             for problem in report.problems
         ]
     return count, problems
@@ -297,10 +298,10 @@ def _with_tensors(problems: list[Problem], merged: _core.MergedIndex) -> list[Pr
         return problems
     tensors_by_file: dict[str, list[tuple[str, int]]] = {}
     for _, key, part, _, _, path, *_, layers in merged.shards():
-        for place in [path] if layers is None else {layer[0] for layer in layers}:
-            if place in damaged_files:
-                tensors_by_file.setdefault(place, []).append((key, part))
-    named = []
+        for file in [path] if layers is None else {layer[0] for layer in layers}:
+            if file in damaged_files:
+                tensors_by_file.setdefault(file, []).append((key, part))
+    completed = []
     for problem in problems:
         inside = tensors_by_file.get(problem.path, []) if problem.name is None else []
         if len(inside) == 1:
@@ -309,8 +310,8 @@ def _with_tensors(problems: list[Problem], merged: _core.MergedIndex) -> list[Pr
             names = ", ".join(repr(key) for key, _ in inside[:_NAMED])
             more = f" and {len(inside) - _NAMED:,} more" if len(inside) > _NAMED else ""
             problem = problem._replace(text=f"{problem.text}; it holds {names}{more}")
-        named.append(problem)
-    return named
+        completed.append(problem)
+    return completed
 
 
 def _verify_once(
@@ -424,8 +425,9 @@ def _verify_names(
 ) -> None:
     """Read the tensors `names`, one after the other, and add their problems to `report`.
 
-    `root`: path of the root. `progress`: called with the bytes read since the last call. No step is
-    marked. Raises TensorNotFoundError for a name that selects nothing.
+    `files`: compare tensors of another program with checksums of `checksum`, if any. `root`: path
+    of the root. `progress`: called with the bytes read since the last call. No step is marked. A
+    damaged index is a problem. Raises TensorNotFoundError for a name that selects nothing.
     """
     from ._load import chosen_names
     from ._load_arguments import ranks_of
@@ -436,17 +438,31 @@ def _verify_names(
         It starts `report` anew, because it is called again if a writer replaces the checkpoint.
         """
         report.step, report.bytes, report.problems = manifest.step, 0, []
-        merged = files.load_merged_index(manifest)
+        report.checksums, report.compared = True, []
+        try:
+            checksums = find_checksums(files.folder) if is_weights_root(root) else None
+            if checksums is not None:
+                report.compared.append(f"the checksums in {os.path.basename(checksums.path)}")
+            merged = files.load_merged_index(manifest)
+        except (ChecksumError, FormatError) as error:
+            problems = _index_problems(files, manifest) if manifest.weights is None else []
+            report.problems += problems or [_problem_of(error, None, files.path)]
+            return
         sections = [merged.keys(number) for number in range(STATES)]
-        checksums = {shard[1]: shard[_CRC32C] is not None for shard in merged.shards()}
-        every = ranks_of(None, None, None, None)
+        # a sparse or compressed shard has layers instead, and each layer has a checksum
+        unchecked = {
+            shard[:2]  # section and key
+            for shard in merged.shards()
+            if shard[_CRC32C] is None and shard[_LAYERS] is None
+        }
+        whole_tensors = ranks_of(rank=None, world_size=None, layout=None, group=None)
         for number, keys in enumerate(
             chosen_names(sections, names, files.path, manifest.weights)[1]
         ):
             for key in keys:
-                report.checksums = report.checksums and checksums[key]
+                report.checksums &= (SECTIONS[number], key) not in unchecked
                 try:
-                    parts = TensorParts(merged, number, [key], every)
+                    parts = TensorParts(merged, number, [key], whole_tensors)
                     read = files.folder.load(parts, True, False, progress)
                 except (ChecksumError, FormatError, StoreError) as error:
                     if files.folder.is_outage(error) or isinstance(error, StoreNotFoundError):
@@ -549,12 +565,12 @@ def _repair(files: CheckpointFiles, report: VerifyReport) -> None:
     claim = files.folder.claim()
     with claim.holder:
         claim.acquire()
-        now = _try_root(files, MANIFEST)
-        if now.loads:
-            if now.is_mended and now.report:
-                report.repaired = now.generation
-            elif now.report:  # a writer has replaced the verified checkpoint by a good one
-                report.problems, report.step = [], now.report.step
+        current = _try_root(files, MANIFEST)
+        if current.loads:
+            if current.is_mended and current.report:
+                report.repaired = current.generation
+            elif current.report:  # a writer has replaced the verified checkpoint by a good one
+                report.problems, report.step = [], current.report.step
             return
         damaged: list[Root] = []
         for root in reversed(files.list_roots()):
@@ -652,18 +668,19 @@ def verify(
         raise ValueError("a repair verifies all tensors: leave out names")
     files, root, *_ = open_root_path(path, storage_options)
     is_plain = root == MANIFEST and (step, monitor, mode) == (None, None, None) and not repair
-    if is_plain and files.folder.is_local and not is_index(files.folder.file):
+    if is_plain and listed is None and files.folder.is_local and not is_index(files.folder.file):
         from ._files.checksum import verify_foreign
 
-        place = os.path.join(files.path, files.folder.file) if files.folder.file else files.path
-        foreign_report = verify_foreign(place, progress)
+        file = files.folder.file
+        full_path = os.path.join(files.path, file) if file else files.path
+        foreign_report = verify_foreign(full_path, progress)
         if foreign_report is not None:
             return foreign_report
     if repair:
         remedy = "copy the checkpoint to a local folder to repair it"
         files.folder.require_local("repair=True", remedy)
-    # the checksums of files of another program are compared below, for all files of the folder
-    files = CheckpointFiles(files.folder.without_cache(), checked=False)
+    # of all tensors, the checksums of files of another program are compared below
+    files = CheckpointFiles(files.folder.without_cache(), checked=listed is not None)
     report = VerifyReport(files.path)
     root = choose_root(files, root, step, monitor, mode)
     foreign = None if isinstance(path, RootPath) else _find_whole(files)

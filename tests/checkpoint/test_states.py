@@ -399,6 +399,15 @@ def test_checkpoint_without_states_has_no_states_folder(tmp_path):
     assert inspect(tmp_path / "c").states == {}
 
 
+def test_resharding_keeps_a_parameter_named_like_an_array_of_a_state(tmp_path):
+    model, moments = {"n/a": np.arange(4.0), "w": np.ones(4)}, {"n/a": np.zeros(2)}
+    mlstate.save(tmp_path / "a", model, moments, states={"n": {"a": np.ones(3), "b": [1, 2]}})
+    mlstate.checkpoint.reshard(tmp_path / "a", tmp_path / "b", layout="rows", world_size=2)
+    loaded = mlstate.load(tmp_path / "b")
+    assert mlstate.diff(loaded, mlstate.load(tmp_path / "a")).identical
+    assert list(loaded.model) == ["n/a", "w"] and list(loaded.optimizer) == ["n/a"]
+
+
 def test_resharding_keeps_the_states(tmp_path):
     ema = {"w": np.arange(12.0).reshape(4, 3)}
     mlstate.save(tmp_path / "a", ema, states={"ema": ema, "n": VALUES})

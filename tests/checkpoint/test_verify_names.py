@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from checkpoint_model import flip_shard
+from weight_folder import write_weight_file
 
 import mlstate
 from mlstate.cli import main
@@ -45,6 +46,42 @@ def test_a_file_of_safetensors(tmp_path, capsys):
     assert mlstate.verify(path, names="layers.2").bytes == 8000
     assert main(["verify", path, "--names", "layers.2"]) == 0
     assert "good, 7.81 KiB read" in capsys.readouterr().out
+
+
+def test_layers_of_sparse_shards_count_as_checksums(tmp_path):
+    weights = {"w": np.eye(300), "zeros": np.zeros(3000), "dense": np.ones(3)}
+    mlstate.save(tmp_path / "ckpt", weights, sparse=True)
+    for name in weights:
+        report = mlstate.verify(tmp_path / "ckpt", names=name)
+        assert report.checksums and "no checksums" not in repr(report)
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_tensors_of_another_program_are_compared_with_their_checksums(tmp_path, is_folder):
+    file = tmp_path / "model.safetensors"
+    write_weight_file(file, {"a": np.ones(900, "f4"), "b": np.ones(3, "f4")})
+    path = tmp_path if is_folder else file
+    mlstate.checkpoint.checksum(path)
+    report = mlstate.verify(path, names="b")
+    assert report and report.bytes == 12 and report.checksums and report.compared
+    with pytest.raises(mlstate.TensorNotFoundError):
+        mlstate.verify(path, names="c")
+    data = bytearray(file.read_bytes())
+    data[-3] ^= 1
+    file.write_bytes(data)
+    assert mlstate.verify(path, names="a")
+    [problem] = mlstate.verify(path, names="b").problems
+    assert (problem.kind, problem.name, problem.path) == ("altered", "b", file.name)
+    data[20] ^= 1  # of the header
+    file.write_bytes(data)
+    assert not mlstate.verify(path, names="a")
+
+
+def test_a_damaged_index_is_a_problem(path):
+    [index] = Path(path).glob("index/*")
+    index.write_bytes(index.read_bytes()[:-1])
+    [problem] = mlstate.verify(path, names="layers.2").problems
+    assert (problem.kind, problem.path) == ("index", f"index/{index.name}")
 
 
 def test_wrong_choices_are_refused(path, tmp_path, capsys):

@@ -71,10 +71,14 @@ def _renamed(states: Iterable[Any], rules: dict[str, str]) -> list[Any]:
     any state; None stays None.
     """
     states = [*states]
-    names = {name: name for state in states if state is not None for name in state}
-    numbers = _core.state_rename(names, tuple(rules.items()))[1]
-    if numbers:
-        raise unused_rules(names, [list(rules)[number] for number in numbers])
+    # each state alone: names may become equal to names of another state
+    names_by_state = [{name: name for name in state} for state in states if state is not None]
+    unused = set(range(len(rules)))  # positions of the rules
+    for names in names_by_state:
+        unused &= set(_core.state_rename(names, tuple(rules.items()))[1])
+    if unused:
+        all_names = {name: None for names in names_by_state for name in names}
+        raise unused_rules(all_names, [list(rules)[number] for number in sorted(unused)])
     return [
         state if state is None else rename_state(state, rules, unused="ignore") for state in states
     ]

@@ -105,7 +105,7 @@ def _read_entry(path: str, progress: Callable[[int], object] | None) -> dict[str
         _, _, nbytes, _ = before
         starts = starts if nbytes else []
         digits, buffer = [], memoryview(bytearray(min(BLOCK, nbytes)))
-        is_complete = all(start < nbytes for start in starts)
+        is_complete = all(start < nbytes for start in starts)  # False: shorter than at `_starts_of`
         for start, end in zip(starts, [*starts[1:], nbytes], strict=True):
             for offset in range(start, end, BLOCK):
                 block = buffer[: min(BLOCK, end - offset)]
@@ -122,7 +122,7 @@ def _read_entry(path: str, progress: Callable[[int], object] | None) -> dict[str
     return {**entry, "crc32c": "".join(digits)}
 
 
-def _place_of(path: str | os.PathLike[str]) -> tuple[str, list[str], str]:
+def _files_to_list(path: str | os.PathLike[str]) -> tuple[str, list[str], str]:
     """Return a folder, the names of its files to list, and the path to write their checksums to.
 
     A single file is listed alone. Raises ValueError for URLs and for checkpoints of mlstate.
@@ -132,18 +132,20 @@ def _place_of(path: str | os.PathLike[str]) -> tuple[str, list[str], str]:
             f"{path}: checksums are written of local files: call this for a local copy, and upload "
             "the file of checksums too; load and verify read it in a store"
         )
-    place = local_folder(path)
-    if not os.path.isdir(place):
-        folder, name = os.path.split(place)
-        return folder, [name], f"{place}.{NAME}"
-    if os.path.lexists(os.path.join(place, MANIFEST)) or os.path.isdir(
-        os.path.join(place, "roots")
+    full_path = local_folder(path)
+    if not os.path.isdir(full_path):
+        folder, name = os.path.split(full_path)
+        return folder, [name], f"{full_path}.{NAME}"
+    if os.path.lexists(os.path.join(full_path, MANIFEST)) or os.path.isdir(
+        os.path.join(full_path, "roots")
     ):
-        raise ValueError(f"{place} is a checkpoint of mlstate: its files have checksums already")
-    names = _list_files(place, refuses_links=True)
+        raise ValueError(
+            f"{full_path} is a checkpoint of mlstate: its files have checksums already"
+        )
+    names = _list_files(full_path, refuses_links=True)
     if not names:
-        raise ValueError(f"{place} has no files")
-    return place, names, os.path.join(place, NAME)
+        raise ValueError(f"{full_path} has no files")
+    return full_path, names, os.path.join(full_path, NAME)
 
 
 def checksum(
@@ -209,7 +211,7 @@ def checksum(
     check_flags(overwrite=overwrite)
     check_callback("progress", progress)
     try:
-        folder, names, target_path = _place_of(path)
+        folder, names, target_path = _files_to_list(path)
     except OSError as error:
         raise store_error(error, "cannot list the folder", local_folder(path)) from None
     target = Target.of(target_path, follow_links=False)
@@ -235,8 +237,8 @@ def checksum(
 # ---- verification ----
 
 
-class _Compared(NamedTuple):
-    """The checksums and digests of the files of a folder."""
+class _Expected(NamedTuple):
+    """The checksums and digests that the files of a folder must match."""
 
     folder: str
     checksums: Checksums | None
@@ -263,7 +265,7 @@ def _blobs_of(folder: str, names: list[str]) -> dict[str, str]:
     return blobs
 
 
-def find_compared(path: str) -> _Compared | None:
+def find_expected(path: str) -> _Expected | None:
     """Return the checksums and blob digests that files at a local path must match; None if none.
 
     Raises OSError if a folder cannot be listed, StoreError and FormatError about the checksums.
@@ -276,7 +278,7 @@ def find_compared(path: str) -> _Compared | None:
         names, recorded = [name], find_of_file(path)
         checksums = recorded and Checksums(recorded[1], {name: recorded[0]})
     blobs = _blobs_of(folder, names)
-    return _Compared(folder, checksums, blobs, names) if checksums or blobs else None
+    return _Expected(folder, checksums, blobs, names) if checksums or blobs else None
 
 
 def _tensors_of(path: str) -> dict[int, str]:
@@ -320,11 +322,12 @@ def record_problems(
     keys = _tensors_of(path)
     starts = np.frombuffer(record.starts, np.uint64).tolist()
     for offset, length in ranges:
-        # A range has a tensor's name only if all of it is in this tensor.
-        inside = [start for start in starts if start < offset + length]
-        part = max((start for start in inside if start <= offset), default=0)
-        last = inside[-1] if inside else 0
-        key = keys.get(part) if last == part else None
+        # Offsets of the pieces with the first and the last byte of the range: only if these are one
+        # tensor, the problem has its name.
+        before_end = [start for start in starts if start < offset + length]
+        first = max((start for start in before_end if start <= offset), default=0)
+        last = before_end[-1] if before_end else 0
+        key = keys.get(first) if last == first else None
         text = "the bytes have changed since their checksums were written"
         yield file_problem("changed", name, text, name=key, offset=offset, length=length)
 
@@ -373,31 +376,31 @@ def _blob_problems(
 
 
 def compare_files(
-    compared: _Compared, report: VerifyReport, progress: Callable[[int], object] | None
+    expected: _Expected, report: VerifyReport, progress: Callable[[int], object] | None
 ) -> None:
     """Compare a folder's files with their checksums and blobs; add problems to `report`.
 
     Also adds the bytes of these files, texts that name the checksums used, and, as strange, the
-    names of files that the checksums do not list. `compared`: the checksums and blobs, by
-    `find_compared`. `progress`: called with the bytes read since the last call.
+    names of files that the checksums do not list. `expected`: the checksums and blobs, by
+    `find_expected`. `progress`: called with the bytes read since the last call.
     """
-    checksums = compared.checksums
+    checksums = expected.checksums
     records = checksums.records if checksums else {}
     for name, record in records.items():
-        path = os.path.join(compared.folder, name)
+        path = os.path.join(expected.folder, name)
         report.problems += record_problems(path, name, record, progress)
         report.bytes += record.nbytes
-    for name, digest in compared.blobs.items():
-        path = os.path.join(compared.folder, name)
+    for name, digest in expected.blobs.items():
+        path = os.path.join(expected.folder, name)
         report.problems += _blob_problems(path, name, digest, progress)
         with suppress(OSError):
             report.bytes += os.path.getsize(path)
     if checksums:
         report.compared.append(f"the checksums in {os.path.basename(checksums.path)}")
-        report.strange += [name for name in compared.names if name not in records]
+        report.strange += [name for name in expected.names if name not in records]
     report.checksums = True
-    if compared.blobs:
-        count = len(compared.blobs)
+    if expected.blobs:
+        count = len(expected.blobs)
         report.compared.append(f"the SHA-256 or SHA-1 in the names of {count} blobs of the Hub")
 
 
@@ -444,9 +447,9 @@ def verify_weights_folder(
     try:
         if folder.is_local:
             name = "" if is_index(folder.file) else folder.file
-            compared = find_compared(os.path.join(folder.path, name) if name else folder.path)
-            if compared is not None:
-                compare_files(compared, report, progress)
+            expected = find_expected(os.path.join(folder.path, name) if name else folder.path)
+            if expected is not None:
+                compare_files(expected, report, progress)
             return
         checksums = find_checksums(folder)
         if checksums is not None:
@@ -492,10 +495,10 @@ def verify_foreign(
         return None
     report = VerifyReport(path)
     try:
-        compared = find_compared(path)
-        if compared is None:
+        expected = find_expected(path)
+        if expected is None:
             return None
-        compare_files(compared, report, progress)
+        compare_files(expected, report, progress)
     except (FormatError, StoreError) as error:
         report.problems.append(_checksums_problem(error))
     except OSError as error:

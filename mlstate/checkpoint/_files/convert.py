@@ -343,11 +343,12 @@ def write_any(
         parts = Parts(weights, moments, _checked_metadata(values), named)
         if isinstance(target, CheckpointTarget):
             target = target._replace(step=step)
-        elif (
-            step not in (None, parts.step or 0) and parts.metadata.setdefault("step", step) != step
-        ):
-            other = parts.metadata["step"]
-            find_caller().warn(f"step {step} is not converted: the metadata have the step {other}")
+        elif step not in (None, parts.step or 0):
+            other = parts.metadata.setdefault("step", step)
+            if other != step:
+                find_caller().warn(
+                    f"step {step} is not converted: the metadata have the step {other}"
+                )
         FORMATS[name].write(target, parts)
 
 
@@ -358,7 +359,8 @@ _WITH_STATES = ("mlstate", "torch", "dcp")
 def _take_json_states(states: dict[str, Any]) -> dict[str, Any]:
     """Remove the values that JSON can hold from `states`, and return them by name.
 
-    A warning names the others, which the format cannot hold.
+    A warning names the others, which the format cannot hold. Values that have only torch's metadata
+    of a module are removed without one.
     """
     json_states: dict[str, Any] = {}
     for name, value in [*states.items()]:
@@ -449,7 +451,7 @@ def _split_state(
     `state`: all tensors by name. `record`: the file's own description; with "parts", the names of
     both have prefixes. Raises FormatError if a name has neither prefix.
     """
-    texts = record.get("parts")
+    texts = record.get("parts")  # descriptions of model and optimizer by name
     if texts is None:
         return (None, state) if isinstance(state, OptimizerStateDict) else (state, None)
     if not (isinstance(texts, dict) and set(texts) == set(_PREFIXES)):
@@ -551,7 +553,7 @@ def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> P
 # ---- npz ----
 
 
-def _as_arrays(state: StateDict) -> dict[str, NDArray]:
+def as_arrays(state: StateDict) -> dict[str, NDArray]:
     """Return all values as NumPy arrays; tensors are viewed, or copied from their device.
 
     Raises TypeError for a value that is not in memory, or has Python objects.
@@ -587,7 +589,7 @@ def _write_npz(target: Target, parts: Parts) -> None:
     model, optimizer, metadata, _ = parts
     state, record = _join_states(model, optimizer)
     kind = describe(state)
-    write_npz(target, _as_arrays(state), {**record, "kind": kind, "metadata": metadata})
+    write_npz(target, as_arrays(state), {**record, "kind": kind, "metadata": metadata})
 
 
 def _read_npz(path: Path) -> Parts:

@@ -120,8 +120,6 @@ def _read_members(archive: zipfile.ZipFile, path: str | os.PathLike[str]) -> dic
     Raises FormatError if one is damaged, appears twice, or claims more bytes than deflate could
     have compressed; `path` is for this error.
     """
-    import zlib
-
     arrays: dict[str, NDArray] = {}
     for info in archive.infolist():
         name = info.filename.removesuffix(_SUFFIX)
@@ -135,7 +133,11 @@ def _read_members(archive: zipfile.ZipFile, path: str | os.PathLike[str]) -> dic
         try:
             with archive.open(info) as member:
                 arrays[name] = _read_array(member, info.file_size)
-        except (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        except MemoryError:
+            raise
+        except Exception as error:  # each codec raises its own class, such as zlib.error
+            if getattr(error, "errno", None) is not None:  # of the disk; bz2 raises one without
+                raise
             raise _damage_error(path, name, error) from None
     return arrays
 

@@ -67,17 +67,17 @@ class Selection:
         """
         takes = self.takes
         model = parts.model if parts.model is not None and takes(MODEL) else None
-        moments = parts.optimizer
-        optimizer = moments if moments is not None and takes(OPTIMIZER) else None
-        states_of_parts = {MODEL: parts.model, OPTIMIZER: moments}
-        of_parts = {name for name, state in states_of_parts.items() if state is not None}
-        if both := sorted(of_parts & parts.states.keys() & (self.only | self.skip)):
+        optimizer = parts.optimizer if parts.optimizer is not None and takes(OPTIMIZER) else None
+        states_of_parts = {MODEL: parts.model, OPTIMIZER: parts.optimizer}
+        part_names = {name for name, state in states_of_parts.items() if state is not None}
+        if both := sorted(part_names & parts.states.keys() & (self.only | self.skip)):
             raise ValueError(f"{path} has the {both[0]} and a named state of the name {both[0]!r}")
         metadata = {
             name: value
             for name, value in parts.metadata.items()
-            if (not self.only if name in of_parts else takes(name))
+            if (not self.only if name in part_names else takes(name))
         }
+        # a module's entries that are not tensors follow their module, unless `skip` has their name
         others, entries = split_entries(parts.states)
         self._seen |= parts.states.keys() - others.keys()
         entries = {

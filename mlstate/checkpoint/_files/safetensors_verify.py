@@ -138,11 +138,11 @@ def verify_file(
     has checksums: without them, only its structure was checked. `progress` is called with the bytes
     read since the last call. Raises StoreError if the file cannot be read.
     """
-    place = local_folder(path)
-    report = VerifyReport(place)
-    name = os.path.basename(place)
+    full_path = local_folder(path)
+    report = VerifyReport(full_path)
+    name = os.path.basename(full_path)
     try:
-        header = read_header(place)
+        header = read_header(full_path)
     except FormatError as error:
         report.problems.append(
             file_problem("header", name, str(error), name=error.name, offset=error.offset or 0)
@@ -150,9 +150,9 @@ def verify_file(
         return report, False
     if header.digits is None:
         return report, False
-    digits = header.digits
+    digits = header.digits  # of the tensors that are not yet read, in their order
     try:
-        with open_regular(place) as file:
+        with open_regular(full_path) as file:
             for tensor in header.tensors:
                 blocks = -(-tensor.nbytes // BLOCK)
                 tensor_digits, digits = digits[: blocks * _DIGITS], digits[blocks * _DIGITS :]
@@ -166,5 +166,5 @@ def verify_file(
                     report.problems.append(problem)
                 report.bytes += tensor.nbytes
     except OSError as error:
-        raise store_error(error, "cannot read the file", place) from None
+        raise store_error(error, "cannot read the file", full_path) from None
     return report, True

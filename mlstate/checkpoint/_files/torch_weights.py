@@ -61,15 +61,15 @@ def read_torch_weights(folder: Folder, root: str) -> StateDict:
     backend = torch_backend("files of torch", FileBackend)
     state: dict[str, Any] = {}
     files_by_name: dict[str, str] = {}
-    copies: set[tuple[str, str]] = set()
+    copies: set[tuple[str, str]] = set()  # name and file of tensors that an earlier file has too
     for file in weights.files:
         path = os.path.join(folder.path, file)
         parts = backend.read_pt(Path(path))
-        if parts[0] is None or parts[1] is not None:
+        if parts.model is None or parts.optimizer is not None:
             raise format_error(f"{path}: holds an optimizer, not only weights", path)
-        if others := sorted({**parts[2], **parts[3]}):
+        if others := sorted({**parts.metadata, **parts.states}):
             find_caller().warn(f"{path}: entries beside the weights are left out: {listed(others)}")
-        for name, array in dict(parts[0]).items():
+        for name, array in dict(parts.model).items():
             if name in state:
                 _check_equal(path, name, array, state[name], files_by_name[name])
                 copies.add((name, file))

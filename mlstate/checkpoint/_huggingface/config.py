@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 _KEYS = ("dtype", "torch_dtype")  # transformers 5, and before
 _DTYPES = {"float16", "bfloat16", "float32", "float64"}
 _QUANTIZATION = "quantization_config"
-_MOST_BYTES = 16 << 20
+_MOST_BYTES = 16 << 20  # of a file that is changed; a longer one is copied as it is
 
 
 def weights_dtype(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> str | None:

@@ -76,7 +76,7 @@ class Export(NamedTuple):
     dtype: str  # of all floats; "" for their own
 
 
-def together(group: ProcessGroup | None, error: BaseException | None) -> None:
+def raise_together(group: ProcessGroup | None, error: BaseException | None) -> None:
     """Raise this rank's error, or another rank's; every rank calls it."""
     if group is not None:
         agree(group, "", error)
@@ -101,12 +101,12 @@ def _memory_of(value: Any) -> Any:
         if value.layout.parts == 1 and value.shape == tuple(array.shape):
             part = None  # a whole array
     if hasattr(array, "data_ptr"):
-        place, steps, size = array.data_ptr(), tuple(array.stride()), array.numel()
+        address, steps, size = array.data_ptr(), tuple(array.stride()), array.numel()
     elif isinstance(array, np.ndarray):
-        place, steps, size = array.__array_interface__["data"][0], array.strides, array.size
+        address, steps, size = array.__array_interface__["data"][0], array.strides, array.size
     else:  # such as NumPy scalars, whose memory is temporary
         return None
-    return (place, tuple(array.shape), steps, str(array.dtype), part) if size else None
+    return (address, tuple(array.shape), steps, str(array.dtype), part) if size else None
 
 
 def _tied_names(model: Any, state: dict[str, Any]) -> set[str]:
@@ -159,14 +159,14 @@ def _take_state(
             _refuse_entries(content)
             refuse_unstorable(state, every=True)
             tied = _tied_names(model, state)
-            entries = {name: value for name, value in state.items() if name not in tied}
+            tensors = {name: value for name, value in state.items() if name not in tied}
             if rename is not None:
                 # with several ranks, a rule may concern tensors of another rank only
                 unused = "error" if target.group is None else "ignore"
-                entries = dict(rename_state(entries, rename, unused=unused))
+                tensors = dict(rename_state(tensors, rename, unused=unused))
                 tied = set()  # the old names are gone
-            content.dicts = (entries, None, None)
-            table = table_of(entries, tied, dtype)
+            content.dicts = (tensors, None, None)
+            table = table_of(tensors, tied, dtype)
     except BaseException as error:
         if target.group is None:
             raise
@@ -231,7 +231,10 @@ def _files_to_copy(source: str | os.PathLike[str] | None) -> _Opened:
 
 
 def _stem_of_folder(source: str | os.PathLike[str] | None) -> str:
-    """Return the stem for the weights, which other files of `files_from` belong to."""
+    """Return the stem of the weights in `files_from`, such as ``adapter_model``; else ``model``.
+
+    The other files there belong to weights of this name.
+    """
     if source is None:
         return stem_of([])
     if is_url(source):
@@ -284,11 +287,12 @@ def _copy_file(name: str, opened: Callable[[], Any], folder: str, plan: ExportPl
         os.fsync(write.fileno())
 
 
-def _finish(folder: str, end: Target, plan: ExportPlan, crcs: Any, copied: _Opened) -> None:
+def _finish(folder: str, final: Target, plan: ExportPlan, crcs: Any, other_files: _Opened) -> None:
     """Write headers and index, copy other files, and rename the folder to its final path.
 
-    `folder`: the temporary path. `end`: the final one. `crcs`: checksums of all blocks. `copied`:
-    how to open other files, by name. Raises StoreError, also if the final path changed meanwhile.
+    `folder`: the temporary path. `final`: the final one. `crcs`: checksums of all blocks.
+    `other_files`: how to open the files to copy, by name. Raises StoreError, also if the final path
+    changed meanwhile.
     """
     import json
 
@@ -298,14 +302,14 @@ def _finish(folder: str, end: Target, plan: ExportPlan, crcs: Any, copied: _Open
         text = json.dumps(plan.index_data(), indent=2, ensure_ascii=False) + "\n"
         _core.file_replace(os.path.join(folder, index_of(plan.stem)), text.encode(), 0o666)
     try:
-        for name, opened in copied.items():
+        for name, opened in other_files.items():
             _copy_file(name, opened, folder, plan)
         _core.folder_sync(folder)
-        end.put(folder)
+        final.put(folder)
     except StoreError:
         raise
     except OSError as error:
-        raise store_error(error, "cannot write the folder", end.path) from None
+        raise store_error(error, "cannot write the folder", final.path) from None
 
 
 # ---- parts ----
@@ -314,12 +318,17 @@ def _finish(folder: str, end: Target, plan: ExportPlan, crcs: Any, copied: _Open
 def _pack(values: Any, dtype: str) -> bytes:
     """Return bytes with the values other than 0: their number, their positions, themselves.
 
-    `dtype`: that the values have in the bytes. Most of a rank's values are 0.
+    `values`: a one-dimensional array; most of a rank's values are 0. `dtype`: that the values have
+    in the bytes.
     """
     import numpy as np
 
-    at = np.flatnonzero(values)
-    parts = (np.array([len(at)], "<u8"), at.astype("<u8"), values[at].astype(dtype))
+    positions = np.flatnonzero(values)
+    parts = (
+        np.array([len(positions)], "<u8"),
+        positions.astype("<u8"),
+        values[positions].astype(dtype),
+    )
     return b"".join(part.tobytes() for part in parts)
 
 
@@ -332,9 +341,9 @@ def _unpack(data: memoryview, dtype: str) -> tuple[Any, Any, memoryview]:
 
     count = int(np.frombuffer(data[:8], "<u8")[0])
     item = np.dtype(dtype).itemsize
-    middle, end = 8 + 8 * count, 8 + (8 + item) * count
-    at = np.frombuffer(data[8:middle], "<u8").astype(np.intp)
-    return at, np.frombuffer(data[middle:end], dtype), data[end:]
+    middle, end = 8 + 8 * count, 8 + (8 + item) * count  # of the positions, of the values
+    positions = np.frombuffer(data[8:middle], "<u8").astype(np.intp)
+    return positions, np.frombuffer(data[middle:end], dtype), data[end:]
 
 
 def _write_parts(
@@ -370,16 +379,16 @@ def _checksums(plan: ExportPlan, shares: list[bytes]) -> Any:
     crcs = np.zeros(plan.starts[-1], np.uint32)
     written = np.zeros(len(plan.places), np.uint64)
     for data in shares:
-        at, values, rest = _unpack(memoryview(data), "<u4")
-        crcs[at] ^= values
-        at, values, _ = _unpack(rest, "<u8")
-        written[at] += values
-    for name, (*_, number, _) in plan.places.items():
-        if written[number] != plan.nbytes[number]:
+        positions, values, rest = _unpack(memoryview(data), "<u4")
+        crcs[positions] ^= values
+        positions, values, _ = _unpack(rest, "<u8")
+        written[positions] += values
+    for name, place in plan.places.items():
+        if written[place.number] != plan.nbytes[place.number]:
             raise ValueError(
-                f"{name!r} is incomplete: the ranks hold {int(written[number]):,} of its "
-                f"{plan.nbytes[number]:,} bytes; pass the group of all ranks that share the model, "
-                "and replica=0 for one copy of each part"
+                f"{name!r} is incomplete: the ranks hold {int(written[place.number]):,} of its "
+                f"{plan.nbytes[place.number]:,} bytes; pass the group of all ranks that share the "
+                "model, and replica=0 for one copy of each part"
             )
     return crcs
 
@@ -404,19 +413,19 @@ def write_folder(
     remains.
     """
     group, folder = target.group, os.path.realpath(target.path)
-    temporary, stem, copied, end = "", "", dict[str, Any](), Target(folder, ())
+    temporary, stem, other_files, final = "", "", dict[str, Any](), Target(folder, ())
     error: BaseException | None = None
     is_first = target.rank == 0
     try:
         try:
             if is_first:
-                copied = _files_to_copy(files_from)
+                other_files = _files_to_copy(files_from)
                 stem = _stem_of_folder(files_from)
                 plan = plan.named(stem)
                 if plan.is_converted and files_from is not None:
                     tensors = {name: (kind, shape) for name, kind, shape in chain(*plan.tensors)}
                     refuse_quantized(open_folder(files_from, reads=True), tensors)
-                end = _target_of(folder, start)
+                final = _target_of(folder, start)
                 temporary = _temporary_name(folder)
                 _begin(temporary, plan)
         except BaseException as caught:
@@ -424,7 +433,7 @@ def write_folder(
         if group is not None:
             names = next(iter(group.gather_bytes(os.fsencode(f"{stem}\0{temporary}"))))
             stem, _, temporary = os.fsdecode(names).partition("\0")
-        together(group, error)
+        raise_together(group, error)
         plan = plan.named(stem)
         shares = b""
         try:
@@ -433,14 +442,14 @@ def write_folder(
                 written()
         except BaseException as caught:
             error = caught
-        together(group, error)
+        raise_together(group, error)
         gathered = [shares] if group is None else list(group.gather_bytes(shares))
         try:
             if is_first:
-                _finish(temporary, end, plan, _checksums(plan, gathered), copied)
+                _finish(temporary, final, plan, _checksums(plan, gathered), other_files)
         except BaseException as caught:
             error = caught
-        together(group, error)
+        raise_together(group, error)
     except BaseException:
         if is_first and temporary:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -461,9 +470,10 @@ def take_export(
     result, so that all ranks raise together; errors about other arguments are raised at once.
     """
     target = check_target(local_path(path), {**SAVE_DEFAULTS, "group": group})
-    most = parse_size("max_shard_bytes", max_shard_bytes, 1)
-    name = "" if dtype is None else float_name(dtype)
-    return Export(target, most, *_take_state(target, model, rename, name), name)
+    max_bytes = parse_size("max_shard_bytes", max_shard_bytes, 1)
+    dtype_name = "" if dtype is None else float_name(dtype)
+    content, table = _take_state(target, model, rename, dtype_name)
+    return Export(target, max_bytes, content, table, dtype_name)
 
 
 def gather_parts(
@@ -475,7 +485,7 @@ def gather_parts(
     the state in `request.content`. If any rank fails, all raise.
     """
     target, content, max_bytes = request.target, request.content, request.max_shard_bytes
-    together(target.group, content.error)
+    raise_together(target.group, content.error)
     table = exchange_tables(target.group, request.table, [os.path.realpath(target.path), max_bytes])
     state = content.dicts[0]
     assert state is not None
@@ -483,7 +493,7 @@ def gather_parts(
         state.pop(name, None)
     drop_copies(target.group, table.tensors, state)
     gathered = gather_shards(target, content, copy)
-    together(target.group, gathered.error)
+    raise_together(target.group, gathered.error)
     plan = make_plan(table.tensors, max_bytes)
     return gathered, plan._replace(is_converted=bool(request.dtype))
 

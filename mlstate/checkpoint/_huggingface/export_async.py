@@ -12,7 +12,7 @@ from ..._common.local_path import local_folder
 from ...collectives._arguments import optional_group
 from .._checkpoint import inspect
 from .._save_async import SaveJob, devices_of, refuse_default_group, staging_of, start_job
-from .export import MAX_SHARD_BYTES, gather_parts, take_export, together, write_folder
+from .export import MAX_SHARD_BYTES, gather_parts, raise_together, take_export, write_folder
 
 if TYPE_CHECKING:
     import os
@@ -63,7 +63,7 @@ class _ExportJob(SaveJob):
 
         `freed`: called after the last read of the model's memory.
         """
-        together(self.target.group, gathered.error)
+        raise_together(self.target.group, gathered.error)
         assert self.plan is not None
 
         def written() -> None:

@@ -41,14 +41,15 @@ def export_loaded(
     stored form, or for 64 MiB.
     """
     target = check_target(local_path(path), SAVE_DEFAULTS)
-    most = parse_size("max_shard_bytes", max_shard_bytes, 1)
+    max_bytes = parse_size("max_shard_bytes", max_shard_bytes, 1)
     section = loader.sections[0]
     names = loader.chosen()[1][0]
     loader.need([(section, names, loader.request.cutting)])
     facts: dict[str, Facts] = {
-        name: (dtype, shape, None) for name, (dtype, shape) in loader.facts(section, names).items()
+        name: (dtype, shape, None)  # not cut
+        for name, (dtype, shape) in loader.dtypes_and_shapes(section, names).items()
     }
-    plan = make_plan(facts, most)._replace(is_converted=bool(loader.request.dtype))
+    plan = make_plan(facts, max_bytes)._replace(is_converted=bool(loader.request.dtype))
 
     def shards() -> Iterator[_core.ShardItems]:
         """Yield the shards of one batch of tensors after the other, as the writer needs them."""

@@ -36,14 +36,22 @@ class StateTable(NamedTuple):
     tied: list[str]  # names that are not written: an earlier name has the same memory
 
 
+class TensorPlace(NamedTuple):
+    """The place of one tensor in the files."""
+
+    file: int  # number of the file
+    offset: int  # of the tensor's first byte in the file
+    block: int  # its first block: blocks of a MiB have a checksum each, counted over all files
+    number: int  # of the tensor, in the order of the files
+    dtype: str  # that its elements are written in
+
+
 class ExportPlan(NamedTuple):
     """The files to write."""
 
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # names
     tensors: list[tuple[tuple[str, str, tuple[int, ...]], ...]]  # name, dtype and shape, by file
-    # of each tensor: number of its file, offset of its first byte there, index of its first
-    # checksum (one for each MiB, counted over all files), its own number, and its dtype
-    places: dict[str, tuple[int, int, int, int, str]]
+    places: dict[str, TensorPlace]  # by name of the tensor
     sizes: list[int]  # bytes of each file
     starts: list[int]  # first block of each file, and the number of all blocks
     nbytes: list[int]  # of each tensor, by number
@@ -77,7 +85,7 @@ class ExportPlan(NamedTuple):
         """Return the content of the folder's index."""
         return {
             "metadata": {"total_size": sum(self.nbytes)},
-            "weight_map": {name: self.files[place[0]] for name, place in self.places.items()},
+            "weight_map": {name: self.files[place.file] for name, place in self.places.items()},
         }
 
 
@@ -143,7 +151,7 @@ def exchange_tables(
 
     `own_table`: this rank's. `about`: arguments that must be equal on all ranks. Ranks exchange
     digests of both, and send a table only if no lower rank has it. Every rank raises ValueError if
-    they differ.
+    arguments differ, or a tensor of several ranks does.
     """
     import hashlib
     import json
@@ -158,10 +166,10 @@ def exchange_tables(
     texts = enumerate(group.gather_bytes(text if is_first else b""))
     tables = {rank: json.loads(table_text) for rank, table_text in texts if table_text}
     (first, (_, _, expected)), *others = tables.items()
-    for rank, (_, _, table_text) in others:
-        if table_text != expected:
+    for rank, (_, _, arguments) in others:
+        if arguments != expected:
             raise ValueError(
-                f"ranks {first} and {rank} do not export the same: {expected} and {table_text}"
+                f"ranks {first} and {rank} do not export the same: {expected} and {arguments}"
             )
     return _merge(tables)
 
@@ -195,20 +203,20 @@ def _irregular_names(
     """
     import numpy as np
 
-    stored_counts = np.zeros(len(tensors), np.uint64)
-    expected_counts = np.zeros(len(tensors), np.uint64)
-    sums: dict[int, Any] = {}
+    own_sums = np.zeros(len(tensors), np.uint64)
+    expected_sums = np.zeros(len(tensors), np.uint64)
+    sums: dict[int, Any] = {}  # of all parts, by their number
     for number, (name, (*_, steps)) in enumerate(tensors.items()):
         if steps is None:
             continue
         parts = prod(step[1] for step in steps)
         if parts not in sums:
             sums[parts] = _mix(np.arange(parts)).sum(dtype=np.uint64)
-        expected_counts[number] = sums[parts]
+        expected_sums[number] = sums[parts]
         part = _own_part(state, name)
         if part is not None:
-            stored_counts[number] = _mix(np.array([part.index]))[0]
-    is_irregular = group.all_reduce(stored_counts) != expected_counts
+            own_sums[number] = _mix(np.array([part.index]))[0]
+    is_irregular = group.all_reduce(own_sums) != expected_sums
     return [name for name, wrong in zip(tensors, is_irregular, strict=True) if wrong]
 
 
@@ -247,12 +255,12 @@ def drop_copies(
     if group is None or not names:
         return
     part_keys = _part_keys(names, state)
-    holders = np.zeros(len(part_keys), np.int64)
-    before = np.zeros(len(part_keys), np.int64)
+    holders = np.zeros(len(part_keys), np.int64)  # ranks that hold this rank's part, by tensor
+    before = np.zeros(len(part_keys), np.int64)  # those with a lower number than this rank
     for rank, row in enumerate(group.gather_bytes(part_keys.tobytes())):
-        same = np.frombuffer(row, "<u8") == part_keys
-        holders += same
-        before += same * (rank < group.rank)
+        has_part = np.frombuffer(row, "<u8") == part_keys
+        holders += has_part
+        before += has_part * (rank < group.rank)
     is_copy = (part_keys != 0) & (before != np.arange(len(part_keys)) % np.maximum(holders, 1))
     for name, copy in zip(names, is_copy, strict=True):
         if copy:
@@ -271,7 +279,7 @@ def _divide(
     tensors of each file; without tensors, one empty file.
     """
     files: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
-    room = most
+    room = most  # bytes that still fit the last file
     for name, (dtype, shape, _) in tensors.items():
         if files[-1] and sizes[name] > room:
             files.append([])
@@ -299,7 +307,8 @@ def make_plan(tensors: dict[str, Facts], max_shard_bytes: int) -> ExportPlan:
     for number, file in enumerate(divided):
         _, size, blocks, places = _core.safetensors_layout(file, FORMAT, None)
         for (name, dtype, _), (offset, block) in zip(file, places, strict=True):
-            place = number, offset, plan.starts[-1] + block, len(plan.places), dtype
+            first_block = plan.starts[-1] + block
+            place = TensorPlace(number, offset, first_block, len(plan.places), dtype)
             plan.places[name] = place
         plan.sizes.append(size)
         plan.starts.append(plan.starts[-1] + blocks)

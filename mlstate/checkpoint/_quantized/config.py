@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from .._folder.protocol import Folder
 
 CONFIG = "config.json"
-_MOST_BYTES = 16 << 20
+_MOST_BYTES = 16 << 20  # of the file
 _MOST_DEPTH = 64  # of nested arrays and objects
 _LONGEST = 60  # characters of a name in errors
 
@@ -39,7 +39,7 @@ class Quantization(NamedTuple):
     blocks: tuple[Block, ...] = ()  # that the scales of some weight may have
 
 
-def _bad(path: str, text: str) -> FormatError:
+def _malformed(path: str, text: str) -> FormatError:
     """Return the FormatError for a malformed quantization_config in the file `path`."""
     error = format_error(f"{path}: quantization_config {text}", path)
     error.name = "quantization_config"
@@ -60,11 +60,11 @@ def _unsupported(path: str, text: str) -> CompatibilityError:
     return error
 
 
-def _block(path: str, value: Any) -> Block:
+def _checked_block(path: str, value: Any) -> Block:
     """Return `value` as the rows and columns of a block; raise FormatError if it is not two."""
     is_block = isinstance(value, list) and len(value) == 2
     if not is_block or not all(type(each) is int and 0 < each < 1 << 31 for each in value):
-        raise _bad(path, f"has the block {shorten(repr(value), _LONGEST)}, not two lengths")
+        raise _malformed(path, f"has the block {shorten(repr(value), _LONGEST)}, not two lengths")
     return value[0], value[1]
 
 
@@ -76,16 +76,16 @@ def _group_blocks(path: str, group: Any) -> list[Block]:
     """
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
-        raise _bad(path, "has a group of layers without weights")
+        raise _malformed(path, "has a group of layers without weights")
     kind, bits = weights.get("type"), weights.get("num_bits")
     if kind != "float" or bits != 8 or weights.get("symmetric") is False:
         text = shorten(f"weights of type {kind!r} with num_bits {bits!r}", 2 * _LONGEST)
         raise _unsupported(path, f"compressed-tensors {text}")
     blocks = []
     if weights.get("block_structure") is not None:
-        blocks.append(_block(path, weights["block_structure"]))
+        blocks.append(_checked_block(path, weights["block_structure"]))
     if weights.get("group_size") is not None:
-        blocks.append(_block(path, [1, weights["group_size"]]))
+        blocks.append(_checked_block(path, [1, weights["group_size"]]))
     return blocks
 
 
@@ -100,11 +100,12 @@ def _parse(path: str, config: dict[str, Any]) -> Quantization:
         return Quantization(method, "_scales")
     if method == "fp8":
         size = config.get("weight_block_size")
-        return Quantization(method, "_scale_inv", () if size is None else (_block(path, size),))
+        blocks = [] if size is None else [_checked_block(path, size)]
+        return Quantization(method, "_scale_inv", tuple(blocks))
     if method == "compressed-tensors":
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not groups:
-            raise _bad(path, "has no config_groups")
+            raise _malformed(path, "has no config_groups")
         blocks = [block for group in groups.values() for block in _group_blocks(path, group)]
         return Quantization(method, "_scale", tuple(dict.fromkeys(blocks)))
     raise _unsupported(path, f"quant_method {shorten(repr(method), _LONGEST)}")
@@ -134,5 +135,5 @@ def read_quantization(folder: Folder) -> Quantization | None:
     if entry is None:
         return None
     if not isinstance(entry, dict):
-        raise _bad(path, "is not a JSON object")
+        raise _malformed(path, "is not a JSON object")
     return _parse(path, entry)

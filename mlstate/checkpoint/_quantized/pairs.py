@@ -189,11 +189,11 @@ def _stored_cutting(cutting: Cutting, shape: Shape, stored: tuple[slice, ...]) -
     mapped = tuple((_STORED_AXES[axis], parts) for axis, parts in projected)  # type: ignore[index]
     groups = (shape[0], shape[2], shape[1] // _GROUP)
     starts, lengths, *_ = _core.layout_part(mapped, groups, number)
-    same = all(
+    is_exact = all(
         each.stop - each.start == length and (each.start == start or not length)
         for each, start, length in zip(stored, starts, lengths, strict=True)
     )
-    return (mapped, number, prod(parts for _, parts in mapped)) if mapped and same else WHOLE
+    return (mapped, number, prod(parts for _, parts in mapped)) if mapped and is_exact else WHOLE
 
 
 def _scale_numbers(scales: NDArray) -> NDArray:
@@ -260,7 +260,7 @@ class _Finder:
 
     # ---- 8-bit floats ----
 
-    def find_bytes(self) -> None:
+    def find_float8s(self) -> None:
         """Add the weights of 8-bit floats, and scales without a weight.
 
         A pair that lacks one of both, or does not fit, has a problem, which is raised when it is
@@ -311,14 +311,15 @@ class _Finder:
         if kind not in FLOATS and kind not in (_EXPONENTS, "uint8"):
             return no_block, f"its scale is {kind}, not a float"
         *outer, rows, columns = (1, 1, *shape)[-max(len(shape), 2) :]
-        size = (max(rows, 1), max(columns, 1))
-        has_channels = self.suffix == "_scale"
-        choices = [*self.blocks, *([(1, size[1])] if has_channels else [])]
-        choices += [size] if has_channels or not self.blocks else []
-        expected, fitting = [], []
-        for block in dict.fromkeys((min(b[0], size[0]), min(b[1], size[1])) for b in choices):
+        matrix = (max(rows, 1), max(columns, 1))  # the block of one scale for all
+        # compressed-tensors may have a scale for each row, or one in all, besides its blocks
+        is_compressed_tensors = self.suffix == "_scale"
+        choices = [*self.blocks, *([(1, matrix[1])] if is_compressed_tensors else [])]
+        choices += [matrix] if is_compressed_tensors or not self.blocks else []
+        expected, fitting = [], []  # shapes of the scales; blocks
+        for block in dict.fromkeys((min(b[0], matrix[0]), min(b[1], matrix[1])) for b in choices):
             expected.append((*outer, -(-rows // block[0]), -(-columns // block[1])))
-            if grid == expected[-1] or (block == size and prod(grid) == 1):
+            if grid == expected[-1] or (block == matrix and prod(grid) == 1):
                 fitting.append(block)
         if len(fitting) == 1:
             return fitting[0], ""
@@ -383,7 +384,7 @@ def find_pairs(folder: Folder, tensors: Callable[[], dict[str, Stored]]) -> Pair
     if quantization.method == "mxfp4":
         finder.find_groups()
     else:
-        finder.find_bytes()
+        finder.find_float8s()
     return Pairs(finder.pairs, finder.hidden)
 
 

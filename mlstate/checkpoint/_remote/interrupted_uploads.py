@@ -2,8 +2,8 @@
 
 A writer uploads its index before its shards. The index has the size and the CRC32C of each block
 of every shard. If a later writer's index differs only in the generation, the store copies the
-older objects to the new names. The older objects are only read: a running writer, a sweep or a
-commit cannot be disturbed, and the new checkpoint needs none of them.
+older objects to the new names. The older objects are only read, so no running writer, no deletion
+of orphaned objects and no commit is disturbed, and the new checkpoint needs none of them.
 """
 
 from __future__ import annotations
@@ -33,25 +33,26 @@ def _older_indexes(
     ones come first, at most three for each path.
     """
     listed = store.list_folder(INDEX_FOLDER)
-    since: float | None = None
+    since: float | None = None  # time of the last commit
     for path, nbytes in sizes.items():
         folder, name = os.path.split(path)
         index_match = _INDEX_NAME.fullmatch(name)
         if folder != INDEX_FOLDER or index_match is None:
             continue
-        older = {
+        changed_at = {  # time of the last change, by generation
             match[1]: listed[name].changed
             for name in listed
             if listed[name].nbytes == nbytes
             and (match := _INDEX_NAME.fullmatch(name))
             and match[2] == index_match[2]
         }
-        if older and since is None:  # the index of a commit is older than its manifest
+        # the index of a committed save is older than the manifest
+        if changed_at and since is None:
             commit = store.list_folder("").get(root)
             since = float("-inf") if commit is None else commit.changed
-        newest = sorted(older, key=older.__getitem__, reverse=True)[:_MOST_ATTEMPTS]
-        for generation in newest:
-            if since is not None and older[generation] > since:
+        newest_first = sorted(changed_at, key=changed_at.__getitem__, reverse=True)
+        for generation in newest_first[:_MOST_ATTEMPTS]:
+            if since is not None and changed_at[generation] > since:
                 yield path, index_match[1], generation
 
 
@@ -82,6 +83,7 @@ def find_uploaded(
             continue
         if _content_of(text).replace(older.encode(), generation.encode()) != _content_of(content):
             continue
+        # the object of a new file has the same name, with the older generation
         for folder in sorted({os.path.dirname(path) for path in large}):
             listed = store.list_folder(folder)
             for new, nbytes in large.items():

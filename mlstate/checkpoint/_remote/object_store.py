@@ -121,6 +121,7 @@ class ObjectStore:
         self.timeout = options.timeout_seconds
         self._options = options
         self._engine, self._store = _open_engine(url, options)
+        # stores of the engine for uploads, by `upload_class` and whether failed parts are repeated
         self._uploads: dict[tuple[int, bool], Any] = {(upload_class(0), False): self._store}
         self._has_conditions = False  # whether the endpoint is known to honour them
         self._pid = os.getpid()

@@ -32,15 +32,23 @@ class ParallelTasks:
     """Started tasks; a context manager whose end drops the tasks that have not begun."""
 
     def __init__(self, tasks: Iterable[Callable[[], object]], threads: int) -> None:
-        """Start up to `threads` threads, which run the tasks in order."""
+        """Start up to `threads` threads, which run the tasks in order.
+
+        If the system has no thread left, those that have started run all tasks. Raises RuntimeError
+        if none could start; no task runs then.
+        """
         self._left = deque(tasks)
         self._errors: list[BaseException] = []
-        count = min(threads, len(self._left))
-        self._threads = [
-            threading.Thread(target=self._work, name="mlstate store") for _ in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for _ in range(min(threads, len(self._left))):
+            thread = threading.Thread(target=self._work, name="mlstate store")
+            try:
+                thread.start()
+            except RuntimeError:
+                if not self._threads:
+                    raise
+                break
+            self._threads.append(thread)
 
     def _work(self) -> None:
         """Run tasks in this thread until none is left.

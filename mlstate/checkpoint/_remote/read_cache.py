@@ -59,7 +59,7 @@ class ReadCache:
         `most_bytes`: limit of all entries in the folder; None: no limit.
         """
         self._folder = folder
-        self._most = most_bytes
+        self._most = most_bytes  # of all entries
         self._url = url
         self._lock = threading.Lock()
         self._total: int | None = None  # bytes of all entries, if counted
@@ -130,7 +130,8 @@ class ReadCache:
         """Return the cached pieces of bytes `begin` to `end`, and the object's size.
 
         Each piece is its offset in the object and a view; in order they have all bytes of the
-        range. None if a byte is missing or an entry is damaged. An empty range gives ([], 0).
+        range. None if a byte is missing or an entry is damaged. For an empty range: ([], 0), as no
+        entry has the size.
         """
         entries, at = self._entries(path), begin
         chosen: list[_Entry] = []

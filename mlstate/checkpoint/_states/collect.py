@@ -71,7 +71,7 @@ class NamedStates(NamedTuple):
                 layout = Layout.rows(ranks)
                 shard = Shard(row, layout, rank, shape=(ranks, most))
                 self.arrays[f"{name}/{RANKS}"] = shard
-            # Equal trees are distributed over the ranks.
+            # A tree that is equal on all ranks is stored by one of them, in turn.
             elif number % ranks == rank:
                 for key, array in {**tree.arrays, TEXT: np.frombuffer(tree.text, np.uint8)}.items():
                     self.arrays[f"{name}/{key}"] = (
@@ -210,7 +210,7 @@ def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
     assert named.arrays is not None
     for name, value in states.items():
         where = f"states[{name!r}]"
-        others: Any = ({}, {})
+        others: Any  # entries that are not tensors, and torch's metadata
         try:
             if is_module(value):
                 tensors, *others = backend_of(value, CheckpointBackend).saved_module(value, ranks)

@@ -22,18 +22,18 @@ def library_of(value: object) -> str | None:
     A module such as ``random`` means its default generator. SystemRandom has no state. A library
     that is not imported has no generators, so nothing is imported.
     """
-    loaded_module = sys.modules.get
-    if (random := loaded_module("random")) is not None and (
+    imported_module = sys.modules.get
+    if (random := imported_module("random")) is not None and (
         value is random
         or (isinstance(value, random.Random) and not isinstance(value, random.SystemRandom))
     ):
         return "python"
-    if (numbers := loaded_module("numpy.random")) is not None and (
-        value is numbers
-        or isinstance(value, numbers.Generator | numbers.RandomState | numbers.BitGenerator)
+    if (np_random := imported_module("numpy.random")) is not None and (
+        value is np_random
+        or isinstance(value, np_random.Generator | np_random.RandomState | np_random.BitGenerator)
     ):
         return "numpy"
-    torch = loaded_module("torch")
+    torch = imported_module("torch")
     if torch is None:
         return None
     if value is torch.random or isinstance(value, torch.Generator):
@@ -56,7 +56,7 @@ def source_of_numbers(value: Any, library: str) -> object:
     `library`: the result of `library_of`.
     """
     if library == "python":
-        return getattr(value, "_inst", value)  # the module has one
+        return getattr(value, "_inst", value)  # the generator of the module's functions
     if library == "numpy":
         if hasattr(value, "get_bit_generator"):  # the module
             return value.get_bit_generator()
@@ -65,8 +65,11 @@ def source_of_numbers(value: Any, library: str) -> object:
 
 
 def state_of_numbers(node: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON form of a generator without what a RandomState has of its own."""
-    node = {key: value for key, value in node.items() if key != "seeds"}  # a RandomState has none
+    """Return the JSON form of a generator, reduced to the state of `source_of_numbers`.
+
+    A RandomState adds a cached normal number (``gauss``) to its source, and has no seeds.
+    """
+    node = {key: value for key, value in node.items() if key != "seeds"}
     state = node.get("state")
     if not isinstance(state, dict):
         return node

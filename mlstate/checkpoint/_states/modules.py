@@ -214,14 +214,14 @@ def _selected_units(
     for unit in contract.units:
         if id(unit) not in some:
             continue
-        rest = set(every[id(unit)]) - set(some[id(unit)])
-        if rest:
+        left_out = set(every[id(unit)]) - set(some[id(unit)])
+        if left_out:
             where = unit.name or "the module"
             error = CompatibilityError(
                 f"{where!r} loads its entries by its own methods, all together, and names= leaves "
-                f"out {min(rest)!r}: select all of its entries, or none"
+                f"out {min(left_out)!r}: select all of its entries, or none"
             )
-            error.name = min(rest)
+            error.name = min(left_out)
             raise error
         units.append(unit)
     return units
@@ -309,12 +309,13 @@ def prepare_units(
     for name in unit_names:
         if name in stored.entries:
             entries[name] = like_tensors(stored.entries[name], contract.entries.get(name))
-    modules = {id(child): (start, child) for u in units for start, child in contract.modules_of(u)}
-    for start, child in modules.values():
-        for name in (each for each in entries if each.startswith(start)):
+    # a submodule in two units is noted once; `prefix`: of the names of its entries
+    modules = {id(each): (prefix, each) for u in units for prefix, each in contract.modules_of(u)}
+    for prefix, submodule in modules.values():
+        for name in (each for each in entries if each.startswith(prefix)):
             where = f"{section.label}[{name!r}]"
             text = partial(_text_of_entries, {"": entries[name]}, where)
-            sources.add(child, where, text, name[len(start) :])
+            sources.add(submodule, where, text, name[len(prefix) :])
     load = backend_of(target, CheckpointBackend).own_load(
         filling, entries, stored.metadata, units, strict=loader.options["strict"]
     )

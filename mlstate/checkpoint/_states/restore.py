@@ -102,6 +102,7 @@ class Sources:
         their arrays is found later. Raises CompatibilityError if an earlier value differs: one of
         them would be lost.
         """
+        # name of each target, function for its text, and whether it has memory
         values = self._values.setdefault((id(target), aspect), [])
         for first, first_text, first_has_memory in values:
             if not (has_memory and first_has_memory) and first_text() != text():
@@ -191,18 +192,19 @@ def _read(loader: Loader, name: str, kind: Mapping[str, Any]) -> list[_StoredTre
         key = f"{name}/{RANKS}"
         rows = loader.load_keys(STATES, [key], cut)[key]
         return [_StoredTree(*unpack(row, label)) for row in rows]
-    text = f"{name}/{TEXT}"
-    node = parse(loader.load_keys(STATES, [text], _WHOLE_TENSOR)[text].tobytes(), label)
+    text_key = f"{name}/{TEXT}"
+    text = loader.load_keys(STATES, [text_key], _WHOLE_TENSOR)[text_key].tobytes()
+    node = parse(text, label)
     try:
-        leaves = [leaf.key for leaf in leaves_of(node) if not leaf.is_sharded]
+        array_keys = [leaf.key for leaf in leaves_of(node) if not leaf.is_sharded]
     except _MALFORMED as error:
         raise malformed(label, error) from None
     stored_keys = set(loader.merged_index.keys(STATES))
-    absent = [key for key in leaves if f"{name}/{key}" not in stored_keys]
+    absent = [key for key in array_keys if f"{name}/{key}" not in stored_keys]
     if absent:
         raise malformed(label, f"it names the array {absent[0]!r}, which is not stored")
-    arrays = loader.load_keys(STATES, [f"{name}/{key}" for key in leaves], _WHOLE_TENSOR)
-    return [_StoredTree(node, {key: arrays[f"{name}/{key}"] for key in leaves})]
+    arrays = loader.load_keys(STATES, [f"{name}/{key}" for key in array_keys], _WHOLE_TENSOR)
+    return [_StoredTree(node, {key: arrays[f"{name}/{key}"] for key in array_keys})]
 
 
 def _tensor_of(device: Any) -> Callable[[Any], Any]:
@@ -460,14 +462,14 @@ class _Restorer:
     def add_tensor(self, target: Any, node: object, where: str) -> None:
         """Add the action that fills a tensor in place; `node`, `where`: as for `add`."""
         value = self.decode(node, target, tensors=_has_torch(node))
-        facts = [
+        expected, got = (
             f"{name_of(each.dtype)} of shape {tuple(each.shape)}"
             if is_torch(each) and not each.is_meta
             else "no tensor"
             for each in (target, value)
-        ]
-        if facts[0] != facts[1]:
-            raise _mismatch(where, *facts)
+        )
+        if expected != got:
+            raise _mismatch(where, expected, got)
         fill, before = target.detach().copy_, target.detach().clone()
         self.actions.append(Action(where, lambda: fill(value), lambda: fill(before)))
 
@@ -487,12 +489,10 @@ class _Restorer:
         strict = self.loader.options["strict"]
         if strict and target.keys() != pairs.keys():
             key = min(target.keys() ^ pairs.keys(), key=str)
-            holders = ("target", "checkpoint") if key in target else ("checkpoint", "target")
-            raise _error(
-                f"{where}[{key!r}]",
-                f"the {holders[0]} has this key, the {holders[1]} does not",
-                *(("this key", "nothing") if key in target else ("nothing", "this key")),
-            )
+            holder, other = ("target", "checkpoint") if key in target else ("checkpoint", "target")
+            expected, got = ("this key", "nothing") if key in target else ("nothing", "this key")
+            text = f"the {holder} has this key, the {other} does not"
+            raise _error(f"{where}[{key!r}]", text, expected, got)
         new = {
             key: self.add_inner(target[key], inner, f"{where}[{key!r}]")
             for key, inner in pairs.items()

@@ -101,7 +101,8 @@ class Leaf(NamedTuple):
 def _segment(part: object) -> str:
     """Return a key or an index as a segment of an array's key.
 
-    Different keys of a dict have different segments, and a dot only separates segments.
+    Different keys of a dict have different segments, and a dot only separates segments. `part` is
+    Ellipsis for values that are not items: attributes of a dict, seeds of a generator.
     """
     text = str(part)
     if not isinstance(part, str):
@@ -141,11 +142,11 @@ class _Encoder:
                 check_text(value, where)
             return value
         if type(value) is int:
-            small = value.bit_length() <= _MOST_BITS
-            return value if small else {"$": "int", "value": hex(value)}
+            is_small = value.bit_length() <= _MOST_BITS
+            return value if is_small else {"$": "int", "value": hex(value)}
         if type(value) is float:
-            finite = math.isfinite(value)
-            return value if finite else {"$": "float", "value": str(value)}
+            is_finite = math.isfinite(value)
+            return value if is_finite else {"$": "float", "value": str(value)}
         if levels == 0:
             raise ValueError(f"{where}: nested more than {DEEPEST} levels deep, or contains itself")
         node = _named_node(value, where)
@@ -403,15 +404,15 @@ def _check_exact(value: Any, where: str) -> None:
     Such values are those of subclasses and of unknown classes, and tensors that require gradients.
     `where`: path of the value.
     """
-    torch_tensor = is_torch(value)
-    if torch_tensor and not value.requires_grad:
+    is_tensor = is_torch(value)
+    if is_tensor and not value.requires_grad:
         return
-    if not torch_tensor and (type(value) in _EXACT or isinstance(value, np.generic)):
+    if not is_tensor and (type(value) in _EXACT or isinstance(value, np.generic)):
         return
     cls = type(value)
     raise UnstorableError(
         f"{where} is a {cls.__module__}.{cls.__qualname__}"
-        f"{' that requires gradients' if torch_tensor else ''}, which cannot be restored as such "
+        f"{' that requires gradients' if is_tensor else ''}, which cannot be restored as such "
         "without pickle: use numbers, str, bytes, BytesIO, arrays, detached tensors, or lists, "
         "tuples, sets and dicts of these"
     )

@@ -78,24 +78,24 @@ class TierMoves:
         directory: Any,
         hot: MemorySize | None,
         warm: MemorySize | None,
-        full: int | None = None,
+        nbytes: int | None = None,
     ) -> None:
         """Initialise the attributes of every instance; files and arrays are not touched.
 
-        `hot`, `warm`: the caller's budgets. `full`: bytes of all units; a budget may be a fraction
-        of it. None: unknown.
+        `hot`, `warm`: the caller's budgets. `nbytes`: of all units; a budget may be a fraction of
+        it. None: unknown.
         """
         self._budgets = {
-            tier: parse_budget(f"{tier}_budget_bytes", size, full, "the units")
+            tier: parse_budget(f"{tier}_budget_bytes", size, nbytes, "the units")
             for tier, size in ((Tier.HOT, hot), (Tier.WARM, warm))
             if size is not None
         }
-        most = {tier: budget.nbytes for tier, budget in self._budgets.items()}
-        self._policy = TierPolicy(most.get(Tier.HOT), most.get(Tier.WARM))
+        limits = {tier: budget.nbytes for tier, budget in self._budgets.items()}
+        self._policy = TierPolicy(limits.get(Tier.HOT), limits.get(Tier.WARM))
         self._directory: str = local_folder(directory)
         self._folder = CheckpointFiles(LocalFolder(self._directory))
         self._changed = threading.Condition()  # guards the following; notified after a move
-        self._making_room = threading.Lock()
+        self._making_room = threading.Lock()  # one thread at a time plans moves of other units
         self._units: dict[str, Unit] = {}
         self._traffic: dict[tuple[Tier, Tier], Traffic] = {}
         self._device: Any = None
@@ -111,19 +111,18 @@ class TierMoves:
         Also choose the device of the hot tier (`device`: the user's), and keep the classes and
         attributes of the states for `state_dicts`. Raises TypeError as `given_states`.
         """
-        prepared = given_states(model, optimizer)
-        if prepared[2] is not None:
+        parameters, states, torch_optimizer = given_states(model, optimizer)
+        if torch_optimizer is not None:
             optimizer = OptimizerStateDict.from_torch(optimizer, model)
-        if isinstance(prepared[0], StateDict):
-            self._templates = like(prepared[0]), self._templates[1]
+        if isinstance(parameters, StateDict):
+            self._templates = like(parameters), self._templates[1]
         if isinstance(optimizer, OptimizerStateDict):
             attributes = like(optimizer)
             assert isinstance(attributes, OptimizerStateDict)
             self._templates = self._templates[0], attributes
-        self._choose_device(
-            [v for state in prepared[:2] if state is not None for v in state.values()], device
-        )
-        return prepared
+        mappings = [state for state in (parameters, states) if state is not None]
+        self._choose_device([v for state in mappings for v in state.values()], device)
+        return parameters, states, torch_optimizer
 
     def _choose_device(self, values: list[Any], device: Any = None) -> None:
         """Choose the device of the hot tier, once: `device`, or by the arrays in `values`.
@@ -350,9 +349,9 @@ class TierMoves:
 
         `to`: the tier whose budget is exceeded.
         """
-        error_raised = CapacityError(f"unit {unit.name!r}: {self._budgets[to].in_unit(str(error))}")
-        error_raised.name = unit.name
-        return error_raised
+        refusal = CapacityError(f"unit {unit.name!r}: {self._budgets[to].in_unit(str(error))}")
+        refusal.name = unit.name
+        return refusal
 
     def _check_fits(self, unit: Unit, to: Tier) -> None:
         """Raise CapacityError if `unit` does not fit into the tier `to` without moving others."""

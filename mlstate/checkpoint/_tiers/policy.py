@@ -197,18 +197,18 @@ class TierPolicy:
         return max(0, self._bytes[tier] - leaving + nbytes - budget)
 
     def _choose_victims(
-        self, tier: Tier, besides: PlacedUnit, need: int
+        self, tier: Tier, staying: PlacedUnit, need: int
     ) -> list[PlacedUnit] | None:
         """Return the least used units of `tier` with at least `need` bytes; None if impossible.
 
-        `besides`: a unit that stays. Pinned units stay, too.
+        `staying`: a unit that stays. Pinned units stay, too.
         """
         if not need:
             return []
         movable = [
             unit
             for unit in reversed(self._units.values())
-            if unit.tier == tier and not unit.pins and unit is not besides and unit.nbytes
+            if unit.tier == tier and not unit.pins and unit is not staying and unit.nbytes
         ]
         movable.sort(key=lambda unit: (unit.score, unit.used_at))
         candidates: list[PlacedUnit] = []

@@ -156,9 +156,9 @@ class TieredState(TierMoves):
         units of an earlier process.
         """
         check_flags(discard=discard)
-        both = given_states(model, optimizer)[:2]
-        full = sum(getattr(part, "nbytes", 0) for each in both for part in (each or {}).values())
-        self._init_attributes(directory, hot_budget_bytes, warm_budget_bytes, full or None)
+        states = given_states(model, optimizer)[:2]
+        nbytes = sum(getattr(v, "nbytes", 0) for state in states for v in (state or {}).values())
+        self._init_attributes(directory, hot_budget_bytes, warm_budget_bytes, nbytes or None)
         model, optimizer, torch_optimizer = self._prepare_states(model, optimizer, device)
         units = self._make_units(model, optimizer)
         self._open_directory()

@@ -145,8 +145,8 @@ def take_back(
 
     `used`: the user's handle. `states`: the states that a torch optimizer now has for the
     parameter. `refuse` raises for parts that share memory. A tensor with which the optimizer
-    replaced a state becomes the part's; if the user
-    replaced the state too, it gets the user's elements. A state is removed if the user removed it
+    replaced a state becomes the part's; if the user replaced the state too, it gets the user's
+    elements. A state is removed if the user removed it
     and the optimizer lacks it; changes by other blocks stay. Everything is checked before anything
     is changed. Raises CompatibilityError if the parameter was removed, or a replacement has another
     shape, dtype or kind; ValueError for an invalid name of a state or arrays that share memory,
@@ -156,8 +156,8 @@ def take_back(
     parameter, before = used._before
     changed = {name: each for name, each in used.states.items() if each is not before.get(name)}
     arrays = {**states, **changed}
-    parts: list[Part] = []
-    replaced: list[tuple[Part, Any]] = []
+    parts: list[Part] = []  # of the unit from now on
+    replaced: list[tuple[Part, Any]] = []  # parts and their new arrays
     for part in unit.parts:
         if part.section == 0:
             array = used.parameter
@@ -165,15 +165,14 @@ def take_back(
                 raise CompatibilityError(f"the parameter of unit {unit.name!r} was removed")
             array = part.array if array is parameter else array
         elif part.state in before and part.state not in {**states, **used.states}:
-            continue  # was removed
+            continue  # the user removed it
         else:
             array = arrays.pop(part.state, part.array)
-            new: Any = states.get(part.state, part.array)
-            if new is not part.array:
-                array = new if array is part.array else array
-                part = _replacing_part(
-                    unit, part, new
-                )  # the optimizer refers to this tensor from now on
+            optimizer_tensor: Any = states.get(part.state, part.array)
+            if optimizer_tensor is not part.array:
+                array = optimizer_tensor if array is part.array else array
+                # the optimizer refers to this tensor from now on
+                part = _replacing_part(unit, part, optimizer_tensor)
         if array is not part.array:
             replaced.append((part, _replacing_part(unit, part, array).elements))
         parts.append(part)

@@ -9,6 +9,7 @@ import pytest
 
 import mlstate
 from mlstate import OptimizerStateDict
+from mlstate.checkpoint._files.changes import Changes
 from mlstate.checkpoint._files.convert import read_any, write_any
 from mlstate.cli import main
 
@@ -50,6 +51,19 @@ def test_every_source_and_target(tmp_path, source, target, capsys):
         "layers.1.w.m": "float64",
     }
     assert "model of 2 tensors, 34 B" in capsys.readouterr().out
+
+
+def test_a_rename_may_make_names_of_two_states_equal(tmp_path, capsys):
+    states = {"ema": {"b.x": np.zeros(3)}}
+    write_any(tmp_path / "a.npz", {"a.x": np.ones(3)}, OptimizerStateDict({"b.x": np.zeros(2)}))
+    parts = Changes(rename={"a": "b"}).apply(
+        read_any(tmp_path / "a.npz")._replace(states=states), "a.npz"
+    )
+    assert [list(parts.model), list(parts.optimizer), list(parts.states["ema"])] == 3 * [["b.x"]]
+    words = ["convert", str(tmp_path / "a.npz"), str(tmp_path / "b.npz"), "--rename"]
+    assert main([*words, "a=b"]) == 0, capsys.readouterr().err
+    model, optimizer, *_ = read_any(tmp_path / "b.npz")
+    assert model["b.x"].tolist() == [1, 1, 1] and optimizer["b.x"].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("source", TARGETS)

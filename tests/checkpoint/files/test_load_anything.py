@@ -3,6 +3,8 @@
 import json
 import os
 import pickle
+import zipfile
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -142,6 +144,48 @@ def test_verify_reports_its_checks(path):
         mlstate.verify(path, repair=True)
 
 
+@pytest.mark.parametrize("suffix", [".pt", ".dcp"])
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"cast": "float32"},
+        {"device": "cpu"},
+        {"rename": {"a": "b"}},
+        {"rank": 1, "world_size": 2, "layout": "rows"},
+    ],
+)
+def test_named_states_of_tensors_change_as_in_a_checkpoint(tmp_path, suffix, keywords):
+    pytest.importorskip("torch")
+    model, moments = {"a.x": np.arange(4.0)}, {"a.x.m": np.arange(4.0), "a.x.step": np.array(2.0)}
+    states = {
+        "first": {"k": [1, np.ones(2)]},
+        "ema": {"a.x": np.arange(4.0), "a.n": np.arange(3)},
+        "optimizer_d": mlstate.OptimizerStateDict(moments),
+        "last": {"z": [np.zeros(1)]},
+    }
+    mlstate.save(tmp_path / "ckpt", model, moments, states=states)
+    write_any(tmp_path / f"a{suffix}", model, moments, states=states)
+    expected = mlstate.load(tmp_path / "ckpt", **keywords).states
+    loaded = mlstate.load(tmp_path / f"a{suffix}", **keywords).states
+    assert set(loaded) == set(expected)
+    for name in ("ema", "optimizer_d"):
+        assert loaded[name].keys() == expected[name].keys()
+        for key, array in expected[name].items():
+            assert type(loaded[name][key]) is type(array) and loaded[name][key].dtype == array.dtype
+            assert loaded[name][key].tolist() == array.tolist()
+    assert not mlstate.load(tmp_path / f"a{suffix}", names="*", **keywords).states
+
+
+@pytest.mark.parametrize("suffix", [".pt", ".dcp", ""])
+def test_tensors_in_nested_states_are_loaded_to_the_device(tmp_path, suffix):
+    torch = pytest.importorskip("torch")
+    values = [Counter("aab"), torch.ones(2), {"t": (torch.zeros(1), np.ones(1))}]
+    write_any(tmp_path / f"a{suffix}", {"w": np.ones(2)}, states={"n": {"k": values}})
+    counts, first, inner = mlstate.load(tmp_path / f"a{suffix}", device="meta").states["n"]["k"]
+    assert counts == {"a": 2, "b": 1}
+    assert first.device.type == inner["t"][0].device.type == "meta"
+
+
 @pytest.mark.parametrize("suffix", ["npz", "safetensors", "pt"])
 def test_a_flipped_bit_is_found(tmp_path, suffix):
     if suffix == "pt":
@@ -237,6 +281,28 @@ def test_verify_names_a_damaged_list_of_entries(tmp_path):
     sizes = len(listed).to_bytes(4, "little") + data[end + 16 :]
     path.write_bytes(data[:start] + listed + data[end : end + 8] + 2 * count + sizes)
     assert "entries overlap" in damage_of(path)[1]
+
+
+@pytest.mark.parametrize("codec", ["DEFLATED", "LZMA", "BZIP2", "encrypted"])
+def test_a_damaged_entry_of_any_codec_is_reported(tmp_path, codec):
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, w=np.arange(1000) % 7)
+    if codec != "encrypted":
+        with zipfile.ZipFile(path) as archive:
+            entry = archive.read("w.npy")
+        with zipfile.ZipFile(path, "w", getattr(zipfile, f"ZIP_{codec}")) as archive:
+            archive.writestr("w.npy", entry)
+    data = bytearray(path.read_bytes())
+    if codec == "encrypted":
+        data[6] |= 1
+        data[data.rindex(b"PK\1\2") + 8] |= 1
+    else:
+        data[50:60] = bytes(10)  # of the compressed bytes
+    path.write_bytes(data)
+    kind, text = damage_of(path)
+    assert kind == "altered" and "w.npy" in text
+    with pytest.raises(mlstate.FormatError, match="array 'w'"):
+        mlstate.load(path)
 
 
 @pytest.mark.torch

@@ -295,6 +295,17 @@ def test_folders_without_quantization_are_converted_by_value(tmp_path, config):
     assert list(mlstate.load(folder, cast="float32").model) == ["w", "w_scale_inv"]
 
 
+@pytest.mark.parametrize("missing", ["skip", "zeros", "error"])
+def test_a_folder_without_an_optimizer_lacks_no_states(tmp_path, missing):
+    codes = np.ones((4, 4), ml_dtypes.float8_e4m3fn)
+    scales = np.full((1, 1), 0.5, np.float32)
+    mlstate.save_file({"l.w": codes, "l.w_scale_inv": scales}, tmp_path / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = mlstate.load(tmp_path, cast="float32", missing=missing)
+    assert loaded.optimizer is None and loaded.model["l.w"].tolist() == [[0.5] * 4] * 4
+
+
 def test_a_fifo_as_config_is_refused(tmp_path):
     import os
 

@@ -80,7 +80,7 @@ def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
     saved = state.param_groups or ({"lr": state.learning_rate, "params": list(state.parameters())},)
     listed = [str(name) for group in saved for name in group.get("params", ())]
     unknown = sorted(set(state.parameters()) - set(listed))
-    others = [name for name in state if "." not in name]
+    others = [name for name in state if not name.rpartition(".")[0]]
     if others:
         error = CompatibilityError(
             "the optimizer has arrays that are not named <parameter>.<state>, as torch needs: "
