@@ -30,9 +30,7 @@ Self = TypeVar("Self", bound="StateDict")
 
 def as_count(name: str, value: Any) -> int:
     """Return the attribute `name` as an int of at least 0; raise TypeError or ValueError."""
-    count = check_int(
-        name, value, -sys.maxsize
-    )  # any int: negative ones get another error
+    count = check_int(name, value, -sys.maxsize)  # any int: negative ones get another error
     if count < 0:
         raise ValueError(f"{name} {count} is negative")
     return count
