@@ -173,6 +173,9 @@ def clip_grad_norm(
             "sharding_units must be a dict of FSDPShardingUnit, got "
             f"{type(sharding_units).__name__}"
         )
+    for name, unit in sharding_units.items():  # before the ranks wait for this one
+        if not isinstance(unit, FSDPShardingUnit):
+            raise TypeError(f"sharding_units[{name!r}] is a {type(unit).__name__}")
     limit = check_number("max_norm", max_norm)
     if not limit >= 0:
         raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
