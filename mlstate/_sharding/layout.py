@@ -418,9 +418,13 @@ class Shard:
         """Export of a torch tensor, whose dtype or device NumPy may not support."""
         if not is_torch(self.array):
             raise AttributeError("a shard of an array has __array_interface__")
-        if self.array.is_neg():
-            raise BufferError("a view that is negated when read: store its resolve_neg()")
+        if self.array.is_neg():  # torch would export the elements with the other sign
+            return self._refuse_negated
         return self.array.detach().__dlpack__
+
+    def _refuse_negated(self, **_: Any) -> Any:
+        """Raise BufferError, as torch does for views that are conjugated when read."""
+        raise BufferError("a view that is negated when read: store its resolve_neg()")
 
     @property
     def __dlpack_device__(self) -> Any:

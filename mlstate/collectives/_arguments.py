@@ -131,7 +131,7 @@ def check_timeout(timeout: object) -> float | None:
     """
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number):
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.integer | np.floating):
         raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
     seconds = float(timeout)
     if not 0 < seconds < 1e9:
