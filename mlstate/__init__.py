@@ -181,7 +181,7 @@ _NAMES = {
 show_exports(globals(), _NAMES, _MODULES)
 
 
-def _meet_torch() -> None:
+def _register_with_torch() -> None:
     """Register state dicts with torch's file format if torch was imported before mlstate."""
     import sys
 
@@ -191,4 +191,4 @@ def _meet_torch() -> None:
         backend_named("torch", TensorBackend)
 
 
-_meet_torch()
+_register_with_torch()

@@ -19,7 +19,7 @@ def show_exports(
     the relative module that has them, such as ``{"._info": ["info"]}``; `modules` are submodules
     that are imported on first use.
     """
-    homes = {name: home for home, members in (names or {}).items() for name in members}
+    module_of = {name: module for module, members in (names or {}).items() for name in members}
 
     def load(name: str) -> Any:
         """Import a public name or submodule at its first use; raises AttributeError if unknown."""
@@ -28,11 +28,11 @@ def show_exports(
         package = namespace["__name__"]
         if name in modules:
             return import_module(f".{name}", package)  # the import also binds the name
-        if name not in homes:
+        if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        namespace[name] = getattr(import_module(homes[name], package), name)
+        namespace[name] = getattr(import_module(module_of[name], package), name)
         return namespace[name]
 
-    if homes:
+    if module_of:
         namespace["__getattr__"] = load
     namespace["__dir__"] = lambda: sorted(namespace["__all__"])

@@ -115,6 +115,7 @@ class SystemInfo:
 
 
 def _huge_pages_text(setting: dict[str, Any] | None) -> str:
+    """Return the result of `_huge_pages` as text for a line of the report."""
     if setting is None:
         return "unknown"
     defrag = f", defrag {setting['defrag']}" if setting["defrag"] else ""
@@ -151,10 +152,10 @@ def _mac_processor() -> str | None:
     """Return the processor's name from macOS, such as ``Apple M2``; None if it is not known."""
     command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=5)
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.strip() or None
+    return result.stdout.strip() or None
 
 
 def _processor_name() -> str:
@@ -228,7 +229,8 @@ def _choice_text(choice: dict[str, Any]) -> str:
 def _choice_lines(choices: _Choices) -> list[tuple[str, str]]:
     """Return (label, text) for copies and for each other measured operation.
 
-    `choices`: of `_read_choices`. A text has the chosen strategy and the speeds of each size class.
+    `choices`: of `_read_choices`. A text has, for each size class, the smallest result in it, the
+    chosen strategy and the measured speeds.
     """
     forced = choices["forced"]
     if forced != "auto":
@@ -236,26 +238,25 @@ def _choice_lines(choices: _Choices) -> list[tuple[str, str]]:
     if choices["variants"] == 1:
         return [("copies", "plain, the only way of this instruction set")]
     least = {size: bytes_text(nbytes) for size, nbytes in choices["least_bytes"].items()}
-    texts: dict[str, list[str]] = {"copy": []}
+    texts: dict[str, list[str]] = {"copy": []}  # by operation, one for each size class
     for choice in choices["choices"]:
         if _is_measured(choice):
             fresh = "fresh memory " if choice["destination"] == "fresh" else ""
-            place = f"{fresh}from {least[choice['cache']]}"
-            line = f"{place}: {_choice_text(choice)}"
-            texts.setdefault(choice["operation"], []).append(line)
+            text = f"{fresh}from {least[choice['cache']]}: {_choice_text(choice)}"
+            texts.setdefault(choice["operation"], []).append(text)
     texts["copy"] = [
         *(texts["copy"] or [f"from {least['small']}: not measured"]),
         "smaller: loop",
     ]
-    return [(_OPERATIONS.get(name, name), "; ".join(some)) for name, some in texts.items()]
+    return [(_OPERATIONS.get(name, name), "; ".join(parts)) for name, parts in texts.items()]
 
 
 # ---- versions ----
 
 
 def _python_version() -> str:
-    free = "" if getattr(sys, "_is_gil_enabled", lambda: True)() else ", without the GIL"
-    return f"{platform.python_version()} ({platform.python_implementation()}{free})"
+    gil = "" if getattr(sys, "_is_gil_enabled", lambda: True)() else ", without the GIL"
+    return f"{platform.python_version()} ({platform.python_implementation()}{gil})"
 
 
 def _package_version(name: str) -> str | None:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .state._state_dict import StateDict
 
 
-def _checked(name: object, value: object) -> object:
+def _require_array(name: object, value: object) -> object:
     """Return `value`; raise TypeError, with a hint, for a Shard, a number, a text or a list.
 
     `name`: its name in the state, for the error. The core checks all other values.
@@ -126,7 +126,7 @@ def save_file(
     """
     refuse_given_away(entries := _entries(state))
     refuse_unstorable(entries)
-    tensors = tuple((name, _checked(name, value)) for name, value in entries.items())
+    tensors = tuple((name, _require_array(name, value)) for name, value in entries.items())
     if metadata is not None and not hasattr(metadata, "keys"):
         raise TypeError(f"metadata must be a mapping, got {type(metadata).__name__}")
     texts = {} if metadata is None else dict(metadata)
@@ -157,10 +157,10 @@ def _load_recorded(path: str, record: Record, mmap: bool) -> tuple[dict[str, Any
     the file. Raises ChecksumError, or FormatError for another size, if the file has changed.
     """
     merged = _recorded_index(path, record)
-    places = [(offset, size, key) for _, key, _, _, _, _, offset, size, *_ in merged.shards()]
-    keys = [key for _, _, key in sorted(places)]  # in the order of the file
+    ranges = [(offset, size, key) for _, key, _, _, _, _, offset, size, *_ in merged.shards()]
+    keys = [key for _, _, key in sorted(ranges)]  # in the order of the file
     folder = os.path.dirname(os.path.abspath(path))
-    # section 0, the model; (None, 0, 0): whole tensors; True: compare the checksums
+    # section 0, the model; (None, 0, 0): whole tensors; True: compare the checksums; no progress
     arrays = merged.load(folder, 0, keys, (None, 0, 0), True, mmap, None)
     return arrays, _core.file_metadata(path, True)
 

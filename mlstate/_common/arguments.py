@@ -26,18 +26,32 @@ def check_callback(name: str, value: object) -> None:
         raise TypeError(f"{name} must be callable, got {type(value).__name__}")
 
 
+# Beginnings of the names of real dtypes, of NumPy, ml_dtypes and torch.
+_REAL_DTYPES = ("float", "bfloat", "longdouble", "int", "uint")
+
+
 def check_number(name: str, value: Any) -> float:
-    """Return a real number, of Python, NumPy or a 0-dimensional tensor, as a float."""
+    """Return a real number, of Python, NumPy or a 0-dimensional tensor, as a float.
+
+    `name`: the parameter's name in errors. Raises TypeError for other values, also NumPy's texts
+    and complex numbers, and ValueError for an int beyond the range of a float.
+    """
     is_number = hasattr(value, "__float__") and not isinstance(value, type)
+    if (dtype := getattr(value, "dtype", None)) is not None:  # str and complex have `__float__` too
+        dtype_name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+        is_number = is_number and dtype_name.startswith(_REAL_DTYPES)
     if is_flag(value) or not is_number or getattr(value, "shape", ()) != ():
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is beyond the range of a float") from None
 
 
 def check_items(name: str, value: Any, of: str) -> list[Any]:
-    """Return the items of an iterable that is not one str; `of`: what they are, for the TypeError.
+    """Return the items of an iterable; raise TypeError for others, and for a single str or bytes.
 
-    `name`: the parameter's name.
+    For the error, `name` is the parameter's name, and `of` says what the items are ("layer ids").
     """
     if isinstance(value, str | bytes) or not hasattr(value, "__iter__") or isinstance(value, type):
         got = repr(value) if isinstance(value, str | bytes) else type(value).__name__
@@ -48,10 +62,11 @@ def check_items(name: str, value: Any, of: str) -> list[Any]:
 def check_int(name: str, value: Any, least: int, most: int | None = None, also: str = "") -> int:
     """Return an integer from `least` to `most` (None: no limit); a bool is refused.
 
-    `name`: the parameter's name in errors. `also` names another accepted value there.
+    `name`: the parameter's name in errors. `also` names another accepted value there (" or None").
+    Raises TypeError for other types, ValueError for a number out of range.
     """
     try:
-        if is_flag(value):
+        if is_flag(value) or str(getattr(value, "dtype", "")) == "torch.bool":
             raise TypeError
         number = int(index(value))
     except TypeError:

@@ -6,7 +6,7 @@ import sys
 from bisect import bisect_right
 from contextlib import contextmanager
 from math import gcd
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -20,12 +20,26 @@ if TYPE_CHECKING:
 
     from .._types import Array, NDArray
 
-    # address, item bytes, shape and strides in bytes, as `_core.memory_overlap` takes them
-    _Memory = tuple[int, int, tuple[int, ...], tuple[int, ...]]
-    # device, range of addresses, position among the arrays, memory
-    _Span = tuple[str, int, int, int, _Memory]
-
 _Name = TypeVar("_Name")
+
+
+class _Memory(NamedTuple):
+    """The memory of a strided array, as `_core.memory_overlap` takes it."""
+
+    address: int  # of the element with index 0 on every axis; 0: unknown
+    item_bytes: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in bytes
+
+
+class _Span(NamedTuple):
+    """An array, and the range of addresses of its elements; spans sort by device and address."""
+
+    device: str  # "" for main memory
+    low: int  # first address
+    high: int  # address after the last element
+    number: int  # position among the arrays of the call
+    memory: _Memory
 
 
 def is_torch(candidate: object) -> bool:
@@ -56,21 +70,21 @@ def is_on_device(array: object) -> bool:
 
 
 def _memory_of(array: Any) -> _Memory:
-    """Return address, item bytes, shape and strides in bytes, as `_core.memory_overlap` takes them.
+    """Return the memory of a NumPy array or a strided tensor.
 
-    `array`: a NumPy array, or a strided tensor. An address of 0 is unknown, as of a meta tensor.
-    Items without bytes, such as those of an empty text dtype, count as 1 byte.
+    The address is unknown, for example, of a meta tensor. Items without bytes, such as those of an
+    empty text dtype, count as 1 byte.
     """
     if is_torch(array):
-        item = array.element_size()
-        strides = tuple([item * stride for stride in array.stride()])
+        item_bytes = array.element_size()
+        strides = tuple([item_bytes * stride for stride in array.stride()])
         try:
             address = array.data_ptr()
         except RuntimeError:  # under torch.func, and some subclasses
             address = 0
-        return address, item, tuple(array.shape), strides
+        return _Memory(address, item_bytes, tuple(array.shape), strides)
     address = array.__array_interface__["data"][0]
-    return address, max(array.itemsize, 1), array.shape, array.strides
+    return _Memory(address, max(array.itemsize, 1), array.shape, array.strides)
 
 
 def overlaps_itself(array: Any) -> bool:
@@ -93,7 +107,7 @@ def shares_elements(first: Array, second: Array) -> bool:
     is unknown.
     """
     left, right = _memory_of(first), _memory_of(second)
-    has_addresses = left[0] != 0 and right[0] != 0  # meta tensors have none
+    has_addresses = left.address != 0 and right.address != 0  # meta tensors have none
     return has_addresses and _core.memory_overlap(left, right)
 
 
@@ -124,7 +138,7 @@ def memory_key(array: Any) -> tuple[object, ...]:
     else:
         facts = array.dtype.str, text_of(array.dtype)
     memory = _memory_of(array)
-    return (*memory, *facts) if memory[0] != 0 else (id(array),)
+    return (*memory, *facts) if memory.address else (id(array),)
 
 
 def memory_range(array: Any) -> tuple[int, int] | None:
@@ -135,15 +149,16 @@ def memory_range(array: Any) -> tuple[int, int] | None:
     if not _has_memory(array) or _size_of(array) == 0:
         return None
     memory = _memory_of(array)
-    return _range_of(memory) if memory[0] else None
+    return _range_of(memory) if memory.address else None
 
 
 def _range_of(memory: _Memory) -> tuple[int, int]:
     """Return the first address of a memory, and the address after its last element."""
-    address, item, shape, strides = memory
-    steps = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
-    low = address + sum(step for step in steps if step < 0)
-    return low, address + item + sum(step for step in steps if step > 0)
+    address, item_bytes, shape, strides = memory
+    # by axis: bytes from the first to the last index, negative for a negative stride
+    extents = [(size - 1) * stride for size, stride in zip(shape, strides, strict=True)]
+    low = address + sum(extent for extent in extents if extent < 0)
+    return low, address + item_bytes + sum(extent for extent in extents if extent > 0)
 
 
 def names_sharing_memory(arrays: Mapping[str, Any]) -> set[str]:
@@ -153,17 +168,17 @@ def names_sharing_memory(arrays: Mapping[str, Any]) -> set[str]:
     elements or with an unknown address, are left out.
     """
     ranges = [
-        (*extent, name)
+        (*addresses, name)
         for name, array in arrays.items()
-        if (extent := memory_range(array)) is not None
+        if (addresses := memory_range(array)) is not None
     ]
     sharing: set[str] = set()
-    end, last = 0, ""
+    end, end_name = 0, ""  # the highest address so far, and the array that has it
     for low, high, name in sorted(ranges):
         if low < end:
-            sharing |= {last, name}
+            sharing |= {end_name, name}
         if high > end:
-            end, last = high, name
+            end, end_name = high, name
     return sharing
 
 
@@ -174,67 +189,71 @@ def pairs_sharing_elements(arrays: Mapping[_Name, Any]) -> Iterator[tuple[_Name,
     Values that are not strided arrays, or have no known address, are left out.
     """
     names = list(arrays)
-    first: dict[tuple[object, ...], int] = {}
+    first_numbers: dict[tuple[object, ...], int] = {}  # of the arrays, by device and memory
     spans: list[_Span] = []
     for number, array in enumerate(arrays.values()):
         if not _has_memory(array) or _size_of(array) == 0:
             continue
         memory = _memory_of(array)
-        if not memory[0]:
+        if not memory.address:
             continue
         device = str(array.device) if is_on_device(array) else ""
-        same = first.setdefault((device, *memory), number)
-        if same != number:
-            yield names[same], names[number]
+        first = first_numbers.setdefault((device, *memory), number)
+        if first != number:
+            yield names[first], names[number]
             continue
-        spans.append((device, *_range_of(memory), number, memory))
+        spans.append(_Span(device, *_range_of(memory), number, memory))
     spans.sort()
-    cluster: list[_Span] = []
-    end = 0
+    cluster: list[_Span] = []  # spans whose ranges, together, leave no gap
+    end = 0  # of the cluster
     for span in spans:
-        if not cluster or span[0] != cluster[0][0] or span[1] >= end:
+        if not cluster or span.device != cluster[0].device or span.low >= end:
             yield from _pairs_of_cluster(names, cluster)
             cluster, end = [], 0
         cluster.append(span)
-        end = max(end, span[2])
+        end = max(end, span.high)
     yield from _pairs_of_cluster(names, cluster)
 
 
 def _pairs_of_cluster(names: list[_Name], cluster: list[_Span]) -> Iterator[tuple[_Name, _Name]]:
     """Yield the pairs of names that share an element, of arrays in one range of addresses.
 
-    The arrays to compare are those whose ranges meet: of addresses, or, for views of one matrix
-    such as its columns, of addresses modulo the greatest common divisor of all strides.
+    `names`: of all arrays of the call; spans have positions in it. The arrays to compare are those
+    whose ranges meet: of addresses, or, for views of one matrix such as its columns, of addresses
+    modulo the greatest common divisor of all strides.
     """
     if len(cluster) < 2:
         return
-    intervals = [(low, high, i) for i, (_, low, high, *_) in enumerate(cluster)]
-    blocks = [_block_of(memory) for *_, memory in cluster]
+    # (begin, end, position in `cluster`), sorted; arrays whose intervals do not meet share nothing
+    intervals = [(span.low, span.high, i) for i, span in enumerate(cluster)]
+    blocks = [_block_of(span.memory) for span in cluster]
     step = gcd(*[divisor for _, divisor in blocks])
     if step and min(length for length, _ in blocks) < step:
-        residues = []
+        residues = []  # the same with addresses modulo `step`
         for i, (length, _) in enumerate(blocks):
-            begin = cluster[i][1] % step if length < step else 0
+            begin = cluster[i].low % step if length < step else 0
             end = begin + min(length, step)
             residues.append((begin, min(end, step), i))
             if end > step:  # goes on from 0
                 residues.append((0, end - step, i))
         residues.sort()
-        intervals = min(intervals, residues, key=_count_meeting)
-    done: set[tuple[int, int]] = set()
-    active: list[tuple[int, int, int]] = []
+        intervals = min(intervals, residues, key=_count_meeting)  # fewer pairs to compare
+    compared: set[tuple[int, int]] = set()  # numbers of arrays; residues may meet twice
+    active: list[tuple[int, int, int]] = []  # intervals that the next one may meet
     for interval in intervals:
         active = [other for other in active if other[1] > interval[0]]
         span = cluster[interval[2]]
         for *_, i in active:
             other = cluster[i]
-            left, right = sorted((span[3:], other[3:]))
-            pair = left[0], right[0]
-            if pair[0] == pair[1] or pair in done or span[1] >= other[2] or other[1] >= span[2]:
+            first, second = (span, other) if span.number < other.number else (other, span)
+            pair = first.number, second.number
+            if first is second or pair in compared:
                 continue
-            done.add(pair)
-            if _core.memory_overlap(left[1], right[1]):
-                yield names[pair[0]], names[pair[1]]
+            if span.low >= other.high or other.low >= span.high:
+                continue
+            compared.add(pair)
+            if _core.memory_overlap(first.memory, second.memory):
+                yield names[first.number], names[second.number]
         active.append(interval)
 
 
@@ -243,11 +262,11 @@ def _block_of(memory: _Memory) -> tuple[int, int]:
 
     The divisor of a single block is 0.
     """
-    _, length, shape, strides = memory
-    axes = zip(shape, strides, strict=True)
+    length = memory.item_bytes
+    axes = zip(memory.shape, memory.strides, strict=True)
     divisor = 0
     for stride, size in sorted((abs(stride), size) for size, stride in axes if size > 1):
-        if stride == length and not divisor:
+        if stride == length and not divisor:  # the axis extends the block
             length *= size
         else:
             divisor = gcd(divisor, stride)
@@ -261,10 +280,12 @@ def _count_meeting(intervals: list[tuple[int, int, int]]) -> int:
 
 
 def _has_memory(*arrays: Any) -> bool:
+    """Return whether all arguments are NumPy arrays or torch tensors."""
     return all(is_torch(array) or isinstance(array, np.ndarray) for array in arrays)
 
 
 def _size_of(array: Any) -> int:
+    """Return the number of elements of an array or tensor."""
     return int(array.numel() if is_torch(array) else array.size)
 
 
@@ -350,15 +371,15 @@ def refuse_unstorable(state: Mapping[str, object], *, every: bool = False) -> No
     examined: the core refuses the others.
     """
     torch = sys.modules.get("torch")
-    fast: tuple[type, ...] = (np.ndarray,)
+    skipped: tuple[type, ...] = (np.ndarray,)
     if torch is not None and not every:
-        fast = np.ndarray, torch.Tensor, torch.nn.Parameter
+        skipped = np.ndarray, torch.Tensor, torch.nn.Parameter
     for name, value in state.items():
-        if type(value) in fast:
+        if type(value) in skipped:
             continue
         refuse_masked(name, getattr(value, "array", value))
         tensor = value if is_torch(value) else getattr(value, "array", None)
-        if tensor is not None and is_torch(tensor) and type(tensor) not in fast:
+        if tensor is not None and is_torch(tensor) and type(tensor) not in skipped:
             backend_of(tensor, TensorBackend).refuse_unstorable(name, tensor)
 
 

@@ -247,12 +247,12 @@ class Target(NamedTuple):
     def _restore(self, new: str, old: str, created: os.stat_result) -> None:
         """Undo the renames of `_swap` after an error; the old content is never deleted.
 
-        `created`: identifies the new file or folder. Raises StoreError, which names the path `old`,
-        if the old content cannot get its place back.
+        `created`: the ``lstat`` of the new file or folder, to recognize it at either path. Raises
+        StoreError, which names the path `old`, if the old content cannot get its place back.
         """
         with suppress(FileNotFoundError):
             if not os.path.samestat(os.lstat(new), created):
-                os.rename(new, old)  # so that no caller takes it for the temporary
+                os.rename(new, old)  # it is the old content, and callers delete `new`
         if not os.path.lexists(old):
             return
         try:
@@ -342,18 +342,18 @@ def new_file(target: Target) -> Iterator[str]:
     An existing file must be writable, and keeps its permission bits. Raises OSError for a folder
     (EISDIR) or a read-only file (EACCES), ValueError for a FIFO, socket or device.
     """
-    reason = 0
+    error_number = 0
     if target.is_folder:
-        reason = errno.EISDIR
+        error_number = errno.EISDIR
     elif target.entries and not target.is_file:
         raise ValueError(
             f"{target.path}: only a regular file can be replaced, not a FIFO, socket, device or "
             "link"
         )
     elif target.is_file and not os.access(target.path, os.W_OK):
-        reason = errno.EACCES
-    if reason:
-        raise OSError(reason, os.strerror(reason), target.path)
+        error_number = errno.EACCES
+    if error_number:
+        raise OSError(error_number, os.strerror(error_number), target.path)
     with new_path(target) as temporary:
         yield temporary
         if target.is_file:

@@ -52,7 +52,7 @@ class TensorBackend(Protocol):
         """Return the framework's dtype of a name; raise ValueError if there is none."""
 
     def size_of(self, lengths: Iterable[int]) -> Any:
-        """Return the framework's type of shapes."""
+        """Return a shape of the framework's own type, such as ``torch.Size``."""
 
     def explain_unsupported_tensor(self, tensor: Any) -> str:
         """Return why a tensor is not plain memory, with a remedy; "" if it is."""
@@ -82,7 +82,10 @@ class TensorBackend(Protocol):
         """Return whether `give_memory` removed any tensor's elements in this process."""
 
     def is_given_away(self, tensor: Any) -> bool:
-        """Return whether `give_memory` removed a tensor's elements, if it removed any."""
+        """Return whether `give_memory` removed this tensor's elements.
+
+        Call it only if `has_given_away` returns true.
+        """
 
 
 # Frameworks by the module that users import, and the integration that registers each.
@@ -167,7 +170,7 @@ def _frameworks_for(value: object) -> list[Framework]:
 
 
 def _imported(name: str) -> Framework | None:
-    """Return the integration of a framework; None if this process has not imported that."""
+    """Return the integration of the framework `name`; None if the framework is not imported."""
     if name not in _registered and sys.modules.get(name) is not None:
         import_module(_INTEGRATIONS[name])
     return _registered.get(name)

@@ -25,15 +25,15 @@ _NAMES = {unit.lower(): unit for unit in _UNITS}
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*([a-z]*)\s*", re.IGNORECASE | re.ASCII)
 _PERCENT = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?|\.[0-9]+)\s*%\s*", re.ASCII)
 _BYTES = re.compile(r"\b(budget of|is) ([0-9]+)(?: bytes)?")
-_DIGITS = 4
+_DIGITS = 4  # significant digits of a number in messages
 
 
 class Budget(NamedTuple):
     """A number of bytes, rounded down, and the unit in which messages show it."""
 
     nbytes: int
-    unit_bytes: int  # 0 for plain bytes
-    unit_name: str
+    unit_bytes: int  # 0 for plain bytes; the whole for a fraction of it
+    unit_name: str  # "GiB", or "of all memory" for a fraction
     given: str  # the number as the caller wrote it
 
     def text(self, nbytes: int) -> str:
@@ -52,8 +52,9 @@ class Budget(NamedTuple):
             places = max(0, _DIGITS - len(str(nbytes // size)))
         else:
             places = _DIGITS - 1 + len(str(size // max(nbytes, 1)))
-        integer, part = divmod(-(-nbytes * 10**places // size), 10**places)
-        decimals = f"{part:0{places}d}".rstrip("0") if places else ""
+        # divide by -size and negate, which rounds up
+        integer, fraction = divmod(-(-nbytes * 10**places // size), 10**places)
+        decimals = f"{fraction:0{places}d}".rstrip("0") if places else ""
         return f"{integer}.{decimals}" if decimals else str(integer)
 
     @contextmanager
@@ -150,5 +151,6 @@ def _multiply(decimal: str, size: int) -> int:
 
     It is exact for any number of digits.
     """
-    integer, _, part = decimal.partition(".")
-    return int(integer + part) * size // int("1" + "0" * len(part))
+    integer, _, decimals = decimal.partition(".")
+    divisor: int = 10 ** len(decimals)
+    return int(integer + decimals) * size // divisor

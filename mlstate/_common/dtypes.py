@@ -137,6 +137,13 @@ def numpy_dtype(name: str) -> NumpyDType:
 
 
 def as_numbers(array: Any) -> Any:
-    """Return an array to compute with; labelled integers get their true dtype, or as `ml_dtype`."""
+    """Return an array to compute with: labelled integers as a view of their true dtype.
+
+    It is a copy if their byte order is not native, as ml_dtypes has no other. Raises as `ml_dtype`.
+    """
     label = label_of(array.dtype)
-    return array.view(ml_dtype(label)) if label else array
+    if not label:
+        return array
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return array.view(ml_dtype(label))

@@ -85,7 +85,7 @@ def make_record(nbytes: int, starts: list[int], digits: str) -> Record:
     """
     import numpy as np
 
-    if not starts if nbytes else starts:
+    if bool(starts) != bool(nbytes):
         raise ValueError("the parts do not cover the file")
     offsets = np.array([*starts, nbytes], np.uint64)
     if starts and (starts[0] != 0 or not bool((offsets[1:] > offsets[:-1]).all())):
@@ -151,12 +151,12 @@ def parse(data: bytes, path: str) -> Checksums:
         _core.json_check(data, _MOST_DEPTH, path)
         return Checksums(path, _records_of(json.loads(data)))
     except FormatError as error:
-        kind = ChecksumError if isinstance(error, ChecksumError) else FormatError
-        wrong = kind(f"{path}: the file of checksums is damaged: {error}; {_REMEDY}")
+        cls = ChecksumError if isinstance(error, ChecksumError) else FormatError
+        failure = cls(f"{path}: the file of checksums is damaged: {error}; {_REMEDY}")
     except ValueError as error:
-        wrong = FormatError(f"{path}: the file of checksums is not valid: {error}; {_REMEDY}")
-    wrong.path = path
-    raise wrong
+        failure = FormatError(f"{path}: the file of checksums is not valid: {error}; {_REMEDY}")
+    failure.path = path
+    raise failure
 
 
 def build(entries: dict[str, dict[str, Any]]) -> bytes:
@@ -223,17 +223,17 @@ def find_of_folder(folder: str) -> Checksums | None:
     if checksums is not None or not name:
         return checksums
     try:
-        above = read_local(os.path.join(parent, NAME))
+        parent_checksums = read_local(os.path.join(parent, NAME))
     except StorePermissionError:
         return None
-    return None if above is None else below(above, f"{name}/")
+    return None if parent_checksums is None else below(parent_checksums, f"{name}/")
 
 
 def find_of_file(path: str) -> tuple[Record, str] | None:
     """Return the record of a local file, and the path of the file that has the record.
 
-    This is next to the file, under its name or for the whole folder, or in the parent folder. None
-    without a record. Raises as `read_local`.
+    The latter is next to the file, for this file alone or for the whole folder, or in the parent
+    folder. None without a record. Raises as `read_local`.
     """
     folder, name = os.path.split(os.path.abspath(path))
     checksums = read_local(f"{os.path.join(folder, name)}.{NAME}")
@@ -288,9 +288,9 @@ def _require_file(path: str, record: Record, source: str) -> None:
     if ranges:
         text = f"bytes {ranges[0][0]} to {sum(ranges[0])} have changed"
     if text:
-        wrong = ChecksumError(f"{path}: {text} since {source} was written")
-        wrong.path, wrong.offset = path, ranges[0][0] if ranges else 0
-        raise wrong
+        failure = ChecksumError(f"{path}: {text} since {source} was written")
+        failure.path, failure.offset = path, ranges[0][0] if ranges else 0
+        raise failure
 
 
 def require_unchanged(path: str) -> None:

@@ -71,7 +71,7 @@ def check_text(text: str, where: str) -> None:
 
 
 def _hint(value: object) -> str:
-    """Return an expression that converts a value to one for JSON, such as ``int(...)``, or ""."""
+    """Return an expression that converts a value for JSON, such as ``int(...)``; "" if unknown."""
     if isinstance(value, set | frozenset):
         return "sorted(...)"
     kind = getattr(getattr(value, "dtype", None), "kind", "")  # NumPy scalars and arrays

@@ -48,7 +48,8 @@ def _set_module_of(thing: Any, old: str, new: str) -> None:
     thing.__module__ = new
     if not isinstance(thing, type):
         return
-    for name, hint in thing.__annotations__.items():  # resolve their names in the old module
+    # type hints that are texts are resolved in the module that defines them
+    for name, hint in thing.__annotations__.items():
         if isinstance(hint, str):
             thing.__annotations__[name] = ForwardRef(hint, module=old, is_class=True)
         elif isinstance(hint, ForwardRef):

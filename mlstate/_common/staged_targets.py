@@ -53,9 +53,9 @@ class StagedTargets:
     def finish(self, names: Collection[str]) -> None:
         """Complete the load after all reads: set zeros, copy to devices.
 
-        Also increments the versions of the tensors, so that a backward pass that needs the old
-        content raises. All errors of the checkpoint were raised before. `names`: of the arrays that
-        were read; the others have no content, and their targets stay as they are. Raises
+        Also increments the version counters of the tensors, so that a backward pass that needs the
+        old content raises. The checkpoint was read without an error before. `names`: of the arrays
+        that were read; the others have no content, and their targets stay as they are. Raises
         MLStateError if a device fails; the targets are then partly loaded.
         """
         try:
@@ -72,7 +72,7 @@ class StagedTargets:
     def _note_written(self, names: Iterable[str]) -> None:
         """Note the writes to the targets `names` and to zeros, for autograd.
 
-        Tensors of one memory may count versions separately: all of them are noted.
+        Tensors over one memory may have separate version counters: all of them are noted.
         """
         written = {memory_key(self.targets[name]) for name in names}
         written.update(map(memory_key, self.zeros.values()))
@@ -106,12 +106,14 @@ def refuse_overlaps_on_devices(
 ) -> None:
     """Raise ValueError if targets on a device share memory, but are not the same elements.
 
-    `sections`: label, names to fill, and targets by name. This is the rule of
-    `_core.targets_tied`, which examines targets in main memory.
+    Several names of one section may have the same elements, as tied weights do. `sections`: label,
+    names to fill, and targets by name. This is the rule of `_core.targets_tied`, which examines
+    targets in main memory.
     """
-    # by memory: its first target and the text that names it
-    targets: dict[str, tuple[int, Any]] = {}
-    keys = set()
+    tensors: dict[
+        str, Any
+    ] = {}  # the first target of each section and memory, by its text in errors
+    seen = set()  # (number of the section, key of the memory)
     for number, (label, names, by_name) in enumerate(sections):
         for name in names:
             target = by_name[name]
@@ -122,10 +124,10 @@ def refuse_overlaps_on_devices(
                 raise ValueError(
                     f"the target {where} has elements that share memory: load into a copy of it"
                 )
-            if (number, memory_key(target)) not in keys:
-                keys.add((number, memory_key(target)))
-                targets[where] = number, target
-    tensors = {where: target for where, (_, target) in targets.items()}
+            key = number, memory_key(target)
+            if key not in seen:
+                seen.add(key)
+                tensors[where] = target
     for first, second in pairs_sharing_elements(tensors):
         raise ValueError(
             f"the targets {first} and {second} share memory, but are not one tensor of one state: "

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 _HTML_ROWS = 50
 _TITLE = 600  # characters of a title
 _COMPARED = 10_000  # names; comparing them takes about 100 ms
-_LISTED = 8
+_LISTED = 8  # ranks, or candidates for a name, that a message lists
+# Splits a name: texts are at even positions of the result, numbers at odd ones.
 _NUMBERS = re.compile("([0-9]+)").split
 _UNITS = "%|B|[KMG]iB|GB/s|s|ms|us|x"
 # Colours are inherited, for dark and light themes. Jupyter's own alignment is more specific.
@@ -65,13 +66,13 @@ def shorten(name: str, limit: int) -> str:
 
 
 def ranks_text(ranks: Sequence[int], most: int = _LISTED) -> str:
-    """Return at most this many ranks as text: ``rank 1``, ``ranks 0, 2 and 5 more``."""
+    """Return ranks as text, at most `most` of them: ``rank 1``, ``ranks 0, 2 and 5 more``."""
     listed = ", ".join(str(rank) for rank in ranks[:most])
     more = f" and {len(ranks) - most} more" if len(ranks) > most else ""
     return f"rank{'' if len(ranks) == 1 else 's'} {listed}{more}"
 
 
-_CONTAINED = 3  # characters of a name that others may contain by more than chance
+_CONTAINED = 3  # fewest characters of a name to look for inside others: fewer occur by chance
 
 
 def names_hint(name: str, candidates: Iterable[str], *, listed: bool = True) -> str:
@@ -120,19 +121,16 @@ def table_text(
     The last line counts the others. Cells longer than `width` are shortened in the middle.
     """
     cells = [[shorten(cell, width) for cell in row] for row in [headers, *rows[:limit]]]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in cells
-    ]
+    column_widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, column_widths)).rstrip() for row in cells]
     hidden = len(rows) - limit
     return "\n".join(lines + ([f"… {hidden:,} more"] if hidden > 0 else []))
 
 
 def _collapse(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Return rows, in which three or more neighbours that differ only in the first cell are one.
+    """Return rows, with one row for three or more neighbours that differ only in the first cell.
 
-    Its first cell names the first and the last of them, and their number.
+    The first cell of that row has the first and the last of their first cells, and their number.
     """
     from itertools import groupby
 
@@ -160,7 +158,6 @@ def table_html(
     Columns of numbers, with or without units, are right-aligned. `collapse` merges rows that differ
     only in their first cell. With `style` false, the page must already have the rules.
     """
-    import re
     from html import escape  # slow to import because of its entity tables
 
     title = shorten(title, _TITLE)
@@ -168,16 +165,17 @@ def table_html(
     hidden = len(visible) - _HTML_ROWS
     visible = visible[:_HTML_ROWS]
     number = re.compile(rf"[+-]?\d[\d,.]*(e[+-]?\d+)?( ?({_UNITS}))?|-|")
-    numeric = [
-        place > 0 and all(number.fullmatch(cell) for cell in column) and any(column)
-        for place, column in enumerate(zip(*visible, strict=True))
+    # by column: right-aligned or not; the first column has names
+    is_numeric = [
+        index > 0 and all(number.fullmatch(cell) for cell in column) and any(column)
+        for index, column in enumerate(zip(*visible, strict=True))
     ]
 
     def line(tag: str, cells: Sequence[str]) -> str:
         """Return a row of HTML cells; `tag`: td or th."""
         html_cells = (
             f"<{tag}{' class=r' * right}>{escape(shorten(cell, 600))}</{tag}>"
-            for cell, right in zip(cells, numeric, strict=True)
+            for cell, right in zip(cells, is_numeric, strict=True)
         )
         return f"<tr>{''.join(html_cells)}</tr>"
 
@@ -193,9 +191,14 @@ def table_html(
 
 
 def number_order(name: str) -> list[tuple[bool, int, str]]:
-    """Return a key that sorts names by the numbers in them: layers.2 comes before layers.10."""
+    """Return a key that sorts names by the numbers in them: layers.2 comes before layers.10.
+
+    For each part of the name: whether it is a number, how many digits that has, and its text.
+    Numbers of equal length are in the order of their texts.
+    """
     parts: list[tuple[bool, int, str]] = []
-    for place, part in enumerate(_NUMBERS(name)):
-        digits = part.lstrip("0") if place % 2 else ""  # int() refuses numbers of 5,000 digits
-        parts.append((bool(place % 2), len(digits), digits or part))
+    for position, part in enumerate(_NUMBERS(name)):
+        is_number = bool(position % 2)
+        digits = part.lstrip("0") if is_number else ""  # int() refuses numbers of 5,000 digits
+        parts.append((is_number, len(digits), digits or part))
     return parts

@@ -245,11 +245,13 @@ class Layout:
         array([[2],
                [5]])
         """
-        # the box that has the part, and the range of elements in it, which a flat step shortens
+        # the part is the elements `begin` to `end`, in C order, of a box: first index and length by
+        # axis; without a flat step, it is the whole box
         starts, lengths, begin, end, flat = _core.layout_part(
             self._steps, tuple(array.shape), index
         )
-        box = array[tuple(slice(a, a + n) for a, n in zip(starts, lengths, strict=True))]
+        slices = [slice(start, start + n) for start, n in zip(starts, lengths, strict=True)]
+        box = array[tuple(slices)]
         return box.reshape(-1)[begin:end] if flat else box
 
     def shard(self, array: Any, index: int, **keywords: Any) -> Shard:
@@ -354,11 +356,11 @@ class Shard:
         self.tier: str | None = tier
         self.replica: int = check_int("replica", replica, 0)
         self._version = version or 0
-        expected, have = layout.shape(self.shape, index), tuple(array.shape)
-        if prod(expected) != prod(have):
+        expected, got = layout.shape(self.shape, index), tuple(array.shape)
+        if prod(expected) != prod(got):
             raise ValueError(
                 f"part {index} of {layout.parts} of a tensor of shape {self.shape} has shape "
-                f"{expected}, but the array has shape {have}"
+                f"{expected}, but the array has shape {got}"
             )
 
     @property
@@ -376,9 +378,16 @@ class Shard:
         return self.layout._steps
 
     def _with_array(self, array: Array, tier: str | None) -> Shard:
-        """Return the same part with another array and tier."""
-        facts: dict[str, Any] = {"version": self.version, "replica": self.replica, "tier": tier}
-        return Shard(array, self.layout, self.index, shape=self.shape, **facts)
+        """Return the same part, of the same version, with another array and tier."""
+        return Shard(
+            array,
+            self.layout,
+            self.index,
+            shape=self.shape,
+            version=self.version,
+            tier=tier,
+            replica=self.replica,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -409,9 +418,13 @@ class Shard:
         """Export of a torch tensor, whose dtype or device NumPy may not support."""
         if not is_torch(self.array):
             raise AttributeError("a shard of an array has __array_interface__")
-        if self.array.is_neg():
-            raise BufferError("a view that is negated when read: store its resolve_neg()")
+        if self.array.is_neg():  # torch would export the elements with the other sign
+            return self._refuse_negated
         return self.array.detach().__dlpack__
+
+    def _refuse_negated(self, **_: Any) -> Any:
+        """Raise BufferError, as torch does for views that are conjugated when read."""
+        raise BufferError("a view that is negated when read: store its resolve_neg()")
 
     @property
     def __dlpack_device__(self) -> Any:

@@ -292,7 +292,7 @@ class Chain:
     @cached_property
     def least_budget_bytes(self) -> int:
         """Smallest budget with a persistent schedule, without offloading."""
-        return _core.plan_least(self._arrays, False)
+        return _core.plan_least(self._arrays, False)  # without offloading
 
     @cached_property
     def _plain(self) -> tuple[float, int]:
@@ -301,7 +301,7 @@ class Chain:
         steps = np.empty((2 * n, 2), np.int32)  # (kind, block); kinds are indices of `_plan.KINDS`
         steps[:n, 0], steps[:n, 1] = 1, np.arange(n)  # save
         steps[n:, 0], steps[n:, 1] = 2, np.arange(n)[::-1]  # backward
-        seconds, peak = _core.chain_simulate(self._arrays, steps, False)[:2]
+        seconds, peak = _core.chain_simulate(self._arrays, steps, False)[:2]  # not each step
         return seconds, peak
 
     def to_json(self) -> str:
@@ -424,8 +424,8 @@ class Chain:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Chain):
             return NotImplemented
-        same = all(map(np.array_equal, self._arrays, other._arrays))
-        return same and self._names == other._names
+        has_equal_costs = all(map(np.array_equal, self._arrays, other._arrays))
+        return has_equal_costs and self._names == other._names
 
     def __hash__(self) -> int:
         # forward seconds and saved bytes suffice to tell most chains apart

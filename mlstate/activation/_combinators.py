@@ -117,8 +117,8 @@ class Composite(Operators):
             raise TypeError(f"{type(self).__name__} needs at least one strategy")
         self._members = tuple(check_strategy(member) for member in members)
         # bound methods, looked up once because they are called for each layer
-        self._asks: list[Callable[..., Any]] = [m.should_checkpoint for m in self._members]
-        self._opinions = [getattr(m, "opinion", m.should_checkpoint) for m in self._members]
+        self._decide: list[Callable[..., Any]] = [m.should_checkpoint for m in self._members]
+        self._decide_or_none = [getattr(m, "opinion", m.should_checkpoint) for m in self._members]
 
     @property
     def members(self) -> tuple[CheckpointStrategy, ...]:
@@ -138,7 +138,7 @@ class Composite(Operators):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self._members))})"
 
-    # `_asks` and `_opinions` are bound methods of the members, so a copy must rebuild them
+    # `_decide` and `_decide_or_none` have bound methods of the members, so a copy rebuilds them
     def __getstate__(self) -> dict[str, Any]:
         return self._settings()
 
@@ -147,7 +147,9 @@ class Composite(Operators):
         vars(self).update(state)
 
     def _settings(self) -> dict[str, Any]:
-        return {k: v for k, v in vars(self).items() if k not in ("_asks", "_opinions")}
+        """Return the members and the constructor's other arguments, by attribute."""
+        methods = ("_decide", "_decide_or_none")
+        return {name: value for name, value in vars(self).items() if name not in methods}
 
 
 class _Vote(Composite):
@@ -163,7 +165,7 @@ class _Vote(Composite):
 
     def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
         """Return the decision, or None if an undecided member could change it."""
-        opinions = [ask(layer_id, activation, layer_index) for ask in self._opinions]
+        opinions = [decide(layer_id, activation, layer_index) for decide in self._decide_or_none]
         if any(answer is not None and bool(answer) is self._decisive for answer in opinions):
             return self._decisive
         return None if None in opinions else not self._decisive
@@ -202,11 +204,11 @@ class AllOf(_Vote):
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
         """Return whether all members checkpoint the layer."""
-        chosen = True
-        for ask in self._asks:
-            if not ask(layer_id, activation, layer_index):
-                chosen = False
-        return chosen
+        decision = True
+        for decide in self._decide:  # all of them: members count their calls
+            if not decide(layer_id, activation, layer_index):
+                decision = False
+        return decision
 
 
 class AnyOf(_Vote):
@@ -238,11 +240,11 @@ class AnyOf(_Vote):
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
         """Return whether any member checkpoints the layer."""
-        chosen = False
-        for ask in self._asks:
-            if ask(layer_id, activation, layer_index):
-                chosen = True
-        return chosen
+        decision = False
+        for decide in self._decide:  # all of them: members count their calls
+            if decide(layer_id, activation, layer_index):
+                decision = True
+        return decision
 
 
 class Not(Composite):
@@ -276,11 +278,11 @@ class Not(Composite):
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
         """Return whether the member does not checkpoint the layer."""
-        return not self._asks[0](layer_id, activation, layer_index)
+        return not self._decide[0](layer_id, activation, layer_index)
 
     def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
         """Return the negated decision of the member, or None if it is undecided."""
-        opinion = self._opinions[0](layer_id, activation, layer_index)
+        opinion = self._decide_or_none[0](layer_id, activation, layer_index)
         return None if opinion is None else not opinion
 
 
@@ -320,16 +322,16 @@ class FirstMatch(Composite):
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:
         """Return the decision of the first member that has one, or `default`; all are asked."""
-        chosen = None
-        for ask in self._opinions:
-            opinion = ask(layer_id, activation, layer_index)
-            if chosen is None:
-                chosen = opinion
-        return self.default if chosen is None else bool(chosen)
+        decision = None
+        for decide in self._decide_or_none:
+            opinion = decide(layer_id, activation, layer_index)
+            if decision is None:
+                decision = opinion
+        return self.default if decision is None else bool(decision)
 
     def opinion(self, layer_id: str, activation: Any, layer_index: int) -> bool | None:
         """Return the decision of the first member that has one, or None."""
-        opinions = [ask(layer_id, activation, layer_index) for ask in self._opinions]
+        opinions = [decide(layer_id, activation, layer_index) for decide in self._decide_or_none]
         return next((bool(answer) for answer in opinions if answer is not None), None)
 
     def __repr__(self) -> str:

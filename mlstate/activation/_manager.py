@@ -158,21 +158,21 @@ class ActivationManager:
         if not isinstance(layer_id, str):
             raise TypeError(f"layer_id must be a str, got {type(layer_id).__name__}")
         nbytes = 0 if activation is None else _core.activation_bytes(activation)
-        place = (
+        index = (
             self._index_of(layer_id)
             if layer_index is None
             else check_int("layer_index", layer_index, 0)
         )
-        chosen = bool(self.strategy.should_checkpoint(layer_id, activation, place))
+        is_checkpointed = bool(self.strategy.should_checkpoint(layer_id, activation, index))
         with self._lock:
-            layer = self._layers.setdefault(layer_id, _Layer(layer_id, place))
-            layer.layer_index = place
+            layer = self._layers.setdefault(layer_id, _Layer(layer_id, index))
+            layer.layer_index = index
             layer.decisions += 1
-            layer.checkpointed += chosen
-            layer.is_checkpointed = chosen
+            layer.checkpointed += is_checkpointed
+            layer.is_checkpointed = is_checkpointed
             layer.activation_bytes = nbytes
-            layer.dropped_bytes += nbytes * chosen
-        return chosen
+            layer.dropped_bytes += nbytes * is_checkpointed
+        return is_checkpointed
 
     def _index_of(self, layer_id: str) -> int:
         """Return the index of a layer that is passed without one.
@@ -298,13 +298,14 @@ class ActivationManager:
 
         It is about the last decision for each of `layers`.
         """
-        chosen = [layer for layer in layers if layer.is_checkpointed]
+        checkpointed = [layer for layer in layers if layer.is_checkpointed]
         dropped, total = (
-            bytes_text(sum(layer.activation_bytes for layer in some)) for some in (chosen, layers)
+            bytes_text(sum(layer.activation_bytes for layer in selected))
+            for selected in (checkpointed, layers)
         )
         return (
-            f"{name_of(self.strategy)}: {len(chosen):,} of {len(layers):,} layers checkpointed, "
-            f"{dropped} of {total} of activations dropped"
+            f"{name_of(self.strategy)}: {len(checkpointed):,} of {len(layers):,} layers "
+            f"checkpointed, {dropped} of {total} of activations dropped"
         )
 
     def _rows(self, layers: list[LayerDecisions]) -> list[list[str]]:

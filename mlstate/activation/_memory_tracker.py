@@ -168,8 +168,8 @@ class MemoryTracker:
     def _read_memory(self) -> tuple[int, int, int, str]:
         """Return used, peak and total bytes now, and the name of their source.
 
-        The peak is as the system or torch reports it; for a callable source it equals the bytes in
-        use.
+        That is "process", a CUDA device or "custom". The peak is as the system or torch reports it;
+        for a callable source it equals the bytes in use.
         """
         if callable(self.source):
             return _read_custom(self.source())

@@ -380,19 +380,19 @@ class _KnapsackSearch:
         ends, full_seconds, bounds = self._bounds(sizes, seconds, 0)
         self.best = _Choice(float(full_seconds[0]), -1, 0, int(ends[0]))
         state_count = 0
-        for at in range(len(self._items)):
+        for item in range(len(self._items)):  # its position in the order of the search
             if not len(states) or state_count + len(states) > limit:
                 break
             # rows of the states that have room for the item; each gets a new state with it
-            parents = np.flatnonzero(sizes + self._sizes[at] <= self._room)
-            sizes = np.append(sizes, sizes[parents] + self._sizes[at])
-            seconds = np.append(seconds, seconds[parents] + self._seconds[at])
-            ends, full_seconds, bounds = self._bounds(sizes, seconds, at + 1)
+            parents = np.flatnonzero(sizes + self._sizes[item] <= self._room)
+            sizes = np.append(sizes, sizes[parents] + self._sizes[item])
+            seconds = np.append(seconds, seconds[parents] + self._seconds[item])
+            ends, full_seconds, bounds = self._bounds(sizes, seconds, item + 1)
             full_seconds = full_seconds[len(states) :]  # of the new states
             if len(full_seconds) and full_seconds.max() > self.best.seconds:
                 i = int(full_seconds.argmax())
                 parent, end = int(states[parents[i]]), int(ends[len(states) + i])
-                self.best = _Choice(float(full_seconds[i]), parent, at, end)
+                self.best = _Choice(float(full_seconds[i]), parent, item, end)
             # prune by the bound, then states that need more bytes for no more seconds than another
             rows = np.flatnonzero(bounds > self.best.seconds + self.slack)
             rows = rows[np.lexsort((-seconds[rows], sizes[rows]))]
@@ -417,7 +417,7 @@ class _KnapsackSearch:
         first = np.append(0, np.cumsum([len(parents) for parents in self._parents]))
         state = self.best.state
         while state >= 0:
-            at = int(np.searchsorted(first, state, "right")) - 1  # the item that the state added
-            chosen[self._items[at]] = True
-            state = int(self._parents[at][state - first[at]])
+            item = int(np.searchsorted(first, state, "right")) - 1  # that the state added
+            chosen[self._items[item]] = True
+            state = int(self._parents[item][state - first[item]])
         return chosen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from functools import cached_property
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -83,24 +84,29 @@ class Simulation(NamedTuple):
 def _steps_array(steps: Any) -> NDArray:
     """Return steps as a read-only int32 array of shape (steps, 2).
 
-    `steps`: such an array, or pairs of a kind of `KINDS` and an index. The core checks whether the
-    schedule is valid; ValueError here is about an unknown kind, an index out of range, or a shape.
+    `steps`: an array of integers of that shape, or pairs of a kind of `KINDS` and an index. The
+    core checks whether the schedule is valid; ValueError here is about an unknown kind, an index
+    out of range, or a shape. Raises TypeError for other numbers than integers.
     """
     if isinstance(steps, np.ndarray):
-        flags = steps.flags
-        frozen = flags.owndata and not flags.writeable  # arrays from the core need no copy
-        array = (np.asarray if frozen else np.array)(steps, np.int32, order="C")
+        if steps.size and steps.dtype.kind not in "iu":
+            raise TypeError(f"steps hold {steps.dtype}: expected integers")
+        if steps.size and not 0 <= int(steps.min()) <= int(steps.max()) < 1 << 31:
+            raise ValueError(f"steps hold {steps.min()} to {steps.max()}: no such kinds or blocks")
+        is_frozen = steps.flags.owndata and not steps.flags.writeable
+        # a frozen array, such as of the core, needs no copy
+        array = (np.asarray if is_frozen else np.array)(steps, np.int32, order="C")
     else:
         pairs: list[tuple[int, int]] = []
-        for step in steps:
-            kind, index = step
+        for kind, block in steps:
             if kind not in KINDS:
                 raise ValueError(
                     f"step {len(pairs)}: {kind!r} is not a kind of step, expected one of {KINDS}"
                 )
-            if not -1 < index < 1 << 31:
-                raise ValueError(f"step {len(pairs)}, {kind} {index}: no such block")
-            pairs.append((KINDS.index(kind), index))
+            number = check_int(f"step {len(pairs)}, {kind}: the block", block, -sys.maxsize)
+            if not 0 <= number < 1 << 31:
+                raise ValueError(f"step {len(pairs)}, {kind} {number}: no such block")
+            pairs.append((KINDS.index(kind), number))
         array = np.array(pairs, np.int32).reshape(-1, 2)
     if array.ndim != 2 or array.shape[1] != 2:
         raise ValueError(f"steps have shape {array.shape}: expected (steps, 2)")
@@ -229,21 +235,22 @@ class Plan:
         return Simulation(*_core.chain_simulate(self.chain._arrays, self._steps, True)[2:])
 
     @cached_property
-    def _runs(self) -> NDArray:
+    def _forward_runs(self) -> NDArray:
         """Number of forward runs of each block."""
-        forward = self._steps[:, 0] <= _SAVE  # kinds forward and save
-        return np.bincount(self._steps[forward, 1], minlength=self.chain.blocks)
+        is_forward = self._steps[:, 0] <= _SAVE  # kinds forward and save
+        return np.bincount(self._steps[is_forward, 1], minlength=self.chain.blocks)
 
     @property
     def kept(self) -> list[int]:
         """Blocks that run forward once, and whose saved memory stays on the device."""
-        away = set(self.offloaded)  # blocks
-        return [i for i, runs in enumerate(self._runs.tolist()) if runs == 1 and i not in away]
+        offloaded = set(self.offloaded)
+        runs = self._forward_runs.tolist()
+        return [i for i, count in enumerate(runs) if count == 1 and i not in offloaded]
 
     @property
     def recomputed(self) -> list[int]:
         """Blocks that run forward more than once."""
-        return [i for i, runs in enumerate(self._runs.tolist()) if runs > 1]
+        return [i for i, count in enumerate(self._forward_runs.tolist()) if count > 1]
 
     @property
     def offloaded(self) -> list[int]:
@@ -412,7 +419,7 @@ class Plan:
         <Plan of 2 blocks: 7 s (+16.7%), peak 70 B; 1 kept, 1 recomputed, 0 offloaded>
         """
         n = check_chain(chain).blocks
-        again = np.zeros(n, bool)
+        is_recomputed = np.zeros(n, bool)
         for block in check_items("blocks", blocks, "block numbers"):
             if isinstance(block, bool | np.bool_):
                 raise TypeError(
@@ -422,14 +429,16 @@ class Plan:
                 raise TypeError(f"blocks must hold block numbers, got {block!r}")
             if not 0 <= index(block) < n:
                 raise IndexError(f"block {block}: this chain has {n}, counted from 0")
-            again[block] = True
-        every = np.arange(n, dtype=np.int32)
-        forward = np.stack([np.where(again, _FORWARD, _SAVE).astype(np.int32), every], 1)
-        # backward: for a recomputed block i, drop its output i + 1 and save i; then backward i
+            is_recomputed[block] = True
+        numbers = np.arange(n, dtype=np.int32)  # of the blocks
+        forward_kinds = np.where(is_recomputed, _FORWARD, _SAVE).astype(np.int32)
+        forward = np.stack([forward_kinds, numbers], 1)
+        # backward: for a recomputed block i, drop its output i + 1 and save i; then backward i.
+        # The arrays have a row for each block and a column for each of these three steps.
         kinds = np.broadcast_to(np.array([_DROP, _SAVE, _BACKWARD], np.int32), (n, 3))
-        numbers = every[:, None] + np.array([1, 0, 0], np.int32)
-        is_used = again[:, None] | np.array([False, False, True])
-        backward = np.stack([kinds, numbers], 2)[::-1][is_used[::-1]]
+        indices = numbers[:, None] + np.array([1, 0, 0], np.int32)
+        is_step = is_recomputed[:, None] | np.array([False, False, True])
+        backward = np.stack([kinds, indices], 2)[::-1][is_step[::-1]]  # the last block first
         return cls(
             chain,
             np.concatenate([forward, backward]),
@@ -514,26 +523,26 @@ class Plan:
 
     def _title(self) -> str:
         """Return one line: blocks, seconds, peak, and what happens to the blocks."""
-        budget = "" if self.budget_bytes is None else f" of {bytes_text(self.budget_bytes)}"
+        budget_text = "" if self.budget_bytes is None else f" of {bytes_text(self.budget_bytes)}"
         return (
             f"{self.chain.blocks:,} blocks: {self.predicted_seconds:.4g} s "
             f"({self.overhead:+.1%}), peak {bytes_text(self.predicted_peak_bytes)}"
-            f"{budget}; {len(self.kept)} kept, {len(self.recomputed)} recomputed, "
+            f"{budget_text}; {len(self.kept)} kept, {len(self.recomputed)} recomputed, "
             f"{len(self.offloaded)} offloaded"
         )
 
     def _rows(self) -> list[list[str]]:
         """Return one row of texts for each step, in the columns `_HEADERS`."""
-        run = self.simulate()
+        simulation = self.simulate()
         names = self.chain.names
         return [
             [
                 f"{kind} {index}",
                 names[index] if kind != "drop" and names[index] != str(index) else "",
-                bytes_text(int(run.before_bytes[i])),
-                bytes_text(int(run.peak_bytes[i])),
-                bytes_text(int(run.after_bytes[i])),
-                f"{run.seconds[i]:.4g} s",
+                bytes_text(int(simulation.before_bytes[i])),
+                bytes_text(int(simulation.peak_bytes[i])),
+                bytes_text(int(simulation.after_bytes[i])),
+                f"{simulation.seconds[i]:.4g} s",
             ]
             for i, (kind, index) in enumerate(self.steps())
         ]
@@ -586,7 +595,6 @@ class Plan:
     def _repr_html_(self) -> str:
         from ._plan_html import plan_html
 
-        run = self.simulate()
-        bytes_ = (run.before_bytes, run.peak_bytes, run.after_bytes)
+        before, peak, after, seconds = self.simulate()
         title = f"{self._title()}; {self._describe_search()}"
-        return plan_html(title, self.steps(), self.chain.names, bytes_, run.seconds)
+        return plan_html(title, self.steps(), self.chain.names, (before, peak, after), seconds)

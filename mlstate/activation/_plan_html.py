@@ -32,26 +32,27 @@ def find_phases(steps: Iterable[tuple[str, int]]) -> list[Phase]:
     block k, whose input it is.
     """
     blocks: list[Phase] = []  # phases of one block each
-    for place, (kind, block) in enumerate(steps):
+    for number, (kind, block) in enumerate(steps):
         last = blocks[-1] if blocks else None
-        # After several saves, a backward step begins a phase: the last save belongs to the others.
+        # The backward step of the last saved block begins a new phase if the block before was saved
+        # too: so the saves of both blocks merge.
         ends_saves = len(blocks) > 1 and blocks[-2].kinds == ("save",) and kind == "backward"
         if last and last.first_block == block and not ends_saves:
-            blocks[-1] = last._replace(kinds=(*last.kinds, kind), last_step=place)
+            blocks[-1] = last._replace(kinds=(*last.kinds, kind), last_step=number)
         else:
-            blocks.append(Phase((kind,), block, block, place, place))
+            blocks.append(Phase((kind,), block, block, number, number))
     phases: list[Phase] = []
     for phase in blocks:
         last = phases[-1] if phases else None
-        if last and last.kinds == phase.kinds and _continues(last, phase.first_block):
+        if last and last.kinds == phase.kinds and _is_next_block(last, phase.first_block):
             phases[-1] = last._replace(last_block=phase.last_block, last_step=phase.last_step)
         else:
             phases.append(phase)
     return phases
 
 
-def _continues(phase: Phase, block: int) -> bool:
-    """Return whether `block` continues a phase: it is the next block in the phase's direction.
+def _is_next_block(phase: Phase, block: int) -> bool:
+    """Return whether `block` is the next one after a phase, in the phase's direction.
 
     A phase of one block has no direction yet.
     """
@@ -98,6 +99,9 @@ def plan_html(
     table = table_html(title, _HEADERS, [row(phase) for phase in phases])
     if len(phases) == len(steps):
         return table
-    single = [row(Phase((k,), b, b, place, place)) for place, (k, b) in enumerate(steps)]
-    every = table_html("", _HEADERS, single, style=False)
-    return f"{table}<details><summary>all {len(steps):,} steps</summary>{every}</details>"
+    step_rows = [
+        row(Phase((kind,), block, block, number, number))
+        for number, (kind, block) in enumerate(steps)
+    ]
+    step_table = table_html("", _HEADERS, step_rows, style=False)
+    return f"{table}<details><summary>all {len(steps):,} steps</summary>{step_table}</details>"

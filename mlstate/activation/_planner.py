@@ -120,22 +120,22 @@ def plan(
     Traceback (most recent call last):
     mlstate.errors.CapacityError: no persistent schedule of 4 blocks fits a budget of 60 ...
     """
-    number = _check_arguments(chain, slots, offload)
+    slot_count = _check_arguments(chain, slots, offload)
     if schedules not in _CLASSES:
         raise ValueError(f"schedules is {schedules!r}: choose one of {', '.join(_CLASSES)}")
     parsed = chain._budget(budget_bytes)
     budget = parsed.nbytes
     with parsed.errors():
         if schedules == "any":
-            return _plan_any(chain, budget, number, offload)
-        # `used`: slots of the core's search; 0 if it was to the byte
-        steps, method, used = _core.plan_make(chain._arrays, budget, number, offload)
+            return _plan_any(chain, budget, slot_count, offload)
+        # `method`: of `_METHODS`. `used_slots`: of the core's search; 0 if it was to the byte
+        steps, method, used_slots = _core.plan_make(chain._arrays, budget, slot_count, offload)
     return Plan(
         chain,
         steps,
         budget_bytes=budget,
         schedules=schedules,
-        method=_METHODS[method].format(used),
+        method=_METHODS[method].format(used_slots),
         exact=method == "bytes",
     )
 
@@ -197,20 +197,19 @@ class Pareto:
 
     def __init__(self, chain: Chain, slots: int | None = None, offload: bool = False) -> None:
         """Compute the least seconds for each budget; the class describes the arguments."""
-        number = _check_arguments(chain, slots, offload)
+        slot_count = _check_arguments(chain, slots, offload)
         self.chain = chain
         self.slots = slots
         self.offload = offload
         self.budget_bytes: NDArray
         self.seconds: NDArray
-        self.budget_bytes, self.seconds, method, used = _core.plan_pareto(
-            chain._arrays, number, offload
+        self.budget_bytes, self.seconds, method, used_slots = _core.plan_pareto(
+            chain._arrays, slot_count, offload
         )
         self.budget_bytes.flags.writeable = self.seconds.flags.writeable = False
-        # `used`: slots of the core's search, also by default; 0 if it was to the byte
-        self.method: str = _METHODS[method].format(used)
+        self.method: str = _METHODS[method].format(used_slots)
         self.exact: bool = method == "bytes"
-        self._slots = used
+        self._slots = used_slots  # of the core's search, also by default; 0 if it was to the byte
 
     def __len__(self) -> int:
         return len(self.budget_bytes)

@@ -38,8 +38,8 @@ def layer_names(label: str, layers: Iterable[str] | None) -> tuple[str, ...]:
 
 def check_overlap(chosen: Iterable[str], excluded: Iterable[str]) -> None:
     """Raise ValueError, with all their names, if layers are in both lists."""
-    out = set(excluded)
-    both = [name for name in chosen if name in out]
+    excluded_names = set(excluded)
+    both = [name for name in chosen if name in excluded_names]
     if both:
         raise ValueError(f"Layers cannot be both checkpointed and excluded: {', '.join(both)}")
 
@@ -64,6 +64,7 @@ class _Strategy(Operators):
     _fields: ClassVar[tuple[str, ...]]
 
     def _settings(self) -> dict[str, Any]:
+        """Return the constructor arguments by name."""
         return {field: getattr(self, field) for field in self._fields}
 
     def __repr__(self) -> str:
@@ -84,8 +85,8 @@ class _Strategy(Operators):
         return self._state(), dict(getattr(self, "__dict__", ()))  # type: ignore[attr-defined]
 
     def __setstate__(self, state: tuple[object, dict[str, object]]) -> None:
-        counted, attributes = state
-        self._restore(counted)  # type: ignore[attr-defined]
+        counts, attributes = state
+        self._restore(counts)  # type: ignore[attr-defined]
         for name, value in attributes.items():
             setattr(self, name, value)
 
@@ -355,8 +356,7 @@ class MemoryAwareStrategy(_Strategy, _core.MemoryAwareStrategy):
             raise TypeError(f"tracker needs a method get_stats, got {type(tracker).__name__}")
         if clock is not None and not callable(clock):
             raise TypeError(f"clock must be callable, got {type(clock).__name__}")
-        share = max_memory_percentage
-        self = super().__new__(cls, total_memory, (), (), share, clock)
+        self = super().__new__(cls, total_memory, (), (), max_memory_percentage, clock)
         self._tracker = tracker
         return self
 

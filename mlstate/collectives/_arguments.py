@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.arguments import is_flag
-from .._common.arrays import is_torch, overlaps_itself, refuse_masked, shares_elements
+from .._common.arrays import (
+    is_same_memory,
+    is_torch,
+    overlaps_itself,
+    refuse_masked,
+    shares_elements,
+)
 from .._common.backend import TensorBackend, backend_of, imported_backends
 from .._common.dtypes import PACKED, label_of, name_of
 from ..errors import CollectiveError, CompatibilityError
@@ -96,14 +102,20 @@ def failed(operation: str, rank: int, reason: str) -> CollectiveError:
 
 
 def _mismatch_error(
-    operation: str, label: str, got: object, expected: object, do: str, *, rank: int | None = None
+    operation: str,
+    label: str,
+    got: object,
+    expected: object,
+    remedy: str,
+    *,
+    rank: int | None = None,
 ) -> CompatibilityError:
     """Return the error for an argument that does not fit; its text has the first five arguments.
 
     `operation`: its name. `label`: start of the sentence about `got` ("out has shape"). `expected`:
-    a value that would fit. `do`: the remedy. `rank`: the rank at fault, if known.
+    a value that would fit. `rank`: the rank at fault, if known.
     """
-    error = CompatibilityError(f"{operation}: {label} {got}, expected {expected}; {do}")
+    error = CompatibilityError(f"{operation}: {label} {got}, expected {expected}; {remedy}")
     error.name, error.got, error.expected = operation, str(got), str(expected)
     error.rank = rank
     return error
@@ -119,7 +131,7 @@ def check_timeout(timeout: object) -> float | None:
     """
     if timeout is None:
         return None
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.number):
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float | np.integer | np.floating):
         raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
     seconds = float(timeout)
     if not 0 < seconds < 1e9:
@@ -164,17 +176,17 @@ def dtype_name(array: Any) -> str:
     return name_of(array.dtype)
 
 
-def kind_of(array: Any) -> str:
+def rows_text(array: Any) -> str:
     """Return an array's dtype and the shape of its rows as text, which ranks compare.
 
     The length of the first axis is not part of it, as it may differ between ranks.
     """
     dtype = array.dtype
     if is_torch(array) or dtype.isbuiltin == 1:  # for others, the name omits the byte order
-        kind = name_of(dtype)
+        text = name_of(dtype)
     else:
-        kind = label_of(dtype) or str(dtype)
-    return f"{kind} {tuple(array.shape[1:])}"
+        text = label_of(dtype) or str(dtype)
+    return f"{text} {tuple(array.shape[1:])}"
 
 
 def check_array(operation: str, array: Any) -> Any:
@@ -228,16 +240,16 @@ def check_op(operation: str, op: object, array: Array) -> str:
     """
     try:
         name = str(op.value if hasattr(op, "value") else op)
-        kinds = _REDUCIBLE[name]
+        prefixes = _REDUCIBLE[name]
     except KeyError:
         raise ValueError(f"{operation}: op {op!r} is not one of {', '.join(_REDUCIBLE)}") from None
     dtype = dtype_name(array)
-    if dtype in PACKED or not dtype.startswith(kinds):
+    if dtype in PACKED or not dtype.startswith(prefixes):
         raise _mismatch_error(
             operation,
             f"op {name!r} is not defined for dtype",
             dtype,
-            " or ".join(f"{kind}*" for kind in kinds),
+            " or ".join(f"{prefix}*" for prefix in prefixes),
             "convert the array first",
         )
     return name
@@ -326,20 +338,6 @@ def check_own_rows(operation: str, array: Array, counts: Sequence[int], rank: in
 # ---- results ----
 
 
-def _same_place(out: Any, array: Any) -> bool:
-    """Return whether two arrays of one shape and dtype have the same elements in memory.
-
-    That is, they begin at one address and have the same strides. Both are of one library.
-    """
-    if out is array:
-        return True
-    if is_torch(out):
-        same_steps = out.stride() == array.stride()
-        return bool(same_steps and out.data_ptr() == array.data_ptr() and out.numel())
-    same_start = out.__array_interface__["data"][0] == array.__array_interface__["data"][0]
-    return bool(same_start and out.strides == array.strides)
-
-
 def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> Any:
     """Return the array for a result of this shape: `out` if it fits, else a new array.
 
@@ -370,9 +368,7 @@ def result_of(operation: str, out: Any, shape: tuple[int, ...], array: Any) -> A
         raise ValueError(f"{operation}: out is read-only")
     if overlaps_itself(detached):
         raise ValueError(f"{operation}: elements of out share memory with one another; pass a copy")
-    if shares_elements(detached, array) and not (
-        detached.shape == array.shape and _same_place(detached, array)
-    ):
+    if shares_elements(detached, array) and not is_same_memory(detached, array):
         raise ValueError(
             f"{operation}: out shares memory with the input; pass the input itself if the shapes "
             "are equal, or a separate array"

@@ -49,18 +49,17 @@ def agree(
 
     message: dict[str, Any] = {"about": about, "error": None, "again": again}
     if error is not None:
-        text = (
-            f"{type(error).__name__}: {error}"
-            if _error_class_name(error) == "CollectiveError"
-            else error
-        )
-        message |= {"error": str(text), "kind": _error_class_name(error)}
-    everyone = [json.loads(text) for text in group.gather_bytes(json.dumps(message).encode()) or ()]
-    has_error = [reply["error"] is not None for reply in everyone]
+        kind = _error_class_name(error)
+        # other classes are not kept: the text names them
+        text = f"{type(error).__name__}: {error}" if kind == "CollectiveError" else str(error)
+        message |= {"error": text, "kind": kind}
+    # by rank
+    replies = [json.loads(data) for data in group.gather_bytes(json.dumps(message).encode()) or ()]
+    has_error = [reply["error"] is not None for reply in replies]
     # (rank, message) of each rank with an error that is final
-    failed = [(r, reply) for r, reply in enumerate(everyone) if has_error[r] and not reply["again"]]
+    failed = [(r, reply) for r, reply in enumerate(replies) if has_error[r] and not reply["again"]]
     if failed:
         if error is not None and not again:
             raise error
         raise _peer_error(*failed[0]) from error
-    return not any(has_error) and len({reply["about"] for reply in everyone}) == 1
+    return not any(has_error) and len({reply["about"] for reply in replies}) == 1

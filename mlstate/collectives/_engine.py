@@ -28,8 +28,8 @@ from ._arguments import (
     check_writable,
     counts_of,
     failed,
-    kind_of,
     result_of,
+    rows_text,
 )
 from ._memory import copy_back, flat_of, target_for
 from ._process_group import ProcessGroup
@@ -75,8 +75,8 @@ class OperationQueue:
             return self._enqueue(operation, task)
         with self._running:
             with self._lock:
-                waiting = bool(self._queue)
-            if not waiting:
+                has_queued = bool(self._queue)
+            if not has_queued:
                 return task()
         return self._enqueue(operation, task).wait()
 
@@ -199,10 +199,10 @@ class Engine(ProcessGroup, ABC):
         """Reduce over ranks and return this rank's rows (see `ProcessGroup`)."""
         name = "reduce_scatter"
         seconds, source = check_timeout(timeout), check_array(name, array)
-        kind = check_op(name, op, source)
+        op_name = check_op(name, op, source)
         rows = check_counts(name, "counts", counts, check_rows(name, source), self.world_size)
-        call = Call(name, seconds, async_op, f"{kind} of {kind_of(source)} in rows {rows}")
-        return self._fill(call, source, out, rows[self.rank], rows, kind, reduced=True)
+        call = Call(name, seconds, async_op, f"{op_name} of {rows_text(source)} in rows {rows}")
+        return self._fill(call, source, out, rows[self.rank], rows, op_name, reduced=True)
 
     def all_gather(
         self,
@@ -220,7 +220,7 @@ class Engine(ProcessGroup, ABC):
         if counts is not None:
             rows = counts_of(name, "counts", counts, self.world_size)
             check_own_rows(name, source, rows, self.rank)
-        call = Call(name, seconds, async_op, f"{kind_of(source)} in rows {rows}")
+        call = Call(name, seconds, async_op, f"{rows_text(source)} in rows {rows}")
         return self._fill(call, source, out, sum(rows), rows)
 
     def all_reduce(
@@ -235,11 +235,11 @@ class Engine(ProcessGroup, ABC):
         """Return the reduction over all ranks (see `ProcessGroup`)."""
         name = "all_reduce"
         seconds, source = check_timeout(timeout), check_array(name, array)
-        kind = check_op(name, op, source)
-        text = f"{kind} of {tuple(source.shape)} {kind_of(source)}"
-        return self._fill(
-            Call(name, seconds, async_op, text), source, out, None, kind, reduced=True
-        )
+        op_name = check_op(name, op, source)
+        text = f"{op_name} of {tuple(source.shape)} {rows_text(source)}"
+        call = Call(name, seconds, async_op, text)
+        # None: the result has the shape of the source
+        return self._fill(call, source, out, None, op_name, reduced=True)
 
     def all_to_all(
         self,
@@ -263,7 +263,7 @@ class Engine(ProcessGroup, ABC):
         sent = expected = check_counts(name, "counts", counts, rows, self.world_size)
         if out_counts is not None:
             expected = counts_of(name, "out_counts", out_counts, self.world_size)
-        call = Call(name, seconds, async_op, kind_of(source), rows=(sent, expected))
+        call = Call(name, seconds, async_op, rows_text(source), rows=(sent, expected))
         return self._fill(call, source, out, sum(expected), sent, expected)
 
     def broadcast(
@@ -277,23 +277,23 @@ class Engine(ProcessGroup, ABC):
         """Copy the root's array into the array of each other rank (see `ProcessGroup`)."""
         name = "broadcast"
         seconds, checked = check_timeout(timeout), check_array(name, array)
-        start = check_root(name, root, self.world_size)
-        sends = start == self.rank
-        if not sends:
+        root_rank = check_root(name, root, self.world_size)
+        is_root = root_rank == self.rank
+        if not is_root:
             check_writable(name, array, self.rank)
-        memory = (self._source if sends else self._target)(name, checked, reduced=False)
+        memory = (self._source if is_root else self._target)(name, checked, reduced=False)
 
         def perform(link: Link) -> Any:
             """Broadcast in the group's memory, and put the result into the caller's array.
 
             Returns the caller's array, not the detached one.
             """
-            link.broadcast(memory, start)
-            if not sends:
+            link.broadcast(memory, root_rank)
+            if not is_root:
                 self._put(memory, checked)
             return array
 
-        text = f"{tuple(checked.shape)} {kind_of(checked)} from {start}"
+        text = f"{tuple(checked.shape)} {rows_text(checked)} from {root_rank}"
         return self._submit(Call(name, seconds, async_op, text, _device_of(checked)), perform)
 
     def barrier(self, *, timeout: float | None = None, async_op: bool = False) -> Any:
@@ -312,9 +312,9 @@ class Engine(ProcessGroup, ABC):
         name = "gather_bytes"
         seconds = None if timeout is None else check_timeout(timeout)
         sent = data if type(data) is bytes else check_bytes(name, data)
-        end = None if root is None else check_root(name, root, self.world_size)
-        call = Call(name, seconds, async_op, f"to {end}")
-        return self._submit(call, methodcaller("gather_bytes", sent, end))
+        receiver = None if root is None else check_root(name, root, self.world_size)
+        call = Call(name, seconds, async_op, f"to {receiver}")
+        return self._submit(call, methodcaller("gather_bytes", sent, receiver))
 
     # ---- call order ----
 
@@ -334,15 +334,15 @@ class Engine(ProcessGroup, ABC):
         the call of the link. `reduced`: the operation computes with elements.
         """
         shape = source.shape if rows is None else (rows, *source.shape[1:])
-        place = result_of(call.name, out, tuple(shape), source)
+        result = result_of(call.name, out, tuple(shape), source)
         memory = self._source(call.name, source, reduced=reduced)
 
         def perform(link: Link) -> Any:
             """Run the operation in the group's memory, and return the result for the caller."""
-            target = self._target(call.name, place, reduced=reduced)
+            target = self._target(call.name, result, reduced=reduced)
             getattr(link, call.name)(memory, target, *arguments)
-            self._put(target, place)
-            return place if out is None else out
+            self._put(target, result)
+            return result if out is None else out  # `result` is detached from autograd
 
         return self._submit(call._replace(device=_device_of(source)), perform)
 

@@ -148,11 +148,14 @@ class ExchangeLink(ABC):
 
         `source` is copied first if it overlaps `target`.
         """
-        source_bytes, into = self.bytes_of(source), self.bytes_of(target)
-        start, end = _address(source_bytes), _address(into)
-        if start < end + len(into) and end < start + len(source_bytes):
+        source_bytes, target_bytes = self.bytes_of(source), self.bytes_of(target)
+        source_start, target_start = _address(source_bytes), _address(target_bytes)
+        overlaps = source_start < target_start + len(
+            target_bytes
+        ) and target_start < source_start + len(source_bytes)
+        if overlaps:
             source_bytes = copy_of(source_bytes)
-        sends, receives = split(source_bytes, sent), split(into, expected)
+        sends, receives = split(source_bytes, sent), split(target_bytes, expected)
         receives[self.rank][...] = sends[self.rank]
         self.exchange(sends, receives)
 
@@ -163,12 +166,12 @@ class ExchangeLink(ABC):
         """
         flat, world = self.bytes_of(memory), self.world_size
         empty, is_root = flat[:0], self.rank == root  # empty parts are not sent
-        shared = world > 2 and len(flat) >= _SHARED_BYTES
-        parts = split(flat, even_counts(len(flat), world)) if shared else [flat] * world
+        is_shared = world > 2 and len(flat) >= _SHARED_BYTES  # ranks share the sending
+        parts = split(flat, even_counts(len(flat), world)) if is_shared else [flat] * world
         own_part = parts[self.rank]
         from_root = [own_part if rank == root else empty for rank in range(world)]
         self.exchange(parts if is_root else [empty] * world, from_root)
-        if shared:
+        if is_shared:
             to_others = [empty if rank == root else own_part for rank in range(world)]
             self.exchange(to_others, [empty] * world if is_root else parts)
 
@@ -184,28 +187,32 @@ class ExchangeLink(ABC):
         lengths in slots of `_SLOT_BYTES`, in one exchange. If some are longer, a second exchange
         sends these as a whole.
         """
-        room, world = _SLOT_BYTES - _LENGTH_BYTES, self.world_size
-        head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:room]
+        most_in_slot, world = _SLOT_BYTES - _LENGTH_BYTES, self.world_size
+        head = len(data).to_bytes(_LENGTH_BYTES, "little") + data[:most_in_slot]
         own_head = self.from_bytes(head.ljust(_SLOT_BYTES, b"\0"))
         slots = split(new_like(own_head, _SLOT_BYTES * world), [_SLOT_BYTES] * world)
         slots[self.rank] = own_head
         self.exchange([own_head] * world, slots)
         heads = [self.to_bytes(slot) for slot in slots]
         lengths = [int.from_bytes(head[:_LENGTH_BYTES], "little") for head in heads]
-        texts = [head[_LENGTH_BYTES:][:n] for head, n in zip(heads, lengths, strict=True)]
-        rest = [n if n > room else 0 for n in lengths]
-        if any(rest):
-            ends = range(world) if root is None else [root]  # ranks that receive
-            own_head = self.from_bytes(data if rest[self.rank] else b"")
-            counts = [n if self.rank in ends and r != self.rank else 0 for r, n in enumerate(rest)]
-            long = split(new_like(own_head, sum(counts)), counts)
+        results = [head[_LENGTH_BYTES:][:n] for head, n in zip(heads, lengths, strict=True)]
+        long_lengths = [n if n > most_in_slot else 0 for n in lengths]
+        if any(long_lengths):
+            receivers = range(world) if root is None else [root]
+            own_data = self.from_bytes(data if long_lengths[self.rank] else b"")
+            # bytes that this rank receives from each rank
+            counts = [
+                n if self.rank in receivers and rank != self.rank else 0
+                for rank, n in enumerate(long_lengths)
+            ]
+            received = split(new_like(own_data, sum(counts)), counts)
             self.exchange(
-                [own_head if rank in ends else own_head[:0] for rank in range(world)], long
+                [own_data if rank in receivers else own_data[:0] for rank in range(world)], received
             )
-            for rank in (r for r, n in enumerate(counts) if n):
-                texts[rank] = self.to_bytes(long[rank])
-            texts[self.rank] = data
-        return texts if root in (None, self.rank) else None
+            for rank in (rank for rank, n in enumerate(counts) if n):
+                results[rank] = self.to_bytes(received[rank])
+            results[self.rank] = data
+        return results if root in (None, self.rank) else None
 
 
 def split(flat: Any, rows: Sequence[int]) -> list[Any]:
@@ -240,5 +247,5 @@ def shares(size: int, rows: Sequence[int]) -> list[int]:
     if that sum is 0.
     """
     total = sum(rows)
-    width = size // total if total else 0
-    return [n * width for n in rows]
+    row_size = size // total if total else 0
+    return [n * row_size for n in rows]

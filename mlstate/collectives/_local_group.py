@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
+from .._common.arguments import is_flag
 from .._common.arrays import is_torch
 from ..errors import CollectiveError, CompatibilityError
 from ._arguments import check_timeout, dtype_name
@@ -51,8 +52,8 @@ def _check_numbers(operation: str, array: Any) -> None:
     operation, for the error.
     """
     name = dtype_name(array)
-    wide = not is_torch(array) and array.itemsize > 8 and name != "complex128"
-    if wide or name in ("longdouble", "clongdouble"):
+    is_wide = not is_torch(array) and array.itemsize > 8 and name != "complex128"
+    if is_wide or name in ("longdouble", "clongdouble"):
         error = CompatibilityError(
             f"{operation}: arithmetic is not supported for dtype {name}; convert the array first"
         )
@@ -111,8 +112,9 @@ class _Link:
         return self._core.reduce_scatter(bucket, wants_norms, *self._call)
 
     def all_gather(self, source: Array, target: Array, rows: list[int]) -> None:
-        into = bytes_of(target)
-        self._core.all_gather(bytes_of(source), into, shares(into.size, rows), *self._call)
+        target_bytes = bytes_of(target)
+        sizes = shares(target_bytes.size, rows)
+        self._core.all_gather(bytes_of(source), target_bytes, sizes, *self._call)
 
     def all_reduce(self, source: Array, target: Array, op: str) -> None:
         reduction = core_reduction(op, self._world_size)
@@ -125,12 +127,12 @@ class _Link:
 
         `source` is copied first if it overlaps `target`.
         """
-        source_bytes, into = bytes_of(source), bytes_of(target)
-        input_bytes = (
-            source_bytes.copy() if np.may_share_memory(source_bytes, into) else source_bytes
-        )
-        sizes = shares(source_bytes.size, sent), shares(into.size, expected)
-        self._core.all_to_all(input_bytes, sizes[0], into, sizes[1], *self._call)
+        source_bytes, target_bytes = bytes_of(source), bytes_of(target)
+        if np.may_share_memory(source_bytes, target_bytes):
+            source_bytes = source_bytes.copy()
+        sizes = shares(source_bytes.size, sent)
+        expected_sizes = shares(target_bytes.size, expected)
+        self._core.all_to_all(source_bytes, sizes, target_bytes, expected_sizes, *self._call)
 
     def broadcast(self, memory: Any, root: int) -> None:
         self._core.broadcast(bytes_of(memory), root, *self._call)
@@ -139,7 +141,7 @@ class _Link:
         self._core.barrier(*self._call)
 
     def gather_bytes(self, data: bytes, root: int | None) -> list[bytes] | None:
-        return self._core.gather_bytes(data, -1 if root is None else root, *self._call)
+        return self._core.gather_bytes(data, -1 if root is None else root, *self._call)  # -1: all
 
 
 class LocalGroup(Engine):
@@ -289,9 +291,11 @@ class LocalGroup(Engine):
         """
         if not isinstance(name, str):
             raise TypeError(f"LocalGroup.join: name must be a str, got {type(name).__name__}")
-        meeting = check_timeout(timeout) or 60.0
+        join_seconds = check_timeout(timeout) or 60.0
         seconds = check_timeout(operation_timeout) or DEFAULT_SECONDS
         _core.local_measure(world_size)  # raises if world_size is out of range
+        if is_flag(rank) or not hasattr(rank, "__index__"):
+            raise TypeError(f"LocalGroup.join: rank must be an int, got {type(rank).__name__}")
         if not 0 <= rank < world_size:
             raise ValueError(
                 f"LocalGroup.join: rank {rank} is not in the range 0 to {world_size - 1}; ranks "
@@ -299,7 +303,8 @@ class LocalGroup(Engine):
             )
         from ._local_rendezvous import meet
 
-        return cls(meet(name, int(rank), int(world_size), meeting), rank, world_size, seconds)
+        rank, world_size = int(rank), int(world_size)
+        return cls(meet(name, rank, world_size, join_seconds), rank, world_size, seconds)
 
     @classmethod
     def from_env(
@@ -446,22 +451,21 @@ class LocalGroup(Engine):
         """
         self._check_open("empty")
         lengths = _lengths_of(shape)
-        tensor = type(dtype).__module__ == "torch"
-        kind = dtype if tensor else np.dtype(dtype)
-        size = prod(lengths) * kind.itemsize
-        # NumPy would raise ValueError
-        if size > sys.maxsize:
-            raise MemoryError(f"empty: {size} bytes for the shape {lengths} of {kind}")
-        if tensor:
+        is_tensor = type(dtype).__module__ == "torch"
+        item_dtype = dtype if is_tensor else np.dtype(dtype)
+        size = prod(lengths) * item_dtype.itemsize
+        if size > sys.maxsize:  # NumPy would raise ValueError
+            raise MemoryError(f"empty: {size} bytes for the shape {lengths} of {item_dtype}")
+        if is_tensor:
             import torch
 
             try:
-                return torch.empty(lengths, dtype=kind)
+                return torch.empty(lengths, dtype=item_dtype)
             except RuntimeError as error:  # torch has no exception type for out of memory
                 raise MemoryError(f"empty: {size} bytes for the shape {lengths}: {error}") from None
-        if kind.hasobject:
-            raise TypeError(f"empty: elements of dtype {kind} are objects, expected numbers")
-        return np.empty(lengths, kind)
+        if item_dtype.hasobject:
+            raise TypeError(f"empty: elements of dtype {item_dtype} are objects, expected numbers")
+        return np.empty(lengths, item_dtype)
 
     # ---- call order ----
 
@@ -539,8 +543,8 @@ def _read_launcher_variables(variables: Mapping[str, str]) -> tuple[str, int, in
     has ranks on other hosts.
     """
     for names in _LAUNCHERS:
-        first, second, local = names
-        if first in variables and second in variables:
+        rank_name, size_name, local_size_name = names
+        if rank_name in variables and size_name in variables:
             break
     else:
         missing = [name for name in _LAUNCHERS[0][:2] if name not in variables]
@@ -549,14 +553,14 @@ def _read_launcher_variables(variables: Mapping[str, str]) -> tuple[str, int, in
             "torchrun or mpirun, or use LocalGroup.run or LocalGroup.join"
         )
     try:
-        rank, world_size = int(variables[first]), int(variables[second])
+        rank, world_size = int(variables[rank_name]), int(variables[size_name])
     except ValueError:
         raise CollectiveError(
-            f"LocalGroup.from_env: {first}={variables[first]!r} and "
-            f"{second}={variables[second]!r} must be numbers"
+            f"LocalGroup.from_env: {rank_name}={variables[rank_name]!r} and "
+            f"{size_name}={variables[size_name]!r} must be numbers"
         ) from None
-    # a launcher that does not set the number on this host is trusted
-    local_size = variables.get(local, str(world_size))
+    # without the number on this host, all ranks are taken to be on it
+    local_size = variables.get(local_size_name, str(world_size))
     if local_size != str(world_size):
         raise CollectiveError(
             f"LocalGroup.from_env: {world_size} ranks, {local_size} of them on this host; "
@@ -564,7 +568,7 @@ def _read_launcher_variables(variables: Mapping[str, str]) -> tuple[str, int, in
         )
     if not 0 <= rank < world_size:
         raise CollectiveError(
-            f"LocalGroup.from_env: {first}={rank} is not a rank of {second}={world_size}"
+            f"LocalGroup.from_env: {rank_name}={rank} is not a rank of {size_name}={world_size}"
         )
     job = variables.get("MLSTATE_JOB") or " ".join(
         f"{name}={variables[name]}" for name in _JOBS if name in variables

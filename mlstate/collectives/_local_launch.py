@@ -210,12 +210,12 @@ def _end_processes(processes: Iterable[BaseProcess]) -> None:
     """
     alive = [process for process in processes if process.pid is not None]
     end = time.monotonic() + GRACE_SECONDS
-    for stop in ("", "terminate", "kill"):
+    for method in ("", "terminate", "kill"):  # first only wait
         for process in alive:
-            if stop and process.exitcode is None:
-                getattr(process, stop)()
+            if method and process.exitcode is None:
+                getattr(process, method)()
         for process in alive:
-            process.join(max(end - time.monotonic(), 0.1) if stop != "kill" else None)
+            process.join(max(end - time.monotonic(), 0.1) if method != "kill" else None)
         end = time.monotonic() + 1.0
     for process in alive:
         process.close()
@@ -242,7 +242,7 @@ def run(
     context: Any = multiprocessing.get_context(start_method)
     name = f"run-{os.getpid()}-{secrets.token_hex(8)}"
     ranks: list[_Rank] = []
-    good = False
+    has_results = False
     try:
         for rank in range(world_size):
             parent_pipe, child_pipe = context.Pipe(duplex=False)
@@ -255,12 +255,12 @@ def run(
             process.start()
             child_pipe.close()  # so that the pipe breaks when the process ends
         _collect_messages(ranks, deadline)
-        good = all(rank.has_result() for rank in ranks)
-        if not good:
+        has_results = all(rank.has_result() for rank in ranks)
+        if not has_results:
             raise _find_error(ranks, timeout)
         return [rank.message[1] for rank in ranks if rank.message is not None]
     finally:
-        if not good:
+        if not has_results:
             for rank_process in ranks:
                 if rank_process.process.pid is not None and rank_process.process.exitcode is None:
                     rank_process.process.terminate()

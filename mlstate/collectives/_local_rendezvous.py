@@ -66,9 +66,9 @@ def _get_credentials(peer: socket.socket) -> tuple[int, int]:
 
     if not LINUX:
         return 0, os.getuid()  # the socket's file has mode 0600
-    form = struct.Struct("3i")  # struct ucred: process, user, group
-    data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, form.size)
-    process, user, _ = form.unpack(data)
+    ucred = struct.Struct("3i")  # process, user, group
+    data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, ucred.size)
+    process, user, _ = ucred.unpack(data)
     return process, user
 
 
@@ -144,15 +144,15 @@ def _receive_line(peer: socket.socket, deadline: float) -> tuple[dict[str, Any],
         while not data.endswith(b"\n"):
             peer.settimeout(max(deadline - time.monotonic(), 1e-3))
             try:
-                more, received, _, _ = socket.recv_fds(peer, LINE_BYTES, 1)
+                chunk, received, _, _ = socket.recv_fds(peer, LINE_BYTES, 1)
             except TimeoutError:
                 raise
             except OSError:
-                more, received = b"", []
+                chunk, received = b"", []
             descriptors += received
-            if not more or len(data) > LINE_BYTES:
+            if not chunk or len(data) > LINE_BYTES:
                 raise _PeerLostError
-            data += more
+            data += chunk
         return _parse_line(data), descriptors.pop()
     finally:
         for unused in descriptors[1:]:
@@ -343,13 +343,13 @@ class _Host:
                 "its own rank, and each job its own name"
             )
         process = _get_credentials(peer)[0]
-        processes = {_get_credentials(joined)[0]: r for r, joined in self.ranks.items()}
-        processes[os.getpid()] = 0  # this process is rank 0
-        twin = processes.get(process) if process else None  # 0: unknown
-        if twin is not None:  # file locks belong to processes, not to ranks
+        rank_of = {_get_credentials(joined)[0]: other for other, joined in self.ranks.items()}
+        rank_of[os.getpid()] = 0  # this process is rank 0
+        same_process = rank_of.get(process) if process else None  # 0: unknown
+        if same_process is not None:  # file locks belong to processes, not to ranks
             raise self.send_error(
-                f"ranks {twin} and {rank} are one process; LocalGroup.threads makes a group of "
-                "threads"
+                f"ranks {same_process} and {rank} are one process; LocalGroup.threads makes a "
+                "group of threads"
             )
         self._unidentified.remove(peer)
         self.ranks[rank] = peer

@@ -119,13 +119,16 @@ def reduce_parts(parts: Sequence[Any], op: str, out: Array) -> None:
     if name not in FLOAT8S:
         _core.reduce(parts, out, kind, divisor)
         return
-    wide = _wide_like(out)  # the core does not round to 8 bits
+    wide = _float32_like(out)  # the core does not round to 8 bits
     _core.reduce(parts, wide, kind, divisor)
-    place = out if is_torch(out) else as_numbers(out)
-    place[:] = wide if is_torch(out) else wide.astype(place.dtype)
+    if is_torch(out):
+        out[:] = wide
+    else:
+        numbers = as_numbers(out)
+        numbers[:] = wide.astype(numbers.dtype)
 
 
-def _wide_like(flat: Any) -> Any:
+def _float32_like(flat: Any) -> Any:
     """Return new flat float32 memory of the kind of `flat`, with as many elements."""
     if is_torch(flat):
         import torch
@@ -136,10 +139,10 @@ def _wide_like(flat: Any) -> Any:
 
 def _reduce_in_numpy(parts: Sequence[Any], op: str, out: Any) -> None:
     """Reduce flat arrays in list order into `out`, as `reduce_parts`, for `_ONLY_IN_NUMPY`."""
-    steps: dict[str, Any] = {"min": np.minimum, "max": np.maximum}
+    operators: dict[str, Any] = {"min": np.minimum, "max": np.maximum}
     total = parts[0].copy()  # `out` may be one of the parts
     for part in parts[1:]:
-        steps.get(op, np.add)(total, part, out=total)
+        operators.get(op, np.add)(total, part, out=total)
     if op == "mean":
         total.view(np.longdouble)[...] /= len(parts)  # divides real and imaginary parts
     out[...] = total

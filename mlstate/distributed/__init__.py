@@ -88,10 +88,11 @@ def _collect_torch_state(
 
 
 def _collection_mode(source: Any, model: Any) -> str:
-    """Return why all ranks must collect the state of `source` together, as a text.
+    """Return a text that must be equal on all ranks, which check it before they collect a state.
 
-    Torch requires that for some wrappers; otherwise "of any kind". The text must be equal on all
-    ranks. `model`: the module of an optimizer's parameters, or None.
+    It is the reason why all ranks must collect the state of `source` together, as torch requires
+    for some wrappers; otherwise "of any kind". `model`: the module of an optimizer's parameters, or
+    None.
     """
     if not is_module(source) and not is_optimizer(source):
         return "of any kind"
@@ -343,10 +344,10 @@ class DistributedStateCollector:
                 differences,
                 "check=False keeps the first replica." if check else "",
             )
-        groups = _merge_groups(listed) if check else None
+        groups_and_step = _merge_groups(listed) if check else None
         merged = merge(listed, tensors)
-        if groups is not None and isinstance(merged, OptimizerStateDict):
-            merged.param_groups, merged.step = groups
+        if groups_and_step is not None and isinstance(merged, OptimizerStateDict):
+            merged.param_groups, merged.step = groups_and_step
         return merged
 
     def compare_states(self, states: Sequence[Mapping[str, Any]]) -> list[RankDifference]:
@@ -452,10 +453,10 @@ class DistributedStateCollector:
 
         def options() -> dict[str, Any]:
             """Return this rank's options, equal on all ranks; raise if one is wrong."""
-            same = self._options(operation, root, max_bytes)
+            common = self._options(operation, root, max_bytes)
             check_flags(verify_replicas=verify_replicas)
-            manner = _collection_mode(source, model)
-            return {**same, "verify_replicas": bool(verify_replicas), "the state": manner}
+            mode = _collection_mode(source, model)
+            return {**common, "verify_replicas": bool(verify_replicas), "the state": mode}
 
         def prepare() -> tuple[StateDict, list[Entry], list[Entry], bool]:
             """Return this rank's state, descriptions of its tensors, an empty list and False.
@@ -531,8 +532,8 @@ class DistributedStateCollector:
 
         def options() -> dict[str, Any]:
             """Return this rank's options, equal on all ranks; raise if one is wrong."""
-            same = self._options(operation, root, max_bytes)
-            return {**same, "the state": _collection_mode(target, model)}
+            common = self._options(operation, root, max_bytes)
+            return {**common, "the state": _collection_mode(target, model)}
 
         def prepare() -> tuple[Any, list[Entry], list[Entry], bool]:
             """Return state, store function and source of this rank, and lists for all ranks.
@@ -554,13 +555,13 @@ class DistributedStateCollector:
                 check_apart(state, full)
             return (state, store, full), entries, sent, can_refuse
 
-        (state, store, full), everyone, sent, can_refuse = open_exchange(
+        (state, store, full), entries, sent, can_refuse = open_exchange(
             self._group, operation, self._timeout, options, prepare
         )
         nbytes = check_max_bytes(operation, max_bytes)
         broadcasting = Broadcasting(self._group, int(root), nbytes, self._timeout)
         before = {n: _copy_to_host(array_of(value)) for n, value in state.items() if can_refuse}
-        broadcasting.run(state, full, sent[int(root)], everyone)
+        broadcasting.run(state, full, sent[int(root)], entries)
         _note_written(state)
         # if one rank's store function fails, every rank raises
         try:

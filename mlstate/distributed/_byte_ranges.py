@@ -75,7 +75,8 @@ class Part:
     def box_of(self, array: Any) -> Any:
         """Return a view of the box in an array of the tensor's shape."""
         pairs = zip(self.starts, self.lengths, strict=True)
-        return array[(*(slice(a, a + n) for a, n in pairs), ...)]
+        slices = [slice(start, start + length) for start, length in pairs]
+        return array[(*slices, ...)]  # with `...`, NumPy returns an array for no axes too
 
 
 # ---- ranges of elements ----
@@ -102,8 +103,8 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[object
     first, head = divmod(begin, inner)
     last, tail = divmod(end, inner)
     if head:
-        upto = inner if first < last else tail
-        yield from ((first, *rest) for rest in boxes(shape[1:], head, upto))
+        head_end = inner if first < last else tail
+        yield from ((first, *rest) for rest in boxes(shape[1:], head, head_end))
         first += 1
     if first < last:
         yield (slice(first, last),)
@@ -144,7 +145,7 @@ def _elements(array: Any, data: NDArray) -> Any:
     return data.view(array.dtype.newbyteorder("="))
 
 
-def _runs(array: Any, begin: int, end: int, data: NDArray) -> Iterator[tuple[Any, Any]]:
+def _paired_views(array: Any, begin: int, end: int, data: NDArray) -> Iterator[tuple[Any, Any]]:
     """Yield pairs of views that divide the elements `begin` to `end` of an array, in C order.
 
     One is of the array. The other has the same shape, and is of `data`, the elements' bytes.
@@ -152,54 +153,54 @@ def _runs(array: Any, begin: int, end: int, data: NDArray) -> Iterator[tuple[Any
     if begin >= end:
         return
     elements = _elements(array, data)
-    at = 0  # elements of `data` before the box
+    start = 0  # elements of `data` before the box
     for box in boxes(tuple(array.shape), begin, end):
         view = array[(*box, ...)]
         count = math.prod(view.shape)
-        yield view, elements[at : at + count].reshape(view.shape)
-        at += count
+        yield view, elements[start : start + count].reshape(view.shape)
+        start += count
 
 
-def place_of(array: Array, begin: int, end: int) -> NDArray | None:
+def memory_of(array: Array, begin: int, end: int) -> NDArray | None:
     """Return the memory of the elements `begin` to `end` as a byte view, to read or fill.
 
     None if they are not contiguous bytes in main memory.
     """
-    memory = _memory(array)
+    data = _memory(array)
     size = item_bytes(array)
-    return None if memory is None else memory[begin * size : end * size]
+    return None if data is None else data[begin * size : end * size]
 
 
 def bytes_of(array: Any, begin: int, end: int) -> NDArray:
     """Return the bytes of the elements `begin` to `end` in C order: a view, or a packed copy."""
-    data = place_of(array, begin, end)
+    data = memory_of(array, begin, end)
     if data is None:
         data = np.empty((end - begin) * item_bytes(array), np.uint8)
-        take(array, begin, end, data)
+        read_range(array, begin, end, data)
     return data
 
 
-def take(array: Array, begin: int, end: int, data: NDArray) -> None:
+def read_range(array: Array, begin: int, end: int, data: NDArray) -> None:
     """Copy an array's elements `begin` to `end` in C order to `data`, bytes of equal size."""
-    place = place_of(array, begin, end)
-    if place is not None:
-        data[:] = place
+    memory = memory_of(array, begin, end)
+    if memory is not None:
+        data[:] = memory
         return
-    for view, elements in _runs(array, begin, end, data):
+    for view, elements in _paired_views(array, begin, end, data):
         assign(elements, view)
 
 
-def put(array: Any, begin: int, end: int, data: NDArray) -> None:
+def write_range(array: Any, begin: int, end: int, data: NDArray) -> None:
     """Copy `data`, bytes of equal size, to an array's elements `begin` to `end` in C order."""
-    place = place_of(array, begin, end)
-    if place is not None:
-        place[:] = data
+    memory = memory_of(array, begin, end)
+    if memory is not None:
+        memory[:] = data
         return
-    for view, elements in _runs(array, begin, end, data):
+    for view, elements in _paired_views(array, begin, end, data):
         assign(view, elements)
 
 
-def steps_of(array: Array, count: int, most: int) -> Iterator[tuple[int, int]]:
+def split_range(array: Array, count: int, most: int) -> Iterator[tuple[int, int]]:
     """Split `count` elements of an array into ranges of at most `most` bytes.
 
     Yields (begin, end) pairs; a range has at least one element.
@@ -217,13 +218,13 @@ def copy_part(part: Part, source: Any, target: Array) -> None:
     box = part.box_of(target)
     memory = _memory(source)
     if memory is not None:
-        put(box, part.begin, part.end, memory)
+        write_range(box, part.begin, part.end, memory)
     elif part.count == math.prod(part.lengths):
         assign(box, source.reshape(part.lengths))  # a view if possible
     else:
-        for begin, end in steps_of(source, part.count, PACKED):
+        for begin, end in split_range(source, part.count, PACKED):
             data = bytes_of(source, begin, end)
-            put(box, part.begin + begin, part.begin + end, data)
+            write_range(box, part.begin + begin, part.begin + end, data)
 
 
 def digest(array: Any) -> str:
@@ -231,6 +232,6 @@ def digest(array: Any) -> str:
     import hashlib
 
     hashed = hashlib.sha256(usedforsecurity=False)
-    for begin, end in steps_of(array, math.prod(array.shape), PACKED):
+    for begin, end in split_range(array, math.prod(array.shape), PACKED):
         hashed.update(bytes_of(array, begin, end).data)
     return hashed.hexdigest()

@@ -30,10 +30,10 @@ from ._byte_ranges import (
     copy_part,
     digest,
     item_bytes,
-    place_of,
-    put,
-    steps_of,
-    take,
+    memory_of,
+    read_range,
+    split_range,
+    write_range,
 )
 from ._merge import (
     Entry,
@@ -80,34 +80,36 @@ def exchange(
         own_error = error
         text = f"{type(error).__name__}: {error}"[:_LONGEST_ERROR]
         message = json.dumps({"error": text})
-    everyone = [json.loads(data) for data in group.gather_bytes(message.encode(), timeout=timeout)]
+    # by rank
+    replies = [json.loads(data) for data in group.gather_bytes(message.encode(), timeout=timeout)]
     if own_error is not None:
         try:
             raise own_error
         finally:
             del own_error  # breaks the cycle of the error, its traceback and this frame
-    for rank, reply in enumerate(everyone):
+    for rank, reply in enumerate(replies):
         if "error" in reply:
-            heard = failed(operation, group.rank, f"rank {rank} failed: {reply['error']}")
-            heard.rank = rank
-            raise heard
-    return [reply["value"] for reply in everyone]
+            peer_error = failed(operation, group.rank, f"rank {rank} failed: {reply['error']}")
+            peer_error.rank = rank
+            raise peer_error
+    return [reply["value"] for reply in replies]
 
 
-def _check_same_options(operation: str, rank: int, everyone: list[Any]) -> None:
+def _check_same_options(operation: str, rank: int, rank_options: list[Any]) -> None:
     """Raise CollectiveError if a rank passed other options than rank 0.
 
-    `rank`: this rank, for the error. `everyone`: by rank, the options by name.
+    `rank`: this rank, for the error. `rank_options`: by rank, the options by name.
     """
-    for other, options in enumerate(everyone):
+    for other, options in enumerate(rank_options):
         for name, value in options.items():
-            if value != everyone[0][name]:
+            expected = rank_options[0][name]
+            if value != expected:
                 error = CollectiveError(
-                    f"{operation} on rank {rank}: {name} is {everyone[0][name]} on rank 0 and "
+                    f"{operation} on rank {rank}: {name} is {expected} on rank 0 and "
                     f"{value} on rank {other}; pass the same on every rank"
                 )
                 error.name, error.rank = operation, other
-                error.expected, error.got = str(everyone[0][name]), str(value)
+                error.expected, error.got = str(expected), str(value)
                 raise error
 
 
@@ -132,7 +134,7 @@ class Job(NamedTuple):
     part: int  # index of the part in the tensor's layout
     peer: int  # the other rank, from the root's view; the root itself if all ranks receive
     length: int  # of the part, in elements
-    size: int  # bytes of an element
+    item_bytes: int
 
 
 class Piece(NamedTuple):
@@ -141,18 +143,18 @@ class Piece(NamedTuple):
     job: Job
     begin: int  # in elements of the job
     end: int
-    at: int  # byte offset in this peer's part of the message
+    offset: int  # in bytes, in this peer's part of the message
 
     def view_message(self, data: NDArray, start: int = 0) -> NDArray:
         """Return a view of the range's bytes in the message `data`.
 
         `start`: byte offset of the peer's part in the message.
         """
-        at = start + self.at
-        return data[at : at + (self.end - self.begin) * self.job.size]
+        first = start + self.offset
+        return data[first : first + (self.end - self.begin) * self.job.item_bytes]
 
     def locate_in_part(self, parts: Mapping[str, object]) -> tuple[Any, int, int]:
-        """Return the array of the job's part, and the range in it, as `take` and `put` need them.
+        """Return the array of the job's part, and the range in it, for `read_range`.
 
         `parts`: by tensor name, a rank's part of each tensor.
         """
@@ -181,22 +183,23 @@ def _take_ranges(queue: deque[tuple[Job, int]], room: int) -> tuple[list[Piece],
     that exceeds `room`.
     """
     pieces: list[Piece] = []
-    at = 0  # byte offset of the next range
+    offset = 0  # of the next range
     while queue:
         job, begin = queue[0]
         # Elements that fit: all of them if they have no bytes, and at least one in each message.
-        fits = max((room - at) // job.size if job.size else job.length, 0 if pieces else 1)
-        if not fits:
+        fitting = (room - offset) // job.item_bytes if job.item_bytes else job.length
+        fitting = max(fitting, 0 if pieces else 1)
+        if not fitting:
             break
-        end = min(job.length, begin + fits)
-        pieces.append(Piece(job, begin, end, at))
-        at = _align_up(at + (end - begin) * job.size)
+        end = min(job.length, begin + fitting)
+        pieces.append(Piece(job, begin, end, offset))
+        offset = _align_up(offset + (end - begin) * job.item_bytes)
         if end == job.length:
             queue.popleft()
         else:
             queue[0] = job, end
     last = pieces[-1]  # no padding follows it
-    return pieces, last.at + (last.end - last.begin) * last.job.size
+    return pieces, last.offset + (last.end - last.begin) * last.job.item_bytes
 
 
 def split_messages(jobs: list[Job], max_bytes: int) -> Iterator[dict[int, tuple[list[Piece], int]]]:
@@ -228,12 +231,12 @@ class MessageBuffer:
         return self._data[:count]
 
 
-def _memory_of(pieces: Sequence[Piece], parts: Mapping[str, Any]) -> NDArray | None:
+def _single_range(pieces: Sequence[Piece], parts: Mapping[str, Any]) -> NDArray | None:
     """Return the array memory of a message that is a single contiguous range; else None.
 
     Such a message is sent or received without a buffer. `parts`: a rank's arrays by tensor name.
     """
-    return place_of(*pieces[0].locate_in_part(parts)) if len(pieces) == 1 else None
+    return memory_of(*pieces[0].locate_in_part(parts)) if len(pieces) == 1 else None
 
 
 def _pack(pieces: Iterable[Piece], parts: Mapping[str, Any], data: NDArray) -> NDArray:
@@ -242,7 +245,7 @@ def _pack(pieces: Iterable[Piece], parts: Mapping[str, Any], data: NDArray) -> N
     `parts`: a rank's arrays by tensor name. Padding is left as it is.
     """
     for piece in pieces:
-        take(*piece.locate_in_part(parts), piece.view_message(data))
+        read_range(*piece.locate_in_part(parts), piece.view_message(data))
     return data
 
 
@@ -296,15 +299,15 @@ def _digests(state: Mapping[str, object], tensors: list[Tensor], rank: int) -> l
     ]
 
 
-def _compare_digests(tensors: list[Tensor], everyone: list[list[str]]) -> list[RankDifference]:
+def _compare_digests(tensors: list[Tensor], all_digests: list[list[str]]) -> list[RankDifference]:
     """Return a difference for each replica that differs from the others.
 
-    `everyone`: by rank, the result of `_digests`.
+    `all_digests`: by rank, the result of `_digests`.
     """
-    lists = [iter(digests) for digests in everyone]
+    next_digests = [iter(digests) for digests in all_digests]  # by rank
     differences = []
     for tensor, index, ranks in _iter_replicas(tensors):
-        rank_digests = {rank: next(lists[rank]) for rank in ranks}
+        rank_digests = {rank: next(next_digests[rank]) for rank in ranks}
         differences += compare_digests(tensor, index, rank_digests)
     return differences
 
@@ -356,23 +359,24 @@ class Gathering(_Transfer):
 
         `jobs`: the transfers of all ranks, equal on all of them. The root stores into `wholes`.
         """
-        me, world = self.group.rank, self.group.world_size
-        room = MessageBuffer()  # of what this rank sends, or the root receives
+        own_rank, world = self.group.rank, self.group.world_size
+        buffer = MessageBuffer()  # for the bytes that this rank sends, or the root receives
         for message in split_messages(jobs, self.max_bytes):
-            pieces, count = message.get(me, ([], 0))  # this rank's share of the message
-            data = _memory_of(pieces, state)
+            pieces, count = message.get(own_rank, ([], 0))  # this rank's share of the message
+            data = _single_range(pieces, state)
             if data is None:
-                data = _pack(pieces, state, room.of(count))
+                data = _pack(pieces, state, buffer.of(count))
             counts = [count if rank == self.root else 0 for rank in range(world)]
             sizes = [0] * world  # bytes from each rank
-            if me == self.root:
+            if own_rank == self.root:
                 sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]
-            received = room.of(sum(sizes))
+            received = buffer.of(sum(sizes))
             self.group.all_to_all(
                 data, counts=counts, out_counts=sizes, out=received, timeout=self.timeout
             )
-            for piece, start in _pieces_of(message, sizes) if me == self.root else ():
-                put(*piece.locate_in_whole(self.wholes), piece.view_message(received, start))
+            for piece, start in _pieces_of(message, sizes) if own_rank == self.root else ():
+                whole_range = piece.locate_in_whole(self.wholes)
+                write_range(*whole_range, piece.view_message(received, start))
 
     def run(
         self, state: Mapping[str, Any], entries: list[list[Entry]], verify: bool
@@ -385,13 +389,13 @@ class Gathering(_Transfer):
         tensors, differences = match_entries(entries)
         if differences:
             raise differences_error(self.operation, differences)
-        everyone = exchange(
+        all_digests = exchange(
             self.group,
             self.operation,
             self.timeout,
             lambda: self._prepare(state, tensors, verify),
         )
-        differences = _compare_digests(tensors, everyone) if verify else []
+        differences = _compare_digests(tensors, all_digests) if verify else []
         if differences:
             raise differences_error(
                 self.operation,
@@ -421,21 +425,21 @@ class Gathering(_Transfer):
 # ---- broadcasting ----
 
 
-def _why_not_filled(raw: Any) -> str:
-    """Return why a state's value cannot be overwritten, or "".
+def _why_not_filled(target: Any) -> str:
+    """Return why the array or tensor `target` of a state cannot be overwritten, or "".
 
-    `raw`: the array or tensor. The text completes the error "broadcast_state: 'name' is ...".
+    The text completes the error "broadcast_state: 'name' is ...".
     """
-    if is_torch(raw):
-        array = raw.detach()
+    if is_torch(target):
+        array = target.detach()
         if array.is_conj() or array.is_neg():
             return "a view that is conjugated or negated when read; pass a copy"
-    elif isinstance(raw, np.ndarray):
-        array = raw
+    elif isinstance(target, np.ndarray):
+        array = target
         if not array.flags.writeable:
             return "read-only; pass a copy"
     else:
-        return f"a {type(raw).__name__}; only NumPy arrays and torch tensors can be filled"
+        return f"a {type(target).__name__}; only NumPy arrays and torch tensors can be filled"
     if overlaps_itself(array):
         return "an array whose elements share memory; pass a copy"
     return ""
@@ -500,31 +504,32 @@ class Broadcasting(_Transfer):
                 if name not in names:
                     note("missing", name, rank, f"sent by rank {self.root}, not on rank {rank}")
             for entry in rank_entries:
-                have = source.get(entry.name)
-                if have is None:
+                sent_entry = source.get(entry.name)
+                if sent_entry is None:
                     note(
                         "missing", entry.name, rank,
                         f"on rank {rank}, not sent by rank {self.root}",
                     )  # fmt: skip
                     continue
                 for kind in ("dtype", "shape"):
-                    got, want = getattr(entry, kind), getattr(have, kind)
-                    if got != want:
+                    got, expected = getattr(entry, kind), getattr(sent_entry, kind)
+                    if got != expected:
                         note(
                             kind, entry.name, rank,
-                            f"{kind} {want} sent by rank {self.root}, {got} on rank {rank}",
+                            f"{kind} {expected} sent by rank {self.root}, {got} on rank {rank}",
                         )  # fmt: skip
-                if entry.overlap is not None and entry.overlap != have.overlap:
+                if entry.overlap is not None and entry.overlap != sent_entry.overlap:
                     note(
                         "memory", entry.name, rank,
                         f"it shares elements with {entry.overlap} on rank {rank}, and "
                         f"differently on rank {self.root}, which sends; pass a copy",
                     )  # fmt: skip
-                if have.steps is not None and entry[3:5] != have[3:5]:  # steps and part
+                has_same_part = (entry.steps, entry.part) == (sent_entry.steps, sent_entry.part)
+                if sent_entry.steps is not None and not has_same_part:
                     note(
                         "layout", entry.name, rank,
-                        f"rank {self.root} has part {have.part} of it alone, which rank {rank} "
-                        f"does not have; pass the full state as source= on rank {self.root}",
+                        f"rank {self.root} has part {sent_entry.part} of it alone, which rank "
+                        f"{rank} does not have; pass the full state as source= on rank {self.root}",
                     )  # fmt: skip
         return differences
 
@@ -600,10 +605,11 @@ class Broadcasting(_Transfer):
                 alike += [Job(tensor, entry.part, self.root, count, size)] if count else []
                 continue
             for rank, rank_entries in enumerate(entries_by_name):
-                cut = _tensor_of(rank_entries[entry.name])
-                count = cut.part(rank_entries[entry.name].part).count
+                rank_entry = rank_entries[entry.name]
+                rank_tensor = _tensor_of(rank_entry)
+                count = rank_tensor.part(rank_entry.part).count
                 if count:
-                    apart.append(Job(cut, rank_entries[entry.name].part, rank, count, size))
+                    apart.append(Job(rank_tensor, rank_entry.part, rank, count, size))
         self._to_all(state, source, alike)
         self._to_each(state, source, [job for job in apart if job.peer != self.root])
         # the root's state, which neither of the two transfers fills
@@ -623,12 +629,12 @@ class Broadcasting(_Transfer):
         `first`: index in `source` of the part's first element, in C order. `target` has only the
         part.
         """
-        for begin, end in steps_of(target, job.length, self.max_bytes):
-            place = place_of(target, begin, end)
-            if place is not None:
-                take(source, first + begin, first + end, place)
+        for begin, end in split_range(target, job.length, self.max_bytes):
+            memory = memory_of(target, begin, end)
+            if memory is not None:
+                read_range(source, first + begin, first + end, memory)
             else:
-                put(target, begin, end, bytes_of(source, first + begin, first + end))
+                write_range(target, begin, end, bytes_of(source, first + begin, first + end))
 
     def _to_all(
         self, state: Mapping[str, object], source: Mapping[str, object] | None, jobs: list[Job]
@@ -640,17 +646,17 @@ class Broadcasting(_Transfer):
         """
         if self.group.world_size == 1:
             return
-        sends = self.group.rank == self.root
-        sent_state = source if sends and source is not None else state
-        room = MessageBuffer()
+        is_root = self.group.rank == self.root
+        own_state = source if is_root and source is not None else state  # to send from, or to fill
+        buffer = MessageBuffer()
         for message in split_messages(jobs, self.max_bytes):
             pieces, count = message[self.root]
-            data = direct = _memory_of(pieces, sent_state)
+            data = direct = _single_range(pieces, own_state)
             if data is None:
-                data = _pack(pieces if sends else (), sent_state, room.of(count))
+                data = _pack(pieces if is_root else (), own_state, buffer.of(count))
             self.group.broadcast(data, root=self.root, timeout=self.timeout)
-            for piece in pieces if direct is None and not sends else ():
-                put(*piece.locate_in_part(sent_state), piece.view_message(data))
+            for piece in pieces if direct is None and not is_root else ():
+                write_range(*piece.locate_in_part(own_state), piece.view_message(data))
 
     def _to_each(
         self, state: Mapping[str, object], source: Mapping[str, object] | None, jobs: list[Job]
@@ -660,23 +666,24 @@ class Broadcasting(_Transfer):
         `source` has the whole tensors by name; only the root reads it. `jobs`: the transfers to all
         ranks, equal on all of them.
         """
-        me, world = self.group.rank, self.group.world_size
-        room, receive_buffer = MessageBuffer(), MessageBuffer()
+        own_rank, world = self.group.rank, self.group.world_size
+        send_buffer, receive_buffer = MessageBuffer(), MessageBuffer()
         for message in split_messages(jobs, self.max_bytes):
-            sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]
-            sends = sizes if me == self.root else [0] * world
-            data = room.of(sum(sends))
+            sizes = [message.get(rank, ([], 0))[1] for rank in range(world)]  # bytes for each rank
+            sent = sizes if own_rank == self.root else [0] * world  # by this rank
+            data = send_buffer.of(sum(sent))
             # the root packs the parts of all ranks
-            for piece, start in _pieces_of(message, sizes) if me == self.root else ():
+            for piece, start in _pieces_of(message, sizes) if own_rank == self.root else ():
                 assert source is not None
-                take(*piece.locate_in_whole(source), piece.view_message(data, start))
-            gets = [sizes[me] if rank == self.root else 0 for rank in range(world)]
-            received = receive_buffer.of(sizes[me])
+                read_range(*piece.locate_in_whole(source), piece.view_message(data, start))
+            own_size = sizes[own_rank]
+            expected = [own_size if rank == self.root else 0 for rank in range(world)]
+            received = receive_buffer.of(own_size)
             self.group.all_to_all(
-                data, counts=sends, out_counts=gets, out=received, timeout=self.timeout
+                data, counts=sent, out_counts=expected, out=received, timeout=self.timeout
             )
-            for piece in message.get(me, ([], 0))[0]:
-                put(*piece.locate_in_part(state), piece.view_message(received))
+            for piece in message.get(own_rank, ([], 0))[0]:
+                write_range(*piece.locate_in_part(state), piece.view_message(received))
 
 
 def _tensor_of(entry: Entry) -> Tensor:
@@ -701,7 +708,7 @@ def open_exchange(
     rank, or options differ, every rank raises.
     """
     _check_same_options(operation, group.rank, exchange(group, operation, timeout, options))
-    values: list[Any] = []
+    values: list[Any] = []  # the value of this rank, which is not sent
 
     def describe() -> list[Any]:
         """Prepare, keep the value on this rank, and return the rest for all ranks."""
@@ -709,9 +716,7 @@ def open_exchange(
         values.append(value)
         return rest
 
-    everyone = exchange(group, operation, timeout, describe)
-    entries, sent = (
-        [[entry_of(entry) for entry in rank_lists[number]] for rank_lists in everyone]
-        for number in range(2)
-    )
-    return values[0], entries, sent, any(can_refuse for *_, can_refuse in everyone)
+    replies = exchange(group, operation, timeout, describe)
+    entries = [[entry_of(entry) for entry in rank_entries] for rank_entries, _, _ in replies]
+    sent = [[entry_of(entry) for entry in rank_entries] for _, rank_entries, _ in replies]
+    return values[0], entries, sent, any(can_refuse for *_, can_refuse in replies)

@@ -123,15 +123,16 @@ def with_overlaps(state: Mapping[str, object], entries: list[Entry]) -> list[Ent
 
     Texts are equal for equal strides, shapes and distances. `entries`: the result of `describe`.
     """
-    named = {each.name: each for each in entries if each.tied is None}
     # ranks may order names differently
-    arrays = {name: array_of(state[name]) for name in sorted(named)}
+    names = sorted(entry.name for entry in entries if entry.tied is None)
+    arrays = {name: array_of(state[name]) for name in names}
     overlaps: dict[str, str] = {}
     for first, second in sorted(pairs_sharing_elements(arrays)):
+        # address, then item bytes, shape and strides
         left, right = memory_key(arrays[first]), memory_key(arrays[second])
         distance = right[0] - left[0]  # type: ignore[operator]
         overlaps.setdefault(second, f"{first!r} ({distance} bytes, {left[1:4]}, {right[1:4]})")
-    return [each._replace(overlap=overlaps.get(each.name)) for each in entries]
+    return [entry._replace(overlap=overlaps.get(entry.name)) for entry in entries]
 
 
 def entry_of(fields: Iterable[Any]) -> Entry:
@@ -197,11 +198,11 @@ def _compare_metadata(name: str, entries: Mapping[int, Entry]) -> list[RankDiffe
     differences += _find_outliers(
         "shape", name, {rank: entry.shape for rank, entry in entries.items()}
     )
-    cut = {rank: entry.steps for rank, entry in entries.items() if entry.steps is not None}
-    if not differences and cut:
-        differences += _find_outliers(
-            "layout", name, {rank: Layout(steps) for rank, steps in cut.items()}
-        )
+    layouts = {
+        rank: Layout(entry.steps) for rank, entry in entries.items() if entry.steps is not None
+    }
+    if not differences and layouts:
+        differences += _find_outliers("layout", name, layouts)
     return differences
 
 
@@ -237,37 +238,35 @@ def _find_tied(tensor: Tensor, entries: Mapping[str, Mapping[int, Entry]]) -> st
 
 
 def match_entries(
-    everyone: Sequence[Sequence[Entry]], *, partial: bool = False
+    rank_entries: Sequence[Sequence[Entry]], *, partial: bool = False
 ) -> tuple[list[Tensor], list[RankDifference]]:
     """Return the tensors of the merged state, and the differences that prevent merging.
 
-    `everyone`: by rank, descriptions of its tensors. If `partial` is true, a tensor may be missing
-    on some ranks. A tensor with differences is described as on the first rank that has it.
+    `rank_entries`: by rank, descriptions of its tensors. If `partial` is true, a tensor may be
+    missing on some ranks. A tensor with differences is described as on the first rank that has it.
     """
     entries_by_name: dict[str, dict[int, Entry]] = {}
-    for rank, entries in enumerate(everyone):
+    for rank, entries in enumerate(rank_entries):
         for entry in entries:
             entries_by_name.setdefault(entry.name, {})[rank] = entry
     tensors: list[Tensor] = []
     differences: list[RankDifference] = []
     for name, by_rank in entries_by_name.items():
-        lacking = tuple(rank for rank in range(len(everyone)) if rank not in by_rank)
+        lacking = tuple(rank for rank in range(len(rank_entries)) if rank not in by_rank)
         if lacking and not partial:
             text = f"not on {ranks_text(lacking)}, but on {ranks_text(list(by_rank))}"
             differences.append(difference("missing", name, lacking, text))
-        name_differences = _compare_metadata(name, by_rank)
         first = next(iter(by_rank.values()))
         holders: dict[int, list[int]] = {}
         # replica 0 first, then by rank: the first holder of a part sends it
         for rank, entry in sorted(by_rank.items(), key=lambda item: (item[1].replica, item[0])):
             holders.setdefault(entry.part, []).append(rank)
         tensor = Tensor(name, first.shape, first.steps, holders)
-        differences += (name_differences := name_differences or _find_gaps(tensor))
-        tensors.append(
-            tensor
-            if name_differences
-            else tensor._replace(tied=_find_tied(tensor, entries_by_name))
-        )
+        name_differences = _compare_metadata(name, by_rank) or _find_gaps(tensor)
+        differences += name_differences
+        if not name_differences:
+            tensor = tensor._replace(tied=_find_tied(tensor, entries_by_name))
+        tensors.append(tensor)
     return tensors, differences
 
 
@@ -276,8 +275,8 @@ def differences_error(
 ) -> CompatibilityError:
     """Return one error that lists the differences between ranks, at most `LISTED` of them.
 
-    `label`: the operation. `differences`: not empty; the error's `differences` has all of them.
-    `hint`: a remedy, or "".
+    `label`: name of the operation. `differences`: not empty; the error's `differences` has all of
+    them. `hint`: a remedy, or "".
     """
     lines = [f"{label}: the states of the ranks do not match:"]
     lines += [difference.text for difference in differences[:LISTED]]
@@ -321,7 +320,7 @@ def _on_host(array: Any) -> Any:
     return array.cpu() if hasattr(array, "is_cuda") else array
 
 
-def replicas(
+def compare_replicas(
     tensors: Iterable[Tensor], states: Sequence[Mapping[str, Any]]
 ) -> list[RankDifference]:
     """Return a difference for each replica that differs from the first one of its part.
@@ -343,8 +342,10 @@ def replicas(
                 if change is False:
                     continue
                 text = f"rank {rank} differs from rank {ranks[0]}{_change_text(change)}"
-                measured = change if isinstance(change, TensorChange) else None
-                differences.append(difference("elements", tensor.name, [rank], text, measured))
+                measured_change = None if change is True else change
+                differences.append(
+                    difference("elements", tensor.name, [rank], text, measured_change)
+                )
     return differences
 
 
@@ -384,9 +385,9 @@ def compare(states: Sequence[Mapping[str, Any]]) -> tuple[list[Tensor], list[Ran
     A tensor may be missing in some states. Elements are compared only if all else is equal.
     """
     tensors, differences = match_entries([describe(state) for state in states], partial=True)
-    unlike = {difference.name for difference in differences}
-    good = [tensor for tensor in tensors if tensor.name not in unlike]
-    return tensors, differences + replicas(good, states)
+    differing = {difference.name for difference in differences}
+    comparable = [tensor for tensor in tensors if tensor.name not in differing]
+    return tensors, differences + compare_replicas(comparable, states)
 
 
 def merge(states: Sequence[Mapping[str, Any]], tensors: Iterable[Tensor]) -> StateDict:

@@ -173,6 +173,9 @@ def clip_grad_norm(
             "sharding_units must be a dict of FSDPShardingUnit, got "
             f"{type(sharding_units).__name__}"
         )
+    for name, unit in sharding_units.items():  # before the ranks wait for this one
+        if not isinstance(unit, FSDPShardingUnit):
+            raise TypeError(f"sharding_units[{name!r}] is a {type(unit).__name__}")
     limit = check_number("max_norm", max_norm)
     if not limit >= 0:
         raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
@@ -210,14 +213,14 @@ def clip_grad_norm(
 def _find_partials(
     gradients: Mapping[str, Any],
 ) -> tuple[dict[str, tuple[float, int]], Exception | None]:
-    """Return the `norm_partials` of gradients, and the error of scaling them, or None.
+    """Return the `norm_partials` of gradients, and the error of reading or scaling them, or None.
 
     If they cannot be read, the partials are NaN, so that the norm fails on all ranks.
     """
     partials = dict.fromkeys(gradients, (nan, 0))
     try:
         partials = norm_partials(gradients)
-        scale(gradients, 1)
+        scale(gradients, 1)  # only checks
     except Exception as error:  # all ranks raise it: they wait for this one
         return partials, error
     return partials, None
@@ -245,12 +248,12 @@ def _collect_squares(
                 reason = f"gradients of rank {other} cannot be clipped: {problems[other]}"
                 raise _clip_error(rank, other, reason)
             continue
-        does = (
+        difference = (
             f"has max_norm={other_limit.decode()}"
             if command == b"clip"
             else "does something else here"
         )
-        raise _clip_error(rank, other, f"max_norm is {limit!r}, and rank {other} {does}")
+        raise _clip_error(rank, other, f"max_norm is {limit!r}, and rank {other} {difference}")
     return squares_of_ranks, problems
 
 

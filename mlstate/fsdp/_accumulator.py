@@ -34,48 +34,47 @@ class _Sum:
 
     __slots__ = (
         "array",
+        "copy_dtype",
         "count",
-        "figures",
-        "given",
+        "gradient_dtype",
         "in_core",
         "kind",
         "memory",
-        "native",
+        "norm_partial",
         "shape",
     )
 
-    def __init__(self, array: Any, dtype: str, memory: Any = None) -> None:
+    def __init__(self, array: Any, gradient_dtype: str, memory: Any = None) -> None:
         """Create a sum that counts one gradient; the caller copies that gradient into `array`.
 
-        `array`: the sum, a NumPy array or torch tensor. `dtype`: name of the gradients' dtype.
-        `memory`: uint8 array that `array` is a view of, or None if torch owns its bytes.
+        `array`: the sum, a NumPy array or torch tensor. `gradient_dtype`: name of the gradients'
+        dtype. `memory`: uint8 array that `array` is a view of, or None if torch owns its bytes.
         """
         self.array = array
-        self.given = dtype  # dtype of the gradients, which `array` need not have
+        self.gradient_dtype = gradient_dtype  # which `array` need not have
         self.memory = memory  # the bytes of `array`, or None if torch owns them
         self.in_core = memory is not None  # False: torch adds to it
         self.kind = type(array) if self.in_core else None  # of gradients that the core can read
         self.count = 1
         # sum of squares and number of non-finite elements of `array`; None: not computed yet
-        self.figures: tuple[float, int] | None = None
+        self.norm_partial: tuple[float, int] | None = None
         self.shape = () if array is None else tuple(array.shape)
         # dtype of a NumPy sum that a copy in the core can start, or None
-        self.native = (
-            array.dtype if self.kind is np.ndarray and _is_convertible(array, dtype) else None
-        )
+        can_copy = self.kind is np.ndarray and _is_convertible(array, gradient_dtype)
+        self.copy_dtype = array.dtype if can_copy else None
 
     def new_array(self) -> Any:
         """Return an array for the next round in the last round's memory.
 
         None if the caller still refers to that memory, or if the core cannot copy into it.
         """
-        if self.native is None or _count_references(self) != _NO_OTHER_REFERENCE:
+        if self.copy_dtype is None or _count_references(self) != _NO_OTHER_REFERENCE:
             return None
-        return np.ndarray(self.shape, self.native, self.memory)
+        return np.ndarray(self.shape, self.copy_dtype, self.memory)
 
     def begin(self, array: Any) -> None:
         """Start a round with `array`, which already has the parameter's first gradient."""
-        self.array, self.count, self.figures = array, 1, None
+        self.array, self.count, self.norm_partial = array, 1, None
 
 
 def _is_convertible(array: Any, dtype: str) -> bool:
@@ -133,7 +132,7 @@ def _copy_into_new_sums(started: dict[str, _Sum], batch: dict[str, Any]) -> None
         gradient = batch[name]
         if not total.in_core:
             continue
-        if _is_convertible(total.array, total.given):
+        if _is_convertible(total.array, total.gradient_dtype):
             targets[name], sources[name] = total.array, _readable(gradient)
         elif is_torch(gradient):
             total.array.copy_(gradient)
@@ -190,7 +189,7 @@ def _check_same(name: str, total: _Sum, gradient: Any) -> None:
     for label, got, expected in (
         ("kind", location_of(gradient), location_of(total.array)),
         ("shape", tuple(gradient.shape), tuple(total.array.shape)),
-        ("dtype", dtype_name(gradient), total.given),
+        ("dtype", dtype_name(gradient), total.gradient_dtype),
         ("layout", layout, expected_layout),
     ):
         if got != expected:
@@ -339,7 +338,9 @@ class GradientAccumulator:
                 if (
                     total is None
                     or type(value) is not total.kind
-                    or not _core.bucket_fits(value, total.given, total.shape, False)
+                    or not _core.bucket_fits(
+                        value, total.gradient_dtype, total.shape, False
+                    )  # read-only too
                 ):
                     others[name] = _check_gradient(name, value)
                 elif total.array is not None:
@@ -414,11 +415,11 @@ class GradientAccumulator:
         rest = []
         for name, gradient in others.items():
             total = self._sums[name]
-            partials = _readable(gradient) if total.in_core else None
-            if partials is None:
+            readable = _readable(gradient) if total.in_core else None
+            if readable is None:
                 rest.append((total, gradient))
             else:
-                core_sums[name] = partials
+                core_sums[name] = readable
         new_sums = [
             backend_of(gradient, GradientBackend).sum_sparse(total.array, gradient)
             for total, gradient in rest
@@ -430,19 +431,19 @@ class GradientAccumulator:
                 list(core_sums),
                 targets,
                 list(core_sums.values()),
-                1.0,
+                1.0,  # the gradients count once
                 True,  # with norms
             )
-            for total, figures in zip(totals, partials, strict=True):
+            for total, partial in zip(totals, partials, strict=True):
                 total.count += 1
-                total.figures = figures
+                total.norm_partial = partial
         for (total, gradient), new_sum in zip(rest, new_sums, strict=True):
             if new_sum is None:
                 backend_of(gradient, GradientBackend).add_gradient(total.array, gradient)
             else:
                 total.array = new_sum
             total.count += 1
-            total.figures = None
+            total.norm_partial = None
 
     def get_and_clear_gradients(self) -> dict[str, Array]:
         """Return the sums and start a new round.
@@ -470,7 +471,7 @@ class GradientAccumulator:
             for name, total in self._sums.items():
                 if total.array is not None:
                     result[name] = total.array
-                    total.array, total.figures, total.count = None, None, 0
+                    total.array, total.norm_partial, total.count = None, None, 0
             return result
 
     def reset(self) -> None:
@@ -515,34 +516,39 @@ class GradientAccumulator:
         The last addition usually computes it. NaN or infinite if an element of a sum is.
         """
         total = 0.0
-        for squares, _ in self._figures().values():  # sum() differs between Pythons
+        for squares, _ in self._norm_partials().values():  # sum() differs between Pythons
             total += squares
         return sqrt(total)
 
     @property
     def nonfinite(self) -> dict[str, int]:
         """Number of infinite or NaN elements of each sum; sums without any are omitted."""
-        return {name: count for name, (_, count) in self._figures().items() if count}
+        return {name: count for name, (_, count) in self._norm_partials().items() if count}
 
-    def _figures(self) -> dict[str, tuple[float, int]]:
+    def _norm_partials(self) -> dict[str, tuple[float, int]]:
         """Return (sum of squares, number of non-finite elements) of each sum by name.
 
         Those that the last addition did not compute are computed and kept.
         """
         with self._lock:
-            live = {name: t for name, t in self._sums.items() if t.array is not None}
-            unknown = [name for name, t in live.items() if t.figures is None and t.in_core]
-            arrays = [live[name].array for name in unknown]
-            for name, figures in zip(unknown, _core.norm_partials(unknown, arrays), strict=True):
-                live[name].figures = figures
-            for total in live.values():
-                if total.figures is None:
+            # sums that have gradients in this round
+            sums = {name: total for name, total in self._sums.items() if total.array is not None}
+            names = [
+                name for name, total in sums.items() if total.norm_partial is None and total.in_core
+            ]
+            arrays = [sums[name].array for name in names]
+            for name, partial in zip(names, _core.norm_partials(names, arrays), strict=True):
+                sums[name].norm_partial = partial
+            partials = {}
+            for name, total in sums.items():
+                if total.norm_partial is None:
                     backend = backend_of(total.array, GradientBackend)
-                    total.figures = backend.norm_partial(total.array)
-            return {name: t.figures for name, t in live.items() if t.figures is not None}
+                    total.norm_partial = backend.norm_partial(total.array)
+                partials[name] = total.norm_partial
+            return partials
 
     def __repr__(self) -> str:
         """Show the number of complete micro-batches and of parameters."""
-        some = self.counts.values()  # gradients of each parameter
-        done = f"{min(some, default=0)} of {self._steps}"
-        return f"GradientAccumulator({done} micro-batches, {len(some)} parameters)"
+        counts = self.counts.values()  # gradients of each parameter
+        complete = f"{min(counts, default=0)} of {self._steps}"
+        return f"GradientAccumulator({complete} micro-batches, {len(counts)} parameters)"

@@ -85,7 +85,7 @@ class FSDPBackwardHook:
         self._pass: BackwardPass | None = None
         self._module_hooks: ModuleHooks | None = None  # of a torch module
         self._model_hooks: ModelHooks | None = None  # of another model
-        self._sync = True
+        self._is_synced = True  # False inside `no_sync`
         self._sums = LocalSums()  # from `no_sync`, except those in parameter.grad
         self._lock = threading.Lock()  # protects `_pass`
         # runs `scatter_multiple_async` calls one after the other
@@ -184,13 +184,13 @@ class FSDPBackwardHook:
         if model is None:
             raise ValueError("model must not be None")
         check_flags(keep_full_gradient=keep_full_gradient, accumulate=accumulate)
-        named = getattr(model, "named_parameters", None)
-        check_gradients(gradients, named is not None, keep_full_gradient or accumulate)
+        is_module = getattr(model, "named_parameters", None) is not None
+        check_gradients(gradients, is_module, keep_full_gradient or accumulate)
         if sharding_units is None or not len(sharding_units):
             return
         self._bind_units(sharding_units)
         units = dict(sharding_units)
-        if named is not None:
+        if is_module:
             is_full = gradients == "full"
             self._module_hooks = backend_named("torch", GradientBackend).hook_module(
                 model,
@@ -224,7 +224,7 @@ class FSDPBackwardHook:
         """
         hooks = self._module_hooks
         assert hooks is not None
-        if not self._sync:
+        if not self._is_synced:
             hooks.keep_unsent(name)
             return
         with self._lock:
@@ -264,7 +264,7 @@ class FSDPBackwardHook:
         `gradient`: the full gradient of this rank. Returns this rank's part of the sum; `gradient`
         itself inside `no_sync`, or after `close`.
         """
-        if not self._sync:
+        if not self._is_synced:
             self._sums.add(name, gradient)
             return gradient
         unit = self._plan.units.get(name)
@@ -331,11 +331,11 @@ class FSDPBackwardHook:
         >>> unit.local_gradient
         array([2., 2.])
         """
-        before, self._sync = self._sync, False  # contexts may be nested
+        was_synced, self._is_synced = self._is_synced, False  # contexts may be nested
         try:
             yield
         finally:
-            self._sync = before
+            self._is_synced = was_synced
 
     # ---- one backward pass ----
 
@@ -360,7 +360,7 @@ class FSDPBackwardHook:
         """
         if name not in self._plan.units:
             raise ValueError(f"{name!r} has no sharding unit here")
-        if not self._sync:
+        if not self._is_synced:
             self._sums.add(name, gradient)
             return
         problem = ""
@@ -393,7 +393,7 @@ class FSDPBackwardHook:
         with self._lock:
             self._abandon_aborted()
             if self._pass is None:
-                if not self._sync:
+                if not self._is_synced:
                     return
                 self._pass = BackwardPass(self._plan, self._reducer)
             current, hooks = self._pass, self._module_hooks
@@ -624,10 +624,10 @@ class FSDPBackwardHook:
         for name in names:
             bind_unit(sharding_units[name], self._reducer.rank, self._reducer.world_size)
             _check_local(sharding_units[name], new_gradients[name])
-        sums = {name: sharding_units[name].local_gradient for name in names}
-        add({name: sum_ for name, sum_ in sums.items() if sum_ is not None}, new_gradients)
+        targets = {name: sharding_units[name].local_gradient for name in names}
+        add({name: array for name, array in targets.items() if array is not None}, new_gradients)
         for name in names:
-            if sharding_units[name].local_gradient is None:
+            if targets[name] is None:
                 sharding_units[name].local_gradient = copy_gradient(new_gradients[name])
 
     def clear_gradients(self, sharding_units: Mapping[str, FSDPShardingUnit]) -> None:
@@ -652,8 +652,8 @@ class FSDPBackwardHook:
         if not sharding_units:
             return
         check_units(sharding_units)
-        local_gradients = {n: u.local_gradient for n, u in sharding_units.items()}
-        clear({name: array for name, array in local_gradients.items() if array is not None})
+        arrays = {name: unit.local_gradient for name, unit in sharding_units.items()}
+        clear({name: array for name, array in arrays.items() if array is not None})
 
     def verify_gradients(
         self,
@@ -758,7 +758,7 @@ def _is_empty(name: str, gradients: object) -> bool:
 
 
 def _check_local(unit: FSDPShardingUnit, gradient: Array) -> None:
-    """Raise unless `gradient`, from the user, can be added to the local gradient of `unit`.
+    """Raise unless the user's `gradient` can be added to the local gradient of `unit`.
 
     TypeError if it is not an array or tensor; CompatibilityError if its shape or dtype differs. A
     unit without a local gradient accepts any dtype.

@@ -86,7 +86,8 @@ class Entry:
         self.on_failure = on_failure
         self.out: Any = None  # this rank's part of the sum; None before `find_memory`
         self.nonfinite = 0  # non-finite elements in this rank's part of the sum
-        # Fast path: the core checks a common gradient, which may be read-only, faster than Python.
+        # Whether the core can read the gradient as it is. Fast path: the core checks common
+        # gradients, which may be read-only, faster than Python.
         self.fits = not problem and _core.bucket_fits(gradient, unit.dtype, unit.shape, False)
         # `gradient`: as it was passed. `source`: the same values, packed for the core.
         if self.fits:

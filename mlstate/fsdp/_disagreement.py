@@ -32,10 +32,10 @@ class Result(NamedTuple):
 
 
 def _describe_difference(facts: dict[int, str], label: str) -> tuple[int | None, str]:
-    """Return the rank whose fact alone differs from the others', and a text for the error.
+    """Return the only rank with another fact than a majority, and a text for the error.
 
-    The rank is None unless exactly one differs from a majority. `facts`: one text by rank.
-    `label`: what differs, the start of the error text.
+    The rank is None if several differ, or no majority agrees. `facts`: by rank, a text that should
+    be equal on all ranks. `label`: name of the difference, the start of the error text.
     """
     groups: dict[str, list[int]] = {}
     for rank, fact in facts.items():
@@ -56,9 +56,9 @@ def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
     `ConsistencyCheck.find_failures` sends: bucket number, settings, whether the rank has ended,
     and its entries. Ranks that have ended send no settings.
     """
-    places = {rank: f"bucket {number}" for rank, (number, *_) in enumerate(described)}
-    if len(set(places.values())) > 1:
-        return _describe_difference(places, "ranks are at different places of a run")
+    positions = {rank: f"bucket {number}" for rank, (number, *_) in enumerate(described)}
+    if len(set(positions.values())) > 1:
+        return _describe_difference(positions, "ranks are at different places of a run")
     settings_of_ranks = {
         rank: settings
         for rank, (_, settings, has_ended, _) in enumerate(described)
@@ -73,8 +73,8 @@ def _common_failure(described: Sequence[Any]) -> tuple[int | None, str] | None:
     if equal == names:
         return None
     texts = {
-        rank: settings_text({name: of[name] for name in of if name not in equal})
-        for rank, of in settings_of_ranks.items()
+        rank: settings_text({name: settings[name] for name in settings if name not in equal})
+        for rank, settings in settings_of_ranks.items()
     }
     return _describe_difference(texts, "the settings of FSDP differ between ranks")
 
@@ -90,26 +90,27 @@ def compare_descriptions(texts: Sequence[bytes]) -> Result:
     ranks = range(len(described))
     in_all = _common_failure(described)
     names: dict[str, None] = {}  # of all ranks, in order of first appearance
-    # by rank and name: [name, fact that must be equal on all ranks, problem or ""]
-    entries: list[dict[str, list[str]]] = []
+    # by rank and name: a fact that must be equal on all ranks, and a problem or ""
+    entries: list[dict[str, tuple[str, str]]] = []
     for _, _, _, listed in described:
-        entries.append({entry[0]: entry for entry in listed})
-        names.update(dict.fromkeys(entry[0] for entry in listed))
+        entries.append({name: (fact, problem) for name, fact, problem in listed})
+        names.update(dict.fromkeys(entries[-1]))
     # problems that ranks reported, and differences; both by name: (rank at fault or None, reason)
     reported: dict[str, tuple[int | None, str]] = {}
     failures: dict[str, tuple[int | None, str]] = {}
     for name in names:
-        absent = [rank for rank in ranks if name not in entries[rank]]
-        wrong = [(rank, e[name][2]) for rank, e in enumerate(entries) if name in e and e[name][2]]
-        facts = {rank: e[name][1] for rank, e in enumerate(entries) if name in e}
-        if wrong:
-            reasons = "; ".join(f"rank {rank}: {reason}" for rank, reason in wrong)
-            reported[name] = wrong[0][0], reasons
+        by_rank = {rank: entries[rank][name] for rank in ranks if name in entries[rank]}
+        absent = [rank for rank in ranks if rank not in by_rank]
+        facts = {rank: fact for rank, (fact, _) in by_rank.items()}
+        problems = {rank: problem for rank, (_, problem) in by_rank.items() if problem}
+        if problems:
+            reasons = "; ".join(f"rank {rank}: {problem}" for rank, problem in problems.items())
+            reported[name] = min(problems), reasons
         elif in_all is not None:
             failures[name] = in_all
         elif absent:
-            doing = "; ".join(_describe_work(rank, described[rank]) for rank in absent)
-            failures[name] = (absent[0], f"missing on {ranks_text(absent, len(absent))} ({doing})")
+            work = "; ".join(_describe_work(rank, described[rank]) for rank in absent)
+            failures[name] = (absent[0], f"missing on {ranks_text(absent, len(absent))} ({work})")
         elif len(set(facts.values())) > 1:
             failures[name] = _describe_difference(facts, "ranks do not reduce the same")
     failures = {**reported, **failures}

@@ -11,6 +11,7 @@ import numpy as np
 from .. import _core
 from .._common.arrays import is_torch, packed_array, refuse_masked
 from ..collectives._arguments import dtype_name
+from ..errors import CompatibilityError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -44,8 +45,8 @@ def packed(gradient: Any) -> Any:
     A tensor is returned detached.
     """
     if is_torch(gradient):
-        alone = gradient.detach() if gradient.requires_grad else gradient
-        return alone if alone.is_contiguous() else alone.contiguous()
+        tensor = gradient.detach() if gradient.requires_grad else gradient
+        return tensor if tensor.is_contiguous() else tensor.contiguous()
     return packed_array(gradient)
 
 
@@ -60,11 +61,11 @@ def memory_of(gradient: Any) -> Any:
     try:
         if dtype_name(gradient) != "bfloat16":
             return gradient.numpy()
-        kind = _bfloat16()
-        if kind is None:
+        dtype = _bfloat16()
+        if dtype is None:
             return gradient
         # torch does not convert bfloat16 to NumPy: reinterpret it by way of int16
-        return gradient.view(sys.modules["torch"].int16).numpy().view(kind)
+        return gradient.view(sys.modules["torch"].int16).numpy().view(dtype)
     except (TypeError, RuntimeError):  # another dtype, or a view that is negated or conjugated
         return gradient
 
@@ -84,23 +85,45 @@ def copy_gradient(gradient: Any) -> Any:
     return gradient.detach().clone() if is_torch(gradient) else np.array(gradient)
 
 
-def _divide(gradients: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _split_by_device(gradients: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return two dicts by name: the gradients in main memory, and those on other devices."""
-    near = {name: detached(array) for name, array in gradients.items() if on_host(array)}
-    far = {name: detached(array) for name, array in gradients.items() if name not in near}
-    return near, far
+    host = {name: detached(array) for name, array in gradients.items() if on_host(array)}
+    device = {name: detached(array) for name, array in gradients.items() if name not in host}
+    return host, device
+
+
+def _check_addend(name: str, target: Any, gradient: Any) -> None:
+    """Raise CompatibilityError unless a gradient is on the device and of the shape of `target`.
+
+    Torch would broadcast another shape. The core checks gradients in main memory. `name`: of the
+    parameter, for the error.
+    """
+    for label, got, expected in (
+        ("kind", location_of(gradient), location_of(target)),
+        ("shape", str(tuple(gradient.shape)), str(tuple(target.shape))),
+    ):
+        if got != expected:
+            error = CompatibilityError(
+                f"'{name}': a gradient of {label} {got} cannot be added to one of {expected}"
+            )
+            error.name, error.got, error.expected = name, got, expected
+            raise error
 
 
 def add(targets: Mapping[str, object], gradients: Mapping[str, Any]) -> None:
     """Add to each of `targets` in place the gradient of the same name, shape and dtype.
 
-    `gradients` may have more names.
+    `gradients` may have more names. Raises CompatibilityError if one does not fit; nothing is
+    changed then.
     """
-    near, far = _divide(targets)
-    if near:
-        sources = [detached(gradients[name]) for name in near]
-        _core.accumulate(list(near), list(near.values()), sources, 1.0, False)  # without norms
-    for name, target in far.items():
+    host, device = _split_by_device(targets)
+    for name, target in device.items():
+        _check_addend(name, target, gradients[name])
+    if host:
+        sources = [detached(gradients[name]) for name in host]
+        # the gradients count once (factor 1), and no norms are computed
+        _core.accumulate(list(host), list(host.values()), sources, 1.0, False)
+    for name, target in device.items():
         target += gradients[name]
 
 
@@ -147,19 +170,19 @@ class LocalSums:
 
 def clear(gradients: Mapping[str, Array]) -> None:
     """Fill gradients with zeros in place."""
-    near, far = _divide(gradients)
-    if near:
-        _core.clear(list(near), list(near.values()))
-    for target in far.values():
+    host, device = _split_by_device(gradients)
+    if host:
+        _core.clear(list(host), list(host.values()))
+    for target in device.values():
         target.zero_()
 
 
 def scale(gradients: Mapping[str, object], factor: float) -> None:
     """Multiply gradients by a factor in place; 1 only checks whether that is possible."""
-    near, far = _divide(gradients)
-    if near:
-        _core.scale(list(near), list(near.values()), factor)
-    for target in far.values() if factor != 1 else ():
+    host, device = _split_by_device(gradients)
+    if host:
+        _core.scale(list(host), list(host.values()), factor)
+    for target in device.values() if factor != 1 else ():
         target *= factor
 
 
@@ -168,14 +191,15 @@ def norm_partials(gradients: Mapping[str, object]) -> dict[str, tuple[float, int
 
     By name, in the order of `gradients`. Squares are summed in float64.
     """
-    near, far = _divide(gradients)
-    partials = _core.norm_partials(list(near), list(near.values())) if near else []
-    partials_by_name = dict(zip(near, partials, strict=True))
-    for name, array in far.items():
-        partials_by_name[name] = (
-            float(array.double().square().sum()),
-            int((~array.isfinite()).sum()),
-        )
+    host, device = _split_by_device(gradients)
+    partials = _core.norm_partials(list(host), list(host.values())) if host else []
+    partials_by_name = dict(zip(host, partials, strict=True))
+    for name, tensor in device.items():
+        reals = tensor
+        if tensor.is_complex():  # real and imaginary parts
+            reals = sys.modules["torch"].view_as_real(tensor.resolve_conj())
+        squares = float(reals.double().square().sum())
+        partials_by_name[name] = squares, int((~tensor.isfinite()).sum())
     return {name: partials_by_name[name] for name in gradients}
 
 

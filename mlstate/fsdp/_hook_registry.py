@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Hashable, Mapping
 
 _lock = threading.Lock()  # protects `_live`
 _live: weakref.WeakSet[Hooks] = weakref.WeakSet()
@@ -23,10 +23,7 @@ class Hooks:
     """
 
     def __init__(self, names: Mapping[Hashable, str]) -> None:
-        """Check that no other set has hooks on these parameters; the caller adds the hooks.
-
-        `names`: see the class. Raises ValueError if another set has one.
-        """
+        """Check that no other object has hooks on these parameters; the caller adds the hooks."""
         self._names = names
         self._handles: list[Any] = []
         for other in live_hooks():
@@ -62,7 +59,7 @@ class ModelHooks(Hooks):
     """
 
     def __init__(
-        self, model: Any, names: Iterable[str], scatter: Callable[[str, Any], Any]
+        self, model: Any, names: Collection[str], scatter: Callable[[str, Any], Any]
     ) -> None:
         """Register `scatter(name, gradient)` as the model's backward hook of each parameter.
 

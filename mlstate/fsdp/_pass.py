@@ -43,7 +43,8 @@ class BucketPlan:
         self.buckets = list(reducer.divide(reversed(self.units.values())))
         # of all units, for the ranks to compare
         self.digest = plan_digest(self.units.values()) if self.units else b""
-        self.terms = [reducer.terms(b[0], accumulate=accumulate) for b in self.buckets]
+        # by bucket; the units of a bucket have equal terms
+        self.terms = [reducer.terms(bucket[0], accumulate=accumulate) for bucket in self.buckets]
         # index in `buckets`, by parameter name
         self.bucket_of = {
             unit.parameter_name: number
@@ -52,8 +53,8 @@ class BucketPlan:
         }
         last = self.buckets[-1] if self.buckets else []
         is_small = sum(unit.full_bytes for unit in last) < _THREAD_BYTES
-        # number of buckets that the thread reduces before the pass ends
-        self.early = len(self.buckets) - int(is_small)
+        # the first buckets, which the thread reduces before the pass ends
+        self.thread_count = len(self.buckets) - int(is_small)
 
 
 class BackwardPass:
@@ -79,7 +80,7 @@ class BackwardPass:
         self._full_at = [0.0] * len(plan.buckets)  # `perf_counter` at the last gradient; 0: none
         self._submitted = 0  # number of buckets passed to the thread, or reduced by `finish`
         self._reduced = 0  # number of submitted buckets that are reduced
-        self._works: list[Work] = []
+        self._works: list[Work] = []  # calls of `_reduce_submitted` in the thread
 
     def add(
         self,
@@ -108,7 +109,7 @@ class BackwardPass:
             self._full_at[number] = perf_counter()
             self.times.append((name, self._full_at[number]))
         # in order on all ranks: a full bucket waits for those before it
-        while self._submitted < plan.early and self._missing_counts[self._submitted] == 0:
+        while self._submitted < plan.thread_count and self._missing_counts[self._submitted] == 0:
             self._submitted += 1
             queue = self._reducer.queue
             self._works.append(queue.run("reduce_scatter", self._reduce_submitted, async_op=True))
@@ -183,7 +184,8 @@ class BackwardPass:
 
         At most `_BUCKETS_PER_HEADER`, at least one if there is any. It is called once for each
         submitted bucket; a call may reduce several, and later calls then find none left. If the
-        ranks disagree on the first bucket, that bucket counts as reduced, by its gradients.
+        ranks disagree on the first bucket, its gradients that are equal on all ranks are reduced in
+        its place, and the others fail.
         """
         first, end = self._reduced, min(self._submitted, self._reduced + _BUCKETS_PER_HEADER)
         if first == end:

@@ -94,7 +94,7 @@ class ConsistencyCheck:
         self._group = group
         self._timeout = timeout
         self._settings = settings
-        self._waited = 0.0
+        self._waited = 0.0  # seconds that this rank waited for the others at its last header
         self.sequence = 0  # number of buckets that this rank has reduced
 
     def exchange_buckets(
@@ -119,9 +119,9 @@ class ConsistencyCheck:
         digest = digest_of(facts, {**self._settings, **settings})
         header = Header(flags, self.sequence, digest, nonfinite, self._waited, ready, plan)
         headers = self._exchange(header, pack)
-        same = {other[1:3] for other in headers}  # sequence and digest
+        next_buckets = {(other.sequence, other.digest) for other in headers}
         # an idle rank reduces zeros like the others
-        if len(same) > 1 or any(other.flags & ~IDLE for other in headers):
+        if len(next_buckets) > 1 or any(other.flags & ~IDLE for other in headers):
             return headers, 0
         if any(other.plan != headers[0].plan for other in headers):
             return headers, 1
@@ -157,20 +157,20 @@ class ConsistencyCheck:
         headers travel. Otherwise it does not run, and the caller packs the bucket.
         """
         began = perf_counter()
-        packing = 0.0
+        packing_seconds = 0.0
         gather = getattr(self._group, "_gather_overlapped", None)
         if pack is None or gather is None:
             texts = self._group.gather_bytes(header.pack(), timeout=self._timeout)
         else:
 
             def pack_timed() -> None:
-                nonlocal packing
+                nonlocal packing_seconds
                 start = perf_counter()
                 pack()
-                packing = perf_counter() - start
+                packing_seconds = perf_counter() - start
 
             texts = gather(header.pack(), pack_timed, self._timeout)
-        self._waited = perf_counter() - began - packing
+        self._waited = perf_counter() - began - packing_seconds
         headers = []
         for rank, text in enumerate(texts):
             other = Header.unpack(text)
@@ -312,8 +312,10 @@ class Session:
         `entries`: this rank's gradients. `settings`: of the bucket. `headers`: of all ranks, which
         show whether one refuses the call.
         """
-        listed = [(e.unit.parameter_name, e.unit.fact, e.problem) for e in entries]
-        result = self._check.find_failures(listed, settings, has_ended=False)
+        described = [
+            (entry.unit.parameter_name, entry.unit.fact, entry.problem) for entry in entries
+        ]
+        result = self._check.find_failures(described, settings, has_ended=False)
         self._add_failures(result.failures)
         self._is_refused = _is_call_refused(headers)
         by_name = {entry.unit.parameter_name: entry for entry in entries}
@@ -387,15 +389,16 @@ class Session:
         ranks: list[dict[str, list[int]]] = [json.loads(text) for text in texts]
         bad: dict[str, tuple[int | None, str]] = {}
         for name in own_counts:
-            each = [counts.get(name, (0, 0)) for counts in ranks]  # absent after an abandoned pass
-            rank_counts = [(rank, full) for rank, (full, _) in enumerate(each) if full]
-            sums = [(rank, part) for rank, (_, part) in enumerate(each) if part]
-            if rank_counts and sums:  # a minimum of such elements can be finite
-                reason = "; ".join(f"rank {rank}: {count:,}" for rank, count in rank_counts)
-                bad[name] = rank_counts[0][0], f"NaN or infinite elements ({reason})"
-            elif sums:
-                reason = "; ".join(f"shard of rank {rank}: {count:,}" for rank, count in sums)
-                bad[name] = sums[0][0], f"the sum is not finite, all gradients are ({reason})"
+            # by rank, (in its gradient, in its part of the sum); absent after an abandoned pass
+            counts = [rank_counts.get(name, (0, 0)) for rank_counts in ranks]
+            gradients = [(rank, count) for rank, (count, _) in enumerate(counts) if count]
+            parts = [(rank, count) for rank, (_, count) in enumerate(counts) if count]
+            if gradients and parts:  # a minimum of such elements can be finite
+                reason = "; ".join(f"rank {rank}: {count:,}" for rank, count in gradients)
+                bad[name] = gradients[0][0], f"NaN or infinite elements ({reason})"
+            elif parts:
+                reason = "; ".join(f"shard of rank {rank}: {count:,}" for rank, count in parts)
+                bad[name] = parts[0][0], f"the sum is not finite, all gradients are ({reason})"
         return bad
 
     def _undo_unused(self) -> None:
@@ -595,6 +598,7 @@ class Reducer:
 
     def drop_buffers(self) -> None:
         """Free the message buffers; the next bucket allocates new ones."""
+        # messages to the other ranks, messages from them, and this rank's own, if compressed
         self._send = self._receive = self._own_message = np.empty(0, np.uint8)
         self._packed = None
 
@@ -628,25 +632,26 @@ class Reducer:
                 return handle
         for entry in entries:
             entry.find_memory(terms)
-        near = [e for e in entries if not e.problem and (e.fits or on_host(e.source))]
-        segments = [entry.segment() for entry in near]
-        is_good = len(near) == len(entries)
+        # entries that the core can reduce
+        usable = [e for e in entries if not e.problem and (e.fits or on_host(e.source))]
+        segments = [entry.segment() for entry in usable]
+        is_complete = len(usable) == len(entries)
         try:
             handle = self._handle(segments, terms)
-            return handle if is_good else None
+            return handle if is_complete else None
         except Exception:  # find the entry at fault: all ranks raise its error
-            for entry, segment in zip(near, segments, strict=True):
+            for entry, segment in zip(usable, segments, strict=True):
                 try:
                     self._handle([segment], terms)
                 except Exception as error:
                     entry.problem = f"{type(error).__name__}: {error}"
-        if any(entry.problem for entry in near):
+        if any(entry.problem for entry in usable):
             return None
-        for entry in near:
+        for entry in usable:
             entry.unit.local_gradient = None
             entry.find_memory(terms)
-        handle = self._handle([entry.segment() for entry in near], terms)
-        return handle if is_good else None
+        handle = self._handle([entry.segment() for entry in usable], terms)
+        return handle if is_complete else None
 
     def _reuse_outputs(self, entries: Sequence[Entry], terms: Terms) -> _core.Bucket | None:
         """Return the handle of a bucket of plain gradients that reuses local gradients as outputs.

@@ -149,9 +149,9 @@ class BackwardReport:
             f"{self.backward * 1e3:.1f} ms, all reduced after {self.total * 1e3:.1f} ms, "
             f"{self.overlap:.0%} of the reducing inside the backward pass"
         )
-        late = self.straggler
-        if late is not None:
-            text += f"; each of the others waited {late[1] * 1e3:.1f} ms for rank {late[0]}"
+        if self.straggler is not None:
+            rank, seconds = self.straggler
+            text += f"; each of the others waited {seconds * 1e3:.1f} ms for rank {rank}"
         return text
 
     def _rows(self) -> list[list[str]]:
@@ -162,18 +162,18 @@ class BackwardReport:
         took from then on, which also gives the speed.
         """
         rows = []
-        for number, b in enumerate(self.buckets):
-            last = f" … {b.names[-1]}" if len(b.names) > 1 else ""
-            speed = b.bytes / max(b.ended - b.agreed, 1e-9) / 1e9
+        for number, bucket in enumerate(self.buckets):
+            names, seconds = bucket.names, bucket.ended - bucket.agreed
+            last = f" … {names[-1]}" if len(names) > 1 else ""
             rows.append(
                 [
                     str(number),
-                    f"{len(b.names)}: {b.names[0]}{last}",
-                    bytes_text(b.bytes),
-                    f"{b.ready * 1e3:.2f} ms",
-                    f"{(b.agreed - b.ready) * 1e3:.2f} ms",
-                    f"{(b.ended - b.agreed) * 1e3:.2f} ms",
-                    f"{speed:.2f}",
+                    f"{len(names)}: {names[0]}{last}",
+                    bytes_text(bucket.bytes),
+                    f"{bucket.ready * 1e3:.2f} ms",
+                    f"{(bucket.agreed - bucket.ready) * 1e3:.2f} ms",
+                    f"{seconds * 1e3:.2f} ms",
+                    f"{bucket.bytes / max(seconds, 1e-9) / 1e9:.2f}",
                 ]
             )
         return rows

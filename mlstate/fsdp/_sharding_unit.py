@@ -17,9 +17,9 @@ from ..errors import CompatibilityError
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-# Names of one cut whose parts are contiguous runs of the parameter, as buckets need them.
 _MOST_RANKS = 1 << 20
-_LAYOUTS = sorted(n for n in LAYOUT_NAMES if steps_of(n, 2) in ((("flat", 2),), ((0, 2),)))
+# "flat" and "rows": one division whose parts are contiguous in the parameter, as buckets need them.
+_LAYOUTS = sorted(name for name in LAYOUT_NAMES if steps_of(name, 2) in ((("flat", 2),), ((0, 2),)))
 
 
 def dtype_text(dtype: Any) -> str:
@@ -163,8 +163,8 @@ class FSDPShardingUnit:
             self.bind(world_size)
 
     def __repr__(self) -> str:
-        of = "" if self._world_size is None else f" of {self._world_size}"
-        return f"FSDPShardingUnit({shorten(self.fact, 400)}, shard {self.shard_index}{of})"
+        world_text = "" if self._world_size is None else f" of {self._world_size}"
+        return f"FSDPShardingUnit({shorten(self.fact, 400)}, shard {self.shard_index}{world_text})"
 
     def bind(self, world_size: int) -> None:
         """Set the number of ranks; a group calls this for a unit without `world_size`.
@@ -207,7 +207,7 @@ class FSDPShardingUnit:
         self._local_shape = layout.shape(self.shape, self.shard_index)
         self._world_size = world_size
 
-    def _unbound(self) -> ValueError:
+    def _unbound_error(self) -> ValueError:
         """Return the error for a property that needs the number of ranks."""
         return ValueError(
             f"{self.parameter_name}: pass world_size=, or use the unit with a group first"
@@ -217,7 +217,7 @@ class FSDPShardingUnit:
     def layout(self) -> Layout:
         """Division of the parameter among ranks, as a `mlstate.checkpoint.Layout`."""
         if self._world_size is None:
-            raise self._unbound()
+            raise self._unbound_error()
         return Layout(steps_of(self._layout, self._world_size) or ())
 
     @property
@@ -229,14 +229,14 @@ class FSDPShardingUnit:
     def counts(self) -> tuple[int, ...]:
         """Number of elements in each rank's part."""
         if self._world_size is None:
-            raise self._unbound()
+            raise self._unbound_error()
         return self._counts
 
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of `local_gradient`."""
         if self._world_size is None:
-            raise self._unbound()
+            raise self._unbound_error()
         return self._local_shape
 
     @property

@@ -112,8 +112,9 @@ def _iterate_blocks(array: Array) -> Iterator[Any]:
     for start in range(0, len(flat), _BLOCK):
         block = flat[start : start + _BLOCK]
         if is_torch(block):
-            near = block.cpu().resolve_conj().resolve_neg()
-            yield (near.double() if near.dtype.is_floating_point else near).numpy()
+            host_block = block.cpu().resolve_conj().resolve_neg()
+            is_float = host_block.dtype.is_floating_point
+            yield (host_block.double() if is_float else host_block).numpy()
         elif (block := as_numbers(block)).dtype.kind in "biuc":
             yield block
         else:
@@ -131,9 +132,9 @@ def _find_differences(expected: Any, actual: Any, atol: float) -> Any:
     wide = np.complex128 if "c" in (expected.dtype.kind, actual.dtype.kind) else np.float64
     positions = different.nonzero()[0]
     with np.errstate(invalid="ignore"):
-        apart = np.abs(expected[positions].astype(wide) - actual[positions].astype(wide))
-    exact = expected.dtype.kind in "biu" and atol < 1  # float64 lacks integers such as 2**53 + 1
-    different[positions] = True if exact else ~(apart <= atol)
+        distances = np.abs(expected[positions].astype(wide) - actual[positions].astype(wide))
+    is_exact = expected.dtype.kind in "biu" and atol < 1  # float64 lacks 2**53 + 1 and others
+    different[positions] = True if is_exact else ~(distances <= atol)
     return different
 
 
@@ -157,13 +158,13 @@ def _find_mismatch(unit: FSDPShardingUnit, full: Any, atol: float) -> Mismatch |
     part = unit.layout.take(full.detach() if is_torch(full) else full, rank)
     if tuple(local.shape) != tuple(part.shape):
         return Mismatch(name, rank, None, str(tuple(part.shape)), str(tuple(local.shape)))
-    at = 0  # index in the part of the block's first element
+    start = 0  # index in the part of the block's first element
     for expected, actual in zip(_iterate_blocks(part), _iterate_blocks(local), strict=True):
         wrong = _find_differences(expected, actual, atol)
         if wrong.any():
             i = int(wrong.argmax())
-            return Mismatch(name, rank, at + i, expected[i].item(), actual[i].item())
-        at += len(expected)
+            return Mismatch(name, rank, start + i, expected[i].item(), actual[i].item())
+        start += len(expected)
     return None
 
 
@@ -189,17 +190,17 @@ def _ams_sketch(array: Any, start: int) -> tuple[float, float]:
     `array`: flat and packed. `start`: index of its first element in the flattened parameter, which
     determines the signs; a part has the same signs on every rank.
     """
-    near = array.cpu() if is_torch(array) else array
-    ((squares, _),) = _core.norm_partials(["gradient"], [near])
-    signed_sum, _ = _core.sketch(near, start, 0)  # seed 0
+    host_array = array.cpu() if is_torch(array) else array
+    ((squares, _),) = _core.norm_partials(["gradient"], [host_array])
+    signed_sum, _ = _core.sketch(host_array, start, 0)  # seed 0
     return signed_sum, sqrt(squares)
 
 
 def _describe_gradient(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
     """Return this rank's message about a parameter, for `_find_wrong_sum`.
 
-    "local" is the sketch of its local gradient, "parts" has one of each rank's part of `full`, the
-    unreduced full gradient of this rank. "wrong" is why there are none, or "".
+    "local" is the sketch of its local gradient. "parts" has the sketches of each rank's part of
+    `full`, the unreduced full gradient of this rank. "wrong" is why both are missing, or "".
     """
     starts = list(accumulate(unit.counts, initial=0))
     wrong = ""
@@ -208,7 +209,9 @@ def _describe_gradient(unit: FSDPShardingUnit, full: Any) -> dict[str, Any]:
         wrong = _find_obstacle(unit, full)
         if not wrong:
             flat = packed(full).reshape(-1)
-            facts["parts"] = [_ams_sketch(flat[a:b], a) for a, b in pairwise(starts)]
+            facts["parts"] = [
+                _ams_sketch(flat[start:end], start) for start, end in pairwise(starts)
+            ]
             local = packed(unit.local_gradient).reshape(-1)
             facts["local"] = _ams_sketch(local, starts[unit.shard_index])
     except Exception as error:  # do not raise: the other ranks wait for this
@@ -264,12 +267,12 @@ def compare_sums(
     text = json.dumps(
         {name: _describe_gradient(units[name], gradients.get(name)) for name in units}
     )
-    ranks = fsdp.process_group.gather_bytes(text.encode(), timeout=fsdp.timeout)
-    rank_facts = [json.loads(t) for t in ranks]
-    names = sorted({name for of in rank_facts for name in of})
-    divisor = fsdp.divisor
+    texts = fsdp.process_group.gather_bytes(text.encode(), timeout=fsdp.timeout)
+    messages = [json.loads(data) for data in texts]  # by rank, facts by parameter
+    names = sorted({name for message in messages for name in message})
     mismatches = (
-        _find_wrong_sum(name, [of.get(name) for of in rank_facts], divisor, atol) for name in names
+        _find_wrong_sum(name, [message.get(name) for message in messages], fsdp.divisor, atol)
+        for name in names
     )
     return GradientReport([m for m in mismatches if m is not None], len(names), atol)
 
@@ -292,10 +295,11 @@ def _find_wrong_sum(
         if facts["wrong"]:
             return Mismatch(name, rank, None, "gradients that can be compared", facts["wrong"])
     for rank, facts in enumerate(rank_facts):
-        parts = [of["parts"][rank] for of in rank_facts]
-        expected = sum(signed for signed, _ in parts) / divisor
-        actual, norm = facts["local"]
-        norms = norm + sum(of for _, of in parts) / abs(divisor)
+        # sketch and norm of this rank's part, in the gradient of each rank
+        parts = [sender_facts["parts"][rank] for sender_facts in rank_facts]
+        expected = sum(signed_sum for signed_sum, _ in parts) / divisor
+        actual, local_norm = facts["local"]
+        norms = local_norm + sum(norm for _, norm in parts) / abs(divisor)
         difference = abs(expected - actual)
         slack = _rounding_bound(len(rank_facts), facts["dtype"], facts["counts"][rank], norms, atol)
         if not (isfinite(difference) and difference <= slack):

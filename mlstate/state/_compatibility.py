@@ -182,9 +182,13 @@ class CompatibilityResult:
     def _title(self) -> str:
         """Return the first line of the text: the verdict, and counts of errors and warnings."""
         verdict = self._verdict()
-        counts = (("error", self.errors), ("warning", self.warnings))
-        counts_text = [f"{len(x)} {name}{'s' if len(x) > 1 else ''}" for name, x in counts if x]
-        return ", ".join([verdict, *counts_text])
+        levels = (("error", self.errors), ("warning", self.warnings))
+        counts = [
+            f"{len(texts)} {level}{'s' if len(texts) > 1 else ''}"
+            for level, texts in levels
+            if texts
+        ]
+        return ", ".join([verdict, *counts])
 
     def __repr__(self) -> str:
         return f"<CompatibilityResult: {self._title()}>"
@@ -401,7 +405,7 @@ def _is_refused(target: dict[str, Any], source: dict[str, Any]) -> bool:
     Nothing is copied. An error of the check, except MemoryError, counts as a refusal.
     """
     try:
-        # neither strict nor with a cast, and a dry run
+        # neither strict nor with a cast, and a dry run; a tuple lists mismatches
         return isinstance(_core.state_load(target, source, False, False, True), tuple)
     except MemoryError:
         raise
@@ -476,5 +480,6 @@ target, 3 warnings
     ):
         for name, have, want in pairs:
             add(f"{shorten(name, LONGEST)}: {label} {have} in the source, {want} in the target")
+    # different shapes are errors already
     result._is_refused = not shapes and (bool(dtypes) or _is_refused(target, source))
     return result

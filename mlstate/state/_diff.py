@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _core
 from ..errors import CompatibilityError
 from ._compatibility import as_dict
-from ._tolerance import check_tolerances, outside
+from ._tolerance import change_beyond, check_tolerances
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -186,11 +186,14 @@ def diff(
     missing, unexpected, shapes, dtypes, change_rows, unchanged = _core.state_diff(first, second)
     changes = [TensorChange(*change) for change in change_rows]
     if rtol or atol:
-        names = [name for name, *_ in dtypes] + [change.name for change in changes]
-        dtypes, changes = [], []
-        for name in names:
+        # dtypes may differ, unless the shapes do too: then no elements are compared
+        other_shapes = {name for name, *_ in shapes}
+        compared = [entry[0] for entry in dtypes if entry[0] not in other_shapes]
+        compared += [change.name for change in changes]
+        dtypes, changes = [entry for entry in dtypes if entry[0] in other_shapes], []
+        for name in compared:
             try:
-                change = outside(first[name], second[name], rtol, atol)
+                change = change_beyond(first[name], second[name], rtol, atol)
             except TypeError as reason:  # packed floats
                 error = CompatibilityError(f"{name!r}: {reason}; omit rtol and atol")
                 error.name = name

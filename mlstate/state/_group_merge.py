@@ -12,16 +12,17 @@ from ..errors import CompatibilityError
 
 _Group: TypeAlias = dict[str, Any]
 
-# Entries of a group that describe its parameters.
+# Entries of a group that describe its parameters, as `OptimizerStateDict.from_torch` sets them:
+# their names, the states that were Python numbers, and by state, the positions in "params" of
+# parameters with packed values.
 _OF_PARAMETERS = frozenset({"params", "python_numbers", "packed_states"})
 
 
 def _split_group(group: _Group) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the hyperparameters of a group, and the entries that describe its parameters."""
+    values = {key: value for key, value in group.items() if key not in _OF_PARAMETERS}
     parameter_values = {key: value for key, value in group.items() if key in _OF_PARAMETERS}
-    return {
-        key: value for key, value in group.items() if key not in parameter_values
-    }, parameter_values
+    return values, parameter_values
 
 
 def _refuse_values(
@@ -43,7 +44,7 @@ def _refuse_values(
 
 
 def _is_equal(first: Any, second: Any) -> bool:
-    """Return whether two hyperparameters are equal, also if they are NaN, arrays or have both."""
+    """Return whether two hyperparameters are equal; NaN equals NaN, in arrays and lists too."""
     if first is second:
         return True
     if isinstance(first, list | tuple) and isinstance(second, list | tuple):
@@ -75,25 +76,25 @@ def merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group]
     """
     if not all("params" in group for groups in groups_of.values() for group in groups):
         return next(iter(groups_of.values()))
-    seen: dict[str, tuple[int, _Group]] = {}
+    seen: dict[str, tuple[int, _Group]] = {}  # by parameter: first rank, and its hyperparameters
     merged: list[_Group] = []
     for rank, groups in groups_of.items():
         for group in groups:
             values, parameter_values = _split_group(group)
-            new = [i for i, name in enumerate(parameter_values["params"]) if name not in seen]
-            for name in parameter_values["params"]:
+            params = parameter_values["params"]
+            kept = [i for i, name in enumerate(params) if name not in seen]  # positions in `params`
+            for name in params:
                 earlier = seen.setdefault(name, (rank, values))
                 if earlier[1] is not values:
                     _refuse_values(label, name, earlier, (rank, values))
-            if rank and not new:  # rank 0 keeps its empty groups
+            if rank and not kept:  # rank 0 keeps its empty groups
                 continue
-            positions = {old: i for i, old in enumerate(new)}
-            parameter_values["params"] = [parameter_values["params"][i] for i in new]
-            # Packed states list positions in `params`, which has changed.
+            new_position = {old: new for new, old in enumerate(kept)}
+            parameter_values["params"] = [params[i] for i in kept]
             if "packed_states" in parameter_values:
                 parameter_values["packed_states"] = {
-                    state: [positions[i] for i in those if i in positions]
-                    for state, those in parameter_values["packed_states"].items()
+                    state: [new_position[i] for i in positions if i in new_position]
+                    for state, positions in parameter_values["packed_states"].items()
                 }
             merged.append({**values, **parameter_values})
     return merged

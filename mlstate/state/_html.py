@@ -66,11 +66,14 @@ def state_repr(state: StateDict) -> str:
     """
     copied = dict.copy(state)  # in one step: other threads may change the state
     items = sorted(copied.items(), key=lambda item: number_order(str(item[0])))
-    cut = len(items) > FIRST + LAST + 1  # a line that counts one tensor would save nothing
-    first, last = (items[:FIRST], items[-LAST:]) if cut else (items, [])
+    is_long = len(items) > FIRST + LAST + 1  # a line that counts one tensor would save nothing
+    first, last = (items[:FIRST], items[-LAST:]) if is_long else (items, [])
     rows = [(shorten(str(name), 60), *_dtype_and_shape(array)) for name, array in first + last]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"  {n:{widths[0]}}  {d:{widths[1]}}  {s}".rstrip() for n, d, s in rows]
+    lines = [
+        f"  {name:{widths[0]}}  {dtype:{widths[1]}}  {shape}".rstrip()
+        for name, dtype, shape in rows
+    ]
     if last:
         lines.insert(FIRST, f"  … {len(items) - FIRST - LAST:,} more")
     return "\n".join([_title(state), *lines])
@@ -118,8 +121,9 @@ def _kind(node: Node) -> Kind:
     return facts, tuple((child.segment, _kind(child)) for child in node.children)
 
 
-def _tensors(kind: Kind) -> int:
-    return bool(kind[0]) + sum(_tensors(child) for _, child in kind[1])
+def _count_tensors(kind: Kind) -> int:
+    """Return the number of tensors at and below a node of this kind."""
+    return bool(kind[0]) + sum(_count_tensors(child) for _, child in kind[1])
 
 
 class _Opener:
@@ -134,16 +138,16 @@ class _Opener:
         `children`: name and kind of each. Equal neighbours share a row; the last row counts the
         rest.
         """
-        runs: list[tuple[list[str], Kind]] = []
+        groups: list[tuple[list[str], Kind]] = []  # names of equal neighbours, and their kind
         for name, kind in children:
-            if runs and runs[-1][1] == kind:
-                runs[-1][0].append(name)
+            if groups and groups[-1][1] == kind:
+                groups[-1][0].append(name)
             else:
-                runs.append(([name], kind))
+                groups.append(([name], kind))
         parts: list[str] = []
         left = len(children)
-        for names, kind in runs:
-            row = self._run(names, kind)
+        for names, kind in groups:
+            row = self._group_row(names, kind)
             if not row:
                 parts.append(f"<div>… {left:,} more</div>")
                 break
@@ -151,19 +155,19 @@ class _Opener:
             left -= len(names)
         return "".join(parts)
 
-    def _run(self, names: list[str], kind: Kind) -> str:
+    def _group_row(self, names: list[str], kind: Kind) -> str:
         """Return the HTML row of neighbours of one kind, and the rows below; "" if it does not fit.
 
         `names`: of the neighbours. Its bytes are taken from `room`, also if it does not fit.
         """
         ends = [names[0]] if len(names) == 1 else [names[0], names[-1]]
         # A layer of one tensor is shown as this tensor, with the rest of its name.
-        while not kind[0] and len(kind[1]) == 1 and _tensors(kind) == 1:
+        while not kind[0] and len(kind[1]) == 1 and _count_tensors(kind) == 1:
             [(name, kind)] = kind[1]
             ends = [f"{end}.{name}" for end in ends]
         facts, children = kind
         label = " … ".join(escape(shorten(end, 64)) or "&nbsp;" for end in ends)
-        about = facts or count_text(_tensors(kind), "tensor")
+        about = facts or count_text(_count_tensors(kind), "tensor")
         if len(names) > 1:
             about = f"{len(names):,} alike, {about} each"
         row = f"<b>{label}</b><i>{about}</i>"

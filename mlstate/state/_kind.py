@@ -47,7 +47,7 @@ def describe(state: object) -> str | None:
 
 
 def kind_of(state: Any) -> dict[str, Any] | None:
-    """Return a state's kind and the attributes of its class, in the form of a manifest.
+    """Return a dict with a state's kind and the attributes of its class, as a manifest has it.
 
     None for None. Raises TypeError or ValueError for an attribute that a manifest cannot hold.
     """
@@ -58,10 +58,10 @@ def kind_of(state: Any) -> dict[str, Any] | None:
     text = describe(state)
     if text is None:
         return {"kind": "state"}
-    kind: dict[str, Any] = json.loads(text)
-    for name, value in kind.items():  # refuses inf, NaN and halves of surrogate pairs
+    description: dict[str, Any] = json.loads(text)
+    for name, value in description.items():  # refuses inf, NaN and halves of surrogate pairs
         check_json_values(value, name)
-    return kind
+    return description
 
 
 def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict:

@@ -71,9 +71,9 @@ def _refusal(
     if hint:
         lines.append(f"{hint}.")
     error = CompatibilityError("\n    ".join(["Error(s) in loading state_dict:", *lines]))
-    concerned = [*shapes, *dtypes]
-    if concerned:
-        error.name, got, expected = concerned[0]
+    mismatches = [*shapes, *dtypes]
+    if mismatches:
+        error.name, got, expected = mismatches[0]
         error.got, error.expected = str(got), str(expected)
     else:
         error.name = (missing or unexpected)[0]
@@ -201,20 +201,26 @@ def _load_into_module(module: Any, source: dict[str, Any], strict: bool, cast: b
     `load_into`.
     """
     backend = backend_of(module, StateBackend)
-    filling, memory, own_load = backend.module_target(module, source, strict=strict)
-    arrays = {name: value for name, value in source.items() if not filling.loads_itself(name)}
-    _load(filling.arrays, arrays, strict, cast, dry_run=True)
-    entries = {name: source[name] for name in memory if hasattr(source.get(name), "dtype")}
-    dtypes = _core.state_compare(entries, memory)[3]
-    refused = [each for each in dtypes if not (cast and {each[1], each[2]} <= FLOATS)]
+    # `own_tensors` by name: of submodules that load themselves, by `own_load`
+    target, own_tensors, own_load = backend.module_target(module, source, strict=strict)
+    arrays = {name: value for name, value in source.items() if not target.loads_itself(name)}
+    _load(target.arrays, arrays, strict, cast, dry_run=True)
+    entries = {name: source[name] for name in own_tensors if hasattr(source.get(name), "dtype")}
+    *_, dtypes = _core.state_compare(entries, own_tensors)
+    refused = [
+        (name, got, expected)
+        for name, got, expected in dtypes
+        if not (cast and {got, expected} <= FLOATS)
+    ]
     if refused:
-        raise _refusal(memory, entries, strict, False, [], [], [], refused)
+        # the dtypes are the only mismatches, and `cast` does not help
+        raise _refusal(own_tensors, entries, strict, False, [], [], [], refused)
     try:
         if own_load is not None:
             own_load.apply()
         # Everything was checked by the dry run above: only a copy to a device can fail.
-        _core.state_load(filling.arrays, arrays, strict, cast, False)
-        filling.finish([name for name in filling.arrays if name in arrays])
+        _core.state_load(target.arrays, arrays, strict, cast, False)  # no dry run
+        target.finish([name for name in target.arrays if name in arrays])
     except BaseException:
         if own_load is not None:
             own_load.undo()
@@ -294,18 +300,18 @@ def rename(
     if unused not in ("error", "ignore"):
         raise ValueError(f"unused must be 'error' or 'ignore', got {unused!r}")
     entries, pairs = as_dict(state), tuple(rules.items())
-    renamed, numbers = _core.state_rename(entries, pairs)
+    renamed, unused_numbers = _core.state_rename(entries, pairs)  # of the rules without a match
     groups = []
     for group in state.param_groups if isinstance(state, OptimizerStateDict) else ():
-        params = group.get("params", ())  # positions have no prefixes
-        listed = {name: None for name in params if isinstance(name, str)}
-        names, unmatched = _core.state_rename(listed, pairs)
-        renamed_params = dict(zip(listed, names, strict=True))
-        params = [renamed_params.get(name, name) for name in params]
+        params = group.get("params", ())  # names, or positions, which have no prefixes
+        old_names = {name: None for name in params if isinstance(name, str)}
+        new_names, unused_here = _core.state_rename(old_names, pairs)
+        new_name = dict(zip(old_names, new_names, strict=True))
+        params = [new_name.get(name, name) for name in params]
         groups.append({**group, "params": params} if "params" in group else group)
-        numbers = [number for number in numbers if number in unmatched]
-    if numbers and unused == "error":
-        raise unused_rules(entries, [list(rules)[number] for number in numbers])
+        unused_numbers = [number for number in unused_numbers if number in unused_here]
+    if unused_numbers and unused == "error":
+        raise unused_rules(entries, [list(rules)[number] for number in unused_numbers])
     if not isinstance(state, StateDict):
         return StateDict(renamed)
     result = state.copy()

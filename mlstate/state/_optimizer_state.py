@@ -249,8 +249,9 @@ class OptimizerStateDict(StateDict):
         >>> OptimizerStateDict({"w.m": np.ones(2), "w.u.m": np.ones(1)}).get_state("w")
         {'m': array([1., 1.])}
         """
-        under: dict[str, Any] = _core.state_layer(self, parameter, dict)
-        return {name: array for name, array in under.items() if "." not in name}
+        # by the rest of the name after the parameter's; also of parameters below, such as "w.u"
+        arrays: dict[str, Any] = _core.state_layer(self, parameter, dict)
+        return {name: array for name, array in arrays.items() if "." not in name}
 
     def set_state(self, parameter: str, name: str, array: Any) -> None:
         """Store one state of a parameter.

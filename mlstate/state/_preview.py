@@ -39,7 +39,7 @@ class Node:
 
     @property
     def own(self) -> Leaf | None:
-        """The tensor whose name ends here."""
+        """The tensor whose name ends here; None if all names are longer."""
         return next((leaf for leaf in self.leaves if len(leaf.name) == self.end), None)
 
     @property
@@ -94,17 +94,17 @@ def preview(root: Node, max_rows: int, max_children: int) -> list[Row]:
         A node is not opened if not all of its children's rows fit, or if it has a single tensor.
     """
     top = Row([root], 0)
-    left = max_rows
-    queue = [top]
+    rows_left = max_rows
+    queue = [top]  # rows of single nodes to open, level by level; the loop appends to it
     for row in queue:
         [node] = row.nodes
         if len(node.leaves) == 1 and row is not top:
             continue
         limit = min(max_children, max_rows) if row is top else max_children
         rows = [Row(nodes, row.depth + 1) for nodes in _groups(node.children, limit)]
-        if len(rows) <= left:
+        if len(rows) <= rows_left:
             row.below = rows
-            left -= len(rows)
+            rows_left -= len(rows)
             queue += [below for below in rows if len(below.nodes) == 1]
     ordered = []
     stack = top.below[::-1]

@@ -47,8 +47,12 @@ def guess_rules(unexpected: list[str], missing: list[str]) -> Rules:
         names that both sides have.
     """
     best: Rules = ()
-    matched = 0
-    present = [m for m in MARKS if any(n.startswith(m) or f".{m}" in n for n in unexpected)]
+    matched = 0  # names that `best` explains
+    present = [
+        mark
+        for mark in MARKS
+        if any(name.startswith(mark) or f".{mark}" in name for name in unexpected)
+    ]
     subsets: list[Rules] = [()]
     for mark in present:  # a mark that both sides have must stay
         subsets += [(*subset, (f"*{mark}", "")) for subset in subsets]
@@ -71,19 +75,22 @@ def _prefix_guesses(unexpected: list[str], missing: list[str]) -> list[Rules]:
     `unexpected`, `missing`: names that only the source, or only the target has. The guess with most
     votes comes first; at most `TRIES` are returned.
     """
-    is_shorter = len(unexpected) <= len(missing)
-    names, others = (unexpected, missing) if is_shorter else (missing, unexpected)
+    samples_unexpected = len(unexpected) <= len(missing)  # samples are of the shorter list
+    names, others = (unexpected, missing) if samples_unexpected else (missing, unexpected)
     positions = {name: i for i, name in enumerate(others)}
     votes = Counter[Rules](dict.fromkeys(USUAL, 0))
     samples = min(len(names), SAMPLES)
     for i in range(samples):
         part = len(names) // samples
-        sample = names[i * part + i * 7919 % part]  # scattered: names repeat at regular distances
-        room = NEW_GUESSES
-        for prefix, is_longer in _prefixes(sample, others, positions):
-            guess = ((prefix, ""),) if is_longer == is_shorter else (("", prefix),)
-            if guess in votes or room:
-                room -= guess not in votes
+        # scattered, by a prime number: names repeat at regular distances
+        sample = names[i * part + i * 7919 % part]
+        new_left = NEW_GUESSES
+        for prefix, is_of_sample in _prefixes(sample, others, positions):
+            # remove the prefix of an unexpected name, or add the prefix of a missing one
+            is_removed = is_of_sample == samples_unexpected
+            guess = ((prefix, ""),) if is_removed else (("", prefix),)
+            if guess in votes or new_left:
+                new_left -= guess not in votes
                 votes[guess] += 1
     return [guess for guess, count in votes.most_common(TRIES) if count]
 
@@ -105,7 +112,7 @@ def _prefixes(sample: str, others: list[str], positions: dict[str, int]) -> list
     for end in range(1, len(sample)):
         if sample[end - 1] == "." and sample[end:] in positions:
             prefixes.append((positions[sample[end:]], sample[:end], True))
-    return [(prefix, is_longer) for _, prefix, is_longer in sorted(prefixes)]
+    return [(prefix, is_of_sample) for _, prefix, is_of_sample in sorted(prefixes)]
 
 
 def _count_matches(unexpected: list[str], missing: list[str], rules: Rules) -> int:

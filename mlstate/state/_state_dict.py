@@ -30,7 +30,7 @@ Self = TypeVar("Self", bound="StateDict")
 
 def as_count(name: str, value: Any) -> int:
     """Return the attribute `name` as an int of at least 0; raise TypeError or ValueError."""
-    count = check_int(name, value, -sys.maxsize)
+    count = check_int(name, value, -sys.maxsize)  # any int: negative ones get another error
     if count < 0:
         raise ValueError(f"{name} {count} is negative")
     return count
@@ -368,19 +368,16 @@ class StateDict(_core.StateDict):
         """
         name = float_name(dtype)
         result = self.copy()
-        done: dict[Any, Any] = {}
-        needed: dict[Any, bool] = {}  # by dtype
+        converted: dict[Any, Any] = {}  # new values, by memory
         for key, value in self.items():
             array = getattr(value, "array", value)
             refuse_masked(key, array)
-            if array.dtype not in needed:
-                needed[array.dtype] = needs_conversion(array, name)
-            if not needed[array.dtype]:
+            if not needs_conversion(array, name):
                 continue
             memory = memory_key(value)
-            if memory not in done:
-                done[memory] = _converted_part(value, name)
-            result[key] = done[memory]
+            if memory not in converted:
+                converted[memory] = _converted_part(value, name)
+            result[key] = converted[memory]
         return result
 
     def digest(self) -> str:
@@ -516,14 +513,15 @@ class StateDict(_core.StateDict):
         """
         # Same result as copy.deepcopy through __reduce_ex__, with less work for each array.
         reduced = self.__reduce_ex__(4)
-        if isinstance(reduced, str):
+        if isinstance(reduced, str):  # a subclass whose objects pickle by name are single ones
             return self
-        make, args, state, more, entries = (*reduced, None, None, None)[:5]
+        # function, arguments, and what may be missing: state, items of a list, items of a dict
+        make, args, state, list_items, entries = (*reduced, None, None, None)[:5]
         result = make(*[a if isinstance(a, type) else deepcopy(a, memo) for a in args])
         memo[id(self)] = result
         if state is not None:
             _set_state(result, deepcopy(state, memo))
-        for value in more or ():
+        for value in list_items or ():
             result.append(deepcopy(value, memo))
         objects = memo.setdefault(id(memo), [])  # keeps the objects whose ids are in `memo` alive
         for name, value in entries or ():

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 _BLOCK = 1 << 20  # elements that are compared at the same time
 
-Outside = tuple[int, int, int, float, float]
+# The fields of a `TensorChange` after its name.
+Change = tuple[int, int, int, float, float]
 
 
 def check_tolerances(rtol: float, atol: float) -> tuple[float, float]:
@@ -49,13 +50,14 @@ def _distances(x: NDArray, y: NDArray) -> tuple[NDArray, NDArray, NDArray]:
     with np.errstate(invalid="ignore", over="ignore"):
         distance = np.where(wide_x == wide_y, 0.0, np.abs(wide_x - wide_y))
     if x.dtype.kind in "iu" and y.dtype.kind in "iu":
-        a, b = x.astype(np.uint64), y.astype(np.uint64)  # wrap; so do their differences
+        # negative numbers wrap modulo 2**64, and so do the differences, which are then exact
+        a, b = x.astype(np.uint64), y.astype(np.uint64)
         distance = np.where(distance < 2.0**63, np.where(x > y, a - b, b - a), distance)
     return distance, wide_x, wide_y
 
 
-def outside(a: Any, b: Any, rtol: float, atol: float) -> Outside | None:
-    """Return the fields of a `TensorChange` after its name; None if the tensors are close.
+def change_beyond(a: Any, b: Any, rtol: float, atol: float) -> Change | None:
+    """Return how two tensors differ beyond a tolerance; None if all elements are close.
 
     `a`, `b`: arrays or tensors of the same number of elements. Elements are close if ``|a - b| <=
     atol + rtol * max(|a|, |b|)`` and both are finite, or both are NaN, or equal.
@@ -69,14 +71,14 @@ def outside(a: Any, b: Any, rtol: float, atol: float) -> Outside | None:
             size = np.maximum(np.abs(x), np.abs(y))
             distance[np.isinf(size) & (x != y)] = np.inf
             is_close = (distance == 0) | np.isfinite(size) & (distance <= atol + rtol * size)
-            far = ~is_close & ~(np.isnan(x) & np.isnan(y))
-        lone = far & (np.isnan(x) | np.isnan(y))
-        changed += int(np.count_nonzero(far))
-        nan += int(np.count_nonzero(lone))
-        rest = far & ~lone
-        if rest.any():
+            is_changed = ~is_close & ~(np.isnan(x) & np.isnan(y))
+        is_nan_once = is_changed & (np.isnan(x) | np.isnan(y))  # NaN on exactly one side
+        changed += int(np.count_nonzero(is_changed))
+        nan += int(np.count_nonzero(is_nan_once))
+        is_measured = is_changed & ~is_nan_once
+        if is_measured.any():
             with np.errstate(invalid="ignore", divide="ignore"):
                 relative = np.where(np.isinf(size), np.inf, distance / size)
-            max_abs = max(max_abs, float(distance[rest].max()))
-            max_rel = max(max_rel, float(relative[rest].max()))
+            max_abs = max(max_abs, float(distance[is_measured].max()))
+            max_rel = max(max_rel, float(relative[is_measured].max()))
     return (changed, first.size, nan, max_abs, max_rel) if changed else None

@@ -444,6 +444,18 @@ def test_plans_by_hand_are_checked():
         Plan(uniform(2), np.zeros((2, 3), np.int32))
 
 
+def test_a_plan_refuses_numbers_that_are_not_blocks_instead_of_rounding_or_wrapping_them():
+    steps = np.array([(1, 0), (1, 1), (2, 1), (2, 0)])
+    assert Plan(uniform(2), steps).predicted_seconds == uniform(2).plain_seconds
+    for block in (1 << 32, -(1 << 32)):  # both are 0 as int32
+        with pytest.raises(ValueError, match="no such kinds or blocks"):
+            Plan(uniform(2), np.where(steps == (1, 0), (1, block), steps))
+    with pytest.raises(TypeError, match="steps hold float64: expected integers"):
+        Plan(uniform(2), steps + 0.5)
+    with pytest.raises(TypeError, match="step 1, save: the block must be an int, got float"):
+        Plan(uniform(2), [("save", 0), ("save", 1.5)])
+
+
 def test_plans_are_shown():
     chain = Chain([1] * 4, [2] * 4, [10] * 5, [40] * 4, names=["a", "b", "<c>", "d"])
     schedule = plan(chain, 120)

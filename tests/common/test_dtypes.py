@@ -143,6 +143,13 @@ def test_labelled_integers_replace_missing_dtypes(without):
         stored_dtype("int4")
 
 
+@pytest.mark.parametrize("order", "<>")
+def test_labelled_integers_of_any_byte_order_become_their_values(order):
+    bits = np.array([0x3F80, 0xC000], f"{order}u2")
+    labelled = bits.view(np.dtype(f"{order}u2", metadata={LABEL: "bfloat16"}))
+    assert as_numbers(labelled).astype(float).tolist() == [1.0, -2.0]
+
+
 def test_ml_dtypes_is_used_if_installed():
     assert stored_dtype("bfloat16") == ml_dtype("bfloat16") == ml_dtypes.bfloat16
     assert name_of(stored_dtype("bfloat16")) == "bfloat16" and not label_of(

@@ -15,7 +15,7 @@ from mlstate import CollectiveError, CompatibilityError, OptimizerStateDict, Sta
 from mlstate.checkpoint import Layout, Shard
 from mlstate.collectives import SingleGroup
 from mlstate.distributed import DistributedStateCollector
-from mlstate.distributed._byte_ranges import boxes, bytes_of, put, take
+from mlstate.distributed._byte_ranges import boxes, bytes_of, read_range, write_range
 from mlstate.distributed._merge import describe
 from mlstate.errors import UnstorableError
 
@@ -62,11 +62,11 @@ def test_every_range_of_elements_becomes_bytes_and_comes_back(shape, kind):
             data = bytes_of(array, begin, end)
             assert data.tobytes() == expected[4 * begin : 4 * end]
             other = np.zeros_like(data)
-            take(array, begin, end, other)
+            read_range(array, begin, end, other)
             assert other.tobytes() == data.tobytes()
             target = array.clone() if kind.startswith("torch") else array.copy(order="K")
             target[...] = -1
-            put(target, begin, end, data)
+            write_range(target, begin, end, data)
             elements = bytes_of(target, 0, count).view(np.float32)
             assert elements[begin:end].tobytes() == data.tobytes()
             assert (elements[:begin] == -1).all()

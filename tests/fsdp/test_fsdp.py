@@ -91,6 +91,11 @@ def test_a_limit_that_is_none_is_refused(limit):
     assert units["w"].local_gradient.tolist() == [3.0, 4.0]
 
 
+def test_other_values_than_units_are_refused_by_name():
+    with pytest.raises(TypeError, match=r"sharding_units\['w'\] is a ndarray"):
+        clip_grad_norm({"w": np.ones(2)}, 1.0, SingleGroup())
+
+
 def test_units_without_gradients_count_as_zero():
     units = unit_of(np.array([3.0, 4.0]))
     units["v"] = FSDPShardingUnit("v", (9,), "float64", 0, world_size=1)

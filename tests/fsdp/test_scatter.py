@@ -475,7 +475,7 @@ def test_passes_inside_no_sync_add_up_before_they_travel(group, hooks):
                 hook.add_gradient(name, gradient)
             else:
                 model.functions[name](gradient)
-            if hooks == "loop" or not hook._sync:
+            if hooks == "loop" or not hook._is_synced:
                 gradient = gradient if seed == 2 else gradient.fill(99)  # it was copied
 
     with hook.no_sync():

@@ -187,3 +187,12 @@ def test_memory_is_compared_only_of_values_that_are_converted(monkeypatch):
     state = StateDict(same=np.ones(2, np.float16), other=np.ones(2))
     assert state.astype("float16")["same"] is state["same"]
     assert len(compared) == 1 and compared[0] is state["other"]
+
+
+@pytest.mark.parametrize("names", ["ab", "ba"])
+def test_only_labelled_integers_of_an_integer_dtype_are_converted(names):
+    labelled = np.array([0x3F80], np.dtype("u2", metadata={"mlstate.dtype": "bfloat16"}))
+    arrays = {"a": labelled, "b": np.array([7], np.uint16)}
+    result = StateDict({name: arrays[name] for name in names}).astype("float32")
+    assert result["a"].tolist() == [1.0] and result["a"].dtype == np.float32
+    assert result["b"] is arrays["b"]

@@ -376,3 +376,10 @@ def test_masks_are_not_ignored(read):
     state = StateDict(w=np.ma.array([1.0, 2.0], mask=[False, True]))
     with pytest.raises(TypeError, match="'w' is a masked array, whose mask would be lost"):
         read(state)
+
+
+@pytest.mark.parametrize("shape", [(3,), (1, 2)])
+def test_within_a_tolerance_other_shapes_and_dtypes_are_listed_and_not_compared(shape):
+    a, b = {"w": np.zeros(2, np.float32)}, {"w": np.zeros(shape)}
+    assert diff(a, b, atol=1.0) == diff(a, b)
+    assert diff(a, b, atol=1.0).unchanged == 0

@@ -73,6 +73,14 @@ def test_a_load_into_a_part_of_a_parameter_is_seen_by_autograd(torch):
     assert parameter._version > version and parameter.tolist() == [1] * 4
 
 
+def test_a_part_that_is_negated_when_read_is_kept_and_refused_by_name(torch):
+    part = Layout.rows(1).shard(torch.tensor([1 + 2j]).conj().imag, 0)
+    state = StateDict({"w": part})
+    assert state.astype("float64")["w"].array.tolist() == [-2.0]
+    with pytest.raises(TypeError, match=r"'w' is a view that is negated .* store its resolve_neg"):
+        diff(state, {"w": Layout.rows(1).shard(torch.tensor([2.0]), 0)})
+
+
 def test_diff_reports_a_part_and_the_whole_as_different_shapes():
     part = Shard(np.ones((2, 2)), Layout.rows(2), 0, shape=(4, 2))
     states = {"w": part, "b": np.ones(1)}, {"w": np.ones((4, 2)), "b": np.ones(1)}

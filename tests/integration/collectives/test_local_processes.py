@@ -457,7 +457,8 @@ def test_invalid_variables_are_named(variables, text, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [((7, 0, 2), TypeError), (("job", 2, 2), ValueError), (("job", -1, 2), ValueError),
-     (("job", 0, 0), ValueError), (("job", 0, 65), ValueError)],
+     (("job", 0, 0), ValueError), (("job", 0, 65), ValueError), (("job", 0.5, 1), TypeError),
+     (("job", False, 1), TypeError), (("job", "0", 1), TypeError)],
 )  # fmt: skip
 def test_a_place_that_cannot_be_is_refused(arguments, error):
     with pytest.raises(error):
