@@ -52,6 +52,7 @@ _SECTIONS = ("model", "optimizer", "states")
 _NUMBERS = range(len(_SECTIONS))
 _BATCH_BYTES = 64 << 20  # of tensors that must be assembled in memory
 _BATCH_TENSORS = 1024
+_WHOLE = (None, 0, 0)  # the cutting of whole tensors
 
 
 def add(commands: Commands) -> None:
@@ -83,14 +84,14 @@ class _CheckpointSide:
 
         `location`: its folder, and the path of its root there.
         """
-        self._files, self._root, *_ = location
+        self._files, self._root = location.files, location.root
         files = self._files
         self.path = files.path
         manifest, self._merged_index = files.read_root(
             location.root, lambda manifest: (manifest, files.load_merged_index(manifest))
         )
         self.step, self._generation = manifest.step, manifest.generation
-        # by section and name: the bytes of a tensor, and the memory that it takes
+        # by section and name: the result of `size`
         self._sizes: dict[tuple[str, str], tuple[int, int]] = {}
         self._mmap = files.folder.is_local
         for record in map(TensorRecord._make, self._merged_index.tensors()):
@@ -115,14 +116,15 @@ class _CheckpointSide:
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
         """Return the existing tensors among `keys`, by name: mapped if possible."""
         have = [key for key in keys if (SECTIONS[section], key) in self._sizes]
-        parts = TensorParts(self._merged_index, section, have, (None, 0, 0))
+        parts = TensorParts(self._merged_index, section, have, _WHOLE)
         verify = not self._mmap  # mapped arrays are not verified
-        return self._files.folder.load(parts, verify, self._mmap, None)
+        return self._files.folder.load(parts, verify, self._mmap, progress=None)
 
 
 def _is_comparable(array: Any) -> bool:
     """Return whether arrays like this can be compared; no sparse or quantized ones can."""
     try:
+        # at most one element, also of an array without dimensions: the comparison shall be fast
         element = array[None][(slice(1),) * (array.ndim + 1)]
         diff({"": element}, {"": copy_of(element)})
         return array.nbytes >= 0  # type: ignore[no-any-return]
@@ -139,7 +141,7 @@ def _storable_states(states: Mapping[str, Any], refused: list[str]) -> dict[str,
     for name, value in states.items():
         storable[name] = value
         try:
-            take_states({name: value}, None, 1)
+            take_states({name: value}, model=None, ranks=1)
         except Exception:  # of any library
             storable[name] = _storable(value, f"states[{name!r}]", refused)
     return storable
@@ -186,8 +188,8 @@ class _FileSide:
         refused: list[str] = []
         if as_stored:
             states = _storable_states(self._states or {}, refused)
-            named = take_states(states, None, 1)
-            named.add_trees(None, ())
+            named = take_states(states, model=None, ranks=1)
+            named.add_trees(group=None, digests=())
             shards = (named.arrays or {}).items()
             arrays = {key: getattr(shard, "array", shard) for key, shard in shards}
         else:
