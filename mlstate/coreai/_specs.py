@@ -124,7 +124,7 @@ def _as_dtype(name: str, text: str) -> NumpyDType:
 
     `name`: the state, for errors. Raises CompatibilityError for a dtype that is not supported.
     """
-    dtype = {"bool": "bool", "boolean": "bool"}.get(text.lower(), text.lower())
+    dtype = "bool" if text.lower() == "boolean" else text.lower()
     if dtype in EXTENSIONS:
         return ml_dtype(dtype)
     if dtype not in {info.name for info in DTYPES}:
@@ -309,7 +309,7 @@ def _with_axis(states: dict[str, StateSpec], axis: int) -> dict[str, StateSpec]:
 
 
 def usual_axis(shape: Shape) -> int:
-    """Return the sequence axis in the layouts of Apple's models, counted from the end.
+    """Return the sequence axis in the layouts of Apple's models, negative: counted from the end.
 
     It is the last axis if the axis before it has length 1, as in (layers, batch, heads *
     head_dim, 1, seq), else the axis before the last, as in (layers, batch, heads, seq, head_dim).

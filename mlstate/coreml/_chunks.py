@@ -148,8 +148,8 @@ def _chunk_numbers(paths: Sequence[str]) -> list[int] | None:
     named = [match for match in matches if match is not None]
     if not named:
         return None
-    kinds = sorted({(match[1], match[3] or "") for match in named})  # (name, total in the name)
-    if len(named) < len(paths) or len(kinds) > 1 or len(paths) > _MOST_CHUNKS:
+    series = sorted({(match[1], match[3] or "") for match in named})  # (name, total in the name)
+    if len(named) < len(paths) or len(series) > 1 or len(paths) > _MOST_CHUNKS:
         raise incompatible(
             f"{quoted(labels)} are not the chunks of one model; narrow the pattern or the list",
             None,
@@ -157,8 +157,9 @@ def _chunk_numbers(paths: Sequence[str]) -> list[int] | None:
             count_text(len(paths), "name"),
         )
     numbers = [int(match[2]) for match in named]
-    first = 1 if kinds[0][1] else min(1, *numbers)  # names without a total may count from 0
-    total = int(kinds[0][1] or max(numbers) + 1 - first)
+    named_total = series[0][1]
+    first = 1 if named_total else min(1, *numbers)  # names without a total may count from 0
+    total = int(named_total or max(numbers) + 1 - first)
     repeated = sorted({number for number in numbers if numbers.count(number) > 1})
     if repeated:
         again = [labels[i] for i, number in enumerate(numbers) if number == repeated[0]]
@@ -312,6 +313,7 @@ def _chunk_names(file: str, parameters: dict[str, Any]) -> list[str]:
         if prefix is None:
             raise format_error(file, "neither ffn nor model_prefix, which name the chunks")
         bits = _text(file, parameters, "lut_ffn")
+        # bits of the table that weights are looked up in; without quantization: none or -1
         first = f"{prefix}_FFN_PF" + (f"_lut{bits}" if bits not in (None, "none", "-1") else "")
     stem, extension = _split_extension(first)
     match = _CHUNK.fullmatch(stem)
