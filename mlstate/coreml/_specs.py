@@ -84,18 +84,23 @@ class StateSpecs(FunctionStates[StateSpec]):
 def as_spec(name: str, value: Any) -> StateSpec:
     """Return `value` if it is a spec; if it is a shape, a spec of float16 for the state `name`.
 
-    Raises TypeError for another value.
+    Raises TypeError for another value, and CompatibilityError for a negative length.
     """
     if isinstance(value, StateSpec):
-        return value
-    try:
-        shape = tuple(map(index, value))
-    except TypeError:
-        raise TypeError(
-            f"state {name!r}: expected a StateSpec or a shape such as (2, 1, 256, 32), got "
-            f"{type(value).__name__} {shorten(repr(value), 60)}"
-        ) from None
-    return StateSpec(name, shape, np.dtype(np.float16))
+        spec = value
+    else:
+        try:
+            shape = tuple(map(index, value))
+        except TypeError:
+            raise TypeError(
+                f"state {name!r}: expected a StateSpec or a shape such as (2, 1, 256, 32), got "
+                f"{type(value).__name__} {shorten(repr(value), 60)}"
+            ) from None
+        spec = StateSpec(name, shape, np.dtype(np.float16))
+    if any(length < 0 for length in spec.shape):
+        text = f"state {name!r}: the shape {spec.shape} has a negative length"
+        raise incompatible(text, name, "lengths of 0 or more", spec.shape)
+    return spec
 
 
 # ---- reading ----

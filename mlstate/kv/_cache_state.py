@@ -646,7 +646,7 @@ class CacheState(CopiedByValue):
         The result consists of new NumPy arrays, also for torch tensors on the CPU. Tensors on
         another device become tensors on that device, computed by torch. The bits equal the result
         of ``mlx.core.quantize`` on a CPU: the codes of the last axis are one string of bits in
-        words, the first code in the low bits of the first word; a value is
+        words, the first code in the lowest bits of the first word; a value is
         ``scale * code + bias``. Its error is at most one ``scale``, plus the rounding of scale and
         bias to the dtype. Positions without a token become 0. The old arrays are not written. The
         GIL is released for arrays of at least 64 KiB.

@@ -771,6 +771,7 @@ class StateManagerBase:
                 sizes,
                 size,
             )
+        size = self._ladder.sizes[self._ladder.sizes.index(size)]  # an int, also for 256.0
         specs = self._context(size).specs
         if arrays is None:
             self._size, self._states = size, None

@@ -260,7 +260,7 @@ def _weights_of(path: str) -> list[Any]:
     In the Hub's cache the second is the file's name, so its bytes are not read. Raises FormatError
     for a truncated file.
     """
-    _core.file_metadata(path, False)  # refuses a truncated file
+    _core.file_metadata(path, False)  # only for its errors: a truncated file is refused
     size = int.from_bytes(_read(path, lambda file: file.read(8)), "little")  # of the header
     header = _read(path, lambda file: file.read(8 + size))
     return [hashlib.sha256(header).hexdigest(), _blob_name(path) or _digest_of(path)]
@@ -326,11 +326,11 @@ def _other_states(path: str, module: Any, hashed: Memories) -> list[list[Any]]:
     except Exception:
         return []
     registered = {**module._parameters, **module._buffers}
-    prefix = len(path) + 1 if path else 0
+    prefix_length = len(path) + 1 if path else 0
     values = [
         [name, _named_value(name, value, hashed)]
         for name, value in states.items()
-        if registered.get(name[prefix:]) is None
+        if registered.get(name[prefix_length:]) is None
     ]
     return [each for each in values if each[1] is not None]
 

@@ -11,15 +11,14 @@ from .._common.set_module import set_module
 from .._common.store_error import format_error
 from .._common.text import bytes_text, table_html
 from ..errors import FormatError
-from ._layout import StoredSpec
+from ._layout import DIGEST_BYTES, StoredSpec
 
 if TYPE_CHECKING:
     from .. import _core
     from .._types import NDArray
 
 BLOCK, SNAPSHOT = 0, 1  # kinds of records
-_DIGEST_BYTES = 8
-_HEAD = _DIGEST_BYTES + 4
+_HEAD = DIGEST_BYTES + 4  # offset of the head: it follows the digest and its own length
 
 
 class Candidate(NamedTuple):
@@ -62,6 +61,7 @@ def _cut_meta(data: bytes) -> tuple[bytes, bytes]:
 
 @lru_cache(maxsize=16)
 def _parse_head(head: bytes) -> Head:
+    """Return the head from its JSON; raise KeyError, TypeError or ValueError if it is malformed."""
     document = json.loads(head)
     return Head(StoredSpec.from_json(document["entries"]), str(document["model"]))
 
@@ -73,7 +73,7 @@ def head_of(data: bytes, path: str) -> Head:
     """
     try:
         head = _parse_head(_cut_meta(data)[0])
-        if head.stored.digest != data[:_DIGEST_BYTES]:
+        if head.stored.digest != data[:DIGEST_BYTES]:
             raise ValueError("its digest differs")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         text = f"{path}: the description of a record is malformed: {error}"
@@ -259,7 +259,7 @@ def _chain(log_match: _core.PromptMatch, stored: StoredSpec) -> list[tuple[int, 
         if kind != BLOCK:
             continue
         is_next = start == (blocks[-1][2] if blocks else 0)
-        is_same = log_match.meta(index)[:_DIGEST_BYTES] == stored.digest
+        is_same = log_match.meta(index)[:DIGEST_BYTES] == stored.digest
         if not is_next or not is_same or nbytes != stored.token_bytes * (end - start):
             break
         blocks.append((index, start, end))
@@ -293,7 +293,7 @@ def _limit(match: Match, stored: StoredSpec) -> str:
 
     It is a state if blocks are stored beyond the match, else an entry that blocks have.
     """
-    reach = match._blocks[-1][2] if match._blocks else 0
+    reach = match._blocks[-1][2] if match._blocks else 0  # end of the last block, in tokens
     has_more_tokens = reach > match.length or not stored.blocks
     entries = stored.states if has_more_tokens and stored.states else stored.blocks
     return (entries or stored.entries)[0].name

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ._fingerprint import Model
 
 _MOST_BLOCK = 65536  # tokens
-_PENDING = 256 << 20
+_PENDING = 256 << 20  # bytes
 _Record = tuple[int, int, bytes, list[Any]]  # kind, end, description, parts
 
 
@@ -266,12 +266,13 @@ class PromptStore:
         in this case, and after an exception.
         """
         candidates = list(match._candidates)
-        good, limit = 0, match.length  # blocks are read up to `good`, and damaged from `limit` on
+        # in tokens: blocks are read up to `good`, and the first damaged block begins at `limit`
+        good, limit = 0, match.length
         is_written = False
         while candidates:
             candidate = candidates.pop(0)
             base = _base(match, candidate)
-            if base > limit:
+            if base > limit:  # it needs a damaged block
                 continue
             try:
                 requests = _requests(match, target, candidate, good, self._path)
@@ -444,8 +445,8 @@ class PromptStore:
             # The longest first: a match ends at a block that was dropped.
             for key, tokens in sorted(self._damaged.items(), key=lambda item: -len(item[1])):
                 with closing(self._log.match(self._key, tokens, self._block)) as match:
-                    for index, record in enumerate(match.records):
-                        is_same = record[0] == key[0] and record[2] == len(tokens)
+                    for index, (kind, _, end, _) in enumerate(match.records):
+                        is_same = kind == key[0] and end == len(tokens)
                         if is_same and has_damage(match, index):  # unless it was stored again
                             self._log.mark(match, [index], "drop", self._timeout)
                 self._damaged.pop(key, None)
@@ -589,7 +590,8 @@ def _base(match: Match, candidate: Candidate) -> int:
     """Return how many first tokens of a candidate are in blocks; a snapshot has the others."""
     if candidate.record is None:
         return candidate.position
-    return match._log_match.records[candidate.record][1]
+    _, start, _, _ = match._log_match.records[candidate.record]
+    return start
 
 
 def _requests(
@@ -615,8 +617,8 @@ def _requests(
     if record is not None:
         tail: list[Request] = []
         if base < position:
-            size = match._log_match.records[record][2] - base
-            tail = block_requests(stored, into, record, base, position, size)
+            _, start, end, _ = match._log_match.records[record]
+            tail = block_requests(stored, into, record, base, position, end - start)
         requests += tail
         requests += state_requests(into, listed, record, position, len(tail))
     return requests

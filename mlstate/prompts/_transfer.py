@@ -131,7 +131,7 @@ def _axis(entry: CacheEntry) -> int:
 
 
 class Piece(NamedTuple):
-    """Tokens of a part that go to adjacent positions of an array."""
+    """Tokens of a part that are read into adjacent positions of an array."""
 
     offset: int  # tokens of the part before the first one
     size: int  # in tokens; 0 for an array without a sequence
@@ -342,7 +342,7 @@ def state_requests(
             part += 1
             continue
         slots = _slots_of(entry, into.ring(entry, position), sum(counts), position)
-        for ranges in _positions(counts, entry.sinks, position):
+        for ranges in _position_ranges(counts, entry.sinks, position):
             pieces = [
                 Piece(offset, count, tokens_of(array, _axis(entry), slot, slot + count))
                 for offset, slot, count in _intersections(ranges, slots)
@@ -362,19 +362,22 @@ def _entry_name(into: Arrays, name: str) -> str:
     return next(each for each, entry in into.entries.items() if name in entry.arrays)
 
 
-def _positions(counts: list[int], sinks: int, length: int) -> list[list[tuple[int, int, int]]]:
+def _position_ranges(
+    counts: list[int], sinks: int, length: int
+) -> list[list[tuple[int, int, int]]]:
     """Return, for each part of a ring, its ranges as (offset in the part, first position, count).
 
     `counts`: tokens of each part, by increasing position. `length`: all tokens so far; those that
     no part has were evicted after the first `sinks`.
     """
     evicted = length - sum(counts)
-    result, index = [], 0
+    result, index = [], 0  # index: number of stored tokens before the part
     for count in counts:
         ranges = [(0, index, count)]
         if evicted and index < sinks < index + count:
-            head = sinks - index
-            ranges = [(0, index, head), (head, sinks + evicted, count - head)]
+            last_sinks = sinks - index  # tokens of the part that are sinks
+            others = (last_sinks, sinks + evicted, count - last_sinks)
+            ranges = [(0, index, last_sinks), others]
         elif evicted and index >= sinks:
             ranges = [(0, index + evicted, count)]
         result.append(ranges)
@@ -396,7 +399,7 @@ def _slots_of(
     if count > stored and not (count - stored == 1 and length >= ring.size):
         text = f"the array needs {count} tokens at position {length}, and {stored} are stored"
         raise entry_error(entry.name, text, f"{count} tokens", f"{stored} tokens")
-    ranges = _positions([len(run) for run in runs], ring.sinks, length)
+    ranges = _position_ranges([len(run) for run in runs], ring.sinks, length)
     return [
         (run.start + offset, position, size)
         for run, parts in zip(runs, ranges, strict=True)
@@ -409,7 +412,7 @@ def _intersections(
 ) -> list[tuple[int, int, int]]:
     """Return the positions in both `ranges` and `slots` as (offset in the part, slot, count).
 
-    `ranges`: of a part, from `_positions`. `slots`: of an array, from `_slots_of`.
+    `ranges`: of a part, from `_position_ranges`. `slots`: of an array, from `_slots_of`.
     """
     common = []
     for offset, first, count in ranges:
