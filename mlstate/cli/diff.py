@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arrays import copy_of
 from .._common.local_path import local_folder, local_path
@@ -76,6 +76,13 @@ def add(commands: Commands) -> None:
 # ---- two sides ----
 
 
+class _TensorSize(NamedTuple):
+    """The bytes of a tensor, and the memory in bytes that it takes: 0 if it is mapped."""
+
+    nbytes: int
+    memory: int
+
+
 class _CheckpointSide:
     """A checkpoint with mapped tensors; sharded, sparse or compressed ones take memory."""
 
@@ -91,12 +98,12 @@ class _CheckpointSide:
             location.root, lambda manifest: (manifest, files.load_merged_index(manifest))
         )
         self.step, self._generation = manifest.step, manifest.generation
-        # by section and name: the result of `size`
-        self._sizes: dict[tuple[str, str], tuple[int, int]] = {}
+        self._sizes: dict[tuple[str, str], _TensorSize] = {}  # by section and name
         self._mmap = files.folder.is_local
         for record in map(TensorRecord._make, self._merged_index.tensors()):
             in_memory = record.shards > 1 or record.sparse_shards or record.codec or not self._mmap
-            self._sizes[record.section, record.key] = record.nbytes, record.nbytes * bool(in_memory)
+            size = _TensorSize(record.nbytes, record.nbytes if in_memory else 0)
+            self._sizes[record.section, record.key] = size
 
     def is_replaced(self) -> bool:
         """Return whether a writer has replaced the checkpoint since it was opened."""
@@ -106,12 +113,9 @@ class _CheckpointSide:
         """Return the names of the tensors of the model (0), the optimizer (1) or the states (2)."""
         return self._merged_index.keys(section)
 
-    def size(self, section: int, key: str) -> tuple[int, int]:
-        """Return the bytes of a tensor, and the memory that it takes; (0, 0) if it does not exist.
-
-        A tensor that can be mapped from one file takes no memory.
-        """
-        return self._sizes.get((SECTIONS[section], key), (0, 0))
+    def size(self, section: int, key: str) -> _TensorSize:
+        """Return the size of a tensor; zeros if it does not exist."""
+        return self._sizes.get((SECTIONS[section], key), _TensorSize(0, 0))
 
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
         """Return the existing tensors among `keys`, by name: mapped if possible."""
@@ -212,10 +216,10 @@ class _FileSide:
         """Return the names of the tensors of the model (0) or the optimizer (1)."""
         return list(self._parts[section])
 
-    def size(self, section: int, key: str) -> tuple[int, int]:
-        """Return the bytes of a tensor, and 0: mapped tensors take no memory."""
+    def size(self, section: int, key: str) -> _TensorSize:
+        """Return the size of a tensor; no memory, because it is mapped or was read already."""
         array = self._parts[section].get(key)
-        return (0 if array is None else array.nbytes), 0
+        return _TensorSize(0 if array is None else array.nbytes, 0)
 
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
         """Return the existing tensors among `keys`."""
@@ -264,7 +268,7 @@ def _batches(section: int, sides: list[Any], names: list[str] | None = None) -> 
     batch: list[str] = []
     batch_bytes = 0
     for key in filter(chosen.__contains__, every[section]):
-        more = sum(side.size(section, key)[1] for side in sides)
+        more = sum(side.size(section, key).memory for side in sides)
         if batch and (batch_bytes + more > _BATCH_BYTES or len(batch) == _BATCH_TENSORS):
             yield batch
             batch, batch_bytes = [], 0
@@ -293,7 +297,7 @@ def _compare(
             getattr(total, name).extend(getattr(part, name))
         total = total._replace(unchanged=total.unchanged + part.unchanged)
         if progress is not None:
-            progress(sum(sides[0].size(section, key)[0] for key in batch))
+            progress(sum(sides[0].size(section, key).nbytes for key in batch))
     return total
 
 
@@ -336,7 +340,7 @@ def _compare_all(sides: list[Any], arguments: argparse.Namespace) -> list[StateD
     """
 
     def size() -> int:
-        return sum(sides[0].size(s, key)[0] for s in _NUMBERS for key in sides[0].keys(s))
+        return sum(sides[0].size(s, key).nbytes for s in _NUMBERS for key in sides[0].keys(s))
 
     with progress_of("compare", size) as progress:
         return [_compare(section, sides, progress, arguments) for section in _NUMBERS]

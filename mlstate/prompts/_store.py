@@ -148,7 +148,8 @@ class PromptStore:
         self._stored = None if spec is None else StoredSpec(spec)
         self._path = local_folder(path)
         warn_of_rope(config, self._path)
-        self._damaged: dict[tuple[int, bytes], NDArray] = {}  # tokens by kind of record and bytes
+        # Tokens up to the end of a damaged record; the key is its kind, and these tokens as bytes.
+        self._damaged: dict[tuple[int, bytes], NDArray] = {}
         self._repair_lock = Lock()
         self._pending = PendingPuts(parse_size("max_pending_bytes", max_pending_bytes))
         try:
@@ -287,7 +288,7 @@ class PromptStore:
             if not damage:
                 return candidate.position
             self._report(match, damage)
-            starts = [start for record, start, _ in match._blocks if record in damage]
+            starts = [block.start for block in match._blocks if block.record in damage]
             limit = min([limit, *starts])
             good = max(good, min(base, limit))
             # Without snapshots, the tokens before the damage are a candidate too.
@@ -409,7 +410,7 @@ class PromptStore:
                     other.check(state.spec, "cache")
             self._stored = self._stored or stored
             pending -= pending % self._block  # whole blocks only
-            stop = max(match._blocks[-1][2] if match._blocks else 0, pending)
+            stop = max(match._reach(), pending)
             ends = {end for kind, _, end, _ in match._log_match.records if kind == SNAPSHOT}
         records: list[_Record] = []
         for start in range(stop, len(ids) - self._block + 1, self._block):
@@ -497,7 +498,7 @@ class PromptStore:
             if match.length == 0:
                 return 0
             candidate = match._candidates[0]
-            blocks = [record for record, start, _ in match._blocks if start < match.length]
+            blocks = [block.record for block in match._blocks if block.start < match.length]
             records = blocks if operation == "delete" else blocks[-1:]
             if candidate.record is not None:
                 records = [*(blocks if operation == "delete" else []), candidate.record]
@@ -610,7 +611,7 @@ def _requests(
     windows = {} if record is None else windows_of(match, record, path)
     into = target.arrays_at(position, listed, windows)
     requests: list[Request] = []
-    for block, start, stop in match._blocks:
+    for block, start, stop in match._blocks:  # the record, and the range of its positions
         if good <= start < base:
             end = min(stop, base)
             requests += block_requests(stored, into, block, start, end, stop - start)
