@@ -49,7 +49,7 @@ class Chunks(NamedTuple):
     sources: tuple[Any, ...]  # each a path or another form of a single model
     contexts: dict[int, str]  # the function of each context size; empty if unknown
     default: str | None  # the default function, if meta.yaml names it
-    origin: str | None  # the path of meta.yaml
+    origin: str | None  # the path of meta.yaml; None for a list or pattern
 
 
 def find_chunks(source: Any) -> Chunks | None:
@@ -91,7 +91,7 @@ def _chunks_of_list(sources: Sequence[Any]) -> Chunks:
         if isinstance(source, list | tuple):
             raise TypeError("source is a sequence of sequences; pass one model for each chunk")
     paths = [os.fsdecode(source) for source in sources if isinstance(source, str | os.PathLike)]
-    numbers = _chunk_numbers(paths) if len(paths) == len(sources) else None
+    numbers = _chunk_numbers(paths) if len(paths) == len(sources) else None  # None: unknown
     if numbers is not None and numbers != sorted(numbers):
         raise incompatible(
             f"{quoted(map(_file_name, paths))} are not in the order of their numbers, in which "
@@ -100,7 +100,7 @@ def _chunks_of_list(sources: Sequence[Any]) -> Chunks:
             _numbers_text(sorted(numbers)),
             _numbers_text(numbers),
         )
-    return Chunks(tuple(sources), {}, None, None)
+    return Chunks(tuple(sources), contexts={}, default=None, origin=None)
 
 
 def _chunks_of_pattern(pattern: str) -> Chunks:
@@ -124,7 +124,7 @@ def _chunks_of_pattern(pattern: str) -> Chunks:
         )
     if numbers is not None:
         paths = [path for _, path in sorted(zip(numbers, paths, strict=True))]
-    return Chunks(tuple(paths), {}, None, None)
+    return Chunks(tuple(paths), contexts={}, default=None, origin=None)
 
 
 def _file_name(path: str) -> str:

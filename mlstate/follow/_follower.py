@@ -485,7 +485,9 @@ class Follower:
             for name in sharing:
                 _refuse_other_content(name, arrays[name], checksums[name])
             if reason:  # before the commit: a filter may raise it
-                self._warn(f"step {versions[0].step} was loaded whole, because of: {reason}", 5)
+                self._warn(
+                    f"step {versions[0].step} was loaded whole, because of: {reason}", level=5
+                )
             self._state = _State(versions[-1], lineage, arrays, parts, checksums)
         except BaseException:
             self._undo_interrupted()

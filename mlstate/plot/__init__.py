@@ -470,8 +470,10 @@ def _draw_blocks(axes: Any, plan: Plan) -> list[Any]:
     times, scale, _ = _clock(plan)
     kinds, rows = plan._steps[:, 0], plan._steps[:, 1]  # of each step: its kind and its block
     forward = kinds <= 1  # 0: forward, 1: save, 2: backward, 3: drop, 4: offload, 5: load
-    first = np.zeros(len(kinds), bool)  # whether a step is the first run of its block
-    first[np.flatnonzero(forward)[np.unique(rows[forward], return_index=True)[1]]] = True
+    forward_steps = np.flatnonzero(forward)
+    _, first_of_block = np.unique(rows[forward], return_index=True)
+    first = np.zeros(len(kinds), bool)  # whether a step is the first forward pass of its block
+    first[forward_steps[first_of_block]] = True
     handles = []
     for label, colour, chosen in (
         ("forward, all saved", USED, first & (kinds == 1)),
