@@ -196,6 +196,7 @@ def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | Whole
     if not is_folder:
         stat_path(path)
     files = open_files(path)
+    # another root than MANIFEST: the folder holds weights of Hugging Face, which have no steps
     root = files.current_root() if is_folder else MANIFEST
     if step is not None and (root != MANIFEST or not is_folder):
         kind = "a Hugging Face folder" if is_folder else "one file"

@@ -21,17 +21,18 @@ class _Line:
     """A line on the terminal: per cent, speed and remaining time, rewritten at most 10 times/s."""
 
     def __init__(self, label: str, total: int) -> None:
+        """Begin with no byte of `total`; nothing is printed yet."""
         self._label, self._total, self._done = label, total, 0
         self._printed_text = ""
-        self._began, self._printed = time.monotonic(), -math.inf
+        self._began, self._printed_at = time.monotonic(), -math.inf  # seconds
 
     def add(self, count: int) -> None:
         """Count `count` more bytes, and rewrite the line, at most 10 times per second."""
         self._done += count
         now = time.monotonic()
-        if now - self._printed < _LEAST_SECONDS and self._done < self._total:
+        if now - self._printed_at < _LEAST_SECONDS and self._done < self._total:
             return
-        self._printed = now
+        self._printed_at = now
         text = f"{self._label} {min(100, 100 * self._done // self._total):3d} %"
         seconds = now - self._began
         if seconds >= _LEAST_SECONDS:

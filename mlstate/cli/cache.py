@@ -26,7 +26,7 @@ __all__ = ["add"]
 
 _HEADERS = ("layer", "class", "tokens", "numbers", "array", "shape", "dtype", "bytes")
 _VERSIONS = dict(zip(GENERATIONS, ("0.31 or earlier", "0.32 or later"), strict=True))
-_TEXT = 200  # characters of the metadata
+_TEXT = 200  # characters of the metadata that `show` prints
 _NO_VERIFY = "--no-verify"
 
 

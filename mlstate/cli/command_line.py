@@ -133,6 +133,7 @@ def _describe(error: Exception) -> str:
     return f"{path_text}: {text}"  # no separator in the path: it may occur in the text by chance
 
 
+# Such as "verify=False (--no-verify on the command line)"; the option replaces it.
 _WITH_OPTION = re.compile(r"\w+=\S* \((--[^()]+) on the command line\)")
 
 
@@ -143,7 +144,8 @@ def _name_options(text: str, parser: argparse.ArgumentParser | None) -> str:
     """
     text = _WITH_OPTION.sub(r"\1", text)
     for action in () if parser is None else parser._actions:
-        if action.option_strings and "_" in action.dest:
+        if action.option_strings and "_" in action.dest:  # else it may be a word of the text
+            # not a part of a longer word, a path or a quoted text
             pattern = rf"(?<![\w/.\\'\"-]){action.dest}(?![\w/.'\"-])=?"
             text = re.sub(pattern, action.option_strings[0], text)
     return text

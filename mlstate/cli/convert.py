@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..checkpoint._files.convert import Place
-    from ..checkpoint._load import LoadedState
+    from ..checkpoint._load import LoadedState, Loader
     from ..checkpoint._options import LoadOptions
     from ..state import StateDict
 
@@ -112,41 +112,42 @@ def add(commands: Commands) -> None:
     )
 
 
-def _export_options(arguments: argparse.Namespace, write: str) -> dict[str, Any]:
-    """Return the options of an export to Hugging Face by name; `write`: the target's format.
+def _export_options(arguments: argparse.Namespace, target_format: str) -> dict[str, Any]:
+    """Return the options of an export to Hugging Face by name, without those that are not given.
 
-    Raises ValueError if they are given for another format.
+    Raises ValueError if one is given and `target_format` is not "huggingface".
     """
     names = ("files_from", "max_shard_bytes")
     values = {name: getattr(arguments, name) for name in names}
     values = {name: value for name, value in values.items() if value is not None}
-    if values and write != "huggingface":
+    if values and target_format != "huggingface":
         option = next(iter(values)).replace("_", "-")
-        raise ValueError(f"--{option} requires --to huggingface: the target's format is {write}")
+        text = f"--{option} requires --to huggingface: the target's format is {target_format}"
+        raise ValueError(text)
     return values
 
 
 def _export(
-    arguments: argparse.Namespace, read: str, options: dict[str, Any], start: Target
+    arguments: argparse.Namespace, source_format: str, options: dict[str, Any], start: Target
 ) -> dict[str, int]:
     """Export the model of the source to a Hugging Face folder.
 
-    Return the number of its tensors, and their bytes. `read`: format of the source. `options`: of
-    the export. `start`: the target. Local checkpoints whose tensors are not quantized are verified,
-    then mapped; others are read one tensor at a time if possible. Raises ValueError without a
-    model.
+    Return the number of its tensors, and their bytes. `options`: of the export; some are removed.
+    `start`: the target as it was before, which the export replaces. Local checkpoints whose tensors
+    are not quantized are verified, then mapped; others are read one tensor at a time if possible.
+    Raises ValueError without a model.
     """
     source = open_folder(arguments.source, reads=True)
-    is_torch = read == "huggingface" and _is_torch(arguments.source)
-    location = None
-    if read in ("mlstate", "huggingface") and not is_torch:
+    is_torch = source_format == "huggingface" and _is_torch(arguments.source)
+    location = None  # of the checkpoint; None: a file or folder that is read whole
+    if source_format in ("mlstate", "huggingface") and not is_torch:
         location = find(arguments.source, arguments.step)
     changes = _changes(arguments)
     if is_torch or (location is not None and kind_of(location.root) == "huggingface"):
         options.setdefault("files_from", source.path)
     parts: Parts | LoadedState
     if location is None:
-        parts = _read(arguments, read)[0]
+        parts = _read(arguments, source_format)[0]
     elif (chosen := _selection(arguments)) is not None:
         parts = chosen.apply(parts_of(load(location, **changes.load_options())), arguments.source)
     elif source.is_local and not (changes.dtype and read_quantization(source)):
@@ -156,7 +157,7 @@ def _export(
         loader = open_loader(location, cast("LoadOptions", changes.load_options()))
         parts = Parts(None, None, {}, {})
         if loader.manifest.model is not None:
-            with progress_of("convert", lambda: loader.merged_index.heads()[0][4]) as progress:
+            with progress_of("convert", lambda: _model_bytes(loader)) as progress:
                 size = export_loaded(
                     arguments.target, loader, start=start, progress=progress, **options
                 )
@@ -172,6 +173,14 @@ def _export(
         export(request, files_from, start, progress)
     _warn_of_rest(parts.optimizer, parts.states)
     return model_size
+
+
+def _model_bytes(loader: Loader) -> int:
+    """Return the bytes of the chosen tensors of a model as they are exported, for the progress."""
+    section, names = loader.sections[0], loader.chosen()[1][0]
+    loader.need([(section, names, loader.request.cutting)])
+    facts = loader.facts(section, names).values()
+    return sum(prod(shape) * numpy_dtype(dtype).itemsize for dtype, shape in facts)
 
 
 def _warn_of_rest(
@@ -193,29 +202,32 @@ def _is_torch(path: str) -> bool:
     return torch_weights_root(open_folder(path, reads=True)) is not None
 
 
-def _read(arguments: argparse.Namespace, name: str) -> tuple[Parts, int | None]:
-    """Return the parts of the source that the user chose, with the changes to tensors, and a step.
+def _read(arguments: argparse.Namespace, source_format: str) -> tuple[Parts, int | None]:
+    """Return the parts of the source that the user chose, with changed tensors, and its step.
 
-    `name`: format of the source. The step is the one of a checkpoint of mlstate, and else in the
-    parts. Raises ValueError for ``--step`` if the source has no steps.
+    The step is of a checkpoint's root, or of another file as `Parts.step` finds it; it may be None.
+    Raises ValueError for ``--step`` if the source has no steps.
     """
     path, chosen, changes = arguments.source, _selection(arguments), _changes(arguments)
     location = None
-    if name == "mlstate" or (name == "huggingface" and any(changes) and not _is_torch(path)):
+    if source_format == "mlstate" or (
+        source_format == "huggingface" and any(changes) and not _is_torch(path)
+    ):
         location = find(path, arguments.step)
     if location is not None:
         loaded = load(location, **changes.load_options())
         parts = parts_of(loaded)
         states, _ = split_entries(parts.states)
-        if changes.names is None:
+        if changes.names is None:  # torch modules' entries that are not tensors: `load` omits them
             options = cast("LoadOptions", changes.load_options())
             states |= all_entries(open_loader(location, options))
         parts = parts._replace(states=states)
         return (parts if chosen is None else chosen.apply(parts, path)), loaded.step
     if arguments.step is not None:
         raise ValueError(f"{path} is not an mlstate checkpoint: it has no steps")
-    parts = read_any(path, format=name, selection=chosen)
-    if changes.dtype and name in ("safetensors", "huggingface") and parts.model is not None:
+    parts = read_any(path, format=source_format, selection=chosen)
+    may_be_quantized = source_format in ("safetensors", "huggingface")
+    if changes.dtype and may_be_quantized and parts.model is not None:
         refuse_quantized_state(path, parts.model)
     parts = changes.apply(parts, path)
     return parts, parts.step
@@ -299,54 +311,65 @@ def run_convert(arguments: argparse.Namespace) -> int:
     arguments.step = number_of_step(arguments.source, arguments.step, arguments)
     if _is_same(source, target):
         raise ValueError("the target must be another path than the source")
-    read = arguments.source_format or format_of(source)
-    write = arguments.target_format or format_of(target)
-    check_format(source, read)
-    check_format(target, write)
+    source_format = arguments.source_format or format_of(source)
+    target_format = arguments.target_format or format_of(target)
+    check_format(source, source_format)
+    check_format(target, target_format)
     chosen = _selection(arguments)
     changes = _changes(arguments)
-    is_whole = {read, write} == {"mlstate", "lightning"} and chosen is None and not any(changes)
-    # Lightning names folders .ckpt
-    start = begin_write(target, write, arguments.force, any_suffix=is_whole)
-    options = _export_options(arguments, write)
-    parts: dict[str, Any] = {"model": None, "optimizer": None}
+    is_whole = {source_format, target_format} == {"mlstate", "lightning"}
+    is_whole = is_whole and chosen is None and not any(changes)
+    # any suffix: Lightning also names folders .ckpt
+    start = begin_write(target, target_format, arguments.force, any_suffix=is_whole)
+    options = _export_options(arguments, target_format)
+    sizes: dict[str, Any] = {"model": None, "optimizer": None}  # as of `_part_data`
     model: StateDict | None
     optimizer: StateDict | None
     model, optimizer, states = None, None, dict[str, Any]()
     if is_whole:
-        origin = _load_folder(arguments) if read == "mlstate" else Path(arguments.source)
-        parts["model"] = convert_lightning(origin, start)
-    elif write == "huggingface":
+        is_folder = source_format == "mlstate"
+        origin = _load_folder(arguments) if is_folder else Path(arguments.source)
+        sizes["model"] = convert_lightning(origin, start)
+    elif target_format == "huggingface":
         assert isinstance(start, Target)
-        parts["model"] = _export(arguments, read, options, start)
+        sizes["model"] = _export(arguments, source_format, options, start)
     else:
-        read_parts, step = _read(arguments, read)
+        parts, step = _read(arguments, source_format)
         if changes.names is not None:  # they may choose tensors of one part only
-            read_parts = read_parts.without_empty()
-        model, optimizer, metadata, named = read_parts
+            parts = parts.without_empty()
+        model, optimizer, metadata, named = parts
         states, _ = split_entries(named)
-        write_any(target, model, optimizer, metadata, named, format=write, target=start, step=step)
-        parts = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
+        write_any(
+            target,
+            model,
+            optimizer,
+            metadata,
+            named,
+            format=target_format,
+            target=start,
+            step=step,
+        )
+        sizes = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
         data = {
             "source": _absolute(source),
-            "source_format": read,
+            "source_format": source_format,
             "target": _absolute(target),
-            "target_format": write,
-            **parts,
+            "target_format": target_format,
+            **sizes,
             "states": sorted(states),
         }
         print(json.dumps(data, indent=2))
         return 0
     written = [
-        f"{name} of {count_text(part['tensors'], 'tensor')}, {bytes_text(part['bytes'])}"
-        for name, part in parts.items()
-        if part is not None
+        f"{name} of {count_text(size['tensors'], 'tensor')}, {bytes_text(size['bytes'])}"
+        for name, size in sizes.items()
+        if size is not None
     ]
     written += [f"states {', '.join(map(printable, sorted(states)))}"] if states else []
-    print(f"{printable(arguments.target)} ({write}): {'; '.join(written)}")
-    if write in FLAT and model is not None and optimizer is not None:
+    print(f"{printable(arguments.target)} ({target_format}): {'; '.join(written)}")
+    if target_format in FLAT and model is not None and optimizer is not None:
         print("names begin with model. and optimizer.; --only model writes the model's own names")
-    if write == "huggingface" and not (Path(arguments.target) / "config.json").exists():
+    if target_format == "huggingface" and not (Path(arguments.target) / "config.json").exists():
         print("no config.json was written: --files-from FOLDER copies it, and the tokenizer")
     return 0

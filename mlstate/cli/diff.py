@@ -7,7 +7,7 @@ import json
 import math
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arrays import copy_of
 from .._common.local_path import local_folder, local_path
@@ -52,6 +52,7 @@ _SECTIONS = ("model", "optimizer", "states")
 _NUMBERS = range(len(_SECTIONS))
 _BATCH_BYTES = 64 << 20  # of tensors that must be assembled in memory
 _BATCH_TENSORS = 1024
+_WHOLE = (None, 0, 0)  # the cutting of whole tensors
 
 
 def add(commands: Commands) -> None:
@@ -75,6 +76,13 @@ def add(commands: Commands) -> None:
 # ---- two sides ----
 
 
+class _TensorSize(NamedTuple):
+    """The bytes of a tensor, and the memory in bytes that it takes: 0 if it is mapped."""
+
+    nbytes: int
+    memory: int
+
+
 class _CheckpointSide:
     """A checkpoint with mapped tensors; sharded, sparse or compressed ones take memory."""
 
@@ -83,19 +91,19 @@ class _CheckpointSide:
 
         `location`: its folder, and the path of its root there.
         """
-        self._files, self._root, *_ = location
+        self._files, self._root = location.files, location.root
         files = self._files
         self.path = files.path
         manifest, self._merged_index = files.read_root(
             location.root, lambda manifest: (manifest, files.load_merged_index(manifest))
         )
         self.step, self._generation = manifest.step, manifest.generation
-        # by section and name: the bytes of a tensor, and the memory that it takes
-        self._sizes: dict[tuple[str, str], tuple[int, int]] = {}
+        self._sizes: dict[tuple[str, str], _TensorSize] = {}  # by section and name
         self._mmap = files.folder.is_local
         for record in map(TensorRecord._make, self._merged_index.tensors()):
             in_memory = record.shards > 1 or record.sparse_shards or record.codec or not self._mmap
-            self._sizes[record.section, record.key] = record.nbytes, record.nbytes * bool(in_memory)
+            size = _TensorSize(record.nbytes, record.nbytes if in_memory else 0)
+            self._sizes[record.section, record.key] = size
 
     def is_replaced(self) -> bool:
         """Return whether a writer has replaced the checkpoint since it was opened."""
@@ -105,24 +113,22 @@ class _CheckpointSide:
         """Return the names of the tensors of the model (0), the optimizer (1) or the states (2)."""
         return self._merged_index.keys(section)
 
-    def size(self, section: int, key: str) -> tuple[int, int]:
-        """Return the bytes of a tensor, and the memory that it takes; (0, 0) if it does not exist.
-
-        A tensor that can be mapped from one file takes no memory.
-        """
-        return self._sizes.get((SECTIONS[section], key), (0, 0))
+    def size(self, section: int, key: str) -> _TensorSize:
+        """Return the size of a tensor; zeros if it does not exist."""
+        return self._sizes.get((SECTIONS[section], key), _TensorSize(0, 0))
 
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
         """Return the existing tensors among `keys`, by name: mapped if possible."""
         have = [key for key in keys if (SECTIONS[section], key) in self._sizes]
-        parts = TensorParts(self._merged_index, section, have, (None, 0, 0))
+        parts = TensorParts(self._merged_index, section, have, _WHOLE)
         verify = not self._mmap  # mapped arrays are not verified
-        return self._files.folder.load(parts, verify, self._mmap, None)
+        return self._files.folder.load(parts, verify, self._mmap, progress=None)
 
 
 def _is_comparable(array: Any) -> bool:
     """Return whether arrays like this can be compared; no sparse or quantized ones can."""
     try:
+        # at most one element, also of an array without dimensions: the comparison shall be fast
         element = array[None][(slice(1),) * (array.ndim + 1)]
         diff({"": element}, {"": copy_of(element)})
         return array.nbytes >= 0  # type: ignore[no-any-return]
@@ -139,7 +145,7 @@ def _storable_states(states: Mapping[str, Any], refused: list[str]) -> dict[str,
     for name, value in states.items():
         storable[name] = value
         try:
-            take_states({name: value}, None, 1)
+            take_states({name: value}, model=None, ranks=1)
         except Exception:  # of any library
             storable[name] = _storable(value, f"states[{name!r}]", refused)
     return storable
@@ -186,8 +192,8 @@ class _FileSide:
         refused: list[str] = []
         if as_stored:
             states = _storable_states(self._states or {}, refused)
-            named = take_states(states, None, 1)
-            named.add_trees(None, ())
+            named = take_states(states, model=None, ranks=1)
+            named.add_trees(group=None, digests=())
             shards = (named.arrays or {}).items()
             arrays = {key: getattr(shard, "array", shard) for key, shard in shards}
         else:
@@ -210,10 +216,10 @@ class _FileSide:
         """Return the names of the tensors of the model (0) or the optimizer (1)."""
         return list(self._parts[section])
 
-    def size(self, section: int, key: str) -> tuple[int, int]:
-        """Return the bytes of a tensor, and 0: mapped tensors take no memory."""
+    def size(self, section: int, key: str) -> _TensorSize:
+        """Return the size of a tensor; no memory, because it is mapped or was read already."""
         array = self._parts[section].get(key)
-        return (0 if array is None else array.nbytes), 0
+        return _TensorSize(0 if array is None else array.nbytes, 0)
 
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
         """Return the existing tensors among `keys`."""
@@ -262,7 +268,7 @@ def _batches(section: int, sides: list[Any], names: list[str] | None = None) -> 
     batch: list[str] = []
     batch_bytes = 0
     for key in filter(chosen.__contains__, every[section]):
-        more = sum(side.size(section, key)[1] for side in sides)
+        more = sum(side.size(section, key).memory for side in sides)
         if batch and (batch_bytes + more > _BATCH_BYTES or len(batch) == _BATCH_TENSORS):
             yield batch
             batch, batch_bytes = [], 0
@@ -291,7 +297,7 @@ def _compare(
             getattr(total, name).extend(getattr(part, name))
         total = total._replace(unchanged=total.unchanged + part.unchanged)
         if progress is not None:
-            progress(sum(sides[0].size(section, key)[0] for key in batch))
+            progress(sum(sides[0].size(section, key).nbytes for key in batch))
     return total
 
 
@@ -334,7 +340,7 @@ def _compare_all(sides: list[Any], arguments: argparse.Namespace) -> list[StateD
     """
 
     def size() -> int:
-        return sum(sides[0].size(s, key)[0] for s in _NUMBERS for key in sides[0].keys(s))
+        return sum(sides[0].size(s, key).nbytes for s in _NUMBERS for key in sides[0].keys(s))
 
     with progress_of("compare", size) as progress:
         return [_compare(section, sides, progress, arguments) for section in _NUMBERS]

@@ -10,6 +10,7 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass
+from threading import TIMEOUT_MAX
 
 from .._common.atomic_file import Target
 from .._common.file_checksums import NAME as CHECKSUMS
@@ -64,19 +65,19 @@ def run_follow(arguments: argparse.Namespace) -> int:
 
     With ``--once``, write the newest one and return 0; errors are raised, also if nothing is
     published. Otherwise damage and errors of the store are printed once, and it tries again. Raises
-    ValueError if ``--every`` is not positive.
+    ValueError if ``--every`` is not positive, or longer than a thread can sleep.
     """
-    if not arguments.every > 0:
+    if not 0 < arguments.every <= TIMEOUT_MAX:
         raise ValueError(f"--every must be a positive number of seconds, got {arguments.every}")
     if arguments.once:
         open_files(arguments.path, reads=True).read_manifest()  # raises if nothing is published
-        _follow(_Progress(), arguments)
+        _follow(_FolderState(), arguments)
         return 0
-    progress = _Progress()
+    folder_state = _FolderState()
     problem = ""
     while True:
         try:
-            _follow(progress, arguments)
+            _follow(folder_state, arguments)
             problem = ""
         except (FormatError, StoreError) as error:  # until the next anchor, or the store is back
             if str(error) != problem:
@@ -86,28 +87,28 @@ def run_follow(arguments: argparse.Namespace) -> int:
 
 
 @dataclass
-class _Progress:
+class _FolderState:
     """The follower, and whether the folder has its version."""
 
     follower: Follower | None = None
     is_written: bool = False
 
 
-def _follow(progress: _Progress, arguments: argparse.Namespace) -> None:
+def _follow(folder_state: _FolderState, arguments: argparse.Namespace) -> None:
     """Write the newest version unless the folder has it; print warnings.
 
-    `progress`: is updated.
+    `folder_state` is updated.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            follower = progress.follower
-            if follower is None or not progress.is_written or follower.poll() is not None:
-                progress.is_written = False  # also after an error: the next turn writes it
-                progress.follower = follower = _advance(follower, arguments.path)
+            follower = folder_state.follower
+            if follower is None or not folder_state.is_written or follower.poll() is not None:
+                folder_state.is_written = False  # also after an error: the next turn writes it
+                folder_state.follower = follower = _advance(follower, arguments.path)
                 if follower is not None:
                     _write(follower, arguments)
-                    progress.is_written = True
+                    folder_state.is_written = True
         finally:
             for warning in caught:
                 _warn(str(warning.message))

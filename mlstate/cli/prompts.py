@@ -11,6 +11,7 @@ from .. import _core
 from .._common.budget import parse_size
 from .._common.local_path import local_folder
 from .._common.text import bytes_text, count_text, printable
+from ..checkpoint._options import check_timeout
 from ..prompts._listing import HEADERS, StoredPrompt, list_prompts
 from ._common import Commands, add_command, add_lock_timeout, print_table
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add"]
 
-_TOKENS = 16  # that show prints
+_TOKENS = 16  # that `show` prints at most
 
 
 def add(commands: Commands) -> None:
@@ -108,9 +109,12 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
 
 def run_repair(arguments: argparse.Namespace) -> int:
-    """Remove the damaged records, print them, and return 0."""
+    """Remove the damaged records, print them, and return 0.
+
+    Raises ValueError for a negative ``--lock-timeout`` or NaN.
+    """
     with _open(arguments.path) as log:
-        damage = log.repair(arguments.lock_timeout)
+        damage = log.repair(check_timeout(arguments.lock_timeout))
     _print_damage(arguments, damage, f"{count_text(len(damage), 'damaged record')} removed")
     return 0
 
@@ -127,18 +131,19 @@ def _print_damage(
         print(json.dumps({"path": arguments.path, "damage": listed}, indent=2))
         return
     print(f"{printable(arguments.path)}: {summary}")
-    print_table(("file", "offset", "damage"), [(a, str(b), c) for a, b, c in damage])
+    rows = [(file, str(offset), text) for file, offset, text in damage]
+    print_table(("file", "offset", "damage"), rows)
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
     """Delete the least recently used prompts until the rest fits ``--max-bytes``.
 
     Also compacts the files, prints the bytes that were freed, and returns 0. Without a limit, no
-    prompt is deleted.
+    prompt is deleted. Raises ValueError for a negative ``--lock-timeout`` or NaN.
     """
     most = None if arguments.max_bytes is None else parse_size("max_bytes", arguments.max_bytes)
     with _open(arguments.path) as log:
-        freed, stats = log.prune(most, arguments.lock_timeout), log.stats()
+        freed, stats = log.prune(most, check_timeout(arguments.lock_timeout)), log.stats()
     if arguments.json:
         facts = {"path": arguments.path, "freed_bytes": freed, **stats}
         print(json.dumps(facts, indent=2))

@@ -80,9 +80,10 @@ def run_list(arguments: argparse.Namespace) -> int:
         return 0
     count = count_text(len(rows), "version")
     print(f"{printable(arguments.path)}: {count}, lineage {printable(lineage.name)}")
-    texts = [[str(cell) for cell in row.values()] for row in rows]
-    for text, row in zip(texts, rows, strict=True):
-        text[2] = bytes_text(row["bytes"])
+    texts = [
+        [bytes_text(cell) if name == "bytes" else str(cell) for name, cell in row.items()]
+        for row in rows
+    ]
     print_table(("step", "kind", "bytes", "ranks", "created"), texts)
     return 0
 
@@ -139,13 +140,15 @@ def run_prune(arguments: argparse.Namespace) -> int:
     lineage_of(files.read_manifest(), files.path)  # raises without versions, before the lock
 
     def choose() -> list[Root]:
+        """Return the roots to delete, as they are under the lock."""
         stored, newest = files.list_roots(), files.read_manifest()
         versions = trim_chain(lineage_of(newest, files.path).versions, arguments.keep)
         kept = {version.root for version in versions}
         # a later root belongs to a version that is being published
         return [r for r in stored if r.path not in kept and r.sequence < newest.sequence]
 
-    report = delete_roots(files, choose, False, check_timeout(arguments.lock_timeout))
+    timeout = check_timeout(arguments.lock_timeout)
+    report = delete_roots(files, choose, dry_run=False, timeout=timeout)
     if arguments.json:
         data = {"path": report.path, "steps": report.steps, "kept": report.kept}
         print(json.dumps({**data, "files": report.files, "bytes": report.nbytes}, indent=2))

@@ -51,6 +51,15 @@ class _Verified(NamedTuple):
     report: VerifyReport
 
 
+class _Outcome(NamedTuple):
+    """The reports that the command prints."""
+
+    items: list[_Verified]  # one for each checkpoint
+    folder_report: VerifyReport  # on the whole folder; of one checkpoint, that report again
+    kind: str  # name of the format
+    has_checksums: bool  # whether the format has checksums
+
+
 def add(commands: Commands) -> None:
     """Add the parser of ``mlstate verify`` to `commands`.
 
@@ -105,7 +114,7 @@ def _verify_all(files: CheckpointFiles) -> tuple[list[_Verified], VerifyReport]:
 
     Steps that a writer deletes meanwhile are left out.
     """
-    rest = VerifyReport(files.path)
+    folder_report = VerifyReport(files.path)
     verified = []
     names = _roots(files)
     with progress_of("verify", lambda: _size(files, names)) as progress:
@@ -119,9 +128,9 @@ def _verify_all(files: CheckpointFiles) -> tuple[list[_Verified], VerifyReport]:
                 names = [MANIFEST]
     verified.sort(key=lambda item: (item.report.step is None, item.report.step or 0))
     with suppress(MLStateError):  # needed files are unknown; the problems give the reason
-        rest.leftover = files.prune(dry_run=True)
-    rest.strange = files.foreign_files()
-    return verified, rest
+        folder_report.leftover = files.prune(dry_run=True)
+    folder_report.strange = files.foreign_files()
+    return verified, folder_report
 
 
 def _verify_one(location: RootPath, repair: bool) -> tuple[list[_Verified], VerifyReport]:
@@ -173,22 +182,17 @@ def _verify_foreign(path: str) -> VerifyReport | None:
 # ---- output ----
 
 
-def _data(
-    items: list[_Verified], rest: VerifyReport, kind: str, checksums: bool, good: bool
-) -> dict[str, Any]:
-    """Return the reports as JSON values.
-
-    `items`: one for each checkpoint. `rest`: on the whole folder. `kind`: format. `checksums`:
-    whether the format has them. `good`: the result.
-    """
+def _data(outcome: _Outcome, good: bool) -> dict[str, Any]:
+    """Return the reports as JSON values; `good`: the result of the command."""
+    items, folder_report, kind, has_checksums = outcome
     return {
-        "path": rest.path,
+        "path": folder_report.path,
         "format": kind,
         "good": good,
-        "checksums": checksums,
-        "compared": rest.compared,
+        "checksums": has_checksums,
+        "compared": folder_report.compared,
         "bytes": sum(verified.report.bytes for verified in items),
-        "repaired": rest.repaired,
+        "repaired": folder_report.repaired,
         "checkpoints": [
             {
                 "root": root,
@@ -199,8 +203,8 @@ def _data(
             }
             for root, report in items
         ],
-        "leftover": rest.leftover,
-        "strange": rest.strange,
+        "leftover": folder_report.leftover,
+        "strange": folder_report.strange,
     }
 
 
@@ -223,10 +227,10 @@ def _problem_row(problem: Problem, folder: str) -> list[str]:
     return [problem.kind, problem.path, problem.name or "", span, text]
 
 
-def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
+def _print_one(path: str, verified: _Verified, has_checksums: bool) -> None:
     """Print a line about one checkpoint and a table of its problems.
 
-    `path`: as the user gave it. `checksums`: whether the format has them.
+    `path`: as the user gave it. `has_checksums`: whether the format has checksums.
     """
     report = verified.report
     problems = report.problems
@@ -236,7 +240,7 @@ def _print_one(path: str, verified: _Verified, checksums: bool) -> None:
     parts.append(f"{bytes_text(report.bytes)} read")
     if report.compared:
         parts.append(f"compared with {' and '.join(report.compared)}")
-    elif not problems and not checksums:
+    elif not problems and not has_checksums:
         parts[-1] = "no checksums: only its structure was looked at"
     print(f"{printable(path)}: {', '.join(parts)}")
     print_table(_HEADERS, [_problem_row(problem, report.path) for problem in problems])
@@ -278,10 +282,8 @@ def _reason(report: VerifyReport) -> str:
     return "there is no older step that is good"
 
 
-def _verify_chosen(
-    arguments: argparse.Namespace,
-) -> tuple[list[_Verified], VerifyReport, str, bool]:
-    """Verify the tensors that ``--names`` chooses; return the same as `_verify_any`.
+def _verify_chosen(arguments: argparse.Namespace) -> _Outcome:
+    """Verify the tensors that ``--names`` chooses.
 
     Raises ValueError for options that concern whole steps.
     """
@@ -294,25 +296,21 @@ def _verify_chosen(
         location if isinstance(location, RootPath) else arguments.path, names=arguments.names
     )
     kind = "safetensors" if root is None else kind_of(root)
-    return [_Verified(root, report)], report, kind, report.checksums
+    return _Outcome([_Verified(root, report)], report, kind, report.checksums)
 
 
-def _verify_any(
-    arguments: argparse.Namespace,
-) -> tuple[list[_Verified], VerifyReport, str, bool]:
+def _verify_any(arguments: argparse.Namespace) -> _Outcome:
     """Verify the user's path, and repair it if the options ask for that.
 
-    Returns a report on each checkpoint, one on the whole folder, the name of the format, and
-    whether the format has checksums. Raises ValueError for options that need steps if the path has
-    none.
+    Raises ValueError for options that need steps if the path has none.
     """
     number = number_of_step(arguments.path, arguments.step, arguments)
     is_plain = arguments.step is None and not (arguments.repair or arguments.all_steps)
     foreign = _verify_foreign(arguments.path) if is_plain else None
     if foreign is not None:
-        return [_Verified(None, foreign)], foreign, "files", True
+        return _Outcome([_Verified(None, foreign)], foreign, "files", has_checksums=True)
     location = find_any(arguments.path, number)
-    checksums = True
+    has_checksums = True
     if location is None or isinstance(location, WholePath):
         kind = "safetensors" if location is None else location.format
         if arguments.repair or arguments.all_steps:
@@ -320,23 +318,23 @@ def _verify_any(
     else:
         kind = kind_of(location.root)
     if isinstance(location, WholePath):
-        rest = verify(location.path)
-        items, checksums = [_Verified(None, rest)], rest.checksums
+        folder_report = verify(location.path)
+        items, has_checksums = [_Verified(None, folder_report)], folder_report.checksums
     elif location is None:
         check_is_safetensors(arguments.path)
-        item, checksums = _verify_file(arguments.path)
-        items, rest = [item], item.report
+        item, has_checksums = _verify_file(arguments.path)
+        items, folder_report = [item], item.report
     elif kind != "checkpoint":
         if arguments.all_steps:
             format_name = "a Hugging Face folder" if kind == "huggingface" else "one file"
             raise ValueError(f"{arguments.path} is {format_name}: it has no steps")
-        checksums = _has_checksums(location)
-        items, rest = _verify_one(location, arguments.repair)
+        has_checksums = _has_checksums(location)
+        items, folder_report = _verify_one(location, arguments.repair)
     elif arguments.all_steps:
-        items, rest = _verify_all(location.files)
+        items, folder_report = _verify_all(location.files)
     else:
-        items, rest = _verify_one(location, arguments.repair)
-    return items, rest, kind, checksums
+        items, folder_report = _verify_one(location, arguments.repair)
+    return _Outcome(items, folder_report, kind, has_checksums)
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
@@ -344,25 +342,26 @@ def run_verify(arguments: argparse.Namespace) -> int:
 
     Return 1 if it has any and they were not repaired, else 0.
     """
-    run = _verify_chosen if arguments.names else _verify_any
-    items, rest, kind, checksums = run(arguments)
-    good = all(verified.report for verified in items) or rest.repaired is not None
+    outcome = _verify_chosen(arguments) if arguments.names else _verify_any(arguments)
+    items, folder_report, kind, has_checksums = outcome
+    good = all(verified.report for verified in items) or folder_report.repaired is not None
     if arguments.json:
-        print(json.dumps(_data(items, rest, kind, checksums, good), indent=2))
+        print(json.dumps(_data(outcome, good), indent=2))
         return 0 if good else 1
     if arguments.all_steps:
         _print_all(arguments.path, items)
     else:
-        _print_one(arguments.path, items[0], checksums)
-    _print_files("left over, which mlstate prune deletes", rest.leftover)
+        _print_one(arguments.path, items[0], has_checksums)
+    _print_files("left over, which mlstate prune deletes", folder_report.leftover)
     text = {
         "checkpoint": "of another program",
         "files": "that the checksums do not list",
     }.get(kind, "that the index or the checksums do not name")
-    _print_files(text, rest.strange)
-    if rest.repaired is not None:
-        step = "" if rest.step is None else f"step {rest.step}, "
-        print(f"repaired: {step}generation {rest.repaired}, is the newest good one, and in place")
+    _print_files(text, folder_report.strange)
+    generation = folder_report.repaired
+    if generation is not None:
+        step = "" if folder_report.step is None else f"step {folder_report.step}, "
+        print(f"repaired: {step}generation {generation}, is the newest good one, and in place")
     elif arguments.repair and not good:
-        print(f"not repaired: {_reason(rest)}")
+        print(f"not repaired: {_reason(folder_report)}")
     return 0 if good else 1

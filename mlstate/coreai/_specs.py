@@ -124,7 +124,7 @@ def _as_dtype(name: str, text: str) -> NumpyDType:
 
     `name`: the state, for errors. Raises CompatibilityError for a dtype that is not supported.
     """
-    dtype = {"bool": "bool", "boolean": "bool"}.get(text.lower(), text.lower())
+    dtype = "bool" if text.lower() == "boolean" else text.lower()
     if dtype in EXTENSIONS:
         return ml_dtype(dtype)
     if dtype not in {info.name for info in DTYPES}:
@@ -211,18 +211,23 @@ def _read_function(function: Any) -> dict[str, StateSpec]:
 def _as_spec(name: str, value: Any) -> StateSpec:
     """Return `value` if it is a spec; if it is a shape, a spec of float16 for the state `name`.
 
-    Raises TypeError for another value.
+    Raises TypeError for another value, and CompatibilityError for a negative length.
     """
     if isinstance(value, StateSpec):
-        return value
-    try:
-        shape = tuple(None if length is None else index(length) for length in value)
-    except TypeError:
-        raise TypeError(
-            f"state {name!r}: expected a StateSpec or a shape such as (2, 1, 2, None, 8), got "
-            f"{type(value).__name__} {shorten(repr(value), 60)}"
-        ) from None
-    return _spec(name, shape, np.dtype(np.float16))
+        spec = value
+    else:
+        try:
+            shape = tuple(None if length is None else index(length) for length in value)
+        except TypeError:
+            raise TypeError(
+                f"state {name!r}: expected a StateSpec or a shape such as (2, 1, 2, None, 8), got "
+                f"{type(value).__name__} {shorten(repr(value), 60)}"
+            ) from None
+        spec = _spec(name, shape, np.dtype(np.float16))
+    if any(length is not None and length < 0 for length in spec.shape):
+        text = f"{name}: the shape {spec.shape} has a negative length: a dynamic dimension is None"
+        raise incompatible(text, name, "None, or lengths of 0 or more", spec.shape)
+    return spec
 
 
 def read_functions(source: Source, *, verified: bool = True) -> tuple[_Functions, str | None]:
@@ -309,7 +314,7 @@ def _with_axis(states: dict[str, StateSpec], axis: int) -> dict[str, StateSpec]:
 
 
 def usual_axis(shape: Shape) -> int:
-    """Return the sequence axis in the layouts of Apple's models, counted from the end.
+    """Return the sequence axis in the layouts of Apple's models, negative: counted from the end.
 
     It is the last axis if the axis before it has length 1, as in (layers, batch, heads *
     head_dim, 1, seq), else the axis before the last, as in (layers, batch, heads, seq, head_dim).

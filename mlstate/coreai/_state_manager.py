@@ -174,6 +174,7 @@ class StateManager(StateManagerBase):
         return dict.fromkeys(sizes, model), specs
 
     def _is_loader(self, model: Any) -> bool:
+        """Return whether `model` is a callable that returns a model; models can be called too."""
         return callable(model) and not hasattr(model, "desc")
 
     def _read_specs(self, size: int, model: Any, chunk: int) -> Mapping[str, StateSpec]:
@@ -186,6 +187,7 @@ class StateManager(StateManagerBase):
         return {name: spec.with_size(size) for name, spec in specs.items()}
 
     def _axis_of(self, spec: StateSpec) -> int:
+        """Return the known sequence axis of a state, else the usual one, which may be negative."""
         return usual_axis(spec.shape) if spec.seq_axis is None else spec.seq_axis
 
     def _check_state(
@@ -201,6 +203,7 @@ class StateManager(StateManagerBase):
         return {name: array(np.zeros(spec.shape, spec.dtype)) for name, spec in specs.items()}
 
     def _make_target(self, model: Any, specs: Mapping[str, StateSpec]) -> Any:
+        """Return an empty dict: the move puts a new array into it for each state."""
         return {}
 
     def _read_array(self, state: Any, name: str) -> NDArray:
@@ -232,14 +235,17 @@ class StateManager(StateManagerBase):
             return
         value = source[name].numpy()
         if positions is None:
-            # Only the dtype changes: one row, because a state may have any number of dimensions.
-            rows = value.reshape(1, prod(want.shape))
-            moved = transition_kv_state(rows, rows.shape[1], dtype=want.dtype, seq_axis=1)
+            # Only the dtype changes. A state may have any number of dimensions, and a cache has two
+            # at least: all elements become the positions of one row.
+            row = value.reshape(1, prod(want.shape))
+            moved = transition_kv_state(row, row.shape[1], dtype=want.dtype, seq_axis=1)
             moved = moved.reshape(want.shape)
         else:
-            run = compact_kv_state if compact else transition_kv_state
+            move_positions = compact_kv_state if compact else transition_kv_state
             axis = self._axis_of(want)
-            moved = run(value, want.shape[axis], positions, dtype=want.dtype, seq_axis=axis)
+            moved = move_positions(
+                value, want.shape[axis], positions, dtype=want.dtype, seq_axis=axis
+            )
         target[name] = import_coreai("runtime").NDArray(moved)
 
     def refill(

@@ -49,7 +49,7 @@ class Chunks(NamedTuple):
     sources: tuple[Any, ...]  # each a path or another form of a single model
     contexts: dict[int, str]  # the function of each context size; empty if unknown
     default: str | None  # the default function, if meta.yaml names it
-    origin: str | None  # the path of meta.yaml
+    origin: str | None  # the path of meta.yaml; None for a list or pattern
 
 
 def find_chunks(source: Any) -> Chunks | None:
@@ -91,7 +91,7 @@ def _chunks_of_list(sources: Sequence[Any]) -> Chunks:
         if isinstance(source, list | tuple):
             raise TypeError("source is a sequence of sequences; pass one model for each chunk")
     paths = [os.fsdecode(source) for source in sources if isinstance(source, str | os.PathLike)]
-    numbers = _chunk_numbers(paths) if len(paths) == len(sources) else None
+    numbers = _chunk_numbers(paths) if len(paths) == len(sources) else None  # None: unknown
     if numbers is not None and numbers != sorted(numbers):
         raise incompatible(
             f"{quoted(map(_file_name, paths))} are not in the order of their numbers, in which "
@@ -100,7 +100,7 @@ def _chunks_of_list(sources: Sequence[Any]) -> Chunks:
             _numbers_text(sorted(numbers)),
             _numbers_text(numbers),
         )
-    return Chunks(tuple(sources), {}, None, None)
+    return Chunks(tuple(sources), contexts={}, default=None, origin=None)
 
 
 def _chunks_of_pattern(pattern: str) -> Chunks:
@@ -124,7 +124,7 @@ def _chunks_of_pattern(pattern: str) -> Chunks:
         )
     if numbers is not None:
         paths = [path for _, path in sorted(zip(numbers, paths, strict=True))]
-    return Chunks(tuple(paths), {}, None, None)
+    return Chunks(tuple(paths), contexts={}, default=None, origin=None)
 
 
 def _file_name(path: str) -> str:
@@ -148,8 +148,8 @@ def _chunk_numbers(paths: Sequence[str]) -> list[int] | None:
     named = [match for match in matches if match is not None]
     if not named:
         return None
-    kinds = sorted({(match[1], match[3] or "") for match in named})  # (name, total in the name)
-    if len(named) < len(paths) or len(kinds) > 1 or len(paths) > _MOST_CHUNKS:
+    series = sorted({(match[1], match[3] or "") for match in named})  # (name, total in the name)
+    if len(named) < len(paths) or len(series) > 1 or len(paths) > _MOST_CHUNKS:
         raise incompatible(
             f"{quoted(labels)} are not the chunks of one model; narrow the pattern or the list",
             None,
@@ -157,8 +157,9 @@ def _chunk_numbers(paths: Sequence[str]) -> list[int] | None:
             count_text(len(paths), "name"),
         )
     numbers = [int(match[2]) for match in named]
-    first = 1 if kinds[0][1] else min(1, *numbers)  # names without a total may count from 0
-    total = int(kinds[0][1] or max(numbers) + 1 - first)
+    named_total = series[0][1]
+    first = 1 if named_total else min(1, *numbers)  # names without a total may count from 0
+    total = int(named_total or max(numbers) + 1 - first)
     repeated = sorted({number for number in numbers if numbers.count(number) > 1})
     if repeated:
         again = [labels[i] for i, number in enumerate(numbers) if number == repeated[0]]
@@ -312,6 +313,7 @@ def _chunk_names(file: str, parameters: dict[str, Any]) -> list[str]:
         if prefix is None:
             raise format_error(file, "neither ffn nor model_prefix, which name the chunks")
         bits = _text(file, parameters, "lut_ffn")
+        # bits of the table that weights are looked up in; without quantization: none or -1
         first = f"{prefix}_FFN_PF" + (f"_lut{bits}" if bits not in (None, "none", "-1") else "")
     stem, extension = _split_extension(first)
     match = _CHUNK.fullmatch(stem)

@@ -112,7 +112,7 @@ def _read_shape(array: Fields, name: str) -> tuple[int, ...]:
         if len(shape) == _MOST_RANK:
             raise error_at(offset, f"state {name} has more than {_MOST_RANK} dimensions")
         if not 0 < value < 1 << 63:
-            signed = value - (value >> 63 << 64)  # -1 means "any" in other places
+            signed = value - (value >> 63 << 64)  # as int64: -1 means "any" in other places
             error = error_at(
                 offset,
                 f"state {name}: dimension {len(shape)} is {signed}; a state's dimensions are fixed "

@@ -1,4 +1,4 @@
-"""States of a Core ML model as StateSpecs: their checks, and what accepts each source."""
+"""States of a Core ML model as StateSpecs, from every kind of source, and checks of chunks."""
 
 from __future__ import annotations
 
@@ -84,18 +84,23 @@ class StateSpecs(FunctionStates[StateSpec]):
 def as_spec(name: str, value: Any) -> StateSpec:
     """Return `value` if it is a spec; if it is a shape, a spec of float16 for the state `name`.
 
-    Raises TypeError for another value.
+    Raises TypeError for another value, and CompatibilityError for a negative length.
     """
     if isinstance(value, StateSpec):
-        return value
-    try:
-        shape = tuple(map(index, value))
-    except TypeError:
-        raise TypeError(
-            f"state {name!r}: expected a StateSpec or a shape such as (2, 1, 256, 32), got "
-            f"{type(value).__name__} {shorten(repr(value), 60)}"
-        ) from None
-    return StateSpec(name, shape, np.dtype(np.float16))
+        spec = value
+    else:
+        try:
+            shape = tuple(map(index, value))
+        except TypeError:
+            raise TypeError(
+                f"state {name!r}: expected a StateSpec or a shape such as (2, 1, 256, 32), got "
+                f"{type(value).__name__} {shorten(repr(value), 60)}"
+            ) from None
+        spec = StateSpec(name, shape, np.dtype(np.float16))
+    if any(length < 0 for length in spec.shape):
+        text = f"state {name!r}: the shape {spec.shape} has a negative length"
+        raise incompatible(text, name, "lengths of 0 or more", spec.shape)
+    return spec
 
 
 # ---- reading ----
@@ -245,7 +250,7 @@ def _read_chunks(
     models = list(map(_read_chunk, chunks.sources, labels))
     if chunks.default is not None:
         models = [(functions, chunks.default) for functions, _ in models]
-    stateful = [i for i, (functions, _) in enumerate(models) if any(functions.values())]
+    stateful = [i for i, (functions, _) in enumerate(models) if any(functions.values())]  # indices
     first = stateful[0] if stateful else 0
     for i in stateful[1:]:
         _check_functions((labels[first], labels[i]), models[first], models[i], shared_state)
@@ -288,10 +293,10 @@ def _choose_of(
     Raises CompatibilityError if the function does not exist or none is chosen.
     """
     if isinstance(source, StateSpecs):
-        own: str | None = source.function
+        loaded: str | None = source.function
     else:
-        own = getattr(source, "function_name", None) or default
-    name = own if function is None else function
+        loaded = getattr(source, "function_name", None) or default
+    name = loaded if function is None else function
     return StateSpecs(functions, choose_function(functions, name), default_function=default)
 
 
@@ -319,8 +324,8 @@ def choose_states(
     models, first = _read_chunks(chunks, shared_state)
     empty = StateSpecs({"main": {}}, "main")
     parts = tuple(
-        _choose_of(chunk, *model, function) if any(model[0].values()) else empty
-        for chunk, model in zip(chunks.sources, models, strict=True)
+        _choose_of(chunk, functions, default, function) if any(functions.values()) else empty
+        for chunk, (functions, default) in zip(chunks.sources, models, strict=True)
     )
     for i, part in enumerate(parts):
         if part is not empty and part.function != parts[first].function:

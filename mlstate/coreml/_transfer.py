@@ -201,16 +201,16 @@ class _Pair(NamedTuple):
     number: int  # of the chunk, from 1
     source: Any
     target: Any
-    specs: Any
+    specs: Any  # of the target's states by name; None: the target is read for them
 
 
 class _Write(NamedTuple):
-    """A state that was read and checked."""
+    """An array to write into the target of a pair, after it was read and checked."""
 
     pair: _Pair
-    name: str
-    value: NDArray
-    shape: tuple[int, ...]  # in the source
+    name: str  # of the state
+    value: NDArray  # moved, or to undo the move the former value of the target
+    shape: tuple[int, ...]  # of the state in the source
 
 
 def _state_pairs(sources: tuple[Any, ...], targets: tuple[Any, ...], specs: Any) -> list[_Pair]:
@@ -272,6 +272,7 @@ def _move_all(
         writes[0].pair.target.write_state(name=writes[0].name, value=writes[0].value)
         return
     axis = move.seq_axis
+    # only for the errors of windows, whose lengths must follow from the context sizes
     contexts = common_contexts((write.shape, write.value.shape, axis) for write in writes)
     for _, name, value, shape in writes:
         moved_positions(name, shape, value.shape, move.position, axis, contexts=contexts)
@@ -279,7 +280,7 @@ def _move_all(
     begun: list[_Write] = []
     try:
         for write, before in zip(writes, former, strict=True):
-            begun.append(before)
+            begun.append(before)  # first: a write that is interrupted is undone too
             write.pair.target.write_state(name=write.name, value=write.value)
     except BaseException as error:
         _restore(begun, error)

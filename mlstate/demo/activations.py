@@ -81,10 +81,10 @@ def _chain(width: int) -> Chain:
 
     `width`: elements of a position.
     """
-    rows = [CHARACTERS]  # positions of each activation
+    rows = [CHARACTERS]  # positions of the input and of each block's output
     for i in range(BLOCKS):
         rows.append(rows[-1] // 2 if i in MERGE else rows[-1])
-    inside = [2 * width if i in MERGE else width for i in range(BLOCKS)]
+    inside = [2 * width if i in MERGE else width for i in range(BLOCKS)]  # rows of a first matrix
     forward = [rows[i + 1] * HIDDEN * (inside[i] + width) * SECONDS for i in range(BLOCKS)]
     hidden = [rows[i + 1] * HIDDEN * FLOAT for i in range(BLOCKS)]
     outputs = [n * width * FLOAT for n in rows]

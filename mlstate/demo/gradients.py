@@ -72,11 +72,11 @@ class _Network:
         It is from this rank's part of the text, and depends only on `step` and the rank. Contexts
         are rows of embeddings, (BATCH, BEFORE * width).
         """
-        share = (len(self.tokens) - BEFORE) // group.world_size
+        share = (len(self.tokens) - BEFORE) // group.world_size  # characters of a rank
         generator = np.random.default_rng([SEED, step, group.rank])
-        places = group.rank * share + generator.integers(0, share, BATCH)
-        before = self.tokens[places[:, None] + np.arange(BEFORE)]
-        return self.embedding[before].reshape(BATCH, -1), self.tokens[places + BEFORE]
+        starts = group.rank * share + generator.integers(0, share, BATCH)  # of the contexts
+        context = self.tokens[starts[:, None] + np.arange(BEFORE)]
+        return self.embedding[context].reshape(BATCH, -1), self.tokens[starts + BEFORE]
 
     def backward(
         self, weights: dict[str, Floats], samples: tuple[Floats, Any]
@@ -194,9 +194,9 @@ def show_gradients(model: CharModel, embedding: Floats, say: Callable[[str], Non
             return list(pool.map(lambda group: function(group, network, *args), groups))
 
     say(f"\n13. {RANKS} ranks train a small network on this demo's source code")
-    (losses, first), (others, second) = on_ranks(_train)
-    identical = all(first[name].tobytes() == second[name].tobytes() for name in first)
-    ends = (losses[0] + others[0]) / 2, (losses[-1] + others[-1]) / 2
+    (losses, weights), (other_losses, other_weights) = on_ranks(_train)
+    identical = all(weights[n].tobytes() == other_weights[n].tobytes() for n in weights)
+    ends = (losses[0] + other_losses[0]) / 2, (losses[-1] + other_losses[-1]) / 2
     say(
         f"   loss {ends[0]:.2f} -> {ends[1]:.2f} in {STEPS} steps; weights of the ranks: "
         f"{verdict(identical)}"

@@ -101,9 +101,9 @@ class CharModel:
         """Return the tokens of a text: printable ASCII and newlines; ValueError for others."""
         tokens = [self._token_of.get(character, -1) for character in text]
         if -1 in tokens:
-            place = tokens.index(-1)
+            index = tokens.index(-1)
             raise ValueError(
-                f"text: character {text[place]!r} at index {place} is not in the vocabulary; "
+                f"text: character {text[index]!r} at index {index} is not in the vocabulary; "
                 "expected printable ASCII or a newline: replace it"
             )
         return tokens
@@ -136,16 +136,16 @@ class CharModel:
         scores; None: each token attends to all up to itself. Logits are (vocabulary,), with `every`
         (tokens, vocabulary). They agree with single steps up to rounding, not in every bit.
         """
-        places = self._check_tokens(tokens)
-        self._check_cache(cache, position, len(places))
-        end = position + len(places)
+        ids = self._check_tokens(tokens)
+        self._check_cache(cache, position, len(ids))
+        end = position + len(ids)
         if mask is None:
             ahead = np.arange(end) > np.arange(position, end)[:, None]
             rows = np.where(ahead, np.float32(-np.inf), np.float32(0.0))
         else:
-            rows = self._check_mask(mask, len(places), end)
+            rows = self._check_mask(mask, len(ids), end)
         written, attended = slice(position, end), slice(0, end)
-        logits = self._forward(places, position, cache, rows, written, attended, every=every)
+        logits = self._forward(ids, position, cache, rows, written, attended, every=every)
         return logits if every else logits[-1]
 
     def step(
@@ -166,7 +166,7 @@ class CharModel:
         rounding. Logits, (vocabulary,), are bit-identical for every context and memory layout of
         the cache. Raises ValueError if both are passed, or if an argument does not fit.
         """
-        places = self._check_tokens([token])
+        ids = self._check_tokens([token])
         self._check_cache(cache, position, 1)
         if mask is not None and attention_size is not None:
             raise ValueError("mask and attention_size exclude each other: pass one of them")
@@ -177,7 +177,7 @@ class CharModel:
             window = range(position - attention_size, position + 1)
             attended = [*range(sinks), *window] if sinks else slice(window.start, window.stop)
         written = slice(position, position + 1)
-        logits: Floats = self._forward(places, position, cache, rows, written, attended)[0]
+        logits: Floats = self._forward(ids, position, cache, rows, written, attended)[0]
         return logits
 
     def step_in_slot(
@@ -189,11 +189,11 @@ class CharModel:
         `position` may exceed the model's context: keys depend on distances only. Returns the
         logits for the next character, (vocabulary,).
         """
-        places = self._check_tokens([token])
+        ids = self._check_tokens([token])
         self._check_cache(cache, slot, 1)
         self._check_cache(cache, slots - 1, 1)
         written, attended = slice(slot, slot + 1), slice(0, slots)
-        logits: Floats = self._forward(places, position, cache, None, written, attended)[0]
+        logits: Floats = self._forward(ids, position, cache, None, written, attended)[0]
         return logits
 
     def sample(
@@ -275,21 +275,21 @@ class CharModel:
 
         Raises ValueError if they are not a flat sequence of integers, or one is out of range.
         """
-        places = np.asarray(tokens)
-        if places.ndim != 1 or (places.size and places.dtype.kind not in "iu"):
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
             raise ValueError(
-                f"tokens: got {places.dtype} of shape {places.shape}; expected a flat sequence "
+                f"tokens: got {ids.dtype} of shape {ids.shape}; expected a flat sequence "
                 "of integers"
             )
-        places = places.astype(np.intp)
+        ids = ids.astype(np.intp)
         size = len(self.vocabulary)
-        wrong = np.flatnonzero((places < 0) | (places >= size))
+        wrong = np.flatnonzero((ids < 0) | (ids >= size))
         if wrong.size:
             raise ValueError(
-                f"tokens: {places[wrong[0]]} at index {wrong[0]} is out of range; "
+                f"tokens: {ids[wrong[0]]} at index {wrong[0]} is out of range; "
                 f"expected 0 to {size - 1}"
             )
-        return places
+        return ids
 
     def _check_mask(self, mask: Reals, length: int, end: int) -> Floats:
         """Return the rows of a mask for `length` tokens and the first `end` positions, as float32.

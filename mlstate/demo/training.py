@@ -63,9 +63,9 @@ class _Task:
         `weight`: of one expert, (width, characters). `rows`: indices of characters of the text.
         """
         chances = softmax(self.inputs[rows] @ weight)
-        line = np.arange(len(rows))
-        losses = -np.log(chances[line, self.targets[rows]])
-        chances[line, self.targets[rows]] -= 1
+        each = np.arange(len(rows))
+        losses = -np.log(chances[each, self.targets[rows]])
+        chances[each, self.targets[rows]] -= 1  # the gradient of the cross entropy
         return losses, chances
 
     def loss(self, model: ModelStateDict) -> float:
@@ -107,8 +107,8 @@ def _step(task: _Task, step: int, model: ModelStateDict, optimizer: OptimizerSta
         name = f"{kind}.weight"
         gradient = task.inputs[rows].T @ task.errors(model[name], rows)[1] / np.float32(len(rows))
         m, v = optimizer[f"{name}.m"], optimizer[f"{name}.v"]
-        m += np.float32(0.1) * (gradient - m)
-        v += np.float32(0.01) * (np.square(gradient) - v)
+        m += np.float32(0.1) * (gradient - m)  # beta1 is 0.9
+        v += np.float32(0.01) * (np.square(gradient) - v)  # beta2 is 0.99
         model[name] -= np.float32(RATE) * m / (np.sqrt(v) + np.float32(1e-6))
 
 
@@ -126,18 +126,18 @@ def _train(
     resumed training ended with the same bits.
     """
     model, optimizer = _begin(task)
-    meant = {}
+    expected = {}  # digests of the states, by the step that saved them
     with CheckpointManager(folder, keep=None) as manager:
         for step in range(1, STEPS + 1):
             _step(task, step, model, optimizer)
             if step % EVERY == 0:
-                meant[step] = _digests(model, optimizer)
+                expected[step] = _digests(model, optimizer)
                 handle = manager.save_async(step, model=model, optimizer=optimizer)
                 handle.staged()
                 blocked_ms = handle.times().blocked_seconds * 1e3
                 say(f"   step {step}: loss {task.loss(model):.2f}, held up for {blocked_ms:.1f} ms")
     same = True
-    for step, digests in meant.items():
+    for step, digests in expected.items():
         state = manager.restore(step)
         assert isinstance(state.model, ModelStateDict)
         assert isinstance(state.optimizer, OptimizerStateDict)

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 CHECKS = ("all", "sample", "none")
 _SAMPLE = 8  # one of so many tensors is checked
-_WHOLE = (None, 0, 0)  # how a tensor is cut
+_WHOLE = (None, 0, 0)  # the cutting of whole tensors
 _TRIES = 3  # versions may be deleted while they are read
 
 
@@ -73,14 +73,15 @@ class _State(NamedTuple):
     checksums: dict[str, int]  # CRC32C of each array
 
 
-class _Change(NamedTuple):
-    """What becomes of one array."""
+class _ArrayUpdate(NamedTuple):
+    """An array to change, and the deltas that lead to its new version."""
 
-    part: Part
+    part: Part  # of the tensor, that the array has
     array: Any
-    # for each successive version, the published changes of the tensor's parts, in order of parts
+    # for each successive version, the published changes of the tensor's parts, in order of parts;
+    # empty if an anchor is the new version
     steps: list[list[Change]]
-    final: list[Change]  # of the last version
+    final: list[Change]  # of the new version, also without deltas: for its checksums
 
 
 class Follower:
@@ -156,15 +157,16 @@ class Follower:
         if check not in CHECKS:
             raise ValueError(f"check must be 'all', 'sample' or 'none', got {check!r}")
         self._files = open_files(path, storage_options)
-        self._cutting = ranks_of(rank, world_size, layout, None)
+        self._cutting = ranks_of(rank, world_size, layout, group=None)
         self._double_buffer, self._check = bool(double_buffer), check
         self._into = into
-        self._shards: dict[str, Part] = {}
+        self._shards: dict[str, Part] = {}  # of `into`, by name; other arrays are not in it
         self._state = _State(None, "", self._own_arrays(), {}, {})
         again = self._own_arrays()  # a module that copies a tensor for its state does so each time
         for name, array in self._state.arrays.items():
             if not is_same_memory(array, again[name]):
                 raise named_error(name, "into= gives a copy of the tensor: pass the tensor")
+        # state before a change that has begun, or None, and the elements that it overwrote
         self._undo: tuple[_State | None, UndoLog] = (None, [])
 
     @property
@@ -207,7 +209,7 @@ class Follower:
         >>> Follower(tempfile.mkdtemp(), into={"w": np.zeros(2)}).poll() is None
         True
         """
-        self._settle()
+        self._undo_interrupted()
         manifest = self._find_newest()
         if manifest is None:
             return None
@@ -262,7 +264,7 @@ class Follower:
         """
         if step is not None:
             step = check_int("step", step, 0)
-        self._settle()
+        self._undo_interrupted()
         self._refresh()
         for attempt in range(_TRIES):
             manifest = self._find_newest()
@@ -298,7 +300,7 @@ class Follower:
         >>> _ = follower.advance()
         >>> follower.verify()
         """
-        self._settle()
+        self._undo_interrupted()
         state, arrays = self._state, self._present_arrays()
         if state.version is not None:
             refuse_other_names(arrays, state.parts, self.path)
@@ -470,23 +472,25 @@ class Follower:
             self._undo = (state, log)
         try:
             for number, (name, part) in enumerate(parts.items()):
-                change = _Change(
+                update = _ArrayUpdate(
                     part,
                     arrays[name],
                     [changes[name] for changes in steps],
                     published[-1][name],
                 )
-                is_checked = name in sharing or self._checks(number, versions[-1])
-                after = _apply_change(name, change, anchor, log, check=is_checked)
-                if after is not None:
-                    checksums[name] = after
+                is_checked = name in sharing or self._is_sampled(number, versions[-1])
+                crc32c = _update_array(name, update, anchor, log, check=is_checked)
+                if crc32c is not None:
+                    checksums[name] = crc32c
             for name in sharing:
                 _refuse_other_content(name, arrays[name], checksums[name])
             if reason:  # before the commit: a filter may raise it
-                self._warn(f"step {versions[0].step} was loaded whole, because of: {reason}", 5)
+                self._warn(
+                    f"step {versions[0].step} was loaded whole, because of: {reason}", level=5
+                )
             self._state = _State(versions[-1], lineage, arrays, parts, checksums)
         except BaseException:
-            self._settle()
+            self._undo_interrupted()
             raise
         self._undo = (None, [])
 
@@ -500,18 +504,18 @@ class Follower:
         compared before any change, because tied tensors have the same memory.
         """
         for name, crc32c in self._state.checksums.items():
-            if self._check != "none" and not _places(parts[name], published[name]):
+            if self._check != "none" and not _published_indices(parts[name], published[name]):
                 _compare_checksum(name, self._state.arrays[name], crc32c)
 
-    def _checks(self, number: int, version: Version) -> bool:
-        """Return whether to compare the checksum of a tensor, whose index is `number`.
+    def _is_sampled(self, number: int, version: Version) -> bool:
+        """Return whether ``check=`` chooses the tensor of index `number` in a version.
 
         A sample has other tensors in the next version.
         """
-        is_sampled = number % _SAMPLE == version.sequence % _SAMPLE
-        return self._check == "all" or (is_sampled and self._check == "sample")
+        is_turn = number % _SAMPLE == version.sequence % _SAMPLE
+        return self._check == "all" or (is_turn and self._check == "sample")
 
-    def _settle(self) -> None:
+    def _undo_interrupted(self) -> None:
         """Restore the elements that an interrupted change overwrote.
 
         Does nothing if the change was committed. A KeyboardInterrupt is raised only after all
@@ -546,7 +550,7 @@ class Follower:
             array, source = self._state.arrays[name], changes[0].part
             target = self._shards.get(name)
             if target is None:
-                layout, number = self._cut(source)
+                layout, number = self._layout_of_part(source)
                 target = Part(None, name_of(array.dtype), source.shape, layout, number)
                 shape = layout.shape(source.shape, number)
             else:
@@ -558,17 +562,19 @@ class Follower:
             parts[name] = target
         return parts
 
-    def _cut(self, published: Part) -> tuple[Layout, int]:
+    def _layout_of_part(self, published: Part) -> tuple[Layout, int]:
         """Return layout and number of the followed part of a tensor whose array is not a `Shard`.
 
         Without `layout`, but with `world_size`, a tensor that was published in parts along one axis
         is cut along it; other tensors are whole. `published`: one of the published parts.
         """
-        steps, index, world = self._cutting
+        steps, index, world_size = self._cutting
         if steps is None:
-            if world == 0 or len(published.layout.steps) != 1:
+            if world_size == 0 or len(published.layout.steps) != 1:
                 return Layout(), 0
-            steps = ((published.layout.steps[0][0], world),)
+            axis, _ = published.layout.steps[0]
+            steps = ((axis, world_size),)
+        # without the steps of axes that the tensor lacks
         steps, index = _core.layout_project(steps, index, len(published.shape), None)
         return Layout(steps), index
 
@@ -589,10 +595,10 @@ def _ways(
     ways += [(True, versions[number:]) for number in reversed(anchors)]
     for is_anchor, way in ways:
         deltas = way[is_anchor:]  # without the anchor, if the way begins with one
-        end = versions[-1].sequence + 1
         sequences = [version.sequence for version in deltas]
-        before = way[0] if is_anchor else current
-        is_complete = before is not None and sequences == list(range(before.sequence + 1, end))
+        base = way[0] if is_anchor else current  # of the first delta
+        stop = versions[-1].sequence + 1
+        is_complete = base is not None and sequences == list(range(base.sequence + 1, stop))
         if is_complete and all(version.has_delta for version in deltas):
             yield is_anchor, way
 
@@ -628,7 +634,7 @@ def _read_model(loader: Loader, parts: Mapping[str, Part]) -> dict[str, Any]:
     return arrays
 
 
-def _like(array: Any, target: Any) -> Any:
+def _as_target(array: Any, target: Any) -> Any:
     """Return a NumPy array in the shape of `target`; as a tensor on its device if it is one."""
     array = array.reshape(tuple(target.shape))
     if is_torch(target):
@@ -637,13 +643,16 @@ def _like(array: Any, target: Any) -> Any:
     return array
 
 
-def _places(part: Part, published: list[Change]) -> list[int]:
-    """Return the index of `part` among the published parts, in a list that is empty without it."""
+def _published_indices(part: Part, published: list[Change]) -> list[int]:
+    """Return a list with the index of `part` among the published parts, or an empty list.
+
+    It is empty if a follower has another part than any that was published.
+    """
     return [number for number, each in enumerate(published) if part.has_place_of(each.part)]
 
 
-def _apply_change(
-    name: str, change: _Change, anchor: dict[str, Any], log: UndoLog, *, check: bool
+def _update_array(
+    name: str, update: _ArrayUpdate, anchor: dict[str, Any], log: UndoLog, *, check: bool
 ) -> int | None:
     """Change one array; return the CRC32C that it must have now, or None if it is not known.
 
@@ -653,40 +662,40 @@ def _apply_change(
     another part. Raises FormatError, CompatibilityError or ChecksumError; the log then restores the
     array.
     """
-    part, array, steps, final = change
-    places = _places(part, final)
+    part, array, steps, final = update
+    indices = _published_indices(part, final)
     try:
         if name in anchor:
             # as a delta: the log then holds only the elements that differ. An argument would keep
             # the array alive while Python has a frame evaluator, which torch.compile sets.
-            delta = compare_arrays(array, _like(anchor.pop(name), array), checksum=False)
+            delta = compare_arrays(array, _as_target(anchor.pop(name), array), checksum=False)
             apply_delta(array, delta, log)
             del delta
         for number, published in enumerate(steps):
             is_last = number == len(steps) - 1
-            if numbers := _places(part, published):
-                source = published[numbers[0]].required_delta
-                apply_delta(array, source, log, check=check and is_last)
+            if same_part := _published_indices(part, published):
+                delta = published[same_part[0]].required_delta
+                apply_delta(array, delta, log, check=check and is_last)
                 continue
             for each in published:
-                apply_delta(array, _filtered(each, part), log)
+                apply_delta(array, _filtered_delta(each, part), log)
     except (FormatError, CompatibilityError) as error:
         error.args = (f"{name!r}: {error}",)
         error.name = name
         raise
-    if not places:
+    if not indices:
         return checksum_of(array) if check else None
-    crc32c = final[places[0]].crc32c
-    if check and not steps:
+    crc32c = final[indices[0]].crc32c
+    if check and not steps:  # else the last delta was checked
         _compare_checksum(name, array, crc32c)
     return crc32c
 
 
-def _filtered(source: Change, target: Part) -> Delta:
+def _filtered_delta(source: Change, target: Part) -> Delta:
     """Return the delta of `source`, a published part, for the elements that `target` has too."""
-    part, delta = source.part, source.required_delta
-    places = (part.layout, part.number), (target.layout, target.number)
-    return filter_delta(delta, part.shape, *places)
+    part = source.part
+    source_cut, target_cut = (part.layout, part.number), (target.layout, target.number)
+    return filter_delta(source.required_delta, part.shape, source_cut, target_cut)
 
 
 def _compare_checksum(name: str, array: Any, expected: int) -> None:

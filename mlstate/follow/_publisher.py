@@ -59,7 +59,7 @@ BASES = ("memory", "disk")
 _ALIGNED = 64  # start of an array in a file
 _LARGE = 8 << 20  # bytes that several threads compare
 _LOCK_SECONDS = 60.0  # until a command that prunes has ended
-_PAYS = 0.5  # a delta has at most this share of the model's bytes
+_PAYS = 0.5  # a delta is published if it has at most this share of the model's bytes
 
 
 class Publisher:
@@ -204,7 +204,8 @@ class Publisher:
         error: BaseException | None = None
         try:
             parts = {name: part_of(name, value) for name, value in values.items()}
-            changes = _changes(base if base and _facts(base) == _facts(parts) else {}, parts)
+            is_comparable = base and _without_arrays(base) == _without_arrays(parts)
+            changes = _changes(base if base and is_comparable else {}, parts)
         except BaseException as caught:
             if self._group is None:
                 raise
@@ -282,7 +283,7 @@ class Publisher:
                     _core.json_checksum_check(data, path)
                 except FormatError:
                     pass  # damaged: `save` warns and replaces it
-                else:
+                else:  # not damaged, but not readable
                     raise  # of a newer format
         for root in reversed(self._files.list_roots()):
             with suppress(FormatError, FileNotFoundError):
@@ -308,8 +309,11 @@ class Publisher:
             error = caught
         names = None
         if self._group is not None:
-            assigned = assign_replicas(self._group, (values, None, None), (), error)
-            error, names = assigned.error, assigned.own_names
+            dicts = (values, None, None)  # no optimizer, no named states
+            assigned = assign_replicas(self._group, dicts, steps=(), error=error)
+            error = assigned.error
+            # whole arrays that this rank publishes; None: all
+            names = None if assigned.own_names is None else assigned.own_names[0]
         try:
             if error is not None:
                 raise error
@@ -318,7 +322,7 @@ class Publisher:
         published = {
             name: value
             for name, value in values.items()
-            if (value.replica == 0 if isinstance(value, Shard) else not names or name in names[0])
+            if (value.replica == 0 if isinstance(value, Shard) else names is None or name in names)
         }
         return published, content
 
@@ -342,9 +346,9 @@ class Publisher:
             "arguments": arguments,
             "error": None if error is None else error_text(error),
             "restarts": restarts,
-            "lacks": None in deltas,
-            "delta": sum(delta.nbytes for delta in deltas if delta is not None),
-            "bytes": sum(change.part.nbytes for change in changes.values()),
+            "lacks_delta": None in deltas,
+            "delta_bytes": sum(delta.nbytes for delta in deltas if delta is not None),
+            "part_bytes": sum(change.part.nbytes for change in changes.values()),
             "lineage": os.urandom(8).hex() if self._rank == 0 else "",
         }
         replies = [
@@ -363,8 +367,9 @@ class Publisher:
                     raise ValueError(f"{name} is {value} on rank 0, and {other} on rank {rank}")
         if any(reply["restarts"] for reply in replies):
             return "anchor", replies[0]["lineage"]
-        nbytes, delta_bytes = (sum(reply[key] for reply in replies) for key in ("bytes", "delta"))
-        if any(reply["lacks"] for reply in replies) or delta_bytes > _PAYS * nbytes:
+        nbytes = sum(reply["part_bytes"] for reply in replies)
+        delta_bytes = sum(reply["delta_bytes"] for reply in replies)
+        if any(reply["lacks_delta"] for reply in replies) or delta_bytes > _PAYS * nbytes:
             return "anchor", self._lineage
         # With this version, `anchor_every` versions, of which one must have the model.
         recent = self._versions[max(len(self._versions) + 1 - self._anchor_every, 0) :]
@@ -379,7 +384,8 @@ class Publisher:
         if lineage != self._lineage:
             self._lineages.add(lineage)
             self._lineage, self._versions = lineage, ()
-        return trim_chain((*self._versions, Version(0, "", step, kind)), self._keep)[:-1]
+        new = Version(0, "", step, kind)  # the save chooses its sequence and generation
+        return trim_chain((*self._versions, new), self._keep)[:-1]
 
     # ---- after the commit ----
 
@@ -420,7 +426,8 @@ class Publisher:
         return {name: part._replace(array=copied[name]) for name, part in parts.items()}
 
 
-def _facts(parts: dict[str, Part]) -> dict[str, Part]:
+def _without_arrays(parts: dict[str, Part]) -> dict[str, Part]:
+    """Return dtype, shape and cut of each part, to compare parts of two versions."""
     return {name: part._replace(array=None) for name, part in parts.items()}
 
 
@@ -472,9 +479,9 @@ def _copy_to_disk(arrays: dict[str, Any]) -> dict[str, Any]:
 
     Tensors of any device become tensors on the CPU. Raises StoreError if the disk has no space.
     """
-    places, size = {}, 0
+    offsets, size = {}, 0  # in the file, in bytes
     for name, array in arrays.items():
-        places[name] = size
+        offsets[name] = size
         size += -(-array.nbytes // _ALIGNED) * _ALIGNED
     try:
         memory = _map_temporary(max(size, 1))
@@ -483,8 +490,8 @@ def _copy_to_disk(arrays: dict[str, Any]) -> dict[str, Any]:
         raise store_error(error, text, tempfile.gettempdir()) from None
     copies = {}
     for name, array in arrays.items():
-        place = memory[places[name] : places[name] + array.nbytes]
-        copy: Any = place.view(numpy_dtype(name_of(array.dtype))).reshape(tuple(array.shape))
+        begin, dtype = offsets[name], numpy_dtype(name_of(array.dtype))
+        copy: Any = memory[begin : begin + array.nbytes].view(dtype).reshape(tuple(array.shape))
         if is_torch(array):
             copy = backend_of(array, TensorBackend).tensors_of({"": copy})[""]
             array = array.cpu()

@@ -48,10 +48,10 @@ KINDS = ("anchor", "delta", "both")
 class Version(NamedTuple):
     """A published version."""
 
-    sequence: int
-    generation: str
+    sequence: int  # of the root in its folder; 1 more than the version before it has
+    generation: str  # of the root: 16 hexadecimal digits
     step: int
-    kind: str
+    kind: str  # of KINDS
 
     @property
     def has_model(self) -> bool:
@@ -195,9 +195,9 @@ def values_of(model: Any, ranks: int) -> dict[str, Any]:
     `ranks`: number of ranks that publish the model. Raises TypeError for a model with other values,
     and an error for a value that cannot be stored.
     """
-    state, _, others = states_of(model, None, ranks)
-    if others[0]:
-        name = next(iter(others[0]))
+    state, _, (not_tensors, _) = states_of(model, None, ranks)
+    if not_tensors:
+        name = next(iter(not_tensors))
         raise TypeError(f"{name!r} is not a tensor, and a version has tensors only")
     if state is None:
         raise TypeError("the model is None")
@@ -264,8 +264,18 @@ def _vector(facts: Any, name: str) -> NDArray:
 
 def open_version(files: CheckpointFiles, root: str, manifest: Manifest) -> Loader:
     """Return a loader of the whole checkpoint at `root`, whose manifest was read already."""
-    cutting = (None, 0, 0)
-    request = LoadRequest(files, root, None, None, None, cutting, False, False, "", LOAD_DEFAULTS)
+    request = LoadRequest(
+        files,
+        root,
+        names=None,
+        rank=None,
+        world_size=None,
+        cutting=(None, 0, 0),  # whole tensors
+        by_target=False,
+        cast=False,
+        dtype="",
+        options=LOAD_DEFAULTS,
+    )
     return Loader(request, manifest)
 
 
@@ -313,9 +323,9 @@ def _sort_parts(changes: list[Change]) -> None:
     """
     changes.sort(key=lambda change: change.part.number)
     numbers = [change.part.number for change in changes]
-    alike = {(c.part.dtype, c.part.shape, c.part.layout.steps) for c in changes}
+    kinds_of_part = {(c.part.dtype, c.part.shape, c.part.layout.steps) for c in changes}
     is_whole = changes[0].part.layout.parts == len(numbers)
-    if len(alike) != 1 or not is_whole or numbers != list(range(len(numbers))):
+    if len(kinds_of_part) != 1 or not is_whole or numbers != list(range(len(numbers))):
         raise ValueError("the parts are not one tensor")
 
 
@@ -336,8 +346,10 @@ def refuse_other_names(names: Iterable[str], published: Iterable[str], path: str
     `path`: of the folder, for the error.
     """
     followed, stored = set(names), set(published)
-    for label, some in (("lacks", stored - followed), ("has an unpublished", followed - stored)):
-        if some:
-            error = CompatibilityError(f"{path}: the follower {label} tensor {min(some)!r}")
-            error.name, error.path = min(some), path
+    lacking, extra = stored - followed, followed - stored
+    for label, differing in (("lacks", lacking), ("has an unpublished", extra)):
+        if differing:
+            name = min(differing)
+            error = CompatibilityError(f"{path}: the follower {label} tensor {name!r}")
+            error.name, error.path = name, path
             raise error

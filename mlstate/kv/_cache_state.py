@@ -398,7 +398,7 @@ class CacheState(CopiedByValue):
             raise capacity_error(
                 f"cannot drop {dropped} tokens: the cache has {length}", f"0..{length}", dropped
             )
-        self._cut(length - dropped)
+        self._keep_first(length - dropped)
 
     def crop(self, n: int) -> None:
         """Keep the first `n` tokens and drop the others.
@@ -422,9 +422,9 @@ class CacheState(CopiedByValue):
                 f"0..{length}",
                 new_length,
             )
-        self._cut(new_length)
+        self._keep_first(new_length)
 
-    def _cut(self, new_length: int) -> None:
+    def _keep_first(self, new_length: int) -> None:
         """Keep the first `new_length` tokens; CompatibilityError if an entry cannot drop others."""
         spec, length = self._cache.spec, self._cache.length
         for entry in spec if new_length < length else ():
@@ -834,7 +834,7 @@ def _resized_spec(cache: _Cache, capacity: int) -> CacheSpec:
     for old, new in zip(cache.spec, resized, strict=True):
         window = length if old.window is None else old.window  # older tokens may be dropped
         token_count = length if old.seq_length is None else min(length, old.seq_length, window)
-        # Only for its errors.
+        # Called for its errors only.
         moved_positions(old.name, old.shape, new.shape, token_count, old.seq_axis, kind=old.kind)
     return resized
 
@@ -881,7 +881,7 @@ def _move_tokens(array: Any, entry: CacheEntry, ring: Ring) -> Any:
     runs = ring.runs(length)
     if runs in ([], [range(ring.length)]):  # no token, or the first slots in order
         return compact_kv_state(array, length, ring.length, seq_axis=axis)
-    moved, at = compact_kv_state(array, length, 0, seq_axis=axis), 0
+    moved, at = compact_kv_state(array, length, 0, seq_axis=axis), 0  # without tokens: all zeros
     for run in runs:
         count = len(run)
         source, target = array[_slots_along(axis, [run])], moved[along(axis, at, at + count)]

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 Overflow = Literal["stop", "shift_refill", "roll"]
 
 _OVERFLOWS = get_args(Overflow)
-_LISTED = 3  # batches in a repr
-_SIZES = 40  # of a ladder in its repr
+_LISTED = 3  # most batches that a repr lists
+_SIZES = 40  # most sizes that a repr lists
 _MINUS_INFINITY = float("-inf")
 
 
@@ -473,15 +473,15 @@ class ContextLadder:
                    batches=((0, 64), (64, 128)))
         """
         position = as_count("position", position)
-        fits = [rung for rung in self._sizes if position <= rung]
+        sufficient = [rung for rung in self._sizes if position <= rung]
         if size is None:
-            size = fits[0] if fits else self._sizes[-1]
+            size = sufficient[0] if sufficient else self._sizes[-1]
         size = as_size(self._sizes, size)
         if position <= size:
             return LadderStep("shrink", size, _ranges(range(position)))
         if refill:
             return self.refill(position, size)
-        larger = f"pass size={fits[0]}, or " if fits else ""
+        larger = f"pass size={sufficient[0]}, or " if sufficient else ""
         raise tokens_error(position, size, f"{larger}refill=True to drop tokens")
 
     def prefill_batches(self, stop: int, start: int = 0) -> tuple[tuple[int, int], ...]:
@@ -579,7 +579,7 @@ class ContextLadder:
                     1,
                     new_tokens,
                 )
-            position = size - 1
+            position = size - 1  # the row that attends to all positions
         check_room(position, size, new_tokens)
         return mask_rows(position, size, new_tokens, None, dtype, fill)
 
@@ -619,6 +619,7 @@ class ContextLadder:
         )
 
     def _rolls_at(self, size: int) -> bool:
+        """Return whether tokens beyond a cache of `size` positions replace its oldest ones."""
         return self._overflow == "roll" and size == self._sizes[-1]
 
     def _roll(self, position: int, new_tokens: int) -> LadderStep:

@@ -26,6 +26,7 @@ class CopiedByValue:
         _cache_class(self).__init__(self, *content)  # type: ignore[misc]
 
     def __reduce__(self) -> tuple[Any, ...]:
+        """Return a class without constructor arguments, and what `__setstate__` takes."""
         state = self._content(), attributes_of(self)
         return copyreg.__newobj__, (type(self),), state  # type: ignore[attr-defined]
 
@@ -48,6 +49,7 @@ def attributes_of(instance: object) -> dict[str, Any]:
 
     So they are those that a subclass, or its caller, added.
     """
+    # the attributes as a dict or None, and if slots are set, a pair of these and of the slots
     state: Any = object.__getstate__(instance)
     members, slots = state if isinstance(state, tuple) else (state, None)
     own_slots = set(getattr(_cache_class(instance), "__slots__", ()))
@@ -84,6 +86,6 @@ def shared_arrays(arrays: dict[str, Any]) -> dict[str, Any]:
 def copied_arrays(arrays: dict[str, object]) -> dict[str, Any]:
     """Return copies of arrays by name; names whose arrays have the same elements get one copy."""
     shared = shared_arrays(arrays)
-    # The inner dict leaves one of several names of the same object.
-    copies = {id(array): copy_of(array) for array in {id(a): a for a in shared.values()}.values()}
+    by_id = {id(array): array for array in shared.values()}  # each object once
+    copies = {key: copy_of(array) for key, array in by_id.items()}
     return {name: copies[id(array)] for name, array in shared.items()}

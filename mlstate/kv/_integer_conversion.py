@@ -22,7 +22,7 @@ def converts(source: str, target: str) -> bool:
     Both are names of dtypes. The core converts between floats only. Equal dtypes, and dtypes that
     are neither floats nor integers, are false too.
     """
-    both = {source, target}
+    both = {source, target}  # one name if they are equal
     return len(both) == 2 and bool(both & INTEGERS) and both <= INTEGERS | FLOATS
 
 

@@ -237,7 +237,7 @@ def create_causal_mask(
     # this mask, and the shifted columns that the other rows show.
     last = max(seq_length - 1, 0)
     width = seq_length + last if seq_length != 0 else 1
-    row = _core.kv_mask(width, reach, last, 0, True, dtype, fill, None)
+    row = _mask(width, reach, last, sinks=0, rows=True, dtype=dtype, fill=fill, out=None)
     item = row.itemsize  # each row starts one element earlier than the one above it
     return np.lib.stride_tricks.as_strided(
         row[0, 0, 0, last:], (1, 1, seq_length, seq_length), (0, 0, -item, item), writeable=False

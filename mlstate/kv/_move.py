@@ -1,4 +1,4 @@
-"""A request to move a KV cache to another sequence length, and who can carry it out."""
+"""A request to move a KV cache to another sequence length, and the backends that perform it."""
 
 from __future__ import annotations
 
@@ -31,14 +31,20 @@ class KVBackend(Protocol):
     def kv_quantize(
         self, values: Any, codes: Any, scales: Any, biases: Any, bits: int, group: int
     ) -> None:
-        """Write codes, scales and biases; raise ValueError if a value is not finite."""
+        """Quantize `values` into codes, scales and biases; ValueError if a value is not finite.
+
+        `bits`: of a code. `group`: elements of the last axis with one scale and bias.
+        """
 
     def kv_dequantize(
         self, values: Any, codes: Any, scales: Any, biases: Any, bits: int, group: int
     ) -> None:
-        """Write the values of codes."""
+        """Write the values of codes, ``scale * code + bias``, into `values`."""
 
     def kv_quantization_loss(
         self, values: Any, codes: Any, scales: Any, biases: Any, bits: int, group: int
     ) -> tuple[float, float, float]:
-        """Return the largest difference, and the sums of squares of differences and of values."""
+        """Return the largest difference, and the sums of squares of differences and of values.
+
+        The differences are between `values` and the values of the codes.
+        """

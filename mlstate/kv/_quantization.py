@@ -132,8 +132,10 @@ def _new_array(shape: tuple[int, ...], dtype: str, like: Any, *, is_full: bool) 
     return np.empty(shape, stored) if is_full else np.zeros(shape, stored)
 
 
-def _run(name: str, entry: CacheEntry, full: Any, coded: Mapping[str, Any], length: int) -> Any:
-    """Run the operation `name` of `KVBackend`, or of the core, on the first `length` tokens.
+def _run_operation(
+    name: str, entry: CacheEntry, full: Any, coded: Mapping[str, Any], length: int
+) -> Any:
+    """Run the operation `name`, which `KVBackend` declares, on the first `length` tokens.
 
     `entry`: the quantized entry. `full`: the array of values; `coded`: arrays by name, with the
     codes, scales and biases of `entry`. Returns the result of the operation.
@@ -162,9 +164,9 @@ def convert_entry(
         for name, (shape, dtype) in new.arrays.items()
     }
     if new.kind == "quantized":
-        _run("kv_quantize", new, like, converted, length)
+        _run_operation("kv_quantize", new, like, converted, length)
     else:
-        _run("kv_dequantize", old, converted[new.name], arrays, length)
+        _run_operation("kv_dequantize", old, converted[new.name], arrays, length)
     return converted
 
 
@@ -176,13 +178,15 @@ def measure_loss(
     `full`: the array of `old`. `coded`: arrays by name, with the codes, scales and biases of `new`.
     `length`: number of tokens; with none, all errors are 0.
     """
-    largest, squares, value_squares = _run("kv_quantization_loss", new, full, coded, length)
+    largest, error_squares, value_squares = _run_operation(
+        "kv_quantization_loss", new, full, coded, length
+    )
     axis = old.seq_axis or 0  # never None for a full entry
     count = prod(old.shape[:axis]) * length * prod(old.shape[axis + 1 :])
     return QuantizationLoss(
         largest,
-        sqrt(squares / count) if count else 0.0,
-        sqrt(squares / value_squares) if value_squares else 0.0,
+        sqrt(error_squares / count) if count else 0.0,
+        sqrt(error_squares / value_squares) if value_squares else 0.0,
         old.nbytes,
         new.nbytes,
     )

@@ -26,7 +26,7 @@ class Ring(NamedTuple):
 
     size: int
     sinks: int
-    length: int
+    length: int  # all tokens so far, also those that were replaced
     shift: int
 
     @property

@@ -263,12 +263,12 @@ class RollingKVState(CopiedByValue):
 
     def _content(self) -> tuple[object, ...]:
         buffer = self._buffer.copy()  # slots and counters of one moment
-        _, evicted, following, oldest = buffer.counts()
+        _, evicted, next_position, oldest = buffer.counts()
         _, sinks, seq_axis = buffer.extent()
-        return buffer.view(), self.dtype, sinks, seq_axis, oldest, following, evicted
+        return buffer.view(), self.dtype, sinks, seq_axis, oldest, next_position, evicted
 
     def _restore(self, *content: Any) -> None:
-        slots, dtype, sinks, seq_axis, *counts = content
+        slots, dtype, sinks, seq_axis, *counts = content  # as of `_content`
         RollingKVState.__init__(self, slots.shape, None, dtype, sinks=sinks, seq_axis=seq_axis)
         self._buffer.fill(slots, *counts)
 
@@ -287,7 +287,7 @@ class RollingKVState(CopiedByValue):
         """Return shape, tokens and capacity as an HTML table for notebooks."""
         from .._common.text import bytes_text, table_html
 
-        length, evicted, following, _ = self._buffer.counts()
+        length, evicted, next_position, _ = self._buffer.counts()
         row = {
             "shape": str(self.shape),
             "sequence axis": str(self.seq_axis),
@@ -295,7 +295,7 @@ class RollingKVState(CopiedByValue):
             "capacity": f"{self.capacity:,}",
             "sinks": f"{self.sinks:,}",
             "evicted": f"{evicted:,}",
-            "next position": f"{following:,}",
+            "next position": f"{next_position:,}",
             "dtype": str(label_of(self.dtype) or self.dtype),
             "reserved": bytes_text(self.nbytes),
         }

@@ -86,7 +86,7 @@ class Snapshot:
     _arrays: dict[str, object]
     _history: History  # of its state
     _identity: object  # of the arrays of its state
-    _number: int
+    _number: int  # from `History.take`
     _shifts: dict[str, int]  # of the rings at that moment; with `_spec`, which may set next slots
     _spec: CacheSpec
 

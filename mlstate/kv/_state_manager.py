@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import TypeAlias
 
-    from .._types import Array, NDArray, NumpyDType
+    from .._types import NDArray, NumpyDType
     from ._context_ladder import LadderStep, Overflow
 
     # States by name; each has `shape`, of the model's context, and a NumPy `dtype`.
@@ -41,16 +41,17 @@ class Context(NamedTuple):
     specs: tuple[Specs, ...]  # the states that each state object holds
 
 
-def _listed(specs: Specs) -> str:
+def _states_text(specs: Specs) -> str:
     """Return states as text, such as "kv (2, 1, 256, 32)"."""
     return ", ".join(f"{name} {tuple(spec.shape)}" for name, spec in specs.items()) or "none"
 
 
 def _declared(specs: Specs) -> dict[str, tuple[tuple[int, ...], NumpyDType]]:
+    """Return shape and dtype of each state by name, to compare the states of chunk models."""
     return {name: (tuple(spec.shape), spec.dtype) for name, spec in specs.items()}
 
 
-def _select(tokens: Any, parts: tuple[range, ...]) -> Any:
+def _select_tokens(tokens: Any, parts: tuple[range, ...]) -> Any:
     """Return the tokens with the indices `parts`: an array if `tokens` is one, else a list."""
     slices = [tokens[part.start : part.stop] for part in parts]
     if isinstance(tokens, np.ndarray):
@@ -107,10 +108,10 @@ def _check_saved(declared: Specs, saved: Mapping[str, Any] | None) -> None:
 class StateManagerBase:
     """Holds the state of the current context size, and moves it to other sizes.
 
-    A subclass overrides `_is_loader`, `_read_specs`, `_make_state` and `_move_state`, and
-    documents its models. It creates no state before `state` is read or a
-    move needs one. At position 0, only states of constant shape are read and written.
-    `specs` replace descriptions of models that cannot be read.
+    A subclass overrides `_is_loader`, `_read_specs`, `_make_state`, `_read_array`, `_write_array`
+    and `_move_state`, and documents its models. No state is created before `state` is read or a
+    move needs one. At position 0, only states of constant shape are read and written. `specs`
+    replace descriptions of models that cannot be read.
     """
 
     def __init__(
@@ -143,12 +144,13 @@ class StateManagerBase:
             reserve_batches=reserve_batches,
             prompt_tokens=prompt_tokens,
         )
+        # by size, as passed: a model, a sequence of chunk models, or a callable that returns either
         self._given = dict(zip(self._ladder.sizes, models.values(), strict=True))
         check_flags(shared_state=shared_state)
         self._shared_state = bool(shared_state)
         self._given_specs = self._as_specs(specs)
         self._seq_axis = valid_axis(seq_axis)
-        self._contexts: dict[int, Context] = {}
+        self._contexts: dict[int, Context] = {}  # of loaded models, by size
         self._specs: dict[int, tuple[Specs, ...]] = {}  # also of models that were released
         self._size = self._ladder.sizes[0]
         self._states: tuple[Any, ...] | None = None  # None: empty, not created yet
@@ -219,10 +221,10 @@ class StateManagerBase:
 
     def _move_state(
         self,
-        source: Array,
-        target: object,
+        source: Any,
+        target: Any,
         name: str,
-        specs: tuple[object, object],
+        specs: tuple[Any, Any],
         positions: int | None,
         compact: bool,
     ) -> None:
@@ -269,17 +271,17 @@ class StateManagerBase:
         expected = _declared(specs[owner])
         for i, declared in enumerate(specs):
             if declared and _declared(declared) != expected:
+                texts = _states_text(specs[owner]), _states_text(declared)
                 raise incompatible(
                     f"chunk models {owner} and {i} of {size} positions declare other states, so "
-                    f"they cannot share one: {_listed(specs[owner])} and {_listed(declared)}; "
-                    "pass shared_state=False if each has its own",
+                    f"they cannot share one: {texts[0]} and {texts[1]}; pass shared_state=False if "
+                    "each has its own",
                     "models",
-                    _listed(specs[owner]),
-                    _listed(declared),
+                    *texts,
                 )
         return Context(model, (chunks[owner],), (specs[owner],))
 
-    def _grows(self, size: int, spec: Any) -> bool:
+    def _has_positions(self, size: int, spec: Any) -> bool:
         """Return whether the sequence axis of a state has `size` positions, as the context has."""
         shape, axis = spec.shape, self._axis_of(spec)
         return -len(shape) <= axis < len(shape) and shape[axis] == size
@@ -290,10 +292,10 @@ class StateManagerBase:
         `specs`: the states of each of its state objects. `size`: the key of the model in `models`.
         """
         declared = [spec for group in specs for spec in group.values()]
-        if any(self._grows(size, spec) for spec in declared):
+        if any(self._has_positions(size, spec) for spec in declared):
             return
         axis = self._axis_of(declared[0]) if declared else self._seq_axis
-        states = "; ".join(map(_listed, specs))
+        states = "; ".join(map(_states_text, specs))
         raise incompatible(
             f"the model of {size} positions has no state of {size} positions at axis {axis}; "
             f"its states: {states}. Pass the size of its states, or seq_axis=",
@@ -673,7 +675,7 @@ class StateManagerBase:
         step = self._ladder.refill(len(tokens), size)
         if step.action != "refill":
             return step, []
-        tokens_kept = _select(tokens, step.kept)
+        tokens_kept = _select_tokens(tokens, step.kept)
         return step, [(tokens_kept[start:stop], start) for start, stop in step.batches]
 
     @contextmanager
@@ -769,6 +771,7 @@ class StateManagerBase:
                 sizes,
                 size,
             )
+        size = self._ladder.sizes[self._ladder.sizes.index(size)]  # an int, also for 256.0
         specs = self._context(size).specs
         if arrays is None:
             self._size, self._states = size, None
@@ -815,7 +818,7 @@ class StateManagerBase:
         rows = []
         for size in self._ladder.sizes:
             specs = self._specs.get(size)
-            states = "?" if specs is None else "; ".join(map(_listed, specs))
+            states = "?" if specs is None else "; ".join(map(_states_text, specs))
             nbytes = (
                 "?"
                 if specs is None

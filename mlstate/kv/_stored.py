@@ -44,8 +44,8 @@ def cache_values(cache: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(cache, KVState):
         array, capacity, _, seq_axis = cache._content()
         return name, {"array": array, "capacity": capacity, "seq_axis": seq_axis}
-    slots, _, sinks, seq_axis, oldest, following, evicted = cache._content()
-    counts = {"oldest": oldest, "next_position": following, "evicted": evicted}
+    slots, _, sinks, seq_axis, oldest, next_position, evicted = cache._content()
+    counts = {"oldest": oldest, "next_position": next_position, "evicted": evicted}
     return name, {"array": slots, "sinks": sinks, "seq_axis": seq_axis, **counts}
 
 
@@ -145,7 +145,7 @@ def overwrite_cache(target: Any, cache: Any) -> None:
     """
     if isinstance(target, CacheState):
         for name, array in target.arrays.items():
-            overwrite(array, _like(cache.arrays[name], array))
+            overwrite(array, _as_library_of(array, cache.arrays[name]))
         target._take_tokens(cache)
     elif isinstance(target, KVState):
         target.resize(cache.seq_length)
@@ -155,7 +155,7 @@ def overwrite_cache(target: Any, cache: Any) -> None:
         target._buffer.fill(slots.astype(target.dtype, copy=False), *counts)
 
 
-def _like(source: Any, target: Any) -> Any:
+def _as_library_of(target: Any, source: Any) -> Any:
     """Return `source` as a torch tensor if `target` is one, else as a NumPy array; not copied."""
     if is_torch(source) == is_torch(target):
         return source

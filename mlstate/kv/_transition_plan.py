@@ -177,23 +177,23 @@ def _plan_state(
     `seq_axis`: the sequence axis; None: it has none. `contexts`: context sizes of source and
     target; None: unknown.
     """
-    shapes = (source and source.shape, target and target.shape)
-    stays = partial(StateMove, name, "none", *shapes, 0, 0)  # called with the problem
+    shapes = (source and source.shape, target and target.shape)  # None for a missing state
+    refused = partial(StateMove, name, "none", *shapes, 0, 0)  # called with the problem
     if source is None or target is None:
         which = "source" if source is None else "target"
-        return stays(f"{name}: the {which} model has no state of this name")
+        return refused(f"{name}: the {which} model has no state of this name")
     if source.dtype.kind != target.dtype.kind:
-        return stays(f"{name}: {source.dtype} in the source model, {target.dtype} in the target")
+        return refused(f"{name}: {source.dtype} in the source model, {target.dtype} in the target")
     both = tuple(source.shape), tuple(target.shape)
     try:
         positions = moved_positions(name, *both, position, seq_axis, contexts=contexts)
     except (CapacityError, CompatibilityError) as error:
-        return stays(str(error))
+        return refused(str(error))
     if positions is None or seq_axis is None:
         return StateMove(name, "same", *shapes, target.nbytes, 0, None)
-    lengths = source.shape[seq_axis], target.shape[seq_axis]
-    direction: Literal["expand", "compact"] = "expand" if lengths[0] < lengths[1] else "compact"
-    copied = target.nbytes // lengths[1] * positions if positions else 0
+    have, want = source.shape[seq_axis], target.shape[seq_axis]  # in positions
+    direction: Literal["expand", "compact"] = "expand" if have < want else "compact"
+    copied = target.nbytes // want * positions if positions else 0  # `want` may be 0
     return StateMove(name, direction, *shapes, copied, target.nbytes - copied, None)
 
 

@@ -51,8 +51,8 @@ __all__ = [
 set_module_of_exports(globals())
 show_exports(globals())
 
-_MARKS = "osD^v<>"
-_BARS = 30
+_MARKS = "osD^v<>"  # of matplotlib, one for each strategy
+_BARS = 30  # most bars or labels of an axis
 
 
 def _shortened(groups: list[Group]) -> list[tuple[str, dict[str, int]]]:
@@ -237,25 +237,26 @@ def plot_saves(
     times_known += [at for step in steps for at in step]
     first, last = min(times_known), max(times_known)
     scale, label = seconds_unit(last - first)
-    rows = len(times)
-    figure = new_figure(10, 1.6 + 0.3 * min(max(rows, 2), 2 * _BARS))
+    count = len(times)
+    figure = new_figure(10, 1.6 + 0.3 * min(max(count, 2), 2 * _BARS))
     axes = figure.subplots()
 
-    def draw(at: Any, spans: Sequence[tuple[float, float]], color: str, **style: Any) -> None:
+    def draw(rows: Any, spans: Sequence[tuple[float, float]], color: str, **style: Any) -> None:
+        """Draw a bar for each span, from begin to end in seconds, in the row of the same index."""
         starts = [(start - first) / scale for start, _ in spans]
         lengths = [(end - start) / scale for start, end in spans]
-        axes.barh(at, lengths, left=starts, color=color, **style)
+        axes.barh(rows, lengths, left=starts, color=color, **style)
 
-    below = range(1, rows + 1)
+    below = range(1, count + 1)  # rows of the saves; row 0 is the training
     ends = [last if t.ended is None else t.ended for t in times]
-    free = [end if t.staged is None else t.staged for t, end in zip(times, ends, strict=True)]
+    staged = [end if t.staged is None else t.staged for t, end in zip(times, ends, strict=True)]
     waits = [wait for t in times for wait in t.waits]
     if steps:
         draw([0] * len(steps), steps, FREE, label="training steps", edgecolor="white", height=0.8)
     draw([0] * len(waits), waits, BUDGET, label="caller held up", height=0.5)
-    draw(below, [(t.began, at) for t, at in zip(times, free, strict=True)], AGAIN, label="staged")
-    draw(below, list(zip(free, ends, strict=True)), USED, label="written and synced")
-    tick_rows = _ticks(rows)
+    draw(below, [(t.began, at) for t, at in zip(times, staged, strict=True)], AGAIN, label="staged")
+    draw(below, list(zip(staged, ends, strict=True)), USED, label="written and synced")
+    tick_rows = _ticks(count)
     axes.set_yticks(
         [0, *(n + 1 for n in tick_rows)], ["training", *(f"save {n + 1}" for n in tick_rows)]
     )
@@ -263,9 +264,9 @@ def plot_saves(
     axes.set_xlim(0, 1.01 * (last - first) / scale)
     axes.set_xlabel(label)
     blocked = sum(t.blocked_seconds for t in times)
-    unit, short = seconds_unit(blocked)
+    unit, blocked_label = seconds_unit(blocked)
     axes.set_title(
-        f"The caller was held up for {blocked / unit:.3g} {short} of "
+        f"The caller was held up for {blocked / unit:.3g} {blocked_label} of "
         f"{(last - first) / scale:.3g} {label} ({blocked / (last - first):.1%})",
         loc="left",
     )
@@ -348,7 +349,7 @@ def plot_backward(report: BackwardReport) -> Figure:
     upper.set_title(f"{report.overlap:.0%} of the reducing is inside the backward pass", loc="left")
     upper.spines[["top", "right"]].set_visible(False)
     if several:
-        late = report.straggler
+        late = report.straggler  # (rank, seconds) or None
         lower.barh(range(len(waited)), [t * 1e3 for t in waited], color=STATES[1], height=0.6)
         tick_rows = _ticks(len(waited))
         lower.set_yticks(tick_rows, [f"rank {rank}" for rank in tick_rows])
@@ -442,9 +443,10 @@ def _draw_memory(axes: Any, plan: Plan, unplanned: Plan, unit: float) -> None:
 
     colours = ((unplanned, "#a0aec0", "without a plan", 0.0), (plan, USED, "with the plan", 0.35))
     for each, colour, label, alpha in colours:
-        at, scale, _ = _clock(each)
-        lasting = (each._steps[:, 0] != _DROP) | (at[1:] > at[:-1])  # hide steps without duration
-        edges = np.append(at[:-1][lasting], at[-1]) / scale
+        times, scale, _ = _clock(each)
+        # hide drops: they take no time
+        lasting = (each._steps[:, 0] != _DROP) | (times[1:] > times[:-1])
+        edges = np.append(times[:-1][lasting], times[-1]) / scale
         heights = each.simulate().peak_bytes[lasting] / unit
         if alpha:
             axes.stairs(heights, edges, fill=True, color=colour, alpha=alpha, linewidth=0)
@@ -465,11 +467,13 @@ def _draw_blocks(axes: Any, plan: Plan) -> list[Any]:
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
 
-    at, scale, _ = _clock(plan)
-    kinds, rows = plan._steps[:, 0], plan._steps[:, 1]
+    times, scale, _ = _clock(plan)
+    kinds, rows = plan._steps[:, 0], plan._steps[:, 1]  # of each step: its kind and its block
     forward = kinds <= 1  # 0: forward, 1: save, 2: backward, 3: drop, 4: offload, 5: load
-    first = np.zeros(len(kinds), bool)  # whether a step is the first run of its block
-    first[np.flatnonzero(forward)[np.unique(rows[forward], return_index=True)[1]]] = True
+    forward_steps = np.flatnonzero(forward)
+    _, first_of_block = np.unique(rows[forward], return_index=True)
+    first = np.zeros(len(kinds), bool)  # whether a step is the first forward pass of its block
+    first[forward_steps[first_of_block]] = True
     handles = []
     for label, colour, chosen in (
         ("forward, all saved", USED, first & (kinds == 1)),
@@ -481,7 +485,7 @@ def _draw_blocks(axes: Any, plan: Plan) -> list[Any]:
         steps = np.flatnonzero(chosen)
         if not len(steps):
             continue
-        left, right, row = at[steps] / scale, at[steps + 1] / scale, rows[steps]
+        left, right, row = times[steps] / scale, times[steps + 1] / scale, rows[steps]
         corners = [(left, row - 0.4), (left, row + 0.4), (right, row + 0.4), (right, row - 0.4)]
         shapes: Any = np.stack([np.stack(corner, 1) for corner in corners], 1)
         # edges keep steps visible that are narrower than a pixel
@@ -493,7 +497,7 @@ def _draw_blocks(axes: Any, plan: Plan) -> list[Any]:
     for blocks, colour in ((plan.recomputed, AGAIN), (plan.offloaded, AWAY)):
         for block in blocks if plan.chain.blocks <= 20 * _BARS else ():
             axes.axhspan(block - 0.5, block + 0.5, color=colour, alpha=0.12, linewidth=0, zorder=0)
-    axes.set_xlim(0, at[-1] / scale)
+    axes.set_xlim(0, times[-1] / scale)
     axes.set_ylim(plan.chain.blocks - 0.4, -0.6)
     return handles
 
@@ -631,14 +635,15 @@ def plot_pareto(
     plain_seconds = curve.chain.plain_seconds
     most = max(curve.chain.plain_peak_bytes, *(peak for peak, _ in points), 0)
     unit, label = bytes_unit(most)
-    second, second_label = seconds_unit(max(curve[0][1], plain_seconds))
+    time_unit, time_label = seconds_unit(max(curve[0][1], plain_seconds))
     figure = new_figure(9, 4.6 + 0.2 * (len(points) // 2))
     axes = figure.add_subplot()
+    # the last step of the curve goes on a little beyond the largest peak
     budgets = [*curve.budget_bytes.tolist(), max(1.04 * most, curve[-1][0])]
     seconds = [*curve.seconds.tolist(), curve[-1][1]]
     axes.plot(
         [b / unit for b in budgets],
-        [s / second for s in seconds],
+        [s / time_unit for s in seconds],
         color=USED,
         drawstyle="steps-post",
         linewidth=1.8,
@@ -647,7 +652,7 @@ def plot_pareto(
     for number, ((peak, time), (name, schedule)) in enumerate(points.items()):
         axes.plot(
             peak / unit,
-            time / second,
+            time / time_unit,
             color=STATES[1:][number % (len(STATES) - 1)],
             marker=_MARKS[number % len(_MARKS)],
             markersize=9,
@@ -658,11 +663,11 @@ def plot_pareto(
         )
     axes.set_xlim(left=0)
     axes.set_xlabel(f"peak of memory, {label}")
-    axes.set_ylabel(f"predicted time of a step, {second_label}")
+    axes.set_ylabel(f"predicted time of a step, {time_label}")
     axes.margins(x=0)
     title = f"From {bytes_text(curve[0][0])} to {bytes_text(curve[-1][0])}"
     if plain_seconds:
-        scale = 100 * second / plain_seconds
+        scale = 100 * time_unit / plain_seconds
 
         def percent(time: Any) -> Any:
             return time * scale - 100

@@ -82,15 +82,22 @@ def plot_occupancy(stages: Sequence[tuple[str, int, int]]) -> Figure:
     return figure
 
 
+def _sequence_axis(array: NDArray, seq_axis: int) -> int:
+    """Return `seq_axis`, counted from 0; raise ValueError if the array has no such axis."""
+    if not -array.ndim <= seq_axis < array.ndim:
+        raise ValueError(f"seq_axis is {seq_axis}, and the cache has the shape {array.shape}")
+    return seq_axis % array.ndim
+
+
 def _nonzero(array: NDArray, axis: int) -> NDArray:
     """Return which positions of each layer have an element that is not zero: (layers, positions).
 
     `axis`: the sequence axis of `array`. The layers are the first axis; one layer if this is the
     sequence.
     """
-    positions = np.moveaxis(array, axis, -1)
-    positions = positions[None] if axis == 0 else positions
-    is_nonzero: NDArray = (positions != 0).any(axis=tuple(range(1, positions.ndim - 1)))
+    innermost = np.moveaxis(array, axis, -1)  # the sequence is the last axis
+    innermost = innermost[None] if axis == 0 else innermost
+    is_nonzero: NDArray = (innermost != 0).any(axis=tuple(range(1, innermost.ndim - 1)))
     return is_nonzero
 
 
@@ -111,15 +118,15 @@ def _ring_contents(state: RollingKVState) -> NDArray:
     Columns are positions in the text, not slots of the ring: all positions up to the newest token,
     and at least as many as the ring has slots.
     """
-    used, positions = _nonzero(state.array, state.seq_axis), state.positions()
+    used, positions = _nonzero(state.array, state.seq_axis), state.positions()  # of each slot
     end = max(state.next_position, state.capacity)
     kinds = np.full((len(used), end), _ZERO)
     kinds[:, : state.next_position] = _EVICTED
-    is_used = positions >= 0
-    in_order = np.zeros((len(used), end), bool)
-    in_order[:, positions[is_used]] = used[:, is_used]
-    classified = _contents(in_order, end, state.sinks)
-    kinds[:, positions[is_used]] = classified[:, positions[is_used]]
+    has_token = positions >= 0
+    present = positions[has_token]
+    used_in_order = np.zeros((len(used), end), bool)
+    used_in_order[:, present] = used[:, has_token]
+    kinds[:, present] = _contents(used_in_order, end, state.sinks)[:, present]
     return kinds
 
 
@@ -168,7 +175,8 @@ def plot_cache(
     ImportError
         matplotlib is not installed (``pip install 'mlstate[plot]'``).
     ValueError
-        The cache has no positions or no layers, or `length` exceeds the positions.
+        The cache has no positions, no layers or no axis `seq_axis`, or `length` exceeds the
+        positions.
 
     Notes
     -----
@@ -190,7 +198,7 @@ def plot_cache(
         title = f"{tokens:,} tokens in {room:,} positions, {state.evicted:,} evicted"
     else:
         array = np.asarray(cache)
-        axis = range(array.ndim)[getattr(cache, "seq_axis", seq_axis)]
+        axis = _sequence_axis(array, getattr(cache, "seq_axis", seq_axis))
         used, room = _nonzero(array, axis), array.shape[axis]
         filled = np.flatnonzero(used.any(axis=0))
         tokens = int(filled[-1]) + 1 if length is None and filled.size else length or 0

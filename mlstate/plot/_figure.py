@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Colours; STATES are those of a bar's parts or of curves, in this order.
 USED, FREE, TEXT = "#2b6cb0", "#e2e8f0", "#1a202c"
 STATES = ("#2b6cb0", "#dd8a2c", "#38a169", "#8e5bb8", "#c94f63", "#4a9c9c", "#8a8f98")
 AGAIN, AWAY, BUDGET, LIGHT = "#dd8a2c", "#8e5bb8", "#c94f63", "#90b4dc"

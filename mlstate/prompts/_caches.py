@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import ModuleType
 
-_NAME = "cache"  # of the one entry of an array
+_NAME = "cache"  # of the only entry, for an array or a rolling cache
 # Engines by the package of their cache classes, and the integration that converts these.
 _ENGINES = {"transformers": "transformers", "mlx_lm": "mlx"}
 _BATCHED = (  # roles of arrays whose first axis is the batch
@@ -186,9 +186,9 @@ def _state_of_ring(cache: RollingKVState, length: int) -> CacheState:
     CompatibilityError if the lengths are equal and the window has a gap: `trim` after an eviction
     leaves fewer tokens than a ring of this length has.
     """
-    following = cache.next_position
-    state = CacheState(ring_spec(cache), {_NAME: cache.array}, following)
-    if following == length and not np.array_equal(state.positions(_NAME), cache.positions()):
+    next_position = cache.next_position
+    state = CacheState(ring_spec(cache), {_NAME: cache.array}, next_position)
+    if next_position == length and not np.array_equal(state.positions(_NAME), cache.positions()):
         text = "tokens were trimmed after others had been evicted, so the window has a gap"
         raise entry_error(_NAME, text, f"{state.length} tokens", f"{cache.length} tokens")
     return state
@@ -213,5 +213,5 @@ def as_tokens(tokens: Any) -> Any:
         ids = ids[0]
     if ids.ndim != 1:
         raise ValueError(f"tokens must have one dimension, got shape {ids.shape}")
-    is_taken = ids.dtype.itemsize >= 4 and ids.dtype.isnative
-    return np.array(ids, ids.dtype if is_taken else np.int64)
+    is_accepted = ids.dtype.itemsize >= 4 and ids.dtype.isnative
+    return np.array(ids, ids.dtype if is_accepted else np.int64)

@@ -9,9 +9,11 @@ import json
 import os
 import re
 import stat
+from collections.abc import Mapping, Sequence
 from dataclasses import is_dataclass
 from enum import Enum
 from functools import lru_cache, partial
+from numbers import Number
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -107,15 +109,15 @@ def fingerprint(
     a quantization or other RoPE parameters, belongs in `salt`.
 
     From a torch module it covers the class, the config and the attributes of each submodule that
-    are numbers, texts, arrays or tensors (the scale and the state of an adapter, for example), what
-    it adds to a state dict, such as packed weights of quantized layers, and name, dtype, shape and
-    content of each parameter and buffer. It is that of the moment: compute it again after you
-    change a weight or an adapter. Not part of it, so that they belong in `salt` if they matter, are
-    other objects among the attributes, and attributes other than numbers and texts that ``forward``
-    or a method it calls assigns, because they are results of the last call. Results that a hook or
-    another object stores in a module, or that ``forward`` adds to a list or dict, are part of it:
-    compute it before the first call. Device and implementation of the attention, which change the
-    last bits only, are not part of it.
+    are numbers, texts, arrays or tensors (the scale and the state of an adapter, for example), or
+    mappings and sequences of them, what it adds to a state dict, such as packed weights of
+    quantized layers, and name, dtype, shape and content of each parameter and buffer. It is that of
+    the moment: compute it again after you change a weight or an adapter. Not part of it, so that
+    they belong in `salt` if they matter, are other objects among the attributes, and attributes
+    other than numbers and texts that ``forward`` or a method it calls assigns, because they are
+    results of the last call. Results that a hook or another object stores in a module, or that
+    ``forward`` adds to a list or dict, are part of it: compute it before the first call. Device and
+    implementation of the attention, which change the last bits only, are not part of it.
 
     Examples
     --------
@@ -188,6 +190,8 @@ def _facts_of_folder(folder: str) -> dict[str, Any]:
     except OSError as error:
         raise store_error(error, "cannot read the model", folder) from error
     if suffix in _CORE_ML:
+        if not files:
+            raise format_error(f"{folder}: the folder has no files: {_REMEDY}", folder)
         return {"coreml": {name: _digest_of(os.path.join(folder, name)) for name in files}}
     weights = [name for name in files if name.endswith(".safetensors") and os.sep not in name]
     code = [name for name in files if name.endswith(".py")]
@@ -205,12 +209,20 @@ def _facts_of_folder(folder: str) -> dict[str, Any]:
 def _list_files(folder: str) -> list[str]:
     """Return the paths of all files in a folder and below, relative to it, sorted.
 
-    Raises OSError if `folder` is not a folder, or a folder below cannot be read.
+    Links to folders are followed, because download caches make them; files of a folder that has
+    several paths are listed once. Raises OSError if `folder` is not a folder, or a folder below
+    cannot be read.
     """
     if not stat.S_ISDIR(os.stat(folder).st_mode):
         raise NotADirectoryError(20, "a model is a folder, and this is a file", folder)
-    names = []
-    for parent, _, files in os.walk(folder, onerror=_raise):
+    names, visited = [], set[str]()
+    for parent, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in visited:  # also a link to a folder above, which would be a cycle
+            folders.clear()
+            continue
+        visited.add(real)
+        folders.sort()  # the same path of a folder each time
         names += [os.path.relpath(os.path.join(parent, name), folder) for name in files]
     return sorted(names)
 
@@ -260,7 +272,7 @@ def _weights_of(path: str) -> list[Any]:
     In the Hub's cache the second is the file's name, so its bytes are not read. Raises FormatError
     for a truncated file.
     """
-    _core.file_metadata(path, False)  # refuses a truncated file
+    _core.file_metadata(path, False)  # only for its errors: a truncated file is refused
     size = int.from_bytes(_read(path, lambda file: file.read(8)), "little")  # of the header
     header = _read(path, lambda file: file.read(8 + size))
     return [hashlib.sha256(header).hexdigest(), _blob_name(path) or _digest_of(path)]
@@ -308,7 +320,7 @@ def _module_facts(path: str, module: Any, hashed: Memories) -> list[Any]:
         name: _named_value(f"{path}.{name}".lstrip("."), value, hashed)
         for name, value in vars(module).items()
         if name not in _NO_ATTRIBUTES
-        and "hook" not in name
+        and not (name.startswith("_") and "hook" in name)  # of torch and accelerate
         and (name not in results or isinstance(value, bool | int | float | str))
     }
     return [_name_of_code(cls), attributes]
@@ -326,11 +338,11 @@ def _other_states(path: str, module: Any, hashed: Memories) -> list[list[Any]]:
     except Exception:
         return []
     registered = {**module._parameters, **module._buffers}
-    prefix = len(path) + 1 if path else 0
+    prefix_length = len(path) + 1 if path else 0
     values = [
         [name, _named_value(name, value, hashed)]
         for name, value in states.items()
-        if registered.get(name[prefix:]) is None
+        if registered.get(name[prefix_length:]) is None
     ]
     return [each for each in values if each[1] is not None]
 
@@ -383,7 +395,7 @@ def _plain_value(value: Any, hashed: Memories = frozenset()) -> Any:
         return f"{_name_of_code(type(value))}.{value.name}"
     if isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, bytes | complex):
+    if isinstance(value, bytes | bytearray | complex | range | slice):
         return repr(value)
     if isinstance(value, dict):
         return {str(key): _plain_value(each, hashed) for key, each in value.items()}
@@ -401,6 +413,12 @@ def _plain_value(value: Any, hashed: Memories = frozenset()) -> Any:
         return _plain_value(_without_names(value.to_dict()))
     if is_dataclass(value) and not isinstance(value, type):
         return _plain_value(vars(value), hashed)
+    if isinstance(value, Mapping):  # such as a config of OmegaConf
+        return {str(key): _plain_value(value[key], hashed) for key in value}
+    if isinstance(value, Sequence):
+        return [_plain_value(each, hashed) for each in value]
+    if isinstance(value, Number):  # such as a Fraction
+        return repr(value)
     if type(value).__name__ == "dtype":
         return str(value)
     return _name_of_code(value) if hasattr(value, "__qualname__") else None

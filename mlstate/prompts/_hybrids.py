@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
 _CONV, _DELTA, _MAMBA = "conv_states", "delta", "recurrent_states"
-# The states of a layer in mlx-lm, by the model type of config.json: those that tests compare.
+# The kinds of the states of a layer in mlx-lm, in the order of its slots, by the model type of
+# config.json: the types that tests compare.
 _SLOTS = {
     "granitemoehybrid": (_CONV, _MAMBA),
     "lfm2": (_CONV,),
@@ -110,17 +111,22 @@ def from_mlx(state: CacheState, model_type: str | None) -> CacheState:
     A cache of a model type that is not in `_SLOTS` is returned unchanged.
     """
     slots = _SLOTS.get(model_type or "", ())
-    return _converted(state, [(f"states.{i}", _name(s), _FROM[s]) for i, s in enumerate(slots)])
+    return _converted(
+        state,
+        [(f"states.{i}", _transformers_name(s), _TO_TRANSFORMERS[s]) for i, s in enumerate(slots)],
+    )
 
 
 def to_mlx(state: CacheState, model_type: str | None) -> CacheState:
     """Undo `from_mlx`: return a state with the names and layouts of mlx-lm."""
     slots = _SLOTS.get(model_type or "", ())
-    return _converted(state, [(_name(s), f"states.{i}", _TO[s]) for i, s in enumerate(slots)])
+    return _converted(
+        state, [(_transformers_name(s), f"states.{i}", _TO_MLX[s]) for i, s in enumerate(slots)]
+    )
 
 
-def _name(slot: str) -> str:
-    """Return the name in transformers of a state of `_SLOTS`, after the layer's name."""
+def _transformers_name(slot: str) -> str:
+    """Return the name in transformers of a state of the kind `slot`, without the layer's name."""
     return f"{_CONV if slot == _CONV else _MAMBA}.0"
 
 
@@ -142,8 +148,9 @@ def _same(array: Any) -> Any:
     return array
 
 
-_FROM = {_CONV: _with_oldest, _DELTA: _swapped, _MAMBA: _same}
-_TO = {_CONV: lambda array: _swapped(array[..., 1:]), _DELTA: _swapped, _MAMBA: _same}
+# Functions that convert the array of a state between the layouts, by the kinds in `_SLOTS`.
+_TO_TRANSFORMERS = {_CONV: _with_oldest, _DELTA: _swapped, _MAMBA: _same}
+_TO_MLX = {_CONV: lambda array: _swapped(array[..., 1:]), _DELTA: _swapped, _MAMBA: _same}
 
 
 def _converted(

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 _FACTS = ("name", "kind", "dtype", "sinks", "bits", "group")  # the same in all caches of a model
-_OTHERS = ("layer", "role", "seq_axis", "window")
+_OTHERS = ("layer", "role", "seq_axis", "window")  # these may differ
+DIGEST_BYTES = 8  # of a `StoredSpec`
 
 
 class StoredSpec:
@@ -62,7 +63,7 @@ class StoredSpec:
         self.states = tuple(e for e in spec if not is_in_blocks(e))
         self.token_bytes = sum(_token_bytes(e, name) for e in self.blocks for name in e.arrays)
         facts = [[getattr(e, name) for name in _FACTS] + [_stable_shape(e)] for e in spec]
-        self.digest = hashlib.sha256(json.dumps(facts).encode()).digest()[:8]
+        self.digest = hashlib.sha256(json.dumps(facts).encode()).digest()[:DIGEST_BYTES]
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return the entries as JSON; their shapes are without the sequence axis."""
@@ -152,6 +153,7 @@ def _token_bytes(entry: CacheEntry, name: str) -> int:
 
 
 def _stable_shape(entry: CacheEntry) -> tuple[int, ...] | None:
+    """Return the part of a shape that is the same in all caches of a model; None if none is."""
     return None if entry.kind == "opaque" else _inner_shape(entry)
 
 

@@ -11,15 +11,14 @@ from .._common.set_module import set_module
 from .._common.store_error import format_error
 from .._common.text import bytes_text, table_html
 from ..errors import FormatError
-from ._layout import StoredSpec
+from ._layout import DIGEST_BYTES, StoredSpec
 
 if TYPE_CHECKING:
     from .. import _core
     from .._types import NDArray
 
 BLOCK, SNAPSHOT = 0, 1  # kinds of records
-_DIGEST_BYTES = 8
-_HEAD = _DIGEST_BYTES + 4
+_HEAD = DIGEST_BYTES + 4  # offset of the head: it follows the digest and its own length
 
 
 class Candidate(NamedTuple):
@@ -27,6 +26,14 @@ class Candidate(NamedTuple):
 
     position: int
     record: int | None  # index of its snapshot in the match; None: only blocks are needed
+
+
+class BlockRange(NamedTuple):
+    """A stored block: the index of its record in the match, and its positions."""
+
+    record: int
+    start: int
+    stop: int
 
 
 class Head(NamedTuple):
@@ -62,6 +69,7 @@ def _cut_meta(data: bytes) -> tuple[bytes, bytes]:
 
 @lru_cache(maxsize=16)
 def _parse_head(head: bytes) -> Head:
+    """Return the head from its JSON; raise KeyError, TypeError or ValueError if it is malformed."""
     document = json.loads(head)
     return Head(StoredSpec.from_json(document["entries"]), str(document["model"]))
 
@@ -73,7 +81,7 @@ def head_of(data: bytes, path: str) -> Head:
     """
     try:
         head = _parse_head(_cut_meta(data)[0])
-        if head.stored.digest != data[:_DIGEST_BYTES]:
+        if head.stored.digest != data[:DIGEST_BYTES]:
             raise ValueError("its digest differs")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         text = f"{path}: the description of a record is malformed: {error}"
@@ -151,13 +159,17 @@ class Match:
     _tokens: NDArray
     _key: bytes  # of the model
     _candidates: list[Candidate]  # the longest first
-    _blocks: list[tuple[int, int, int]]  # (index of the record, start, stop) of adjacent blocks
+    _blocks: list[BlockRange]  # adjacent ones, from the first token on
 
     def __init__(self) -> None:
         raise TypeError("a Match is created by PromptStore.match")
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("a Match cannot be copied or pickled, because it keeps files open")
+
+    def _reach(self) -> int:
+        """Return the number of first tokens that are in blocks."""
+        return self._blocks[-1].stop if self._blocks else 0
 
     def close(self) -> None:
         """Close the files; `PromptStore.restore` of this match then raises ValueError."""
@@ -177,7 +189,7 @@ class Match:
     def _repr_html_(self) -> str:
         """Return the records as an HTML table for notebooks, with those that `restore` reads."""
         records = self._log_match.records
-        used = {record for record, _, stop in self._blocks if stop <= self.length}
+        used = {block.record for block in self._blocks if block.stop <= self.length}
         rows = [
             (
                 "block" if kind == BLOCK else "snapshot",
@@ -249,20 +261,20 @@ def _heads(log_match: _core.PromptMatch, path: str) -> dict[int, Head]:
     return heads
 
 
-def _chain(log_match: _core.PromptMatch, stored: StoredSpec) -> list[tuple[int, int, int]]:
-    """Return the adjacent blocks from the first token on, as (index of the record, start, stop).
+def _chain(log_match: _core.PromptMatch, stored: StoredSpec) -> list[BlockRange]:
+    """Return the adjacent blocks from the first token on.
 
     They end before the first block that has other entries than `stored`, or another size.
     """
-    blocks: list[tuple[int, int, int]] = []
+    blocks: list[BlockRange] = []
     for index, (kind, start, end, nbytes) in enumerate(log_match.records):
         if kind != BLOCK:
             continue
-        is_next = start == (blocks[-1][2] if blocks else 0)
-        is_same = log_match.meta(index)[:_DIGEST_BYTES] == stored.digest
+        is_next = start == (blocks[-1].stop if blocks else 0)
+        is_same = log_match.meta(index)[:DIGEST_BYTES] == stored.digest
         if not is_next or not is_same or nbytes != stored.token_bytes * (end - start):
             break
-        blocks.append((index, start, end))
+        blocks.append(BlockRange(index, start, end))
     return blocks
 
 
@@ -273,7 +285,7 @@ def _candidates(match: Match, heads: dict[int, Head], most: int) -> list[Candida
     token. A cache without snapshots can be restored at each position that blocks reach.
     """
     stored = match._stored
-    reach = match._blocks[-1][2] if match._blocks else 0  # end of the last block, in tokens
+    reach = match._reach()
     assert stored is not None
     candidates = []
     for index, head in heads.items():
@@ -293,7 +305,7 @@ def _limit(match: Match, stored: StoredSpec) -> str:
 
     It is a state if blocks are stored beyond the match, else an entry that blocks have.
     """
-    reach = match._blocks[-1][2] if match._blocks else 0
+    reach = match._reach()
     has_more_tokens = reach > match.length or not stored.blocks
     entries = stored.states if has_more_tokens and stored.states else stored.blocks
     return (entries or stored.entries)[0].name

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ._fingerprint import Model
 
 _MOST_BLOCK = 65536  # tokens
-_PENDING = 256 << 20
+_PENDING = 256 << 20  # bytes
 _Record = tuple[int, int, bytes, list[Any]]  # kind, end, description, parts
 
 
@@ -148,7 +148,8 @@ class PromptStore:
         self._stored = None if spec is None else StoredSpec(spec)
         self._path = local_folder(path)
         warn_of_rope(config, self._path)
-        self._damaged: dict[tuple[int, bytes], NDArray] = {}  # tokens by kind of record and bytes
+        # Tokens up to the end of a damaged record; the key is its kind, and these tokens as bytes.
+        self._damaged: dict[tuple[int, bytes], NDArray] = {}
         self._repair_lock = Lock()
         self._pending = PendingPuts(parse_size("max_pending_bytes", max_pending_bytes))
         try:
@@ -266,12 +267,13 @@ class PromptStore:
         in this case, and after an exception.
         """
         candidates = list(match._candidates)
-        good, limit = 0, match.length  # blocks are read up to `good`, and damaged from `limit` on
+        # in tokens: blocks are read up to `good`, and the first damaged block begins at `limit`
+        good, limit = 0, match.length
         is_written = False
         while candidates:
             candidate = candidates.pop(0)
             base = _base(match, candidate)
-            if base > limit:
+            if base > limit:  # it needs a damaged block
                 continue
             try:
                 requests = _requests(match, target, candidate, good, self._path)
@@ -286,7 +288,7 @@ class PromptStore:
             if not damage:
                 return candidate.position
             self._report(match, damage)
-            starts = [start for record, start, _ in match._blocks if record in damage]
+            starts = [block.start for block in match._blocks if block.record in damage]
             limit = min([limit, *starts])
             good = max(good, min(base, limit))
             # Without snapshots, the tokens before the damage are a candidate too.
@@ -408,7 +410,7 @@ class PromptStore:
                     other.check(state.spec, "cache")
             self._stored = self._stored or stored
             pending -= pending % self._block  # whole blocks only
-            stop = max(match._blocks[-1][2] if match._blocks else 0, pending)
+            stop = max(match._reach(), pending)
             ends = {end for kind, _, end, _ in match._log_match.records if kind == SNAPSHOT}
         records: list[_Record] = []
         for start in range(stop, len(ids) - self._block + 1, self._block):
@@ -444,8 +446,8 @@ class PromptStore:
             # The longest first: a match ends at a block that was dropped.
             for key, tokens in sorted(self._damaged.items(), key=lambda item: -len(item[1])):
                 with closing(self._log.match(self._key, tokens, self._block)) as match:
-                    for index, record in enumerate(match.records):
-                        is_same = record[0] == key[0] and record[2] == len(tokens)
+                    for index, (kind, _, end, _) in enumerate(match.records):
+                        is_same = kind == key[0] and end == len(tokens)
                         if is_same and has_damage(match, index):  # unless it was stored again
                             self._log.mark(match, [index], "drop", self._timeout)
                 self._damaged.pop(key, None)
@@ -496,7 +498,7 @@ class PromptStore:
             if match.length == 0:
                 return 0
             candidate = match._candidates[0]
-            blocks = [record for record, start, _ in match._blocks if start < match.length]
+            blocks = [block.record for block in match._blocks if block.start < match.length]
             records = blocks if operation == "delete" else blocks[-1:]
             if candidate.record is not None:
                 records = [*(blocks if operation == "delete" else []), candidate.record]
@@ -589,7 +591,8 @@ def _base(match: Match, candidate: Candidate) -> int:
     """Return how many first tokens of a candidate are in blocks; a snapshot has the others."""
     if candidate.record is None:
         return candidate.position
-    return match._log_match.records[candidate.record][1]
+    _, start, _, _ = match._log_match.records[candidate.record]
+    return start
 
 
 def _requests(
@@ -608,15 +611,15 @@ def _requests(
     windows = {} if record is None else windows_of(match, record, path)
     into = target.arrays_at(position, listed, windows)
     requests: list[Request] = []
-    for block, start, stop in match._blocks:
+    for block, start, stop in match._blocks:  # the record, and the range of its positions
         if good <= start < base:
             end = min(stop, base)
             requests += block_requests(stored, into, block, start, end, stop - start)
     if record is not None:
         tail: list[Request] = []
         if base < position:
-            size = match._log_match.records[record][2] - base
-            tail = block_requests(stored, into, record, base, position, size)
+            _, start, end, _ = match._log_match.records[record]
+            tail = block_requests(stored, into, record, base, position, end - start)
         requests += tail
         requests += state_requests(into, listed, record, position, len(tail))
     return requests

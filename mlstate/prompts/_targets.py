@@ -49,7 +49,7 @@ class StateTarget:
         self.is_written = False
         self.has_snapshots = stored is not None and bool(stored.states)
         self.into = Arrays(entries, dict(state.arrays), dict(state._cache.shifts))
-        self.listed: list[Any] = []  # of the last call of `arrays_at`
+        self.listed: list[Any] = []  # parts of the snapshot, from the last call of `arrays_at`
 
     def begin(self) -> None:
         """Set the number of tokens to 0 before they are written."""
@@ -64,7 +64,7 @@ class StateTarget:
     def arrays_at(
         self, position: int, listed: list[Any], windows: Mapping[str, int | None]
     ) -> Arrays:
-        """Return the arrays of the state, to read tokens into, for any arguments.
+        """Return the arrays of the state, to read tokens into; the same for any arguments.
 
         `EngineTarget.arrays_at` describes the arguments. `listed` is kept for `finish`.
         """
@@ -98,7 +98,8 @@ class RingTarget(StateTarget):
         (slots,) = self.into.arrays.values()
         missing = sum(missing_tokens(self.into, self.listed, length).values())
         evicted = max(0, length - size) + missing
-        self.cache._buffer.fill(slots, sinks + evicted, length, evicted)
+        oldest = sinks + evicted  # position of the oldest token after the sinks
+        self.cache._buffer.fill(slots, oldest, length, evicted)
 
 
 class EngineTarget:
@@ -158,14 +159,14 @@ class EngineTarget:
             if counts is None:
                 states[name] = replace(entry, shape=tuple(shape))
             else:
-                count = self._positions(entry, sum(counts), position)
+                count = self._position_count(entry, sum(counts), position)
                 states[name] = _snapshot_entry(entry, count, windows.get(name), position)
         shifts = {name: shift_of(entry, position) for name, entry in states.items()}
         arrays = self.into.arrays | _new_arrays(states)
         self.states = Arrays(self.into.entries | states, arrays, shifts)
         return self.states
 
-    def _positions(self, entry: CacheEntry, count: int, position: int) -> int:
+    def _position_count(self, entry: CacheEntry, count: int, position: int) -> int:
         """Return the positions of a sliding entry in the engine for `count` tokens of a snapshot.
 
         A full ring of mlx-lm has one token more than a snapshot of transformers. The next token

@@ -130,8 +130,16 @@ def _axis(entry: CacheEntry) -> int:
 # ---- to a cache ----
 
 
+class TokenRange(NamedTuple):
+    """Adjacent tokens of a part, or in the slots of a ring."""
+
+    offset: int  # of the first token in the part; in a ring, its slot
+    position: int  # of the first token
+    size: int  # in tokens
+
+
 class Piece(NamedTuple):
-    """Tokens of a part that go to adjacent positions of an array."""
+    """Tokens of a part that are read into adjacent positions of an array."""
 
     offset: int  # tokens of the part before the first one
     size: int  # in tokens; 0 for an array without a sequence
@@ -342,15 +350,14 @@ def state_requests(
             part += 1
             continue
         slots = _slots_of(entry, into.ring(entry, position), sum(counts), position)
-        for ranges in _positions(counts, entry.sinks, position):
+        for ranges in _token_ranges(counts, entry.sinks, position):
             pieces = [
                 Piece(offset, count, tokens_of(array, _axis(entry), slot, slot + count))
                 for offset, slot, count in _intersections(ranges, slots)
             ]
-            count = sum(each[2] for each in ranges)
             if pieces:
-                size = stored_shape(entry, name, count)
-                requests.append(Request(record, part, size, dtype, pieces))
+                part_shape = stored_shape(entry, name, sum(tokens.size for tokens in ranges))
+                requests.append(Request(record, part, part_shape, dtype, pieces))
             part += 1
     return requests
 
@@ -362,61 +369,58 @@ def _entry_name(into: Arrays, name: str) -> str:
     return next(each for each, entry in into.entries.items() if name in entry.arrays)
 
 
-def _positions(counts: list[int], sinks: int, length: int) -> list[list[tuple[int, int, int]]]:
-    """Return, for each part of a ring, its ranges as (offset in the part, first position, count).
+def _token_ranges(counts: list[int], sinks: int, length: int) -> list[list[TokenRange]]:
+    """Return the tokens of each part of a ring, as ranges in the part.
 
     `counts`: tokens of each part, by increasing position. `length`: all tokens so far; those that
     no part has were evicted after the first `sinks`.
     """
     evicted = length - sum(counts)
-    result, index = [], 0
+    result, before = [], 0  # before: number of tokens in earlier parts
     for count in counts:
-        ranges = [(0, index, count)]
-        if evicted and index < sinks < index + count:
-            head = sinks - index
-            ranges = [(0, index, head), (head, sinks + evicted, count - head)]
-        elif evicted and index >= sinks:
-            ranges = [(0, index + evicted, count)]
+        ranges = [TokenRange(0, before, count)]
+        if evicted and before < sinks < before + count:
+            sink_count = sinks - before  # the part has the last sinks, and others after a gap
+            others = TokenRange(sink_count, sinks + evicted, count - sink_count)
+            ranges = [TokenRange(0, before, sink_count), others]
+        elif evicted and before >= sinks:
+            ranges = [TokenRange(0, before + evicted, count)]
         result.append(ranges)
-        index += count
+        before += count
     return result
 
 
-def _slots_of(
-    entry: CacheEntry, ring: Ring, stored: int, length: int
-) -> list[tuple[int, int, int]]:
-    """Return the slots of a ring after `length` tokens as (first slot, first position, count).
+def _slots_of(entry: CacheEntry, ring: Ring, stored: int, length: int) -> list[TokenRange]:
+    """Return the slots of a ring after `length` tokens.
 
     `stored`: tokens that the snapshot has. Raises CompatibilityError, about `entry`, if the ring
     needs more. The oldest token of a full ring is not needed, because the next one is written to
     its slot.
     """
     runs = ring.runs()
-    count = sum(map(len, runs))
-    if count > stored and not (count - stored == 1 and length >= ring.size):
-        text = f"the array needs {count} tokens at position {length}, and {stored} are stored"
-        raise entry_error(entry.name, text, f"{count} tokens", f"{stored} tokens")
-    ranges = _positions([len(run) for run in runs], ring.sinks, length)
+    needed = sum(map(len, runs))
+    if needed > stored and not (needed - stored == 1 and length >= ring.size):
+        text = f"the array needs {needed} tokens at position {length}, and {stored} are stored"
+        raise entry_error(entry.name, text, f"{needed} tokens", f"{stored} tokens")
+    ranges_of_runs = _token_ranges([len(run) for run in runs], ring.sinks, length)
     return [
-        (run.start + offset, position, size)
-        for run, parts in zip(runs, ranges, strict=True)
-        for offset, position, size in parts
+        tokens._replace(offset=run.start + tokens.offset)
+        for run, ranges in zip(runs, ranges_of_runs, strict=True)
+        for tokens in ranges
     ]
 
 
-def _intersections(
-    ranges: list[tuple[int, int, int]], slots: list[tuple[int, int, int]]
-) -> list[tuple[int, int, int]]:
-    """Return the positions in both `ranges` and `slots` as (offset in the part, slot, count).
+def _intersections(ranges: list[TokenRange], slots: list[TokenRange]) -> list[tuple[int, int, int]]:
+    """Return the tokens in both `ranges` and `slots` as (offset in the part, first slot, count).
 
-    `ranges`: of a part, from `_positions`. `slots`: of an array, from `_slots_of`.
+    `ranges`: of a part, from `_token_ranges`. `slots`: of an array, from `_slots_of`.
     """
     common = []
-    for offset, first, count in ranges:
-        for slot, position, size in slots:
-            start, stop = max(first, position), min(first + count, position + size)
+    for offset, first, size in ranges:
+        for slot, slot_first, slot_size in slots:
+            start, stop = max(first, slot_first), min(first + size, slot_first + slot_size)
             if start < stop:
-                common.append((offset + start - first, slot + start - position, stop - start))
+                common.append((offset + start - first, slot + start - slot_first, stop - start))
     return common
 
 

@@ -1,9 +1,11 @@
 """The commands for checkpoints: output and exit status."""
 
+import contextlib
 import io
 import os
 import shutil
 import sys
+import types
 from pathlib import Path
 
 import child
@@ -804,3 +806,24 @@ def test_inspect_reports_codecs(place, run, run_json):
     assert layer["visible_bytes"] == counts.nbytes
     status, out, _ = run("diff", "coded", "coded")
     assert status == 0
+
+
+def test_the_progress_of_an_export_counts_the_model_of_all_ranks(place, monkeypatch, run):
+    from mlstate.cli import convert
+
+    moments = {"layer.w.m": np.zeros((400, 3), np.float32)}
+    model = {"layer.w": np.ones((400, 3), np.float32)}
+    mlstate.save("big", model, moments)
+    mlstate.checkpoint.reshard("big", "cut", layout="rows", world_size=4)
+    totals = []
+
+    def progress_of(label, count):
+        totals.append(count())
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(convert, "progress_of", progress_of)
+    # tensors of a store, which are not mapped
+    remote = types.SimpleNamespace(is_local=False, path="cut")
+    monkeypatch.setattr(convert, "open_folder", lambda path, reads: remote)
+    assert run("convert", "cut", "hf", "--to", "huggingface")[0] == 0
+    assert totals == [model["layer.w"].nbytes]

@@ -232,3 +232,10 @@ def test_commands_refuse_other_checkpoints(place, refused):
     for words in (["publish", "ls", "ckpt"], ["follow", "ckpt", "--into", "hf", "--once"]):
         error = refused(*words)
         assert "no Publisher wrote" in error or "not a version" in error
+
+
+@pytest.mark.parametrize("seconds", ["0", "nan", "inf", "1e300"])
+def test_follow_refuses_a_time_that_a_thread_cannot_sleep(versions, refused, seconds):
+    error = refused("follow", "weights", "--into", "hf", "--every", seconds)
+    assert "--every must be a positive number of seconds" in error
+    assert not Path("hf").exists()

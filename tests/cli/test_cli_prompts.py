@@ -82,3 +82,14 @@ def test_a_store_of_full_attention_is_listed(run, tmp_path, monkeypatch):
         assert "toy" in store._repr_html_()
     _, lines, _ = run("prompts", "ls", "store")
     assert lines[2].split()[1:4] == ["toy", "32", "block"]
+
+
+@pytest.mark.parametrize("seconds", ["nan", "-1"])
+@pytest.mark.parametrize("action", ["repair", "prune"])
+def test_a_wait_for_other_writers_without_end_is_refused(
+    refused, tmp_path, monkeypatch, action, seconds
+):
+    monkeypatch.chdir(tmp_path)
+    store_at(tmp_path).close()
+    error = refused("prompts", action, "store", "--lock-timeout", seconds)
+    assert "--lock-timeout must be 0 or more seconds" in error

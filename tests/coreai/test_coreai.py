@@ -303,3 +303,9 @@ def test_sizes_of_a_plan_are_checked():
     for position, error in ((-1, errors.CapacityError), ("5", TypeError)):
         with pytest.raises(error, match="position"):
             plan_transition(sized(64), sized(128), position)
+
+
+@pytest.mark.parametrize("state", [(2, 1, -1, 8), StateSpec("k", (2, -1), np.dtype("int8"))])
+def test_a_negative_length_is_not_taken_for_a_dynamic_one(state):
+    with pytest.raises(CompatibilityError, match="negative length: a dynamic dimension is None"):
+        plan_transition({"k": state}, {"k": state}, 5)

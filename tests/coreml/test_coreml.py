@@ -836,3 +836,12 @@ def test_a_plan_between_equal_states_does_not_claim_that_tokens_fit():
     plan = plan_transition(specs_of(model(256)), specs_of(model(256)), 300)
     assert plan.fits and "300 tokens: fits" not in str(plan)
     assert "same shape in both models, so length is not checked" in str(plan)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, -1, 8), (-2, 1, 64, 8)])
+def test_a_shape_with_a_negative_length_is_refused(shape):
+    for declared in (shape, StateSpec("kv", shape, np.dtype(np.float16))):
+        with pytest.raises(CompatibilityError, match=r"'kv': the shape .* has a negative length"):
+            plan_transition({"kv": declared}, {"kv": declared}, 5)
+        with pytest.raises(CompatibilityError, match="negative length"):
+            FakeMLState({"kv": declared})

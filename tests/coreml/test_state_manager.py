@@ -654,6 +654,14 @@ def test_an_empty_state_and_separate_chunk_states_are_restored():
     assert manager.size == 16 and not manager.state[0].read_state("kv").any()
 
 
+@pytest.mark.parametrize("size", [16.0, np.int64(16)])
+def test_a_saved_size_of_another_number_type_is_restored_as_an_int(size):
+    manager = managed(8, 16)
+    manager.load_state_dict({"size": size, "states": None})
+    assert type(manager.size) is int
+    assert manager.grow_if_needed(0, 16).action == "stay"
+
+
 def test_a_failed_write_keeps_the_former_state():
     saved = managed(8, 16)
     fill(saved.state)

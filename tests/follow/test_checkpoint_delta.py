@@ -59,6 +59,7 @@ def test_damaged_checkpoint_deltas_are_refused_and_bases_stay(encoding):
         {"compression_format": "lz4"},
         {"version": 7},
         {"base_version": "-1"},
+        {"version": "9" * 5000},
         {"checksum_format": None},
         {"checksum_format": "md5"},
     ):
@@ -68,6 +69,9 @@ def test_damaged_checkpoint_deltas_are_refused_and_bases_stay(encoding):
     for metadata in ([], None, "x"):
         with pytest.raises(FormatError):
             read_checkpoint_delta(index | {"metadata": metadata}, files, before)
+    for weight_map in ([NAME], None, 3):
+        with pytest.raises(FormatError, match="weight_map"):
+            read_checkpoint_delta(index | {"weight_map": weight_map}, files, before)
     for damaged in (packed[:-3], packed[:0], np.zeros(50, np.uint8)):
         with pytest.raises(FormatError):
             read_checkpoint_delta(index, {file: (tensors | {NAME: damaged}, checksums)}, before)

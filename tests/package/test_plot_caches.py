@@ -118,6 +118,12 @@ def test_caches_that_cannot_be_drawn():
             plot_cache(empty)
 
 
+@pytest.mark.parametrize(("shape", "axis"), [((5,), -2), ((2, 3, 4), 3), ((2, 3, 4), -4)])
+def test_plot_cache_refuses_an_axis_that_the_cache_lacks(shape, axis):
+    with pytest.raises(ValueError, match=f"seq_axis is {axis}, and the cache has the shape"):
+        plot_cache(np.ones(shape), seq_axis=axis)
+
+
 def test_memory_is_a_step_for_each_change():
     curves = {"large": [(0, 9 << 20)], "$_small": [(184, 9 << 19), (256, 9 << 20), (900, 1)]}
     figure = plot_cache_memory(curves, 400)

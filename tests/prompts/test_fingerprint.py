@@ -1,12 +1,15 @@
 """What identifies the model of a cache."""
 
+import collections
 import enum
+import fractions
 import functools
 import hashlib
 import json
 import logging
 import os
 import pathlib
+import types
 
 import numpy as np
 import pytest
@@ -210,6 +213,8 @@ def test_modules_with_another_computation_differ():
     before = fingerprint(model, hash_weights=True)
     model.register_forward_hook(lambda *_: None)
     assert fingerprint(model.train(), hash_weights=True) == before
+    model.hook_scale = 2.0  # an attribute of the model, not a hook of torch
+    assert fingerprint(model, hash_weights=True) != before
 
 
 def scaled(torch, scale):
@@ -222,7 +227,21 @@ def scaled(torch, scale):
 
 @pytest.mark.torch
 @pytest.mark.parametrize(
-    "kind", ["tensor", "list", "array", "scalar", "complex", "bytes", "enum", "partial"]
+    "kind",
+    [
+        "tensor",
+        "list",
+        "array",
+        "scalar",
+        "complex",
+        "bytes",
+        "enum",
+        "partial",
+        "range",
+        "fraction",
+        "mapping",
+        "sequence",
+    ],
 )
 def test_values_in_attributes_of_a_module_belong_to_it(kind):
     torch = pytest.importorskip("torch")
@@ -233,6 +252,10 @@ def test_values_in_attributes_of_a_module_belong_to_it(kind):
         "array": lambda i: {"a": np.array([1.0, i])},
         "scalar": np.float32,
         "complex": lambda i: complex(1, i),
+        "range": range,
+        "fraction": lambda i: fractions.Fraction(i, 7),
+        "mapping": lambda i: types.MappingProxyType({"a": collections.UserDict(b=i)}),
+        "sequence": lambda i: collections.deque([i]),
         "bytes": lambda i: bytes([i]),
         "enum": list(colors).__getitem__,
         "partial": lambda i: functools.partial(pow, i),
@@ -383,3 +406,19 @@ def test_an_attribute_whose_memory_was_freed_counts_by_its_shape():
         tensor.untyped_storage().resize_(0)  # as FSDP1 does with parameters of other ranks
         prints.append(fingerprint(scaled(torch, tensor), hash_weights=True))
     assert prints[0] != prints[1] == prints[2]
+
+
+def test_files_of_a_linked_folder_of_a_package_are_part_of_its_fingerprint(tmp_path):
+    package, data = tmp_path / "m.mlpackage", tmp_path / "data"
+    package.mkdir()
+    data.mkdir()
+    with pytest.raises(FormatError, match="no files"):
+        fingerprint(package)
+    (package / "Manifest.json").write_text("{}")
+    (package / "Data").symlink_to(data)
+    (data / "weight.bin").write_bytes(b"one")
+    (data / "cycle").symlink_to(package)
+    before = fingerprint(package)
+    assert fingerprint(package) == before
+    (data / "weight.bin").write_bytes(b"two")
+    assert fingerprint(package) != before

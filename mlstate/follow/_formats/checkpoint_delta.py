@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     Files = Mapping[str, tuple[Mapping[str, NDArray], Mapping[str, str]]]
 
 _FACTS = ("version", "base_version", "delta_encoding", "compression_format", "checksum_format")
+_VERSION = re.compile(r"\d{1,18}", re.ASCII)
 _ENCODINGS = ("overwrite", "xor")
 _HASHES = {"xxh3-128": ("xxhash", "xxh3_128"), "blake3": ("blake3", "blake3")}
 _FILE = "model-00001-of-00001.safetensors"
@@ -65,6 +67,9 @@ def read_checkpoint_delta(
         The package of the compression or of the checksums is missing.
     """
     facts = _facts_of(index)
+    weight_map = index.get("weight_map", {})
+    if not isinstance(weight_map, dict):
+        raise FormatError("the weight_map of an index must be an object")
     deltas = {}
     for tensors, checksums in files.values():
         for name, packed in tensors.items():
@@ -84,7 +89,7 @@ def read_checkpoint_delta(
                     "another base, or it is damaged",
                 )
             deltas[name] = compare_arrays(base, new)
-    missing = set(index.get("weight_map", ())) - deltas.keys()
+    missing = set(weight_map) - deltas.keys()
     if missing:
         raise FormatError(f"the index names {min(missing)!r}, but no file has it")
     return CheckpointDelta(int(facts["version"]), int(facts["base_version"]), deltas)
@@ -133,16 +138,16 @@ def write_checkpoint_delta(
         if (base.shape, base.dtype) != (new.shape, new.dtype):
             raise _error(CompatibilityError, name, "has a base of another shape or dtype")
         before, after = (array.reshape(-1).view(np.uint8) for array in (base, new))
-        changed = before ^ after
-        if not changed.any():
+        differences = before ^ after
+        if not differences.any():
             continue
-        raw = changed.tobytes()
+        raw = differences.tobytes()
         if encoding == "overwrite":
             if after.size >= 1 << 32:
                 raise _error(
                     CompatibilityError, name, f"has {after.size} bytes: use encoding 'xor'"
                 )
-            positions = np.flatnonzero(changed).astype("<u4")
+            positions = np.flatnonzero(differences).astype("<u4")
             count = struct.pack("<I", len(positions))
             raw = count + positions.tobytes() + after[positions].tobytes()
         tensors[name] = np.frombuffer(compress(raw), np.uint8)
@@ -169,7 +174,9 @@ def _facts_of(index: Mapping[str, Any]) -> dict[str, str]:
     facts: dict[str, str] = {}
     for key in _FACTS:
         value = metadata.get(key)
-        if not isinstance(value, str) or (key.endswith("version") and not value.isdecimal()):
+        if not isinstance(value, str) or (
+            key.endswith("version") and not _VERSION.fullmatch(value)
+        ):
             raise FormatError(f"the index of a delta has {key} {value!r}")
         facts[key] = value
     if facts["delta_encoding"] not in _ENCODINGS or facts["compression_format"] != "zstd":

@@ -12,12 +12,14 @@ from .._delta import Delta
 if TYPE_CHECKING:
     from ..._types import NDArray
 
+# The unit of a gap that adds its value to the next one, by dtype: see `Delta.gaps`.
 _ESCAPES: dict[np.dtype[Any], int] = {np.dtype(np.uint8): 255, np.dtype(np.uint16): 65535}
 
 
 def numbers_of(delta: Delta) -> NDArray:
     """Return the numbers of the changed elements in C order, ascending, as int64."""
-    # A unit is an escape, which only adds to the gap, or the last unit before a changed element.
+    # A unit is an escape, which only adds to the gap, or the last unit before a changed element,
+    # which counts this element too.
     ends = delta.gaps != _ESCAPES[delta.gaps.dtype]
     numbers: NDArray = np.cumsum(delta.gaps + ends.astype(np.int64))[ends] - 1
     return numbers
@@ -55,14 +57,14 @@ def delta_from_numbers(name: str, numbers: Any, values: Any, elements: int) -> D
         gaps = np.diff(numbers, prepend=-1) - 1
         if (gaps < 0).any():
             raise _error(name, "changes an element twice")
-    widths = (_units_of(gaps, dtype) for dtype in _ESCAPES)
-    return Delta(elements, min(widths, key=lambda units: units.nbytes), values)
+    encodings = (_units_of(gaps, dtype) for dtype in _ESCAPES)
+    return Delta(elements, min(encodings, key=lambda units: units.nbytes), values)
 
 
 def _units_of(gaps: NDArray, dtype: np.dtype[Any]) -> NDArray:
     """Return `gaps` as units of `dtype`: each is escapes (the largest value), then the rest."""
     escape = _ESCAPES[dtype]
-    ends = np.cumsum(gaps // escape + 1)
+    ends = np.cumsum(gaps // escape + 1)  # for each gap, the index after its last unit
     units = np.full(ends[-1] if len(ends) else 0, escape, dtype)
     units[ends - 1] = gaps % escape
     return units
