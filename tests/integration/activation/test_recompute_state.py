@@ -370,6 +370,18 @@ class Slots:
     __slots__ = ("content",)
 
 
+class PrivateSlot:
+    __slots__ = ("__content",)
+
+    @property
+    def content(self):
+        return self.__content
+
+    @content.setter
+    def content(self, value):
+        self.__content = value
+
+
 class Holder:
     pass
 
@@ -388,6 +400,7 @@ HOLD, _ = held_in(Holder)
 CONTAINERS = {
     "attribute": held_in(Holder),
     "slot": held_in(Slots),
+    "private slot": held_in(PrivateSlot),
     "named tuple": (lambda value: HOLD(Pair(value, 0)), lambda holder: holder.content.content),
 }
 

@@ -278,7 +278,7 @@ class PlannedModel:
             if 0 not in positions:
                 raise self._order_error(run, positions)
             run = Run(self._program, self._blocks, *self._options)
-        out = run.first(args, kwargs, leaves, spec)
+        out = run.run_next(args, kwargs, leaves, spec)
         if run.next < self._program.blocks:
             self._local.run = run
         return out

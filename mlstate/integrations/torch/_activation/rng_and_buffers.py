@@ -63,11 +63,12 @@ def generator_states(sources: Iterable[Any]) -> dict[Any, torch.Tensor]:
             states[source] = source.get_state()
             continue
         of_device = getattr(torch, source.type)  # torch.mps takes no device argument
-        states[source] = of_device.get_rng_state(*_named(source))
+        states[source] = of_device.get_rng_state(*_device_arguments(source))
     return states
 
 
-def _named(device: torch.device) -> tuple[torch.device, ...]:
+def _device_arguments(device: torch.device) -> tuple[torch.device, ...]:
+    """Return the arguments of the functions that read and set a device's random state."""
     return () if device.type == "mps" else (device,)
 
 
@@ -81,7 +82,7 @@ def set_generator_states(states: dict[Any, torch.Tensor]) -> None:
         elif isinstance(source, torch.Generator):
             source.set_state(state)
         else:
-            getattr(torch, source.type).set_rng_state(state, *_named(source))
+            getattr(torch, source.type).set_rng_state(state, *_device_arguments(source))
 
 
 def enter_graph(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,9 +188,14 @@ def _copy_object(value: Any, memo: dict[int, object], storages: Mapping[int | No
 
 def _slots_of(cls: type) -> list[str]:
     """Return the names of the attributes of a class and its bases that are slots."""
-    names = [vars(base).get("__slots__", ()) for base in cls.__mro__]
-    listed = [name for slots in names for name in ([slots] if isinstance(slots, str) else slots)]
-    return [name for name in listed if isinstance(getattr(cls, name, None), MemberDescriptorType)]
+    # from the descriptors: a private name such as __items is another one in `__slots__`
+    return [
+        name
+        for base in cls.__mro__
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType) and getattr(cls, name, None) is member
+    ]
 
 
 class ObjectTensors:
@@ -283,7 +289,7 @@ def _versions(tensors: list[torch.Tensor]) -> list[int]:
         return [version_of(tensor) for tensor in tensors]
 
 
-def _are_same(first: list[Any], second: list[Any]) -> bool:
+def _are_same(first: list[Any], second: list[Any]) -> bool:  # the same objects, not equal ones
     return len(first) == len(second) and all(map(is_, first, second))
 
 

@@ -55,7 +55,8 @@ class _Forward:
     def __init__(
         self, manager: ActivationManager, name: str, number: int, block: torch.nn.Module
     ) -> None:
-        self.manager, self.name, self.number, self.plain = manager, name, number, block.forward
+        self.manager, self.name, self.number = manager, name, number
+        self.plain = block.forward  # the block's own forward
         self._block, self._buffers = block, Buffers(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
