@@ -324,8 +324,8 @@ def share(arrays: Mapping[str, NDArray], *, pack: bool = False) -> dict[str, tor
     """
     tensors: dict[str, torch.Tensor] = {}
     # One object under several names is one tensor.
-    first = {id(array): name for name, array in reversed(list(arrays.items()))}
-    distinct = {name: arrays[name] for name in first.values()}
+    first_name = {id(array): name for name, array in reversed(list(arrays.items()))}
+    distinct = {name: arrays[name] for name in first_name.values()}
     for start, end, names in clusters(distinct):
         members = [distinct[name] for name in names]
         if len(members) > 1 and all(
@@ -337,7 +337,7 @@ def share(arrays: Mapping[str, NDArray], *, pack: bool = False) -> dict[str, tor
         else:
             shared_tensors = [tensor_over(array) for array in members]
         tensors.update(zip(names, shared_tensors, strict=True))
-    return {name: tensors[first[id(array)]] for name, array in arrays.items()}
+    return {name: tensors[first_name[id(array)]] for name, array in arrays.items()}
 
 
 def sharable(array: NDArray) -> bool:
