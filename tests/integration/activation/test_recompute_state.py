@@ -395,6 +395,10 @@ def held_in(cls):
     return hold, lambda holder: holder.content
 
 
+class Row(tuple):
+    """A tuple with the attributes of any class."""
+
+
 Pair = namedtuple("Pair", "content other")
 HOLD, _ = held_in(Holder)
 CONTAINERS = {
@@ -402,6 +406,10 @@ CONTAINERS = {
     "slot": held_in(Slots),
     "private slot": held_in(PrivateSlot),
     "named tuple": (lambda value: HOLD(Pair(value, 0)), lambda holder: holder.content.content),
+    "tuple of another class": (
+        lambda value: HOLD(Row([value])),
+        lambda holder: holder.content[0],
+    ),
 }
 
 
@@ -437,6 +445,34 @@ class CountsInOrder(nn.Module):
 @pytest.mark.parametrize("make", [torch.ones, lambda count: np.ones(count, np.float32)])
 def test_recomputation_restores_values_that_a_block_changed_in_objects(make, container):
     compare(lambda: CountsInOrder(make, container), segments(3, 1))
+
+
+class Draws(nn.Module):
+    """Multiplies by a number that a generator of NumPy, one of its arguments, draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, holder):
+        return torch.tanh(self.linear(x) * holder.content.uniform())
+
+
+class DrawsInOrder(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make, self.layers = make, nn.ModuleList(Draws() for _ in range(3))
+
+    def forward(self, x):
+        holder = HOLD(self.make(7))
+        for layer in self.layers:
+            x = layer(x, holder)
+        return x
+
+
+@pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState])
+def test_recomputation_draws_the_same_numbers_from_a_generator_among_the_arguments(make):
+    compare(lambda: DrawsInOrder(make), segments(3, 1))
 
 
 class ReadsThenAnotherWrites(nn.Module):

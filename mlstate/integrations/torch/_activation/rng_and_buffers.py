@@ -130,9 +130,9 @@ def _copy_value(value: Any, memo: dict[int, Any], storages: Mapping[int | None, 
     if isinstance(value, torch.Tensor):
         copied = _detach_tensor(value, storages)
     elif isinstance(value, tuple):
-        items = [_copy_value(item, memo, storages) for item in value]
-        make = getattr(value, "_make", type(value))  # named tuples take no list
-        copied = make(items) if type(value) is tuple or hasattr(value, "_make") else value
+        copied = _copy_tuple(value, memo, storages)
+    elif isinstance(value, (np.random.Generator, np.random.RandomState, np.random.BitGenerator)):
+        copied = copy.deepcopy(value)  # a shallow copy shares the state
     elif isinstance(value, np.ndarray):
         copied = value.copy() if value.nbytes <= _SMALL_BYTES else value
     elif callable(value) or isinstance(value, str | bytes | ModuleType):
@@ -140,6 +140,26 @@ def _copy_value(value: Any, memo: dict[int, Any], storages: Mapping[int | None, 
     else:
         copied = _copy_object(value, memo, storages)
     memo[id(value)] = copied
+    return copied
+
+
+def _copy_tuple(
+    value: tuple[Any, ...], memo: dict[int, Any], storages: Mapping[int | None, Any]
+) -> tuple[Any, ...]:
+    """Return a copy of a tuple of any class, or the tuple itself if its content is not copied.
+
+    `memo`, `storages`: as for `_copy_value`.
+    """
+    items = [_copy_value(item, memo, storages) for item in value]
+    attributes = getattr(value, "__dict__", {})
+    if all(map(is_, items, value)) and not attributes:
+        return value
+    try:
+        copied = tuple.__new__(type(value), items)  # its constructor may take other arguments
+    except TypeError:  # a class of C, such as torch.return_types.max
+        return type(value)(items)
+    for name, item in attributes.items():
+        copied.__dict__[name] = _copy_value(item, memo, storages)
     return copied
 
 
