@@ -279,10 +279,10 @@ def _plan_fp8(at: _Place) -> None:
     ``keys`` and ``values`` of such a state are empty: they have the dtype before quantization.
     """
     layer = at.layer
-    initialized = value_of(layer, at.where, "is_initialized", bool)
+    is_initialized = value_of(layer, at.where, "is_initialized", bool)
     codes = at.both("full", prefix="quantized_")
     if not codes:
-        at.require_empty(initialized)
+        at.require_empty(is_initialized)
         return
     unquantized = at.both("opaque")
     scales = [at.entry(f"quantized_{part}.scale", "opaque") for part in ("keys", "values")]
@@ -294,7 +294,7 @@ def _plan_fp8(at: _Place) -> None:
             text = f"the codes are {code.dtype}, those of layer {at.where} {layer.fp8_dtype}"
             raise entry_error(code.name, text, layer.fp8_dtype, code.dtype)
     keys, values = (at.tensor(entry) for entry in unquantized)
-    if initialized:
+    if is_initialized:
         for code, entry, part in zip(codes, unquantized, ("keys", "values"), strict=True):
             _check_replaced(at, entry, tensor_of(layer, at.where, part))
             attribute = f"_quantized_{part}"
