@@ -547,3 +547,32 @@ def test_models_with_sparse_buffers_are_measured():
     chain = Chain.from_torch(model, x, repeats=1)
     assert measure_plan(Plan(chain, segments(3, 1)), model, x).measured_bytes > 0
     assert check(model, RECOMPUTED, x)
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return torch.tanh(self.norm(self.linear(x)))
+
+
+@pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated
+@pytest.mark.parametrize("wrap", [nn.Sequential, lambda block: block], ids=["inside", "as blocks"])
+def test_scripted_modules_are_measured_checked_and_recomputed(wrap):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(wrap(torch.jit.script(Norm())) for _ in range(3)))
+    x = torch.randn(8, 4)
+    results(model, [x])  # TorchScript changes its program after the first run
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = results(model, [x])
+    model.load_state_dict(state)
+    plan = Plan(Chain.from_torch(model, x, repeats=1), segments(3, 1))
+    assert check(model, plan, x)
+    assert len(measure_plan(plan, model, x).steps) == len(segments(3, 1))
+    assert_same_bits([*state.values()], [*model.state_dict().values()])
+    for way in (plan, ByManager()):
+        model.load_state_dict(state)
+        with way.apply(model):
+            assert_same_bits(expected, results(model, [x]))

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .._tensors.state import restore_table
 from .apply_plan import Interceptor, find_blocks, run_blocks
 from .rng_and_buffers import (
     copy_objects,
@@ -175,7 +176,9 @@ class SampledModel:
         roots = [m for m in (self.module, *self.blocks) if isinstance(m, torch.nn.Module)]
         buffers = {id(b): (b, b.detach().clone()) for m in roots for b in m.buffers()}
         # a run may also put another tensor in place of a buffer
-        tables = [(child._buffers, dict(child._buffers)) for m in roots for child in m.modules()]
+        tables = [
+            (child._buffers, dict(child._buffers.items())) for m in roots for child in m.modules()
+        ]
         parameters = {id(p): p for m in roots for p in m.parameters()}
         gradients = [(p, p.grad) for p in parameters.values() if p.requires_grad]
         tensors = tensors_in((self.args, self.kwargs))
@@ -189,8 +192,7 @@ class SampledModel:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             for table, content in tables:
-                table.clear()
-                table.update(content)
+                restore_table(table, content)
             for buffer, before in buffers.values():
                 buffer.data.copy_(before)
             set_generator_states(states)

@@ -77,7 +77,14 @@ class _SubmoduleTracker:
                     self._watch(name, module)
 
     def _watch(self, name: str, module: Any) -> None:
-        """Hook a submodule, so that its `name` is on top of the stack while it runs."""
+        """Hook a submodule, so that its `name` is on top of the stack while it runs.
+
+        A scripted module takes no hooks, and counts as a part of the module around it.
+        """
+        import torch
+
+        if isinstance(module, torch.jit.ScriptModule):
+            return
 
         def enter(*_: Any) -> None:
             self._stack.append(name)

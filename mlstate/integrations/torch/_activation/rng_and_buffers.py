@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ....errors import MLStateError
+from .._tensors.state import table_value
 from .tensors import geometry_of, storage_id, version_of, view_of
 
 if TYPE_CHECKING:
@@ -517,8 +518,7 @@ def _is_replaced(place: _Place, tensor: torch.Tensor) -> bool:
     """
     import torch
 
-    table = place.table()
-    current = dict(table.items()).get(place.key)  # a scripted module's table has no get
+    current = table_value(place.table(), place.key)
     if current is tensor:
         return False
     if hasattr(current, "placements") or hasattr(tensor, "placements"):
@@ -611,7 +611,7 @@ class Surroundings:
         self._buffers.refuse_changes(name, self._values)
         values = [(p.table(), p.key, copy.clone()) for p, copy in self._values.copies.items()]
         values += self._buffers.replaced(self._values)
-        current = [(table, key, table.get(key)) for table, key, _ in values]
+        current = [(table, key, table_value(table, key)) for table, key, _ in values]
         states = _pack_states(generator_states(self._sources)) if self._states else {}
         with ExitStack() as stack:
             for kind, enabled, dtype, cached in self._autocast:

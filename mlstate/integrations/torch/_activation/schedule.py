@@ -232,7 +232,9 @@ class Run:
         self._blocks = blocks
         self._folder = folder
         self._observe = observe
+        # by block; None: not called yet, or freed
         self._calls: list[_Call | None] = [None] * program.blocks
+        # tensors of each activation that a later step uses; None: not kept
         self._activations: list[list[_SavedTensor] | None] = [None] * (program.blocks + 1)
         self._last_outputs: list[tuple[weakref.ref[Any], int]] = []  # last outputs, with versions
         self._position = 0  # next step of the program
@@ -485,7 +487,9 @@ class Run:
         try:
             with surroundings.restored(block.name, block.module), torch.enable_grad(), hooks:
                 out = block.call(*args, **kwargs)
-        except StopRecompute:
+        except Exception:  # TorchScript replaces a StopRecompute by a RuntimeError
+            if not packer.has_stopped:
+                raise
             return
         finally:
             del args, kwargs
@@ -613,11 +617,11 @@ class Run:
         """
         program, start = self._program, self._position
         # the first step after the backward run of the block after this one
-        own_steps = program.backward_at[i + 1] + 1 if i + 1 < program.blocks else 0
+        own_begin = program.backward_at[i + 1] + 1 if i + 1 < program.blocks else 0
         # steps that may be left of a block that was visited: a kept block that is not watched has
         # run backward without its step
         passed = ("drop",) if self._observe is not None else ("drop", "backward")
-        if any(k > i and kind not in passed for kind, k in program.steps[start:own_steps]):
+        if any(k > i and kind not in passed for kind, k in program.steps[start:own_begin]):
             self._program = program.of_first_blocks(i + 1)
             self._position = sum(k <= i for _, k in program.steps[:start])
             self._activations[i + 1 :] = [None] * (len(self._activations) - i - 1)
@@ -740,6 +744,7 @@ class _Packer:
         self._keep = keep
         self._input_numbers = input_numbers
         self._count = 0
+        self.has_stopped = False  # StopRecompute was raised
 
     def __call__(self, tensor: torch.Tensor) -> None:
         """Put the next saved tensor into its slot; torch calls this.
@@ -758,6 +763,7 @@ class _Packer:
                 raise _difference_error(self._name, f"saved tensor {k}", [slot.meta], [meta])
             slot.value = _keep_tensor(tensor, self._input_numbers)
         if k + 1 == len(self._slots) and not self._keep:
+            self.has_stopped = True
             raise StopRecompute
 
     def finish(self) -> None:

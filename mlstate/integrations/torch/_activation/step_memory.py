@@ -167,8 +167,9 @@ class _Recomputation:
         try:
             with hooks(pack, lambda _: None):
                 call()
-        except StopRecompute:
-            pass
+        except Exception:  # TorchScript replaces a StopRecompute by a RuntimeError
+            if len(saved) < count:
+                raise
         self._watched.mark()
 
     def of_blocks(self) -> list[_Recompute]:

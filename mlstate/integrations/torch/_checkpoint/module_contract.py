@@ -13,7 +13,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ....errors import CompatibilityError
-from .._tensors.state import refuse_unstorable
+from .._tensors.state import refuse_unstorable, restore_table
 from .module_names import by_name, unwrapped_name, wrapped_attribute
 
 if TYPE_CHECKING:
@@ -206,16 +206,17 @@ class ModuleContract:
         self._metadata: Mapping[str, dict[str, Any]] = getattr(state, "_metadata", None) or {}
         self.units: list[Unit] = []
         self._unit_of: dict[str, Unit | None] = {}  # by the names of submodules
-        self._walk(module, "", "", None, set())
+        self._list_units(module, "", "", None, set())
         chosen = {id(child) for unit in self.units for child in _modules_of(unit)}
         if any(saves_itself(child) for child in module.modules()):
             chosen |= self._with_foreign_entries()
         if chosen:
+            # again, because the modules that are tied to units become units too
             chosen = _with_tied(module, chosen)
             self.units, self._unit_of = [], {}
-            self._walk(module, "", "", None, chosen)
+            self._list_units(module, "", "", None, chosen)
 
-    def _walk(
+    def _list_units(
         self, module: torch.nn.Module, prefix: str, name: str, unit: Unit | None, chosen: set[int]
     ) -> None:
         """List the submodules that load themselves, in torch's order, in `units` and `_unit_of`.
@@ -234,7 +235,7 @@ class ModuleContract:
         for key, child in module._modules.items():
             if child is not None:
                 below = name if key == inner else _prefix_below(name) + key
-                self._walk(child, f"{prefix}{key}.", below, inherited, chosen)
+                self._list_units(child, f"{prefix}{key}.", below, inherited, chosen)
 
     def _is_whole(self, module: torch.nn.Module, name: str) -> bool:
         """Return whether a module's own methods must load its children too.
@@ -486,8 +487,7 @@ class OwnLoad:
             if errors:
                 failures[name] = f"{name!r}: {errors[0]}"
         for table, before in self._tables:  # a load may replace parameters
-            table.clear()
-            table.update(before)
+            restore_table(table, before)
         with torch.no_grad():
             for tensor, clone in self._memory:
                 if tensor.shape == clone.shape:

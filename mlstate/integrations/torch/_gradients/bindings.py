@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .._tensors.state import table_value
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -62,7 +64,7 @@ class Bindings:
         gradient.
         """
         for binding in self._bindings:
-            current = binding.table.get(binding.key)
+            current = table_value(binding.table, binding.key)
             if current is binding.parameter:
                 if not binding.has_hook and binding.was_frozen and current.requires_grad:
                     return binding.name, f"{binding.name!r} was unfrozen"
