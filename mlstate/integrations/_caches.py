@@ -144,7 +144,7 @@ class EntryPlan:
         if not isinstance(state, CacheState):
             raise TypeError(f"state must be a CacheState, got {type(state).__name__}")
         self.spec, self.arrays, self.length = state.spec, state.arrays, state.length
-        self.ring_of = state._cache.ring
+        self.ring_of = state._cache.ring  # returns the order of an entry's positions
         self.writes: list[Callable[[], object]] = []
         self.used: set[str] = set()  # names of arrays that a layer takes
         self._places: dict[int, str] = {}  # of layers, by identity

@@ -173,13 +173,13 @@ def _group_small(small: list[tuple[list[Range], int]], most: int) -> Iterator[Un
     for ranges, at in small:
         more = sum(end - begin for _, begin, end in ranges)
         if unit.at and nbytes + more > most:
-            yield Unit(unit.at, _joined(unit.ranges))
+            yield Unit(unit.at, _join_near(unit.ranges))
             unit, nbytes = Unit([], []), 0
         unit.at.append(at)
         unit.ranges += ranges
         nbytes += more
     if unit.ranges:
-        yield Unit(unit.at, _joined(unit.ranges))
+        yield Unit(unit.at, _join_near(unit.ranges))
 
 
 def _divide(byte_range: Range, origin: int, step: int) -> list[Range]:
@@ -189,7 +189,7 @@ def _divide(byte_range: Range, origin: int, step: int) -> list[Range]:
     return [(path, max(begin, at), min(at + step, end)) for at in range(first, end, step)]
 
 
-def _joined(ranges: list[Range]) -> list[Range]:
+def _join_near(ranges: list[Range]) -> list[Range]:
     """Return the ranges sorted; ranges of one file that touch or have a small gap become one.
 
     A small gap has at most 4096 bytes, or 1/20 of the range before it: reading it costs less than

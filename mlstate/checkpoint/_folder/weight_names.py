@@ -44,7 +44,7 @@ ONE_FILE = ("adapter_model", "pytorch_lora_weights")  # PEFT and diffusers read 
 _MOST_FILES = 100_000  # of a set
 
 
-class _Place(NamedTuple):
+class _ParsedName(NamedTuple):
     """A name of a weight file, in parts: the stem, the variant, such as ``fp16``, and the root."""
 
     stem: str
@@ -71,7 +71,8 @@ def stem_of(names: Collection[str]) -> str:
     without weights, and in place of ``pytorch_model``, the stem of torch's files.
     """
     for suffix, stems in _STEMS.items():
-        present = {place.stem for name in names if (place := _place_of(name, suffix)) is not None}
+        parsed = (_parse_name(name, suffix) for name in names)
+        present = {each.stem for each in parsed if each is not None}
         for stem in stems:
             if stem in present:
                 return "model" if stem == "pytorch_model" else stem
@@ -99,7 +100,7 @@ def set_of(name: str) -> str | None:
     return None
 
 
-def _place_of(name: str, suffix: str) -> _Place | None:
+def _parse_name(name: str, suffix: str) -> _ParsedName | None:
     """Return stem, variant and root of a weight file's name; None if it is not one of weights.
 
     `suffix`: of the format to look for, ".safetensors" or ".bin"; names of other formats return
@@ -108,20 +109,21 @@ def _place_of(name: str, suffix: str) -> _Place | None:
     index = _INDEX.match(name)
     pattern = set_of(name)
     counted = _COUNTED.match(name)
+    # `start` is the stem, which a variant may follow, as in "model.fp16.safetensors"
     if index is not None:
-        full, kind, variant, order, root = index[1], index[2], index[3] or "", 1, name
-    elif (numbered := _NUMBERED.match(name)) and pattern:
-        full, kind, variant, order, root = numbered[1], numbered[5], numbered[4] or "", 2, pattern
+        start, own_suffix, variant, order, root = index[1], index[2], index[3] or "", 1, name
+    elif (match := _NUMBERED.match(name)) and pattern:
+        start, own_suffix, variant, order, root = match[1], match[5], match[4] or "", 2, pattern
     elif counted is not None:
-        full, kind, variant, order = counted[1], counted[3], "", 2
-        root = f"{full}.{_ANY}{kind}"
+        start, own_suffix, variant, order = counted[1], counted[3], "", 2
+        root = f"{start}.{_ANY}{own_suffix}"
     else:
-        full, dot, kind = name.rpartition(".")
-        kind, variant, order, root = dot + kind, "", 0, name
-    stem, dot, inner = full.partition(".")
-    if kind != suffix or stem not in _STEMS[suffix]:
+        start, dot, extension = name.rpartition(".")
+        own_suffix, variant, order, root = dot + extension, "", 0, name
+    stem, dot, inner = start.partition(".")
+    if own_suffix != suffix or stem not in _STEMS[suffix]:
         return None
-    return _Place(stem, dot + inner + variant, order, root)
+    return _ParsedName(stem, dot + inner + variant, order, root)
 
 
 def weights_root(names: Iterable[str], suffix: str = SUFFIX, *, folder: str = "") -> str | None:
@@ -132,21 +134,21 @@ def weights_root(names: Iterable[str], suffix: str = SUFFIX, *, folder: str = ""
     their name, such as ``model.fp16.safetensors``, are the weights if the folder has no others.
     Raises FormatError, which names `folder`, if it has several variants, or several sets.
     """
-    places = [place for name in names if (place := _place_of(name, suffix)) is not None]
+    parsed = [each for name in names if (each := _parse_name(name, suffix)) is not None]
     for stem in _STEMS[suffix]:
-        of_stem = {place for place in places if place.stem == stem}
-        variants = {place.variant for place in of_stem}
+        of_stem = {each for each in parsed if each.stem == stem}
+        variants = {each.variant for each in of_stem}
         if not variants:
             continue
         if "" not in variants and len(variants) > 1:
-            roots = sorted(place.root for place in of_stem)
+            roots = sorted(each.root for each in of_stem)
             text = f"{folder}: the folder holds several variants: {', '.join(roots)}: {_REMEDY}"
             raise format_error(text, folder)
         # The smallest is "", no variant, if there are such files.
         variant = min(variants)
-        chosen = [place for place in of_stem if place.variant == variant]
-        first = min(place.order for place in chosen)
-        roots = sorted(place.root for place in chosen if place.order == first)
+        chosen = [each for each in of_stem if each.variant == variant]
+        preferred_order = min(each.order for each in chosen)
+        roots = sorted(each.root for each in chosen if each.order == preferred_order)
         if len(roots) > 1:
             text = f"{folder}: the folder holds several models: {', '.join(roots)}: {_REMEDY}"
             raise format_error(text, folder)

@@ -77,11 +77,13 @@ def check_complete(merged: _core.MergedIndex, patterns: Sequence[Pattern] | None
         if len(owners) == parts:
             continue
         # ask for one part more than there are owners: if all of those are owned, none is missing
-        ask = (SECTIONS.index(section), [key], _WHOLE, len(owners) + 1)
-        [parts_needed] = merged.select_parts("", *ask).values()
+        number, most = SECTIONS.index(section), len(owners) + 1
+        [parts_needed] = merged.select_parts("", number, [key], _WHOLE, most).values()
         if missing := parts_needed - owners.keys():
-            of = f"state '{state}': " if state is not None else ""
-            text = f"{of}part {min(missing)} of {parts} is missing: no rank gives it as replica 0"
+            label = f"state '{state}': " if state is not None else ""
+            text = (
+                f"{label}part {min(missing)} of {parts} is missing: no rank gives it as replica 0"
+            )
             for part, ranks in sorted(owners.items()):
                 if len(ranks) > 1:
                     first, second, *_ = sorted(ranks)

@@ -43,7 +43,7 @@ class Indexes:
             self.ranks = list(range(manifest.world_size))
         else:
             self.ranks = [self._choose(pattern.ranks) for pattern in self._patterns]
-        self._first = self.ranks
+        self._first_ranks = self.ranks  # by pattern, the rank whose index was read
         self.merged_index = self._first_index = self._read(self.ranks)
         if len(self.ranks) == manifest.world_size:
             self._texts.clear()  # all indexes have been read
@@ -71,7 +71,8 @@ class Indexes:
             self._owners[places] = owners_of(places, self._patterns)
         owners = self._owners[places]
         ranks_found = {self._choose(owners[part]) for part in parts if part in owners}
-        return ranks_found or {self._first[int.from_bytes(places[:4], sys.byteorder)]}
+        # the first number in `places` is of a pattern that lists the tensor
+        return ranks_found or {self._first_ranks[int.from_bytes(places[:4], sys.byteorder)]}
 
     def need(self, requests: Iterable[tuple[int, list[str], Cuts]]) -> None:
         """Read the indexes that list the requested parts; `merged_index` then has these only.
@@ -81,10 +82,10 @@ class Indexes:
         if len(self.ranks) == self._manifest.world_size:
             return
         # a tensor with more parts than this cannot be complete
-        most = sum(len(pattern.ranks) * len(pattern.parts) for pattern in self._patterns) + 1
+        most_parts = sum(len(pattern.ranks) * len(pattern.parts) for pattern in self._patterns) + 1
         for section, keys, cutting in requests:
             parts_by_place = self._first_index.select_parts(
-                self._files.path, section, keys, cutting, most
+                self._files.path, section, keys, cutting, most_parts
             )
             for places, parts in parts_by_place.items():
                 self._needed |= self._owners_of(places, parts)

@@ -53,7 +53,10 @@ def changed_text(
     if len(data) != record.nbytes:
         return changed_size(len(data), record)
     ranges = changed_ranges(BytesIO(data), record, progress)
-    return f"bytes {ranges[0][0]} to {sum(ranges[0])} have changed" if ranges else ""
+    if not ranges:
+        return ""
+    begin, nbytes = ranges[0]
+    return f"bytes {begin} to {begin + nbytes} have changed"
 
 
 def require_index(folder: Folder, name: str, data: bytes) -> None:

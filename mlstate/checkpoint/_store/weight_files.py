@@ -228,7 +228,16 @@ def read_weights(folder: Folder, root: str, data: bytes | None) -> Manifest:
         model=kind_of_text(kind if len(weights.files) == 1 else None, folder.path),
         optimizer=None,
         metadata=texts,
-        indexes=(IndexRecord(root, 0 if data is None else len(data), "00000000", 0, 0),),
+        # the index of another program has no checksum, and its counts are in the headers
+        indexes=(
+            IndexRecord(
+                path=root,
+                bytes=0 if data is None else len(data),
+                crc32c="00000000",
+                shards=0,
+                data_bytes=0,
+            ),
+        ),
         weights=weights,
     )
 
@@ -271,6 +280,7 @@ def read_merged_index(folder: Folder, manifest: Manifest, checked: bool) -> _cor
         merged = _core.MergedIndex.of_files(local, weights.files, records)
     _compare_copies(folder, merged)
     if weights.tensors is not None:
+        # of a shard: section, key, number and shape of its part, rank, file, ...
         files_by_name = {key: file for _, key, _, _, _, file, *_ in merged.shards()}
         if files_by_name != weights.tensors:
             copies = {(key, file) for key, file, _ in merged.copies()}
@@ -378,7 +388,7 @@ def warn_of_total(folder: Folder, manifest: Manifest, merged: _core.MergedIndex)
     weights = manifest.weights
     if weights is None or weights.total_bytes is None:
         return
-    *_, total, _ = merged.heads()[0]
+    *_, total, _ = merged.heads()[0]  # ..., bytes of the tensors, bytes in files
     if isinstance(weights.total_bytes, bool) or weights.total_bytes != total:
         text = f"total_size is {weights.total_bytes!r:.40}, but the tensors have {total:,} bytes"
         _warn(folder, weights.root, text)

@@ -66,8 +66,9 @@ def _find_source(array: Any) -> Any:
     root = view_array(source)
     if root.ctypes.data != array.ctypes.data or root.ndim != array.ndim:
         return None
-    dtypes = name_of(root.dtype), name_of(array.dtype)
-    if not array.dtype.isnative or (dtypes != ("uint16", "bfloat16") and dtypes[0] != dtypes[1]):
+    root_dtype, dtype = name_of(root.dtype), name_of(array.dtype)
+    is_bfloat16 = (root_dtype, dtype) == ("uint16", "bfloat16")  # as `view_array` may view it
+    if not array.dtype.isnative or not (is_bfloat16 or root_dtype == dtype):
         return None
     axes = zip(array.shape, root.shape, array.strides, root.strides, strict=True)
     if any(part > size or (part > 1 and step != stride) for part, size, step, stride in axes):

@@ -157,19 +157,19 @@ class _Place(NamedTuple):
         value = self.before.values[entry.name.rpartition(".")[2]]
         return value if isinstance(value, tuple) else (value,)
 
-    def make(self, array: Any, entry: CacheEntry) -> Any:
+    def make_array(self, array: Any, entry: CacheEntry) -> Any:
         """Return an array of the state as an mlx array; `entry`: whose name errors have."""
         return make_array(array, entry.name)
 
-    def whole(self, entries: list[CacheEntry]) -> dict[str, Any]:
+    def whole_arrays(self, entries: list[CacheEntry]) -> dict[str, Any]:
         """Return the arrays of keys and values for mlx: all positions, in their stored order."""
         arrays = self.filler.arrays
         return {
-            part: self.make(arrays[entry.name], entry)
+            part: self.make_array(arrays[entry.name], entry)
             for part, entry in zip(("keys", "values"), entries, strict=True)
         }
 
-    def in_order(self, entries: list[CacheEntry]) -> dict[str, Any]:
+    def ordered_tokens(self, entries: list[CacheEntry]) -> dict[str, Any]:
         """Return the tokens of `entries` (keys and values) for mlx, by increasing position.
 
         The tokens are copied unless they are one run of the array.
@@ -182,10 +182,10 @@ class _Place(NamedTuple):
                 tokens = array[:, :, runs[0].start : runs[0].stop]
             else:
                 tokens = _core.kv_ring_ordered(array, 2, ring.sinks, ring.length, ring.shift)
-            result[part] = self.make(tokens, entry)
+            result[part] = self.make_array(tokens, entry)
         return result
 
-    def stored(self, entries: list[CacheEntry]) -> int:
+    def stored_tokens(self, entries: list[CacheEntry]) -> int:
         """Return the number of tokens that the arrays hold; a window may have evicted others."""
         return min(self.length, entries[0].seq_length or 0)
 
@@ -204,7 +204,7 @@ def check_dtype(name: str, new: Any, old: Any, where: str) -> None:
 def _plan_full(at: _Place) -> dict[str, Any]:
     """Return the new values of a KVCache; {} if the state has no tokens for it."""
     entries = at.both("full")
-    return {**at.whole(entries), "offset": at.length} if entries else {}
+    return {**at.whole_arrays(entries), "offset": at.length} if entries else {}
 
 
 def _plan_quantized(at: _Place) -> dict[str, Any]:
@@ -222,7 +222,7 @@ def _plan_quantized(at: _Place) -> dict[str, Any]:
             text = f"{got[0]} bits and groups of {got[1]} do not fit layer {at.where}"
             raise entry_error(entry.name, text, expected, got)
         arrays = (at.filler.arrays[name] for name in entry.arrays)
-        result[part] = tuple([at.make(array, entry) for array in arrays])
+        result[part] = tuple([at.make_array(array, entry) for array in arrays])
     return result
 
 
@@ -233,7 +233,7 @@ def _require_newest(at: _Place, entries: list[CacheEntry], window: int, keep: in
     number of first tokens that the layer never evicts; the state's must be equal if it has evicted
     any.
     """
-    stored, length = at.stored(entries), at.length
+    stored, length = at.stored_tokens(entries), at.length
     for entry in entries:
         if stored < min(length, window):
             text = f"layer {at.where} needs the last {min(length, window)} tokens, and has {stored}"
@@ -262,10 +262,10 @@ def _ring_slots(at: _Place, entries: list[CacheEntry]) -> tuple[dict[str, Any], 
     if at.length <= positions:
         fits = fits and ring.next_slot in (at.length, keep if at.length == positions else -1)
     if len(slots) > 1 or not fits or (entries[0].sinks != keep and at.length > positions):
-        return at.in_order(entries), at.stored(entries), False
+        return at.ordered_tokens(entries), at.stored_tokens(entries), False
     is_rotated = at.length > positions and ring.next_slot != keep
-    slot = ring.next_slot if is_rotated else at.stored(entries)
-    return at.whole(entries), slot, is_rotated
+    slot = ring.next_slot if is_rotated else at.stored_tokens(entries)
+    return at.whole_arrays(entries), slot, is_rotated
 
 
 def _plan_rotating(at: _Place) -> dict[str, Any]:
@@ -288,8 +288,8 @@ def _plan_chunked(at: _Place) -> dict[str, Any]:
         return {}
     _require_newest(at, entries, at.before.values["chunk_size"], 0)
     is_whole = all(at.filler.ring_of(entry).next_slot == at.length for entry in entries)
-    arrays = at.whole(entries) if is_whole else at.in_order(entries)
-    start = 0 if is_whole else at.length - at.stored(entries)
+    arrays = at.whole_arrays(entries) if is_whole else at.ordered_tokens(entries)
+    start = 0 if is_whole else at.length - at.stored_tokens(entries)
     return {**arrays, "offset": at.length, "start_position": start}
 
 
@@ -313,7 +313,7 @@ def _plan_states(at: _Place) -> dict[str, Any]:
                 text = f"the array has shape {array.shape}, and layer {at.where} {before.shape}"
                 raise entry_error(entry.name, text, before.shape, array.shape)
             check_dtype(entry.name, array, before, at.where)
-        states.append(at.make(array, entry))
+        states.append(at.make_array(array, entry))
     vectors = {
         name: None if at.options.get(name) is None else _vector(at.options[name])
         for name in ("left_padding", "lengths")
@@ -337,7 +337,7 @@ def _batch_counters(at: _Place, entries: list[CacheEntry]) -> dict[str, Any]:
     if len(first_positions) != sequences:
         text = f"layer {at.where} has {len(first_positions)} sequences, and the array {sequences}"
         raise entry_error(entries[0].name, text, len(first_positions), sequences)
-    evicted = at.length - at.stored(entries)  # tokens before the first one of the array
+    evicted = at.length - at.stored_tokens(entries)  # tokens before the first one of the array
     return {
         "left_padding": _vector([position - evicted for position in first_positions]),
         "offset": _vector([at.length - count for count in padding_counts]),
@@ -363,7 +363,7 @@ def _plan_batch(at: _Place) -> dict[str, Any]:
     entries = at.both("full")
     if not entries:
         return {}
-    return {**at.whole(entries), **_batch_counters(at, entries), "_idx": at.length}
+    return {**at.whole_arrays(entries), **_batch_counters(at, entries), "_idx": at.length}
 
 
 def _plan_batch_rotating(at: _Place) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def _is_vector(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
+    return type(value) is int and 0 <= value < 1 << 62  # sums of two fit an int64
 
 
 # By kind: the check of a value, whether it may be None, and the text of the kind.
@@ -175,8 +175,8 @@ _KINDS: dict[FieldKind, tuple[Callable[[object], bool], bool, str]] = {
 
 def _find_type_problem(value: Any, kind: FieldKind) -> str:
     """Return why a value is not of its kind, or an empty text if it is."""
-    is_right, is_optional, expected = _KINDS[kind]
-    if (value is None and is_optional) or is_right(value):
+    is_of_kind, is_optional, expected = _KINDS[kind]
+    if (value is None and is_optional) or is_of_kind(value):
         return ""
     return f"is {value if type(value) is int else _kind_text(value)}, not {expected}"
 
@@ -213,8 +213,8 @@ def _find_shape_problem(layer: LayerValues) -> tuple[str, str] | None:
 def _fit_bits(layer: LayerValues, codes: Any, scales: Any, biases: Any) -> bool:
     """Return whether the codes have as many words of 32 bits as their scales' groups need."""
     bits, group = layer.values["bits"], layer.values["group_size"]
-    is_right = codes.shape[3] * 32 == scales.shape[3] * group * bits
-    return bool(1 <= bits <= 8 and is_right and scales.shape == biases.shape)
+    has_all_words = codes.shape[3] * 32 == scales.shape[3] * group * bits
+    return bool(1 <= bits <= 8 and has_all_words and scales.shape == biases.shape)
 
 
 def _find_count_problem(layer: LayerValues) -> tuple[str, str] | None:

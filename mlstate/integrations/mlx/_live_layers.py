@@ -37,7 +37,7 @@ def _layer_classes() -> dict[type, LayerClass]:
 def installed_generation() -> str:
     """Return the generation of files that the installed mlx-lm reads."""
     # layers of 0.32 have no meta_state: their state contains the numbers
-    return GENERATIONS[not hasattr(_import_classes().KVCache, "meta_state")]
+    return GENERATIONS[0 if hasattr(_import_classes().KVCache, "meta_state") else 1]
 
 
 def check_cache(cache: object, label: str) -> None:

@@ -19,7 +19,7 @@ from ._layer_values import CLASSES, LayerClass, LayerValues, find_problem
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-GENERATIONS = ("0.31", "0.32")
+GENERATIONS = ("0.31", "0.32")  # of files: the last or first version of mlx-lm that writes them
 MOST_DEPTH = 4  # of lists in lists
 _MOST_NAME = 100  # characters of a class
 _INTEGER = re.compile(r"-?\d{1,19}\Z", re.ASCII)
@@ -34,7 +34,7 @@ _OLD_NUMBERS = {
     "BatchKVCache": (),
     "BatchRotatingKVCache": ("max_size", "_offset", "_idx", "rotated"),
 }
-# Before 0.30 they had one more, the number of positions of an allocation: its place.
+# Before 0.30 they had one more, the number of positions of an allocation, at this index.
 _STEP_AT = {"QuantizedKVCache": 0, "RotatingKVCache": 2}
 
 
@@ -68,7 +68,7 @@ def parse_prompt(arrays: Mapping[str, Any], texts: Mapping[str, str], path: str)
     parser.check_used()
     branch = "0." if is_new else "1."
     metadata = {key[2:]: text for key, text in texts.items() if key.startswith(branch)}
-    return PromptFile(GENERATIONS[is_new], layers, metadata)
+    return PromptFile(GENERATIONS[1 if is_new else 0], layers, metadata)
 
 
 def _fail(path: str, name: str | None, text: str) -> NoReturn:
@@ -403,18 +403,21 @@ def _flatten_old(layer: LayerValues, where: str, arrays: dict[str, Any]) -> Any:
         names = [child.cls.name for child in layer.children]
         return names, [_flatten_old(child, f"{where}.{i}", arrays) for i, child in parts]
     _check_old(layer, where)
-    count = {"BatchKVCache": values.get("_idx"), "BatchRotatingKVCache": values.get("_offset")}
-    length = count.get(cls.name, values.get("offset"))
-    place = -1
+    batch_tokens = {
+        "BatchKVCache": values.get("_idx"),
+        "BatchRotatingKVCache": values.get("_offset"),
+    }
+    length = batch_tokens.get(cls.name, values.get("offset"))
+    number = 0  # of the next array, or list of arrays, of the layer
     for name, kind in cls.fields.items():
         value = values[name]
         if kind in ("rows", "codes"):
-            place += 1
-            for part_name, part in _parts(value, f"{where}.{place}"):
+            for part_name, part in _parts(value, f"{where}.{number}"):
                 arrays[part_name] = part[:, :, :length]
+            number += 1
         elif kind == "vector":
-            place += 1
-            arrays[f"{where}.{place}"] = value
+            arrays[f"{where}.{number}"] = value
+            number += 1
         elif kind == "states":
             arrays.update(_parts(value, where))
     numbers = [values[name] for name in _OLD_NUMBERS[cls.name]]

@@ -56,7 +56,7 @@ class Channel:
         self.comm = comm
         self.rank: int = comm.Get_rank()
         self.world_size: int = comm.Get_size()
-        self.aborted = False  # set by any thread: running operations fail
+        self.is_aborted = False  # set by any thread: running operations fail
         self.departed: dict[int, str] = {}  # ranks known to have given up, and the operation
         self._calls = 0
         self._unfinished: list[object] = []  # memory that MPI may still read or write
@@ -123,7 +123,7 @@ class _Messages:
         This rank's own items are ignored, and no message is sent for an empty item.
         """
         channel = link.channel
-        self.memory: list[Any] = [sends, receives]
+        self.memory: list[Any] = [sends, receives]  # that MPI reads and writes
         self.requests: list[Any] = []
         self.peers: list[tuple[int, bool]] = []  # by request: other rank, whether it sends
         self.left: set[int] = set()  # requests that are not done
@@ -222,10 +222,10 @@ class Link(ExchangeLink):
         testsome = self.channel.mpi.Request.Testsome
         quiet_since, pause = monotonic(), _EAGER_SECONDS / 2  # in seconds
         while messages.left or messages.expected:
-            seen = messages.expected and self._receive_messages(messages)
-            done = testsome(messages.requests)
+            has_arrived = messages.expected and self._receive_messages(messages)
+            done = testsome(messages.requests)  # indices of requests; None: none is running
             messages.left.difference_update(done or ())
-            if seen or done:
+            if has_arrived or done:
                 quiet_since, pause = monotonic(), _EAGER_SECONDS / 2
             elif monotonic() - quiet_since < _EAGER_SECONDS:
                 _yield()
@@ -239,24 +239,25 @@ class Link(ExchangeLink):
 
         Raises CollectiveError for a message with another tag or length than expected.
         """
-        mpi, comm, seen = self.channel.mpi, self.channel.comm, False
+        mpi, comm, has_arrived = self.channel.mpi, self.channel.comm, False
         status = mpi.Status()
-        for source, places in [*messages.expected.items()]:
+        for source, buffers in [*messages.expected.items()]:
             message = comm.Improbe(source, mpi.ANY_TAG, status)
             if message is None:
                 continue
-            seen, length, tag = True, status.Get_count(mpi.BYTE), status.Get_tag()
-            place = places.popleft()
-            fits = tag == self.tag and length == len(place)
+            has_arrived = True
+            length, tag = status.Get_count(mpi.BYTE), status.Get_tag()
+            buffer = buffers.popleft()
+            fits = tag == self.tag and length == len(buffer)
             if not fits:  # received nevertheless, so that MPI can finalize
-                place = np.empty(length, np.uint8)
-                messages.memory.append(place)
-            messages.add(message.Irecv([place, mpi.BYTE]), source, True)
-            if not places:
+                buffer = np.empty(length, np.uint8)
+                messages.memory.append(buffer)
+            messages.add(message.Irecv([buffer, mpi.BYTE]), source, True)
+            if not buffers:
                 del messages.expected[source]
             if not fits:
                 raise self._mismatch_error(source, tag)
-        return seen
+        return has_arrived
 
     def _mismatch_error(self, source: int, tag: int) -> Exception:
         """Return the CollectiveError for a message that this operation does not expect.
@@ -286,7 +287,7 @@ class Link(ExchangeLink):
 
         Ranks that have finished their part of this operation may give up in a later one.
         """
-        if self.channel.aborted:
+        if self.channel.is_aborted:
             raise self.error("this group was aborted meanwhile")
         sources, targets = messages.waiting_for()
         for rank, operation in self.channel.find_departed_ranks().items():

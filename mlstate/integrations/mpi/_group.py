@@ -105,7 +105,7 @@ class MPIGroup(Engine):
         self._rank = self._channel.rank
         self._world_size = self._channel.world_size
         self._ended = ""
-        self._inside = False  # an operation is running
+        self._is_running = False  # an operation is running
         self._operations = OperationQueue("mlstate-mpi-group", self._rank)
 
     def _duplicate(self, comm: Any) -> Any:
@@ -167,7 +167,7 @@ class MPIGroup(Engine):
         """
         self._check_thread(call.name, self._rank)
         link = self._channel.link(call.name, call.text, call.seconds or self._timeout)
-        self._inside = True
+        self._is_running = True
         try:
             return perform(link)
         except BaseException:
@@ -176,7 +176,7 @@ class MPIGroup(Engine):
                 self._channel.give_up(call.name)
             raise
         finally:
-            self._inside = False
+            self._is_running = False
 
     # ---- end of the group ----
 
@@ -189,8 +189,8 @@ class MPIGroup(Engine):
         if self._ended:
             return
         self._ended = "aborted"
-        self._channel.aborted = True
-        if not self._inside:  # a running operation sees it and notifies the others
+        self._channel.is_aborted = True
+        if not self._is_running:  # a running operation sees it and notifies the others
             self._operations.run("abort", self._notify_abort)
 
     def _notify_abort(self) -> None:

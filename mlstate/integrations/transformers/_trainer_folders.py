@@ -48,7 +48,7 @@ _COMPARED = (
     "best_global_step",
     "log_history",
 )
-_LOCK_SECONDS = 600.0  # another rank may restore the folder
+_LOCK_SECONDS = 600.0  # of waiting: another rank may restore the folder
 
 
 def folder_of(output: Path, step: int | None) -> Path:
@@ -189,17 +189,19 @@ def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: boo
     if not folders and is_default:
         return None
     saved = manager.steps()
-    newest: tuple[int, str | None] | None = None
+    newest: int | None = None  # newest undamaged step of mlstate, and the position that it recorded
+    newest_position: str | None = None
     damaged: list[int] = []
-    good = -1  # newest step with an undamaged step of mlstate and a whole folder
+    resumable = -1  # newest undamaged step with a whole folder
     for step in reversed(saved):
         record = _verified_record(manager, step)
         if record is None:
             damaged.append(step)
             continue
-        newest = newest or (step, record["position"])
+        if newest is None:
+            newest, newest_position = step, record["position"]
         if is_whole(folder_of(output, step), record["position"]):
-            good = step
+            resumable = step
             break
     if damaged and newest is not None:
         warnings.warn(
@@ -212,7 +214,7 @@ def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: boo
     later = [
         step
         for step in folders
-        if step > good and not (step in saved and _is_resumable(output, manager, step))
+        if step > resumable and not (step in saved and _is_resumable(output, manager, step))
     ]
     for folder in (folder_of(output, step) for step in reversed(later)):
         if is_complete(folder) and not _is_mixed(folder):
@@ -224,13 +226,13 @@ def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: boo
                 CheckpointWarning,
                 stacklevel=4,
             )
-    if newest is not None and newest[1] is not None:
+    if newest is not None and newest_position is not None:
         # killed between the deletion of the newest step's folder and the save of the next step
-        was_killed = newest[0] not in folders and max(folders, default=-1) > newest[0]
-        if good < 0 or was_killed:
-            position = _restore_best(output, manager, newest[1])
-            return str(_restore_folder(output, manager, newest[0], position))
-    if good < 0 and (folders or saved):
+        was_killed = newest not in folders and max(folders, default=-1) > newest
+        if resumable < 0 or was_killed:
+            position = _restore_best(output, manager, newest_position)
+            return str(_restore_folder(output, manager, newest, position))
+    if resumable < 0 and (folders or saved):
         steps = "no step of the Trainer that is undamaged" if saved else "no step"
         warnings.warn(
             f"{output} has no checkpoint that can be resumed, and {manager.directory} has {steps}, "
@@ -239,7 +241,7 @@ def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: boo
             CheckpointWarning,
             stacklevel=3,
         )
-    return str(folder_of(output, good)) if good >= 0 else None
+    return str(folder_of(output, resumable)) if resumable >= 0 else None
 
 
 def _restore_best(output: Path, manager: CheckpointManager, position: str) -> str:

@@ -154,6 +154,15 @@ def test_a_plan_on_a_plan_is_refused():
         planned(segments(5, 2)).apply(model)
 
 
+def test_a_refused_plan_leaves_the_blocks_before_the_refused_one():
+    model, _ = perceptron()
+    with planned(segments(1, 1)).apply(blocks=[model[4]]):
+        with pytest.raises(ValueError, match="already has a plan"):
+            planned(segments(5, 2)).apply(model)
+        planned(segments(4, 2)).apply(blocks=list(model[:4])).remove()
+    assert not any(block._forward_pre_hooks for block in model)
+
+
 class Pair(nn.Module):
     """Takes and returns two tensors."""
 

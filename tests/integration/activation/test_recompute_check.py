@@ -122,6 +122,19 @@ def test_a_result_that_differs_is_traced_to_its_operator():
     assert "128 of 128 elements differ" in finding.text
 
 
+class Sign(Clock):
+    """Returns 0 or -0 in alternating runs."""
+
+    def count(self):
+        self.runs += 1
+        return 0.0 if self.runs % 2 else -0.0
+
+
+def test_elements_that_differ_only_in_the_sign_of_zero_are_counted():
+    (finding,) = found_in(Sign())
+    assert "128 of 128 elements differ, by up to 0" in finding.text
+
+
 class InPlace(nn.Module):
     def forward(self, x):
         return torch.tanh(x.mul_(2))

@@ -370,6 +370,18 @@ class Slots:
     __slots__ = ("content",)
 
 
+class PrivateSlot:
+    __slots__ = ("__content",)
+
+    @property
+    def content(self):
+        return self.__content
+
+    @content.setter
+    def content(self, value):
+        self.__content = value
+
+
 class Holder:
     pass
 
@@ -383,12 +395,21 @@ def held_in(cls):
     return hold, lambda holder: holder.content
 
 
+class Row(tuple):
+    """A tuple with the attributes of any class."""
+
+
 Pair = namedtuple("Pair", "content other")
 HOLD, _ = held_in(Holder)
 CONTAINERS = {
     "attribute": held_in(Holder),
     "slot": held_in(Slots),
+    "private slot": held_in(PrivateSlot),
     "named tuple": (lambda value: HOLD(Pair(value, 0)), lambda holder: holder.content.content),
+    "tuple of another class": (
+        lambda value: HOLD(Row([value])),
+        lambda holder: holder.content[0],
+    ),
 }
 
 
@@ -424,6 +445,34 @@ class CountsInOrder(nn.Module):
 @pytest.mark.parametrize("make", [torch.ones, lambda count: np.ones(count, np.float32)])
 def test_recomputation_restores_values_that_a_block_changed_in_objects(make, container):
     compare(lambda: CountsInOrder(make, container), segments(3, 1))
+
+
+class Draws(nn.Module):
+    """Multiplies by a number that a generator of NumPy, one of its arguments, draws."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x, holder):
+        return torch.tanh(self.linear(x) * holder.content.uniform())
+
+
+class DrawsInOrder(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make, self.layers = make, nn.ModuleList(Draws() for _ in range(3))
+
+    def forward(self, x):
+        holder = HOLD(self.make(7))
+        for layer in self.layers:
+            x = layer(x, holder)
+        return x
+
+
+@pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState])
+def test_recomputation_draws_the_same_numbers_from_a_generator_among_the_arguments(make):
+    compare(lambda: DrawsInOrder(make), segments(3, 1))
 
 
 class ReadsThenAnotherWrites(nn.Module):
@@ -498,3 +547,32 @@ def test_models_with_sparse_buffers_are_measured():
     chain = Chain.from_torch(model, x, repeats=1)
     assert measure_plan(Plan(chain, segments(3, 1)), model, x).measured_bytes > 0
     assert check(model, RECOMPUTED, x)
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return torch.tanh(self.norm(self.linear(x)))
+
+
+@pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated
+@pytest.mark.parametrize("wrap", [nn.Sequential, lambda block: block], ids=["inside", "as blocks"])
+def test_scripted_modules_are_measured_checked_and_recomputed(wrap):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(wrap(torch.jit.script(Norm())) for _ in range(3)))
+    x = torch.randn(8, 4)
+    results(model, [x])  # TorchScript changes its program after the first run
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    expected = results(model, [x])
+    model.load_state_dict(state)
+    plan = Plan(Chain.from_torch(model, x, repeats=1), segments(3, 1))
+    assert check(model, plan, x)
+    assert len(measure_plan(plan, model, x).steps) == len(segments(3, 1))
+    assert_same_bits([*state.values()], [*model.state_dict().values()])
+    for way in (plan, ByManager()):
+        model.load_state_dict(state)
+        with way.apply(model):
+            assert_same_bits(expected, results(model, [x]))

@@ -1,6 +1,7 @@
 """What a checkpoint keeps of an optimizer's contract: values, nested states, own load methods."""
 
 import collections
+import copy
 import json
 import math
 
@@ -102,6 +103,20 @@ def test_state_dict_hooks_that_add_entries_are_refused(tmp_path):
     assert mlstate.load(tmp_path / "c").states["optimizer"]["scale"] == 2
     mlstate.load(tmp_path / "c", into={"states": {"optimizer": target[1]}})
     assert target[1].param_groups[0]["momentum"] == 0.9
+
+
+class CopiedSparse(optim.SGD):
+    """Keeps a sparse state, which its state_dict copies."""
+
+    def state_dict(self):
+        return copy.deepcopy(super().state_dict())
+
+
+def test_copies_of_sparse_states_are_refused_by_type(tmp_path):
+    module, optimizer = trained(CopiedSparse)
+    optimizer.state[module.weight]["seen"] = torch.eye(2, 3).to_sparse()
+    with pytest.raises(TypeError, match="CopiedSparse does not keep all of its state"):
+        mlstate.save(tmp_path / "c", module, optimizer)
 
 
 def test_lbfgs_resumes_bit_for_bit(tmp_path):

@@ -306,6 +306,27 @@ def test_error_after_custom_loads_rolls_back(tmp_path):
     assert difference(before, content(target, calls=False)) is None
 
 
+@pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated
+def test_error_restores_scripted_modules_inside_custom_loads(tmp_path):
+    class Holder(nn.Module):
+        def __init__(self, fails):
+            super().__init__()
+            self.inner, self.fails = torch.jit.script(nn.Linear(2, 2)), fails
+
+        def _load_from_state_dict(self, *arguments):
+            if self.fails:
+                self.fails = False
+                raise ValueError("odd")
+            super()._load_from_state_dict(*arguments)
+
+    mlstate.save(tmp_path, nn.Sequential(Holder(False), Holder(False)))
+    target = nn.Sequential(Holder(False), Holder(True))
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    with pytest.raises(CompatibilityError, match="nothing was restored"):
+        loaded(tmp_path, target)
+    assert all(torch.equal(before[name], value) for name, value in target.state_dict().items())
+
+
 def test_error_restores_replaced_parameters_and_buffers(tmp_path):
     class Replacing(nn.Linear):
         def _load_from_state_dict(self, state_dict, prefix, *others):

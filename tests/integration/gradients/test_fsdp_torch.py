@@ -197,6 +197,19 @@ def test_error_of_a_step_has_the_name_of_the_replaced_parameter():
     assert caught.value.name == "it's"
 
 
+@pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated
+def test_parameters_of_scripted_modules_are_reduced():
+    module = torch.nn.Sequential(torch.jit.script(torch.nn.Linear(2, 1)))
+    unit = FSDPShardingUnit("0.weight", (1, 2), "float32", 0)
+    with FSDPBackwardHook(FSDP(SingleGroup())) as hook:
+        hook.register_hooks(module, {"0.weight": unit}, gradients="full")
+        module.requires_grad_(False)
+        module[0].weight.requires_grad_(True)
+        module(torch.ones(1, 2)).sum().backward()
+        torch.optim.SGD(module.parameters()).step()
+    assert module[0].weight.grad.tolist() == [[1, 1]]
+
+
 def test_an_optimizer_of_another_module_may_step():
     module, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     unit = FSDPShardingUnit("weight", (1, 2), "float32", 0)

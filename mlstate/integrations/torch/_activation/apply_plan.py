@@ -101,11 +101,15 @@ class Interceptor:
         self._positions: dict[int, list[int]] = {}
         for position, (_, block) in enumerate(blocks):
             self._positions.setdefault(id(block), []).append(position)
-        wrappers: dict[int, Callable[..., Any]] = {}
-        for name, block in blocks:
-            if id(block) not in wrappers:
-                wrappers[id(block)] = self._intercept(name, block, enter)
-            self.calls.append(wrappers[id(block)])
+        originals: dict[int, Callable[..., Any]] = {}
+        try:
+            for name, block in blocks:
+                if id(block) not in originals:
+                    originals[id(block)] = self._intercept(name, block, enter)
+                self.calls.append(originals[id(block)])
+        except BaseException:
+            self.remove()
+            raise
 
     def _intercept(self, name: str, block: Any, enter: Callable[..., Any]) -> Callable[..., Any]:
         """Replace the call of one block by `enter`, and return the block's own function.
@@ -123,10 +127,12 @@ class Interceptor:
             raise ValueError(f"{name} already has a plan: call remove() first")
         original: Callable[..., Any] = before or block._call_impl
         hook = _Entry(enter, tuple(self._positions[id(block)]), original)
-        block.__dict__[_HOOK] = hook
+        handle = None
         # not in a block that is compiled itself: this would break its own graph
-        handle = None if before else block.register_forward_pre_hook(_break_graph, prepend=True)
+        if not before and not isinstance(block, torch.jit.ScriptModule):
+            handle = block.register_forward_pre_hook(_break_graph, prepend=True)
         self._undo.append((block, before, hook, handle))
+        block.__dict__[_HOOK] = hook
         return original
 
     def remove(self) -> None:
@@ -278,7 +284,7 @@ class PlannedModel:
             if 0 not in positions:
                 raise self._order_error(run, positions)
             run = Run(self._program, self._blocks, *self._options)
-        out = run.first(args, kwargs, leaves, spec)
+        out = run.run_next(args, kwargs, leaves, spec)
         if run.next < self._program.blocks:
             self._local.run = run
         return out

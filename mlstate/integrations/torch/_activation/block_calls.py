@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .._tensors.state import restore_table
 from .apply_plan import Interceptor, find_blocks, run_blocks
 from .rng_and_buffers import (
     copy_objects,
@@ -36,6 +37,7 @@ class BlockCall:
 
         self._call = call
         leaves, self._spec = _pytree.tree_flatten((args, kwargs))
+        # of each leaf, whether it requires a gradient; None: it is not a tensor
         self._leaves = [
             (leaf.detach(), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else (leaf, None)
             for leaf in leaves
@@ -57,10 +59,12 @@ class BlockCall:
         objects = [leaf if flag is None else None for leaf, flag in self._leaves]
         if copies:
             objects = copy_objects(objects)
-        leaves = [
-            item if flag is None else enter_graph(leaf.detach()) if flag else leaf.detach()
-            for (leaf, flag), item in zip(self._leaves, objects, strict=True)
-        ]
+        leaves = []
+        for (leaf, flag), item in zip(self._leaves, objects, strict=True):
+            if flag is None:
+                leaves.append(item)
+            else:
+                leaves.append(enter_graph(leaf.detach()) if flag else leaf.detach())
         args, kwargs = _pytree.tree_unflatten(leaves, self._spec)
         return partial(self._call, *args, **kwargs)
 
@@ -108,9 +112,9 @@ class SampledModel:
             raise TypeError(f"sample has no tensor: {type(sample).__name__}")
         self.device = tensors[0].device
         self.module = module
-        self.found = find_blocks(module, blocks, count)
-        self.names = [name for name, _ in self.found]
-        self.blocks = [block for _, block in self.found]
+        self.named_blocks = find_blocks(module, blocks, count)
+        self.names = [name for name, _ in self.named_blocks]
+        self.blocks = [block for _, block in self.named_blocks]
 
     def run(self, enter: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
         """Call the model with gradients enabled, and return its output.
@@ -152,7 +156,7 @@ class SampledModel:
             # detached, so that no block's saved tensors stay in memory
             return detach_all(call.bind(copies=False)())
 
-        interceptor = Interceptor(self.found, enter)
+        interceptor = Interceptor(self.named_blocks, enter)
         try:
             self.run(enter, *copy_objects((self.args, self.kwargs)))
         finally:
@@ -168,16 +172,18 @@ class SampledModel:
         """
         import torch
 
-        modules = [self.module, *self.blocks]
-        real = [module for module in modules if isinstance(module, torch.nn.Module)]
-        buffers = {id(b): (b, b.detach().clone()) for m in real for b in m.buffers()}
+        # the model or the blocks may be other callables
+        roots = [m for m in (self.module, *self.blocks) if isinstance(m, torch.nn.Module)]
+        buffers = {id(b): (b, b.detach().clone()) for m in roots for b in m.buffers()}
         # a run may also put another tensor in place of a buffer
-        tables = [(child._buffers, dict(child._buffers)) for m in real for child in m.modules()]
-        parameters = {id(p): p for m in real for p in m.parameters()}
+        tables = [
+            (child._buffers, dict(child._buffers.items())) for m in roots for child in m.modules()
+        ]
+        parameters = {id(p): p for m in roots for p in m.parameters()}
         gradients = [(p, p.grad) for p in parameters.values() if p.requires_grad]
         tensors = tensors_in((self.args, self.kwargs))
-        own = generators_of(child for m in real for child in m.modules())
-        states = generator_states({*devices_of([*tensors, *parameters.values()]), *own})
+        generators = generators_of(child for m in roots for child in m.modules())
+        states = generator_states({*devices_of([*tensors, *parameters.values()]), *generators})
         try:
             for parameter, _ in gradients:
                 parameter.grad = torch.zeros_like(parameter)
@@ -186,8 +192,7 @@ class SampledModel:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
             for table, content in tables:
-                table.clear()
-                table.update(content)
+                restore_table(table, content)
             for buffer, before in buffers.values():
                 buffer.data.copy_(before)
             set_generator_states(states)

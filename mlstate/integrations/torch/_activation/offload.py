@@ -31,6 +31,7 @@ class Host:
         """Start without copies; `folder`: of the files, or None for main memory."""
         self.outputs: list[Offloaded] = []  # the block's output, if it is needed again
         self._folder = folder
+        # bytes of each storage, and the device of the original
         self._copies: list[tuple[torch.Tensor, torch.device]] = []
         self._index: dict[int, int] = {}  # index in `_copies`, by identity of the storage
         self._returned: dict[int, torch.Tensor] = {}  # bytes on the device again, by the same index
@@ -44,25 +45,25 @@ class Host:
         key = storage._cdata
         if key not in self._index:
             self._index[key] = len(self._copies)
-            self._copies.append((self._copied(_bytes_of(tensor)), tensor.device))
+            self._copies.append((self._copy_to_host(_bytes_of(tensor)), tensor.device))
         return Offloaded(self._index[key], geometry_of(tensor))
 
-    def get(self, away: Offloaded) -> torch.Tensor:
+    def get(self, offloaded: Offloaded) -> torch.Tensor:
         """Return a tensor that was offloaded, on its original device, with its geometry.
 
-        `away`: a result of `put`. Tensors that shared memory share it again.
+        `offloaded`: a result of `put`. Tensors that shared memory share it again.
         """
         import torch
 
-        raw = self._returned.get(away.copy)
+        raw = self._returned.get(offloaded.copy)
         if raw is None:
-            host, device = self._copies[away.copy]
+            host, device = self._copies[offloaded.copy]
             raw = torch.empty(host.numel(), dtype=torch.uint8, device=device)
             raw.copy_(host)
-            self._returned[away.copy] = raw
-        return view_of(raw.untyped_storage(), away.geometry)
+            self._returned[offloaded.copy] = raw
+        return view_of(raw.untyped_storage(), offloaded.geometry)
 
-    def _copied(self, raw: torch.Tensor) -> torch.Tensor:
+    def _copy_to_host(self, raw: torch.Tensor) -> torch.Tensor:
         """Return a copy of `raw`, all bytes of a storage.
 
         It is in memory, pinned for CUDA, or in a file of the folder.
@@ -73,7 +74,7 @@ class Host:
             pinned = raw.device.type == "cuda"
             host = torch.empty(raw.numel(), dtype=torch.uint8, pin_memory=pinned)
         else:
-            host = _file(self._folder, raw.numel())
+            host = _file_memory(self._folder, raw.numel())
         host.copy_(raw)
         return host
 
@@ -86,7 +87,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return raw.set_(tensor.untyped_storage())
 
 
-def _file(folder: str, count: int) -> torch.Tensor:
+def _file_memory(folder: str, count: int) -> torch.Tensor:
     """Return a tensor of `count` bytes in a new file of `folder` that has no name.
 
     The system deletes the file with the tensor, also if the process is killed.

@@ -56,10 +56,10 @@ def _written_arguments(func: Any, args: Any, kwargs: Any) -> list[object]:
     ]
 
 
-def _make_recorder(device: torch.device, look: bool) -> Any:
+def _make_recorder(device: torch.device, examine: bool) -> Any:
     """Return a mode of torch that records each operator in `calls`; `device`: to wait for.
 
-    `look`: also record new bytes, and which outputs can be kept; without, only times.
+    `examine`: also record new bytes, and which outputs can be kept; without, only times.
     """
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,7 +74,9 @@ def _make_recorder(device: torch.device, look: bool) -> Any:
             self._numbers: Counter[str] = Counter()
             self._makers: dict[int, int] = {}  # number of the call that allocated a storage
 
-        def _look(self, func: Any, args: Any, kwargs: Any, out: torch.Tensor) -> tuple[int, bool]:
+        def _examine(
+            self, func: Any, args: Any, kwargs: Any, out: torch.Tensor
+        ) -> tuple[int, bool]:
             """Return the bytes of new memory in `out`, the result of `func`; and if it can be kept.
 
             It can be kept if it is new memory; a later in-place operator on it revokes this.
@@ -95,13 +97,13 @@ def _make_recorder(device: torch.device, look: bool) -> Any:
             kwargs = kwargs or {}
             if func in SAC_IGNORED_OPS:
                 return func(*args, **kwargs)
-            before = generator_states(devices) if look else {}
+            before = generator_states(devices) if examine else {}
             began = time_after_work(device)
             out = func(*args, **kwargs)
             seconds = time_after_work(device) - began
             new_bytes, can_keep = 0, False
-            if look:
-                new_bytes, can_keep = self._look(func, args, kwargs, out)
+            if examine:
+                new_bytes, can_keep = self._examine(func, args, kwargs, out)
                 after = generator_states(devices)  # random numbers must be drawn again
                 can_keep &= all(torch.equal(before[source], after[source]) for source in after)
             name = str(func)
@@ -302,7 +304,7 @@ def profile_operators(module: Any, sample: Any, *, repeats: int = 5) -> Operator
     devices = [device] if device.type == "cuda" else []
     for number in range(repeats + 1):
         with torch.random.fork_rng(devices), torch.enable_grad():
-            recorder = _make_recorder(device, look=number == 0)
+            recorder = _make_recorder(device, examine=number == 0)
             with recorder:
                 module(*arguments)
         runs.append(recorder.calls)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from ...._types import NDArray
 
-_RATE_BYTES = 64 << 20
+_RATE_BYTES = 64 << 20  # of the tensor whose copies are timed
 
 
 def _call_key(call: BlockCall) -> tuple[Any, ...]:
@@ -83,11 +83,11 @@ class _Times:
         Blocks with equal `keys` and argument shapes share their measurements. The spread is
         relative: the distance of the quartiles divided by the median.
         """
-        equal: dict[Any, list[tuple[float, float]]] = {}
+        runs_by_key: dict[Any, list[tuple[float, float]]] = {}
         all_keys = list(zip(keys, self._keys, strict=True))
         for key, runs in zip(all_keys, self._runs, strict=True):
-            equal.setdefault(key, []).extend(runs)
-        medians = {key: _median_and_spread(np.array(runs)) for key, runs in equal.items()}
+            runs_by_key.setdefault(key, []).extend(runs)
+        medians = {key: _median_and_spread(np.array(runs)) for key, runs in runs_by_key.items()}
         forward, backward, spread = zip(*(medians[key] for key in all_keys), strict=True)
         return list(forward), list(backward), list(spread)
 
@@ -153,19 +153,22 @@ class _Bytes:
         Call it after the recording.
         """
         spans = self._watched.spans()
-        columns: tuple[list[int], ...] = ([], [], [], [])
+        saved_bytes: list[int] = []
+        forward_temporary: list[int] = []
+        saving_temporary: list[int] = []
+        backward_temporary: list[int] = []
         for i, out in enumerate(self.activations[1:]):
             # 6 marks for each block; the sixth span is between two blocks
             forward, _, save, _, back = spans[6 * i : 6 * i + 5]
             saved = max(save.after - save.before, out)
             gradients = self.gradients[i] + self.gradients[i + 1]
-            columns[0].append(saved)
-            columns[1].append(max(0, forward.peak - forward.before - out))
-            columns[2].append(max(0, save.peak - save.before - saved))
+            saved_bytes.append(saved)
+            forward_temporary.append(max(0, forward.peak - forward.before - out))
+            saving_temporary.append(max(0, save.peak - save.before - saved))
             # negative if autograd frees saved tensors before it allocates the gradient
             least = -min(self.gradients[i], saved + self.gradients[i + 1])
-            columns[3].append(max(least, back.peak - save.before - saved - gradients))
-        return columns  # type: ignore[return-value]
+            backward_temporary.append(max(least, back.peak - save.before - saved - gradients))
+        return saved_bytes, forward_temporary, saving_temporary, backward_temporary
 
 
 def _refuse(_: Any) -> Any:
@@ -183,17 +186,17 @@ def _measure_rates(offload: Any, device: torch.device) -> dict[str, float]:
     folder = None if offload is True else local_path(offload)
     tensor = torch.zeros(_RATE_BYTES, dtype=torch.uint8, device=device)
     seconds: list[tuple[float, float]] = []
-    for _ in range(4):
+    for _ in range(4):  # the first copy is a warm-up
         host = Host(folder)
-        began = time_after_work(device)
-        away = host.put(tensor)
-        offloaded = time_after_work(device)
-        host.get(away)
-        seconds.append((offloaded - began, time_after_work(device) - offloaded))
-    out, back = (median(column) for column in zip(*seconds[1:], strict=True))
+        put_start = time_after_work(device)
+        offloaded = host.put(tensor)
+        put_end = time_after_work(device)
+        host.get(offloaded)
+        seconds.append((put_end - put_start, time_after_work(device) - put_end))
+    put_seconds, get_seconds = (median(column) for column in zip(*seconds[1:], strict=True))
     return {
-        "offload_bytes_per_second": _RATE_BYTES / out,
-        "load_bytes_per_second": _RATE_BYTES / back,
+        "offload_bytes_per_second": _RATE_BYTES / put_seconds,
+        "load_bytes_per_second": _RATE_BYTES / get_seconds,
     }
 
 

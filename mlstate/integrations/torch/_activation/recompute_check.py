@@ -20,6 +20,7 @@ from .tensors import detach_all, tensors_in, version_of
 if TYPE_CHECKING:
     import torch
 
+# Operators whose integer results are indices, and operators whose results have no values yet.
 _INDICES = ("topk", "argmax", "argmin", "sort", "argsort", "multinomial", "nonzero", "max", "min")
 _NO_VALUES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 
@@ -55,7 +56,7 @@ def _describe_difference(first: torch.Tensor, second: torch.Tensor) -> str:
     """
     if first.shape != second.shape or first.dtype != second.dtype:
         return f"{_describe(first)}, then {_describe(second)}"
-    different = first.detach() != second.detach()
+    different = (_bits(first) != _bits(second)).reshape(first.numel(), -1).any(1)
     count = int(different.sum())
     text = f"{count:,} of {first.numel():,} elements differ"
     if first.dtype.is_floating_point and count:
@@ -76,7 +77,14 @@ class _SubmoduleTracker:
                     self._watch(name, module)
 
     def _watch(self, name: str, module: Any) -> None:
-        """Hook a submodule, so that its `name` is on top of the stack while it runs."""
+        """Hook a submodule, so that its `name` is on top of the stack while it runs.
+
+        A scripted module takes no hooks, and counts as a part of the module around it.
+        """
+        import torch
+
+        if isinstance(module, torch.jit.ScriptModule):
+            return
 
         def enter(*_: Any) -> None:
             self._stack.append(name)
@@ -107,7 +115,7 @@ class _Run:
         import torch
 
         self.saved: list[torch.Tensor] = []
-        self.places: list[str] = []
+        self.places: list[str] = []  # names of the submodules that saved them
         versions = []
 
         def pack(tensor: torch.Tensor) -> None:
@@ -145,7 +153,7 @@ class _Checker:
         self._next += 1
         if i not in self._blocks:
             return
-        name, module = self._model.found[i]
+        name, module = self._model.named_blocks[i]
         tracker = _SubmoduleTracker(module)
         try:
             self._check(name, module, call, tracker)
@@ -162,12 +170,12 @@ class _Checker:
         """
         entering = [tensor for tensor, _ in call.tensors()]
         before = [tensor.clone() for tensor in entering]
-        outside = _outside_states()
+        outside_states = _outside_states()
         surroundings = Surroundings(module, Buffers(module), entering)
         first = _Run(call, tracker)
         surroundings.drop_unused()
-        self._check_random(name, outside)
-        changed = False
+        self._check_random(name, outside_states)
+        changed = False  # whether the block writes to an argument
         for k, (tensor, copy) in enumerate(zip(entering, before, strict=True)):
             if not _has_same_bits(tensor, copy):
                 changed = True
@@ -191,9 +199,10 @@ class _Checker:
         place, kind, text = difference
         if kind in ("values", "saved"):
             trace = self._trace_runs(name, module, call, tracker, surroundings)
-            if trace.found is not None:
-                text = f"{place}: {text}; the runs part at {trace.found[0]}: {trace.found[1]}"
-                place = trace.found[0]
+            if trace.difference is not None:
+                operator, reason = trace.difference
+                text = f"{place}: {text}; the runs part at {operator}: {reason}"
+                place = operator
             if trace.routing is not None:
                 kind, place = "routing", trace.routing[0]
                 text = f"{trace.routing[0]} chooses otherwise: {trace.routing[1]}; {text}"
@@ -224,7 +233,7 @@ class _Checker:
     ) -> _Trace:
         """Run the block `name` twice more, and return the trace of the second run.
 
-        Its `found` has the first operator with another result than in the first run, or None.
+        Its `difference` has the first operator with another result than in the first run, or None.
         `call`: runs the block, `module`. `tracker`: of the running submodule. `surroundings`: the
         state from before the first run, which is restored for both.
         """
@@ -235,9 +244,12 @@ class _Checker:
         with surroundings.restored(name, module), again:
             call()
         count, other = len(trace.results), len(again.results)
-        if again.found is None and count != other:
+        if again.difference is None and count != other:
             place, operator, _ = max(trace.results, again.results, key=len)[min(count, other)]
-            again.found = _place(place, operator), "one of the runs has it, the other ends before"
+            again.difference = (
+                _place(place, operator),
+                "one of the runs has it, the other ends before",
+            )
         return again
 
 
@@ -291,7 +303,7 @@ class _Trace:
         """
         # of this run: (submodule, operator, results; [] if they are compared)
         self.results: list[tuple[str, str, list[torch.Tensor]]] = []
-        self.found: tuple[str, str] | None = None  # first operator with other results, and how
+        self.difference: tuple[str, str] | None = None  # first operator with other results, and how
         self.routing: tuple[str, str] | None = None  # first operator with other indices
         self._has_diverged = False  # the runs called different operators
         self._tracker = tracker
@@ -341,7 +353,7 @@ class _Trace:
         if before != operator:
             self._has_diverged = True
             text = f"{before} in the first run, {operator} in the second"
-            self.found = self.found or (_place(place, before), text)
+            self.difference = self.difference or (_place(place, before), text)
             return
         for recorded, tensor in zip(results, tensors, strict=False):
             if not _has_same_bits(recorded, tensor):
@@ -354,7 +366,7 @@ class _Trace:
         """
         operator = place.rpartition("aten.")[2].split(".")[0]
         text = _describe_difference(recorded, tensor)
-        self.found = self.found or (place, text)
+        self.difference = self.difference or (place, text)
         if operator in _INDICES and not recorded.dtype.is_floating_point:
             self.routing = self.routing or (place, text)
 
@@ -400,7 +412,7 @@ def check_recompute(
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"plan must be a Plan or None, got {type(plan).__name__}")
     model = SampledModel(module, sample, blocks, None if plan is None else plan.chain.blocks)
-    block_numbers = set(range(len(model.found)) if plan is None else plan.recomputed)
+    block_numbers = set(range(len(model.named_blocks)) if plan is None else plan.recomputed)
     checker = _Checker(model, block_numbers)
     with model.untouched():
         model.measure_blocks(checker)
@@ -437,7 +449,7 @@ def _parameters(model: SampledModel) -> dict[str, Any]:
         return dict(model.module.named_parameters())
     return {
         f"{name}.{key}": parameter
-        for name, block in model.found
+        for name, block in model.named_blocks
         if hasattr(block, "named_parameters")
         for key, parameter in block.named_parameters()
     }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ....errors import MLStateError
+from .._tensors.state import table_value
 from .tensors import geometry_of, storage_id, version_of, view_of
 
 if TYPE_CHECKING:
@@ -63,11 +64,12 @@ def generator_states(sources: Iterable[Any]) -> dict[Any, torch.Tensor]:
             states[source] = source.get_state()
             continue
         of_device = getattr(torch, source.type)  # torch.mps takes no device argument
-        states[source] = of_device.get_rng_state(*_named(source))
+        states[source] = of_device.get_rng_state(*_device_arguments(source))
     return states
 
 
-def _named(device: torch.device) -> tuple[torch.device, ...]:
+def _device_arguments(device: torch.device) -> tuple[torch.device, ...]:
+    """Return the arguments of the functions that read and set a device's random state."""
     return () if device.type == "mps" else (device,)
 
 
@@ -81,7 +83,7 @@ def set_generator_states(states: dict[Any, torch.Tensor]) -> None:
         elif isinstance(source, torch.Generator):
             source.set_state(state)
         else:
-            getattr(torch, source.type).set_rng_state(state, *_named(source))
+            getattr(torch, source.type).set_rng_state(state, *_device_arguments(source))
 
 
 def enter_graph(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,9 +131,9 @@ def _copy_value(value: Any, memo: dict[int, Any], storages: Mapping[int | None, 
     if isinstance(value, torch.Tensor):
         copied = _detach_tensor(value, storages)
     elif isinstance(value, tuple):
-        items = [_copy_value(item, memo, storages) for item in value]
-        make = getattr(value, "_make", type(value))  # named tuples take no list
-        copied = make(items) if type(value) is tuple or hasattr(value, "_make") else value
+        copied = _copy_tuple(value, memo, storages)
+    elif isinstance(value, (np.random.Generator, np.random.RandomState, np.random.BitGenerator)):
+        copied = copy.deepcopy(value)  # a shallow copy shares the state
     elif isinstance(value, np.ndarray):
         copied = value.copy() if value.nbytes <= _SMALL_BYTES else value
     elif callable(value) or isinstance(value, str | bytes | ModuleType):
@@ -139,6 +141,26 @@ def _copy_value(value: Any, memo: dict[int, Any], storages: Mapping[int | None, 
     else:
         copied = _copy_object(value, memo, storages)
     memo[id(value)] = copied
+    return copied
+
+
+def _copy_tuple(
+    value: tuple[Any, ...], memo: dict[int, Any], storages: Mapping[int | None, Any]
+) -> tuple[Any, ...]:
+    """Return a copy of a tuple of any class, or the tuple itself if its content is not copied.
+
+    `memo`, `storages`: as for `_copy_value`.
+    """
+    items = [_copy_value(item, memo, storages) for item in value]
+    attributes = getattr(value, "__dict__", {})
+    if all(map(is_, items, value)) and not attributes:
+        return value
+    try:
+        copied = tuple.__new__(type(value), items)  # its constructor may take other arguments
+    except TypeError:  # a class of C, such as torch.return_types.max
+        return type(value)(items)
+    for name, item in attributes.items():
+        copied.__dict__[name] = _copy_value(item, memo, storages)
     return copied
 
 
@@ -187,9 +209,14 @@ def _copy_object(value: Any, memo: dict[int, object], storages: Mapping[int | No
 
 def _slots_of(cls: type) -> list[str]:
     """Return the names of the attributes of a class and its bases that are slots."""
-    names = [vars(base).get("__slots__", ()) for base in cls.__mro__]
-    listed = [name for slots in names for name in ([slots] if isinstance(slots, str) else slots)]
-    return [name for name in listed if isinstance(getattr(cls, name, None), MemberDescriptorType)]
+    # from the descriptors: a private name such as __items is another one in `__slots__`
+    return [
+        name
+        for base in cls.__mro__
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType) and getattr(cls, name, None) is member
+    ]
 
 
 class ObjectTensors:
@@ -283,7 +310,7 @@ def _versions(tensors: list[torch.Tensor]) -> list[int]:
         return [version_of(tensor) for tensor in tensors]
 
 
-def _are_same(first: list[Any], second: list[Any]) -> bool:
+def _are_same(first: list[Any], second: list[Any]) -> bool:  # the same objects, not equal ones
     return len(first) == len(second) and all(map(is_, first, second))
 
 
@@ -491,8 +518,7 @@ def _is_replaced(place: _Place, tensor: torch.Tensor) -> bool:
     """
     import torch
 
-    table = place.table()
-    current = dict(table.items()).get(place.key)  # a scripted module's table has no get
+    current = table_value(place.table(), place.key)
     if current is tensor:
         return False
     if hasattr(current, "placements") or hasattr(tensor, "placements"):
@@ -585,7 +611,7 @@ class Surroundings:
         self._buffers.refuse_changes(name, self._values)
         values = [(p.table(), p.key, copy.clone()) for p, copy in self._values.copies.items()]
         values += self._buffers.replaced(self._values)
-        current = [(table, key, table.get(key)) for table, key, _ in values]
+        current = [(table, key, table_value(table, key)) for table, key, _ in values]
         states = _pack_states(generator_states(self._sources)) if self._states else {}
         with ExitStack() as stack:
             for kind, enabled, dtype, cached in self._autocast:

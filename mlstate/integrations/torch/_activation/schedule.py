@@ -48,13 +48,13 @@ class Program:
         self.first = [-1] * n  # first step that runs each block
         self.backward_at = [-1] * n  # backward step of each block
         self.offloads = [False] * n  # whether a block's saved tensors are offloaded
-        self.input_leaves = [False] * n  # whether a saved block's input is dropped
+        self.drops_input = [False] * n  # whether a saved block's input is dropped
         self._read_steps()
         self.keeps = [False] * len(self.steps)  # whether a later step uses the step's output
         self.free_after: list[list[int]] = [[] for _ in self.steps]  # activations to free, by step
         self.keeps_input = self._find_last_uses()  # whether a later step uses the chain's input
         self.acts_before = self._find_active_steps()  # by block: work precedes its backward run
-        self.runs_blocks_once = not any(self.hooked(i) or self.runs[i] > 1 for i in range(n))
+        self.runs_blocks_once = not any(self.uses_slots(i) or self.runs[i] > 1 for i in range(n))
 
     def _read_steps(self) -> None:
         """Fill the tables by block: runs, first run, backward step, offload, dropped input."""
@@ -72,7 +72,7 @@ class Program:
             elif kind == "offload":
                 self.offloads[i] = True
             elif kind == "drop" and i in saved:
-                self.input_leaves[i] = True
+                self.drops_input[i] = True
 
     def _find_last_uses(self) -> bool:
         """Find the last use of each activation, from the last step back.
@@ -95,7 +95,7 @@ class Program:
             elif kind == "offload" and loads[i]:
                 self.keeps[at] = True
                 uses = [i + 1]
-            elif kind == "backward" and self.input_leaves[i]:
+            elif kind == "backward" and self.drops_input[i]:
                 uses = [i]
             for k in uses:
                 if not is_needed[k]:
@@ -111,20 +111,20 @@ class Program:
         acts = [True] * self.blocks
         for i in range(self.blocks - 1):
             before, at = self.backward_at[i + 1], self.backward_at[i]
-            acts[i] = at > before + 1 or bool(self.free_after[before]) or self.hooked(i + 1)
+            acts[i] = at > before + 1 or bool(self.free_after[before]) or self.uses_slots(i + 1)
         return acts
 
     def of_first_blocks(self, count: int) -> Program:
         """Return the program of the first `count` blocks alone."""
         return Program([(kind, i) for kind, i in self.steps if i < count])
 
-    def hooked(self, i: int) -> bool:
+    def uses_slots(self, i: int) -> bool:
         """Return whether slots of this module hold block `i`'s saved tensors, not the graph.
 
         This is so if they are recomputed or offloaded, or the block's input is dropped.
         """
         first = self.steps[self.first[i]][0]
-        return first == "forward" or self.offloads[i] or self.input_leaves[i]
+        return first == "forward" or self.offloads[i] or self.drops_input[i]
 
 
 class Block:
@@ -142,13 +142,13 @@ class Block:
 class _SavedSlot:
     """Placeholder of a saved tensor in the graph."""
 
-    __slots__ = ("__weakref__", "block", "looks", "run", "value")
+    __slots__ = ("__weakref__", "block", "meta", "run", "value")
 
-    def __init__(self, run: Run, block: int, looks: tuple[Any, ...]) -> None:
-        """Create an empty slot of block number `block`; `looks`: dtype, shape and device."""
+    def __init__(self, run: Run, block: int, meta: tuple[Any, ...]) -> None:
+        """Create an empty slot of block number `block`; `meta`: dtype, shape and device."""
         self.run = run
         self.block = block
-        self.looks = looks
+        self.meta = meta
         self.value: Any = None  # _SavedTensor, _InputAlias, Offloaded, or None
 
 
@@ -177,15 +177,15 @@ class _Call:
         self.surroundings: Surroundings | None = None
         self.outputs_meta: list[tuple[Any, ...]] = []  # dtype, shape and device of its outputs
         self.host: Host | None = None  # while its saved tensors are offloaded
-        self.complete = False  # the first run has ended
+        self.is_complete = False  # the first run has ended
 
 
 def _meta_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), tensor.device
 
 
-def _text(looks: tuple[Any, ...]) -> str:
-    dtype, shape, device = looks
+def _meta_text(meta: tuple[Any, ...]) -> str:
+    dtype, shape, device = meta
     return f"{str(dtype).removeprefix('torch.')} {shape} on {device}"
 
 
@@ -232,7 +232,9 @@ class Run:
         self._blocks = blocks
         self._folder = folder
         self._observe = observe
+        # by block; None: not called yet, or freed
         self._calls: list[_Call | None] = [None] * program.blocks
+        # tensors of each activation that a later step uses; None: not kept
         self._activations: list[list[_SavedTensor] | None] = [None] * (program.blocks + 1)
         self._last_outputs: list[tuple[weakref.ref[Any], int]] = []  # last outputs, with versions
         self._position = 0  # next step of the program
@@ -260,7 +262,7 @@ class Run:
         ]
         return any(leaf is tensor for leaf in leaves for tensor in outputs)
 
-    def first(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Any:
+    def run_next(self, args: Any, kwargs: Any, leaves: list[Any], spec: Any) -> Any:
         """Run the next block for the first time, and the plan's steps around it; return its output.
 
         `leaves`, `spec`: its arguments, flattened. Raises MLStateError if the block changes an
@@ -271,7 +273,7 @@ class Run:
         self._take_steps_until(program.first[i])
         call = self._calls[i] = _Call()
         again = program.runs[i] > 1
-        links = self._link_arguments(i, leaves) if again or program.input_leaves[i] or not i else []
+        links = self._link_arguments(i, leaves) if again or program.drops_input[i] or not i else []
         if again:
             self._record_call(call, block, leaves, spec, links)
         versions = [version_of(leaf) for leaf in self._tensors(leaves)] if again else []
@@ -282,7 +284,7 @@ class Run:
                 block.changes_objects = call.objects.keep_changed() or bool(block.changes_objects)
             self._refuse_changes(block, leaves, versions)
         self._keep_output(i, out, call)
-        call.complete = True
+        call.is_complete = True
         self._position += 1
         self.next += 1
         end = program.first[self.next] if self.next < program.blocks else program.backward_at[-1]
@@ -362,7 +364,7 @@ class Run:
     def _run_first(self, i: int, call: _Call, leaves: list[Any], args: Any, kwargs: Any) -> Any:
         """Run block `i` for the first time and return its output.
 
-        If block `i` is `hooked`, its saved tensors become slots: with their values for a ``save``
+        If the block `uses_slots`, its saved tensors become slots: with their values for a ``save``
         step, empty for a ``forward`` step. Otherwise the graph keeps them. `call`: its record,
         which gets the slots. `leaves`: the arguments `args` and `kwargs`, flattened.
         """
@@ -371,17 +373,17 @@ class Run:
         kind = self._program.steps[self._position][0]
         if self._observe is not None:
             self._observe(kind, i)
-        if not self._program.hooked(i):
+        if not self._program.uses_slots(i):
             return self._blocks[i].call(*args, **kwargs)
-        places = {}
-        if self._program.input_leaves[i]:
-            places = _map_storages(zip(leaves, self._link_arguments(i, leaves), strict=True))
+        input_numbers = {}
+        if self._program.drops_input[i]:
+            input_numbers = _map_storages(zip(leaves, self._link_arguments(i, leaves), strict=True))
 
         def pack(tensor: torch.Tensor) -> _SavedSlot:
             slot = _SavedSlot(self, i, _meta_of(tensor))
             call.slots.append(weakref.ref(slot))
             if kind == "save":
-                slot.value = _keep_tensor(tensor, places)
+                slot.value = _keep_tensor(tensor, input_numbers)
             return slot
 
         with torch.autograd.graph.saved_tensors_hooks(pack, _unpack):
@@ -473,11 +475,11 @@ class Run:
         if surroundings is None:
             raise _freed_error(block.name)
         leaves = self._arguments(i, call)
-        places = {}
-        if save and self._program.input_leaves[i]:
+        input_numbers = {}
+        if save and self._program.drops_input[i]:
             links = (leaf if isinstance(leaf, int) else None for leaf in call.leaves)
-            places = _map_storages(zip(leaves, links, strict=True))
-        packer = _Packer(block.name, call.slots if save else None, keep, places)
+            input_numbers = _map_storages(zip(leaves, links, strict=True))
+        packer = _Packer(block.name, call.slots if save else None, keep, input_numbers)
         hooks = torch.autograd.graph.saved_tensors_hooks(packer, partial(_refuse_inner, block.name))
         args, kwargs = _unflatten(leaves, call.spec)
         del leaves
@@ -485,7 +487,9 @@ class Run:
         try:
             with surroundings.restored(block.name, block.module), torch.enable_grad(), hooks:
                 out = block.call(*args, **kwargs)
-        except StopRecompute:
+        except Exception:  # TorchScript replaces a StopRecompute by a RuntimeError
+            if not packer.has_stopped:
+                raise
             return
         finally:
             del args, kwargs
@@ -565,7 +569,9 @@ class Run:
             if slot is not None and isinstance(slot.value, Offloaded):
                 slot.value = _SavedTensor(host.get(slot.value))
         if output:
-            self._activations[i + 1] = [_SavedTensor(host.get(away)) for away in host.outputs]
+            self._activations[i + 1] = [
+                _SavedTensor(host.get(offloaded)) for offloaded in host.outputs
+            ]
         call.host = None
 
     # The backward pass
@@ -610,10 +616,12 @@ class Run:
         counted anew in the shorter program.
         """
         program, start = self._program, self._position
-        due = program.backward_at[i + 1] + 1 if i + 1 < program.blocks else 0
-        # A kept block that is not watched has passed without its step.
+        # the first step after the backward run of the block after this one
+        own_begin = program.backward_at[i + 1] + 1 if i + 1 < program.blocks else 0
+        # steps that may be left of a block that was visited: a kept block that is not watched has
+        # run backward without its step
         passed = ("drop",) if self._observe is not None else ("drop", "backward")
-        if any(k > i and kind not in passed for kind, k in program.steps[start:due]):
+        if any(k > i and kind not in passed for kind, k in program.steps[start:own_begin]):
             self._program = program.of_first_blocks(i + 1)
             self._position = sum(k <= i for _, k in program.steps[:start])
             self._activations[i + 1 :] = [None] * (len(self._activations) - i - 1)
@@ -654,7 +662,7 @@ class Run:
             raise _double_backward_error(name)
         if not self._is_freed and not self._is_ready(slot):
             call = self._calls[slot.block]
-            if call is not None and not call.complete:
+            if call is not None and not call.is_complete:
                 raise _inner_gradient_error(name)
             self.prepare(slot.block)
         value = slot.value
@@ -687,11 +695,11 @@ class _SavedTensor:
         Raises MLStateError, with the block `name`, if it was changed in place since it was kept.
         """
         if version_of(self.value) != self.version:
+            form = _meta_text(_meta_of(self.value))
             raise refusal(
                 name,
-                f"{name}: a tensor that its recomputation or its backward pass needs, "
-                f"{_text(_meta_of(self.value))}, was changed in place meanwhile: use an operation "
-                "that is not in place",
+                f"{name}: a tensor that its recomputation or its backward pass needs, {form}, was "
+                "changed in place meanwhile: use an operation that is not in place",
             )
         return self.value.detach()
 
@@ -705,15 +713,15 @@ def _map_storages(linked: Iterable[tuple[Any, int | None]]) -> dict[int, int]:
     return {key: k for key, k in ids.items() if key is not None}
 
 
-def _keep_tensor(tensor: torch.Tensor, places: dict[int, int]) -> _SavedTensor | _InputAlias:
+def _keep_tensor(tensor: torch.Tensor, input_numbers: dict[int, int]) -> _SavedTensor | _InputAlias:
     """Keep a saved tensor, or its position in an input that is dropped and recomputed.
 
-    `places`: numbers of the input's tensors by storage; empty if the input stays.
+    `input_numbers`: numbers of the input's tensors by storage; empty if the input stays.
     """
-    key = storage_id(tensor) if places else None
-    if key not in places:
+    key = storage_id(tensor) if input_numbers else None
+    if key not in input_numbers:
         return _SavedTensor(tensor)
-    return _InputAlias(places[key], geometry_of(tensor))
+    return _InputAlias(input_numbers[key], geometry_of(tensor))
 
 
 class _Packer:
@@ -724,18 +732,19 @@ class _Packer:
         name: str,
         slots: list[weakref.ref[_SavedSlot]] | None,
         keep: bool,
-        places: dict[int, int],
+        input_numbers: dict[int, int],
     ) -> None:
         """Prepare for a recomputation of the block `name`.
 
         `slots`: of the first run's saved tensors, to fill; None: discard the tensors. `keep`: its
-        output is needed, so it runs to its end. `places`: as for `_keep_tensor`.
+        output is needed, so it runs to its end. `input_numbers`: as for `_keep_tensor`.
         """
         self._name = name
         self._slots = slots
         self._keep = keep
-        self._places = places
+        self._input_numbers = input_numbers
         self._count = 0
+        self.has_stopped = False  # StopRecompute was raised
 
     def __call__(self, tensor: torch.Tensor) -> None:
         """Put the next saved tensor into its slot; torch calls this.
@@ -749,11 +758,12 @@ class _Packer:
             return  # finish() reports the surplus
         slot = self._slots[k]()
         if slot is not None:
-            looks = _meta_of(tensor)
-            if looks != slot.looks:
-                raise _difference_error(self._name, f"saved tensor {k}", [slot.looks], [looks])
-            slot.value = _keep_tensor(tensor, self._places)
+            meta = _meta_of(tensor)
+            if meta != slot.meta:
+                raise _difference_error(self._name, f"saved tensor {k}", [slot.meta], [meta])
+            slot.value = _keep_tensor(tensor, self._input_numbers)
         if k + 1 == len(self._slots) and not self._keep:
+            self.has_stopped = True
             raise StopRecompute
 
     def finish(self) -> None:
@@ -772,7 +782,7 @@ class _Packer:
             )
 
 
-def _unpack(slot: _SavedSlot) -> torch.Tensor:
+def _unpack(slot: _SavedSlot) -> torch.Tensor:  # torch calls it with what `pack` returned
     return slot.run.tensor_of(slot)
 
 
@@ -806,7 +816,7 @@ def _difference_error(name: str, label: str, first: list[Any], now: list[Any]) -
     `label`: of the tensor. `first`, `now`: (dtype, shape, device) of this tensor and those after
     it, in each run; empty if a run has none.
     """
-    texts = [_text(looks[0]) if looks else "none" for looks in (first, now)]
+    texts = [_meta_text(metas[0]) if metas else "none" for metas in (first, now)]
     return refusal(
         name,
         f"{name}, {label}: {texts[0]} when the block ran first, {texts[1]} when it was recomputed; "

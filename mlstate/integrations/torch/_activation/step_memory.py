@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _ROWS = 60
 _HEADERS = ["step", "predicted", "as run", "measured", "why it differs"]
+# Reasons why a step's memory in torch differs from the plan's count.
 _EARLY = "ends with its last saved tensor"
 _HELD = "more: the model still holds what was dropped before its next block ran"
 _SEED = "more: the gradient of the result already exists"
@@ -124,10 +125,10 @@ class PlanUse:
 
 
 class _Recompute(NamedTuple):
-    """Memory that a block's early-ended recomputation leaves, and its peak."""
+    """Memory of a block's recomputation, which ends with its last saved tensor."""
 
-    left: int
-    peak: int
+    left: int  # bytes that the recomputation leaves
+    peak: int  # bytes, relative to its start
     keeps_input: bool  # autograd saves at least a part of it
     keeps_output: bool
 
@@ -166,8 +167,9 @@ class _Recomputation:
         try:
             with hooks(pack, lambda _: None):
                 call()
-        except StopRecompute:
-            pass
+        except Exception:  # TorchScript replaces a StopRecompute by a RuntimeError
+            if len(saved) < count:
+                raise
         self._watched.mark()
 
     def of_blocks(self) -> list[_Recompute]:
@@ -198,9 +200,8 @@ class _StepSimulation:
         self._activations: list[int] = plan.chain.activation_bytes.tolist()
         self._live_activations = {0} if self._program.keeps_input else set()
         self._next_input = 0  # number of the activation that the next first run takes
-        self._held_bytes = (
-            0  # bytes of a recomputed activation that was dropped, and that the model still holds
-        )
+        # bytes of a recomputed activation that was dropped, and that the model still holds
+        self._held_bytes = 0
         self._saved_bytes: dict[int, int] = {}  # saved bytes by block
         self._gradient = 0  # bytes of the gradient that the backward pass holds
         self._seeded = False  # the result's gradient exists before the last block's backward step
@@ -216,7 +217,7 @@ class _StepSimulation:
         if k - 1 in self._saved_bytes and self._recomputes[k - 1].keeps_output:
             return True
         keeps_input = k in self._saved_bytes and self._recomputes[k].keeps_input
-        return keeps_input and not self._program.input_leaves[k]
+        return keeps_input and not self._program.drops_input[k]
 
     def _total(self) -> int:
         """Return the bytes in memory now: activations, saved memory, gradient, and duplicates."""
@@ -225,7 +226,7 @@ class _StepSimulation:
             [*activation_sizes, *self._saved_bytes.values(), self._gradient, self._held_bytes]
         )
 
-    def free(self) -> list[int]:
+    def find_freed(self) -> list[int]:
         """Return the numbers of activations that the plan counts and that are free already."""
         counted = self._counted_apart | {i + 1 for i in self._saved_bytes}
         return sorted(k for k in counted if not self._is_live(k))
@@ -238,16 +239,16 @@ class _StepSimulation:
         kind, i = self._program.steps[at]
         why = self._seed(at) if kind in ("forward", "save", "load") else []
         why += [_HELD] if self._held_bytes else []
-        inside = i + 1 if kind == "backward" else -1  # the backward figures exclude the output
-        free = [str(k) for k in self.free() if k != inside]
-        if free:
-            why.append(f"free already: activation {', '.join(free)}")
+        own_output = i + 1 if kind == "backward" else -1  # the backward figures exclude it
+        freed = [str(k) for k in self.find_freed() if k != own_output]
+        if freed:
+            why.append(f"free already: activation {', '.join(freed)}")
         before, chain = self._total(), self._chain
         peak = before
         if kind in ("forward", "save"):
-            makes, temporary, ends = self._run(at, kind == "save", i)
-            peak += makes + temporary
-            why += [_EARLY] if ends else []
+            added, temporary, ends_early = self._run(at, kind == "save", i)
+            peak += added + temporary
+            why += [_EARLY] if ends_early else []
         elif kind == "backward":
             peak = self._backward(i)
         elif kind == "offload":
@@ -377,11 +378,11 @@ def measure_plan(
     True
     """
     model = SampledModel(module, sample, blocks, plan.chain.blocks)
-    marks: list[Allocations] = []
+    recordings: list[Allocations] = []  # the one that is running, if any
 
     def observe(*_: object) -> None:
-        for watched in marks:
-            watched.mark()
+        for recording in recordings:
+            recording.mark()
 
     def step() -> None:
         positional, named = copy_objects((model.args, model.kwargs))
@@ -391,22 +392,22 @@ def measure_plan(
 
     with model.untouched():
         with Allocations(model.device) as watched:
-            again = _Recomputation(watched)
-            model.measure_blocks(again)
+            recomputation = _Recomputation(watched)
+            model.measure_blocks(recomputation)
         with plan.apply(module, blocks=blocks, observe=observe) as planned:
             step()  # warm-up: the first run of a plan copies all buffers
             with Allocations(model.device) as watched:
-                marks.append(watched)
+                recordings.append(watched)
                 watched.mark()
                 step()
                 watched.mark()
     spans = watched.spans()[1:]  # the first one, before the first step, copies the sample
     base = int(plan.chain.activation_bytes[0])
     predicted = plan.simulate().peak_bytes.tolist()
-    walk = _StepSimulation(plan, again.of_blocks())
+    simulation = _StepSimulation(plan, recomputation.of_blocks())
     steps_measured = []
     for at, (kind, block) in enumerate(plan.steps()):
-        expected, why = walk.step(at)
+        expected, why = simulation.step(at)
         steps_measured.append(
             StepUse(
                 kind=kind,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -55,8 +56,10 @@ class _Forward:
     def __init__(
         self, manager: ActivationManager, name: str, number: int, block: torch.nn.Module
     ) -> None:
-        self.manager, self.name, self.number, self.plain = manager, name, number, block.forward
+        self.manager, self.name, self.number = manager, name, number
+        self.plain = block.forward  # the block's own forward
         self._block, self._buffers = block, Buffers(block)
+        self._is_scripted = _has_scripted(block)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block; under torch's checkpoint if the manager decides so.
@@ -65,7 +68,7 @@ class _Forward:
         runs as it is.
         """
         import torch
-        from torch.utils.checkpoint import checkpoint
+        from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
         if not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
@@ -100,7 +103,16 @@ class _Forward:
             with surroundings.restored(self.name, self._block):
                 return run(*args)
 
-        return checkpoint(run_again, *args, use_reentrant=False, preserve_rng_state=False)
+        # torch ends a recomputation early by an exception, which TorchScript replaces
+        with set_checkpoint_early_stop(False) if self._is_scripted else nullcontext():
+            return checkpoint(run_again, *args, use_reentrant=False, preserve_rng_state=False)
+
+
+def _has_scripted(block: torch.nn.Module) -> bool:
+    """Return whether a block is, or contains, a module of TorchScript."""
+    import torch
+
+    return any(isinstance(module, torch.jit.ScriptModule) for module in block.modules())
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -71,7 +71,7 @@ def _read_metadata(file: Any) -> Any:
     return metadata_read
 
 
-def _check(metadata: Any, available: int) -> None:
+def _check_metadata(metadata: Any, available: int) -> None:
     """Raise FormatError for metadata with paths outside of the directory, or too large tensors.
 
     `available`: bytes of all files. Otherwise small metadata could make torch allocate any memory;
@@ -81,8 +81,8 @@ def _check(metadata: Any, available: int) -> None:
 
     transformed = False
     for info in (metadata.storage_data or {}).values():
-        place = PurePath(info.relative_path)
-        if place.is_absolute() or ".." in place.parts:
+        file_path = PurePath(info.relative_path)
+        if file_path.is_absolute() or ".." in file_path.parts:
             raise FormatError(f".metadata names the file {info.relative_path!r} outside of it")
         transformed |= bool(getattr(info, "transform_descriptors", None))
     claimed = sum(
@@ -102,14 +102,14 @@ def _paths_of(metadata: Any) -> dict[str, tuple[Any, ...]]:
     Raises FormatError for a malformed path.
     """
     keys = metadata.state_dict_metadata
-    planned = metadata.planner_data
+    nested_paths = metadata.planner_data  # torch's paths of keys that it has flattened
     paths = {key: (key,) for key in keys}
-    if isinstance(planned, dict):
-        paths |= {key: path for key, path in planned.items() if key in keys}
+    if isinstance(nested_paths, dict):
+        paths |= {key: path for key, path in nested_paths.items() if key in keys}
     for key, path in paths.items():
         is_path = isinstance(path, tuple) and path and isinstance(key, str)
         # an index as large as the number of keys would make torch create a huge list
-        if not is_path or any(type(each) is int and not 0 <= each < len(keys) for each in path):
+        if not is_path or any(type(step) is int and not 0 <= step < len(keys) for step in path):
             raise FormatError(f".metadata gives {key!r:.80} the place {path!r:.80} in the state")
     return paths
 
@@ -126,7 +126,7 @@ def Reader(path: str | os.PathLike[str], choose: Callable[[Any], set[str]]) -> A
         def create_stream(self, path: str | os.PathLike[str], mode: str) -> Any:
             return open_regular(path)
 
-    class Careful(FileSystemReader):
+    class RestrictedReader(FileSystemReader):
         def __init__(self) -> None:
             super().__init__(path)
             self.fs = RegularFiles()
@@ -142,7 +142,7 @@ def Reader(path: str | os.PathLike[str], choose: Callable[[Any], set[str]]) -> A
             with self.fs.create_stream(self._get_metadata_path(), "rb") as file:
                 metadata = _read_metadata(file)
             files = [entry for entry in Path(path).rglob("*") if entry.is_file()]
-            _check(metadata, sum(entry.stat().st_size for entry in files))
+            _check_metadata(metadata, sum(entry.stat().st_size for entry in files))
             chosen = choose(_paths_of(metadata))
             entries = metadata.state_dict_metadata
             metadata.state_dict_metadata = {key: entries[key] for key in entries if key in chosen}
@@ -151,7 +151,7 @@ def Reader(path: str | os.PathLike[str], choose: Callable[[Any], set[str]]) -> A
             metadata.storage_meta.load_id = self.load_id
             return metadata
 
-    return Careful()
+    return RestrictedReader()
 
 
 def planner() -> Any:
@@ -165,7 +165,7 @@ def planner() -> Any:
 
     from .files import harmless_globals
 
-    class Careful(_EmptyStateDictLoadPlanner):
+    class RestrictedPlanner(_EmptyStateDictLoadPlanner):
         def load_bytes(self, read_item: Any, value: Any) -> None:
             """Put a value that is not a tensor into the state dict.
 
@@ -190,4 +190,4 @@ def planner() -> Any:
             else:
                 self.state_dict[name] = content
 
-    return Careful()  # type: ignore[no-untyped-call]
+    return RestrictedPlanner()  # type: ignore[no-untyped-call]

@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 
     Store = Callable[[], None]
 
-_STEPS = 4  # largest number of cuts of a layout, one after the other
+_STEPS = 4  # largest number of divisions of a layout, one after the other
+
+
 # ---- tensors ----
 
 
@@ -52,6 +54,7 @@ def _sharding_order(name: str, value: Any) -> list[int]:
     """
     order: list[int] = []
     mesh = value.device_mesh
+    # from the last dimension of the mesh, because a split factor counts those that follow it
     for number, placement in reversed(list(enumerate(value.placements))):
         if placement.is_replicate():
             continue
@@ -145,14 +148,14 @@ def _part_of_sharded(name: str, value: Any, replica: int) -> Shard:
         # an empty tensor with the dtype of the other shards
         empty = torch.empty(part_shape, dtype=value.metadata().tensor_properties.dtype)
         return Shard(empty, layout, index, shape=shape, replica=replica)
-    placed = shards[0].metadata
-    start = -(-shape[0] // parts) * index
-    if placed.shard_offsets != [start, *([0] * (len(shape) - 1))] or (
-        tuple(placed.shard_sizes) != part_shape
+    metadata = shards[0].metadata
+    first_row = -(-shape[0] // parts) * index  # all parts but the last ones have ceil(rows / parts)
+    if metadata.shard_offsets != [first_row, *([0] * (len(shape) - 1))] or (
+        tuple(metadata.shard_sizes) != part_shape
     ):
         raise TypeError(
-            f"{name!r} is a ShardedTensor whose shard {placed.shard_sizes} at "
-            f"{placed.shard_offsets} is not part {index} of {parts} of the rows of {shape}"
+            f"{name!r} is a ShardedTensor whose shard {metadata.shard_sizes} at "
+            f"{metadata.shard_offsets} is not part {index} of {parts} of the rows of {shape}"
         )
     tensor = shards[0].tensor.detach()
     return Shard(_detached_memory(name, tensor), layout, index, shape=shape, replica=replica)
@@ -223,7 +226,7 @@ def _replica_of(wrappers: list[Any]) -> int:
     """Return this rank's replica number if FSDP1 shards only within nodes, else 0."""
     import torch.distributed as dist
 
-    between = getattr(wrappers[0], "_inter_node_pg", None)
+    between = getattr(wrappers[0], "_inter_node_pg", None)  # the ranks that hold equal shards
     return 0 if between is None else dist.get_rank(between)
 
 
@@ -297,9 +300,9 @@ def _reshard(module: torch.nn.Module) -> None:
     The pass leaves gathered parameters in the module.
     """
     loaded = sys.modules.get("torch.distributed.fsdp")
-    kind: Any = getattr(loaded, "FSDPModule", None)
-    for child in module.modules() if kind is not None else ():
-        if isinstance(child, kind):
+    fsdp_class: Any = getattr(loaded, "FSDPModule", None)
+    for child in module.modules() if fsdp_class is not None else ():
+        if isinstance(child, fsdp_class):
             child.reshard()
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # Keys of model and optimizer that programs commonly use.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
-_LIGHTNING = "optimizer_states"  # a list, with an item for each optimizer
+_LIGHTNING = "optimizer_states"  # key of Lightning: a list, with an item for each optimizer
 _FLAT = ("state.", "param_groups.")  # prefixes of keys in an optimizer that torch has flattened
 # Key of the entry with the classes of the state dicts, which `tree_of` adds.
 RECORD = "mlstate"
@@ -217,10 +217,10 @@ def _unflatten(tree: Mapping[str, Any], path: Path) -> dict[str, Any]:
             if not isinstance(inner, dict):
                 raise format_error(path, f"the optimizer's {key!r} is below a value")
         inner[words[-1]] = value
-    groups: dict[str, dict[str, Any]] = {}
+    groups: dict[str, dict[str, Any]] = {}  # by a text of the options, which cannot be hashed
     for name, values in options.items():
-        same = str([(k, v.tolist() if hasattr(v, "tolist") else v) for k, v in values.items()])
-        groups.setdefault(same, {**values, "params": []})["params"].append(name)
+        text = str([(k, v.tolist() if hasattr(v, "tolist") else v) for k, v in values.items()])
+        groups.setdefault(text, {**values, "params": []})["params"].append(name)
     return {"state": states, "param_groups": [*groups.values()]}
 
 
@@ -424,7 +424,7 @@ def parts_of(tree: Any, path: Path) -> Parts:
         value = tree[optimizers[0]]
         value = value[0] if isinstance(value, list) else value
         optimizer = _restore_optimizer(value, texts, path)
-    for name, value in others.items():
+    for name, value in others.items():  # named states below the model's key
         key = f"{models[0]}.{name}"
         if key in rest:
             raise format_error(path, f"two entries have the name {key!r}")
@@ -488,9 +488,9 @@ def restore_empty(tree: dict[str, Any], path: Path) -> None:
     text = tree[RECORD].get(_EMPTY, "[]") if _is_recorded(tree) else "[]"
     try:
         for keys in json.loads(text):
-            place: Any = tree
+            level: Any = tree
             for key in keys:
-                place = place.setdefault(key, {})
+                level = level.setdefault(key, {})
     except (ValueError, TypeError, AttributeError, RecursionError):
         raise format_error(path, f"entry {RECORD!r} does not describe the file") from None
 

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from ....checkpoint._files.parts import Selection
 
-# Lightning stores the other entries of a distributed checkpoint in this file of its folder.
+# Lightning stores the entries other than model and optimizers in this file of the folder.
 _LIGHTNING_REST = "meta.pt"
 
 
@@ -95,19 +95,20 @@ def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
         error.name = unknown[0]
         raise error
     numbered = listed == [f"param_{i}" for i in range(len(listed))]
-    order: dict[str, Any] = {name: i if numbered else name for i, name in enumerate(listed)}
+    # torch's key of each parameter
+    keys: dict[str, Any] = {name: i if numbered else name for i, name in enumerate(listed)}
     numbers = number_states(saved)
     states: dict[Any, dict[str, Any]] = {}
     nested = packed_states(saved) & state.keys()
     tensors = _cpu_tensors({key: v for key, v in state.items() if key not in nested})
     for key, value in {**tensors, **{key: unpack_state(key, state[key]) for key in nested}}.items():
-        name, _, kind = key.rpartition(".")
+        name, _, state_name = key.rpartition(".")
         is_number = key in numbers and value.numel() == 1
-        states.setdefault(order[name], {})[kind] = value.item() if is_number else value
+        states.setdefault(keys[name], {})[state_name] = value.item() if is_number else value
     groups = [
         {
             **{k: decode_value(v, k) for k, v in group.items() if k not in NOT_VALUES},
-            "params": [order[str(name)] for name in group.get("params", ())],
+            "params": [keys[str(name)] for name in group.get("params", ())],
         }
         for group in saved
     ]
@@ -385,11 +386,12 @@ def read_dcp(path: Path, selection: Selection) -> Parts:
     except OSError:
         raise
     except BaseException as error:
-        # torch collects errors in a class that does not derive from Exception
+        # torch collects errors in a class that does not derive from Exception: its `failures` have
+        # (exception, traceback) by rank
         if not (isinstance(error, Exception) or hasattr(error, "failures")):
             raise
-        reason = next(iter(getattr(error, "failures", {}).values()), (error,))
-        cause = reason[0] if isinstance(reason, tuple) else reason
+        failure = next(iter(getattr(error, "failures", {}).values()), error)
+        cause = failure[0] if isinstance(failure, tuple) else failure
         if isinstance(cause, OSError):
             raise cause from None
         if isinstance(cause, FormatError):

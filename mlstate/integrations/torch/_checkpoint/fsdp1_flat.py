@@ -22,8 +22,8 @@ def flat_wrappers(module: torch.nn.Module) -> list[Any]:
     loaded = sys.modules.get("torch.distributed.fsdp.fully_sharded_data_parallel")
     if loaded is None:
         return []
-    kind = loaded.FullyShardedDataParallel
-    return [child for child in module.modules() if isinstance(child, kind)]
+    wrapper_class = loaded.FullyShardedDataParallel
+    return [child for child in module.modules() if isinstance(child, wrapper_class)]
 
 
 class FlatRun(NamedTuple):
@@ -87,14 +87,15 @@ def flat_runs(module: torch.nn.Module, wrappers: Iterable[object]) -> dict[str, 
         if handle is None:
             continue
         start = prefix + "." if prefix else ""
-        by_part: dict[tuple[str, str], FlatRun] = {}
+        # by the names of the submodule and of its parameter, as torch names the first of tied ones
+        runs_by_owner: dict[tuple[str, str], FlatRun] = {}
         for number, fqn in enumerate(handle.flat_param._fqns):
             name = unwrapped_name(module, start + fqn)
             runs[name] = _run(name, handle, number)
             info = handle.flat_param._param_infos[number]
-            by_part[info.module_name, info.param_name] = runs[name]
+            runs_by_owner[info.module_name, info.param_name] = runs[name]
         for shared in handle.flat_param._shared_param_infos:
-            first = by_part[shared.prim_module_name, shared.prim_param_name]
+            first = runs_by_owner[shared.prim_module_name, shared.prim_param_name]
             below = ".".join(filter(None, (shared.module_name, shared.param_name)))
             runs[unwrapped_name(module, start + below)] = first._replace(tied=True)
     return runs

@@ -245,7 +245,7 @@ def fill_module(module: torch.nn.Module) -> Filling:
     reshard_flat(wrappers)
     runs = flat_runs(module, wrappers)
     places = {name: Place(*run.place(run.flat)) for name, run in runs.items()}
-    for name, tensor in _not_flat(module):
+    for name, tensor in _unflattened_tensors(module):
         places[unwrapped_name(module, name)] = _place(name, tensor)
     tied = [name for name, run in runs.items() if run.tied]
     return Filling(places, tied)
@@ -272,7 +272,7 @@ def own_load(
     return OwnLoad(contract, units, entries, metadata_by_prefix, strict=strict)
 
 
-def _not_flat(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+def _unflattened_tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
     """Yield name and tensor of parameters that FSDP1 ignores, and of persistent buffers."""
     for prefix, child in module.named_modules(remove_duplicate=False):
         start = prefix + "." if prefix else ""
@@ -287,7 +287,7 @@ def _not_flat(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
 # ---- loading into optimizers ----
 
 
-def _converted(
+def _convert_like_torch(
     key: str, slot: ParameterSlot, group: dict[str, Any], value: torch.Tensor
 ) -> torch.Tensor:
     """Return the state `value` in the dtype and on the device that ``load_state_dict`` gives it.
@@ -300,6 +300,7 @@ def _converted(
     # instead of the parameter: torch reads only its dtype and device
     owner = torch.empty(0, dtype=slot.owner.dtype, device=slot.owner.device)
     convert = torch.optim.Optimizer._process_value_according_to_param_policy
+    # 0: the number of the parameter, by which torch finds its group
     return convert(owner, value, 0, [{**group, "params": [0]}], key.rpartition(".")[2])
 
 
@@ -307,12 +308,12 @@ def _convert_nested(key: str, slot: ParameterSlot, group: dict[str, Any], value:
     """Return a nested state as torch's ``load_state_dict`` converts it.
 
     As in torch, a tensor in a dict is converted by its key, such as "step", and one in a list as a
-    state without a name. The arguments are as for `_converted`, except that `value` may be nested.
+    state without a name. The arguments are as for `_convert_like_torch`, but `value` may be nested.
     """
     import torch
 
     if isinstance(value, torch.Tensor):
-        return _converted(key, slot, group, value)
+        return _convert_like_torch(key, slot, group, value)
     if isinstance(value, dict):
         converted = copy(value)  # keeps the factory of a defaultdict
         for name, inner in value.items():
@@ -380,7 +381,7 @@ class OptimizerFilling(Filling):
         """
         records, saved = request.records, request.saved
         if request.module is None:
-            _check_optimizer(optimizer, 1 << 62)
+            _check_optimizer(optimizer, 1 << 62)  # any number of ranks: each loads its own part
         check_contract(optimizer)
         self.optimizer = optimizer
         self.cast = request.cast
@@ -415,9 +416,11 @@ class OptimizerFilling(Filling):
         }
         self.likes: dict[Any, torch.Tensor] = {}  # results of `_like`, by dtypes, device and group
         # by id of a parameter: the parameter, and the states that this load has created
-        self.made: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
-        places, alone = self._sort_states(saved)
-        self.numbers = self._read_scalars(request.read(sorted(alone)) if alone else {}, alone)
+        self.created: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
+        places, is_number_of = self._sort_states(saved)
+        stored = request.read(sorted(is_number_of)) if is_number_of else {}
+        # by (id of a parameter, state's name): the parameter's slot, and the value to set
+        self.values_to_set = self._convert_stored(stored, is_number_of)
         super().__init__(places)
         self._stage_exact_conversions()
         self.unsaved = self._list_unsaved()
@@ -436,7 +439,7 @@ class OptimizerFilling(Filling):
         device that torch would give the state.
         """
         state = record.state or ""
-        _, created_states = self.made.get(id(slot.owner), (None, {}))
+        _, created_states = self.created.get(id(slot.owner), (None, {}))
         if state in created_states:
             return created_states[state]
         state_value = self.optimizer.state.get(slot.owner, {}).get(state)
@@ -451,7 +454,7 @@ class OptimizerFilling(Filling):
 
     def _add_state(self, slot: ParameterSlot, state: str, value: Any) -> None:
         """Note a new state of a parameter's tensor, which `finish` adds to the optimizer."""
-        self.made.setdefault(id(slot.owner), (slot.owner, {}))[1][state] = value
+        self.created.setdefault(id(slot.owner), (slot.owner, {}))[1][state] = value
 
     def _is_number(self, key: str, slot: ParameterSlot, saved: Any, numbers: set[str]) -> bool:
         """Return whether the state `key` is to be a number: as saved, or as the optimizer has it.
@@ -472,21 +475,22 @@ class OptimizerFilling(Filling):
         """
         numbers = number_states(saved.param_groups)
         places: dict[str, Place] = {}
-        alone: dict[str, bool] = {}
+        is_number_of: dict[str, bool] = {}
         for key, record in self.records.items():
             slot = self.slots[record.parameter]
             if key in self.packed:
-                alone[key] = False
+                is_number_of[key] = False
                 continue
             like = self._like(key, slot, record)
             current = self._find_state(key, slot, record, like)
             number = self._is_number(key, slot, saved, numbers)
             is_scalar = record.shape != slot.shape and record.shape in ((), (1,))
+            # the parameters in a flat one share a scalar: it is not a part of a run
             if number or (is_scalar and (slot.run or current is None)):
-                alone[key] = number
+                is_number_of[key] = number
             else:
                 places[key] = self._place_of(key, slot, record, current, like)
-        return places, alone
+        return places, is_number_of
 
     def _like(self, key: str, slot: ParameterSlot, record: OptimizerRecord) -> torch.Tensor:
         """Return an empty tensor with the dtype and device that torch would give the state `key`.
@@ -510,11 +514,11 @@ class OptimizerFilling(Filling):
     def _convert(
         self, key: str, slot: ParameterSlot, group: dict[str, Any], value: torch.Tensor
     ) -> torch.Tensor:
-        """Return a state as torch would load it; see `_converted` for the arguments.
+        """Return a state as torch would load it; see `_convert_like_torch` for the arguments.
 
         An optimizer with its own load methods converts it itself: then only the device changes.
         """
-        converted = _converted(key, slot, group, value)
+        converted = _convert_like_torch(key, slot, group, value)
         return value.to(converted.device) if self.own_loader else converted
 
     def _place_of(
@@ -586,16 +590,16 @@ class OptimizerFilling(Filling):
             raise error
         return value
 
-    def _read_scalars(
-        self, arrays: dict[str, NDArray], alone: dict[str, bool]
+    def _convert_stored(
+        self, arrays: dict[str, NDArray], is_number_of: dict[str, bool]
     ) -> dict[tuple[int, str], tuple[ParameterSlot, Any]]:
-        """Return the values that `finish` sets, by (id of the owner, state's name).
+        """Return the slots and values that `finish` sets, by (id of the owner, state's name).
 
-        `arrays`: stored values by key. `alone`: of `_sort_states`. Raises CompatibilityError if
-        parameters in one flat parameter have different values.
+        `arrays`: stored values by key. `is_number_of`: of `_sort_states`. Raises CompatibilityError
+        if parameters in one flat parameter have different values.
         """
-        scalars: dict[tuple[int, str], tuple[ParameterSlot, Any]] = {}
-        first: dict[tuple[int, str], str] = {}
+        values_to_set: dict[tuple[int, str], tuple[ParameterSlot, Any]] = {}
+        first: dict[tuple[int, str], str] = {}  # first key of each state of a flat parameter
         for key, array in arrays.items():
             record = self.records[key]
             slot = self.slots[record.parameter]
@@ -612,8 +616,11 @@ class OptimizerFilling(Filling):
                 error.name = key
                 raise error
             first.setdefault(state_id, key)
-            scalars[state_id] = (slot, self._value_of(key, slot, array, number=alone[key]))
-        return scalars
+            values_to_set[state_id] = (
+                slot,
+                self._value_of(key, slot, array, number=is_number_of[key]),
+            )
+        return values_to_set
 
     def _list_unsaved(self) -> dict[str, tuple[ParameterSlot, str, Any]]:
         """Return states, by key, that the optimizer has and the checkpoint lacks.
@@ -629,11 +636,11 @@ class OptimizerFilling(Filling):
         return unsaved
 
     def _set_state(self, *, is_whole: bool) -> None:
-        """Convert numbers as the optimizer's ``__setstate__`` does at the end of a load.
+        """Convert `values_to_set` as the optimizer's ``__setstate__`` does at the end of a load.
 
         The optimizer itself is unchanged. `is_whole`: the load includes all of its states. Raises
         CompatibilityError if that fails; if the load is not whole, states that the optimizer
-        requires may be missing, and the numbers stay as read.
+        requires may be missing, and the values stay as read.
         """
         states: dict[Any, dict[str, Any]] = {}
         for slot, state, value in self.unsaved.values():
@@ -643,14 +650,14 @@ class OptimizerFilling(Filling):
         for key, record in self.records.items():
             slot, state = self.slots[record.parameter], record.state or ""
             if key in self.places:
-                current = self.made.get(id(slot.owner), (None, {}))[1].get(state)
+                current = self.created.get(id(slot.owner), (None, {}))[1].get(state)
                 value = (
                     self.optimizer.state.get(slot.owner, {}).get(state)
                     if current is None
                     else current
                 )
                 states.setdefault(slot.owner, {})[state] = value
-        for (_, state), (slot, value) in self.numbers.items():
+        for (_, state), (slot, value) in self.values_to_set.items():
             states.setdefault(slot.owner, {})[state] = value
         states = {owner: owner_states for owner, owner_states in states.items() if owner_states}
         pairs = zip(self.groups, self.optimizer.param_groups, strict=True)
@@ -664,8 +671,8 @@ class OptimizerFilling(Filling):
                 f"{type(self.optimizer).__name__} cannot take the saved states, which are of "
                 f"another optimizer: its __setstate__ raised {type(error).__name__}: {error}"
             ) from error
-        for state_id, (slot, _) in self.numbers.items():
-            self.numbers[state_id] = (slot, states[slot.owner][state_id[1]])
+        for state_id, (slot, _) in self.values_to_set.items():
+            self.values_to_set[state_id] = (slot, states[slot.owner][state_id[1]])
 
     def zero(self, name: str) -> None:
         """Register a state that the checkpoint lacks, to become zeros in `finish`.
@@ -697,9 +704,9 @@ class OptimizerFilling(Filling):
             return
         for slot, state, value in self.rest.values():
             self._drop_state(slot, state, value)
-        for owner, states in self.made.values():
+        for owner, states in self.created.values():
             self.optimizer.state[owner].update(states)
-        for (_, state), (slot, value) in self.numbers.items():
+        for (_, state), (slot, value) in self.values_to_set.items():
             self.optimizer.state[slot.owner][state] = value
         for group, values in zip(self.optimizer.param_groups, self.groups, strict=True):
             for key in group.keys() - values.keys() - NOT_VALUES:
@@ -720,9 +727,9 @@ class OptimizerFilling(Filling):
         for slot, state, value in self.unsaved.values():
             if (id(slot.owner), state) not in dropped:
                 states.setdefault(numbers[id(slot.owner)], {})[state] = value
-        for owner, values in self.made.values():
+        for owner, values in self.created.values():
             states.setdefault(numbers[id(owner)], {}).update(values)
-        for (owner_id, state), (_, value) in self.numbers.items():
+        for (owner_id, state), (_, value) in self.values_to_set.items():
             states.setdefault(numbers[owner_id], {})[state] = value
         groups = [
             {**values, **{key: group[key] for key in NOT_VALUES & group.keys()}}

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ....errors import CompatibilityError
-from .._tensors.state import refuse_unstorable
+from .._tensors.state import refuse_unstorable, restore_table
 from .module_names import by_name, unwrapped_name, wrapped_attribute
 
 if TYPE_CHECKING:
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
     import torch
 
-EXTRA = "_extra_state"
-# Hooks of torch's wrappers. They gather parameters and change names, which `dtensor_shards` and
-# `module_names` do too.
+EXTRA = "_extra_state"  # torch's key of an extra state, after the submodule's prefix
 # Of a load: missing keys, unexpected keys, texts of errors.
 _Problems: TypeAlias = "tuple[list[str], list[str], list[str]]"
+# Modules of the hooks of torch's wrappers. These hooks gather parameters and change names, which
+# `dtensor_shards` and `module_names` do too.
 _WRAPPER_HOOKS = ("torch.distributed.fsdp.", "torch.distributed.algorithms._checkpoint.")
 _HIDDEN = "_checkpoint_wrapped_module."  # a hook of the wrapper omits it from the keys
 
@@ -120,8 +120,8 @@ def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, buffer
 
 
-def _joined(name: str) -> str:
-    """Return the start of the names below a name."""
+def _prefix_below(name: str) -> str:
+    """Return the prefix of the names below a submodule's name: "a." for "a", "" for ""."""
     return name + "." if name else ""
 
 
@@ -142,14 +142,17 @@ def _with_tied(module: torch.nn.Module, chosen: set[int]) -> set[int]:
 
     Tied modules must load by their own methods too: the last write to shared memory counts.
     """
-    modules = list(module.modules())
-    storages = {id(m): {(_memory_of(t) or (0,))[0] for _, t in _tensors_of(m)} for m in modules}
+    # storages of the tensors of each module, by the module's id
+    storages = {
+        id(child): {(_memory_of(tensor) or (0,))[0] for _, tensor in _tensors_of(child)}
+        for child in module.modules()
+    }
     count = -1
     # until no module is added: a tied one may share memory with further ones
     while count != len(chosen):
         count = len(chosen)
-        shared = set().union(*(storages[number] for number in chosen))
-        chosen = {m for m in storages if m in chosen or not storages[m].isdisjoint(shared)}
+        shared = set().union(*(storages[module_id] for module_id in chosen))
+        chosen = chosen | {key for key, own in storages.items() if not own.isdisjoint(shared)}
     return chosen
 
 
@@ -203,16 +206,17 @@ class ModuleContract:
         self._metadata: Mapping[str, dict[str, Any]] = getattr(state, "_metadata", None) or {}
         self.units: list[Unit] = []
         self._unit_of: dict[str, Unit | None] = {}  # by the names of submodules
-        self._walk(module, "", "", None, set())
+        self._list_units(module, "", "", None, set())
         chosen = {id(child) for unit in self.units for child in _modules_of(unit)}
         if any(saves_itself(child) for child in module.modules()):
             chosen |= self._with_foreign_entries()
         if chosen:
+            # again, because the modules that are tied to units become units too
             chosen = _with_tied(module, chosen)
             self.units, self._unit_of = [], {}
-            self._walk(module, "", "", None, chosen)
+            self._list_units(module, "", "", None, chosen)
 
-    def _walk(
+    def _list_units(
         self, module: torch.nn.Module, prefix: str, name: str, unit: Unit | None, chosen: set[int]
     ) -> None:
         """List the submodules that load themselves, in torch's order, in `units` and `_unit_of`.
@@ -230,8 +234,8 @@ class ModuleContract:
         inner = wrapped_attribute(module)
         for key, child in module._modules.items():
             if child is not None:
-                below = name if key == inner else _joined(name) + key
-                self._walk(child, f"{prefix}{key}.", below, inherited, chosen)
+                below = name if key == inner else _prefix_below(name) + key
+                self._list_units(child, f"{prefix}{key}.", below, inherited, chosen)
 
     def _is_whole(self, module: torch.nn.Module, name: str) -> bool:
         """Return whether a module's own methods must load its children too.
@@ -252,10 +256,10 @@ class ModuleContract:
         Each must have an entry over the same elements (equal values are not enough), and there must
         be no further entries.
         """
-        start = _joined(name)
+        start = _prefix_below(name)
         expected, extra = {}, set()
         for path, child in module.named_modules(remove_duplicate=False):
-            below = _joined(start + unwrapped_name(module, path))
+            below = _prefix_below(start + unwrapped_name(module, path))
             expected.update({below + key: tensor for key, tensor in _tensors_of(child)})
             extra.add(below + EXTRA)
         entries = [key for key in self.entries if key.startswith(start) and key not in extra]
@@ -272,7 +276,7 @@ class ModuleContract:
         foreign = set()
         for path, child in self.module.named_modules(remove_duplicate=False):
             name = unwrapped_name(self.module, path)
-            expected = {_joined(name) + key: tensor for key, tensor in _tensors_of(child)}
+            expected = {_prefix_below(name) + key: tensor for key, tensor in _tensors_of(child)}
             keys = names.get(name, []) if expected or not wrapped_attribute(child) else []
             if not _entries_match(self.entries, keys, expected):
                 foreign.add(id(child))
@@ -300,7 +304,7 @@ class ModuleContract:
         """
         key: str | None = self._keys.get(name)
         if key is None:
-            return unit.prefix + name[len(_joined(unit.name)) :]
+            return unit.prefix + name[len(_prefix_below(unit.name)) :]
         # The recorded key may lack the wrapper's part that the unit's prefix has.
         visible_prefix = unit.prefix.replace(_HIDDEN, "")
         return key if key.startswith(unit.prefix) else unit.prefix + key[len(visible_prefix) :]
@@ -358,7 +362,7 @@ class ModuleContract:
         tree = unit.module.named_modules(remove_duplicate=False)
         for path, child in tree if unit.is_whole else [("", unit.module)]:
             name = unwrapped_name(self.module, (unit.prefix + path).rstrip("."))
-            yield _joined(name), child
+            yield _prefix_below(name), child
 
 
 def refuse_units(module: torch.nn.Module, wrapper: str) -> None:
@@ -410,6 +414,7 @@ class OwnLoad:
         self._metadata = metadata
         chosen = {id(unit) for unit in units}
         clones: dict[Any, torch.Tensor] = {}
+        # each tensor and its copy; each dict of parameters or buffers and its copy
         self._memory: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for unit in units:
@@ -425,14 +430,13 @@ class OwnLoad:
                         if memory not in clones:
                             clones[memory] = _copy_of(below + key, tensor)
                         self._memory.append((tensor, clones[memory]))
-        self._before = self._by_unit(
-            {
-                name: clones.get(_memory_of(value)) if _memory_of(value) in clones
-                else _copy_of(name, value)
-                for name, value in contract.entries.items()
-                if (owner := contract.unit_of(name)) is not None and id(owner) in chosen
-            }
-        )  # fmt: skip
+        copies = {}  # of the entries as they are now; memory is copied once
+        for name, value in contract.entries.items():
+            owner = contract.unit_of(name)
+            if owner is not None and id(owner) in chosen:
+                memory = _memory_of(value)
+                copies[name] = clones[memory] if memory in clones else _copy_of(name, value)
+        self._before = self._by_unit(copies)
 
     def _by_unit(self, entries: Mapping[str, object]) -> list[dict[str, Any]]:
         """Return for each unit its part of `entries`, by the keys of torch's state dict."""
@@ -483,8 +487,7 @@ class OwnLoad:
             if errors:
                 failures[name] = f"{name!r}: {errors[0]}"
         for table, before in self._tables:  # a load may replace parameters
-            table.clear()
-            table.update(before)
+            restore_table(table, before)
         with torch.no_grad():
             for tensor, clone in self._memory:
                 if tensor.shape == clone.shape:
@@ -542,6 +545,7 @@ def _load_module(
     """
     from torch.nn.modules.module import _IncompatibleKeys
 
+    # True, strict: all problems are listed, and `OwnLoad.apply` decides which of them are errors
     module._load_from_state_dict(state, prefix, metadata.get(prefix[:-1], {}), True, *problems)
     if not is_whole:
         return

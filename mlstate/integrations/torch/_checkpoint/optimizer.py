@@ -186,7 +186,7 @@ def _state_forms(values: list[Mapping[str, object]]) -> dict[str, Any]:
     name, of each parameter of the group. Values other than tensors and numbers are stored as nested
     values, and so are numbers if another parameter has a tensor as this state.
     """
-    others: dict[str, list[int]] = {}
+    others: dict[str, list[int]] = {}  # positions of values that are not tensors, by state
     tensors: set[str] = set()
     numbers: set[str] = set()
     for position, states in enumerate(values):
@@ -199,9 +199,9 @@ def _state_forms(values: list[Mapping[str, object]]) -> dict[str, Any]:
                     numbers.add(state)
     packed_positions = {}
     for state, positions in others.items():
-        odd = [i for i in positions if state in tensors or not is_number(values[i][state])]
-        if odd:
-            packed_positions[state] = odd
+        nested = [i for i in positions if state in tensors or not is_number(values[i][state])]
+        if nested:
+            packed_positions[state] = nested
     forms: dict[str, Any] = {}
     if numbers - tensors:
         forms[NUMBERS] = sorted(numbers - tensors)
@@ -375,8 +375,9 @@ def _is_valid_shape(
         return False
     if len(have) == len(want):
         return all(a in (1, b) for a, b in zip(have, want, strict=True))
-    rest = iter(want)
-    return all(any(a == b for b in rest) for a in have)
+    # whether `have` is a subsequence of `want`: each search continues after the last match
+    axes_left = iter(want)
+    return all(any(a == b for b in axes_left) for a in have)
 
 
 def refuse_unfit(
@@ -420,8 +421,7 @@ def refuse_unfit(
         lines.append(f"Unexpected parameter(s): {join([repr(name) for name in unknown])}.")
         have_state = {key.rpartition(".")[0] for key in states}
         free = [name for name in named if name not in have_state]
-        names = dict.fromkeys(have_state), dict.fromkeys(named)
-        _, hint = rename_hint(*names, list(unknown), free)
+        _, hint = rename_hint(dict.fromkeys(have_state), dict.fromkeys(named), list(unknown), free)
         lines += [f"{hint}."] if hint else []
     lines += [
         f"size mismatch for {key}: shape {have} in the state, the parameter has shape {want}."
@@ -446,7 +446,7 @@ def _copy_unwritable(arrays: dict[str, Any]) -> dict[str, Any]:
     sharable_arrays = {
         n: a for n, a in writable.items() if isinstance(a, np.ndarray) and sharable(a)
     }
-    for _, _, names in clusters(sharable_arrays):
+    for _, _, names in clusters(sharable_arrays):  # names of arrays that overlap in memory
         for name in names[1:]:
             writable[name] = writable[name].copy()
     return writable

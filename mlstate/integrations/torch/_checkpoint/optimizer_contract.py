@@ -44,7 +44,7 @@ _MOST_BYTES = 65536  # of arrays in a value of a group: the manifest contains th
 def equal_values(a: Any, b: Any) -> bool:
     """Return whether nested values are equal and have equal types; NaN equals NaN.
 
-    Two DTensors are equal only if they are the same object.
+    DTensors, sparse tensors and meta tensors are equal only if they are the same object.
     """
     import torch
 
@@ -56,8 +56,10 @@ def equal_values(a: Any, b: Any) -> bool:
         facts = [(t.dtype, t.shape, t.requires_grad) for t in (a, b)]
         if facts[0] != facts[1] or hasattr(a, "device_mesh"):
             return False
+        if any(t.layout != torch.strided or t.is_meta for t in (a, b)):
+            return False
         a, b = a.detach().cpu(), b.detach().cpu()
-        return bool(torch.equal(a, b) or torch.allclose(a, b, 0.0, 0.0, equal_nan=True))
+        return bool(torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True))
     if isinstance(a, np.ndarray | np.generic):
         return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
     if isinstance(a, dict):
@@ -158,7 +160,7 @@ def quoted(names: Iterable[object]) -> str:
     return join([repr(name) for name in names])
 
 
-def _overridden(optimizer: torch.optim.Optimizer, name: str) -> bool:
+def _is_overridden(optimizer: torch.optim.Optimizer, name: str) -> bool:
     """Return whether the optimizer's method `name` is not one of torch's."""
     method = getattr(type(optimizer), name)
     module = str(getattr(method, "__module__", None))
@@ -178,7 +180,9 @@ def has_own_state_dict(optimizer: torch.optim.Optimizer) -> bool:
     """
     has_property = isinstance(vars(type(optimizer)).get("state"), property)
     return (
-        has_property or _overridden(optimizer, "state_dict") or _has_hooks(optimizer, "state_dict")
+        has_property
+        or _is_overridden(optimizer, "state_dict")
+        or _has_hooks(optimizer, "state_dict")
     )
 
 
@@ -189,7 +193,7 @@ def has_own_loader(optimizer: torch.optim.Optimizer) -> bool:
     """
     names = ("load_state_dict", "__setstate__", "_process_value_according_to_param_policy")
     return (
-        any(_overridden(optimizer, name) for name in names)
+        any(_is_overridden(optimizer, name) for name in names)
         or _has_hooks(optimizer, "load_state_dict")
         or has_own_state_dict(optimizer)
     )

@@ -111,6 +111,7 @@ def _is_equal(first: Any, second: Any) -> bool:
 
 
 def _name(keys: tuple[Any, ...]) -> str:
+    """Return the name in errors of the value at the path `keys`: the keys joined by dots."""
     return ".".join(map(str, keys))
 
 

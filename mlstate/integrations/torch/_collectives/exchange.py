@@ -97,11 +97,10 @@ class Link(ExchangeLink):
             return
         from torch.distributed.distributed_c10d import AllToAllOptions
 
-        # alltoall would also send to this rank: its items become empty
-        pending = [[*parts] for parts in (receives, sends)]
-        for parts in pending:
+        outputs, inputs = [*receives], [*sends]
+        for parts in (outputs, inputs):  # alltoall would also send to this rank
             parts[self.rank] = parts[self.rank][:0]
-        self.wait(self._group.alltoall(*pending, self._timed(AllToAllOptions())))
+        self.wait(self._group.alltoall(outputs, inputs, self._timed(AllToAllOptions())))
 
     def _messages(
         self, sends: Sequence[torch.Tensor], receives: Sequence[torch.Tensor]
@@ -144,7 +143,7 @@ class Link(ExchangeLink):
 
         try:
             backend = self._group._get_backend(torch.device("cpu")).name()
-        except RuntimeError:  # a group of Python has none
+        except RuntimeError:  # a group that Python implements has no backend
             return []
         if backend != "gloo":
             return []
@@ -201,7 +200,7 @@ class Link(ExchangeLink):
 
 
 def _sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype for sums of tensors of `dtype`: float32 for narrower floats."""
+    """Return the dtype for sums of tensors of `dtype`: float32 or complex64 for narrower ones."""
     import torch
 
     if dtype.is_floating_point and dtype.itemsize < 4:
@@ -221,8 +220,8 @@ def _view_signed(parts: list[torch.Tensor], op: str) -> tuple[list[torch.Tensor]
     if name not in ("uint16", "uint32", "uint64"):
         return parts, 0
     signed = getattr(torch, name[1:])
-    shift = 0 if op == "sum" else torch.iinfo(signed).min
-    return [part.view(signed) for part in parts], shift
+    offset = 0 if op == "sum" else torch.iinfo(signed).min
+    return [part.view(signed) for part in parts], offset
 
 
 def reduce_parts(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> None:
@@ -232,15 +231,17 @@ def reduce_parts(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> N
     """
     import torch
 
-    (*views, target), shift = _view_signed([*parts, out], op)
-    wide = _sum_dtype(target.dtype)
+    (*views, target), order_offset = _view_signed([*parts, out], op)
+    sum_dtype = _sum_dtype(target.dtype)
     for start in range(0, len(target), _BLOCK):
         block = slice(start, start + _BLOCK)
-        total = views[0][block].to(wide, copy=True)
-        total.add_(shift) if shift else None
+        total = views[0][block].to(sum_dtype, copy=True)
+        if order_offset:
+            total.add_(order_offset)
         for view in views[1:]:
-            other = view[block].to(wide)
-            other = other + shift if shift else other
+            other = view[block].to(sum_dtype)
+            if order_offset:
+                other = other + order_offset
             if op == "min":
                 torch.minimum(total, other, out=total)
             elif op == "max":
@@ -250,5 +251,6 @@ def reduce_parts(parts: Sequence[torch.Tensor], op: str, out: torch.Tensor) -> N
         if op == "mean":  # divide real and imaginary parts, as all groups do
             real = torch.view_as_real(total) if total.is_complex() else total
             real.div_(len(views))
-        total.sub_(shift) if shift else None
+        if order_offset:
+            total.sub_(order_offset)
         target[block].copy_(total)

@@ -75,8 +75,9 @@ def _put(flat: torch.Tensor, place: Any) -> None:
         return
     if not place.nbytes:
         return
-    native = place.dtype.newbyteorder("=") if flat.dtype.itemsize > 1 else place.dtype
-    place[...] = as_bytes(flat.cpu()).numpy().view(native).reshape(place.shape)
+    # torch's elements are in native order; bytes are as another rank's array had them
+    dtype = place.dtype.newbyteorder("=") if flat.dtype.itemsize > 1 else place.dtype
+    place[...] = as_bytes(flat.cpu()).numpy().view(dtype).reshape(place.shape)
 
 
 @set_module("mlstate.integrations.torch")
@@ -183,7 +184,7 @@ class TorchGroup(Engine):
         except CollectiveError:  # from the check, on every rank
             raise
         except BaseException as error:
-            ended = self._ended
+            ended = self._ended  # not empty if `abort` or `close` was called meanwhile
             if link.began or isinstance(error, RuntimeError):  # ranks are out of step
                 self._ended = ended or f"broken by {call.name}, which failed"
             if not isinstance(error, RuntimeError):  # torch raises only RuntimeError
@@ -281,7 +282,7 @@ class TorchGroup(Engine):
             return texts
 
         texts: list[bytes] = self._submit(
-            Call("gather_bytes", check_timeout(timeout), False, "to None"), perform
+            Call("gather_bytes", check_timeout(timeout), async_op=False, text="to None"), perform
         )
         return texts
 

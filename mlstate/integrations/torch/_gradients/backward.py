@@ -197,12 +197,12 @@ class ModuleHooks(Hooks):
         calls `drop_full`.
         """
         for units in buckets:
-            kinds: dict[object, list[tuple[FSDPShardingUnit, torch.nn.Parameter]]] = {}
+            messages: dict[object, list[tuple[FSDPShardingUnit, torch.nn.Parameter]]] = {}
             for unit in units:
                 if unit.local_gradient is not None:
                     used = self.parameters[unit.parameter_name]
-                    kinds.setdefault((used.dtype, used.device), []).append((unit, used))
-            for pairs in kinds.values():
+                    messages.setdefault((used.dtype, used.device), []).append((unit, used))
+            for pairs in messages.values():
                 _gather_pairs(group, pairs, timeout)
         self.add_earlier()
 
@@ -427,12 +427,12 @@ def _gather_pairs(
     own_parts = torch.cat([u.local_gradient.detach().reshape(-1).to(p.dtype) for u, p in pairs])
     counts = [sum(unit.counts[rank] for unit, _ in pairs) for rank in range(group.world_size)]
     gathered = group.all_gather(own_parts, counts=counts, timeout=timeout)
-    ranks = [
-        part.split([unit.counts[rank] for unit, _ in pairs])
-        for rank, part in enumerate(gathered.split(counts))
+    parts_by_rank = [
+        message.split([unit.counts[rank] for unit, _ in pairs])
+        for rank, message in enumerate(gathered.split(counts))
     ]
     for number, (_, parameter) in enumerate(pairs):
-        full = torch.cat([parts[number] for parts in ranks]).view(parameter.shape)
+        full = torch.cat([parts[number] for parts in parts_by_rank]).view(parameter.shape)
         if parameter.grad is None:  # not used in this pass
             parameter.grad = full
         else:

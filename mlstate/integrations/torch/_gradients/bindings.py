@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .._tensors.state import table_value
+
 if TYPE_CHECKING:
     from collections.abc import Collection
 
@@ -35,7 +37,8 @@ class Bindings:
         `hooked`: names of the parameters that have hooks.
         """
         self._module = module
-        by_id = {id(p): name in hooked for name, p in module.named_parameters()}
+        # a shared parameter has its hook under its first name
+        has_hook = {id(p): name in hooked for name, p in module.named_parameters()}
         self._bindings: list[_Binding] = []
         self._tables: list[tuple[dict[str, Any], int]] = []  # and their lengths
         for path, child in module.named_modules():
@@ -43,8 +46,16 @@ class Bindings:
             for key, parameter in child._parameters.items():
                 if parameter is not None:
                     name = f"{path}.{key}" if path else key
-                    facts = (parameter._cdata, by_id[id(parameter)], not parameter.requires_grad)
-                    self._bindings.append(_Binding(child._parameters, key, parameter, name, *facts))
+                    binding = _Binding(
+                        child._parameters,
+                        key,
+                        parameter,
+                        name,
+                        address=parameter._cdata,
+                        has_hook=has_hook[id(parameter)],
+                        was_frozen=not parameter.requires_grad,
+                    )
+                    self._bindings.append(binding)
 
     def change(self) -> tuple[str, str]:
         """Return the name of a parameter that was replaced, added or unfrozen, and a text on it.
@@ -53,7 +64,7 @@ class Bindings:
         gradient.
         """
         for binding in self._bindings:
-            current = binding.table.get(binding.key)
+            current = table_value(binding.table, binding.key)
             if current is binding.parameter:
                 if not binding.has_hook and binding.was_frozen and current.requires_grad:
                     return binding.name, f"{binding.name!r} was unfrozen"

@@ -93,11 +93,11 @@ def all_reduce_with(
 class _Pass(PassErrors):
     """Errors and state of one backward pass."""
 
-    is_lost = False  # ranks are out of step, or the group is broken
+    is_lost = False  # ranks are out of step, or the group is broken: reduce no more buckets
 
     def __init__(self, *, is_idle: bool) -> None:
         self.is_idle = is_idle  # no inputs left: `join` calls the hook outside of a pass
-        if is_idle:
+        if is_idle:  # without a pass, nothing calls back: `reduce` raises the errors
             self.errors = []
         else:
             super().__init__()
@@ -182,8 +182,8 @@ class _Buckets:
         `index`: of the bucket. `parts`: its gradients by name. Otherwise the error is added to
         `current` on every rank, and `buffer` is unchanged.
         """
-        bad = (
-            [name for name, (_, n) in norm_partials(parts).items() if n]
+        nonfinite_names = (
+            [name for name, (_, count) in norm_partials(parts).items() if count]
             if self._refuses_nonfinite
             else []
         )
@@ -192,17 +192,18 @@ class _Buckets:
         settings = {"op": "mean", "divide_by_initial_world_size": divides_by_all}
         check = ConsistencyCheck(self._group, self._timeout, settings)
         check.sequence = index
-        flags = (REFUSED if bad else 0) | (IDLE if current.is_idle else 0)
-        headers, count = check.exchange_buckets(facts, {}, len(bad), flags)
-        if count:
+        flags = (REFUSED if nonfinite_names else 0) | (IDLE if current.is_idle else 0)
+        # all buckets have the settings that `check` has: {}
+        headers, agreed_count = check.exchange_buckets(facts, {}, len(nonfinite_names), flags)
+        if agreed_count:
             active = [header for header in headers if not header.flags & IDLE]
             self._average(buffer, len(headers) if divides_by_all else len(active))
             return
         # ranks with another bucket number or other parameters cannot agree on later buckets either
-        current.is_lost = len({header[1:3] for header in headers}) > 1
-        problems = dict.fromkeys(bad, "NaN or infinite elements")
-        listed = [(n, fact, problems.get(n, "")) for n, fact in zip(parts, facts, strict=True)]
-        failures = check.find_failures(listed, {}, has_ended=False).failures
+        current.is_lost = len({(header.sequence, header.digest) for header in headers}) > 1
+        problems = dict.fromkeys(nonfinite_names, "NaN or infinite elements")
+        entries = [(n, fact, problems.get(n, "")) for n, fact in zip(parts, facts, strict=True)]
+        failures = check.find_failures(entries, {}, has_ended=False).failures
         lines = [f"{name!r}: {reason}" for name, (_, reason) in failures.items()]
         more = f"; {len(lines) - 5} more" if len(lines) > 5 else ""
         error = failed(
@@ -210,7 +211,6 @@ class _Buckets:
             self._group.rank,
             f"bucket {index} was not reduced: {'; '.join(lines[:5])}{more}",
         )
-        for name, (rank, _) in failures.items():
-            error.name, error.rank = name, rank
-            break
+        if failures:
+            error.name, (error.rank, _) = next(iter(failures.items()))
         current.errors.append(error)

@@ -101,10 +101,13 @@ def _check_mesh(name: str, parameter: Any, group: Any) -> None:
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None:
         return
-    cuts = [dim for dim, placement in enumerate(parameter.placements) if placement.is_shard()]
-    among = [(mesh.get_local_rank(dim), mesh.size(dim)) for dim in cuts]
-    if among and (group.rank, group.world_size) not in among:
-        sizes = " and ".join(f"{size} ranks, of which this is {rank}" for rank, size in among)
+    sharded_dims = [
+        dim for dim, placement in enumerate(parameter.placements) if placement.is_shard()
+    ]
+    # this rank's coordinate in each of these dimensions of the mesh, and the dimension's size
+    coordinates = [(mesh.get_local_rank(dim), mesh.size(dim)) for dim in sharded_dims]
+    if coordinates and (group.rank, group.world_size) not in coordinates:
+        sizes = " and ".join(f"{size} ranks, of which this is {rank}" for rank, size in coordinates)
         raise ValueError(
             f"{name} is sharded among {sizes}; the group has {group.world_size}, of which this is "
             f"{group.rank}"
@@ -121,7 +124,7 @@ class _Reduction:
         self._free: dict[Any, torch.Tensor] = {}  # buffer to use again, by dtype
         self._errors: weakref.ref[PassErrors] | None = None  # dead after the backward pass
 
-    def take(self, count: int, dtype: Any) -> torch.Tensor:
+    def take_buffer(self, count: int, dtype: Any) -> torch.Tensor:
         """Return memory for `count` elements: another module's buffer if large enough, else new."""
         import torch
 
@@ -145,12 +148,12 @@ class _Reduction:
         ranks, rank = self._group.world_size, self._group.rank
         unit = FSDPShardingUnit(name, source.shape, source.dtype, rank, world_size=ranks)
         unit.local_gradient = out
-        rest: list[Entry] | None = [Entry(unit, source)]
+        entries: list[Entry] | None = [Entry(unit, source)]
         terms = self._terms._replace(divisor=divisor)
         session = Session(self._reducer)
         try:
-            while rest:  # again with the entries on which all ranks agree, if some differ
-                _, rest = session.reduce([FullBucket(rest, terms)], rest)
+            while entries:  # again with the entries on which all ranks agree, if some differ
+                _, entries = session.reduce([FullBucket(entries, terms)], entries)
             session.finish("backward pass")
         except CollectiveError as error:
             if error.name != name:  # the group is broken
@@ -176,7 +179,7 @@ class _ReduceScatter:
     def __init__(self, name: str, shared: _Reduction) -> None:
         self._name = name
         self._shared = shared
-        self._is_input = False
+        self._is_input = False  # whether the last `allocate` was for an input
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device | str
@@ -190,7 +193,7 @@ class _ReduceScatter:
 
         self._is_input = not self._is_input
         if self._is_input and torch.device(device).type == "cpu":
-            return self._shared.take(prod(size), dtype)
+            return self._shared.take_buffer(prod(size), dtype)
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -234,6 +237,6 @@ def _divisor(op: Any, ranks: int) -> float:
     if kind == ReduceOp.AVG:
         return float(ranks)
     if kind == ReduceOp.PREMUL_SUM:
-        factor = op.__getstate__()[1]
+        _, factor = op.__getstate__()  # torch has no other access to it
         return 1.0 / float(factor)
     raise ValueError(f"FSDP2 asks for {op}, expected SUM, AVG or PREMUL_SUM")

@@ -55,16 +55,16 @@ def apply_delta(target: torch.Tensor, gaps: NDArray, values: NDArray, log: UndoL
     if new.shape != numbers.shape:
         raise FormatError(f"a delta has {numbers.numel()} gaps for {new.numel()} values")
     bits = _bits_of(target)
-    place: tuple[torch.Tensor, ...] = (numbers,)
+    indices: tuple[torch.Tensor, ...] = (numbers,)
     if target.is_contiguous():
         bits = bits.view(-1)
-    else:
-        place = torch.unravel_index(numbers, target.shape)
+    else:  # a flat view would be a copy
+        indices = torch.unravel_index(numbers, target.shape)
     if log is not None:
-        old = bits[place].view(target.dtype)
+        old = bits[indices].view(target.dtype)
         log.append((target, gaps, arrays_of({"old": old.cpu()})["old"]))
     with torch.inference_mode():
-        bits[place] = _bits_of(new)
+        bits[indices] = _bits_of(new)
 
 
 def tensor_crc32c(tensor: torch.Tensor) -> int:
@@ -133,6 +133,7 @@ def _numbers_of(gaps: torch.Tensor, elements: int) -> torch.Tensor:
 
     units = gaps.to(torch.int64)
     escapes = units == (255 if gaps.element_size() == 1 else 65535)
+    # a unit that ends a gap also counts its changed element
     numbers = torch.cumsum(units + ~escapes, 0)[~escapes] - 1
     if len(units) and bool(escapes[-1]):
         raise FormatError("gaps of a delta end within a gap: the delta is cut")

@@ -40,7 +40,7 @@ def _fits(length: int, move: KVMove, position: int) -> bool:
     return position <= move.target_length and (move.compact or length <= move.target_length)
 
 
-def _are_core_readable(source: torch.Tensor, out: torch.Tensor) -> bool:
+def _can_core_move(source: torch.Tensor, out: torch.Tensor) -> bool:
     """Return whether the core can do the move from `source` to `out`, an array or tensor.
 
     It must be able to read `source` and write `out` in main memory, neither may be part of
@@ -129,7 +129,7 @@ def move_kv(source: torch.Tensor, move: KVMove, out: Any) -> Any:
     import torch
 
     compiling = torch.compiler.is_compiling()
-    if out is not None and move.dtype is None and not compiling and _are_core_readable(source, out):
+    if out is not None and move.dtype is None and not compiling and _can_core_move(source, out):
         _core.kv_move(source, move, out)
         if isinstance(out, torch.Tensor):
             note_written([out])
@@ -153,15 +153,15 @@ def move_kv(source: torch.Tensor, move: KVMove, out: Any) -> Any:
         return _move_with_torch(source, resolved, out)
     if out is not None:
         refuse_graph(source, out)
-    by_torch = not is_core_readable(source) or needs_graph(source)
+    uses_torch = not is_core_readable(source) or needs_graph(source)
     if isinstance(out, torch.Tensor):
-        by_torch = by_torch or not is_core_writable(out)
-    elif by_torch and out is not None:  # copy to the CPU: the array is in main memory
-        source, by_torch = source.detach().cpu().as_subclass(torch.Tensor), False
-    if by_torch:
+        uses_torch = uses_torch or not is_core_writable(out)
+    elif uses_torch and out is not None:  # copy to the CPU: the array is in main memory
+        source, uses_torch = source.detach().cpu().as_subclass(torch.Tensor), False
+    if uses_torch:
         _check_values(source, dtype if out is None else out.dtype, move.pad_value)
-        length, position = index(move.target_length), index(position)
-        resolved = KVMove(length, position, axis, pad_value=move.pad_value, dtype=dtype)
+        target_length, position = index(move.target_length), index(position)
+        resolved = KVMove(target_length, position, axis, pad_value=move.pad_value, dtype=dtype)
         if out is not None:
             _check_out(out, source, resolved, is_exact=move.dtype is not None)
         return _move_with_torch(source, resolved, out)

@@ -112,10 +112,10 @@ def reduce_state(state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
             if pair is not None:
                 forms[name], arrays[name] = pair
     values.update(share(arrays, pack=True))
-    kind = type(state)
-    own_class = _own_classes().get(kind.__name__)
+    cls = type(state)
+    own_class = _own_classes().get(cls.__name__)
     return restore_state, (
-        kind.__name__ if kind is own_class else kind,
+        cls.__name__ if cls is own_class else cls,
         _attributes(state),
         values,
         forms,

@@ -102,9 +102,9 @@ def kv_quantize(
     # exact too.
     edge, scale = torch.where(from_low, low, high), torch.where(from_low, size, -size)
     steps = (edge / scale).round()
-    moves = steps.abs() > 0
-    scale = torch.where(moves, edge / steps, scale)
-    bias = torch.where(moves, edge, torch.zeros_like(edge))
+    has_steps = steps.abs() > 0  # otherwise the edge is nearer to 0 than half a step
+    scale = torch.where(has_steps, edge / steps, scale)
+    bias = torch.where(has_steps, edge, torch.zeros_like(edge))
     numbers = ((x - bias) / scale).clamp_(0, levels).round_().to(torch.int32).flatten(-2)
     codes.view(torch.int32).copy_(_words_of_codes(numbers, bits))
     scales.copy_(scale.squeeze(-1))

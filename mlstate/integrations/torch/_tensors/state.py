@@ -77,6 +77,28 @@ def state_dict_of(module: torch.nn.Module) -> Mapping[str, Any]:
         raise
 
 
+def table_value(table: Any, key: str) -> Any:
+    """Return a value of a module's dict of parameters or buffers; None if it lacks the key.
+
+    A scripted module's is not a dict: it has no `get`.
+    """
+    return table[key] if key in table else None  # noqa: SIM401
+
+
+def restore_table(table: Any, content: Mapping[str, object]) -> None:
+    """Give a module's dict of parameters or buffers its former content.
+
+    A scripted module's is not a dict: its keys cannot change, and replaced values are set.
+    """
+    if isinstance(table, dict):
+        table.clear()
+        table.update(content)
+        return
+    for key, value in content.items():
+        if table[key] is not value:
+            table[key] = value
+
+
 def explain_unsupported_tensor(tensor: torch.Tensor) -> str:
     """Return why a tensor is not plain memory, with a remedy; empty if it is.
 
@@ -324,8 +346,8 @@ def share(arrays: Mapping[str, NDArray], *, pack: bool = False) -> dict[str, tor
     """
     tensors: dict[str, torch.Tensor] = {}
     # One object under several names is one tensor.
-    first = {id(array): name for name, array in reversed(list(arrays.items()))}
-    distinct = {name: arrays[name] for name in first.values()}
+    first_name = {id(array): name for name, array in reversed(list(arrays.items()))}
+    distinct = {name: arrays[name] for name in first_name.values()}
     for start, end, names in clusters(distinct):
         members = [distinct[name] for name in names]
         if len(members) > 1 and all(
@@ -337,7 +359,7 @@ def share(arrays: Mapping[str, NDArray], *, pack: bool = False) -> dict[str, tor
         else:
             shared_tensors = [tensor_over(array) for array in members]
         tensors.update(zip(names, shared_tensors, strict=True))
-    return {name: tensors[first[id(array)]] for name, array in arrays.items()}
+    return {name: tensors[first_name[id(array)]] for name, array in arrays.items()}
 
 
 def sharable(array: NDArray) -> bool:

@@ -25,7 +25,7 @@ class _Layouts(NamedTuple):
     layers: list[Layout]
     cross_class_name: str | None  # of an encoder-decoder cache
     cross_layers: list[Layout]
-    capacity: int | None
+    capacity: int | None  # of the state's spec when it was made
     added_class: str | None = None  # of the layers that the cache adds as a model uses them
     cross_added_class: str | None = None
 
@@ -185,15 +185,16 @@ def to_cache(state: CacheState, into: Any = None) -> Any:
     cache = _new_cache(state) if into is None else into
     check_cache(cache, "into")
     decoder, cross = _parts_of(cache, "into")
-    added = _missing_layers(state, decoder, ""), _missing_layers(state, cross, _CROSS)
-    for index, layer in enumerate([*decoder.layers, *added[0]]):
+    added = _missing_layers(state, decoder, "")
+    cross_added = _missing_layers(state, cross, _CROSS)
+    for index, layer in enumerate([*decoder.layers, *added]):
         filler.plan(layer, index)
-    for index, layer in enumerate([] if cross is None else [*cross.layers, *added[1]]):
+    for index, layer in enumerate([] if cross is None else [*cross.layers, *cross_added]):
         filler.plan(layer, index, _CROSS)
     filler.write_all()
-    decoder.layers.extend(added[0])
+    decoder.layers.extend(added)
     if cross is not None:
-        cross.layers.extend(added[1])
+        cross.layers.extend(cross_added)
         cache.is_updated = {
             index: f"{_CROSS}{index}.keys" in filler.used for index in range(len(cross.layers))
         }
@@ -246,35 +247,36 @@ def _new_layer(state: LaidOutState, layouts: _Layouts, index: int) -> Any:
     if "max_cache_len" not in layout.options:
         return new_layer(layout)
     # positions of the layer that `from_cache` was given
-    before = layout.options.get("sliding_window", layout.options["max_cache_len"])
-    is_window = layout.options["max_cache_len"] > before  # the cache exceeded it
+    old_positions = layout.options.get("sliding_window", layout.options["max_cache_len"])
+    # whether they are the window: the cache was longer
+    is_window = layout.options["max_cache_len"] > old_positions
     name = f"{index}.keys"
     entry = spec._by_name.get(name)
-    positions = before
+    positions = old_positions
     if entry is not None:
         positions = entry.seq_length or 0
-    elif spec.capacity is not None and before == layouts.capacity:
+    elif spec.capacity is not None and old_positions == layouts.capacity:
         positions = spec.capacity
     if "sliding_window" not in layout.options:
         return new_layer(layout, max_cache_len=positions)
-    if not is_window and _has_grown(state, layouts, before):
+    if not is_window and _has_grown(state, layouts, old_positions):
         text = (
-            f"layer {index} was as long as its cache of {before} positions, so its window is "
-            "unknown: pass into=StaticCache(model.config, max_cache_len)"
+            f"layer {index} was as long as its cache of {old_positions} positions, so its window "
+            "is unknown: pass into=StaticCache(model.config, max_cache_len)"
         )
         raise incompatible(text, name, "into=", None)
     if not is_window:
         return new_layer(layout, max_cache_len=positions, sliding_window=positions)
     # + 1 if the cache is longer than the window: the new layer must know this too
-    longest = max(spec.capacity or 0, positions + (positions == before))
+    longest = max(spec.capacity or 0, positions + (1 if positions == old_positions else 0))
     return new_layer(layout, max_cache_len=longest)
 
 
-def _has_grown(state: LaidOutState, layouts: _Layouts, before: int) -> bool:
-    """Return whether `resize` made a cache of `before` positions longer.
+def _has_grown(state: LaidOutState, layouts: _Layouts, old_positions: int) -> bool:
+    """Return whether `resize` made a cache of `old_positions` positions longer.
 
     Without full layers, only the request shows it: an entry does not outgrow its window.
     """
     if layouts.capacity is None:
-        return (state.requested_capacity or 0) > before
-    return (state.capacity or 0) > layouts.capacity == before
+        return (state.requested_capacity or 0) > old_positions
+    return (state.capacity or 0) > layouts.capacity == old_positions

@@ -81,7 +81,7 @@ class Filler(EntryPlan):
 
 
 class _Place(NamedTuple):
-    """A layer of transformers that is being planned."""
+    """A layer of transformers whose writes are being planned."""
 
     filler: Filler
     layer: Any
@@ -148,7 +148,7 @@ class _Place(NamedTuple):
         self.filler.writes.append(call)
 
 
-def _joined(pieces: list[Any], like: Any, axis: int) -> Any:
+def _join_pieces(pieces: list[Any], like: Any, axis: int) -> Any:
     """Return `pieces` of tokens as one tensor along `axis`: a view if there is one piece.
 
     Without pieces, the result is an empty view of `like`.
@@ -172,7 +172,7 @@ def _are_same(first: Any, second: Any) -> bool:
     )
 
 
-def _set(tensor: Any, value: int) -> None:
+def _set_all(tensor: Any, value: int) -> None:
     """Set all elements of a tensor, also of one that was created in inference mode."""
     import torch
 
@@ -262,7 +262,7 @@ def _plan_dynamic(at: _Place) -> None:
         for entry, part in zip(entries, parts, strict=True):
             _check_replaced(at, entry, tensor_of(layer, at.where, part))
     count = _needed_tokens(at, entries)
-    keys, values = (_joined(at.tokens(e, count), at.tensor(e), 2) for e in entries)
+    keys, values = (_join_pieces(at.tokens(e, count), at.tensor(e), 2) for e in entries)
 
     def write() -> None:
         layer.lazy_initialization(keys, values)
@@ -279,29 +279,30 @@ def _plan_fp8(at: _Place) -> None:
     ``keys`` and ``values`` of such a state are empty: they have the dtype before quantization.
     """
     layer = at.layer
-    initialized = value_of(layer, at.where, "is_initialized", bool)
+    is_initialized = value_of(layer, at.where, "is_initialized", bool)
     codes = at.both("full", prefix="quantized_")
     if not codes:
-        at.require_empty(initialized)
+        at.require_empty(is_initialized)
         return
-    rest = at.both("opaque")
+    unquantized = at.both("opaque")
     scales = [at.entry(f"quantized_{part}.scale", "opaque") for part in ("keys", "values")]
-    if len(rest) != 2 or scales[0] is None or scales[1] is None:
+    if len(unquantized) != 2 or scales[0] is None or scales[1] is None:
         text = f"layer {at.where} lacks the scale or the dtype of its codes"
         raise incompatible(text, at.where, "keys, values and two scales", "less")
     for code in codes:
         if at.tensor(code).dtype != layer.fp8_dtype:
             text = f"the codes are {code.dtype}, those of layer {at.where} {layer.fp8_dtype}"
             raise entry_error(code.name, text, layer.fp8_dtype, code.dtype)
-    keys, values = (at.tensor(entry) for entry in rest)
-    if initialized:
-        for code, entry, part in zip(codes, rest, ("keys", "values"), strict=True):
+    keys, values = (at.tensor(entry) for entry in unquantized)
+    if is_initialized:
+        for code, entry, part in zip(codes, unquantized, ("keys", "values"), strict=True):
             _check_replaced(at, entry, tensor_of(layer, at.where, part))
             attribute = f"_quantized_{part}"
-            former = next(iter(value_of(layer, at.where, attribute, tuple)), None)
-            _check_replaced(at, code, checked_tensor(former, layer, at.where, attribute))
+            # of the pair of codes and scale
+            old_codes = next(iter(value_of(layer, at.where, attribute, tuple)), None)
+            _check_replaced(at, code, checked_tensor(old_codes, layer, at.where, attribute))
     pairs = [
-        (_joined(at.tokens(code), at.tensor(code), 2), at.tensor(scale))
+        (_join_pieces(at.tokens(code), at.tensor(code), 2), at.tensor(scale))
         for code, scale in zip(codes, scales, strict=True)
         if scale is not None
     ]
@@ -351,7 +352,7 @@ def _plan_static(at: _Place) -> None:
             _initialize_static(at, entries, positions)
         for fill in fills:
             fill()
-        _set(layer.cumulative_length, min(length, positions))
+        _set_all(layer.cumulative_length, min(length, positions))
         if at.cls.is_sliding:
             layer.cumulative_length_int = length
 
@@ -429,13 +430,13 @@ def _plan_fill(
 
     def fill() -> None:
         """Copy the pieces behind each other from `start`, and zero the other positions."""
-        target, place = getattr(layer, attribute), start
+        target, position = getattr(layer, attribute), start
         for piece in pieces:
-            overwrite(target.narrow(axis, place, piece.shape[axis]), piece)
-            place += piece.shape[axis]
+            overwrite(target.narrow(axis, position, piece.shape[axis]), piece)
+            position += piece.shape[axis]
         if not is_new:
-            _set(target.narrow(axis, 0, start), 0)
-            _set(target.narrow(axis, place, positions - place), 0)
+            _set_all(target.narrow(axis, 0, start), 0)
+            _set_all(target.narrow(axis, position, positions - position), 0)
 
     return fill
 
@@ -485,7 +486,7 @@ def _plan_indexer(at: _Place) -> None:
         """Write the indexer's keys, counter and position ids."""
         if not is_static:
             layer.lazy_initialization_indexer(keys)
-            layer.indexer_keys = _joined(at.tokens(entry), keys, 1)
+            layer.indexer_keys = _join_pieces(at.tokens(entry), keys, 1)
         else:
             if is_new:
                 is_adopted = _is_adopted(at, entry, positions)
@@ -493,9 +494,9 @@ def _plan_indexer(at: _Place) -> None:
                 with _allocated_positions(layer, 0 if is_adopted else positions):
                     layer.lazy_initialization_indexer(keys)
             fill()
-            _set(layer.indexer_cumulative_length, length)
+            _set_all(layer.indexer_cumulative_length, length)
         layer.indexer_position_ids = (
-            None if ids is None else _joined(at.tokens(ids), at.tensor(ids), 2)
+            None if ids is None else _join_pieces(at.tokens(ids), at.tensor(ids), 2)
         )
 
     at.write(write)

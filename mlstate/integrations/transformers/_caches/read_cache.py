@@ -41,7 +41,8 @@ class Reader(EntryReader):
                 # A layer is not longer than its window. 5.24 knows whether its cache is; then the
                 # layout has one position more than the window, for `to_cache`.
                 options["sliding_window"] = options["max_cache_len"]
-                options["max_cache_len"] += getattr(layer, "_is_croppable", None) is False
+                if getattr(layer, "_is_croppable", None) is False:
+                    options["max_cache_len"] += 1
         elif cls.is_sliding:
             options["sliding_window"] = value_of(layer, where, "sliding_window", int)
         if cls.is_linear:
@@ -96,8 +97,7 @@ class _Place(NamedTuple):
 
         `kind`, `seq_axis`, `options`: arguments of `CacheEntry`.
         """
-        of = self.where, self.layer_index
-        self.reader.add(*of, part, tensor, kind, seq_axis, **options)
+        self.reader.add(self.where, self.layer_index, part, tensor, kind, seq_axis, **options)
 
     def unknown(self, attribute: str, text: str) -> Exception:
         """Return the exception for an attribute whose value is not as in known versions.
@@ -209,8 +209,8 @@ def _read_fp8(at: _Place) -> None:
         if codes.shape[2] != tokens or codes.element_size() != 1:
             text = f"has {codes.shape[2]} positions of {codes.dtype} after {tokens} tokens"
             raise at.unknown(attribute, text)
-        rest = tensor_of(at.layer, at.where, part, 1)
-        at.add(part, rest, "opaque")  # empty: its dtype is the one of the values
+        unquantized = tensor_of(at.layer, at.where, part, 1)
+        at.add(part, unquantized, "opaque")  # empty: only its dtype counts
         at.add(f"quantized_{part}", codes, "full")
         at.add(f"quantized_{part}.scale", scale, "opaque")
     at.reader.count(tokens, at.where)
@@ -250,15 +250,15 @@ def _read_states(at: _Place, number_of_states: int) -> None:
     """
     as_count(f"{at.where}: number_of_states", number_of_states)
     for number in range(number_of_states):
-        of = at.layer, at.where
-        has_conv = state_of(*of, "is_conv_states_initialized", number)
-        if has_conv and not state_of(*of, "has_previous_state", number):
+        layer, where = at.layer, at.where
+        has_conv = state_of(layer, where, "is_conv_states_initialized", number)
+        if has_conv and not state_of(layer, where, "has_previous_state", number):
             continue  # the layer was reset; only a convolution's update sets has_previous_state
         if has_conv:
-            conv = state_of(*of, "conv_states", number)
+            conv = state_of(layer, where, "conv_states", number)
             at.add(f"conv_states.{number}", _last_inputs(at, conv, number), "conv")
-        if state_of(*of, "is_recurrent_states_initialized", number):
-            state = state_of(*of, "recurrent_states", number)
+        if state_of(layer, where, "is_recurrent_states_initialized", number):
+            state = state_of(layer, where, "recurrent_states", number)
             state = checked_tensor(state, at.layer, at.where, "recurrent_states")
             at.add(f"recurrent_states.{number}", state, "recurrent")
 
