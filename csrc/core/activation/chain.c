@@ -46,15 +46,15 @@ static mls_code check_seconds(const char *name, const double *seconds, size_t co
     return MLS_OK;
 }
 
-/* Refuses bytes below -below[i] (`below` NULL: below 0) with MLS_E_VALUE, and adds all
- * `count` of them to `*sum`; MLS_E_SIZE beyond 62 bits. `name` is the array's name for
- * messages. The limit is one bit less than possible, because planners add a little to the
- * sum. */
+/* Refuses bytes below -allowances[i] (`allowances` NULL: below 0) with MLS_E_VALUE, and
+ * adds all `count` of them to `*sum`; MLS_E_SIZE beyond 62 bits. `name` is the array's
+ * name for messages. The limit is one bit less than possible, because planners add a
+ * little to the sum. */
 static mls_code check_bytes(const char *name, const int64_t *bytes, size_t count,
-                            const int64_t *below, int64_t *sum, mls_status *st)
+                            const int64_t *allowances, int64_t *sum, mls_status *st)
 {
     for (size_t i = 0; i < count; i++) {
-        const int64_t least = below == NULL ? 0 : -below[i];
+        const int64_t least = allowances == NULL ? 0 : -allowances[i];
         if (bytes[i] < least) {
             mls_fail(st, MLS_E_VALUE,
                      "%s[%zu] is %" PRId64 ": expected %" PRId64 " or more", name, i,
@@ -80,7 +80,7 @@ static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
         const char *name;
         const int64_t *bytes;
         size_t count;
-        const int64_t *below;
+        const int64_t *allowances; /* see check_bytes */
     } arrays[] = {
         {"activation_bytes", c->activation_bytes, n + 1, NULL},
         {"gradient_bytes", c->gradient_bytes, n + 1, NULL},
@@ -91,8 +91,9 @@ static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
     };
     int64_t sum = 0;
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) {
-        const mls_code code = check_bytes(arrays[i].name, arrays[i].bytes,
-                                          arrays[i].count, arrays[i].below, &sum, st);
+        const mls_code code =
+            check_bytes(arrays[i].name, arrays[i].bytes, arrays[i].count,
+                        arrays[i].allowances, &sum, st);
         if (code != MLS_OK) {
             return code;
         }

@@ -27,37 +27,37 @@ enum { FIRST_INTERVAL = 2, LARGEST_INTERVAL = 10 };
 
 /* Returns 1 for every layer whose index is a multiple of `s->number`, and counts it.
  * Index 0 is a multiple of everything, so the first layer is always checkpointed. */
-int mls_decide_interval(mls_strategy *s, const mls_layer_question *q, mls_status *st)
+int mls_decide_interval(mls_strategy *s, const mls_decide_args *args, mls_status *st)
 {
     (void)st;
-    const bool chosen = is_multiple(q->index, s->number);
+    const bool chosen = is_multiple(args->index, s->number);
     s->checkpointed += chosen;
     return chosen;
 }
 
 /* Returns 1 for a layer that the user named to be checkpointed. A layer has one mark, so
  * excluded layers need no separate check. */
-int mls_decide_selective(mls_strategy *s, const mls_layer_question *q, mls_status *st)
+int mls_decide_selective(mls_strategy *s, const mls_decide_args *args, mls_status *st)
 {
     (void)st;
-    return mls_layer_choice_of(&s->named, &q->layer) == MLS_LAYER_CHECKPOINT;
+    return mls_layer_mark_of(&s->named, &args->layer) == MLS_LAYER_CHECKPOINT;
 }
 
 /* Returns 1 for a layer whose activation has `s->number` bytes or more, and counts it. */
-int mls_decide_size_based(mls_strategy *s, const mls_layer_question *q, mls_status *st)
+int mls_decide_size_based(mls_strategy *s, const mls_decide_args *args, mls_status *st)
 {
     (void)st;
-    const bool chosen = q->bytes >= (size_t)s->number;
+    const bool chosen = args->bytes >= (size_t)s->number;
     s->checkpointed += chosen;
     return chosen;
 }
 
 /* Returns 1 for every layer whose index is a multiple of the interval, which the caller
  * adjusts to the memory in use. */
-int mls_decide_memory_aware(mls_strategy *s, const mls_layer_question *q, mls_status *st)
+int mls_decide_memory_aware(mls_strategy *s, const mls_decide_args *args, mls_status *st)
 {
     (void)st;
-    return is_multiple(q->index, s->interval);
+    return is_multiple(args->index, s->interval);
 }
 
 /* Returns the layer with the name `key` in `*out`; a new one is added with an activation
@@ -80,7 +80,7 @@ static mls_code find_or_add_layer(mls_strategy *s, const mls_layer_key *key, siz
     if (code != MLS_OK) {
         return code;
     }
-    (*out)->mark = mls_layer_choice_of(&s->named, key);
+    (*out)->mark = mls_layer_mark_of(&s->named, key);
     (*out)->bytes = bytes;
     s->total_bytes = total;
     return MLS_OK;
@@ -99,22 +99,22 @@ static bool is_worth_it(const mls_strategy *s, const mls_table_layer *layer,
            (double)layer_index > count * 0.7;
 }
 
-/* Returns 1 to checkpoint the layer of the question, 0 not to, -1 on failure. Checkpoints
- * nothing up to and including the first layer beyond index 10. Excluded layers are
- * counted too: they are part of the average. */
-int mls_decide_smart(mls_strategy *s, const mls_layer_question *q, mls_status *st)
+/* Returns 1 to checkpoint the layer, 0 not to, -1 on failure. Checkpoints nothing up to
+ * and including the first layer beyond index 10. Excluded layers are counted too: they
+ * are part of the average. */
+int mls_decide_smart(mls_strategy *s, const mls_decide_args *args, mls_status *st)
 {
     mls_table_layer *layer = NULL;
-    if (find_or_add_layer(s, &q->layer, q->bytes, &layer, st) != MLS_OK) {
+    if (find_or_add_layer(s, &args->layer, args->bytes, &layer, st) != MLS_OK) {
         return -1;
     }
     layer->calls++;
     if (s->collecting) {
         /* the layer that ends the collecting is not checkpointed either */
-        s->collecting = q->index <= 10;
+        s->collecting = args->index <= 10;
         return 0;
     }
-    return layer->mark != MLS_LAYER_EXCLUDE && is_worth_it(s, layer, q->index);
+    return layer->mark != MLS_LAYER_EXCLUDE && is_worth_it(s, layer, args->index);
 }
 
 /* ---- settings and state ---- */

@@ -43,19 +43,19 @@ enum {
     KIND(smart, SmartStrategy, NULL, MLS_NEEDS_NAME | MLS_NEEDS_BYTES | MLS_CAN_FAIL)
 
 /* Arguments of a decision; the caller has checked that `index` is at least 0. */
-typedef struct mls_layer_question {
+typedef struct mls_decide_args {
     mls_layer_key layer; /* if MLS_NEEDS_NAME */
     size_t bytes;        /* of its activation, if MLS_NEEDS_BYTES */
     int64_t index;
-} mls_layer_question;
+} mls_decide_args;
 
 typedef struct mls_strategy {
-    int64_t number;       /* above 0; 0: none was given */
+    int64_t number; /* the setting named in MLS_STRATEGY_KINDS, above 0; 0: not given */
     mls_layer_map named;  /* by the user, with marks; constant after construction */
     int64_t checkpointed; /* number of checkpointed layers, for kinds that count them */
 
     float max_share;     /* of the memory, above 0 and at most 1 */
-    int64_t interval;    /* 1 to 10, adjusted to the memory in use */
+    int64_t interval;    /* of memory_aware: 1 to 10, adjusted to the memory in use */
     int64_t adjusted_at; /* ticks of the last adjustment */
     int64_t high; /* adjustments under high pressure since the last moderate pressure */
 
@@ -67,7 +67,7 @@ typedef struct mls_strategy {
 /* Returns 1 to checkpoint the layer, 0 not to, and -1 on failure, with `st` filled and
  * the state unchanged. `st` may be NULL without MLS_CAN_FAIL. MLS_E_MEMORY,
  * MLS_E_CAPACITY, MLS_E_SIZE. */
-typedef int mls_decide(mls_strategy *s, const mls_layer_question *q, mls_status *st);
+typedef int mls_decide(mls_strategy *s, const mls_decide_args *args, mls_status *st);
 
 #define MLS_DECLARE_DECIDE(kind, class, number, flags) mls_decide mls_decide_##kind;
 MLS_STRATEGY_KINDS(MLS_DECLARE_DECIDE)

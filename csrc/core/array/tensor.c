@@ -124,15 +124,15 @@ bool mls_tensor_is_addressable(const mls_tensor *t)
     }
     for (int axis = 0; axis < t->rank; axis++) {
         ptrdiff_t *sum = t->strides[axis] < 0 ? &back : &forth;
-        ptrdiff_t way;
-        if (__builtin_mul_overflow(t->strides[axis], t->shape[axis] - 1, &way) ||
-            __builtin_add_overflow(*sum, way, sum)) {
+        ptrdiff_t reach; /* bytes from the first index to the last */
+        if (__builtin_mul_overflow(t->strides[axis], t->shape[axis] - 1, &reach) ||
+            __builtin_add_overflow(*sum, reach, sum)) {
             return false;
         }
     }
-    uintptr_t last;
-    return !__builtin_add_overflow((uintptr_t)t->data, forth, &last) &&
-           !__builtin_add_overflow((uintptr_t)t->data, back, &last);
+    uintptr_t address; /* of the last or the first element; only its overflow matters */
+    return !__builtin_add_overflow((uintptr_t)t->data, forth, &address) &&
+           !__builtin_add_overflow((uintptr_t)t->data, back, &address);
 }
 
 /* Set `*low` and `*high` to the range of addresses; false: the view is empty. The sums

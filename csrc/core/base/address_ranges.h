@@ -17,10 +17,10 @@ typedef struct mls_address_range {
     bool written;
 } mls_address_range;
 
-/* Sort the `count` ranges of `spans` by `low`; the sort is stable. `spare` must have room
- * for `count` ranges. Both arrays are overwritten. Returns the one that holds the
+/* Sort the `count` ranges of `ranges` by `low`; the sort is stable. `spare` must have
+ * room for `count` ranges. Both arrays are overwritten. Returns the one that holds the
  * result. */
-mls_address_range *mls_address_ranges_sort(mls_address_range *spans,
+mls_address_range *mls_address_ranges_sort(mls_address_range *ranges,
                                            mls_address_range *spare, size_t count);
 
 /* How two owners share memory. */

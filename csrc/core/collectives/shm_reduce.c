@@ -139,8 +139,8 @@ static const unsigned char *own_elements(const scatter *s, const share_range *pa
 }
 
 /* Fill this rank's slot: a range for each peer, with elements of the peer's share. The
- * cursor for this rank itself advances too, without copying, so that more_scatter knows
- * when all shares are done. */
+ * cursor for this rank itself advances too, without copying, so that scatter_has_more
+ * knows when all shares are done. */
 static void fill_scatter(void *context, unsigned char *slot)
 {
     scatter *s = context;
@@ -199,7 +199,7 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
 }
 
 /* Return whether any rank's share has elements that are not sent yet. */
-static bool more_scatter(void *context)
+static bool scatter_has_more(void *context)
 {
     scatter *s = context;
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
@@ -287,7 +287,7 @@ static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t fingerp
                           .source = MLS_SHM_NO_RANK,
                           .fill = fill_scatter,
                           .drain = drain_scatter,
-                          .more = more_scatter,
+                          .has_more = scatter_has_more,
                           .context = s};
 }
 
@@ -325,7 +325,7 @@ typedef struct total {
     mls_shm *g;
     const void *data;
     void *out;
-    size_t n, bytes;
+    size_t n, bytes; /* elements and bytes of each array */
     const mls_reduction *reduction;
 } total;
 
@@ -391,14 +391,14 @@ static void fill_pair(void *context, unsigned char *slot)
 static mls_code sum_into_all(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
-    enum { PIECE = 64 * 1024 }; /* elements; a block stays in the cache */
+    enum { BLOCK = 64 * 1024 }; /* elements; a block stays in the cache */
     const total *sum = context;
     mls_shm *g = sum->g;
     const size_t item = mls_dtype_of(sum->reduction->dtype)->item_bytes;
     size_t counts[MLS_SHM_MAX_RANKS];
     const size_t start = find_share(sum, counts), share = counts[g->rank];
-    for (size_t done = 0; done < share; done += PIECE) {
-        const size_t n = mls_size_least(share - done, PIECE), at = start + done * item;
+    for (size_t done = 0; done < share; done += BLOCK) {
+        const size_t n = mls_size_least(share - done, BLOCK), at = start + done * item;
         const void *sources[MLS_SHM_MAX_RANKS];
         unsigned char *outs[MLS_SHM_MAX_RANKS];
         for (size_t rank = 0; rank < g->shape.world; rank++) {

@@ -113,7 +113,7 @@ PyObject *mlspy_allocator_array(mlspy_array_allocator *allocator, size_t index,
         return NULL;
     }
     char *data = PyArray_BYTES((PyArrayObject *)allocator->block) + allocator->used;
-    allocator->used += mls_block_lines(bytes);
+    allocator->used += mls_block_padded_bytes(bytes);
     return mlspy_array_in(descr, rank, shape, NULL, data, NPY_ARRAY_CARRAY,
                           Py_NewRef(allocator->block));
 }

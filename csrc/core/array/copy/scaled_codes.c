@@ -238,12 +238,12 @@ static void decode_tile(void *context, size_t index)
                    j->by_columns ? j->rows : 1);
     }
     const size_t runs = j->by_columns ? columns : rows;
-    for (size_t r = 0; r < runs; r++) {
+    for (size_t run = 0; run < runs; run++) {
         const unsigned char *to = j->by_columns
-                                      ? at_index(values, matrix, row, column + r)
-                                      : at_index(values, matrix, row + r, column);
+                                      ? at_index(values, matrix, row, column + run)
+                                      : at_index(values, matrix, row + run, column);
         store_run(j, (unsigned char *)(uintptr_t)to,
-                  tile + r * (j->by_columns ? j->rows : j->columns),
+                  tile + run * (j->by_columns ? j->rows : j->columns),
                   j->by_columns ? rows : columns);
     }
 }
