@@ -50,7 +50,7 @@ static void add_term(sum *s, int64_t step, int64_t most)
 }
 
 /* Return the greatest common divisor of two numbers that are not negative, with Euclid's
- * algorithm. That of 0 and b is b. */
+ * algorithm. The divisor of 0 and b is b. */
 static int64_t common_divisor(int64_t a, int64_t b)
 {
     while (b != 0) {
@@ -224,7 +224,7 @@ bool mls_tensor_overlaps_itself(const mls_tensor *t)
     const int64_t item = (int64_t)mls_tensor_item_bytes(t);
     for (int first = 0; first < count; first++) {
         sum s = {0};
-        /* the sum that stands for two elements at the same address: along `first` the
+        /* the sum for two elements at the same address: along `first` the
          * second is already one step ahead, and each later factor counts from the most
          * negative difference of the indices */
         int64_t middle = -step_of(t, axes[first]);

@@ -15,8 +15,10 @@ enum {
     SQUARES = MLS_SQUARE_LANES / DOUBLES /* registers that hold the lanes of a block */
 };
 
-/* Types of floats_X, store_X, kept_X and doubles_X. Arguments are always constants and
- * callees are inlined, so no pointer remains in the machine code. */
+/* Types of the functions of simd/ for items of dtype X: floats_X and doubles_X load a
+ * register of items, store_X rounds floats to items, and kept_X returns the floats that a
+ * store and a load would give. Arguments are always constants and callees are inlined, so
+ * no pointer remains in the machine code. */
 typedef floats (*floats_function)(const unsigned char *items);
 typedef void (*store_function)(unsigned char *items, floats values);
 typedef floats (*kept_function)(floats values);
@@ -55,8 +57,8 @@ MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool pages)
 /* Sets the TOGETHER registers `sum` to the sums of the items at byte `at` of `count`
  * sources, in the order of the sources. `load` converts items of `bytes` bytes to floats;
  * `pages` as in prefetch_ahead. */
-MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_t count,
-                           size_t at, size_t bytes, bool pages, floats_function load)
+MLS_INLINED void sum_registers(floats *sum, const void *const *sources, size_t count,
+                               size_t at, size_t bytes, bool pages, floats_function load)
 {
     const unsigned char *first = sources[0];
     prefetch_ahead(first + at, (size_t)TOGETHER * FLOATS * bytes, pages);
@@ -88,7 +90,7 @@ MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources, siz
     size_t i = start;
     for (; end - i >= (size_t)TOGETHER * FLOATS; i += (size_t)TOGETHER * FLOATS) {
         floats sum[TOGETHER];
-        sum_lanes(sum, sources, count, i * from_bytes, from_bytes, pages, load);
+        sum_registers(sum, sources, count, i * from_bytes, from_bytes, pages, load);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER; k++) {
             if (divides) {
@@ -390,7 +392,7 @@ MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out
                                 store_function store, kept_function read_back)
 {
     floats sum[TOGETHER];
-    sum_lanes(sum, sources, count, at * from_bytes, from_bytes, false, load);
+    sum_registers(sum, sources, count, at * from_bytes, from_bytes, false, load);
     MLS_UNROLLED
     for (size_t k = 0; k < TOGETHER; k++) {
         if (divides) {
@@ -399,9 +401,9 @@ MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out
         store(out + (at + k * FLOATS) * to_bytes, sum[k]);
         const floats value = read_back(sum[k]);
         const doubles low = lower_half(value), high = upper_half(value);
-        const size_t lane = (first + k * FLOATS) % MLS_SQUARE_LANES / DOUBLES;
-        lanes[lane] = lanes[lane] + low * low;
-        lanes[lane + 1] = lanes[lane + 1] + high * high;
+        const size_t k_lanes = (first + k * FLOATS) % MLS_SQUARE_LANES / DOUBLES;
+        lanes[k_lanes] = lanes[k_lanes] + low * low;
+        lanes[k_lanes + 1] = lanes[k_lanes + 1] + high * high;
     }
 }
 
@@ -428,13 +430,14 @@ MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
 
 /* Sums items `start` .. `start + n - 1`, at most a block, of `count` sources into `out`,
  * divides by `divisor`, and returns the sum of squares of the results, with the same bits
- * as separate passes. `read_back` and `back` give the stored values as floats and as
- * doubles; `scalar` sums the rest below a whole step. Other parameters as in sum_run. */
+ * as separate passes. `read_back` and `load_stored` give the stored values as floats and
+ * as doubles; `scalar` sums the rest below a whole step. Other parameters as in sum_run.
+ */
 MLS_INLINED double sum_squares_run(void *out, const void *const *sources, size_t count,
                                    size_t start, size_t n, double divisor,
                                    size_t from_bytes, size_t to_bytes,
                                    floats_function load, store_function store,
-                                   kept_function read_back, doubles_function back,
+                                   kept_function read_back, doubles_function load_stored,
                                    mls_reduce_kernel scalar)
 {
     const float by = (float)divisor;
@@ -454,7 +457,7 @@ MLS_INLINED double sum_squares_run(void *out, const void *const *sources, size_t
     }
     scalar(out, sources, count, start + done, n - done, divisor);
     square_items(lanes, (const unsigned char *)out + (start + done) * to_bytes, n - done,
-                 to_bytes, back);
+                 to_bytes, load_stored);
     return fold_lanes(lanes);
 }
 
@@ -536,12 +539,12 @@ MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
  * items. */
 MLS_INLINED void order_lanes(doubles *lanes)
 {
-    double ordered[MLS_SQUARE_LANES], some[DOUBLES];
+    double ordered[MLS_SQUARE_LANES], values[DOUBLES];
     for (size_t k = 0; k < SQUARES; k++) {
-        store_f64((unsigned char *)some, lanes[k]);
+        store_f64((unsigned char *)values, lanes[k]);
         const size_t half = k % 2, odd = k % QUARTERS / 2;
         for (size_t j = 0; j < DOUBLES; j++) {
-            ordered[k / QUARTERS * FULL + 2 * (half * DOUBLES + j) + odd] = some[j];
+            ordered[k / QUARTERS * FULL + 2 * (half * DOUBLES + j) + odd] = values[j];
         }
     }
     for (size_t k = 0; k < SQUARES; k++) {
