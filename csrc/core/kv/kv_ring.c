@@ -2,7 +2,8 @@
  *
  * Consecutive positions are in consecutive slots, except at the end of the ring, so every
  * operation handles at most three ranges of slots: the sinks, and the others up to the
- * end of the ring and from its beginning.
+ * end of the ring and from its beginning. The window is the number of slots behind the
+ * sinks.
  */
 #include "kv/kv_ring.h"
 
@@ -39,6 +40,7 @@ static size_t adjacent_slots(const mls_kv_ring *ring, size_t first, size_t count
     return count < room ? count : room;
 }
 
+/* Return how many sinks are held. */
 static size_t stored_sinks(const mls_kv_ring *ring)
 {
     return ring->next < ring->sinks ? ring->next : ring->sinks;
@@ -301,11 +303,11 @@ mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t 
         return mls_status_got(st, "%zu", count);
     }
     const size_t others = stored_others(ring);
-    const size_t newest = count < others ? count : others;
-    clear_slots(ring, kernels, ring->next - newest, newest);
-    ring->next -= newest;
-    if (count > newest) {
-        const size_t sinks = stored_sinks(ring), left = sinks - (count - newest);
+    const size_t dropped_others = count < others ? count : others;
+    clear_slots(ring, kernels, ring->next - dropped_others, dropped_others);
+    ring->next -= dropped_others;
+    if (count > dropped_others) {
+        const size_t sinks = stored_sinks(ring), left = sinks - (count - dropped_others);
         clear_slots(ring, kernels, left, sinks - left);
         ring->next = left;
         ring->oldest = ring->sinks;
