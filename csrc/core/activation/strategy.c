@@ -153,28 +153,29 @@ void mls_strategy_reset(mls_strategy *s, int64_t now)
     s->checkpointed = 0;
     s->interval = FIRST_INTERVAL;
     s->adjusted_at = now;
-    s->high = 0;
+    s->high_count = 0;
 }
 
 /* Restores the counters of a pickled strategy. A pickle may be written by another
  * program: states that no sequence of decisions reaches are refused (MLS_E_VALUE).
- * `checkpointed` counts layers, `high` adjustments under high pressure. `adjusted_at` is
- * a clock value (at most MLS_MAX_TICKS) less a difference of two (at most twice that), so
- * its magnitude is at most three times MLS_MAX_TICKS. */
+ * `checkpointed` counts layers, `high_count` adjustments under high pressure.
+ * `adjusted_at` is a clock value (at most MLS_MAX_TICKS) less a difference of two (at
+ * most twice that), so its magnitude is at most three times MLS_MAX_TICKS. */
 mls_code mls_strategy_restore(mls_strategy *s, int64_t checkpointed, int64_t interval,
-                              int64_t adjusted_at, int64_t high, mls_status *st)
+                              int64_t adjusted_at, int64_t high_count, mls_status *st)
 {
-    if (checkpointed < 0 || interval < 1 || interval > LARGEST_INTERVAL || high < 0 ||
-        adjusted_at < -3 * MLS_MAX_TICKS || adjusted_at > 3 * MLS_MAX_TICKS) {
+    if (checkpointed < 0 || interval < 1 || interval > LARGEST_INTERVAL ||
+        high_count < 0 || adjusted_at < -3 * MLS_MAX_TICKS ||
+        adjusted_at > 3 * MLS_MAX_TICKS) {
         return mls_fail(st, MLS_E_VALUE,
                         "no state of a strategy: %" PRId64 " layers, interval %" PRId64
                         ", %" PRId64 " times high pressure",
-                        checkpointed, interval, high);
+                        checkpointed, interval, high_count);
     }
     s->checkpointed = checkpointed;
     s->interval = interval;
     s->adjusted_at = adjusted_at;
-    s->high = high;
+    s->high_count = high_count;
     return MLS_OK;
 }
 
@@ -227,15 +228,15 @@ void mls_strategy_adjust(mls_strategy *s, int64_t now, uint64_t used, uint64_t t
     const float pressure = (float)used / (float)total;
     if (pressure > s->max_share) {
         s->interval = s->interval > 1 ? s->interval - 1 : 1;
-        s->high++;
+        s->high_count++;
     } else if (pressure < s->max_share * 0.8F) {
-        /* low pressure keeps `high`; only pressure between the limits resets it */
-        if (s->high == 0 || seconds_since(s, now) > 30) {
+        /* low pressure keeps `high_count`; only pressure between the limits resets it */
+        if (s->high_count == 0 || seconds_since(s, now) > 30) {
             s->interval =
                 s->interval < LARGEST_INTERVAL ? s->interval + 1 : LARGEST_INTERVAL;
         }
     } else {
-        s->high = 0;
+        s->high_count = 0;
     }
     s->adjusted_at = now;
 }

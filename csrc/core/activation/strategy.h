@@ -57,7 +57,8 @@ typedef struct mls_strategy {
     float max_share;     /* of the memory, above 0 and at most 1 */
     int64_t interval;    /* of memory_aware: 1 to 10, adjusted to the memory in use */
     int64_t adjusted_at; /* ticks of the last adjustment */
-    int64_t high; /* adjustments under high pressure since the last moderate pressure */
+    /* adjustments under high pressure since the last moderate pressure */
+    int64_t high_count;
 
     mls_layer_map seen; /* by smart: first size, calls, mark as in `named` */
     size_t total_bytes; /* sum of the first sizes */
@@ -93,7 +94,7 @@ void mls_strategy_reset(mls_strategy *s, int64_t now);
 /* Restores the state. MLS_E_VALUE: no sequence of decisions reaches it; `s` is
  * unchanged. */
 mls_code mls_strategy_restore(mls_strategy *s, int64_t checkpointed, int64_t interval,
-                              int64_t adjusted_at, int64_t high, mls_status *st);
+                              int64_t adjusted_at, int64_t high_count, mls_status *st);
 
 /* Restores the state of a layer. MLS_E_VALUE: the layer is known already, or `calls` is
  * 0. MLS_E_SIZE: the sum of all sizes overflows. MLS_E_MEMORY, MLS_E_CAPACITY. */
@@ -106,8 +107,8 @@ bool mls_strategy_is_due(const mls_strategy *s, int64_t now);
 
 /* Adjusts the interval to `used` bytes of `total` (above 0), if an adjustment is due.
  * Above the share, the interval shrinks by one. Below 80 % of the share, it grows by one;
- * but after high pressure, and until moderate pressure resets `high`, only if more than
- * 30 seconds have passed since the last adjustment. Checks again whether it is due,
+ * but after high pressure, and until moderate pressure resets `high_count`, only if more
+ * than 30 seconds have passed since the last adjustment. Checks again whether it is due,
  * because another thread may have adjusted while the caller read the memory. */
 void mls_strategy_adjust(mls_strategy *s, int64_t now, uint64_t used, uint64_t total);
 

@@ -189,9 +189,9 @@ mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, siz
 
 /* Gather within an operation that has begun, without comparing anything: the ranks
  * compared their calls when the operation began. */
-mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
-                           const size_t *sizes, void *out, mls_shm_clock *clock,
-                           mls_status *st)
+mls_code mls_shm_continue_gather(mls_shm *g, mls_shm_kind kind, const void *data,
+                                 const size_t *sizes, void *out, mls_shm_clock *clock,
+                                 mls_status *st)
 {
     gather s = gather_of(g, data, sizes, out);
     const mls_shm_flow flow = {.kind = kind,

@@ -257,8 +257,8 @@ static inline size_t mls_shm_piece_of(const mls_shm *g, size_t rank, size_t peer
 
 /* Continues an operation of the kind `kind`, which has begun, with an all_gather through
  * the slots. Arguments as for mls_shm_all_gather; nothing is compared. */
-mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
-                           const size_t *sizes, void *out, mls_shm_clock *clock,
-                           mls_status *st);
+mls_code mls_shm_continue_gather(mls_shm *g, mls_shm_kind kind, const void *data,
+                                 const size_t *sizes, void *out, mls_shm_clock *clock,
+                                 mls_status *st);
 
 #endif

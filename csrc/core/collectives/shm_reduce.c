@@ -441,7 +441,8 @@ static mls_code reduce_large(const total *sum, const mls_shm_call *call,
         code = mls_shm_continue(g, &flow, &clock, st);
     }
     if (code == MLS_OK) {
-        code = mls_shm_gather_on(g, flow.kind, own_out, sizes, sum->out, &clock, st);
+        code =
+            mls_shm_continue_gather(g, flow.kind, own_out, sizes, sum->out, &clock, st);
     }
     return code;
 }

@@ -504,7 +504,8 @@ static PyObject *strategy__state(strategy_object *self, PyObject *unused)
                ? NULL
                : Py_BuildValue("(LLLLNN)", (long long)s.checkpointed,
                                (long long)s.interval, (long long)(now - s.adjusted_at),
-                               (long long)s.high, PyBool_FromLong(s.collecting), layers);
+                               (long long)s.high_count, PyBool_FromLong(s.collecting),
+                               layers);
 }
 
 /* Adds a layer to `s` from its tuple (name, bytes, calls). The hash is computed anew,

@@ -378,7 +378,7 @@ MLS_DEFINE_SQUARES(f64, 8)
 
 /* ---- sums with their squares ---- */
 
-enum { PAIR = 2 * MLS_SQUARE_LANES }; /* items that are summed and squared in one step */
+enum { SQUARED_STEP = 2 * MLS_SQUARE_LANES }; /* items of a step that sums and squares */
 
 /* Sums TOGETHER registers of items of `count` sources, from item `at` on, divides by `by`
  * if `divides`, stores them, and adds the squares of the stored values to the lanes. The
@@ -401,26 +401,27 @@ MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out
         store(out + (at + k * FLOATS) * to_bytes, sum[k]);
         const floats value = read_back(sum[k]);
         const doubles low = lower_half(value), high = upper_half(value);
-        const size_t k_lanes = (first + k * FLOATS) % MLS_SQUARE_LANES / DOUBLES;
-        lanes[k_lanes] = lanes[k_lanes] + low * low;
-        lanes[k_lanes + 1] = lanes[k_lanes + 1] + high * high;
+        const size_t lane_register = (first + k * FLOATS) % MLS_SQUARE_LANES / DOUBLES;
+        lanes[lane_register] = lanes[lane_register] + low * low;
+        lanes[lane_register + 1] = lanes[lane_register + 1] + high * high;
     }
 }
 
-/* Sums and squares items `start` .. `start + n - 1`, only whole steps of PAIR items;
- * returns the number of items done. `divisor` divides the sums if `divides`; other
+/* Sums and squares items `start` .. `start + n - 1`, only whole steps of SQUARED_STEP
+ * items; returns the number of items done. `divisor` divides the sums if `divides`; other
  * parameters as in sum_and_square. `count` and `divides` are constants. */
-MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
-                             const void *const *sources, size_t count, size_t start,
-                             size_t n, float divisor, bool divides, size_t from_bytes,
-                             size_t to_bytes, floats_function load, store_function store,
-                             kept_function read_back)
+MLS_INLINED size_t sum_squared_steps(doubles *lanes, unsigned char *out,
+                                     const void *const *sources, size_t count,
+                                     size_t start, size_t n, float divisor, bool divides,
+                                     size_t from_bytes, size_t to_bytes,
+                                     floats_function load, store_function store,
+                                     kept_function read_back)
 {
     const floats by = repeat(divisor);
     size_t done = 0;
-    for (; n - done >= PAIR; done += PAIR) {
+    for (; n - done >= SQUARED_STEP; done += SQUARED_STEP) {
         MLS_UNROLLED
-        for (size_t first = 0; first < PAIR; first += (size_t)TOGETHER * FLOATS) {
+        for (size_t first = 0; first < SQUARED_STEP; first += (size_t)TOGETHER * FLOATS) {
             sum_and_square(lanes, first, out, sources, count, start + done + first, by,
                            divides, from_bytes, to_bytes, load, store, read_back);
         }
@@ -446,14 +447,14 @@ MLS_INLINED double sum_squares_run(void *out, const void *const *sources, size_t
     size_t done;
     clear_lanes(lanes);
     if (divides) {
-        done = sum_pairs(lanes, out, sources, count, start, n, by, true, from_bytes,
-                         to_bytes, load, store, read_back);
+        done = sum_squared_steps(lanes, out, sources, count, start, n, by, true,
+                                 from_bytes, to_bytes, load, store, read_back);
     } else if (count == 2) {
-        done = sum_pairs(lanes, out, sources, 2, start, n, by, false, from_bytes,
-                         to_bytes, load, store, read_back);
+        done = sum_squared_steps(lanes, out, sources, 2, start, n, by, false, from_bytes,
+                                 to_bytes, load, store, read_back);
     } else {
-        done = sum_pairs(lanes, out, sources, count, start, n, by, false, from_bytes,
-                         to_bytes, load, store, read_back);
+        done = sum_squared_steps(lanes, out, sources, count, start, n, by, false,
+                                 from_bytes, to_bytes, load, store, read_back);
     }
     scalar(out, sources, count, start + done, n - done, divisor);
     square_items(lanes, (const unsigned char *)out + (start + done) * to_bytes, n - done,
@@ -511,23 +512,23 @@ MLS_INLINED void sum_full(doubles *lanes, unsigned char *out, const void *const 
     }
 }
 
-/* Does the same as sum_pairs for bfloat16, with sum_full, and returns the number of items
- * done too; the lanes are then in the order of QUARTERS. `count` and `divides` are
- * constants. */
-MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
+/* Does the same as sum_squared_steps for bfloat16, with sum_full, and returns the number
+ * of items done too; the lanes are then in the order of QUARTERS. `count` and `divides`
+ * are constants. */
+MLS_INLINED size_t sum_full_steps(doubles *lanes, unsigned char *out,
                                   const void *const *sources, size_t count, size_t start,
                                   size_t n, float divisor, bool divides)
 {
     const floats by = repeat(divisor);
     size_t done = 0;
-    for (; n - done >= PAIR; done += PAIR) {
+    for (; n - done >= SQUARED_STEP; done += SQUARED_STEP) {
         const size_t at = (start + done) * 2;
         for (size_t s = 0; s < count; s++) {
-            prefetch_ahead((const unsigned char *)sources[s] + at, (size_t)PAIR * 2,
-                           false);
+            prefetch_ahead((const unsigned char *)sources[s] + at,
+                           (size_t)SQUARED_STEP * 2, false);
         }
         MLS_UNROLLED
-        for (size_t k = 0; k < PAIR; k += FULL) {
+        for (size_t k = 0; k < SQUARED_STEP; k += FULL) {
             sum_full(lanes + k % MLS_SQUARE_LANES / DOUBLES, out, sources, count,
                      at + k * 2, by, divides);
         }
@@ -555,7 +556,7 @@ MLS_INLINED void order_lanes(doubles *lanes)
 /* Sums items `start` .. `start + n - 1`, at most a block, of `count` bfloat16 sources
  * into `out`, divides by `divisor`, and returns the sum of squares of the results. The
  * bits equal the results of sum_squares_run, but a full register of items is processed at
- * a time. The calls of sum_full_pairs differ only in their constants, for which the
+ * a time. The calls of sum_full_steps differ only in their constants, for which the
  * compiler makes separate loops. */
 MLS_TARGET static double sum_squares_bf16(void *out, const void *const *sources,
                                           size_t count, size_t start, size_t n,
@@ -567,11 +568,11 @@ MLS_TARGET static double sum_squares_bf16(void *out, const void *const *sources,
     size_t done;
     clear_lanes(lanes);
     if (divides) {
-        done = sum_full_pairs(lanes, out, sources, count, start, n, by, true);
+        done = sum_full_steps(lanes, out, sources, count, start, n, by, true);
     } else if (count == 2) {
-        done = sum_full_pairs(lanes, out, sources, 2, start, n, by, false);
+        done = sum_full_steps(lanes, out, sources, 2, start, n, by, false);
     } else {
-        done = sum_full_pairs(lanes, out, sources, count, start, n, by, false);
+        done = sum_full_steps(lanes, out, sources, count, start, n, by, false);
     }
     order_lanes(lanes);
     const size_t rest = start + done;
