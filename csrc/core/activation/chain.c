@@ -124,10 +124,10 @@ static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
  * needs a load. MLS_E_VALUE. */
 static mls_code check_rates(const mls_chain *c, mls_status *st)
 {
-    const bool none = c->offload_rate == 0 && c->load_rate == 0;
-    const bool both = c->offload_rate > 0 && c->load_rate > 0 &&
-                      isfinite(c->offload_rate) && isfinite(c->load_rate);
-    if (none || both) {
+    const bool has_none = c->offload_rate == 0 && c->load_rate == 0;
+    const bool has_both = c->offload_rate > 0 && c->load_rate > 0 &&
+                          isfinite(c->offload_rate) && isfinite(c->load_rate);
+    if (has_none || has_both) {
         return MLS_OK;
     }
     return mls_fail(st, MLS_E_VALUE,
@@ -280,7 +280,7 @@ static bool run_save(machine *m, size_t i, effect *e, refusal *why)
 static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
 {
     const mls_chain *c = m->chain;
-    const bool first = i + 1 == c->blocks;
+    const bool is_first = i + 1 == c->blocks;
     if (m->left != i + 1) {
         return refuse_step(why, "gradient", "does not exist", i + 1);
     }
@@ -295,7 +295,8 @@ static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
     m->saved[i] = NOWHERE;
     /* the first backward step, of the last block, also makes the gradient of the
      * output */
-    *e = (effect){.makes = c->gradient_bytes[i] + (first ? c->gradient_bytes[i + 1] : 0),
+    *e = (effect){.makes =
+                      c->gradient_bytes[i] + (is_first ? c->gradient_bytes[i + 1] : 0),
                   .temporary = c->backward_temporary_bytes[i],
                   .frees = c->saved_bytes[i] + c->gradient_bytes[i + 1],
                   .seconds = c->backward_seconds[i]};

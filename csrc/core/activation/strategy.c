@@ -30,9 +30,9 @@ enum { FIRST_INTERVAL = 2, LARGEST_INTERVAL = 10 };
 int mls_decide_interval(mls_strategy *s, const mls_decide_args *args, mls_status *st)
 {
     (void)st;
-    const bool chosen = is_multiple(args->index, s->number);
-    s->checkpointed += chosen;
-    return chosen;
+    const bool is_chosen = is_multiple(args->index, s->number);
+    s->checkpointed += is_chosen;
+    return is_chosen;
 }
 
 /* Returns 1 for a layer that the user named to be checkpointed. A layer has one mark, so
@@ -47,9 +47,9 @@ int mls_decide_selective(mls_strategy *s, const mls_decide_args *args, mls_statu
 int mls_decide_size_based(mls_strategy *s, const mls_decide_args *args, mls_status *st)
 {
     (void)st;
-    const bool chosen = args->bytes >= (size_t)s->number;
-    s->checkpointed += chosen;
-    return chosen;
+    const bool is_chosen = args->bytes >= (size_t)s->number;
+    s->checkpointed += is_chosen;
+    return is_chosen;
 }
 
 /* Returns 1 for every layer whose index is a multiple of the interval, which the caller

@@ -23,9 +23,9 @@ static void merge_runs(const mls_address_range *from, size_t half, size_t count,
 {
     size_t left = 0, right = half;
     for (size_t i = 0; i < count; i++) {
-        const bool take_left =
+        const bool takes_left =
             right == count || (left < half && from[left].low <= from[right].low);
-        to[i] = from[take_left ? left++ : right++];
+        to[i] = from[takes_left ? left++ : right++];
     }
 }
 

@@ -14,7 +14,7 @@
 typedef struct mls_address_range {
     uintptr_t low, high; /* `high` is one past the highest byte */
     size_t owner; /* index of the array that owns the memory, chosen by the caller */
-    bool written;
+    bool written; /* by the owner; false: only read */
 } mls_address_range;
 
 /* Sort the `count` ranges of `ranges` by `low`; the sort is stable. `spare` must have

@@ -122,7 +122,7 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
                             const size_t *sizes, void *out, mls_status *st)
 {
     gather s = gather_of(g, data, sizes, out);
-    const bool direct = mls_shm_is_direct(g, s.most);
+    const bool is_direct = mls_shm_is_direct(g, s.most);
     uint64_t fingerprint = mls_shm_mix_text(0, call->text);
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         fingerprint = mls_shm_mix(fingerprint, sizes[rank]);
@@ -131,9 +131,9 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
         .kind = MLS_SHM_ALL_GATHER,
         .fingerprint = fingerprint,
         .source = MLS_SHM_NO_RANK,
-        .direct = direct,
-        .fill = direct ? publish_address : fill_gather,
-        .drain = direct ? read_gather : drain_gather,
+        .is_direct = is_direct,
+        .fill = is_direct ? publish_address : fill_gather,
+        .drain = is_direct ? read_gather : drain_gather,
         .has_more = gather_has_more,
         .context = &s,
     };
@@ -168,7 +168,7 @@ static mls_code copy_broadcast(void *context, uint64_t step, mls_status *st)
 mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, size_t bytes,
                            size_t root, mls_status *st)
 {
-    const bool direct = mls_shm_is_direct(g, bytes);
+    const bool is_direct = mls_shm_is_direct(g, bytes);
     size_t sizes[MLS_SHM_MAX_RANKS] = {0};
     sizes[root] = bytes;
     gather s = gather_of(g, data, sizes, data);
@@ -178,9 +178,9 @@ mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, siz
         .fingerprint =
             mls_shm_mix(mls_shm_mix(mls_shm_mix_text(0, call->text), bytes), root),
         .source = (int)root,
-        .direct = direct,
-        .fill = direct ? publish_address : fill_gather,
-        .drain = direct ? copy_broadcast : drain_gather,
+        .is_direct = is_direct,
+        .fill = is_direct ? publish_address : fill_gather,
+        .drain = is_direct ? copy_broadcast : drain_gather,
         .has_more = gather_has_more,
         .context = &s,
     };
@@ -400,9 +400,9 @@ static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
 {
     collect_state *s = context;
     gather *t = &s->gather;
-    const bool first = !s->sizes_known;
-    const size_t room = first ? first_step_bytes(t->g) : t->g->shape.slot_bytes;
-    const mls_code code = first ? read_sizes(s, step, st) : MLS_OK;
+    const bool is_first = !s->sizes_known;
+    const size_t room = is_first ? first_step_bytes(t->g) : t->g->shape.slot_bytes;
+    const mls_code code = is_first ? read_sizes(s, step, st) : MLS_OK;
     if (code != MLS_OK) {
         return code;
     }
@@ -411,7 +411,7 @@ static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
             continue;
         }
         const unsigned char *slot =
-            mls_shm_slot(t->g, rank, step) + (first ? sizeof(uint64_t) : 0);
+            mls_shm_slot(t->g, rank, step) + (is_first ? sizeof(uint64_t) : 0);
         mls_shm_copy(t->g, s->buffers[rank] + t->read,
                      rank == t->g->rank ? t->data + t->read : slot,
                      mls_size_least(s->sizes[rank] - t->read, room));

@@ -147,7 +147,7 @@ typedef struct mls_shm_flow {
     int source; /* rank whose slots are read after the first step; MLS_SHM_NO_RANK: all */
     /* The slots contain addresses, and the ranks access each other's arrays in the first
      * step, which is the only one. */
-    bool direct;
+    bool is_direct;
     /* Writes this rank's part of a step; NULL if it never has one. */
     void (*fill)(void *context, unsigned char *slot);
     /* Reads the slots of all ranks; NULL if there are none to read. */

@@ -310,7 +310,7 @@ mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
         scatter_flow(&s, MLS_SHM_REDUCE_SCATTER, hash_segments(g, call, segments, count));
     if (count <= g->shape.slot_bytes / sizeof(void *) &&
         mls_shm_is_direct(g, total_bytes(&s))) {
-        flow.direct = true;
+        flow.is_direct = true;
         flow.fill = fill_addresses;
         flow.drain = sum_addressed;
     }
@@ -464,17 +464,17 @@ mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *da
     const size_t bytes = n * mls_dtype_of(reduction->dtype)->item_bytes;
     total sum = {
         .g = g, .data = data, .out = out, .n = n, .bytes = bytes, .reduction = reduction};
-    const bool direct = mls_shm_is_direct(g, bytes);
-    if (!direct && bytes * g->shape.world > SMALL) {
+    const bool is_direct = mls_shm_is_direct(g, bytes);
+    if (!is_direct && bytes * g->shape.world > SMALL) {
         return reduce_large(&sum, call, fingerprint, st);
     }
     const mls_shm_flow flow = {
         .kind = MLS_SHM_ALL_REDUCE,
         .fingerprint = fingerprint,
         .source = MLS_SHM_NO_RANK,
-        .direct = direct,
-        .fill = direct ? fill_pair : fill_total,
-        .drain = direct ? sum_into_all : drain_total,
+        .is_direct = is_direct,
+        .fill = is_direct ? fill_pair : fill_total,
+        .drain = is_direct ? sum_into_all : drain_total,
         .context = &sum,
     };
     return mls_shm_run(g, &flow, call, st);

@@ -229,8 +229,9 @@ static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition condit
         find_blocking_rank(g, condition) != peer) {
         return MLS_OK;
     }
-    const bool left = state == MLS_SHM_CLOSED;
-    return break_group(g, kind, left ? MLS_SHM_LEFT : MLS_SHM_DIED, (size_t)peer, "", st);
+    const bool has_left = state == MLS_SHM_CLOSED;
+    return break_group(g, kind, has_left ? MLS_SHM_LEFT : MLS_SHM_DIED, (size_t)peer, "",
+                       st);
 }
 
 /* ---- waiting ---- */
@@ -316,7 +317,7 @@ static void consume_step(mls_shm *g)
  * broken; errors of `drain`. */
 static mls_code drain_slots(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
 {
-    if (flow->drain == NULL || !flow->direct) {
+    if (flow->drain == NULL || !flow->is_direct) {
         return flow->drain == NULL ? MLS_OK : flow->drain(flow->context, g->consumed, st);
     }
     _Atomic(uint32_t) *direct = &mls_shm_area_of(g, g->rank)->direct;
@@ -506,7 +507,7 @@ mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *c
 {
     mls_shm_clock clock;
     mls_code code = mls_shm_begin(g, flow, call, &clock, st);
-    if (!flow->direct) {
+    if (!flow->is_direct) {
         return code == MLS_OK ? mls_shm_continue(g, flow, &clock, st) : code;
     }
     if (code == MLS_OK) {

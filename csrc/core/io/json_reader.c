@@ -394,10 +394,10 @@ static void merge_runs(const mls_json *doc, const uint32_t *from, size_t half,
 {
     size_t left = 0, right = half;
     for (size_t i = 0; i < count; i++) {
-        const bool take_left =
+        const bool takes_left =
             left < half &&
             (right >= count || compare_keys(doc, from[left], from[right]) <= 0);
-        to[i] = take_left ? from[left++] : from[right++];
+        to[i] = takes_left ? from[left++] : from[right++];
     }
 }
 
@@ -425,12 +425,13 @@ static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *
  * members. If `a` has as many, the node after each object is its first member. */
 static bool same_keys(const mls_json *doc, mls_json_node a, mls_json_node b)
 {
-    bool same = doc->nodes[a].length == doc->nodes[b].length;
+    bool is_same = doc->nodes[a].length == doc->nodes[b].length;
     a++, b++; /* their first members */
-    for (; same && a != MLS_JSON_NONE; a = doc->nodes[a].next, b = doc->nodes[b].next) {
-        same = compare_keys(doc, a, b) == 0;
+    for (; is_same && a != MLS_JSON_NONE;
+         a = doc->nodes[a].next, b = doc->nodes[b].next) {
+        is_same = compare_keys(doc, a, b) == 0;
     }
-    return same;
+    return is_same;
 }
 
 /* Refuse an object with a duplicate key (MLS_E_FORMAT). Readers disagree on which one
@@ -863,8 +864,8 @@ mls_str mls_json_text(const mls_json *doc, mls_json_node node)
     if (n->type == MLS_JSON_STRING) {
         return (mls_str){.data = doc->text + n->at + 1, .length = n->length};
     }
-    const bool number = n->type == MLS_JSON_NUMBER;
-    return (mls_str){.data = doc->text + n->at, .length = number ? n->length : 0};
+    const bool is_number = n->type == MLS_JSON_NUMBER;
+    return (mls_str){.data = doc->text + n->at, .length = is_number ? n->length : 0};
 }
 
 /* Convert a number to a uint64_t; false: it is not one. Accept digits only: a number with

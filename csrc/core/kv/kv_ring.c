@@ -149,11 +149,11 @@ static mls_code check_tokens(const mls_kv_ring *ring, const mls_tensor *tokens,
                              mls_status *st)
 {
     char text[MLS_FACT_BYTES], expected_text[MLS_FACT_BYTES];
-    bool same = tokens->rank == ring->slots.rank;
-    for (int axis = 0; same && axis < tokens->rank; axis++) {
-        same = axis == ring->axis || tokens->shape[axis] == ring->slots.shape[axis];
+    bool is_same = tokens->rank == ring->slots.rank;
+    for (int axis = 0; is_same && axis < tokens->rank; axis++) {
+        is_same = axis == ring->axis || tokens->shape[axis] == ring->slots.shape[axis];
     }
-    if (!same) {
+    if (!is_same) {
         mls_shape_text(text, sizeof text, tokens->rank, tokens->shape);
         mls_shape_text(expected_text, sizeof expected_text, ring->slots.rank,
                        ring->slots.shape);
@@ -213,9 +213,9 @@ static void copy_tokens(const mls_kv_ring *ring, const mls_kernels *kernels,
     const mls_tensor to = mls_tensor_slice(&ring->slots, ring->axis, slot, count);
     const mls_tensor from = mls_tensor_slice(tokens, ring->axis, at, count);
     const size_t bytes = mls_kv_bytes(&to), rows = mls_kv_rows(&to, ring->axis);
-    const bool packed =
+    const bool is_packed =
         mls_tensor_is_contiguous(tokens) && tokens->swapped == ring->slots.swapped;
-    if (bytes == 0 || !packed || bytes / rows > SHORT_ROW) {
+    if (bytes == 0 || !is_packed || bytes / rows > SHORT_ROW) {
         mls_copy(kernels, &to, &from, (mls_destination){.bytes = bytes});
         return;
     }

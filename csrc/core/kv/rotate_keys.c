@@ -404,11 +404,12 @@ static mls_rotate_rows_run choose_fused(const job *j)
 {
     const int inner = j->by_pair ? j->rotation->axis : j->keys.rank - 1;
     const ptrdiff_t item = (ptrdiff_t)mls_tensor_item_bytes(&j->keys);
-    const bool packed = j->keys.strides[inner] == item && j->dst.strides[inner] == item;
-    const bool interleaved = j->rotation->interleaved && !j->by_pair;
+    const bool is_packed =
+        j->keys.strides[inner] == item && j->dst.strides[inner] == item;
+    const bool is_interleaved = j->rotation->interleaved && !j->by_pair;
     const mls_rotate_kernels *kernels = MLS_CPU_AVX2_TABLE(j->kernels->cpu, mls_rotate);
-    return packed && !j->keys.swapped && !j->dst.swapped
-               ? kernels->run[j->keys.dtype][interleaved]
+    return is_packed && !j->keys.swapped && !j->dst.swapped
+               ? kernels->run[j->keys.dtype][is_interleaved]
                : NULL;
 }
 

@@ -23,8 +23,8 @@ static void make(int64_t number, double share)
 /* The strategy's decision, which must not fail. */
 static bool ask(mls_decide *decide, const char *name, size_t bytes, int64_t index)
 {
-    const mls_decide_args q = {named(name), bytes, index};
-    const int chosen = decide(&s, &q, &status);
+    const mls_decide_args args = {named(name), bytes, index};
+    const int chosen = decide(&s, &args, &status);
     CHECK(chosen >= 0);
     return chosen > 0;
 }
@@ -117,8 +117,8 @@ TEST(smart_refuses_sums_beyond_64_bits)
     make(0, 1);
     CHECK(!ask(mls_decide_smart, "a", SIZE_MAX, 0));
     const mls_layer_key b = named("b");
-    const mls_decide_args q = {b, 1, 99};
-    CHECK(mls_decide_smart(&s, &q, &status) == -1 && status.code == MLS_E_SIZE);
+    const mls_decide_args args = {b, 1, 99};
+    CHECK(mls_decide_smart(&s, &args, &status) == -1 && status.code == MLS_E_SIZE);
     CHECK(s.seen.count == 1 && s.collecting && s.total_bytes == SIZE_MAX);
     CHECK(mls_strategy_restore_layer(&s, &b, 1, 1, &status) == MLS_E_SIZE);
 }

@@ -102,8 +102,8 @@ static mls_sum_squares_kernel sum_squares_kernel(const mls_reduce_kernels *k,
                                                  const mls_reduction *r)
 {
     const mls_dtype dtype = item_dtype(r->dtype);
-    const bool offered = r->op == MLS_REDUCE_SUM && r->out_dtype == r->dtype;
-    return offered && is_scalable(dtype) ? k->sum_squares[dtype] : NULL;
+    const bool is_offered = r->op == MLS_REDUCE_SUM && r->out_dtype == r->dtype;
+    return is_offered && is_scalable(dtype) ? k->sum_squares[dtype] : NULL;
 }
 
 /* ---- jobs ---- */
@@ -281,19 +281,19 @@ static bool differs_from_one(double value)
  * too. */
 static mls_code check_divisor(const mls_reduction *r, mls_status *st)
 {
-    const bool wide = r->dtype == MLS_F64;
-    const double used = wide ? r->divisor : (double)(float)r->divisor;
+    const bool is_wide = r->dtype == MLS_F64;
+    const double used = is_wide ? r->divisor : (double)(float)r->divisor;
     if (differs_from_one(r->divisor) &&
         (r->op != MLS_REDUCE_SUM || !is_float(r->dtype))) {
         return mls_fail(st, MLS_E_VALUE,
                         "the %s of %s cannot be divided by %g: only sums of floats can",
                         op_name(r->op), mls_dtype_of(r->dtype)->name, r->divisor);
     }
-    if (!is_finite_number(r->divisor, wide) || !(fabs(used) > 0)) {
+    if (!is_finite_number(r->divisor, is_wide) || !(fabs(used) > 0)) {
         return mls_fail(st, MLS_E_VALUE,
                         "a sum computed in %s cannot be divided by %g: choose a finite "
                         "number other than 0",
-                        wide ? "float64" : "float32", r->divisor);
+                        is_wide ? "float64" : "float32", r->divisor);
     }
     return MLS_OK;
 }
@@ -506,15 +506,15 @@ static bool can_add_dtypes(mls_dtype dst, mls_dtype src)
  * `src` are the dtypes. MLS_E_VALUE. */
 static mls_code check_scale(mls_dtype dst, mls_dtype src, double scale, mls_status *st)
 {
-    const bool wide = dst == MLS_F64 || src == MLS_F64;
+    const bool is_wide = dst == MLS_F64 || src == MLS_F64;
     if (!is_scalable(dst) && differs_from_one(scale)) {
         return mls_fail(st, MLS_E_VALUE, "%s cannot be scaled by %g: only floats can",
                         mls_dtype_of(dst)->name, scale);
     }
-    if (!is_finite_number(scale, wide)) {
+    if (!is_finite_number(scale, is_wide)) {
         return mls_fail(st, MLS_E_VALUE,
                         "a scale of %g is not finite in %s, the dtype of the sum", scale,
-                        wide ? "float64" : "float32");
+                        is_wide ? "float64" : "float32");
     }
     return MLS_OK;
 }
@@ -640,11 +640,11 @@ static void run_strided(const job *j, const mls_tensor *t, const mls_tensor *src
     if (!mls_strided_iter_init(&iter, t, src)) {
         return;
     }
-    const bool packed_runs =
+    const bool are_runs_packed =
         is_packed_run(t, iter.a_step) && (src == NULL || is_packed_run(src, iter.b_step));
     do {
         const unsigned char *from = src == NULL ? t->data + at : src->data + other;
-        if (packed_runs) {
+        if (are_runs_packed) {
             run_packed(j, t->data + at, from, iter.length);
         } else {
             step_chunks(j, t, src, &iter, t->data + at, from);

@@ -40,12 +40,12 @@ MLS_INLINED void prefetch_bytes(const void *address, size_t bytes)
 }
 
 /* Prefetches the items of a later step, while this step reads `bytes` bytes at
- * `address`: AHEAD bytes further line by line. With `pages`, the processor prefetches
+ * `address`: AHEAD bytes further line by line. With `by_page`, the processor prefetches
  * well within a page (mls_cpu_follows_runs), so only the first line of the next page is
  * prefetched, once in each page. */
-MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool pages)
+MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool by_page)
 {
-    if (!pages) {
+    if (!by_page) {
         prefetch_bytes((const void *)((uintptr_t)address + AHEAD), bytes);
     } else if ((uintptr_t)address % PAGE < bytes) {
         prefetch_bytes((const void *)((uintptr_t)address + PAGE), 1);
@@ -56,19 +56,20 @@ MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool pages)
 
 /* Sets the TOGETHER registers `sum` to the sums of the items at byte `at` of `count`
  * sources, in the order of the sources. `load` converts items of `bytes` bytes to floats;
- * `pages` as in prefetch_ahead. */
+ * `by_page` as in prefetch_ahead. */
 MLS_INLINED void sum_registers(floats *sum, const void *const *sources, size_t count,
-                               size_t at, size_t bytes, bool pages, floats_function load)
+                               size_t at, size_t bytes, bool by_page,
+                               floats_function load)
 {
     const unsigned char *first = sources[0];
-    prefetch_ahead(first + at, (size_t)TOGETHER * FLOATS * bytes, pages);
+    prefetch_ahead(first + at, (size_t)TOGETHER * FLOATS * bytes, by_page);
     MLS_UNROLLED
     for (size_t k = 0; k < TOGETHER; k++) {
         sum[k] = load(first + at + k * FLOATS * bytes);
     }
     for (size_t s = 1; s < count; s++) {
         const unsigned char *next = sources[s];
-        prefetch_ahead(next + at, (size_t)TOGETHER * FLOATS * bytes, pages);
+        prefetch_ahead(next + at, (size_t)TOGETHER * FLOATS * bytes, by_page);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER; k++) {
             sum[k] = sum[k] + load(next + at + k * FLOATS * bytes);
@@ -86,11 +87,11 @@ MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources, siz
                              store_function store)
 {
     const floats by = repeat(divisor);
-    const bool pages = mls_cpu_follows_runs();
+    const bool by_page = mls_cpu_follows_runs();
     size_t i = start;
     for (; end - i >= (size_t)TOGETHER * FLOATS; i += (size_t)TOGETHER * FLOATS) {
         floats sum[TOGETHER];
-        sum_registers(sum, sources, count, i * from_bytes, from_bytes, pages, load);
+        sum_registers(sum, sources, count, i * from_bytes, from_bytes, by_page, load);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER; k++) {
             if (divides) {
@@ -176,13 +177,13 @@ MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src, size_
                              store_function store)
 {
     const floats times = repeat(scale);
-    const bool pages = mls_cpu_follows_runs();
+    const bool by_page = mls_cpu_follows_runs();
     size_t i = 0;
     for (; n - i >= (size_t)TOGETHER * FLOATS; i += (size_t)TOGETHER * FLOATS) {
         floats sum[TOGETHER];
-        prefetch_ahead(dst + i * to_bytes, (size_t)TOGETHER * FLOATS * to_bytes, pages);
+        prefetch_ahead(dst + i * to_bytes, (size_t)TOGETHER * FLOATS * to_bytes, by_page);
         prefetch_ahead(src + i * from_bytes, (size_t)TOGETHER * FLOATS * from_bytes,
-                       pages);
+                       by_page);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER; k++) {
             const size_t at = i + k * FLOATS;
@@ -204,13 +205,13 @@ MLS_INLINED size_t add_pairs(unsigned char *dst, const unsigned char *src, size_
                              float scale)
 {
     const floats times = repeat(scale);
-    const bool pages = mls_cpu_follows_runs();
+    const bool by_page = mls_cpu_follows_runs();
     const size_t step = (size_t)TOGETHER * FLOATS;
     size_t i = 0;
     for (; n - i >= step; i += step) {
         floats sum[TOGETHER / 2];
-        prefetch_ahead(dst + i * 2, step * 2, pages);
-        prefetch_ahead(src + i * 2, step * 2, pages);
+        prefetch_ahead(dst + i * 2, step * 2, by_page);
+        prefetch_ahead(src + i * 2, step * 2, by_page);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER / 2; k++) {
             const floats to = floats_f32(dst + i * 2 + k * WIDTH);
