@@ -132,7 +132,7 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
             mls_swap_items(element.bytes, 8, 8);
             memmove(element.bytes, element.bytes + 8 - element.size, element.size);
         }
-    } else if (!is_exactly_zero(value)) {
+    } else if (!is_exactly_zero(value)) { /* float8_e8m0fnu: zero bytes are 2**-127 */
         return mls_fail(st, MLS_E_DTYPE, "%s can only be padded with 0, not %g",
                         mls_dtype_of(dtype)->name, value);
     }

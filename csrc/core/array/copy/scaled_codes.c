@@ -31,6 +31,7 @@ typedef struct decode_job {
 
 /* ---- checks ---- */
 
+/* Return whether a byte has two codes. */
 static bool is_packed(const mls_scaled_codes *codes)
 {
     return codes->dtype == MLS_F4;
@@ -146,6 +147,7 @@ static float f32_from_code(mls_dtype dtype, uint8_t byte)
 
 /* ---- tiles ---- */
 
+/* Return the address of element i, j, k of a view with three axes. */
 static const unsigned char *at_index(const mls_tensor *t, size_t i, size_t j, size_t k)
 {
     return t->data + (ptrdiff_t)i * t->strides[0] + (ptrdiff_t)j * t->strides[1] +
