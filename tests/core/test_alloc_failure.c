@@ -557,12 +557,12 @@ static mls_code decide_layers(mls_status *st)
     for (int i = 0; i < LAYERS; i++) {
         const int length = snprintf(name, sizeof name, "layers.%d", i);
         const mls_layer_key key = {.name = {name, (size_t)length}, .hash = (uint64_t)i};
-        const mls_layer_question q = {key, 10, i};
-        const int chosen = mls_decide_smart(&s, &q, st);
+        const mls_decide_args args = {key, 10, i};
+        const int chosen = mls_decide_smart(&s, &args, st);
         CHECK(s.total_bytes == 10 * s.seen.count);
         if (chosen < 0) {
             first = st->code;
-            CHECK(mls_decide_smart(&s, &q, &ignored) >= 0);
+            CHECK(mls_decide_smart(&s, &args, &ignored) >= 0);
         }
         CHECK(s.seen.count == (size_t)i + 1 && s.seen.layers[i].calls == 1);
     }

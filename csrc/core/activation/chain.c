@@ -46,15 +46,15 @@ static mls_code check_seconds(const char *name, const double *seconds, size_t co
     return MLS_OK;
 }
 
-/* Refuses bytes below -below[i] (`below` NULL: below 0) with MLS_E_VALUE, and adds all
- * `count` of them to `*sum`; MLS_E_SIZE beyond 62 bits. `name` is the array's name for
- * messages. The limit is one bit less than possible, because planners add a little to the
- * sum. */
+/* Refuses bytes below -allowances[i] (`allowances` NULL: below 0) with MLS_E_VALUE, and
+ * adds all `count` of them to `*sum`; MLS_E_SIZE beyond 62 bits. `name` is the array's
+ * name for messages. The limit is one bit less than possible, because planners add a
+ * little to the sum. */
 static mls_code check_bytes(const char *name, const int64_t *bytes, size_t count,
-                            const int64_t *below, int64_t *sum, mls_status *st)
+                            const int64_t *allowances, int64_t *sum, mls_status *st)
 {
     for (size_t i = 0; i < count; i++) {
-        const int64_t least = below == NULL ? 0 : -below[i];
+        const int64_t least = allowances == NULL ? 0 : -allowances[i];
         if (bytes[i] < least) {
             mls_fail(st, MLS_E_VALUE,
                      "%s[%zu] is %" PRId64 ": expected %" PRId64 " or more", name, i,
@@ -80,7 +80,7 @@ static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
         const char *name;
         const int64_t *bytes;
         size_t count;
-        const int64_t *below;
+        const int64_t *allowances; /* see check_bytes */
     } arrays[] = {
         {"activation_bytes", c->activation_bytes, n + 1, NULL},
         {"gradient_bytes", c->gradient_bytes, n + 1, NULL},
@@ -91,8 +91,9 @@ static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
     };
     int64_t sum = 0;
     for (size_t i = 0; i < sizeof arrays / sizeof arrays[0]; i++) {
-        const mls_code code = check_bytes(arrays[i].name, arrays[i].bytes,
-                                          arrays[i].count, arrays[i].below, &sum, st);
+        const mls_code code =
+            check_bytes(arrays[i].name, arrays[i].bytes, arrays[i].count,
+                        arrays[i].allowances, &sum, st);
         if (code != MLS_OK) {
             return code;
         }
@@ -123,10 +124,10 @@ static mls_code check_all_bytes(const mls_chain *c, mls_status *st)
  * needs a load. MLS_E_VALUE. */
 static mls_code check_rates(const mls_chain *c, mls_status *st)
 {
-    const bool none = c->offload_rate == 0 && c->load_rate == 0;
-    const bool both = c->offload_rate > 0 && c->load_rate > 0 &&
-                      isfinite(c->offload_rate) && isfinite(c->load_rate);
-    if (none || both) {
+    const bool has_none = c->offload_rate == 0 && c->load_rate == 0;
+    const bool has_both = c->offload_rate > 0 && c->load_rate > 0 &&
+                          isfinite(c->offload_rate) && isfinite(c->load_rate);
+    if (has_none || has_both) {
         return MLS_OK;
     }
     return mls_fail(st, MLS_E_VALUE,
@@ -279,7 +280,7 @@ static bool run_save(machine *m, size_t i, effect *e, refusal *why)
 static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
 {
     const mls_chain *c = m->chain;
-    const bool first = i + 1 == c->blocks;
+    const bool is_first = i + 1 == c->blocks;
     if (m->left != i + 1) {
         return refuse_step(why, "gradient", "does not exist", i + 1);
     }
@@ -294,7 +295,8 @@ static bool run_backward(machine *m, size_t i, effect *e, refusal *why)
     m->saved[i] = NOWHERE;
     /* the first backward step, of the last block, also makes the gradient of the
      * output */
-    *e = (effect){.makes = c->gradient_bytes[i] + (first ? c->gradient_bytes[i + 1] : 0),
+    *e = (effect){.makes =
+                      c->gradient_bytes[i] + (is_first ? c->gradient_bytes[i + 1] : 0),
                   .temporary = c->backward_temporary_bytes[i],
                   .frees = c->saved_bytes[i] + c->gradient_bytes[i + 1],
                   .seconds = c->backward_seconds[i]};

@@ -176,8 +176,8 @@ mls_code mls_layer_add(mls_layer_map *table, const mls_layer_key *key,
 
 /* Sets the mark of a layer, which may be new. If the call fails after adding the layer,
  * the layer is plain, which is harmless. */
-mls_code mls_layer_set_choice(mls_layer_map *table, const mls_layer_key *key,
-                              mls_layer_choice mark, mls_status *st)
+mls_code mls_layer_set_mark(mls_layer_map *table, const mls_layer_key *key,
+                            mls_layer_mark mark, mls_status *st)
 {
     mls_table_layer *layer = NULL;
     const mls_code code = mls_layer_add(table, key, &layer, st);

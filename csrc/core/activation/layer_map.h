@@ -18,11 +18,11 @@
 #include <stdint.h>
 
 /* The user's setting for a layer. */
-typedef enum mls_layer_choice {
+typedef enum mls_layer_mark {
     MLS_LAYER_UNMARKED,   /* no setting */
     MLS_LAYER_CHECKPOINT, /* always checkpoint */
     MLS_LAYER_EXCLUDE     /* never checkpoint */
-} mls_layer_choice;
+} mls_layer_mark;
 
 /* A name to look up; borrowed, with its hash. */
 typedef struct mls_layer_key {
@@ -34,7 +34,7 @@ typedef struct mls_layer_key {
 typedef struct mls_table_layer {
     uint64_t hash;
     size_t name_at, name_length; /* in the table's text */
-    mls_layer_choice mark;
+    mls_layer_mark mark;
     size_t bytes;   /* of its activation, when first seen */
     uint64_t calls; /* number of decisions about it */
 } mls_table_layer;
@@ -66,12 +66,12 @@ mls_code mls_layer_add(mls_layer_map *table, const mls_layer_key *key,
 
 /* Sets the mark of a layer, adding the layer if needed. MLS_E_VALUE: the layer has
  * another mark already; its name is the status's name. MLS_E_MEMORY, MLS_E_CAPACITY. */
-mls_code mls_layer_set_choice(mls_layer_map *table, const mls_layer_key *key,
-                              mls_layer_choice mark, mls_status *st);
+mls_code mls_layer_set_mark(mls_layer_map *table, const mls_layer_key *key,
+                            mls_layer_mark mark, mls_status *st);
 
 /* Returns the mark of a layer; MLS_LAYER_UNMARKED for an unknown layer. */
-static inline mls_layer_choice mls_layer_choice_of(const mls_layer_map *table,
-                                                   const mls_layer_key *key)
+static inline mls_layer_mark mls_layer_mark_of(const mls_layer_map *table,
+                                               const mls_layer_key *key)
 {
     const mls_table_layer *layer = mls_layer_find(table, key);
     return layer == NULL ? MLS_LAYER_UNMARKED : layer->mark;

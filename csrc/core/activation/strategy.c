@@ -27,37 +27,37 @@ enum { FIRST_INTERVAL = 2, LARGEST_INTERVAL = 10 };
 
 /* Returns 1 for every layer whose index is a multiple of `s->number`, and counts it.
  * Index 0 is a multiple of everything, so the first layer is always checkpointed. */
-int mls_decide_interval(mls_strategy *s, const mls_layer_question *q, mls_status *st)
+int mls_decide_interval(mls_strategy *s, const mls_decide_args *args, mls_status *st)
 {
     (void)st;
-    const bool chosen = is_multiple(q->index, s->number);
-    s->checkpointed += chosen;
-    return chosen;
+    const bool is_chosen = is_multiple(args->index, s->number);
+    s->checkpointed += is_chosen;
+    return is_chosen;
 }
 
 /* Returns 1 for a layer that the user named to be checkpointed. A layer has one mark, so
  * excluded layers need no separate check. */
-int mls_decide_selective(mls_strategy *s, const mls_layer_question *q, mls_status *st)
+int mls_decide_selective(mls_strategy *s, const mls_decide_args *args, mls_status *st)
 {
     (void)st;
-    return mls_layer_choice_of(&s->named, &q->layer) == MLS_LAYER_CHECKPOINT;
+    return mls_layer_mark_of(&s->named, &args->layer) == MLS_LAYER_CHECKPOINT;
 }
 
 /* Returns 1 for a layer whose activation has `s->number` bytes or more, and counts it. */
-int mls_decide_size_based(mls_strategy *s, const mls_layer_question *q, mls_status *st)
+int mls_decide_size_based(mls_strategy *s, const mls_decide_args *args, mls_status *st)
 {
     (void)st;
-    const bool chosen = q->bytes >= (size_t)s->number;
-    s->checkpointed += chosen;
-    return chosen;
+    const bool is_chosen = args->bytes >= (size_t)s->number;
+    s->checkpointed += is_chosen;
+    return is_chosen;
 }
 
 /* Returns 1 for every layer whose index is a multiple of the interval, which the caller
  * adjusts to the memory in use. */
-int mls_decide_memory_aware(mls_strategy *s, const mls_layer_question *q, mls_status *st)
+int mls_decide_memory_aware(mls_strategy *s, const mls_decide_args *args, mls_status *st)
 {
     (void)st;
-    return is_multiple(q->index, s->interval);
+    return is_multiple(args->index, s->interval);
 }
 
 /* Returns the layer with the name `key` in `*out`; a new one is added with an activation
@@ -80,7 +80,7 @@ static mls_code find_or_add_layer(mls_strategy *s, const mls_layer_key *key, siz
     if (code != MLS_OK) {
         return code;
     }
-    (*out)->mark = mls_layer_choice_of(&s->named, key);
+    (*out)->mark = mls_layer_mark_of(&s->named, key);
     (*out)->bytes = bytes;
     s->total_bytes = total;
     return MLS_OK;
@@ -99,22 +99,22 @@ static bool is_worth_it(const mls_strategy *s, const mls_table_layer *layer,
            (double)layer_index > count * 0.7;
 }
 
-/* Returns 1 to checkpoint the layer of the question, 0 not to, -1 on failure. Checkpoints
- * nothing up to and including the first layer beyond index 10. Excluded layers are
- * counted too: they are part of the average. */
-int mls_decide_smart(mls_strategy *s, const mls_layer_question *q, mls_status *st)
+/* Returns 1 to checkpoint the layer, 0 not to, -1 on failure. Checkpoints nothing up to
+ * and including the first layer beyond index 10. Excluded layers are counted too: they
+ * are part of the average. */
+int mls_decide_smart(mls_strategy *s, const mls_decide_args *args, mls_status *st)
 {
     mls_table_layer *layer = NULL;
-    if (find_or_add_layer(s, &q->layer, q->bytes, &layer, st) != MLS_OK) {
+    if (find_or_add_layer(s, &args->layer, args->bytes, &layer, st) != MLS_OK) {
         return -1;
     }
     layer->calls++;
     if (s->collecting) {
         /* the layer that ends the collecting is not checkpointed either */
-        s->collecting = q->index <= 10;
+        s->collecting = args->index <= 10;
         return 0;
     }
-    return layer->mark != MLS_LAYER_EXCLUDE && is_worth_it(s, layer, q->index);
+    return layer->mark != MLS_LAYER_EXCLUDE && is_worth_it(s, layer, args->index);
 }
 
 /* ---- settings and state ---- */
@@ -153,28 +153,29 @@ void mls_strategy_reset(mls_strategy *s, int64_t now)
     s->checkpointed = 0;
     s->interval = FIRST_INTERVAL;
     s->adjusted_at = now;
-    s->high = 0;
+    s->high_count = 0;
 }
 
 /* Restores the counters of a pickled strategy. A pickle may be written by another
  * program: states that no sequence of decisions reaches are refused (MLS_E_VALUE).
- * `checkpointed` counts layers, `high` adjustments under high pressure. `adjusted_at` is
- * a clock value (at most MLS_MAX_TICKS) less a difference of two (at most twice that), so
- * its magnitude is at most three times MLS_MAX_TICKS. */
+ * `checkpointed` counts layers, `high_count` adjustments under high pressure.
+ * `adjusted_at` is a clock value (at most MLS_MAX_TICKS) less a difference of two (at
+ * most twice that), so its magnitude is at most three times MLS_MAX_TICKS. */
 mls_code mls_strategy_restore(mls_strategy *s, int64_t checkpointed, int64_t interval,
-                              int64_t adjusted_at, int64_t high, mls_status *st)
+                              int64_t adjusted_at, int64_t high_count, mls_status *st)
 {
-    if (checkpointed < 0 || interval < 1 || interval > LARGEST_INTERVAL || high < 0 ||
-        adjusted_at < -3 * MLS_MAX_TICKS || adjusted_at > 3 * MLS_MAX_TICKS) {
+    if (checkpointed < 0 || interval < 1 || interval > LARGEST_INTERVAL ||
+        high_count < 0 || adjusted_at < -3 * MLS_MAX_TICKS ||
+        adjusted_at > 3 * MLS_MAX_TICKS) {
         return mls_fail(st, MLS_E_VALUE,
                         "no state of a strategy: %" PRId64 " layers, interval %" PRId64
                         ", %" PRId64 " times high pressure",
-                        checkpointed, interval, high);
+                        checkpointed, interval, high_count);
     }
     s->checkpointed = checkpointed;
     s->interval = interval;
     s->adjusted_at = adjusted_at;
-    s->high = high;
+    s->high_count = high_count;
     return MLS_OK;
 }
 
@@ -227,15 +228,15 @@ void mls_strategy_adjust(mls_strategy *s, int64_t now, uint64_t used, uint64_t t
     const float pressure = (float)used / (float)total;
     if (pressure > s->max_share) {
         s->interval = s->interval > 1 ? s->interval - 1 : 1;
-        s->high++;
+        s->high_count++;
     } else if (pressure < s->max_share * 0.8F) {
-        /* low pressure keeps `high`; only pressure between the limits resets it */
-        if (s->high == 0 || seconds_since(s, now) > 30) {
+        /* low pressure keeps `high_count`; only pressure between the limits resets it */
+        if (s->high_count == 0 || seconds_since(s, now) > 30) {
             s->interval =
                 s->interval < LARGEST_INTERVAL ? s->interval + 1 : LARGEST_INTERVAL;
         }
     } else {
-        s->high = 0;
+        s->high_count = 0;
     }
     s->adjusted_at = now;
 }

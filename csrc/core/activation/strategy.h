@@ -43,21 +43,22 @@ enum {
     KIND(smart, SmartStrategy, NULL, MLS_NEEDS_NAME | MLS_NEEDS_BYTES | MLS_CAN_FAIL)
 
 /* Arguments of a decision; the caller has checked that `index` is at least 0. */
-typedef struct mls_layer_question {
+typedef struct mls_decide_args {
     mls_layer_key layer; /* if MLS_NEEDS_NAME */
     size_t bytes;        /* of its activation, if MLS_NEEDS_BYTES */
     int64_t index;
-} mls_layer_question;
+} mls_decide_args;
 
 typedef struct mls_strategy {
-    int64_t number;       /* above 0; 0: none was given */
+    int64_t number; /* the setting named in MLS_STRATEGY_KINDS, above 0; 0: not given */
     mls_layer_map named;  /* by the user, with marks; constant after construction */
     int64_t checkpointed; /* number of checkpointed layers, for kinds that count them */
 
     float max_share;     /* of the memory, above 0 and at most 1 */
-    int64_t interval;    /* 1 to 10, adjusted to the memory in use */
+    int64_t interval;    /* of memory_aware: 1 to 10, adjusted to the memory in use */
     int64_t adjusted_at; /* ticks of the last adjustment */
-    int64_t high; /* adjustments under high pressure since the last moderate pressure */
+    /* adjustments under high pressure since the last moderate pressure */
+    int64_t high_count;
 
     mls_layer_map seen; /* by smart: first size, calls, mark as in `named` */
     size_t total_bytes; /* sum of the first sizes */
@@ -67,7 +68,7 @@ typedef struct mls_strategy {
 /* Returns 1 to checkpoint the layer, 0 not to, and -1 on failure, with `st` filled and
  * the state unchanged. `st` may be NULL without MLS_CAN_FAIL. MLS_E_MEMORY,
  * MLS_E_CAPACITY, MLS_E_SIZE. */
-typedef int mls_decide(mls_strategy *s, const mls_layer_question *q, mls_status *st);
+typedef int mls_decide(mls_strategy *s, const mls_decide_args *args, mls_status *st);
 
 #define MLS_DECLARE_DECIDE(kind, class, number, flags) mls_decide mls_decide_##kind;
 MLS_STRATEGY_KINDS(MLS_DECLARE_DECIDE)
@@ -93,7 +94,7 @@ void mls_strategy_reset(mls_strategy *s, int64_t now);
 /* Restores the state. MLS_E_VALUE: no sequence of decisions reaches it; `s` is
  * unchanged. */
 mls_code mls_strategy_restore(mls_strategy *s, int64_t checkpointed, int64_t interval,
-                              int64_t adjusted_at, int64_t high, mls_status *st);
+                              int64_t adjusted_at, int64_t high_count, mls_status *st);
 
 /* Restores the state of a layer. MLS_E_VALUE: the layer is known already, or `calls` is
  * 0. MLS_E_SIZE: the sum of all sizes overflows. MLS_E_MEMORY, MLS_E_CAPACITY. */
@@ -106,8 +107,8 @@ bool mls_strategy_is_due(const mls_strategy *s, int64_t now);
 
 /* Adjusts the interval to `used` bytes of `total` (above 0), if an adjustment is due.
  * Above the share, the interval shrinks by one. Below 80 % of the share, it grows by one;
- * but after high pressure, and until moderate pressure resets `high`, only if more than
- * 30 seconds have passed since the last adjustment. Checks again whether it is due,
+ * but after high pressure, and until moderate pressure resets `high_count`, only if more
+ * than 30 seconds have passed since the last adjustment. Checks again whether it is due,
  * because another thread may have adjusted while the caller read the memory. */
 void mls_strategy_adjust(mls_strategy *s, int64_t now, uint64_t used, uint64_t total);
 

@@ -1,7 +1,7 @@
 /* array_block: plan blocks that have room for exactly their arrays. */
 #include "array/array_block.h"
 
-size_t mls_block_lines(size_t bytes)
+size_t mls_block_padded_bytes(size_t bytes)
 {
     return (bytes + MLS_BLOCK_LINE - 1) / MLS_BLOCK_LINE * MLS_BLOCK_LINE;
 }
@@ -14,7 +14,7 @@ size_t mls_block_plan(mls_block_bytes_of *bytes_of, const void *context, size_t 
     size_t bytes = MLS_BLOCK_LINE;
     for (; from < count && bytes < MLS_BLOCK_BYTES; from++) {
         const size_t more = bytes_of(context, from);
-        bytes += mls_block_takes(more) ? mls_block_lines(more) : 0;
+        bytes += mls_block_takes(more) ? mls_block_padded_bytes(more) : 0;
     }
     *until = from;
     return bytes < MLS_BLOCK_LARGE ? 0 : bytes;

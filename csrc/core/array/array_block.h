@@ -20,7 +20,7 @@ typedef size_t mls_block_bytes_of(const void *context, size_t index);
 
 /* Return the bytes that an array of `bytes` bytes takes in a block: rounded up to whole
  * lines. */
-size_t mls_block_lines(size_t bytes);
+size_t mls_block_padded_bytes(size_t bytes);
 
 /* Plan the block for arrays number `from`, `from` + 1, ... of `count`; `bytes_of` gives
  * their sizes. Returns the bytes of the block; its memory may have any address. Sets

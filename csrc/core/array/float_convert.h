@@ -128,7 +128,8 @@ static inline uint16_t mls_f16_from_f64(double value)
     return (uint16_t)(sign | half);
 }
 
-/* Convert the bits of a bfloat16. Exact: a bfloat16 is the upper half of a float. */
+/* Convert the bits of a bfloat16. Exact: a bfloat16 is the upper half of a float. A
+ * signalling NaN stays one. */
 static inline float mls_f32_from_bf16(uint16_t bf16)
 {
     return mls_f32_from_bits((uint32_t)bf16 << 16);

@@ -49,8 +49,8 @@ static void add_term(sum *s, int64_t step, int64_t most)
     s->most[at] = most;
 }
 
-/* Return the greatest common divisor of two numbers that are not negative (0 divides
- * none: the other number), with Euclid's algorithm. */
+/* Return the greatest common divisor of two numbers that are not negative, with Euclid's
+ * algorithm. The divisor of 0 and b is b. */
 static int64_t common_divisor(int64_t a, int64_t b)
 {
     while (b != 0) {
@@ -138,6 +138,7 @@ static bool has_sum(sum *s, int64_t low, int64_t high)
     return true;
 }
 
+/* Return the bytes between neighbouring indices of an axis, without the sign. */
 static int64_t step_of(const mls_tensor *t, int axis)
 {
     const int64_t stride = t->strides[axis];
@@ -155,10 +156,10 @@ bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
         low_a >= high_b || low_b >= high_a) {
         return false;
     }
-    const int64_t items_a = (int64_t)mls_tensor_item_bytes(a);
-    const int64_t items_b = (int64_t)mls_tensor_item_bytes(b);
+    const int64_t item_a = (int64_t)mls_tensor_item_bytes(a);
+    const int64_t item_b = (int64_t)mls_tensor_item_bytes(b);
     const int64_t distance =
-        (int64_t)(high_b - (uintptr_t)items_b) - (int64_t)low_a; /* to the last of b */
+        (int64_t)(high_b - (uintptr_t)item_b) - (int64_t)low_a; /* to the last of b */
     sum s = {0};
     for (int axis = 0; axis < a->rank; axis++) {
         add_term(&s, step_of(a, axis), (int64_t)a->shape[axis] - 1);
@@ -166,7 +167,9 @@ bool mls_tensor_overlap(const mls_tensor *a, const mls_tensor *b)
     for (int axis = 0; axis < b->rank; axis++) {
         add_term(&s, step_of(b, axis), (int64_t)b->shape[axis] - 1);
     }
-    return has_sum(&s, distance - (items_a - 1), distance + items_b - 1);
+    /* distance - sum is the distance from an element of `a` to one of `b`, which share a
+     * byte if it is from -(item_b - 1) to item_a - 1 */
+    return has_sum(&s, distance - (item_a - 1), distance + item_b - 1);
 }
 
 /* Write the axes with more than one index to `axes`, which has room for all axes, by
@@ -221,12 +224,14 @@ bool mls_tensor_overlaps_itself(const mls_tensor *t)
     const int64_t item = (int64_t)mls_tensor_item_bytes(t);
     for (int first = 0; first < count; first++) {
         sum s = {0};
-        int64_t middle = -step_of(t, axes[first]); /* the sum of equal later indices */
+        /* the sum for two elements at the same address: along `first` the
+         * second is already one step ahead, and each later factor counts from the most
+         * negative difference of the indices */
+        int64_t middle = -step_of(t, axes[first]);
         if (middle == 0) {
             return true;
         }
-        /* their distance is at least one stride, which `middle` has: at most shape - 2
-         * more */
+        /* indices differ by 1 to shape - 1; `middle` has the first of these steps */
         add_term(&s, -middle, (int64_t)t->shape[axes[first]] - 2);
         for (int i = first + 1; i < count; i++) {
             const int64_t step = step_of(t, axes[i]);

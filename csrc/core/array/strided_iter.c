@@ -37,20 +37,20 @@ static void insert_axis(mls_strided_iter *iter, size_t length, ptrdiff_t a_strid
  * axis times the inner stride, in both views. */
 static void merge_axes(mls_strided_iter *iter)
 {
-    int axis_count = 0; /* the last axis so far of the result */
+    int last = 0; /* the last axis of the result so far */
     for (int axis = 1; axis < iter->rank; axis++) {
         const ptrdiff_t length = (ptrdiff_t)iter->shape[axis];
-        if (iter->a_strides[axis_count] == iter->a_strides[axis] * length &&
-            iter->b_strides[axis_count] == iter->b_strides[axis] * length) {
-            iter->shape[axis_count] *= iter->shape[axis];
+        if (iter->a_strides[last] == iter->a_strides[axis] * length &&
+            iter->b_strides[last] == iter->b_strides[axis] * length) {
+            iter->shape[last] *= iter->shape[axis];
         } else {
-            axis_count++;
-            iter->shape[axis_count] = iter->shape[axis];
+            last++;
+            iter->shape[last] = iter->shape[axis];
         }
-        iter->a_strides[axis_count] = iter->a_strides[axis];
-        iter->b_strides[axis_count] = iter->b_strides[axis];
+        iter->a_strides[last] = iter->a_strides[axis];
+        iter->b_strides[last] = iter->b_strides[axis];
     }
-    iter->rank = axis_count + 1;
+    iter->rank = last + 1;
 }
 
 /* Start an iteration at the first run; false: the views are empty. Sort and merge the

@@ -78,15 +78,15 @@ bool mls_tensor_bytes(const mls_tensor *t, size_t *out)
 bool mls_tensor_is_contiguous(const mls_tensor *t)
 {
     ptrdiff_t expected = (ptrdiff_t)mls_tensor_item_bytes(t);
-    bool packed = true;
+    bool is_packed = true;
     for (int axis = t->rank - 1; axis >= 0; axis--) {
         if (t->shape[axis] == 0) {
             return true;
         }
-        packed = packed && (t->shape[axis] == 1 || t->strides[axis] == expected);
+        is_packed = is_packed && (t->shape[axis] == 1 || t->strides[axis] == expected);
         expected = (ptrdiff_t)((size_t)expected * t->shape[axis]);
     }
-    return packed;
+    return is_packed;
 }
 
 /* Return the view of some indices of one axis. Move the address and set the length. An
@@ -124,15 +124,15 @@ bool mls_tensor_is_addressable(const mls_tensor *t)
     }
     for (int axis = 0; axis < t->rank; axis++) {
         ptrdiff_t *sum = t->strides[axis] < 0 ? &back : &forth;
-        ptrdiff_t way;
-        if (__builtin_mul_overflow(t->strides[axis], t->shape[axis] - 1, &way) ||
-            __builtin_add_overflow(*sum, way, sum)) {
+        ptrdiff_t reach; /* bytes from the first index to the last */
+        if (__builtin_mul_overflow(t->strides[axis], t->shape[axis] - 1, &reach) ||
+            __builtin_add_overflow(*sum, reach, sum)) {
             return false;
         }
     }
-    uintptr_t last;
-    return !__builtin_add_overflow((uintptr_t)t->data, forth, &last) &&
-           !__builtin_add_overflow((uintptr_t)t->data, back, &last);
+    uintptr_t address; /* of the last or the first element; only its overflow matters */
+    return !__builtin_add_overflow((uintptr_t)t->data, forth, &address) &&
+           !__builtin_add_overflow((uintptr_t)t->data, back, &address);
 }
 
 /* Set `*low` and `*high` to the range of addresses; false: the view is empty. The sums
@@ -160,11 +160,11 @@ bool mls_tensor_range(const mls_tensor *t, uintptr_t *low, uintptr_t *high)
  * strides, which decide the address of every element if the shapes are equal. */
 bool mls_tensor_same_view(const mls_tensor *a, const mls_tensor *b)
 {
-    bool same = a->data == b->data;
-    for (int axis = 0; same && axis < a->rank; axis++) {
-        same = a->shape[axis] <= 1 || a->strides[axis] == b->strides[axis];
+    bool is_same = a->data == b->data;
+    for (int axis = 0; is_same && axis < a->rank; axis++) {
+        is_same = a->shape[axis] <= 1 || a->strides[axis] == b->strides[axis];
     }
-    return same;
+    return is_same;
 }
 
 /* Write a shape as text, such as "(2, 3)". snprintf returns the length before it is cut

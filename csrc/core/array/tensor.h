@@ -63,11 +63,11 @@ bool mls_tensor_same_view(const mls_tensor *a, const mls_tensor *b);
 static inline bool mls_shape_equal(int rank, const size_t *shape, int other_rank,
                                    const size_t *other)
 {
-    bool same = rank == other_rank;
-    for (int axis = 0; same && axis < rank; axis++) {
-        same = shape[axis] == other[axis];
+    bool is_same = rank == other_rank;
+    for (int axis = 0; is_same && axis < rank; axis++) {
+        is_same = shape[axis] == other[axis];
     }
-    return same;
+    return is_same;
 }
 
 /* Write `rank` lengths as "(2, 3)" into `text`, cut off to `room` bytes with the NUL.

@@ -5,12 +5,12 @@
  */
 #include "base/address_ranges.h"
 
-/* Return the end of the run of `spans` that starts at index `from`: ranges whose `low`
+/* Return the end of the run of `ranges` that starts at index `from`: ranges whose `low`
  * does not decrease. `from` may be `count`. */
-static size_t run_end(const mls_address_range *spans, size_t from, size_t count)
+static size_t run_end(const mls_address_range *ranges, size_t from, size_t count)
 {
     size_t end = from < count ? from + 1 : count;
-    while (end < count && spans[end - 1].low <= spans[end].low) {
+    while (end < count && ranges[end - 1].low <= ranges[end].low) {
         end++;
     }
     return end;
@@ -23,30 +23,30 @@ static void merge_runs(const mls_address_range *from, size_t half, size_t count,
 {
     size_t left = 0, right = half;
     for (size_t i = 0; i < count; i++) {
-        const bool take_left =
+        const bool takes_left =
             right == count || (left < half && from[left].low <= from[right].low);
-        to[i] = from[take_left ? left++ : right++];
+        to[i] = from[takes_left ? left++ : right++];
     }
 }
 
 /* Sort ranges by `low`. A merge sort that uses existing runs: each pass merges
  * neighbouring pairs of them into the other array, until one run is left. */
-mls_address_range *mls_address_ranges_sort(mls_address_range *spans,
+mls_address_range *mls_address_ranges_sort(mls_address_range *ranges,
                                            mls_address_range *spare, size_t count)
 {
     size_t runs;
     do {
         runs = 0;
         for (size_t at = 0, end; at < count; at = end, runs++) {
-            const size_t middle = run_end(spans, at, count);
-            end = run_end(spans, middle, count);
-            merge_runs(spans + at, middle - at, end - at, spare + at);
+            const size_t middle = run_end(ranges, at, count);
+            end = run_end(ranges, middle, count);
+            merge_runs(ranges + at, middle - at, end - at, spare + at);
         }
         mls_address_range *const sorted = spare;
-        spare = spans;
-        spans = sorted;
+        spare = ranges;
+        ranges = sorted;
     } while (runs > 1);
-    return spans;
+    return ranges;
 }
 
 /* Find owners of the same memory; false: a mixed pair was found. Packed arrays overlap

@@ -14,13 +14,13 @@
 typedef struct mls_address_range {
     uintptr_t low, high; /* `high` is one past the highest byte */
     size_t owner; /* index of the array that owns the memory, chosen by the caller */
-    bool written;
+    bool written; /* by the owner; false: only read */
 } mls_address_range;
 
-/* Sort the `count` ranges of `spans` by `low`; the sort is stable. `spare` must have room
- * for `count` ranges. Both arrays are overwritten. Returns the one that holds the
+/* Sort the `count` ranges of `ranges` by `low`; the sort is stable. `spare` must have
+ * room for `count` ranges. Both arrays are overwritten. Returns the one that holds the
  * result. */
-mls_address_range *mls_address_ranges_sort(mls_address_range *spans,
+mls_address_range *mls_address_ranges_sort(mls_address_range *ranges,
                                            mls_address_range *spare, size_t count);
 
 /* How two owners share memory. */

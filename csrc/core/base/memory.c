@@ -80,7 +80,7 @@ size_t mls_page_bytes(void)
 }
 
 /* Anonymous private memory reads as zeros; the system allocates each page at its first
- * access. */
+ * access. Returns NULL if the system refuses. */
 static void *map_zeros(size_t bytes)
 {
     void *data = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANON, -1, 0);

@@ -28,10 +28,10 @@ size_t mls_utf8_length(const unsigned char *bytes, size_t room)
         }
     }
     /* overlong forms, surrogates, beyond U+10FFFF */
-    const bool bad =
+    const bool is_ill_formed =
         (lead == 0xE0U && bytes[1] < 0xA0U) || (lead == 0xEDU && bytes[1] >= 0xA0U) ||
         (lead == 0xF0U && bytes[1] < 0x90U) || (lead == 0xF4U && bytes[1] >= 0x90U);
-    return bad ? 0 : length;
+    return is_ill_formed ? 0 : length;
 }
 
 /* Return whether all bytes are UTF-8, character by character. */

@@ -73,7 +73,7 @@ static mls_code drain_gather(void *context, uint64_t step, mls_status *st)
 
 /* Return whether the longest contribution of any rank has bytes left, so all ranks take
  * the same number of steps. */
-static bool more_gather(void *context)
+static bool gather_has_more(void *context)
 {
     const gather *s = context;
     return s->sent < s->most;
@@ -122,7 +122,7 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
                             const size_t *sizes, void *out, mls_status *st)
 {
     gather s = gather_of(g, data, sizes, out);
-    const bool direct = mls_shm_is_direct(g, s.most);
+    const bool is_direct = mls_shm_is_direct(g, s.most);
     uint64_t fingerprint = mls_shm_mix_text(0, call->text);
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         fingerprint = mls_shm_mix(fingerprint, sizes[rank]);
@@ -131,10 +131,10 @@ mls_code mls_shm_all_gather(mls_shm *g, const mls_shm_call *call, const void *da
         .kind = MLS_SHM_ALL_GATHER,
         .fingerprint = fingerprint,
         .source = MLS_SHM_NO_RANK,
-        .direct = direct,
-        .fill = direct ? publish_address : fill_gather,
-        .drain = direct ? read_gather : drain_gather,
-        .more = more_gather,
+        .is_direct = is_direct,
+        .fill = is_direct ? publish_address : fill_gather,
+        .drain = is_direct ? read_gather : drain_gather,
+        .has_more = gather_has_more,
         .context = &s,
     };
     return mls_shm_run(g, &flow, call, st);
@@ -168,7 +168,7 @@ static mls_code copy_broadcast(void *context, uint64_t step, mls_status *st)
 mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, size_t bytes,
                            size_t root, mls_status *st)
 {
-    const bool direct = mls_shm_is_direct(g, bytes);
+    const bool is_direct = mls_shm_is_direct(g, bytes);
     size_t sizes[MLS_SHM_MAX_RANKS] = {0};
     sizes[root] = bytes;
     gather s = gather_of(g, data, sizes, data);
@@ -178,10 +178,10 @@ mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, siz
         .fingerprint =
             mls_shm_mix(mls_shm_mix(mls_shm_mix_text(0, call->text), bytes), root),
         .source = (int)root,
-        .direct = direct,
-        .fill = direct ? publish_address : fill_gather,
-        .drain = direct ? copy_broadcast : drain_gather,
-        .more = more_gather,
+        .is_direct = is_direct,
+        .fill = is_direct ? publish_address : fill_gather,
+        .drain = is_direct ? copy_broadcast : drain_gather,
+        .has_more = gather_has_more,
         .context = &s,
     };
     return mls_shm_run(g, &flow, call, st);
@@ -189,16 +189,16 @@ mls_code mls_shm_broadcast(mls_shm *g, const mls_shm_call *call, void *data, siz
 
 /* Gather within an operation that has begun, without comparing anything: the ranks
  * compared their calls when the operation began. */
-mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
-                           const size_t *sizes, void *out, mls_shm_clock *clock,
-                           mls_status *st)
+mls_code mls_shm_continue_gather(mls_shm *g, mls_shm_kind kind, const void *data,
+                                 const size_t *sizes, void *out, mls_shm_clock *clock,
+                                 mls_status *st)
 {
     gather s = gather_of(g, data, sizes, out);
     const mls_shm_flow flow = {.kind = kind,
                                .source = MLS_SHM_NO_RANK,
                                .fill = fill_gather,
                                .drain = drain_gather,
-                               .more = more_gather,
+                               .has_more = gather_has_more,
                                .context = &s};
     return mls_shm_continue(g, &flow, clock, st);
 }
@@ -310,7 +310,7 @@ static mls_code drain_exchange(void *context, uint64_t step, mls_status *st)
 
 /* Return whether the largest transfer between two ranks has bytes left, so all ranks take
  * the same number of steps. */
-static bool more_exchange(void *context)
+static bool exchange_has_more(void *context)
 {
     const exchange_state *s = context;
     return s->sent < s->most;
@@ -333,7 +333,7 @@ mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *da
         .source = MLS_SHM_NO_RANK,
         .fill = fill_exchange,
         .drain = drain_exchange,
-        .more = more_exchange,
+        .has_more = exchange_has_more,
         .context = &s,
     };
     return mls_shm_run(g, &flow, call, st);
@@ -345,10 +345,10 @@ mls_code mls_shm_all_to_all(mls_shm *g, const mls_shm_call *call, const void *da
 typedef struct collect_state {
     gather gather; /* its `out` is unused */
     size_t sizes[MLS_SHM_MAX_RANKS];
-    unsigned char *places[MLS_SHM_MAX_RANKS]; /* the caller's buffer for each rank */
-    const mls_shm_places *provider;           /* provides these buffers */
-    bool receives;                            /* this rank receives the bytes */
-    bool sizes_known;                         /* the first step was read */
+    unsigned char *buffers[MLS_SHM_MAX_RANKS]; /* of the caller, one for each rank */
+    const mls_shm_buffer_provider *provider;   /* provides these buffers */
+    bool receives;                             /* this rank receives the bytes */
+    bool sizes_known;                          /* the first step was read */
 } collect_state;
 
 /* Return the bytes of data in the first step's slot, after the size, so that short texts
@@ -387,7 +387,8 @@ static mls_code read_sizes(collect_state *s, uint64_t step, mls_status *st)
         s->sizes[rank] = (size_t)size;
         t->most = t->most < s->sizes[rank] ? s->sizes[rank] : t->most;
     }
-    if (s->receives && !s->provider->place(s->provider->context, s->sizes, s->places)) {
+    if (s->receives &&
+        !s->provider->provide(s->provider->context, s->sizes, s->buffers)) {
         return mls_fail(st, MLS_E_MEMORY, "no memory for the bytes of all ranks");
     }
     return MLS_OK;
@@ -399,9 +400,9 @@ static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
 {
     collect_state *s = context;
     gather *t = &s->gather;
-    const bool first = !s->sizes_known;
-    const size_t room = first ? first_step_bytes(t->g) : t->g->shape.slot_bytes;
-    const mls_code code = first ? read_sizes(s, step, st) : MLS_OK;
+    const bool is_first = !s->sizes_known;
+    const size_t room = is_first ? first_step_bytes(t->g) : t->g->shape.slot_bytes;
+    const mls_code code = is_first ? read_sizes(s, step, st) : MLS_OK;
     if (code != MLS_OK) {
         return code;
     }
@@ -410,8 +411,8 @@ static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
             continue;
         }
         const unsigned char *slot =
-            mls_shm_slot(t->g, rank, step) + (first ? sizeof(uint64_t) : 0);
-        mls_shm_copy(t->g, s->places[rank] + t->read,
+            mls_shm_slot(t->g, rank, step) + (is_first ? sizeof(uint64_t) : 0);
+        mls_shm_copy(t->g, s->buffers[rank] + t->read,
                      rank == t->g->rank ? t->data + t->read : slot,
                      mls_size_least(s->sizes[rank] - t->read, room));
     }
@@ -419,21 +420,21 @@ static mls_code drain_collect(void *context, uint64_t step, mls_status *st)
     return MLS_OK;
 }
 
-/* more_gather for a collect_state. */
-static bool more_collect(void *context)
+/* gather_has_more for a collect_state. */
+static bool collect_has_more(void *context)
 {
     collect_state *s = context;
-    return more_gather(&s->gather);
+    return gather_has_more(&s->gather);
 }
 
 /* Gather bytes of any length; only receiving ranks get buffers. The other ranks take part
  * in every step too. */
 mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *data,
-                              size_t bytes, int root, const mls_shm_places *places,
-                              mls_status *st)
+                              size_t bytes, int root,
+                              const mls_shm_buffer_provider *provider, mls_status *st)
 {
     collect_state s = {.gather = {.g = g, .data = data},
-                       .provider = places,
+                       .provider = provider,
                        .receives = root < 0 || (size_t)root == g->rank};
     s.gather.sizes = s.sizes;
     s.sizes[g->rank] = bytes;
@@ -443,7 +444,7 @@ mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *
         .source = MLS_SHM_NO_RANK,
         .fill = fill_collect,
         .drain = drain_collect,
-        .more = more_collect,
+        .has_more = collect_has_more,
         .context = &s,
     };
     return mls_shm_run(g, &flow, call, st);

@@ -29,7 +29,7 @@ enum { VERSION = 3, SLOT_BYTES = 256 * 1024, DEPTH = 4, SPIN_NANOSECONDS = 40 * 
 
 /* A slot is divided among all peers, and the range of each must hold a block of the
  * widest elements. */
-static const size_t piece_least = (size_t)MLS_NORM_BLOCK * 8;
+static const size_t least_piece_bytes = (size_t)MLS_NORM_BLOCK * 8;
 
 /* Return a constant string; "?" for a `kind` that is not an operation, since it may come
  * from another process. */
@@ -68,7 +68,7 @@ static size_t area_bytes(void)
  * are aligned. */
 static void fill_defaults(mls_shm_shape *shape)
 {
-    const size_t least = peers_of(shape->world) * piece_least;
+    const size_t least = peers_of(shape->world) * least_piece_bytes;
     if (shape->slot_bytes == 0) {
         shape->slot_bytes = SLOT_BYTES;
     }
@@ -223,22 +223,22 @@ static void describe_blame(const mls_shm *g, mls_shm_blame b, char *text, size_t
     }
 }
 
-/* Fail the operation `kind` because the group is broken. `more` replaces the common
- * reason unless it is "". */
-mls_code mls_shm_failed_rank(mls_shm *g, mls_shm_kind kind, const char *more,
+/* Fail the operation `kind` because the group is broken. `local_reason` replaces the
+ * common reason unless it is "". */
+mls_code mls_shm_fail_broken(mls_shm *g, mls_shm_kind kind, const char *local_reason,
                              mls_status *st)
 {
     const mls_shm_blame blame = unpack_blame(atomic_load(&mls_shm_header_of(g)->broken));
     char text[MLS_TEXT_BYTES];
     describe_blame(g, blame, text, sizeof text);
-    mls_fail(st, MLS_E_PEER,
-             "%s on rank %zu: %s; the group is unusable: create a new one",
-             mls_shm_kind_name(kind), g->rank, more[0] != '\0' ? more : text);
+    mls_fail(
+        st, MLS_E_PEER, "%s on rank %zu: %s; the group is unusable: create a new one",
+        mls_shm_kind_name(kind), g->rank, local_reason[0] != '\0' ? local_reason : text);
     return mls_status_name(st, mls_shm_kind_name(kind), strlen(mls_shm_kind_name(kind)));
 }
 
 /* Return whether the group is broken; then `text`, unless NULL, receives the reason. */
-bool mls_shm_ended(mls_shm *g, char *text, size_t room)
+bool mls_shm_is_broken(mls_shm *g, char *text, size_t room)
 {
     const uint64_t word = atomic_load(&mls_shm_header_of(g)->broken);
     if (word != 0 && text != NULL) {
@@ -309,7 +309,7 @@ static mls_shm *create_handle(const mls_shm_shape *shape, size_t rank,
     g->process = getpid();
     /* with fewer processors than ranks, spinning would delay the rank that is waited
      * for */
-    g->spins = mls_cpu_count() < shape->world ? 0 : SPIN_NANOSECONDS;
+    g->spin_nanoseconds = mls_cpu_count() < shape->world ? 0 : SPIN_NANOSECONDS;
     g->piece_bytes =
         shape->slot_bytes / peers_of(shape->world) / MLS_SHM_LINE * MLS_SHM_LINE;
     return g;

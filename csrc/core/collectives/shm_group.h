@@ -85,13 +85,13 @@ void mls_shm_abort(mls_shm *g);
 
 /* Returns whether the group is broken. Then `text` (of `room` bytes; may be NULL)
  * receives the reason, a clause such as "rank 3 aborted the group". */
-bool mls_shm_ended(mls_shm *g, char *text, size_t room);
+bool mls_shm_is_broken(mls_shm *g, char *text, size_t room);
 
 /* ---- operations ---- */
 
 /* Arguments of all operations. */
 typedef struct mls_shm_call {
-    double timeout; /* seconds, above 0 */
+    double timeout; /* seconds, above 0 and below 1e9 */
     /* Called now and then while the caller's thread waits; returns false to stop. May be
      * NULL. */
     bool (*poll)(void *context);
@@ -103,10 +103,10 @@ typedef struct mls_shm_call {
 
 /* Errors of every operation; outputs may then be partly filled.
  * - MLS_E_PEER: the calls of the ranks do not match (the message names them; the group
- *   stays usable), or the group is broken (see mls_shm_ended): timeout, or a rank died,
- *   left or aborted.
+ *   stays usable), or the group is broken (see mls_shm_is_broken): timeout, or a rank
+ *   died, left or aborted.
  * - MLS_E_STOPPED: `poll` returned false; the group is broken.
- * - MLS_E_MEMORY (mls_shm_gather_bytes only): `place` returned false; the group is
+ * - MLS_E_MEMORY (mls_shm_gather_bytes only): `provide` returned false; the group is
  *   broken.
  */
 
@@ -145,19 +145,19 @@ mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
                                 mls_segment *segments, size_t count, bool wants_norms,
                                 mls_status *st);
 
-/* Provides buffers for gathered bytes: sets out[r] to memory for sizes[r] bytes, for
- * every rank including this one. Called once, during the operation. Returning false fails
- * the operation with MLS_E_MEMORY and breaks the group. */
-typedef struct mls_shm_places {
-    bool (*place)(void *context, const size_t *sizes, unsigned char **out);
+/* `provide` provides buffers for gathered bytes: sets out[r] to memory for sizes[r]
+ * bytes, for every rank including this one. Called once, during the operation. Returning
+ * false fails the operation with MLS_E_MEMORY and breaks the group. */
+typedef struct mls_shm_buffer_provider {
+    bool (*provide)(void *context, const size_t *sizes, unsigned char **out);
     void *context;
-} mls_shm_places;
+} mls_shm_buffer_provider;
 
 /* Gathers the bytes of all ranks, `bytes` bytes at `data` of this one; their number may
- * differ. `root` is the receiving rank, or -1 for all ranks. `places` provides the
- * buffers, on receiving ranks only. */
+ * differ. `root` is the receiving rank, or -1 for all ranks. `provider` is used on
+ * receiving ranks only. */
 mls_code mls_shm_gather_bytes(mls_shm *g, const mls_shm_call *call, const void *data,
-                              size_t bytes, int root, const mls_shm_places *places,
-                              mls_status *st);
+                              size_t bytes, int root,
+                              const mls_shm_buffer_provider *provider, mls_status *st);
 
 #endif

@@ -49,7 +49,7 @@ typedef struct mls_shm_area {
     _Atomic(uint32_t) state;                        /* an mls_shm_state */
     _Atomic(uint32_t) direct; /* 1 while the rank accesses arrays of other ranks */
     _Atomic(int64_t) process;
-    _Alignas(MLS_SHM_LINE) mls_shm_record notes[MLS_SHM_MAX_DEPTH];
+    _Alignas(MLS_SHM_LINE) mls_shm_record records[MLS_SHM_MAX_DEPTH];
 } mls_shm_area;
 
 /* State of a rank. */
@@ -105,9 +105,10 @@ struct mls_shm {
     int fd; /* owned; -1 for threads */
     pid_t process;
     const mls_kernels *kernels; /* borrowed */
-    uint64_t written, read;     /* steps published and consumed by this rank */
+    uint64_t published;         /* as in this rank's area */
+    uint64_t consumed;          /* the same */
     uint64_t number;            /* operations begun */
-    long spins;                 /* nanoseconds to spin before sleeping */
+    long spin_nanoseconds;      /* before sleeping */
     size_t piece_bytes;         /* bytes of a slot for one peer */
     mls_shm_cursor cursors[MLS_SHM_MAX_RANKS];
 };
@@ -130,9 +131,9 @@ void mls_shm_wake(const mls_shm *g);
 void mls_shm_mark_broken(mls_shm *g, mls_shm_blame blame);
 
 /* Fills `st` (MLS_E_PEER) with the reason why the group is broken, for the operation
- * `kind`. `more` is a reason that only this rank knows, such as how long it waited, and
- * replaces the common one; "" for none. Returns the code. */
-mls_code mls_shm_failed_rank(mls_shm *g, mls_shm_kind kind, const char *more,
+ * `kind`. `local_reason` is one that only this rank knows, such as how long it waited,
+ * and replaces the common one; "" for none. Returns the code. */
+mls_code mls_shm_fail_broken(mls_shm *g, mls_shm_kind kind, const char *local_reason,
                              mls_status *st);
 
 /* ---- shm_sync.c: the steps of one operation ---- */
@@ -146,14 +147,14 @@ typedef struct mls_shm_flow {
     int source; /* rank whose slots are read after the first step; MLS_SHM_NO_RANK: all */
     /* The slots contain addresses, and the ranks access each other's arrays in the first
      * step, which is the only one. */
-    bool direct;
+    bool is_direct;
     /* Writes this rank's part of a step; NULL if it never has one. */
     void (*fill)(void *context, unsigned char *slot);
     /* Reads the slots of all ranks; NULL if there are none to read. */
     mls_code (*drain)(void *context, uint64_t step, mls_status *st);
     /* Returns whether another step must be filled; called after the first step was
      * drained. */
-    bool (*more)(void *context);
+    bool (*has_more)(void *context);
     void *context;
 } mls_shm_flow;
 
@@ -169,8 +170,8 @@ typedef struct mls_shm_clock {
 mls_code mls_shm_begin(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *call,
                        mls_shm_clock *clock, mls_status *st);
 
-/* Runs the steps after the first one, until `flow->more` returns false and all published
- * steps were read. MLS_E_PEER, MLS_E_STOPPED, and errors of `flow->drain`. */
+/* Runs the steps after the first one, until `flow->has_more` returns false and all
+ * published steps were read. MLS_E_PEER, MLS_E_STOPPED, and errors of `flow->drain`. */
 mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *clock,
                           mls_status *st);
 
@@ -256,8 +257,8 @@ static inline size_t mls_shm_piece_of(const mls_shm *g, size_t rank, size_t peer
 
 /* Continues an operation of the kind `kind`, which has begun, with an all_gather through
  * the slots. Arguments as for mls_shm_all_gather; nothing is compared. */
-mls_code mls_shm_gather_on(mls_shm *g, mls_shm_kind kind, const void *data,
-                           const size_t *sizes, void *out, mls_shm_clock *clock,
-                           mls_status *st);
+mls_code mls_shm_continue_gather(mls_shm *g, mls_shm_kind kind, const void *data,
+                                 const size_t *sizes, void *out, mls_shm_clock *clock,
+                                 mls_status *st);
 
 #endif

@@ -139,8 +139,8 @@ static const unsigned char *own_elements(const scatter *s, const share_range *pa
 }
 
 /* Fill this rank's slot: a range for each peer, with elements of the peer's share. The
- * cursor for this rank itself advances too, without copying, so that more_scatter knows
- * when all shares are done. */
+ * cursor for this rank itself advances too, without copying, so that scatter_has_more
+ * knows when all shares are done. */
 static void fill_scatter(void *context, unsigned char *slot)
 {
     scatter *s = context;
@@ -199,7 +199,7 @@ static mls_code drain_scatter(void *context, uint64_t step, mls_status *st)
 }
 
 /* Return whether any rank's share has elements that are not sent yet. */
-static bool more_scatter(void *context)
+static bool scatter_has_more(void *context)
 {
     scatter *s = context;
     for (size_t rank = 0; rank < s->g->shape.world; rank++) {
@@ -287,7 +287,7 @@ static mls_shm_flow scatter_flow(scatter *s, mls_shm_kind kind, uint64_t fingerp
                           .source = MLS_SHM_NO_RANK,
                           .fill = fill_scatter,
                           .drain = drain_scatter,
-                          .more = more_scatter,
+                          .has_more = scatter_has_more,
                           .context = s};
 }
 
@@ -310,7 +310,7 @@ mls_code mls_shm_reduce_scatter(mls_shm *g, const mls_shm_call *call,
         scatter_flow(&s, MLS_SHM_REDUCE_SCATTER, hash_segments(g, call, segments, count));
     if (count <= g->shape.slot_bytes / sizeof(void *) &&
         mls_shm_is_direct(g, total_bytes(&s))) {
-        flow.direct = true;
+        flow.is_direct = true;
         flow.fill = fill_addresses;
         flow.drain = sum_addressed;
     }
@@ -325,7 +325,7 @@ typedef struct total {
     mls_shm *g;
     const void *data;
     void *out;
-    size_t n, bytes;
+    size_t n, bytes; /* elements and bytes of each array */
     const mls_reduction *reduction;
 } total;
 
@@ -391,14 +391,14 @@ static void fill_pair(void *context, unsigned char *slot)
 static mls_code sum_into_all(void *context, uint64_t step, mls_status *st)
 {
     (void)st;
-    enum { PIECE = 64 * 1024 }; /* elements; a block stays in the cache */
+    enum { BLOCK = 64 * 1024 }; /* elements; a block stays in the cache */
     const total *sum = context;
     mls_shm *g = sum->g;
     const size_t item = mls_dtype_of(sum->reduction->dtype)->item_bytes;
     size_t counts[MLS_SHM_MAX_RANKS];
     const size_t start = find_share(sum, counts), share = counts[g->rank];
-    for (size_t done = 0; done < share; done += PIECE) {
-        const size_t n = mls_size_least(share - done, PIECE), at = start + done * item;
+    for (size_t done = 0; done < share; done += BLOCK) {
+        const size_t n = mls_size_least(share - done, BLOCK), at = start + done * item;
         const void *sources[MLS_SHM_MAX_RANKS];
         unsigned char *outs[MLS_SHM_MAX_RANKS];
         for (size_t rank = 0; rank < g->shape.world; rank++) {
@@ -441,7 +441,8 @@ static mls_code reduce_large(const total *sum, const mls_shm_call *call,
         code = mls_shm_continue(g, &flow, &clock, st);
     }
     if (code == MLS_OK) {
-        code = mls_shm_gather_on(g, flow.kind, own_out, sizes, sum->out, &clock, st);
+        code =
+            mls_shm_continue_gather(g, flow.kind, own_out, sizes, sum->out, &clock, st);
     }
     return code;
 }
@@ -463,17 +464,17 @@ mls_code mls_shm_all_reduce(mls_shm *g, const mls_shm_call *call, const void *da
     const size_t bytes = n * mls_dtype_of(reduction->dtype)->item_bytes;
     total sum = {
         .g = g, .data = data, .out = out, .n = n, .bytes = bytes, .reduction = reduction};
-    const bool direct = mls_shm_is_direct(g, bytes);
-    if (!direct && bytes * g->shape.world > SMALL) {
+    const bool is_direct = mls_shm_is_direct(g, bytes);
+    if (!is_direct && bytes * g->shape.world > SMALL) {
         return reduce_large(&sum, call, fingerprint, st);
     }
     const mls_shm_flow flow = {
         .kind = MLS_SHM_ALL_REDUCE,
         .fingerprint = fingerprint,
         .source = MLS_SHM_NO_RANK,
-        .direct = direct,
-        .fill = direct ? fill_pair : fill_total,
-        .drain = direct ? sum_into_all : drain_total,
+        .is_direct = is_direct,
+        .fill = is_direct ? fill_pair : fill_total,
+        .drain = is_direct ? sum_into_all : drain_total,
         .context = &sum,
     };
     return mls_shm_run(g, &flow, call, st);

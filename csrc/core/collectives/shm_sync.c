@@ -62,21 +62,21 @@ static int find_unpublished(const mls_shm *g, int source)
     const size_t first = source < 0 ? 0 : (size_t)source;
     const size_t end = source < 0 ? g->shape.world : first + 1;
     for (size_t rank = first; rank < end; rank++) {
-        if (atomic_load(&mls_shm_area_of(g, rank)->published) <= g->read) {
+        if (atomic_load(&mls_shm_area_of(g, rank)->published) <= g->consumed) {
             return (int)rank;
         }
     }
     return MLS_SHM_NO_RANK;
 }
 
-/* Return a rank that still has `most` or more of this rank's published steps to consume,
- * or MLS_SHM_NO_RANK. With `most` equal to the depth, that means that the next slot is
- * free; with 1, that all ranks have read everything. */
-static int find_unconsumed(const mls_shm *g, size_t most)
+/* Return a rank that still has `steps` or more of this rank's published steps to consume,
+ * or MLS_SHM_NO_RANK. MLS_SHM_NO_RANK means, with `steps` equal to the depth, that the
+ * next slot is free; with 1, that all ranks have read everything. */
+static int find_unconsumed(const mls_shm *g, size_t steps)
 {
     for (size_t rank = 0; rank < g->shape.world; rank++) {
         const uint64_t consumed = atomic_load(&mls_shm_area_of(g, rank)->consumed);
-        if (consumed + most <= g->written) {
+        if (consumed + steps <= g->published) {
             return (int)rank;
         }
     }
@@ -101,7 +101,10 @@ static int find_blocking_rank(const mls_shm *g, wait_condition condition)
     }
     if (condition.writes) {
         const int slow = find_unconsumed(g, g->shape.depth);
-        return slow == MLS_SHM_NO_RANK || peer == MLS_SHM_NO_RANK ? slow : peer;
+        if (slow == MLS_SHM_NO_RANK) {
+            return MLS_SHM_NO_RANK;
+        }
+        return peer == MLS_SHM_NO_RANK ? slow : peer;
     }
     return peer;
 }
@@ -163,14 +166,14 @@ static void describe_progress(const mls_shm *g, mls_shm_kind kind, size_t rank,
 }
 
 /* Mark the group as broken: `why`, by `peer`, reported by this rank. Returns MLS_E_PEER
- * with the reason that was recorded first, or with `more` unless it is "". */
+ * with the reason that was recorded first, or with `local_reason` unless it is "". */
 static mls_code break_group(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size_t peer,
-                            const char *more, mls_status *st)
+                            const char *local_reason, mls_status *st)
 {
     mls_shm_mark_broken(
         g,
         (mls_shm_blame){.why = why, .reporter = g->rank, .culprit = peer, .kind = kind});
-    return mls_shm_failed_rank(g, kind, more, st);
+    return mls_shm_fail_broken(g, kind, local_reason, st);
 }
 
 /* Fails because the deadline passed while this rank waited for `peer`; breaks the group.
@@ -178,10 +181,11 @@ static mls_code break_group(mls_shm *g, mls_shm_kind kind, mls_shm_why why, size
 static mls_code fail_on_timeout(mls_shm *g, const mls_shm_clock *clock, mls_shm_kind kind,
                                 size_t peer, mls_status *st)
 {
-    char text[MLS_TEXT_BYTES / 2], more[MLS_TEXT_BYTES];
+    char text[MLS_TEXT_BYTES / 2], local_reason[MLS_TEXT_BYTES];
     describe_progress(g, kind, peer, text, sizeof text);
-    snprintf(more, sizeof more, "not done after %g s: %s", clock->call->timeout, text);
-    return break_group(g, kind, MLS_SHM_TIMEOUT, peer, more, st);
+    snprintf(local_reason, sizeof local_reason, "not done after %g s: %s",
+             clock->call->timeout, text);
+    return break_group(g, kind, MLS_SHM_TIMEOUT, peer, local_reason, st);
 }
 
 /* Check, while waiting for rank `peer` or working (MLS_SHM_NO_RANK) in the operation
@@ -192,7 +196,7 @@ static mls_code check_progress(mls_shm *g, mls_shm_clock *clock, mls_shm_kind ki
                                int peer, mls_status *st)
 {
     if (atomic_load(&mls_shm_header_of(g)->broken) != 0) {
-        return mls_shm_failed_rank(g, kind, "", st);
+        return mls_shm_fail_broken(g, kind, "", st);
     }
     const int64_t time = read_clock();
     if (time >= clock->deadline && peer != MLS_SHM_NO_RANK) {
@@ -225,8 +229,9 @@ static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition condit
         find_blocking_rank(g, condition) != peer) {
         return MLS_OK;
     }
-    const bool left = state == MLS_SHM_CLOSED;
-    return break_group(g, kind, left ? MLS_SHM_LEFT : MLS_SHM_DIED, (size_t)peer, "", st);
+    const bool has_left = state == MLS_SHM_CLOSED;
+    return break_group(g, kind, has_left ? MLS_SHM_LEFT : MLS_SHM_DIED, (size_t)peer, "",
+                       st);
 }
 
 /* ---- waiting ---- */
@@ -235,7 +240,7 @@ static mls_code check_alive(mls_shm *g, mls_shm_kind kind, wait_condition condit
  * blocks `condition` any more, false if it took too long or the group is broken. */
 static bool spin_until_ready(const mls_shm *g, wait_condition condition)
 {
-    const int64_t end = g->spins == 0 ? 0 : read_clock() + g->spins;
+    const int64_t end = g->spin_nanoseconds == 0 ? 0 : read_clock() + g->spin_nanoseconds;
     do {
         for (int i = 0; i < 64; i++) {
             if (find_blocking_rank(g, condition) == MLS_SHM_NO_RANK) {
@@ -290,18 +295,18 @@ static mls_code wait_for(mls_shm *g, mls_shm_clock *clock, mls_shm_kind kind,
 static void publish_step(mls_shm *g, const mls_shm_flow *flow)
 {
     if (flow->fill != NULL) {
-        flow->fill(flow->context, mls_shm_slot(g, g->rank, g->written));
+        flow->fill(flow->context, mls_shm_slot(g, g->rank, g->published));
     }
-    g->written++;
-    atomic_store(&mls_shm_area_of(g, g->rank)->published, g->written);
+    g->published++;
+    atomic_store(&mls_shm_area_of(g, g->rank)->published, g->published);
     mls_shm_wake(g);
 }
 
 /* Tell the others that this rank has read the next step of all ranks, and wake them. */
 static void consume_step(mls_shm *g)
 {
-    g->read++;
-    atomic_store(&mls_shm_area_of(g, g->rank)->consumed, g->read);
+    g->consumed++;
+    atomic_store(&mls_shm_area_of(g, g->rank)->consumed, g->consumed);
     mls_shm_wake(g);
 }
 
@@ -312,14 +317,14 @@ static void consume_step(mls_shm *g)
  * broken; errors of `drain`. */
 static mls_code drain_slots(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
 {
-    if (flow->drain == NULL || !flow->direct) {
-        return flow->drain == NULL ? MLS_OK : flow->drain(flow->context, g->read, st);
+    if (flow->drain == NULL || !flow->is_direct) {
+        return flow->drain == NULL ? MLS_OK : flow->drain(flow->context, g->consumed, st);
     }
     _Atomic(uint32_t) *direct = &mls_shm_area_of(g, g->rank)->direct;
     atomic_store(direct, 1);
     const mls_code code = atomic_load(&mls_shm_header_of(g)->broken) != 0
-                              ? mls_shm_failed_rank(g, flow->kind, "", st)
-                              : flow->drain(flow->context, g->read, st);
+                              ? mls_shm_fail_broken(g, flow->kind, "", st)
+                              : flow->drain(flow->context, g->consumed, st);
     atomic_store(direct, 0);
     return code;
 }
@@ -345,13 +350,13 @@ static mls_code drain_step(mls_shm *g, const mls_shm_flow *flow, mls_status *st)
 static void record_call(mls_shm *g, const mls_shm_flow *flow, const char *text)
 {
     mls_shm_area *area = mls_shm_area_of(g, g->rank);
-    mls_shm_record *note = &area->notes[g->written % g->shape.depth];
+    mls_shm_record *record = &area->records[g->published % g->shape.depth];
     g->number++;
     atomic_store(&area->doing, g->number << 8 | (uint64_t)flow->kind);
-    note->number = g->number;
-    note->fingerprint = flow->fingerprint;
-    note->kind = (uint32_t)flow->kind;
-    snprintf(note->text, sizeof note->text, "%s", text == NULL ? "" : text);
+    record->number = g->number;
+    record->fingerprint = flow->fingerprint;
+    record->kind = (uint32_t)flow->kind;
+    snprintf(record->text, sizeof record->text, "%s", text == NULL ? "" : text);
 }
 
 /* Fail because this rank's call, `own_record`, differs from the call of rank `rank`,
@@ -381,10 +386,10 @@ static mls_code fail_mismatch(const mls_shm *g, const mls_shm_record *own_record
  * equal, each rank finds one that differs from its own. MLS_E_PEER. */
 static mls_code compare_records(const mls_shm *g, mls_status *st)
 {
-    const size_t at = (size_t)(g->read % g->shape.depth);
-    const mls_shm_record *own_record = &mls_shm_area_of(g, g->rank)->notes[at];
+    const size_t at = (size_t)(g->consumed % g->shape.depth);
+    const mls_shm_record *own_record = &mls_shm_area_of(g, g->rank)->records[at];
     for (size_t rank = 0; rank < g->shape.world; rank++) {
-        const mls_shm_record *other = &mls_shm_area_of(g, rank)->notes[at];
+        const mls_shm_record *other = &mls_shm_area_of(g, rank)->records[at];
         if (other->fingerprint != own_record->fingerprint ||
             other->kind != own_record->kind) {
             return fail_mismatch(g, own_record, rank, other, st);
@@ -404,7 +409,7 @@ static mls_code check_usable(mls_shm *g, mls_shm_kind kind, mls_status *st)
                         name, g->rank);
     }
     if (atomic_load(&mls_shm_header_of(g)->broken) != 0) {
-        return mls_shm_failed_rank(g, kind, "", st);
+        return mls_shm_fail_broken(g, kind, "", st);
     }
     return MLS_OK;
 }
@@ -448,22 +453,22 @@ mls_code mls_shm_continue(mls_shm *g, const mls_shm_flow *flow, mls_shm_clock *c
                           mls_status *st)
 {
     for (;;) {
-        const bool more = flow->more != NULL && flow->more(flow->context);
-        const bool behind = g->read < g->written;
-        if (!more && !behind) {
+        const bool has_more = flow->has_more != NULL && flow->has_more(flow->context);
+        const bool has_unread = g->consumed < g->published;
+        if (!has_more && !has_unread) {
             return MLS_OK;
         }
         mls_code code = check_progress(g, clock, flow->kind, MLS_SHM_NO_RANK, st);
         if (code != MLS_OK) {
             return code;
         }
-        if (more && find_unconsumed(g, g->shape.depth) == MLS_SHM_NO_RANK) {
+        if (has_more && find_unconsumed(g, g->shape.depth) == MLS_SHM_NO_RANK) {
             publish_step(g, flow);
-        } else if (behind && find_unpublished(g, flow->source) == MLS_SHM_NO_RANK) {
+        } else if (has_unread && find_unpublished(g, flow->source) == MLS_SHM_NO_RANK) {
             code = drain_step(g, flow, st);
         } else {
             const wait_condition condition = {
-                .reads = behind, .writes = more, .source = flow->source};
+                .reads = has_unread, .writes = has_more, .source = flow->source};
             code = wait_for(g, clock, flow->kind, condition, st);
         }
         if (code != MLS_OK) {
@@ -502,7 +507,7 @@ mls_code mls_shm_run(mls_shm *g, const mls_shm_flow *flow, const mls_shm_call *c
 {
     mls_shm_clock clock;
     mls_code code = mls_shm_begin(g, flow, call, &clock, st);
-    if (!flow->direct) {
+    if (!flow->is_direct) {
         return code == MLS_OK ? mls_shm_continue(g, flow, &clock, st) : code;
     }
     if (code == MLS_OK) {

@@ -25,17 +25,18 @@ mls_code mls_segment_check(const mls_tensor *data, const mls_tensor *out,
                            const size_t *counts, size_t world, size_t rank,
                            mls_status *st)
 {
-    size_t total = 0, start = 0, have = 0, part_elements = 0;
+    size_t total = 0, start = 0, data_elements = 0, out_elements = 0;
     if (!mls_size_sum(counts, world, &total) || !mls_size_sum(counts, rank, &start)) {
         return mls_fail(st, MLS_E_VALUE,
                         "the parts of an array have more elements than memory");
     }
-    if (!mls_tensor_count(data, &have) || !mls_tensor_count(out, &part_elements) ||
-        have != total || part_elements != counts[rank]) {
+    if (!mls_tensor_count(data, &data_elements) ||
+        !mls_tensor_count(out, &out_elements) || data_elements != total ||
+        out_elements != counts[rank]) {
         return mls_fail(st, MLS_E_VALUE,
                         "an array of %zu elements and an output of %zu do not fit counts "
                         "that add up to %zu, with %zu for this rank",
-                        have, part_elements, total, counts[rank]);
+                        data_elements, out_elements, total, counts[rank]);
     }
     const unsigned char *part = data->data + start * mls_tensor_item_bytes(data);
     if (mls_tensor_overlap(data, out) &&

@@ -88,13 +88,14 @@ static float quantize_block(const float *block, signed char *codes, size_t count
      * integer, ties to even, and subtracting it again is exact. The compiler must not
      * fuse the product with the addition: see -ffp-contract. */
     const float shift = 12582912.0f;
-    float largest = 0, spoiled = 0;
+    float largest = 0, nonfinite_mark = 0;
     for (size_t i = 0; i < count; i++) {
-        const float size = fabsf(block[i]);
-        largest = size > largest ? size : largest;
-        spoiled += block[i] * 0.0f; /* NaN if the element is NaN or infinite, else 0 */
+        const float magnitude = fabsf(block[i]);
+        largest = magnitude > largest ? magnitude : largest;
+        /* becomes NaN if an element is NaN or infinite, else stays 0 */
+        nonfinite_mark += block[i] * 0.0f;
     }
-    if (!(spoiled == 0)) {
+    if (!(nonfinite_mark == 0)) {
         memset(codes, 1, count); /* any code: times NaN it is NaN */
         return NAN;
     }
@@ -118,15 +119,15 @@ static void dequantize_block(const signed char *codes, float scale, float *block
     }
 }
 
-/* Store the rounding error: the intended values (`meant`) minus the decoded ones
- * (`arrives`). Stores 0 if either is not finite: a NaN residual would spoil every later
+/* Store the rounding error: the intended values (`intended`) minus the decoded ones
+ * (`decoded`). Stores 0 if either is not finite: a NaN residual would spoil every later
  * step, and this step is lost anyway. */
-static void store_residual(float *residual, const float *meant, const float *arrives,
+static void store_residual(float *residual, const float *intended, const float *decoded,
                            size_t count)
 {
     for (size_t i = 0; i < count; i++) {
-        const float lost = meant[i] - arrives[i];
-        residual[i] = lost * 0.0f == 0 ? lost : 0.0f;
+        const float error = intended[i] - decoded[i];
+        residual[i] = error * 0.0f == 0 ? error : 0.0f;
     }
 }
 
@@ -170,32 +171,33 @@ void mls_gradient_compression_encode(const mls_kernels *kernels,
                                      const float *src, float *residual,
                                      unsigned char *dst, size_t n)
 {
-    float meant[MLS_GRADIENT_COMPRESSION_BLOCK], arrives[MLS_GRADIENT_COMPRESSION_BLOCK],
+    float intended[MLS_GRADIENT_COMPRESSION_BLOCK],
+        decoded[MLS_GRADIENT_COMPRESSION_BLOCK],
         saturated[MLS_GRADIENT_COMPRESSION_BLOCK];
     const size_t bytes = encoded_bytes(compression, n);
     memset(dst + bytes, 0, mls_gradient_compression_bytes(compression, n) - bytes);
     for (size_t start = 0; start < n; start += MLS_GRADIENT_COMPRESSION_BLOCK) {
-        const size_t left = mls_size_least(n - start, MLS_GRADIENT_COMPRESSION_BLOCK);
-        add_residual(meant, src + start, residual == NULL ? NULL : residual + start,
-                     left);
+        const size_t length = mls_size_least(n - start, MLS_GRADIENT_COMPRESSION_BLOCK);
+        add_residual(intended, src + start, residual == NULL ? NULL : residual + start,
+                     length);
         if (compression == MLS_GRADIENT_COMPRESSION_INT8) {
             signed char *codes = (signed char *)dst + blocks_of(n) * sizeof(float);
-            const float scale = quantize_block(meant, codes + start, left);
+            const float scale = quantize_block(intended, codes + start, length);
             memcpy(dst + start / MLS_GRADIENT_COMPRESSION_BLOCK * sizeof scale, &scale,
                    sizeof scale);
         } else {
             /* a copy: the residual is measured against the unclamped values */
-            memcpy(saturated, meant, left * sizeof *meant);
-            clamp_values(saturated, left,
+            memcpy(saturated, intended, length * sizeof *intended);
+            clamp_values(saturated, length,
                          compression == MLS_GRADIENT_COMPRESSION_F16 ? F16_MAX
                                                                      : BF16_MAX);
             kernels->convert[MLS_F32][dtype_of_format(compression)](
-                dst + 2 * start, saturated, left, MLS_STORE_CACHED);
+                dst + 2 * start, saturated, length, MLS_STORE_CACHED);
         }
         if (residual != NULL) {
-            mls_gradient_compression_decode(kernels, compression, dst, n, start, left,
-                                            arrives);
-            store_residual(residual + start, meant, arrives, left);
+            mls_gradient_compression_decode(kernels, compression, dst, n, start, length,
+                                            decoded);
+            store_residual(residual + start, intended, decoded, length);
         }
     }
 }
@@ -214,15 +216,16 @@ mls_code mls_gradient_compression_check(const mls_bucket *b, mls_status *st)
     return MLS_OK;
 }
 
-/* Add up rank `of`'s encoded parts. All ranks have equal counts, so sender and receiver
- * compute the same size. */
+/* Add up rank `receiver`'s encoded parts. All ranks have equal counts, so sender and
+ * receiver compute the same size. */
 size_t mls_gradient_compression_bucket_bytes(const mls_bucket *b,
                                              mls_gradient_compression compression,
-                                             size_t of)
+                                             size_t receiver)
 {
     size_t total = 0;
     for (size_t i = 0; i < b->count; i++) {
-        total += mls_gradient_compression_bytes(compression, b->segments[i].counts[of]);
+        total +=
+            mls_gradient_compression_bytes(compression, b->segments[i].counts[receiver]);
     }
     return total;
 }
@@ -241,52 +244,54 @@ size_t mls_gradient_compression_sent_bytes(const mls_bucket *b,
     return total;
 }
 
-/* Encode all parts: of other ranks into `send`, of this rank into `local`. Messages are
- * in rank order, and segments in order within a message, as sum_segment reads them. */
+/* Encode all parts: of other ranks into `messages`, of this rank into `own_parts`.
+ * Messages are in rank order, and segments in order within a message, as sum_segment
+ * reads them. */
 void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kernels,
                                    mls_gradient_compression compression,
-                                   float *const *residuals, unsigned char *send,
-                                   unsigned char *local)
+                                   float *const *residuals, unsigned char *messages,
+                                   unsigned char *own_parts)
 {
-    for (size_t to = 0; to < b->world; to++) {
+    for (size_t receiver = 0; receiver < b->world; receiver++) {
         /* both pointers advance behind each part */
-        unsigned char **at = to == b->rank ? &local : &send;
+        unsigned char **at = receiver == b->rank ? &own_parts : &messages;
         for (size_t i = 0; i < b->count; i++) {
             const mls_segment *s = &b->segments[i];
-            const size_t start = mls_segment_elements(s, to);
+            const size_t start = mls_segment_elements(s, receiver);
             const float *src = (const float *)(const void *)s->data;
             float *residual = residuals == NULL ? NULL : residuals[i] + start;
             mls_gradient_compression_encode(kernels, compression, src + start, residual,
-                                            *at, s->counts[to]);
-            *at += mls_gradient_compression_bytes(compression, s->counts[to]);
+                                            *at, s->counts[receiver]);
+            *at += mls_gradient_compression_bytes(compression, s->counts[receiver]);
         }
     }
 }
 
 /* Sum segment `s` over all ranks, in rank order, into `s->out`. The segment begins `at`
- * bytes into `local` and into each message of `message` bytes in `received`. All ranks of
- * a block come before the next block, so that the block stays in the L1 cache. `s->out`
- * may be this rank's part of the array, which is not read any more: `local` holds it as
- * the other ranks would decode it. */
+ * bytes into `own_parts` and into each message of `message_bytes` bytes in `received`.
+ * All ranks of a block come before the next block, so that the block stays in the L1
+ * cache. `s->out` may be this rank's part of the array, which is not read any more:
+ * `own_parts` holds it as the other ranks would decode it. */
 static void sum_segment(const mls_bucket *b, const mls_kernels *kernels,
-                        mls_gradient_compression compression, const unsigned char *local,
-                        const unsigned char *received, size_t message, size_t at,
-                        const mls_segment *s)
+                        mls_gradient_compression compression,
+                        const unsigned char *own_parts, const unsigned char *received,
+                        size_t message_bytes, size_t at, const mls_segment *s)
 {
     float block[MLS_GRADIENT_COMPRESSION_BLOCK];
     float *out = s->out;
     const size_t n = s->counts[b->rank];
     for (size_t start = 0; start < n; start += MLS_GRADIENT_COMPRESSION_BLOCK) {
-        const size_t left = mls_size_least(n - start, MLS_GRADIENT_COMPRESSION_BLOCK);
-        for (size_t of = 0; of < b->world; of++) {
+        const size_t length = mls_size_least(n - start, MLS_GRADIENT_COMPRESSION_BLOCK);
+        for (size_t sender = 0; sender < b->world; sender++) {
             /* no message from this rank: skip it */
-            const size_t before = of < b->rank ? of : of - 1;
+            const size_t messages_before = sender < b->rank ? sender : sender - 1;
             const unsigned char *from =
-                of == b->rank ? local + at : received + before * message + at;
+                sender == b->rank ? own_parts + at
+                                  : received + messages_before * message_bytes + at;
             /* rank 0 initialises the sum: adding to zero would turn -0 into +0 */
-            mls_gradient_compression_decode(kernels, compression, from, n, start, left,
-                                            of == 0 ? out + start : block);
-            for (size_t i = 0; of > 0 && i < left; i++) {
+            mls_gradient_compression_decode(kernels, compression, from, n, start, length,
+                                            sender == 0 ? out + start : block);
+            for (size_t i = 0; sender > 0 && i < length; i++) {
                 out[start + i] += block[i];
             }
         }
@@ -297,16 +302,17 @@ static void sum_segment(const mls_bucket *b, const mls_kernels *kernels,
  * source. */
 void mls_gradient_compression_reduce(const mls_bucket *b, const mls_kernels *kernels,
                                      mls_gradient_compression compression,
-                                     const unsigned char *local,
+                                     const unsigned char *own_parts,
                                      const unsigned char *received)
 {
     size_t at = 0;
-    const size_t message = mls_gradient_compression_bucket_bytes(b, compression, b->rank);
+    const size_t message_bytes =
+        mls_gradient_compression_bucket_bytes(b, compression, b->rank);
     for (size_t i = 0; i < b->count; i++) {
         mls_segment *s = &b->segments[i];
         const void *sum = s->out;
         s->norm_partial = (mls_norm_partial){0};
-        sum_segment(b, kernels, compression, local, received, message, at, s);
+        sum_segment(b, kernels, compression, own_parts, received, message_bytes, at, s);
         /* one source, in place: only the division and the norm partial remain */
         mls_reduce_run(kernels, &s->reduction, &sum, 1, s->out, s->counts[b->rank],
                        mls_cached(), &s->norm_partial);

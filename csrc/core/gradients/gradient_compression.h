@@ -54,30 +54,30 @@ void mls_gradient_compression_decode(const mls_kernels *kernels,
  * rely on it. MLS_E_VALUE. */
 mls_code mls_gradient_compression_check(const mls_bucket *b, mls_status *st);
 
-/* Return the bytes of this rank's message to rank `of`, and of its messages to all other
- * ranks together. */
+/* Return the bytes of this rank's message to rank `receiver`, and of its messages to all
+ * other ranks together. */
 size_t mls_gradient_compression_bucket_bytes(const mls_bucket *b,
                                              mls_gradient_compression compression,
-                                             size_t of);
+                                             size_t receiver);
 size_t mls_gradient_compression_sent_bytes(const mls_bucket *b,
                                            mls_gradient_compression compression);
 
-/* Encodes all parts: those of the other ranks into `send`, in rank order, and this rank's
- * part into `local`, so that the sum uses it as the other ranks would decode it.
- * residuals[i] has as many elements as segment i; `residuals` is NULL for no error
+/* Encodes all parts: those of the other ranks into `messages`, in rank order, and this
+ * rank's part into `own_parts`, so that the sum uses it as the other ranks would decode
+ * it. residuals[i] has as many elements as segment i; `residuals` is NULL for no error
  * feedback. */
 void mls_gradient_compression_pack(const mls_bucket *b, const mls_kernels *kernels,
                                    mls_gradient_compression compression,
-                                   float *const *residuals, unsigned char *send,
-                                   unsigned char *local);
+                                   float *const *residuals, unsigned char *messages,
+                                   unsigned char *own_parts);
 
 /* Decodes and sums the messages for this rank, in rank order and in float32, into the
- * outputs of the segments. `local` is this rank's part from
+ * outputs of the segments. `own_parts` is this rank's part from
  * mls_gradient_compression_pack; `received` has the messages of the other ranks in rank
  * order. Sets the norm partials. */
 void mls_gradient_compression_reduce(const mls_bucket *b, const mls_kernels *kernels,
                                      mls_gradient_compression compression,
-                                     const unsigned char *local,
+                                     const unsigned char *own_parts,
                                      const unsigned char *received);
 
 #endif

@@ -73,14 +73,14 @@ mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *
     return examine_opened(opened, errno, fd, length, st);
 }
 
-/* Open a regular file in an open folder for reading. Without `links`, a link is refused
- * because the folder, which mlstate made, may contain files of others, and a link could
- * point out of it. */
-mls_code mls_file_open_at(int folder, const char *path, bool links, int *fd,
+/* Open a regular file in an open folder for reading. Without `follow_links`, a link is
+ * refused because the folder, which mlstate made, may contain files of others, and a link
+ * could point out of it. */
+mls_code mls_file_open_at(int folder, const char *path, bool follow_links, int *fd,
                           uint64_t *length, mls_status *st)
 {
-    const int opened = openat(folder, path, READ_FLAGS | (links ? 0 : O_NOFOLLOW));
-    if (opened < 0 && errno == ELOOP && !links) {
+    const int opened = openat(folder, path, READ_FLAGS | (follow_links ? 0 : O_NOFOLLOW));
+    if (opened < 0 && errno == ELOOP && !follow_links) {
         mls_fail(st, MLS_E_FORMAT, "not a regular file but a symbolic link");
         return mls_status_expected(st, "a regular file");
     }
@@ -90,11 +90,11 @@ mls_code mls_file_open_at(int folder, const char *path, bool links, int *fd,
 /* Check that a path is a regular file of `bytes` bytes. Compare type and size without
  * opening the file. Only saves work and memory for a file that cannot be right: the file
  * is examined again when it is opened. */
-mls_code mls_file_expect(int folder, const char *path, bool links, uint64_t bytes,
+mls_code mls_file_expect(int folder, const char *path, bool follow_links, uint64_t bytes,
                          mls_status *st)
 {
     struct stat info;
-    if (fstatat(folder, path, &info, links ? 0 : AT_SYMLINK_NOFOLLOW) != 0) {
+    if (fstatat(folder, path, &info, follow_links ? 0 : AT_SYMLINK_NOFOLLOW) != 0) {
         return mls_fail_os(st, errno, "cannot examine the file");
     }
     if (!S_ISREG(info.st_mode)) {
@@ -303,12 +303,12 @@ mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *
 
 /* Map a file that must have `bytes` bytes. Open, compare the length, map, and close the
  * descriptor, which a mapping does not need. */
-mls_code mls_mapping_init_at(mls_mapping *out, int folder, const char *path, bool links,
-                             uint64_t bytes, mls_status *st)
+mls_code mls_mapping_init_at(mls_mapping *out, int folder, const char *path,
+                             bool follow_links, uint64_t bytes, mls_status *st)
 {
     int fd;
     uint64_t length;
-    mls_code code = mls_file_open_at(folder, path, links, &fd, &length, st);
+    mls_code code = mls_file_open_at(folder, path, follow_links, &fd, &length, st);
     if (code != MLS_OK) {
         return code;
     }

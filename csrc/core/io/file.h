@@ -21,15 +21,15 @@
  * MLS_E_FORMAT: not a regular file. */
 mls_code mls_file_open(const char *path, int *fd, uint64_t *length, mls_status *st);
 
-/* mls_file_open for `path` relative to the open folder `folder`. Unless `links`, a
+/* mls_file_open for `path` relative to the open folder `folder`. Unless `follow_links`, a
  * symbolic link as the last name of the path counts as not a regular file. */
-mls_code mls_file_open_at(int folder, const char *path, bool links, int *fd,
+mls_code mls_file_open_at(int folder, const char *path, bool follow_links, int *fd,
                           uint64_t *length, mls_status *st);
 
 /* Check that `path`, relative to an open folder, is a regular file of `bytes` bytes;
- * `links` as for mls_file_open_at.
+ * `follow_links` as for mls_file_open_at.
  * MLS_E_IO (ENOENT: it does not exist); MLS_E_FORMAT: another kind or another length. */
-mls_code mls_file_expect(int folder, const char *path, bool links, uint64_t bytes,
+mls_code mls_file_expect(int folder, const char *path, bool follow_links, uint64_t bytes,
                          mls_status *st);
 
 /* Read exactly `bytes` bytes at `offset` into `data`; continues after interruptions and
@@ -112,8 +112,8 @@ mls_code mls_mapping_init(mls_mapping *out, int fd, uint64_t bytes, mls_status *
 /* mls_mapping_init for all bytes of the file that mls_file_open_at opens with the same
  * parameters, and with its errors. MLS_E_FORMAT also if the file does not have exactly
  * `bytes` bytes. */
-mls_code mls_mapping_init_at(mls_mapping *out, int folder, const char *path, bool links,
-                             uint64_t bytes, mls_status *st);
+mls_code mls_mapping_init_at(mls_mapping *out, int folder, const char *path,
+                             bool follow_links, uint64_t bytes, mls_status *st);
 
 void mls_mapping_fini(mls_mapping *mapping); /* accepts a zeroed struct; zeroes it */
 

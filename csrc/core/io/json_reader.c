@@ -52,16 +52,15 @@ typedef struct json_parser {
     mls_status *st;
     size_t at, end;
     size_t depth;
-    mls_json_node open;  /* innermost open container, or MLS_JSON_NONE */
-    bool object;         /* it is an object: the next token is a key */
-    mls_json_node last;  /* its last member so far, or MLS_JSON_NONE */
-    mls_str key;         /* of the next member */
-    mls_json_node seen;  /* the last object without a duplicate key, or MLS_JSON_NONE */
-    mls_json_node guess; /* its member whose key may come next, or MLS_JSON_NONE */
-    bool
-        alike; /* the keys of the open object so far equal the keys of `seen`, in order */
-    bool escaped;      /* a key contained an escape: keys are no longer guessed */
-    uint32_t *scratch; /* memory for sorting members */
+    mls_json_node open;    /* innermost open container, or MLS_JSON_NONE */
+    bool in_object;        /* it is an object: the next token is a key */
+    mls_json_node last;    /* its last member so far, or MLS_JSON_NONE */
+    mls_str key;           /* of the next member */
+    mls_json_node checked; /* the last object without a duplicate key, or MLS_JSON_NONE */
+    mls_json_node guess;   /* its member whose key may come next, or MLS_JSON_NONE */
+    bool keys_match;       /* so far the open object has the keys of `checked` */
+    bool has_escape;       /* a key contained an escape: keys are no longer guessed */
+    uint32_t *scratch;     /* memory for sorting members */
     size_t scratch_room;
 } json_parser;
 
@@ -296,7 +295,7 @@ static mls_code fail_memory(json_parser *p)
 /* Make room for more nodes; `at` is the offset of the next value, for the message. Grows
  * by half and 16 nodes, so that the unused part stays in proportion to the used part.
  * MLS_E_FORMAT: the limit of values is reached. MLS_E_MEMORY. */
-static mls_code add_room(json_parser *p, size_t at)
+static mls_code grow_nodes(json_parser *p, size_t at)
 {
     mls_json *doc = p->doc;
     if (doc->count >= p->limits->nodes) {
@@ -320,7 +319,7 @@ static inline mls_code add_node(json_parser *p, mls_json_type type, size_t at)
 {
     mls_json *doc = p->doc;
     if (doc->count == doc->room) {
-        const mls_code code = add_room(p, at);
+        const mls_code code = grow_nodes(p, at);
         if (code != MLS_OK) {
             return code;
         }
@@ -347,7 +346,7 @@ static inline mls_code add_node(json_parser *p, mls_json_type type, size_t at)
 }
 
 /* Add the container at p->at, open it, and move p->at behind its bracket. Its `next` is
- * its parent until close_container. The keys of an object are guessed from `seen`.
+ * its parent until close_container. The keys of an object are guessed from `checked`.
  * MLS_E_FORMAT: too many levels or values. MLS_E_MEMORY. */
 static mls_code open_container(json_parser *p, mls_json_type type)
 {
@@ -360,14 +359,14 @@ static mls_code open_container(json_parser *p, mls_json_type type)
         return code;
     }
     if (type == MLS_JSON_OBJECT) {
-        p->guess = p->seen != MLS_JSON_NONE && !p->escaped
-                       ? mls_json_first(p->doc, p->seen)
+        p->guess = p->checked != MLS_JSON_NONE && !p->has_escape
+                       ? mls_json_first(p->doc, p->checked)
                        : MLS_JSON_NONE; /* an escaped key has another text in the file */
-        p->alike = p->guess != MLS_JSON_NONE;
+        p->keys_match = p->guess != MLS_JSON_NONE;
     }
     p->doc->nodes[p->last].next = p->open;
     p->open = p->last;
-    p->object = type == MLS_JSON_OBJECT;
+    p->in_object = type == MLS_JSON_OBJECT;
     p->last = MLS_JSON_NONE;
     p->depth++;
     p->at++;
@@ -395,10 +394,10 @@ static void merge_runs(const mls_json *doc, const uint32_t *from, size_t half,
 {
     size_t left = 0, right = half;
     for (size_t i = 0; i < count; i++) {
-        const bool take_left =
+        const bool takes_left =
             left < half &&
             (right >= count || compare_keys(doc, from[left], from[right]) <= 0);
-        to[i] = take_left ? from[left++] : from[right++];
+        to[i] = takes_left ? from[left++] : from[right++];
     }
 }
 
@@ -426,25 +425,26 @@ static uint32_t *sort_members(const mls_json *doc, uint32_t *members, uint32_t *
  * members. If `a` has as many, the node after each object is its first member. */
 static bool same_keys(const mls_json *doc, mls_json_node a, mls_json_node b)
 {
-    bool same = doc->nodes[a].length == doc->nodes[b].length;
+    bool is_same = doc->nodes[a].length == doc->nodes[b].length;
     a++, b++; /* their first members */
-    for (; same && a != MLS_JSON_NONE; a = doc->nodes[a].next, b = doc->nodes[b].next) {
-        same = compare_keys(doc, a, b) == 0;
+    for (; is_same && a != MLS_JSON_NONE;
+         a = doc->nodes[a].next, b = doc->nodes[b].next) {
+        is_same = compare_keys(doc, a, b) == 0;
     }
-    return same;
+    return is_same;
 }
 
 /* Refuse an object with a duplicate key (MLS_E_FORMAT). Readers disagree on which one
  * counts, so such a file can look harmless to one program and not to another. Lists
- * usually contain objects with equal keys, so an object with the keys of `seen`, the last
- * one that passed, is not sorted. One that is sorted and passes becomes `seen`.
+ * usually contain objects with equal keys, so an object with the keys of `checked`, the
+ * last one that passed, is not sorted. One that is sorted and passes becomes `checked`.
  * MLS_E_MEMORY. */
 static mls_code check_duplicates(json_parser *p, mls_json_node object)
 {
     const mls_json *doc = p->doc;
     const size_t count = doc->nodes[object].length;
-    if (count < 2 || (p->alike && count == doc->nodes[p->seen].length) ||
-        (p->seen != MLS_JSON_NONE && same_keys(doc, p->seen, object))) {
+    if (count < 2 || (p->keys_match && count == doc->nodes[p->checked].length) ||
+        (p->checked != MLS_JSON_NONE && same_keys(doc, p->checked, object))) {
         return MLS_OK;
     }
     if (p->scratch_room < 2 * count) {
@@ -467,7 +467,7 @@ static mls_code check_duplicates(json_parser *p, mls_json_node object)
         }
     }
     if (duplicate == MLS_JSON_NONE) {
-        p->seen = object;
+        p->checked = object;
         return MLS_OK;
     }
     const mls_str key = mls_json_key(doc, duplicate);
@@ -490,13 +490,14 @@ static mls_code close_container(json_parser *p)
         const mls_code code = check_duplicates(p, closed);
         p->guess =
             MLS_JSON_NONE; /* the keys of the enclosing object are not tracked any more */
-        p->alike = false;
+        p->keys_match = false;
         if (code != MLS_OK) {
             return code;
         }
     }
     p->open = parent;
-    p->object = parent != MLS_JSON_NONE && p->doc->nodes[parent].type == MLS_JSON_OBJECT;
+    p->in_object =
+        parent != MLS_JSON_NONE && p->doc->nodes[parent].type == MLS_JSON_OBJECT;
     p->last = closed;
     p->depth--;
     p->at++;
@@ -606,13 +607,13 @@ static mls_code read_value(json_parser *p, json_state *state)
 }
 
 /* Return whether the next key and its colon equal, byte for byte, the key of member
- * `guess` of the object `seen`. If so, read them, and guess the next member; otherwise
+ * `guess` of the object `checked`. If so, read them, and guess the next member; otherwise
  * stop guessing for this object. Lists usually contain objects with equal keys. */
 static bool match_guessed_key(json_parser *p)
 {
     const mls_json *doc = p->doc;
     if (p->guess == MLS_JSON_NONE) {
-        p->alike = false; /* it has more members than the previous object */
+        p->keys_match = false; /* it has more members than the previous object */
         return false;
     }
     const json_node *node = &doc->nodes[p->guess];
@@ -621,7 +622,7 @@ static bool match_guessed_key(json_parser *p)
     if (p->end - p->at < length + 3 || text[0] != '"' || text[length + 1] != '"' ||
         text[length + 2] != ':' || !same_bytes(text + 1, doc->text + node->key, length)) {
         p->guess = MLS_JSON_NONE;
-        p->alike = false;
+        p->keys_match = false;
         return false;
     }
     p->key = (mls_str){text + 1, length};
@@ -631,10 +632,10 @@ static bool match_guessed_key(json_parser *p)
 }
 
 /* Read the key of an object's next member and its colon. Reads nothing inside an array.
- * Sets `escaped` if the key has an escape: its text is then shorter than in the file. */
+ * Sets `has_escape` if the key has an escape: its text is shorter than in the file. */
 static mls_code read_key(json_parser *p)
 {
-    if (!p->object || match_guessed_key(p)) {
+    if (!p->in_object || match_guessed_key(p)) {
         return MLS_OK;
     }
     const size_t start = p->at;
@@ -644,7 +645,7 @@ static mls_code read_key(json_parser *p)
     if (read_string(p, &p->key) != MLS_OK) {
         return MLS_E_FORMAT;
     }
-    p->escaped = p->escaped || p->at - start != p->key.length + 2;
+    p->has_escape = p->has_escape || p->at - start != p->key.length + 2;
     skip_space(p);
     if (byte_at(p, p->at) != ':') {
         return fail_unexpected(p, "':'");
@@ -658,7 +659,7 @@ static mls_code read_key(json_parser *p)
  * to the next item to expect. */
 static mls_code read_separator(json_parser *p, bool first, json_state *state)
 {
-    const int closer = p->object ? '}' : ']';
+    const int closer = p->in_object ? '}' : ']';
     const int c = byte_at(p, p->at);
     if (c == closer) {
         *state = JSON_HAS_VALUE;
@@ -666,7 +667,7 @@ static mls_code read_separator(json_parser *p, bool first, json_state *state)
     }
     if (!first) {
         if (c != ',') {
-            return fail_unexpected(p, p->object ? "',' or '}'" : "',' or ']'");
+            return fail_unexpected(p, p->in_object ? "',' or '}'" : "',' or ']'");
         }
         p->at++;
         skip_space(p);
@@ -711,7 +712,7 @@ mls_code mls_json_parse(const char *text, size_t length, mls_json_limits limits,
                      .end = length,
                      .open = MLS_JSON_NONE,
                      .last = MLS_JSON_NONE,
-                     .seen = MLS_JSON_NONE,
+                     .checked = MLS_JSON_NONE,
                      .guess = MLS_JSON_NONE};
     mls_code code = MLS_E_MEMORY;
     mls_json *doc = mls_alloc(1, sizeof *doc);
@@ -863,8 +864,8 @@ mls_str mls_json_text(const mls_json *doc, mls_json_node node)
     if (n->type == MLS_JSON_STRING) {
         return (mls_str){.data = doc->text + n->at + 1, .length = n->length};
     }
-    const bool number = n->type == MLS_JSON_NUMBER;
-    return (mls_str){.data = doc->text + n->at, .length = number ? n->length : 0};
+    const bool is_number = n->type == MLS_JSON_NUMBER;
+    return (mls_str){.data = doc->text + n->at, .length = is_number ? n->length : 0};
 }
 
 /* Convert a number to a uint64_t; false: it is not one. Accept digits only: a number with

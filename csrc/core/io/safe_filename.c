@@ -36,13 +36,13 @@ static bool is_device(mls_str name)
     return false;
 }
 
-/* Return whether byte number `at` of a name stays as it is in a file name. `device`: the
- * name is the name of a Windows device, so its first letter is escaped. Two dots never
- * follow each other. */
-static bool is_unescaped(mls_str name, size_t at, bool device)
+/* Return whether byte number `at` of a name stays as it is in a file name.
+ * `is_device_name`: the name is the name of a Windows device, so its first letter is
+ * escaped. Two dots never follow each other. */
+static bool is_unescaped(mls_str name, size_t at, bool is_device_name)
 {
     const char c = name.data[at];
-    if (at == 0 && (device || c == '.' || c == '-')) {
+    if (at == 0 && (is_device_name || c == '.' || c == '-')) {
         return false;
     }
     if (c == '.') {
@@ -57,11 +57,11 @@ static bool is_unescaped(mls_str name, size_t at, bool device)
 static size_t encode_name(mls_str name, char *out, size_t room, size_t *consumed)
 {
     static const char digits[] = "0123456789abcdef";
-    const bool device = is_device(name);
+    const bool is_device_name = is_device(name);
     size_t length = 0, at = 0;
     for (; at < name.length; at++) {
         const unsigned char c = (unsigned char)name.data[at];
-        const bool unescaped = is_unescaped(name, at, device);
+        const bool unescaped = is_unescaped(name, at, is_device_name);
         if (length + (unescaped ? 1 : ESCAPE_BYTES) > room) {
             break;
         }

@@ -76,10 +76,10 @@ void mls_mask_rows(const mls_kernels *kernels, const mls_tensor *dst, size_t fir
         const size_t position = first_row + i;
         const size_t earliest = position > attention_size ? position - attention_size : 0;
         const size_t start = mls_size_least(earliest, columns);
-        const size_t sunk = mls_size_least(sinks, start); /* end of the visible sinks */
+        const size_t sinks_end = mls_size_least(sinks, start);
         const size_t end = mls_size_least(position + 1, columns);
-        fill_columns(kernels, &row, 0, sunk, zero);
-        fill_columns(kernels, &row, sunk, start, fill);
+        fill_columns(kernels, &row, 0, sinks_end, zero);
+        fill_columns(kernels, &row, sinks_end, start, fill);
         fill_columns(kernels, &row, start, end, zero);
         fill_columns(kernels, &row, end, columns, fill);
     }

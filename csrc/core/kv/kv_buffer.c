@@ -87,8 +87,8 @@ void mls_kv_buffer_fill(const mls_kv_buffer *buffer, const mls_kernels *kernels,
     const mls_tensor dst = mls_kv_buffer_view(buffer);
     const size_t length = mls_kv_buffer_length(buffer);
     if (length == buffer->capacity && buffer->pages.bytes > 0) {
-        /* A range that was written before it is split can be joined again: see
-         * mls_kv_buffer_reserve. */
+        /* The advice splits the range. Linux joins the parts again, which
+         * mls_kv_buffer_reserve needs, only if the range was written before the split. */
         buffer->pages.data[0] = 0;
         mls_advise_inner_huge_pages(buffer->pages.data, buffer->pages.bytes);
     }
@@ -124,31 +124,32 @@ mls_code mls_kv_buffer_resize(mls_kv_buffer *buffer, const mls_kernels *kernels,
     return MLS_OK;
 }
 
-/* Move rows apart: row i moves from byte i * old to byte i * now of `data` (`now` is at
- * least `old`), and its old memory becomes zero. Only the first `used` bytes of a row can
- * be nonzero, so only those move. The last row moves first: its target is beyond all rows
- * that still have to move. */
-static void spread_rows(unsigned char *data, size_t rows, size_t used, size_t old,
-                        size_t now)
+/* Move rows apart: row i moves from byte i * old_step to byte i * new_step of `data`
+ * (`new_step` is at least `old_step`), and its old memory becomes zero. Only the first
+ * `used` bytes of a row can be nonzero, so only those move. The last row moves first: its
+ * target is beyond all rows that still have to move. */
+static void spread_rows(unsigned char *data, size_t rows, size_t used, size_t old_step,
+                        size_t new_step)
 {
-    const size_t old_total = rows * old;
+    const size_t old_total = rows * old_step;
     const bool is_dense =
-        now - used < mls_page_bytes(); /* every page has some of a row */
+        new_step - used < mls_page_bytes(); /* every page has some of a row */
     if (is_dense) { /* all new pages will be written: request them in one call */
-        mls_populate_pages(data + old_total, rows * now - old_total);
+        mls_populate_pages(data + old_total, rows * new_step - old_total);
     }
     for (size_t row = rows; row-- > 0;) {
-        const size_t end = row * now + used;
-        const size_t next = (row + 1) * now;
+        const size_t end = row * new_step + used;
+        const size_t next = (row + 1) * new_step;
         /* zeros are needed up to the next row, or to the end of the old memory */
-        const size_t stale = next < old_total ? next : old_total;
-        if (row * now >= old_total && !is_dense) { /* these pages were never touched */
-            mls_advise_inner_huge_pages(data + row * now, used);
-            mls_populate_pages(data + row * now, used);
+        const size_t zeros_end = next < old_total ? next : old_total;
+        /* pages beyond the old memory were never touched */
+        if (row * new_step >= old_total && !is_dense) {
+            mls_advise_inner_huge_pages(data + row * new_step, used);
+            mls_populate_pages(data + row * new_step, used);
         }
-        memmove(data + row * now, data + row * old, used);
-        if (stale > end) {
-            memset(data + end, 0, stale - end);
+        memmove(data + row * new_step, data + row * old_step, used);
+        if (zeros_end > end) {
+            memset(data + end, 0, zeros_end - end);
         }
     }
 }

@@ -62,8 +62,8 @@ MLS_INLINED bool has_nan(__m256 v)
 /* Set `*low` and `*high` to the smallest and largest of the `size` elements of a group at
  * `items`. Returns a register with a NaN if an element is not finite; multiplying by 0
  * makes it one. */
-MLS_INLINED __m256 measure(const unsigned char *items, size_t size, float *low,
-                           float *high, mls_dtype dtype)
+MLS_INLINED __m256 find_range(const unsigned char *items, size_t size, float *low,
+                              float *high, mls_dtype dtype)
 {
     const size_t step = FLOATS * item_bytes(dtype);
     __m256 lows = load_floats(items, dtype), highs = lows;
@@ -80,26 +80,27 @@ MLS_INLINED __m256 measure(const unsigned char *items, size_t size, float *low,
 }
 
 /* Compute the scales and biases of 8 groups from their smallest (`lows`) and largest
- * (`highs`) elements, as choose_affine of the scalar file does for one. `levels` has the
- * largest code in each lane. Returns a register with a NaN if the range of a group is not
- * finite. */
-MLS_INLINED __m256 choose(const float *lows, const float *highs, __m256 levels,
-                          __m256 *scales, __m256 *biases)
+ * (`highs`) elements, as choose_affine of the scalar file does for one. `max_code` has
+ * the largest code in each lane. Returns a register with a NaN if the range of a group is
+ * not finite. */
+MLS_INLINED __m256 choose_scales(const float *lows, const float *highs, __m256 max_code,
+                                 __m256 *scales, __m256 *biases)
 {
     const __m256 sign = _mm256_set1_ps(-0.0F), zero = _mm256_setzero_ps();
     const __m256 low = _mm256_loadu_ps(lows), high = _mm256_loadu_ps(highs);
     const __m256 range = _mm256_sub_ps(high, low);
     const __m256 from_low = _mm256_cmp_ps(_mm256_andnot_ps(sign, low),
                                           _mm256_andnot_ps(sign, high), _CMP_GT_OQ);
-    const __m256 size =
-        _mm256_max_ps(_mm256_div_ps(range, levels), _mm256_set1_ps(1e-7F));
-    const __m256 scale = _mm256_xor_ps(size, _mm256_andnot_ps(from_low, sign));
+    const __m256 step_size =
+        _mm256_max_ps(_mm256_div_ps(range, max_code), _mm256_set1_ps(1e-7F));
+    const __m256 scale = _mm256_xor_ps(step_size, _mm256_andnot_ps(from_low, sign));
     const __m256 edge = _mm256_blendv_ps(high, low, from_low);
     const __m256 steps = _mm256_round_ps(_mm256_div_ps(edge, scale),
                                          _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m256 moves = _mm256_cmp_ps(_mm256_andnot_ps(sign, steps), zero, _CMP_GT_OQ);
-    *scales = _mm256_blendv_ps(scale, _mm256_div_ps(edge, steps), moves);
-    *biases = _mm256_and_ps(edge, moves);
+    const __m256 has_steps =
+        _mm256_cmp_ps(_mm256_andnot_ps(sign, steps), zero, _CMP_GT_OQ);
+    *scales = _mm256_blendv_ps(scale, _mm256_div_ps(edge, steps), has_steps);
+    *biases = _mm256_and_ps(edge, has_steps);
     return _mm256_mul_ps(range, zero);
 }
 
@@ -203,8 +204,9 @@ MLS_INLINED __m128i split_16(__m128i string, const code_layout *l)
 /* Join `count` codes of l->bits bits, a multiple of 8, one in each byte of `codes`, to a
  * string of bits at `joined`. Full vectors are stored only if 16 bytes fit before `end`,
  * the end of all codes, since a store writes more bytes than it has codes for. */
-MLS_INLINED void join(const unsigned char *codes, size_t count, unsigned char *joined,
-                      const unsigned char *end, const code_layout *l)
+MLS_INLINED void join_codes(const unsigned char *codes, size_t count,
+                            unsigned char *joined, const unsigned char *end,
+                            const code_layout *l)
 {
     const unsigned bits = l->bits;
     for (; count >= BYTES && end - joined >= BYTES; count -= BYTES) {
@@ -220,8 +222,8 @@ MLS_INLINED void join(const unsigned char *codes, size_t count, unsigned char *j
 /* Split the string of bits at `joined` to `count` codes, a multiple of 8, one in each
  * byte of `codes`. Full vectors are loaded only if 16 bytes fit before `end`, the end of
  * all codes. */
-MLS_INLINED void split(const unsigned char *joined, const unsigned char *end,
-                       size_t count, unsigned char *codes, const code_layout *l)
+MLS_INLINED void split_codes(const unsigned char *joined, const unsigned char *end,
+                             size_t count, unsigned char *codes, const code_layout *l)
 {
     const unsigned bits = l->bits;
     for (; count >= BYTES && end - joined >= BYTES; count -= BYTES) {
@@ -237,21 +239,22 @@ MLS_INLINED void split(const unsigned char *joined, const unsigned char *end,
 /* ---- runs ---- */
 
 /* Return the codes of 8 elements, one in each 32-bit lane: (x - bias) / scale, rounded
- * and clipped to 0 .. `levels`. */
-MLS_INLINED __m256i encode_8(__m256 x, __m256 scale, __m256 bias, __m256 levels)
+ * and clipped to 0 .. `max_code`. */
+MLS_INLINED __m256i encode_8(__m256 x, __m256 scale, __m256 bias, __m256 max_code)
 {
     const __m256 v = _mm256_div_ps(_mm256_sub_ps(x, bias), scale);
     const __m256 positive = _mm256_max_ps(v, _mm256_setzero_ps()); /* NaN: zero */
-    return _mm256_cvtps_epi32(_mm256_min_ps(positive, levels));
+    return _mm256_cvtps_epi32(_mm256_min_ps(positive, max_code));
 }
 
 /* Encode the `size` elements of a group at `items`, one code in each byte of `codes`.
- * `levels` is the largest code. */
-MLS_INLINED void encode(const unsigned char *items, size_t size, float scale, float bias,
-                        float levels, unsigned char *codes, mls_dtype dtype)
+ * `max_code` is the largest code. */
+MLS_INLINED void encode_group(const unsigned char *items, size_t size, float scale,
+                              float bias, float max_code, unsigned char *codes,
+                              mls_dtype dtype)
 {
     const __m256 scales = _mm256_set1_ps(scale), biases = _mm256_set1_ps(bias);
-    const __m256 most = _mm256_set1_ps(levels);
+    const __m256 most = _mm256_set1_ps(max_code);
     const size_t step = FLOATS * item_bytes(dtype);
     for (size_t i = 0; i < size; i += FLOATS, items += step) {
         const __m256i wide = encode_8(load_floats(items, dtype), scales, biases, most);
@@ -272,8 +275,9 @@ MLS_INLINED void store_bf16_numbers(unsigned char *items, floats values)
 
 /* Write scale * code + bias as `dtype` to `items` for the `size` codes of a group, one in
  * each byte of `codes`. `is_finite`: scale and bias are finite, so no result is NaN. */
-MLS_INLINED void decode(const unsigned char *codes, size_t size, float scale, float bias,
-                        unsigned char *items, mls_dtype dtype, bool is_finite)
+MLS_INLINED void decode_group(const unsigned char *codes, size_t size, float scale,
+                              float bias, unsigned char *items, mls_dtype dtype,
+                              bool is_finite)
 {
     const __m256 scales = _mm256_set1_ps(scale), biases = _mm256_set1_ps(bias);
     const size_t step = FLOATS * item_bytes(dtype);
@@ -292,11 +296,11 @@ MLS_INLINED void decode(const unsigned char *codes, size_t size, float scale, fl
 /* Quantize the groups of `run`, whose arrays have `dtype`, 8 groups at a time, since
  * choosing a scale needs a slow division. Returns false as soon as a value or a range is
  * not finite; the groups that follow are not written then. */
-MLS_INLINED bool quantize(const mls_group_run *run, mls_dtype dtype)
+MLS_INLINED bool quantize_run(const mls_group_run *run, mls_dtype dtype)
 {
     const size_t item = item_bytes(dtype), size = run->size;
     const size_t row = size * run->bits / 8; /* bytes of the codes of a group */
-    const float levels = (float)((1U << run->bits) - 1);
+    const float max_code = (float)((1U << run->bits) - 1);
     const unsigned char *values = run->values, *const end =
                                                    run->codes + run->groups * row;
     unsigned char *joined = run->codes, buffer[MLS_QUANTIZE_MOST_GROUP];
@@ -308,10 +312,11 @@ MLS_INLINED bool quantize(const mls_group_run *run, mls_dtype dtype)
         __m256 scales, biases, not_finite = _mm256_setzero_ps();
         for (size_t i = 0; i < count; i++) {
             const __m256 bad =
-                measure(values + i * size * item, size, &lows[i], &highs[i], dtype);
+                find_range(values + i * size * item, size, &lows[i], &highs[i], dtype);
             not_finite = _mm256_or_ps(not_finite, bad);
         }
-        const __m256 bad = choose(lows, highs, _mm256_set1_ps(levels), &scales, &biases);
+        const __m256 bad =
+            choose_scales(lows, highs, _mm256_set1_ps(max_code), &scales, &biases);
         not_finite = _mm256_or_ps(not_finite, bad);
         if (has_nan(not_finite)) {
             return false;
@@ -322,9 +327,9 @@ MLS_INLINED bool quantize(const mls_group_run *run, mls_dtype dtype)
         _mm256_storeu_ps(bias, biases);
         for (size_t i = 0; i < count; i++, values += size * item, joined += row) {
             unsigned char *codes = run->bits == 8 ? joined : buffer;
-            encode(values, size, scale[i], bias[i], levels, codes, dtype);
+            encode_group(values, size, scale[i], bias[i], max_code, codes, dtype);
             if (run->bits != 8) {
-                join(codes, size, joined, end, &layout);
+                join_codes(codes, size, joined, end, &layout);
             }
         }
     }
@@ -334,7 +339,7 @@ MLS_INLINED bool quantize(const mls_group_run *run, mls_dtype dtype)
 /* Write the values of the groups of `run`, whose arrays have `dtype`, 8 groups at a time.
  * If their scales and biases are finite, so are the results, and the check for NaN is
  * left out. */
-MLS_INLINED void dequantize(const mls_group_run *run, mls_dtype dtype)
+MLS_INLINED void dequantize_run(const mls_group_run *run, mls_dtype dtype)
 {
     const size_t item = item_bytes(dtype), size = run->size;
     const size_t row = size * run->bits / 8;
@@ -356,13 +361,13 @@ MLS_INLINED void dequantize(const mls_group_run *run, mls_dtype dtype)
         _mm256_storeu_ps(bias, biases);
         for (size_t i = 0; i < count; i++, values += size * item, joined += row) {
             if (run->bits != 8) {
-                split(joined, end, size, buffer, &layout);
+                split_codes(joined, end, size, buffer, &layout);
             }
             const unsigned char *codes = run->bits == 8 ? joined : buffer;
             if (is_finite) {
-                decode(codes, size, scale[i], bias[i], values, dtype, true);
+                decode_group(codes, size, scale[i], bias[i], values, dtype, true);
             } else {
-                decode(codes, size, scale[i], bias[i], values, dtype, false);
+                decode_group(codes, size, scale[i], bias[i], values, dtype, false);
             }
         }
     }
@@ -370,32 +375,32 @@ MLS_INLINED void dequantize(const mls_group_run *run, mls_dtype dtype)
 
 MLS_TARGET static bool quantize_f16(const mls_group_run *run)
 {
-    return quantize(run, MLS_F16);
+    return quantize_run(run, MLS_F16);
 }
 
 MLS_TARGET static bool quantize_bf16(const mls_group_run *run)
 {
-    return quantize(run, MLS_BF16);
+    return quantize_run(run, MLS_BF16);
 }
 
 MLS_TARGET static bool quantize_f32(const mls_group_run *run)
 {
-    return quantize(run, MLS_F32);
+    return quantize_run(run, MLS_F32);
 }
 
 MLS_TARGET static void dequantize_f16(const mls_group_run *run)
 {
-    dequantize(run, MLS_F16);
+    dequantize_run(run, MLS_F16);
 }
 
 MLS_TARGET static void dequantize_bf16(const mls_group_run *run)
 {
-    dequantize(run, MLS_BF16);
+    dequantize_run(run, MLS_BF16);
 }
 
 MLS_TARGET static void dequantize_f32(const mls_group_run *run)
 {
-    dequantize(run, MLS_F32);
+    dequantize_run(run, MLS_F32);
 }
 
 const mls_group_kernels mls_group_avx2 = {

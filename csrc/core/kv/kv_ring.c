@@ -2,7 +2,8 @@
  *
  * Consecutive positions are in consecutive slots, except at the end of the ring, so every
  * operation handles at most three ranges of slots: the sinks, and the others up to the
- * end of the ring and from its beginning.
+ * end of the ring and from its beginning. The window is the number of slots behind the
+ * sinks.
  */
 #include "kv/kv_ring.h"
 
@@ -39,6 +40,7 @@ static size_t adjacent_slots(const mls_kv_ring *ring, size_t first, size_t count
     return count < room ? count : room;
 }
 
+/* Return how many sinks are held. */
 static size_t stored_sinks(const mls_kv_ring *ring)
 {
     return ring->next < ring->sinks ? ring->next : ring->sinks;
@@ -147,11 +149,11 @@ static mls_code check_tokens(const mls_kv_ring *ring, const mls_tensor *tokens,
                              mls_status *st)
 {
     char text[MLS_FACT_BYTES], expected_text[MLS_FACT_BYTES];
-    bool same = tokens->rank == ring->slots.rank;
-    for (int axis = 0; same && axis < tokens->rank; axis++) {
-        same = axis == ring->axis || tokens->shape[axis] == ring->slots.shape[axis];
+    bool is_same = tokens->rank == ring->slots.rank;
+    for (int axis = 0; is_same && axis < tokens->rank; axis++) {
+        is_same = axis == ring->axis || tokens->shape[axis] == ring->slots.shape[axis];
     }
-    if (!same) {
+    if (!is_same) {
         mls_shape_text(text, sizeof text, tokens->rank, tokens->shape);
         mls_shape_text(expected_text, sizeof expected_text, ring->slots.rank,
                        ring->slots.shape);
@@ -211,9 +213,9 @@ static void copy_tokens(const mls_kv_ring *ring, const mls_kernels *kernels,
     const mls_tensor to = mls_tensor_slice(&ring->slots, ring->axis, slot, count);
     const mls_tensor from = mls_tensor_slice(tokens, ring->axis, at, count);
     const size_t bytes = mls_kv_bytes(&to), rows = mls_kv_rows(&to, ring->axis);
-    const bool packed =
+    const bool is_packed =
         mls_tensor_is_contiguous(tokens) && tokens->swapped == ring->slots.swapped;
-    if (bytes == 0 || !packed || bytes / rows > SHORT_ROW) {
+    if (bytes == 0 || !is_packed || bytes / rows > SHORT_ROW) {
         mls_copy(kernels, &to, &from, (mls_destination){.bytes = bytes});
         return;
     }
@@ -301,11 +303,11 @@ mls_code mls_kv_ring_trim(mls_kv_ring *ring, const mls_kernels *kernels, size_t 
         return mls_status_got(st, "%zu", count);
     }
     const size_t others = stored_others(ring);
-    const size_t newest = count < others ? count : others;
-    clear_slots(ring, kernels, ring->next - newest, newest);
-    ring->next -= newest;
-    if (count > newest) {
-        const size_t sinks = stored_sinks(ring), left = sinks - (count - newest);
+    const size_t dropped_others = count < others ? count : others;
+    clear_slots(ring, kernels, ring->next - dropped_others, dropped_others);
+    ring->next -= dropped_others;
+    if (count > dropped_others) {
+        const size_t sinks = stored_sinks(ring), left = sinks - (count - dropped_others);
         clear_slots(ring, kernels, left, sinks - left);
         ring->next = left;
         ring->oldest = ring->sinks;

@@ -234,21 +234,22 @@ typedef struct job {
     mls_destination destination;
     division division;
     size_t parts_per_task;
-    bool has_kernel; /* a kernel can move the rows of a part to memory */
-    bool populate;   /* request the pages of a row before it is copied */
-    bool inner_huge; /* use huge pages where tokens fill them */
+    bool has_kernel;      /* a kernel can move the rows of a part to memory */
+    bool requests_pages;  /* request the pages of a row before it is copied */
+    bool uses_huge_pages; /* use huge pages where tokens fill them */
 } job;
 
-/* Divide the target `t` of `bytes` bytes, more than 0, into parts of about `longest` or
- * `together` bytes. Rows longer than `longest` bytes, and a cache without an axis before
- * the sequence, are divided by positions; shorter rows stay whole, and parts have up to
- * `together` bytes of them. No product here exceeds `bytes`. */
+/* Divide the target `t` of `bytes` bytes, more than 0, into parts of about
+ * `most_row_bytes` or `most_part_bytes` bytes. Rows longer than `most_row_bytes` bytes,
+ * and a cache without an axis before the sequence, are divided by positions; shorter rows
+ * stay whole, and parts have up to `most_part_bytes` bytes of them. No product here
+ * exceeds `bytes`. */
 static division divide_rows(const mls_tensor *t, int seq_axis, size_t bytes,
-                            size_t longest, size_t together)
+                            size_t most_row_bytes, size_t most_part_bytes)
 {
     const size_t row = bytes / mls_kv_rows(t, seq_axis);
-    const bool by_position = seq_axis == 0 || row > longest;
-    const size_t most = by_position ? longest : together;
+    const bool by_position = seq_axis == 0 || row > most_row_bytes;
+    const size_t most = by_position ? most_row_bytes : most_part_bytes;
     int axis = by_position ? seq_axis : seq_axis - 1;
     size_t unit = by_position ? row / t->shape[seq_axis] : row; /* bytes of an index */
     /* find the outermost axis so that all indices of the axes after it fit into a part */
@@ -288,7 +289,7 @@ static void populate_rows(const job *j, const mls_tensor *tokens)
     }
     for (size_t row = rows; row-- > 0;) { /* from the end: see part_at */
         unsigned char *const data = tokens->data + row * distance;
-        if (j->inner_huge) {
+        if (j->uses_huge_pages) {
             mls_advise_inner_huge_pages(data, bytes);
         }
         mls_populate_pages(data, bytes);
@@ -336,7 +337,7 @@ static void move_part(const job *j, size_t part)
         mls_tensor tokens = to;
         narrow_axis(&tokens, j->axis, low, used);
         narrow_axis(&from, j->axis, low, used);
-        if (j->populate) {
+        if (j->requests_pages) {
             populate_rows(j, &tokens);
         }
         mls_copy(j->kernels, &tokens, &from, j->destination);
@@ -495,12 +496,12 @@ void mls_kv_move(const mls_kernels *kernels, mls_pool *pool, const mls_tensor *d
              .position = (size_t)request->position,
              .pad = request->pad,
              .destination = {.bytes = bytes, .is_fresh = memory != MLS_KV_TOUCHED},
-             .populate = memory == MLS_KV_SPARSE,
-             .inner_huge = mls_kv_rows(dst, axis) <= MOST_ADVISED};
+             .requests_pages = memory == MLS_KV_SPARSE,
+             .uses_huge_pages = mls_kv_rows(dst, axis) <= MOST_ADVISED};
     j.has_kernel = has_row_kernel(&j, bytes / mls_kv_rows(dst, axis));
     const bool is_staged = are_rows_staged(&j, bytes);
-    const bool stay_whole = shared == NULL || memory == MLS_KV_SPARSE;
-    j.division = divide_rows(dst, axis, bytes, stay_whole ? SIZE_MAX : task_bytes,
+    const bool rows_stay_whole = shared == NULL || memory == MLS_KV_SPARSE;
+    j.division = divide_rows(dst, axis, bytes, rows_stay_whole ? SIZE_MAX : task_bytes,
                              is_staged ? STAGE_BYTES : PART_BYTES);
     const size_t parts = j.division.parts;
     const size_t part_bytes = bytes / parts;

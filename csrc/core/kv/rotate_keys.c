@@ -394,6 +394,7 @@ static void rotate_tile(void *context, size_t index)
 
 /* ---- the whole rotation ---- */
 
+/* without fused functions: all rows are rotated in the buffer */
 const mls_rotate_kernels mls_rotate_scalar = {{{NULL}}};
 
 /* Return the fused function for the job, or NULL if it needs a buffer: elements must be
@@ -403,11 +404,12 @@ static mls_rotate_rows_run choose_fused(const job *j)
 {
     const int inner = j->by_pair ? j->rotation->axis : j->keys.rank - 1;
     const ptrdiff_t item = (ptrdiff_t)mls_tensor_item_bytes(&j->keys);
-    const bool packed = j->keys.strides[inner] == item && j->dst.strides[inner] == item;
-    const bool interleaved = j->rotation->interleaved && !j->by_pair;
+    const bool is_packed =
+        j->keys.strides[inner] == item && j->dst.strides[inner] == item;
+    const bool is_interleaved = j->rotation->interleaved && !j->by_pair;
     const mls_rotate_kernels *kernels = MLS_CPU_AVX2_TABLE(j->kernels->cpu, mls_rotate);
-    return packed && !j->keys.swapped && !j->dst.swapped
-               ? kernels->run[j->keys.dtype][interleaved]
+    return is_packed && !j->keys.swapped && !j->dst.swapped
+               ? kernels->run[j->keys.dtype][is_interleaved]
                : NULL;
 }
 
@@ -432,7 +434,8 @@ void mls_rotate_keys(const mls_kernels *kernels, mls_pool *pool, const mls_tenso
                      const mls_tensor *keys, const mls_rotation *rotation)
 {
     const int last = keys->rank - 1;
-    const size_t dim = rotation->rotary_dim, all = keys->shape[rotation->axis];
+    const size_t dim = rotation->rotary_dim;
+    const size_t positions = keys->shape[rotation->axis];
     const ptrdiff_t item = (ptrdiff_t)mls_tensor_item_bytes(keys);
     const size_t bytes = mls_kv_bytes(keys);
     if (bytes == 0) {
@@ -459,8 +462,9 @@ void mls_rotate_keys(const mls_kernels *kernels, mls_pool *pool, const mls_tenso
         fill_angles(&j, &shared, &t, rotation->shifts, 0, 1);
         j.constant = &shared;
     }
-    const size_t blocks = all / j.positions + (all % j.positions != 0);
+    const size_t position_tiles =
+        positions / j.positions + (positions % j.positions != 0);
     copy_rest(kernels, dst, keys, dim);
     mls_pool_run(bytes >= MLS_POOL_COPY_BYTES ? pool : NULL, rotate_tile, &j,
-                 j.by_pair ? blocks * j.pairs : blocks);
+                 j.by_pair ? position_tiles * j.pairs : position_tiles);
 }

@@ -179,7 +179,7 @@ static inline int take_bytes(strategy_object *self, PyObject *activation, size_t
 /* Gives all layers of a tuple of str the same mark in `table`; NULL marks none. Returns
  * -1 with an exception set: TypeError for another object, ValueError if a layer has the
  * other mark already. */
-static int mark_layers(strategy_object *self, PyObject *names, mls_layer_choice mark,
+static int mark_layers(strategy_object *self, PyObject *names, mls_layer_mark mark,
                        mls_layer_map *table)
 {
     for (Py_ssize_t i = 0; names != NULL && i < PyTuple_GET_SIZE(names); i++) {
@@ -194,8 +194,8 @@ static int mark_layers(strategy_object *self, PyObject *names, mls_layer_choice 
             return -1;
         }
         /* the Python caller has checked for conflicts already */
-        if (mlspy_check(state_of(self), mls_layer_set_choice(table, &key, mark, &st),
-                        &st) < 0) {
+        if (mlspy_check(state_of(self), mls_layer_set_mark(table, &key, mark, &st), &st) <
+            0) {
             return -1;
         }
     }
@@ -294,14 +294,14 @@ static int adjust_interval_if_due(strategy_object *self)
  * because that may run user code. Named layers never change, so they are read without a
  * lock. */
 static inline int fill_request(strategy_object *self, const strategy_args *parsed,
-                               unsigned flags, mls_layer_question *out)
+                               unsigned flags, mls_decide_args *out)
 {
     const bool skips = (flags & MLS_SKIPS_EXCLUDED) != 0 && self->s.named.count > 0;
     if ((skips || (flags & MLS_NEEDS_NAME) != 0) &&
         take_key(parsed->layer_id, &out->layer) < 0) {
         return -1;
     }
-    if (skips && mls_layer_choice_of(&self->s.named, &out->layer) == MLS_LAYER_EXCLUDE) {
+    if (skips && mls_layer_mark_of(&self->s.named, &out->layer) == MLS_LAYER_EXCLUDE) {
         return 0;
     }
     if (((flags & MLS_NEEDS_BYTES) != 0 &&
@@ -321,7 +321,7 @@ decide_layer(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
              PyObject *names, unsigned flags, mls_decide *decide)
 {
     strategy_args parsed;
-    mls_layer_question filled;
+    mls_decide_args filled;
     mls_status failure, *st = (flags & MLS_CAN_FAIL) != 0 ? &failure : NULL;
     if (take_args(self, args, nargs, names, &parsed) < 0) {
         return NULL;
@@ -354,7 +354,7 @@ static PyObject *strategy__decide_or_none(strategy_object *self, PyObject *const
         take_key(parsed.layer_id, &key) < 0) {
         return NULL;
     }
-    const mls_layer_choice mark = mls_layer_choice_of(&self->s.named, &key);
+    const mls_layer_mark mark = mls_layer_mark_of(&self->s.named, &key);
     return Py_NewRef(mark == MLS_LAYER_UNMARKED     ? Py_None
                      : mark == MLS_LAYER_CHECKPOINT ? Py_True
                                                     : Py_False);
@@ -504,7 +504,8 @@ static PyObject *strategy__state(strategy_object *self, PyObject *unused)
                ? NULL
                : Py_BuildValue("(LLLLNN)", (long long)s.checkpointed,
                                (long long)s.interval, (long long)(now - s.adjusted_at),
-                               (long long)s.high, PyBool_FromLong(s.collecting), layers);
+                               (long long)s.high_count, PyBool_FromLong(s.collecting),
+                               layers);
 }
 
 /* Adds a layer to `s` from its tuple (name, bytes, calls). The hash is computed anew,
@@ -593,7 +594,7 @@ static PyObject *strategy__restore(strategy_object *self, PyObject *state)
 
 /* ---- the type ---- */
 
-/* Returns a new tuple of the layers that the user gave this mark (an mls_layer_choice as
+/* Returns a new tuple of the layers that the user gave this mark (an mls_layer_mark as
  * a pointer), in the order given. */
 static PyObject *named_layers(strategy_object *self, void *mark)
 {
@@ -601,7 +602,7 @@ static PyObject *named_layers(strategy_object *self, void *mark)
     PyObject *list = PyList_New(0);
     for (size_t i = 0; list != NULL && i < table->count; i++) {
         const mls_table_layer *layer = &table->layers[i];
-        if (layer->mark == (mls_layer_choice)(intptr_t)mark) {
+        if (layer->mark == (mls_layer_mark)(intptr_t)mark) {
             mlspy_append(&list, mlspy_str_of(mls_layer_name(table, layer)));
         }
     }

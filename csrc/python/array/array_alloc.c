@@ -6,7 +6,7 @@
 /* Return a new reference to the descriptor of `dtype`, or NULL with an exception set. The
  * allocator, which the arrays of one call share, caches it, because finding ml_dtypes
  * takes longer than making an array, in particular if it is not installed. */
-static PyArray_Descr *find_descr(mlspy_array_allocator *allocator, mls_dtype dtype)
+static PyArray_Descr *find_descr(mlspy_allocator *allocator, mls_dtype dtype)
 {
     if (allocator->descrs[dtype] == NULL) {
         allocator->descrs[dtype] = mlspy_descr_of_dtype(dtype);
@@ -50,7 +50,7 @@ PyObject *mlspy_array_in(PyArray_Descr *descr, int rank, const size_t *shape,
     return array;
 }
 
-PyObject *mlspy_array_new(mlspy_array_allocator *allocator, mls_dtype dtype, int rank,
+PyObject *mlspy_array_new(mlspy_allocator *allocator, mls_dtype dtype, int rank,
                           const size_t *shape, bool zeros)
 {
     PyArray_Descr *descr = find_descr(allocator, dtype);
@@ -59,7 +59,7 @@ PyObject *mlspy_array_new(mlspy_array_allocator *allocator, mls_dtype dtype, int
 
 /* Files of other writers may contain unaligned tensors. NumPy then reads the array more
  * slowly but correctly, if the flag is right. */
-PyObject *mlspy_array_over(mlspy_array_allocator *allocator, mls_dtype dtype, int rank,
+PyObject *mlspy_array_over(mlspy_allocator *allocator, mls_dtype dtype, int rank,
                            const size_t *shape, const unsigned char *data, PyObject *base)
 {
     PyArray_Descr *descr = find_descr(allocator, dtype);
@@ -78,7 +78,7 @@ PyObject *mlspy_array_over(mlspy_array_allocator *allocator, mls_dtype dtype, in
 /* Allocate the block for the arrays from `index` on, which are not planned yet. Without a
  * block (allocator->block is NULL) each of them gets its own memory. The allocator drops
  * the block before it. Returns -1 with an exception set. */
-static int next_block(mlspy_array_allocator *allocator, size_t index)
+static int next_block(mlspy_allocator *allocator, size_t index)
 {
     Py_CLEAR(allocator->block);
     npy_intp length =
@@ -98,8 +98,8 @@ static int next_block(mlspy_array_allocator *allocator, size_t index)
     return 0;
 }
 
-PyObject *mlspy_allocator_array(mlspy_array_allocator *allocator, size_t index,
-                                mls_dtype dtype, int rank, const size_t *shape)
+PyObject *mlspy_allocator_array(mlspy_allocator *allocator, size_t index, mls_dtype dtype,
+                                int rank, const size_t *shape)
 {
     if (index >= allocator->until && next_block(allocator, index) < 0) {
         return NULL;
@@ -113,13 +113,13 @@ PyObject *mlspy_allocator_array(mlspy_array_allocator *allocator, size_t index,
         return NULL;
     }
     char *data = PyArray_BYTES((PyArrayObject *)allocator->block) + allocator->used;
-    allocator->used += mls_block_lines(bytes);
+    allocator->used += mls_block_padded_bytes(bytes);
     return mlspy_array_in(descr, rank, shape, NULL, data, NPY_ARRAY_CARRAY,
                           Py_NewRef(allocator->block));
 }
 
 /* The arrays keep the last block alive. */
-void mlspy_allocator_fini(mlspy_array_allocator *allocator)
+void mlspy_allocator_fini(mlspy_allocator *allocator)
 {
     for (int i = 0; i < MLS_DTYPE_COUNT; i++) {
         Py_CLEAR(allocator->descrs[i]);

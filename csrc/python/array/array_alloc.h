@@ -13,7 +13,7 @@
 
 /* Memory for `count` arrays, which are made in order. Initialise the first three members
  * and zero the rest. Call mlspy_allocator_fini after the last array or on failure. */
-typedef struct mlspy_array_allocator {
+typedef struct mlspy_allocator {
     mls_block_bytes_of *bytes_of; /* gives the bytes of each array */
     const void *context;          /* passed to `bytes_of` */
     size_t count;
@@ -22,7 +22,7 @@ typedef struct mlspy_array_allocator {
     size_t until;    /* arrays before this index are planned */
     PyArray_Descr
         *descrs[MLS_DTYPE_COUNT]; /* descriptors of the arrays so far, or NULL */
-} mlspy_array_allocator;
+} mlspy_allocator;
 
 /* Return a new array with its own memory, in C order. `zeros`: its elements are 0, and
  * large memory stays untouched until it is written; otherwise they are undefined.
@@ -38,22 +38,22 @@ PyObject *mlspy_array_in(PyArray_Descr *descr, int rank, const size_t *shape,
 
 /* As mlspy_array_of, with the descriptor of a dtype of the core, which the allocator
  * caches. The array is not in one of the allocator's blocks. */
-PyObject *mlspy_array_new(mlspy_array_allocator *allocator, mls_dtype dtype, int rank,
+PyObject *mlspy_array_new(mlspy_allocator *allocator, mls_dtype dtype, int rank,
                           const size_t *shape, bool zeros);
 
 /* Return a read-only array in C order over `data`, which `base` keeps alive (a new
  * reference is taken). `data` may be unaligned. */
-PyObject *mlspy_array_over(mlspy_array_allocator *allocator, mls_dtype dtype, int rank,
+PyObject *mlspy_array_over(mlspy_allocator *allocator, mls_dtype dtype, int rank,
                            const size_t *shape, const unsigned char *data,
                            PyObject *base);
 
 /* Return array `index`, with undefined elements. It gets its own memory if it
  * is large or if the next arrays are too small for a block. Otherwise it is part of a
  * block, aligned to 64 bytes. */
-PyObject *mlspy_allocator_array(mlspy_array_allocator *allocator, size_t index,
-                                mls_dtype dtype, int rank, const size_t *shape);
+PyObject *mlspy_allocator_array(mlspy_allocator *allocator, size_t index, mls_dtype dtype,
+                                int rank, const size_t *shape);
 
 /* Release the allocator's own references; the arrays keep their block alive. */
-void mlspy_allocator_fini(mlspy_array_allocator *allocator);
+void mlspy_allocator_fini(mlspy_allocator *allocator);
 
 #endif

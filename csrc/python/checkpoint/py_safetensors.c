@@ -174,7 +174,7 @@ static PyObject *metadata_of(const mls_safetensors *file)
     return result;
 }
 
-/* Return the bytes of array `index` of a file, for mlspy_array_allocator. */
+/* Return the bytes of array `index` of a file, for mlspy_allocator. */
 static size_t bytes_of(const void *context, size_t index)
 {
     return ((const mls_safetensors *)context)->tensors[index].bytes;
@@ -187,7 +187,7 @@ static PyObject *arrays_of(const mls_safetensors *file, const unsigned char *map
                            PyObject *base)
 {
     PyObject *result = PyDict_New();
-    mlspy_array_allocator allocator = {
+    mlspy_allocator allocator = {
         .bytes_of = bytes_of, .context = file, .count = file->count};
     for (size_t i = 0; result != NULL && i < file->count; i++) {
         const mls_stored *t = &file->tensors[i];

@@ -206,7 +206,7 @@ static int find_pieces(load_job *job)
 
 /* ---- loading: new arrays ---- */
 
-/* Return the bytes of new array `index` in a shared block, for mlspy_array_allocator; 0
+/* Return the bytes of new array `index` in a shared block, for mlspy_allocator; 0
  * if the array gets its own zeroed memory. */
 static size_t new_bytes(const void *context, size_t index)
 {
@@ -216,8 +216,8 @@ static size_t new_bytes(const void *context, size_t index)
 
 /* Return a new array for part `index`: in a shared block, or with its own memory if
  * `alone`. NULL with an exception set. */
-static PyObject *new_array(const load_job *job, size_t index,
-                           mlspy_array_allocator *allocator, bool alone)
+static PyObject *new_array(const load_job *job, size_t index, mlspy_allocator *allocator,
+                           bool alone)
 {
     const mls_load_item *item = &job->plan.items[index];
     const mls_dtype dtype = item->tensor->any_shard->dtype;
@@ -259,7 +259,7 @@ static PyObject *map_file(load_job *job, PyObject *capsules, bool links,
 /* Return a new array over the mapped file if the part is one contiguous range there, else
  * a new reference to None. NULL with an exception set. */
 static PyObject *mapped_array(load_job *job, const mls_load_item *item,
-                              PyObject *capsules, mlspy_array_allocator *allocator)
+                              PyObject *capsules, mlspy_allocator *allocator)
 {
     uint64_t offset;
     const mls_merged_index_shard *run =
@@ -292,19 +292,18 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
 {
     size_t used = 0;
     PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
-    mlspy_array_allocator allocator = {
+    mlspy_allocator arena = {
         .bytes_of = new_bytes, .context = job, .count = job->plan.count};
     bool good = result != NULL && (!maps || capsules != NULL);
     enum { TOGETHER = 64 }; /* arrays for each update of the counter */
     for (size_t i = 0; good && i < job->plan.count; i++) {
         load_result *entry = &job->results[i];
-        PyObject *array =
-            maps ? mapped_array(job, &job->plan.items[i], capsules, &allocator)
-                 : Py_NewRef(Py_None);
+        PyObject *array = maps ? mapped_array(job, &job->plan.items[i], capsules, &arena)
+                               : Py_NewRef(Py_None);
         const bool read = array == Py_None;
         if (read) {
             Py_DECREF(array);
-            array = new_array(job, i, &allocator, maps);
+            array = new_array(job, i, &arena, maps);
         }
         entry->array = array;
         if (array != NULL && read) {
@@ -318,7 +317,7 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
         }
     }
     job->plan.piece_count = used;
-    mlspy_allocator_fini(&allocator);
+    mlspy_allocator_fini(&arena);
     Py_XDECREF(capsules);
     if (!good) {
         Py_CLEAR(result);
@@ -841,29 +840,27 @@ PyObject *mlspy_merged_index_select_parts(mlspy_merged_index *self, PyObject *co
  * each place: `bytes` of the file's bytes begin .. end - 1 are read. On failure the list
  * is released and set to NULL. Reads may be divided at multiples of MLS_READ_SPAN from
  * the origin, an offset in the file; -1: not at all. They are computed by the same
- * function as in a load, but without destinations. Zeros that were not stored are not
- * read. */
+ * function as in a load, but without destinations. Zeros without bytes are not read. */
 static void add_reads(const load_job *job, const mls_load_item *item, bool verify,
                       PyObject **list)
 {
     const size_t most = item->tensor->places;
-    const mls_read_scratch arrays = {mls_alloc(most, sizeof *arrays.stored),
-                                     mls_alloc(most, sizeof *arrays.parts),
-                                     mls_alloc(most, sizeof *arrays.pieces)};
+    const mls_read_scratch out = {mls_alloc(most, sizeof *out.stored),
+                                  mls_alloc(most, sizeof *out.parts),
+                                  mls_alloc(most, sizeof *out.pieces)};
     mls_status st;
     size_t count = 0;
-    if (arrays.stored == NULL || arrays.parts == NULL || arrays.pieces == NULL) {
+    if (out.stored == NULL || out.parts == NULL || out.pieces == NULL) {
         PyErr_NoMemory();
         Py_CLEAR(*list);
     } else if (check_core(job,
                           mls_merged_index_pieces(&job->merged->merged, item->tensor,
-                                                  &item->part, NULL, &arrays, &count,
-                                                  &st),
+                                                  &item->part, NULL, &out, &count, &st),
                           &st) < 0) {
         Py_CLEAR(*list);
     }
     for (size_t i = 0; *list != NULL && i < count; i++) {
-        const mls_stored_shard *stored = &arrays.stored[i];
+        const mls_stored_shard *stored = &out.stored[i];
         if (stored->file != NULL) {
             const mls_stored_reads e = mls_stored_reads_of(stored, &item->part, verify);
             mlspy_append(
@@ -873,9 +870,9 @@ static void add_reads(const load_job *job, const mls_load_item *item, bool verif
                               stored->frames != NULL ? -1LL : (long long)stored->offset));
         }
     }
-    mls_free(arrays.stored);
-    mls_free(arrays.parts);
-    mls_free(arrays.pieces);
+    mls_free(out.stored);
+    mls_free(out.parts);
+    mls_free(out.pieces);
 }
 
 /* reads(folder, section, keys, cutting, verify) -> [(path, begin, end, bytes, origin),

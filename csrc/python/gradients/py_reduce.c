@@ -242,14 +242,22 @@ PyObject *core_scale(mlspy_state *state, PyObject *const *args)
 
 /* norm_partials(names, arrays) -> [(squares, nonfinite)], one for each array
  *
- * Supports every dtype: after the arrays are viewed, only allocation can fail.
+ * Supports every dtype but packed ones.
  */
 PyObject *core_norm_partials(mlspy_state *state, PyObject *const *args)
 {
     named_views v;
+    mls_status st;
     PyObject *list = NULL;
     if (named_views_of(state, args[0], args[1], false, &v) < 0) {
         return NULL;
+    }
+    for (Py_ssize_t i = 0; i < v.count; i++) {
+        if (mls_norm_partial_check(&v.views[i].tensor, &st) != MLS_OK) {
+            raise_for_array(state, &v, i, &st);
+            named_views_release(&v);
+            return NULL;
+        }
     }
     mls_norm_partial *partials = new_partials(v.count);
     if (partials != NULL) {

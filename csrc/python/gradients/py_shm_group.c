@@ -414,7 +414,7 @@ static PyObject *link_gather_bytes(link_object *self, PyObject *const *args,
 {
     session s = {.link = self};
     parcel p = {.session = &s};
-    const mls_shm_places places = {.place = make_places, .context = &p};
+    const mls_shm_buffer_provider provider = {.provide = make_places, .context = &p};
     int64_t root;
     if (mlspy_take_count("gather_bytes", 4, count) < 0 ||
         mlspy_take_int64(mlspy_state_of_type(Py_TYPE(self)), args[1], "root", &root) <
@@ -431,7 +431,7 @@ static PyObject *link_gather_bytes(link_object *self, PyObject *const *args,
     const char *data = PyBytes_AS_STRING(args[0]);
     const size_t bytes = (size_t)PyBytes_GET_SIZE(args[0]);
     RUN_OPERATION(s, mls_shm_gather_bytes(s.place, &s.call, data, bytes, (int)root,
-                                          &places, &s.st));
+                                          &provider, &s.st));
     return finish_operation(&s, p.list == NULL ? Py_NewRef(Py_None) : p.list);
 }
 
@@ -477,7 +477,7 @@ static PyObject *link_ended(link_object *self, PyObject *unused)
     if (self->place == NULL || self->closing) {
         snprintf(text, sizeof text, "closed");
     } else {
-        (void)mls_shm_ended(self->place, text, sizeof text);
+        (void)mls_shm_is_broken(self->place, text, sizeof text);
     }
     pthread_mutex_unlock(&self->lock);
     return PyUnicode_FromString(text);

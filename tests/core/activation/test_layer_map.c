@@ -19,7 +19,7 @@ TEST(empty_map_finds_no_layer)
 {
     const mls_layer_key key = named("a");
     CHECK(mls_layer_find(&t, &key) == NULL);
-    CHECK(mls_layer_choice_of(&t, &key) == MLS_LAYER_UNMARKED);
+    CHECK(mls_layer_mark_of(&t, &key) == MLS_LAYER_UNMARKED);
     mls_layer_map_fini(&t);
 }
 
@@ -109,12 +109,12 @@ TEST(names_that_differ_in_one_byte_are_distinguished)
 TEST(conflicting_choices_are_refused)
 {
     const mls_layer_key a = named("a"), b = named("b");
-    CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_EXCLUDE, &status) == MLS_OK);
-    CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_EXCLUDE, &status) == MLS_OK);
-    CHECK(mls_layer_choice_of(&t, &a) == MLS_LAYER_EXCLUDE);
-    CHECK(mls_layer_choice_of(&t, &b) == MLS_LAYER_UNMARKED);
-    CHECK(mls_layer_set_choice(&t, &a, MLS_LAYER_CHECKPOINT, &status) == MLS_E_VALUE);
+    CHECK(mls_layer_set_mark(&t, &a, MLS_LAYER_EXCLUDE, &status) == MLS_OK);
+    CHECK(mls_layer_set_mark(&t, &a, MLS_LAYER_EXCLUDE, &status) == MLS_OK);
+    CHECK(mls_layer_mark_of(&t, &a) == MLS_LAYER_EXCLUDE);
+    CHECK(mls_layer_mark_of(&t, &b) == MLS_LAYER_UNMARKED);
+    CHECK(mls_layer_set_mark(&t, &a, MLS_LAYER_CHECKPOINT, &status) == MLS_E_VALUE);
     CHECK_TEXT(status.name, "a");
     CHECK_TEXT(status.text, "layers cannot be both checkpointed and excluded: a");
-    CHECK(mls_layer_choice_of(&t, &a) == MLS_LAYER_EXCLUDE && t.count == 1);
+    CHECK(mls_layer_mark_of(&t, &a) == MLS_LAYER_EXCLUDE && t.count == 1);
 }

@@ -23,16 +23,16 @@ static void make(int64_t number, double share)
 /* The strategy's decision, which must not fail. */
 static bool ask(mls_decide *decide, const char *name, size_t bytes, int64_t index)
 {
-    const mls_layer_question q = {named(name), bytes, index};
-    const int chosen = decide(&s, &q, &status);
+    const mls_decide_args args = {named(name), bytes, index};
+    const int chosen = decide(&s, &args, &status);
     CHECK(chosen >= 0);
     return chosen > 0;
 }
 
-static void mark(const char *name, mls_layer_choice as)
+static void mark(const char *name, mls_layer_mark as)
 {
     const mls_layer_key key = named(name);
-    CHECK(mls_layer_set_choice(&s.named, &key, as, &status) == MLS_OK);
+    CHECK(mls_layer_set_mark(&s.named, &key, as, &status) == MLS_OK);
 }
 
 /* ---- memory aware ---- */
@@ -43,13 +43,13 @@ TEST(share_is_rounded_to_float32)
      * it */
     make(0, 0.8);
     mls_strategy_adjust(&s, SECONDS(110), 80, 100);
-    CHECK(s.interval == 2 && s.high == 0);
+    CHECK(s.interval == 2 && s.high_count == 0);
     mls_strategy_adjust(&s, SECONDS(120), 800001, 1000000);
     CHECK(s.interval == 1);
     /* a used size that float32 rounds to the total does not exceed the total */
     make(0, 1.0);
     mls_strategy_adjust(&s, SECONDS(110), UINT64_MAX, UINT64_MAX - 1);
-    CHECK(s.interval == 2 && s.high == 0);
+    CHECK(s.interval == 2 && s.high_count == 0);
 }
 
 TEST(seconds_convert_to_ticks)
@@ -70,14 +70,14 @@ TEST(memory_aware_restores_valid_states_only)
 {
     make(0, 0.8);
     CHECK(mls_strategy_restore(&s, 9, 7, SECONDS(90), 3, &status) == MLS_OK);
-    CHECK(s.interval == 7 && s.high == 3 && mls_strategy_is_due(&s, SECONDS(100)));
+    CHECK(s.interval == 7 && s.high_count == 3 && mls_strategy_is_due(&s, SECONDS(100)));
     CHECK(mls_strategy_restore(&s, 9, 0, 0, 0, &status) == MLS_E_VALUE);
     CHECK(mls_strategy_restore(&s, 9, 11, 0, 0, &status) == MLS_E_VALUE);
     CHECK(mls_strategy_restore(&s, 9, 2, 0, -1, &status) == MLS_E_VALUE);
     CHECK(mls_strategy_restore(&s, 9, 2, INT64_MAX, 0, &status) == MLS_E_VALUE);
     CHECK(mls_strategy_restore(&s, 9, 2, INT64_MIN, 0, &status) == MLS_E_VALUE);
     CHECK(mls_strategy_restore(&s, -1, 2, 0, 0, &status) == MLS_E_VALUE);
-    CHECK(s.interval == 7 && s.high == 3 && s.adjusted_at == SECONDS(90));
+    CHECK(s.interval == 7 && s.high_count == 3 && s.adjusted_at == SECONDS(90));
     CHECK(s.checkpointed == 9);
 }
 
@@ -117,8 +117,8 @@ TEST(smart_refuses_sums_beyond_64_bits)
     make(0, 1);
     CHECK(!ask(mls_decide_smart, "a", SIZE_MAX, 0));
     const mls_layer_key b = named("b");
-    const mls_layer_question q = {b, 1, 99};
-    CHECK(mls_decide_smart(&s, &q, &status) == -1 && status.code == MLS_E_SIZE);
+    const mls_decide_args args = {b, 1, 99};
+    CHECK(mls_decide_smart(&s, &args, &status) == -1 && status.code == MLS_E_SIZE);
     CHECK(s.seen.count == 1 && s.collecting && s.total_bytes == SIZE_MAX);
     CHECK(mls_strategy_restore_layer(&s, &b, 1, 1, &status) == MLS_E_SIZE);
 }

@@ -15,8 +15,8 @@ static size_t all_alike(const void *context, size_t index)
 
 TEST(arrays_are_rounded_up_to_cache_lines)
 {
-    CHECK(mls_block_lines(0) == 0 && mls_block_lines(1) == 64);
-    CHECK(mls_block_lines(64) == 64 && mls_block_lines(65) == 128);
+    CHECK(mls_block_padded_bytes(0) == 0 && mls_block_padded_bytes(1) == 64);
+    CHECK(mls_block_padded_bytes(64) == 64 && mls_block_padded_bytes(65) == 128);
 }
 
 TEST(few_small_arrays_are_not_combined)

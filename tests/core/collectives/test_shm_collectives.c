@@ -141,13 +141,13 @@ static void collect(rank_case *c)
 {
     for (int root = -1; root < (int)c->world; root++) {
         collected k = {.world = c->world};
-        const mls_shm_places places = {.place = keep, .context = &k};
+        const mls_shm_buffer_provider provider = {.provide = keep, .context = &k};
         const size_t n = root == 0 ? c->rank : 6000 * c->rank + 4000;
         unsigned char *contribution = malloc(n + 1);
         for (size_t i = 0; i < n; i++) {
             contribution[i] = byte_of(c->rank, i);
         }
-        EXPECT(c, mls_shm_gather_bytes(c->g, &quick, contribution, n, root, &places,
+        EXPECT(c, mls_shm_gather_bytes(c->g, &quick, contribution, n, root, &provider,
                                        &c->st) == MLS_OK);
         for (size_t r = 0; r < c->world; r++) {
             EXPECT(c, (k.data[r] != NULL) == (root < 0 || root == (int)c->rank));
@@ -170,9 +170,9 @@ TEST(bytes_of_any_length_are_gathered)
 static void refuse(rank_case *c)
 {
     collected k = {.world = c->world, .refuse = c->rank == 0};
-    const mls_shm_places places = {.place = keep, .context = &k};
+    const mls_shm_buffer_provider provider = {.provide = keep, .context = &k};
     const mls_code code =
-        mls_shm_gather_bytes(c->g, &quick, "abc", 3, -1, &places, &c->st);
+        mls_shm_gather_bytes(c->g, &quick, "abc", 3, -1, &provider, &c->st);
     EXPECT(c, code == (c->rank == 0 ? MLS_E_MEMORY : MLS_OK));
     EXPECT(c, mls_shm_barrier(c->g, &quick, &c->st) == MLS_E_PEER);
     EXPECT(c, strstr(c->st.text, "gather_bytes failed on rank 0") != NULL);

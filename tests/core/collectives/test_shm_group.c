@@ -94,13 +94,13 @@ TEST(aborted_group_names_the_rank)
     char text[MLS_TEXT_BYTES] = "";
     REQUIRE(mls_shm_threads(&shape, mls_kernels_of(MLS_CPU_SCALAR), groups, &status) ==
             MLS_OK);
-    CHECK(!mls_shm_ended(groups[0], text, sizeof text));
+    CHECK(!mls_shm_is_broken(groups[0], text, sizeof text));
     mls_shm_abort(groups[1]);
     mls_shm_abort(groups[0]); /* the first abort counts */
     for (int r = 0; r < 2; r++) {
-        CHECK(mls_shm_ended(groups[r], text, sizeof text));
+        CHECK(mls_shm_is_broken(groups[r], text, sizeof text));
         CHECK_TEXT(text, "rank 1 aborted the group");
-        CHECK(mls_shm_ended(groups[r], NULL, 0));
+        CHECK(mls_shm_is_broken(groups[r], NULL, 0));
         CHECK(mls_shm_barrier(groups[r], &quick, &status) == MLS_E_PEER);
         CHECK(strstr(status.text, "rank 1 aborted the group; the group is unusable") !=
               NULL);

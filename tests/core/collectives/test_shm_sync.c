@@ -30,7 +30,7 @@ static void differ(rank_case *c)
         code = mls_shm_all_gather(c->g, &call, &byte, sizes, all, &c->st);
         EXPECT(c,
                code == MLS_E_PEER && strstr(c->st.text, "other shapes, counts") != NULL);
-        EXPECT(c, !mls_shm_ended(c->g, NULL, 0));
+        EXPECT(c, !mls_shm_is_broken(c->g, NULL, 0));
         EXPECT(c, mls_shm_barrier(c->g, &quick, &c->st) == MLS_OK);
     }
 }
@@ -54,7 +54,7 @@ static void wait_in_vain(rank_case *c)
                                   "(its last operation was number 1, broadcast; this is "
                                   "number 2)") != NULL);
     } else {
-        while (!mls_shm_ended(c->g, NULL, 0)) {
+        while (!mls_shm_is_broken(c->g, NULL, 0)) {
             usleep(1000);
         }
     }
@@ -82,7 +82,7 @@ static void be_interrupted(rank_case *c)
         EXPECT(c, mls_shm_barrier(c->g, &call, &c->st) == MLS_E_STOPPED);
         EXPECT(c, left == 0);
     } else {
-        while (!mls_shm_ended(c->g, NULL, 0)) {
+        while (!mls_shm_is_broken(c->g, NULL, 0)) {
             usleep(1000);
         }
         EXPECT(c, mls_shm_barrier(c->g, &quick, &c->st) == MLS_E_PEER);

@@ -8,7 +8,7 @@ import pytest
 from weight_folder import write_header
 
 import mlstate
-from mlstate import StateDict
+from mlstate import StateDict, _core
 from mlstate._common.dtypes import name_of, stored_dtype
 from mlstate.checkpoint import export_huggingface
 from mlstate.checkpoint._files.convert import read_any, write_any
@@ -154,3 +154,8 @@ def test_dtypes_that_torch_lacks_are_named():
     stream.seek(0)
     again = torch.load(stream)
     assert name_of(again["w"].dtype) == "float6_e2m3fn_x4" and again["w"].shape == (2, 6)
+
+
+def test_norms_refuse_packed_floats():
+    with pytest.raises(CompatibilityError, match="'w': float4_e2m1fn_x2 has no norm"):
+        _core.norm_partials(["v", "w"], [np.ones(2, np.float32), packed(4)])

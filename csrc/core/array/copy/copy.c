@@ -132,7 +132,7 @@ mls_code mls_element_encode(double value, const mls_tensor *destination, mls_ele
             mls_swap_items(element.bytes, 8, 8);
             memmove(element.bytes, element.bytes + 8 - element.size, element.size);
         }
-    } else if (!is_exactly_zero(value)) {
+    } else if (!is_exactly_zero(value)) { /* float8_e8m0fnu: zero bytes are 2**-127 */
         return mls_fail(st, MLS_E_DTYPE, "%s can only be padded with 0, not %g",
                         mls_dtype_of(dtype)->name, value);
     }
@@ -302,6 +302,7 @@ static void copy_run(const copier *c, mls_store_trial *trial, unsigned char *to,
     }
 }
 
+/* Return the operation as which a copy is measured (cpu_store_choice.h). */
 static mls_store_operation operation_of(const copier *c)
 {
     if (c->convert == NULL) {
@@ -325,16 +326,16 @@ void mls_copy(const mls_kernels *kernels, const mls_tensor *dst, const mls_tenso
     const ptrdiff_t dst_stride = iter.a_step;
     const ptrdiff_t src_stride = iter.b_step;
     /* packed on both sides and in this machine's byte order: kernels can copy the run */
-    const bool run = dst_stride == (ptrdiff_t)c.dst_item &&
-                     src_stride == (ptrdiff_t)c.src_item && !c.dst_swapped &&
-                     !c.src_swapped;
+    const bool is_packed = dst_stride == (ptrdiff_t)c.dst_item &&
+                           src_stride == (ptrdiff_t)c.src_item && !c.dst_swapped &&
+                           !c.src_swapped;
     mls_store_trial trial =
-        begin_runs(kernels, operation_of(&c), dst, run ? count : 0, destination);
+        begin_runs(kernels, operation_of(&c), dst, is_packed ? count : 0, destination);
     ptrdiff_t dst_at = 0, src_at = 0;
     do {
         unsigned char *to = dst->data + dst_at;
         const unsigned char *from = src->data + src_at;
-        if (run) {
+        if (is_packed) {
             copy_run(&c, &trial, to, from, count);
         } else {
             copy_chunks(&c, to, dst_stride, from, src_stride, count);
@@ -401,13 +402,13 @@ void mls_fill(const mls_kernels *kernels, const mls_tensor *dst, mls_element ele
     const size_t count = iter.length;
     const ptrdiff_t stride = iter.a_step;
     const uint64_t pattern = mls_element_pattern(element);
-    const bool run = stride == (ptrdiff_t)element.size;
+    const bool is_packed = stride == (ptrdiff_t)element.size;
     mls_store_trial trial =
-        begin_runs(kernels, MLS_STORING_FILL, dst, run ? count : 0, destination);
+        begin_runs(kernels, MLS_STORING_FILL, dst, is_packed ? count : 0, destination);
     ptrdiff_t at = 0, unused = 0; /* the iterator's second offset: here it has one view */
     do {
         unsigned char *to = dst->data + at;
-        if (run) {
+        if (is_packed) {
             fill_run(kernels, &trial, to, pattern, element.size, count);
         } else {
             for (size_t i = 0; i < count; i++, to += stride) {

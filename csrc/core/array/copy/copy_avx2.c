@@ -188,7 +188,7 @@ MLS_TARGET static void fill_run(void *dst, uint64_t pattern, size_t bytes, mls_s
 }
 
 /* Store 16 bytes at `to`, a multiple of 16, past the cache if `streams`. */
-MLS_INLINED void put_small(unsigned char *to, __m128i value, bool streams)
+MLS_INLINED void store_16(unsigned char *to, __m128i value, bool streams)
 {
     if (streams) {
         _mm_stream_si128((__m128i *)(void *)to, value);
@@ -216,19 +216,19 @@ MLS_INLINED void pad_rows_by(unsigned char *to, const unsigned char *from,
         }
         for (; at < full; at += SMALL) {
             const __m128i *const next = (const __m128i *)(const void *)(from + at);
-            put_small(to + at, _mm_loadu_si128(next), streams);
+            store_16(to + at, _mm_loadu_si128(next), streams);
         }
         if (used > full) {
             __m128i edge = padding;
             memcpy(&edge, from + full, used - full);
-            put_small(to + at, edge, streams);
+            store_16(to + at, edge, streams);
             at += SMALL;
         }
         for (; !streams && at + WIDTH <= row; at += WIDTH) {
             store(to + at, filled);
         }
         for (; at < row; at += SMALL) {
-            put_small(to + at, padding, streams);
+            store_16(to + at, padding, streams);
         }
     }
 }

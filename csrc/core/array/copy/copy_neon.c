@@ -32,6 +32,7 @@ MLS_INLINED void convert_run(unsigned char *dst, const unsigned char *src, size_
 
 MLS_DEFINE_RUNS
 
+/* The kernel `copy`. memcpy chooses the stores; `store` is not used. */
 static void copy_run(void *dst, const void *src, size_t bytes, mls_store store)
 {
     (void)store;

@@ -25,16 +25,16 @@ static void run_trials(const mls_kernels *kernels, const mls_crc_kernels *crc,
         {MLS_F32, MLS_F32}, {MLS_F32, MLS_F16}, {MLS_F32, MLS_F16}, {MLS_F16, MLS_F32}};
     const mls_element filler = {.bytes = {1}, .size = 2};
     const size_t count = BYTES / 4, halves = BYTES / 2;
-    mls_tensor a, b;
+    mls_tensor result, source;
     mls_status st;
     for (size_t i = 0; i < sizeof pairs / sizeof pairs[0]; i++) {
-        if (mls_tensor_init(&a, to, pairs[i][1], 1, &count, &st) == MLS_OK &&
-            mls_tensor_init(&b, from, pairs[i][0], 1, &count, &st) == MLS_OK) {
-            mls_copy(kernels, &a, &b, large);
+        if (mls_tensor_init(&result, to, pairs[i][1], 1, &count, &st) == MLS_OK &&
+            mls_tensor_init(&source, from, pairs[i][0], 1, &count, &st) == MLS_OK) {
+            mls_copy(kernels, &result, &source, large);
         }
     }
-    if (mls_tensor_init(&a, to, MLS_U16, 1, &halves, &st) == MLS_OK) {
-        mls_fill(kernels, &a, filler, large);
+    if (mls_tensor_init(&result, to, MLS_U16, 1, &halves, &st) == MLS_OK) {
+        mls_fill(kernels, &result, filler, large);
     }
     (void)mls_crc_copy(crc, kernels->choices, 0, to, from, BYTES, large);
 }
@@ -67,7 +67,7 @@ mls_code mls_measure_copies(const mls_kernels *kernels, const mls_crc_kernels *c
     memset(pages.data, 1, (size_t)2 * BYTES); /* touch the pages: no trial may fault */
     const size_t least = kernels->choices->least[MLS_STORING_WITHIN];
     const mls_destination large = {.bytes = BYTES > least ? BYTES : least};
-    for (int trial = 0; trial < RESULTS; trial++) {
+    for (int i = 0; i < RESULTS; i++) {
         run_trials(kernels, crc, pages.data, pages.data + BYTES, large);
     }
     run_small_trials(kernels, pages.data, pages.data + BYTES);

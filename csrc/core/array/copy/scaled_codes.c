@@ -31,6 +31,7 @@ typedef struct decode_job {
 
 /* ---- checks ---- */
 
+/* Return whether a byte has two codes. */
 static bool is_packed(const mls_scaled_codes *codes)
 {
     return codes->dtype == MLS_F4;
@@ -146,6 +147,7 @@ static float f32_from_code(mls_dtype dtype, uint8_t byte)
 
 /* ---- tiles ---- */
 
+/* Return the address of element i, j, k of a view with three axes. */
 static const unsigned char *at_index(const mls_tensor *t, size_t i, size_t j, size_t k)
 {
     return t->data + (ptrdiff_t)i * t->strides[0] + (ptrdiff_t)j * t->strides[1] +
@@ -238,12 +240,12 @@ static void decode_tile(void *context, size_t index)
                    j->by_columns ? j->rows : 1);
     }
     const size_t runs = j->by_columns ? columns : rows;
-    for (size_t r = 0; r < runs; r++) {
+    for (size_t run = 0; run < runs; run++) {
         const unsigned char *to = j->by_columns
-                                      ? at_index(values, matrix, row, column + r)
-                                      : at_index(values, matrix, row + r, column);
+                                      ? at_index(values, matrix, row, column + run)
+                                      : at_index(values, matrix, row + run, column);
         store_run(j, (unsigned char *)(uintptr_t)to,
-                  tile + r * (j->by_columns ? j->rows : j->columns),
+                  tile + run * (j->by_columns ? j->rows : j->columns),
                   j->by_columns ? rows : columns);
     }
 }

@@ -19,7 +19,7 @@
 #include <stdio.h>
 
 enum {
-    PART_BLOCKS = 16, /* blocks of a task: 64 Ki items */
+    TASK_BLOCKS = 16, /* blocks of a task: 64 Ki items */
     ROUND_BLOCKS =
         2048, /* blocks whose sums are kept on the stack until all are computed */
     SHARED_BYTES = 512 << 10, /* below this, waking a thread costs more than it saves */
@@ -35,28 +35,28 @@ static const mls_reduce_kernels *kernels_of(mls_cpu cpu)
 /* ---- the kernels of a dtype ---- */
 
 /* Return the dtype that the kernels see: a complex number is two items of float32. */
-static mls_dtype part_of(mls_dtype dtype)
+static mls_dtype item_dtype(mls_dtype dtype)
 {
     return dtype == MLS_C64 ? MLS_F32 : dtype;
 }
 
 /* Return the kernel items of one element. */
-static size_t parts_of(mls_dtype dtype)
+static size_t items_per_element(mls_dtype dtype)
 {
     return dtype == MLS_C64 ? 2 : 1;
 }
 
 /* Return whether a dtype is a float of 16 bits or more, or complex: mls_accumulate adds
  * to it with a scale, and mls_scale can scale it. */
-static bool is_summed(mls_dtype dtype)
+static bool is_scalable(mls_dtype dtype)
 {
-    return (int)part_of(dtype) < MLS_CONVERTIBLE;
+    return (int)item_dtype(dtype) < MLS_CONVERTIBLE;
 }
 
 /* Return whether a dtype is a float of any width or complex. */
 static bool is_float(mls_dtype dtype)
 {
-    return is_summed(dtype) || mls_dtype_of(dtype)->kind == MLS_KIND_FLOAT8;
+    return is_scalable(dtype) || mls_dtype_of(dtype)->kind == MLS_KIND_FLOAT8;
 }
 
 /* Return the kernel for a reduction, the scalar one if the table `k` has none; NULL: the
@@ -65,7 +65,7 @@ static bool is_float(mls_dtype dtype)
 static mls_reduce_kernel reduce_kernel(const mls_reduce_kernels *k,
                                        const mls_reduction *r)
 {
-    const mls_dtype dtype = part_of(r->dtype);
+    const mls_dtype dtype = item_dtype(r->dtype);
     if (r->dtype == MLS_C64 && r->op != MLS_REDUCE_SUM) {
         return NULL;
     }
@@ -101,9 +101,9 @@ static mls_squares_kernel squares_kernel(const mls_reduce_kernels *k, mls_dtype 
 static mls_sum_squares_kernel sum_squares_kernel(const mls_reduce_kernels *k,
                                                  const mls_reduction *r)
 {
-    const mls_dtype part = part_of(r->dtype);
-    const bool offered = r->op == MLS_REDUCE_SUM && r->out_dtype == r->dtype;
-    return offered && is_summed(part) ? k->sum_squares[part] : NULL;
+    const mls_dtype dtype = item_dtype(r->dtype);
+    const bool is_offered = r->op == MLS_REDUCE_SUM && r->out_dtype == r->dtype;
+    return is_offered && is_scalable(dtype) ? k->sum_squares[dtype] : NULL;
 }
 
 /* ---- jobs ---- */
@@ -138,13 +138,13 @@ struct job {
 static job job_over(const mls_reduce_kernels *k, mls_dtype dtype, void *out, size_t count,
                     bool wants_norm)
 {
-    const size_t parts = parts_of(dtype);
-    return (job){.count = count * parts,
-                 .block = MLS_NORM_BLOCK * parts,
+    const size_t items = items_per_element(dtype);
+    return (job){.count = count * items,
+                 .block = MLS_NORM_BLOCK * items,
                  .dtype = dtype,
-                 .item = mls_dtype_of(dtype)->item_bytes / parts,
+                 .item = mls_dtype_of(dtype)->item_bytes / items,
                  .out = out,
-                 .squares = wants_norm ? squares_kernel(k, part_of(dtype)) : NULL};
+                 .squares = wants_norm ? squares_kernel(k, item_dtype(dtype)) : NULL};
 }
 
 /* A part of a job: as many blocks as the sums on the stack have room for. */
@@ -152,7 +152,7 @@ typedef struct job_round {
     const job *j;
     size_t first, blocks; /* first block, and number of blocks */
     double squares[ROUND_BLOCKS];
-    uint64_t nonfinite[ROUND_BLOCKS / PART_BLOCKS]; /* of each task */
+    uint64_t nonfinite[ROUND_BLOCKS / TASK_BLOCKS]; /* of each task */
 } job_round;
 
 /* Count the non-finite elements of a block of n items at `at`, but only if `squares`,
@@ -161,8 +161,9 @@ typedef struct job_round {
 static uint64_t count_nonfinite(const job *j, double squares, const unsigned char *at,
                                 size_t n)
 {
-    return isfinite(squares) ? 0
-                             : mls_reduce_nonfinite(j->dtype, at, n / parts_of(j->dtype));
+    return isfinite(squares)
+               ? 0
+               : mls_reduce_nonfinite(j->dtype, at, n / items_per_element(j->dtype));
 }
 
 /* Compute `n` items of the output from item `start` on, one block, and return their sum
@@ -178,13 +179,13 @@ static double block_squares(const job *j, size_t start, size_t n)
     return j->squares(j->out + start * j->item, n);
 }
 
-/* Thread function: compute PART_BLOCKS blocks of a round, from block `index *
- * PART_BLOCKS` on, and their figures, each block while it is in the cache. */
+/* Thread function: compute TASK_BLOCKS blocks of a round, from block `index *
+ * TASK_BLOCKS` on, and their figures, each block while it is in the cache. */
 static void norm_task(void *context, size_t index)
 {
     job_round *r = context;
     const job *j = r->j;
-    const size_t from = index * PART_BLOCKS, to = from + PART_BLOCKS;
+    const size_t from = index * TASK_BLOCKS, to = from + TASK_BLOCKS;
     uint64_t nonfinite = 0;
     for (size_t b = from; b < to && b < r->blocks; b++) {
         const size_t start = (r->first + b) * j->block, rest = j->count - start;
@@ -196,13 +197,13 @@ static void norm_task(void *context, size_t index)
     r->nonfinite[index] = nonfinite;
 }
 
-/* Thread function: compute PART_BLOCKS blocks of the output, without a norm partial. */
+/* Thread function: compute TASK_BLOCKS blocks of the output, without a norm partial. */
 static void reduce_block_task(void *context, size_t index)
 {
     const job *j = context;
-    const size_t part = PART_BLOCKS * j->block, start = index * part;
+    const size_t task_items = TASK_BLOCKS * j->block, start = index * task_items;
     const size_t rest = j->count - start;
-    j->step(j, start, rest < part ? rest : part);
+    j->step(j, start, rest < task_items ? rest : task_items);
 }
 
 /* Return a / b, rounded up. */
@@ -230,13 +231,13 @@ static void job_norm(const job *j, mls_pool *pool, mls_norm_partial *partial)
     for (r.first = 0; r.first < blocks; r.first += ROUND_BLOCKS) {
         const size_t rest = blocks - r.first;
         r.blocks = rest < ROUND_BLOCKS ? rest : ROUND_BLOCKS;
-        const size_t parts = divide_up(r.blocks, PART_BLOCKS);
-        mls_pool_run(pool, norm_task, &r, parts);
+        const size_t tasks = divide_up(r.blocks, TASK_BLOCKS);
+        mls_pool_run(pool, norm_task, &r, tasks);
         for (size_t b = 0; b < r.blocks; b++) {
             add_squares(partial, r.squares[b]);
         }
-        for (size_t p = 0; p < parts; p++) {
-            partial->nonfinite += r.nonfinite[p];
+        for (size_t task = 0; task < tasks; task++) {
+            partial->nonfinite += r.nonfinite[task];
         }
     }
 }
@@ -250,7 +251,7 @@ static void job_run(job *j, mls_pool *pool, mls_norm_partial *partial)
         job_norm(j, shared, partial);
     } else if (j->count > 0) {
         mls_pool_run(shared, reduce_block_task, j,
-                     divide_up(j->count, PART_BLOCKS * j->block));
+                     divide_up(j->count, TASK_BLOCKS * j->block));
     }
 }
 
@@ -264,7 +265,7 @@ static const char *op_name(mls_reduce_op op)
 
 /* Return whether a number is finite in the dtype of the computation: float64 if `wide`,
  * otherwise float32. */
-static bool is_number(double value, bool wide)
+static bool is_finite_number(double value, bool wide)
 {
     return isfinite(wide ? value : (double)(float)value);
 }
@@ -280,19 +281,19 @@ static bool differs_from_one(double value)
  * too. */
 static mls_code check_divisor(const mls_reduction *r, mls_status *st)
 {
-    const bool wide = r->dtype == MLS_F64;
-    const double used = wide ? r->divisor : (double)(float)r->divisor;
+    const bool is_wide = r->dtype == MLS_F64;
+    const double used = is_wide ? r->divisor : (double)(float)r->divisor;
     if (differs_from_one(r->divisor) &&
         (r->op != MLS_REDUCE_SUM || !is_float(r->dtype))) {
         return mls_fail(st, MLS_E_VALUE,
                         "the %s of %s cannot be divided by %g: only sums of floats can",
                         op_name(r->op), mls_dtype_of(r->dtype)->name, r->divisor);
     }
-    if (!is_number(r->divisor, wide) || !(fabs(used) > 0)) {
+    if (!is_finite_number(r->divisor, is_wide) || !(fabs(used) > 0)) {
         return mls_fail(st, MLS_E_VALUE,
                         "a sum computed in %s cannot be divided by %g: choose a finite "
                         "number other than 0",
-                        wide ? "float64" : "float32", r->divisor);
+                        is_wide ? "float64" : "float32", r->divisor);
     }
     return MLS_OK;
 }
@@ -328,8 +329,8 @@ mls_code mls_reduce_check(const mls_reduction *r, mls_status *st)
 static mls_code check_array(const mls_tensor *t, const char *label,
                             const mls_tensor *first, mls_status *st)
 {
-    const size_t unit = mls_tensor_item_bytes(t) / parts_of(t->dtype);
-    size_t n = 0, element_count = 0;
+    const size_t unit = mls_tensor_item_bytes(t) / items_per_element(t->dtype);
+    size_t count = 0, first_count = 0;
     if (!mls_tensor_is_contiguous(t) || t->swapped || (uintptr_t)t->data % unit != 0) {
         return mls_fail(st, MLS_E_SHAPE,
                         "%s must be C-contiguous, aligned and in this machine's byte "
@@ -337,12 +338,12 @@ static mls_code check_array(const mls_tensor *t, const char *label,
                         label);
     }
     /* cannot overflow: the arrays are in memory */
-    (void)mls_tensor_count(t, &n);
-    (void)mls_tensor_count(first, &element_count);
-    return n == element_count
+    (void)mls_tensor_count(t, &count);
+    (void)mls_tensor_count(first, &first_count);
+    return count == first_count
                ? MLS_OK
                : mls_fail(st, MLS_E_SHAPE, "%s has %zu elements, sources[0] has %zu",
-                          label, n, element_count);
+                          label, count, first_count);
 }
 
 /* Check the arrays of a reduction, and set `*n` and the dtypes of `r`. All arrays are
@@ -390,7 +391,7 @@ static void reduce_step(const job *j, size_t start, size_t n)
 
 /* More sources than this are not divided into ranges, because the addresses are on the
  * stack. */
-enum { MOST_CUT = 64 };
+enum { MOST_SOURCES = 64 };
 
 /* Reduce n elements of `count` sources into `out`, on this thread, with ordinary stores.
  * `partial`: as in mls_reduce_run. */
@@ -408,8 +409,8 @@ static void reduce_through_cache(const mls_reduce_kernels *k, const mls_reductio
     job_run(&j, NULL, partial);
 }
 
-/* Reduce n elements of `count` sources, at most MOST_CUT, block by block into a buffer
- * that stays in the L1 cache, and copy each block to `out` with stores of the kind
+/* Reduce n elements of `count` sources, at most MOST_SOURCES, block by block into a
+ * buffer that stays in the L1 cache, and copy each block to `out` with stores of the kind
  * `store` (non-temporal). `partial`: as in mls_reduce_run. */
 static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r,
                               const void *const *sources, size_t count,
@@ -418,17 +419,17 @@ static void reduce_past_cache(const mls_kernels *kernels, const mls_reduction *r
 {
     _Alignas(64) unsigned char block[MLS_NORM_BLOCK * 8];
     const mls_reduce_kernels *k = kernels_of(kernels->cpu);
-    const size_t from = mls_dtype_of(r->dtype)->item_bytes;
-    const size_t to = mls_dtype_of(r->out_dtype)->item_bytes;
-    const void *at[MOST_CUT];
+    const size_t item = mls_dtype_of(r->dtype)->item_bytes;
+    const size_t out_item = mls_dtype_of(r->out_dtype)->item_bytes;
+    const void *at[MOST_SOURCES];
     for (size_t start = 0; start < n; start += MLS_NORM_BLOCK) {
         const size_t rest = n - start;
         const size_t length = rest < MLS_NORM_BLOCK ? rest : MLS_NORM_BLOCK;
         for (size_t i = 0; i < count; i++) {
-            at[i] = (const unsigned char *)sources[i] + start * from;
+            at[i] = (const unsigned char *)sources[i] + start * item;
         }
         reduce_through_cache(k, r, at, count, block, length, partial);
-        kernels->copy(out + start * to, block, length * to, store);
+        kernels->copy(out + start * out_item, block, length * out_item, store);
     }
 }
 
@@ -439,22 +440,22 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
                     const void *const *sources, size_t count, void *out, size_t n,
                     mls_destination destination, mls_norm_partial *partial)
 {
-    const size_t from = mls_dtype_of(r->dtype)->item_bytes;
-    const size_t to = mls_dtype_of(r->out_dtype)->item_bytes;
-    const void *at[MOST_CUT];
-    mls_store_trial trial = mls_store_begin(kernels->choices, MLS_STORING_REDUCE,
-                                            kernels->variants, destination, n * to);
-    if (count > MOST_CUT) {
+    const size_t item = mls_dtype_of(r->dtype)->item_bytes;
+    const size_t out_item = mls_dtype_of(r->out_dtype)->item_bytes;
+    const void *at[MOST_SOURCES];
+    if (count > MOST_SOURCES) {
         reduce_through_cache(kernels_of(kernels->cpu), r, sources, count, out, n,
                              partial);
         return;
     }
+    mls_store_trial trial = mls_store_begin(kernels->choices, MLS_STORING_REDUCE,
+                                            kernels->variants, destination, n * out_item);
     for (size_t start = 0, length; start < n; start += length) {
-        const size_t rest = n - start, most = trial.left / to;
-        unsigned char *const target = (unsigned char *)out + start * to;
+        const size_t rest = n - start, most = trial.left / out_item;
+        unsigned char *const target = (unsigned char *)out + start * out_item;
         length = rest < most ? rest : most;
         for (size_t i = 0; i < count; i++) {
-            at[i] = (const unsigned char *)sources[i] + start * from;
+            at[i] = (const unsigned char *)sources[i] + start * item;
         }
         if (trial.store != MLS_STORE_STREAM) {
             reduce_through_cache(kernels_of(kernels->cpu), r, at, count, target, length,
@@ -463,7 +464,7 @@ void mls_reduce_run(const mls_kernels *kernels, const mls_reduction *r,
             reduce_past_cache(kernels, r, at, count, target, length, trial.store,
                               partial);
         }
-        mls_store_advance(&trial, length * to);
+        mls_store_advance(&trial, length * out_item);
     }
     mls_store_end(&trial);
 }
@@ -495,9 +496,9 @@ static mls_code check_shapes(const mls_tensor *dst, const mls_tensor *src, mls_s
 static bool can_add_dtypes(mls_dtype dst, mls_dtype src)
 {
     if (dst == src) {
-        return mls_reduce_scalar.same[MLS_REDUCE_SUM][part_of(dst)] != NULL;
+        return mls_reduce_scalar.same[MLS_REDUCE_SUM][item_dtype(dst)] != NULL;
     }
-    return dst != MLS_C64 && src != MLS_C64 && is_summed(dst) && is_float(src);
+    return dst != MLS_C64 && src != MLS_C64 && is_scalable(dst) && is_float(src);
 }
 
 /* Check that the scale of dst += scale * src is finite in the dtype of the sum, and 1 for
@@ -505,15 +506,15 @@ static bool can_add_dtypes(mls_dtype dst, mls_dtype src)
  * `src` are the dtypes. MLS_E_VALUE. */
 static mls_code check_scale(mls_dtype dst, mls_dtype src, double scale, mls_status *st)
 {
-    const bool wide = dst == MLS_F64 || src == MLS_F64;
-    if (!is_summed(dst) && differs_from_one(scale)) {
+    const bool is_wide = dst == MLS_F64 || src == MLS_F64;
+    if (!is_scalable(dst) && differs_from_one(scale)) {
         return mls_fail(st, MLS_E_VALUE, "%s cannot be scaled by %g: only floats can",
                         mls_dtype_of(dst)->name, scale);
     }
-    if (!is_number(scale, wide)) {
+    if (!is_finite_number(scale, is_wide)) {
         return mls_fail(st, MLS_E_VALUE,
                         "a scale of %g is not finite in %s, the dtype of the sum", scale,
-                        wide ? "float64" : "float32");
+                        is_wide ? "float64" : "float32");
     }
     return MLS_OK;
 }
@@ -606,7 +607,7 @@ static void run_packed(const job *like, unsigned char *out, const unsigned char 
     if (j.sources != NULL) {
         j.sources = sources;
     }
-    j.step(&j, 0, count * parts_of(j.dtype));
+    j.step(&j, 0, count * items_per_element(j.dtype));
 }
 
 /* Run a job's step on one row of both views, CHUNK elements at a time through packed
@@ -639,11 +640,11 @@ static void run_strided(const job *j, const mls_tensor *t, const mls_tensor *src
     if (!mls_strided_iter_init(&iter, t, src)) {
         return;
     }
-    const bool packed_runs =
+    const bool are_runs_packed =
         is_packed_run(t, iter.a_step) && (src == NULL || is_packed_run(src, iter.b_step));
     do {
         const unsigned char *from = src == NULL ? t->data + at : src->data + other;
-        if (packed_runs) {
+        if (are_runs_packed) {
             run_packed(j, t->data + at, from, iter.length);
         } else {
             step_chunks(j, t, src, &iter, t->data + at, from);
@@ -679,6 +680,7 @@ static bool rows_of(mls_strided_iter *iter, const mls_tensor *t)
     return true;
 }
 
+/* Elements of a strided tensor that are gathered so far; `j` computes their figures. */
 typedef struct gathered {
     job j;
     size_t filled; /* elements */
@@ -689,7 +691,7 @@ typedef struct gathered {
 static void add_gathered(gathered *g, mls_norm_partial *partial)
 {
     g->j.out = g->items;
-    g->j.count = g->filled * parts_of(g->j.dtype);
+    g->j.count = g->filled * items_per_element(g->j.dtype);
     job_run(&g->j, NULL, partial);
     g->filled = 0;
 }
@@ -772,13 +774,14 @@ mls_code mls_accumulate(mls_cpu cpu, mls_pool *pool, const mls_tensor *dst,
     (void)mls_tensor_count(dst, &count); /* cannot overflow: checked */
     job j = job_over(k, dst->dtype, dst->data, count, partial != NULL);
     j.number = scale;
-    if (is_summed(dst->dtype)) {
+    if (is_scalable(dst->dtype)) {
         j.step = add_step;
-        j.add = add_kernel(k, part_of(dst->dtype), part_of(src->dtype));
+        j.add = add_kernel(k, item_dtype(dst->dtype), item_dtype(src->dtype));
         j.src = src->data;
-        j.src_item = mls_tensor_item_bytes(src) / parts_of(src->dtype);
+        j.src_item = mls_tensor_item_bytes(src) / items_per_element(src->dtype);
     } else {
-        const mls_reduction r = {.dtype = dst->dtype, .out_dtype = dst->dtype};
+        const mls_reduction r = {
+            .dtype = dst->dtype, .out_dtype = dst->dtype, .op = MLS_REDUCE_SUM};
         j.step = reduce_step;
         j.reduce = reduce_kernel(k, &r);
         j.sources = sources;
@@ -793,14 +796,14 @@ mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st)
 {
     const char *name = mls_dtype_of(t->dtype)->name;
     size_t count;
-    if (!is_summed(t->dtype)) {
+    if (!is_scalable(t->dtype)) {
         mls_fail(st, MLS_E_DTYPE,
                  "%s cannot be scaled: only float16, bfloat16, float32, float64 and "
                  "complex64 can",
                  name);
         return mls_status_got(st, "%s", name);
     }
-    if (!is_number(factor, t->dtype == MLS_F64)) {
+    if (!is_finite_number(factor, t->dtype == MLS_F64)) {
         return mls_fail(st, MLS_E_VALUE, "%s cannot be scaled by %g", name, factor);
     }
     if (has_zero_stride(t)) {
@@ -824,11 +827,23 @@ mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double fact
     }
     (void)mls_tensor_count(t, &count); /* cannot overflow: checked */
     job j = job_over(k, t->dtype, t->data, count, false);
-    const mls_dtype part = part_of(t->dtype);
+    const mls_dtype dtype = item_dtype(t->dtype);
     j.step = scale_step;
-    j.scale = k->scale[part] != NULL ? k->scale[part] : mls_reduce_scalar.scale[part];
+    j.scale = k->scale[dtype] != NULL ? k->scale[dtype] : mls_reduce_scalar.scale[dtype];
     j.number = factor;
     run_in_place(cpu, pool, &j, t, NULL, NULL);
+    return MLS_OK;
+}
+
+/* Check whether the scalar table has a kernel for the sum of squares: packed dtypes have
+ * none. */
+mls_code mls_norm_partial_check(const mls_tensor *t, mls_status *st)
+{
+    const char *name = mls_dtype_of(t->dtype)->name;
+    if (mls_reduce_scalar.squares[item_dtype(t->dtype)] == NULL) {
+        mls_fail(st, MLS_E_DTYPE, "%s has no norm: several elements share a byte", name);
+        return mls_status_got(st, "%s", name);
+    }
     return MLS_OK;
 }
 

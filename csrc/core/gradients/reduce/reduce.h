@@ -99,7 +99,11 @@ mls_code mls_scale_check(const mls_tensor *t, double factor, mls_status *st);
 mls_code mls_scale(mls_cpu cpu, mls_pool *pool, const mls_tensor *t, double factor,
                    mls_status *st);
 
-/* Adds the figures of an array to `partial`, for any dtype; integers are always finite.
+/* Checks that an array has a norm. MLS_E_DTYPE: its dtype is packed. */
+mls_code mls_norm_partial_check(const mls_tensor *t, mls_status *st);
+
+/* Adds the figures of an array to `partial`; integers are always finite. The caller has
+ * checked the array with mls_norm_partial_check.
  * Strided arrays are read in C order, on this thread; the pool (NULL: none) shares packed
  * arrays. */
 void mls_norm_partial_of(mls_cpu cpu, mls_pool *pool, const mls_tensor *t,

@@ -15,8 +15,10 @@ enum {
     SQUARES = MLS_SQUARE_LANES / DOUBLES /* registers that hold the lanes of a block */
 };
 
-/* Types of floats_X, store_X, kept_X and doubles_X. Arguments are always constants and
- * callees are inlined, so no pointer remains in the machine code. */
+/* Types of the functions of simd/ for items of dtype X: floats_X and doubles_X load a
+ * register of items, store_X rounds floats to items, and kept_X returns the floats that a
+ * store and a load would give. Arguments are always constants and callees are inlined, so
+ * no pointer remains in the machine code. */
 typedef floats (*floats_function)(const unsigned char *items);
 typedef void (*store_function)(unsigned char *items, floats values);
 typedef floats (*kept_function)(floats values);
@@ -38,12 +40,12 @@ MLS_INLINED void prefetch_bytes(const void *address, size_t bytes)
 }
 
 /* Prefetches the items of a later step, while this step reads `bytes` bytes at
- * `address`: AHEAD bytes further line by line. With `pages`, the processor prefetches
+ * `address`: AHEAD bytes further line by line. With `by_page`, the processor prefetches
  * well within a page (mls_cpu_follows_runs), so only the first line of the next page is
  * prefetched, once in each page. */
-MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool pages)
+MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool by_page)
 {
-    if (!pages) {
+    if (!by_page) {
         prefetch_bytes((const void *)((uintptr_t)address + AHEAD), bytes);
     } else if ((uintptr_t)address % PAGE < bytes) {
         prefetch_bytes((const void *)((uintptr_t)address + PAGE), 1);
@@ -54,19 +56,20 @@ MLS_INLINED void prefetch_ahead(const void *address, size_t bytes, bool pages)
 
 /* Sets the TOGETHER registers `sum` to the sums of the items at byte `at` of `count`
  * sources, in the order of the sources. `load` converts items of `bytes` bytes to floats;
- * `pages` as in prefetch_ahead. */
-MLS_INLINED void sum_lanes(floats *sum, const void *const *sources, size_t count,
-                           size_t at, size_t bytes, bool pages, floats_function load)
+ * `by_page` as in prefetch_ahead. */
+MLS_INLINED void sum_registers(floats *sum, const void *const *sources, size_t count,
+                               size_t at, size_t bytes, bool by_page,
+                               floats_function load)
 {
     const unsigned char *first = sources[0];
-    prefetch_ahead(first + at, (size_t)TOGETHER * FLOATS * bytes, pages);
+    prefetch_ahead(first + at, (size_t)TOGETHER * FLOATS * bytes, by_page);
     MLS_UNROLLED
     for (size_t k = 0; k < TOGETHER; k++) {
         sum[k] = load(first + at + k * FLOATS * bytes);
     }
     for (size_t s = 1; s < count; s++) {
         const unsigned char *next = sources[s];
-        prefetch_ahead(next + at, (size_t)TOGETHER * FLOATS * bytes, pages);
+        prefetch_ahead(next + at, (size_t)TOGETHER * FLOATS * bytes, by_page);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER; k++) {
             sum[k] = sum[k] + load(next + at + k * FLOATS * bytes);
@@ -84,11 +87,11 @@ MLS_INLINED size_t sum_steps(unsigned char *out, const void *const *sources, siz
                              store_function store)
 {
     const floats by = repeat(divisor);
-    const bool pages = mls_cpu_follows_runs();
+    const bool by_page = mls_cpu_follows_runs();
     size_t i = start;
     for (; end - i >= (size_t)TOGETHER * FLOATS; i += (size_t)TOGETHER * FLOATS) {
         floats sum[TOGETHER];
-        sum_lanes(sum, sources, count, i * from_bytes, from_bytes, pages, load);
+        sum_registers(sum, sources, count, i * from_bytes, from_bytes, by_page, load);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER; k++) {
             if (divides) {
@@ -174,13 +177,13 @@ MLS_INLINED size_t add_steps(unsigned char *dst, const unsigned char *src, size_
                              store_function store)
 {
     const floats times = repeat(scale);
-    const bool pages = mls_cpu_follows_runs();
+    const bool by_page = mls_cpu_follows_runs();
     size_t i = 0;
     for (; n - i >= (size_t)TOGETHER * FLOATS; i += (size_t)TOGETHER * FLOATS) {
         floats sum[TOGETHER];
-        prefetch_ahead(dst + i * to_bytes, (size_t)TOGETHER * FLOATS * to_bytes, pages);
+        prefetch_ahead(dst + i * to_bytes, (size_t)TOGETHER * FLOATS * to_bytes, by_page);
         prefetch_ahead(src + i * from_bytes, (size_t)TOGETHER * FLOATS * from_bytes,
-                       pages);
+                       by_page);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER; k++) {
             const size_t at = i + k * FLOATS;
@@ -202,13 +205,13 @@ MLS_INLINED size_t add_pairs(unsigned char *dst, const unsigned char *src, size_
                              float scale)
 {
     const floats times = repeat(scale);
-    const bool pages = mls_cpu_follows_runs();
+    const bool by_page = mls_cpu_follows_runs();
     const size_t step = (size_t)TOGETHER * FLOATS;
     size_t i = 0;
     for (; n - i >= step; i += step) {
         floats sum[TOGETHER / 2];
-        prefetch_ahead(dst + i * 2, step * 2, pages);
-        prefetch_ahead(src + i * 2, step * 2, pages);
+        prefetch_ahead(dst + i * 2, step * 2, by_page);
+        prefetch_ahead(src + i * 2, step * 2, by_page);
         MLS_UNROLLED
         for (size_t k = 0; k < TOGETHER / 2; k++) {
             const floats to = floats_f32(dst + i * 2 + k * WIDTH);
@@ -376,7 +379,7 @@ MLS_DEFINE_SQUARES(f64, 8)
 
 /* ---- sums with their squares ---- */
 
-enum { PAIR = 2 * MLS_SQUARE_LANES }; /* items that are summed and squared in one step */
+enum { SQUARED_STEP = 2 * MLS_SQUARE_LANES }; /* items of a step that sums and squares */
 
 /* Sums TOGETHER registers of items of `count` sources, from item `at` on, divides by `by`
  * if `divides`, stores them, and adds the squares of the stored values to the lanes. The
@@ -390,7 +393,7 @@ MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out
                                 store_function store, kept_function read_back)
 {
     floats sum[TOGETHER];
-    sum_lanes(sum, sources, count, at * from_bytes, from_bytes, false, load);
+    sum_registers(sum, sources, count, at * from_bytes, from_bytes, false, load);
     MLS_UNROLLED
     for (size_t k = 0; k < TOGETHER; k++) {
         if (divides) {
@@ -399,26 +402,27 @@ MLS_INLINED void sum_and_square(doubles *lanes, size_t first, unsigned char *out
         store(out + (at + k * FLOATS) * to_bytes, sum[k]);
         const floats value = read_back(sum[k]);
         const doubles low = lower_half(value), high = upper_half(value);
-        const size_t lane = (first + k * FLOATS) % MLS_SQUARE_LANES / DOUBLES;
-        lanes[lane] = lanes[lane] + low * low;
-        lanes[lane + 1] = lanes[lane + 1] + high * high;
+        const size_t lane_register = (first + k * FLOATS) % MLS_SQUARE_LANES / DOUBLES;
+        lanes[lane_register] = lanes[lane_register] + low * low;
+        lanes[lane_register + 1] = lanes[lane_register + 1] + high * high;
     }
 }
 
-/* Sums and squares items `start` .. `start + n - 1`, only whole steps of PAIR items;
- * returns the number of items done. `divisor` divides the sums if `divides`; other
+/* Sums and squares items `start` .. `start + n - 1`, only whole steps of SQUARED_STEP
+ * items; returns the number of items done. `divisor` divides the sums if `divides`; other
  * parameters as in sum_and_square. `count` and `divides` are constants. */
-MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
-                             const void *const *sources, size_t count, size_t start,
-                             size_t n, float divisor, bool divides, size_t from_bytes,
-                             size_t to_bytes, floats_function load, store_function store,
-                             kept_function read_back)
+MLS_INLINED size_t sum_squared_steps(doubles *lanes, unsigned char *out,
+                                     const void *const *sources, size_t count,
+                                     size_t start, size_t n, float divisor, bool divides,
+                                     size_t from_bytes, size_t to_bytes,
+                                     floats_function load, store_function store,
+                                     kept_function read_back)
 {
     const floats by = repeat(divisor);
     size_t done = 0;
-    for (; n - done >= PAIR; done += PAIR) {
+    for (; n - done >= SQUARED_STEP; done += SQUARED_STEP) {
         MLS_UNROLLED
-        for (size_t first = 0; first < PAIR; first += (size_t)TOGETHER * FLOATS) {
+        for (size_t first = 0; first < SQUARED_STEP; first += (size_t)TOGETHER * FLOATS) {
             sum_and_square(lanes, first, out, sources, count, start + done + first, by,
                            divides, from_bytes, to_bytes, load, store, read_back);
         }
@@ -428,13 +432,14 @@ MLS_INLINED size_t sum_pairs(doubles *lanes, unsigned char *out,
 
 /* Sums items `start` .. `start + n - 1`, at most a block, of `count` sources into `out`,
  * divides by `divisor`, and returns the sum of squares of the results, with the same bits
- * as separate passes. `read_back` and `back` give the stored values as floats and as
- * doubles; `scalar` sums the rest below a whole step. Other parameters as in sum_run. */
+ * as separate passes. `read_back` and `load_stored` give the stored values as floats and
+ * as doubles; `scalar` sums the rest below a whole step. Other parameters as in sum_run.
+ */
 MLS_INLINED double sum_squares_run(void *out, const void *const *sources, size_t count,
                                    size_t start, size_t n, double divisor,
                                    size_t from_bytes, size_t to_bytes,
                                    floats_function load, store_function store,
-                                   kept_function read_back, doubles_function back,
+                                   kept_function read_back, doubles_function load_stored,
                                    mls_reduce_kernel scalar)
 {
     const float by = (float)divisor;
@@ -443,18 +448,18 @@ MLS_INLINED double sum_squares_run(void *out, const void *const *sources, size_t
     size_t done;
     clear_lanes(lanes);
     if (divides) {
-        done = sum_pairs(lanes, out, sources, count, start, n, by, true, from_bytes,
-                         to_bytes, load, store, read_back);
+        done = sum_squared_steps(lanes, out, sources, count, start, n, by, true,
+                                 from_bytes, to_bytes, load, store, read_back);
     } else if (count == 2) {
-        done = sum_pairs(lanes, out, sources, 2, start, n, by, false, from_bytes,
-                         to_bytes, load, store, read_back);
+        done = sum_squared_steps(lanes, out, sources, 2, start, n, by, false, from_bytes,
+                                 to_bytes, load, store, read_back);
     } else {
-        done = sum_pairs(lanes, out, sources, count, start, n, by, false, from_bytes,
-                         to_bytes, load, store, read_back);
+        done = sum_squared_steps(lanes, out, sources, count, start, n, by, false,
+                                 from_bytes, to_bytes, load, store, read_back);
     }
     scalar(out, sources, count, start + done, n - done, divisor);
     square_items(lanes, (const unsigned char *)out + (start + done) * to_bytes, n - done,
-                 to_bytes, back);
+                 to_bytes, load_stored);
     return fold_lanes(lanes);
 }
 
@@ -508,23 +513,23 @@ MLS_INLINED void sum_full(doubles *lanes, unsigned char *out, const void *const 
     }
 }
 
-/* Does the same as sum_pairs for bfloat16, with sum_full, and returns the number of items
- * done too; the lanes are then in the order of QUARTERS. `count` and `divides` are
- * constants. */
-MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
+/* Does the same as sum_squared_steps for bfloat16, with sum_full, and returns the number
+ * of items done too; the lanes are then in the order of QUARTERS. `count` and `divides`
+ * are constants. */
+MLS_INLINED size_t sum_full_steps(doubles *lanes, unsigned char *out,
                                   const void *const *sources, size_t count, size_t start,
                                   size_t n, float divisor, bool divides)
 {
     const floats by = repeat(divisor);
     size_t done = 0;
-    for (; n - done >= PAIR; done += PAIR) {
+    for (; n - done >= SQUARED_STEP; done += SQUARED_STEP) {
         const size_t at = (start + done) * 2;
         for (size_t s = 0; s < count; s++) {
-            prefetch_ahead((const unsigned char *)sources[s] + at, (size_t)PAIR * 2,
-                           false);
+            prefetch_ahead((const unsigned char *)sources[s] + at,
+                           (size_t)SQUARED_STEP * 2, false);
         }
         MLS_UNROLLED
-        for (size_t k = 0; k < PAIR; k += FULL) {
+        for (size_t k = 0; k < SQUARED_STEP; k += FULL) {
             sum_full(lanes + k % MLS_SQUARE_LANES / DOUBLES, out, sources, count,
                      at + k * 2, by, divides);
         }
@@ -536,12 +541,12 @@ MLS_INLINED size_t sum_full_pairs(doubles *lanes, unsigned char *out,
  * items. */
 MLS_INLINED void order_lanes(doubles *lanes)
 {
-    double ordered[MLS_SQUARE_LANES], some[DOUBLES];
+    double ordered[MLS_SQUARE_LANES], values[DOUBLES];
     for (size_t k = 0; k < SQUARES; k++) {
-        store_f64((unsigned char *)some, lanes[k]);
+        store_f64((unsigned char *)values, lanes[k]);
         const size_t half = k % 2, odd = k % QUARTERS / 2;
         for (size_t j = 0; j < DOUBLES; j++) {
-            ordered[k / QUARTERS * FULL + 2 * (half * DOUBLES + j) + odd] = some[j];
+            ordered[k / QUARTERS * FULL + 2 * (half * DOUBLES + j) + odd] = values[j];
         }
     }
     for (size_t k = 0; k < SQUARES; k++) {
@@ -552,7 +557,7 @@ MLS_INLINED void order_lanes(doubles *lanes)
 /* Sums items `start` .. `start + n - 1`, at most a block, of `count` bfloat16 sources
  * into `out`, divides by `divisor`, and returns the sum of squares of the results. The
  * bits equal the results of sum_squares_run, but a full register of items is processed at
- * a time. The calls of sum_full_pairs differ only in their constants, for which the
+ * a time. The calls of sum_full_steps differ only in their constants, for which the
  * compiler makes separate loops. */
 MLS_TARGET static double sum_squares_bf16(void *out, const void *const *sources,
                                           size_t count, size_t start, size_t n,
@@ -564,11 +569,11 @@ MLS_TARGET static double sum_squares_bf16(void *out, const void *const *sources,
     size_t done;
     clear_lanes(lanes);
     if (divides) {
-        done = sum_full_pairs(lanes, out, sources, count, start, n, by, true);
+        done = sum_full_steps(lanes, out, sources, count, start, n, by, true);
     } else if (count == 2) {
-        done = sum_full_pairs(lanes, out, sources, 2, start, n, by, false);
+        done = sum_full_steps(lanes, out, sources, 2, start, n, by, false);
     } else {
-        done = sum_full_pairs(lanes, out, sources, count, start, n, by, false);
+        done = sum_full_steps(lanes, out, sources, count, start, n, by, false);
     }
     order_lanes(lanes);
     const size_t rest = start + done;

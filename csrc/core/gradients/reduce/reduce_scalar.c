@@ -235,14 +235,14 @@ static double value_at(mls_dtype dtype, const unsigned char *at)
  * if both components are not finite. */
 uint64_t mls_reduce_nonfinite(mls_dtype dtype, const void *items, size_t n)
 {
-    const bool complex = dtype == MLS_C64;
-    const mls_dtype part = complex ? MLS_F32 : dtype;
+    const bool is_complex = dtype == MLS_C64;
+    const mls_dtype part = is_complex ? MLS_F32 : dtype;
     const size_t item = mls_dtype_of(dtype)->item_bytes;
     uint64_t count = 0;
     for (size_t i = 0; i < n; i++) {
         const unsigned char *at = (const unsigned char *)items + i * item;
         count += !isfinite(value_at(part, at)) ||
-                 (complex && !isfinite(value_at(part, at + 4)));
+                 (is_complex && !isfinite(value_at(part, at + 4)));
     }
     return count;
 }

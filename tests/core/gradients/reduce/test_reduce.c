@@ -355,6 +355,16 @@ TEST(norm_partials_count_non_finite_elements)
 }
 
 /* Squares of large float64 numbers overflow, although the numbers are finite. */
+TEST(packed_arrays_have_no_norm)
+{
+    unsigned char bytes[4] = {0};
+    mls_tensor t = vector_of(bytes, MLS_F4, 4);
+    CHECK(mls_norm_partial_check(&t, &status) == MLS_E_DTYPE);
+    CHECK(strcmp(status.got, "float4_e2m1fn_x2") == 0);
+    t.dtype = MLS_BOOL;
+    CHECK(mls_norm_partial_check(&t, &status) == MLS_OK);
+}
+
 TEST(a_square_may_overflow_without_being_counted)
 {
     double x[40] = {1e200, 1};
