@@ -376,6 +376,8 @@ PyObject *core_targets_tied(mlspy_state *state, PyObject *const *args)
  * The hashed stream has for each tensor, in the order of the names' bytes: the length of
  * the name, the length of the dtype's name, the rank and the dimensions as 64-bit
  * little-endian numbers; then the name, the dtype's name, and the elements in C order.
+ * For a part of a tensor, a space and the part's text follow the dtype's name, and count
+ * as part of it.
  * `update` is the caller's function that receives this stream, such as a hash's method.
  */
 
@@ -413,11 +415,13 @@ static int feed_bytes(PyObject *update, const void *data, size_t bytes)
 static int pass_meta(PyObject *update, const mlspy_item *item)
 {
     unsigned char head[MLS_META_HEAD_MOST];
-    const size_t dtype_length = strlen(item->meta.dtype);
-    const size_t bytes = mls_tensor_meta_head(item->name, &item->meta, head);
-    return feed_bytes(update, head, bytes) < 0 ||
+    const char *dtype = item->meta.dtype, *part = item->meta.part;
+    const size_t head_bytes = mls_tensor_meta_head(item->name, &item->meta, head);
+    return feed_bytes(update, head, head_bytes) < 0 ||
                    feed_bytes(update, item->name.data, item->name.length) < 0 ||
-                   feed_bytes(update, item->meta.dtype, dtype_length) < 0
+                   feed_bytes(update, dtype, strlen(dtype)) < 0 ||
+                   (part != NULL && (feed_bytes(update, " ", 1) < 0 ||
+                                     feed_bytes(update, part, strlen(part)) < 0))
                ? -1
                : 0;
 }
