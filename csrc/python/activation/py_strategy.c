@@ -254,14 +254,15 @@ static int take_figure(strategy_object *self, PyObject *value, const char *name,
  * set, and nothing adjusted. */
 static int adjust_interval(strategy_object *self, int64_t now)
 {
-    PyObject *in_use, *there_are;
+    PyObject *used_object, *total_object;
     uint64_t used, total;
     PyObject *measurement = PyObject_CallMethod((PyObject *)self, "_measure", NULL);
-    const int failed = measurement == NULL ||
-                       mlspy_take_tuple(measurement, "a measurement", "OO:_measure",
-                                        &in_use, &there_are) < 0 ||
-                       take_figure(self, in_use, "current_memory_used", 0, &used) < 0 ||
-                       take_figure(self, there_are, "total_memory", 1, &total) < 0;
+    const int failed =
+        measurement == NULL ||
+        mlspy_take_tuple(measurement, "a measurement", "OO:_measure", &used_object,
+                         &total_object) < 0 ||
+        take_figure(self, used_object, "current_memory_used", 0, &used) < 0 ||
+        take_figure(self, total_object, "total_memory", 1, &total) < 0;
     Py_XDECREF(measurement);
     if (failed) {
         return -1;
@@ -288,20 +289,21 @@ static int adjust_interval_if_due(strategy_object *self)
     return due ? adjust_interval(self, now) : 0;
 }
 
-/* Fills in the facts that a kind needs for its decision, as its `flags` demand, from the
- * arguments `parsed`. Returns 1 to ask the core, 0 if the layer is excluded and the
+/* Fills in what a kind needs for its decision, as its `flags` demand, from the arguments
+ * `parsed`. Returns 1 to ask the core, 0 if the layer is excluded and the
  * answer is no, -1 with an exception set. Sizes and memory are read outside the lock,
  * because that may run user code. Named layers never change, so they are read without a
  * lock. */
 static inline int fill_request(strategy_object *self, const strategy_args *parsed,
                                unsigned flags, mls_layer_question *out)
 {
-    const bool skips = (flags & MLS_SKIPS_EXCLUDED) != 0 && self->s.named.count > 0;
-    if ((skips || (flags & MLS_NEEDS_NAME) != 0) &&
+    const bool may_skip = (flags & MLS_SKIPS_EXCLUDED) != 0 && self->s.named.count > 0;
+    if ((may_skip || (flags & MLS_NEEDS_NAME) != 0) &&
         take_key(parsed->layer_id, &out->layer) < 0) {
         return -1;
     }
-    if (skips && mls_layer_choice_of(&self->s.named, &out->layer) == MLS_LAYER_EXCLUDE) {
+    if (may_skip &&
+        mls_layer_choice_of(&self->s.named, &out->layer) == MLS_LAYER_EXCLUDE) {
         return 0;
     }
     if (((flags & MLS_NEEDS_BYTES) != 0 &&
@@ -321,26 +323,27 @@ decide_layer(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
              PyObject *names, unsigned flags, mls_decide *decide)
 {
     strategy_args parsed;
-    mls_layer_question filled;
+    mls_layer_question question;
     mls_status failure, *st = (flags & MLS_CAN_FAIL) != 0 ? &failure : NULL;
     if (take_args(self, args, nargs, names, &parsed) < 0) {
         return NULL;
     }
-    int chosen = fill_request(self, &parsed, flags, &filled);
-    if (chosen <= 0) {
-        return chosen < 0 ? NULL : Py_NewRef(Py_False);
+    const int asks_core = fill_request(self, &parsed, flags, &question);
+    if (asks_core <= 0) {
+        return asks_core < 0 ? NULL : Py_NewRef(Py_False);
     }
+    int decision; /* 1: checkpoint the layer, 0: not, -1: failed */
     if ((flags & MLS_IS_CONSTANT) != 0) {
-        chosen = decide(&self->s, &filled, st);
+        decision = decide(&self->s, &question, st); /* changes nothing: needs no lock */
     } else {
         MLSPY_BEGIN_LOCKED(self)
-            chosen = decide(&self->s, &filled, st);
+            decision = decide(&self->s, &question, st);
         MLSPY_END_LOCKED()
     }
-    if (st != NULL && chosen < 0) {
+    if (st != NULL && decision < 0) {
         return mlspy_raise(state_of(self), st, NULL);
     }
-    return Py_NewRef(chosen != 0 ? Py_True : Py_False);
+    return Py_NewRef(decision != 0 ? Py_True : Py_False);
 }
 
 /* Returns True for a layer that the user listed to be checkpointed, False for an excluded

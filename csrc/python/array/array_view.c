@@ -23,7 +23,7 @@
 
 /* ---- dtypes ---- */
 
-enum { MOST_ITEM_BYTES = 16 };
+enum { MOST_ITEM_BYTES = 16 }; /* of an item: NumPy's complex128 */
 
 /* Find the dtype with a DLPack type code and an item of `bytes` bytes; no two dtypes
  * share both. Returns false if the core has none. */
@@ -105,14 +105,14 @@ static bool labelled_of(PyArray_Descr *descr, mls_dtype *out)
         PyErr_Clear(); /* a label that is not a UTF-8 str */
         return false;
     }
-    const bool is_low_precision =
+    const bool is_valid_label =
         mls_dtype_from_name(name, (size_t)length, &named) &&
         !mlspy_dtype_in_numpy(named) &&
         mls_dtype_of(named)->item_bytes == (size_t)PyDataType_ELSIZE(descr);
-    if (is_low_precision) {
+    if (is_valid_label) {
         *out = named;
     }
-    return is_low_precision;
+    return is_valid_label;
 }
 
 /* Registered types are found by name, because their numbers differ between processes. */
@@ -222,9 +222,10 @@ int mlspy_dtype_named(PyObject *object, mls_dtype *out)
     Py_ssize_t length = 0;
     const char *name =
         PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
-    return name != NULL       ? mls_dtype_from_name(name, (size_t)length, out)
-           : PyErr_Occurred() ? -1
-                              : 0;
+    if (name == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    return mls_dtype_from_name(name, (size_t)length, out) ? 1 : 0;
 }
 
 /* The core's own names come first: NumPy knows "bfloat16" only after an import of
@@ -369,7 +370,7 @@ static int find_attribute(PyObject *array, PyObject *name, PyObject **out)
 static PyObject *without_graph(const mlspy_state *state, PyObject *array)
 {
     PyObject *flag;
-    int required = find_attribute(array, state->names[MLSPY_NAME_GRAPH], &flag);
+    int required = find_attribute(array, state->names[MLSPY_NAME_REQUIRES_GRAD], &flag);
     if (required > 0) {
         required = PyObject_IsTrue(flag);
         Py_DECREF(flag);
@@ -385,7 +386,7 @@ static int is_negated(const mlspy_state *state, PyObject *array)
 {
     PyObject *method;
     const int has_method =
-        find_attribute(array, state->names[MLSPY_NAME_NEGATIVE], &method);
+        find_attribute(array, state->names[MLSPY_NAME_IS_NEG], &method);
     if (has_method <= 0) {
         return has_method;
     }
@@ -751,14 +752,15 @@ static const dlpack_exchange *exchange_of(const mlspy_state *state, PyObject *ar
  * false, possibly with an exception set, if this cannot be determined. */
 static bool is_detached_tensor(const mlspy_state *state, PyObject *array)
 {
-    PyObject *graph = PyObject_GetAttr(array, state->names[MLSPY_NAME_GRAPH]);
-    PyObject *negative =
-        graph == Py_False
-            ? PyObject_CallMethodNoArgs(array, state->names[MLSPY_NAME_NEGATIVE])
+    PyObject *requires_grad =
+        PyObject_GetAttr(array, state->names[MLSPY_NAME_REQUIRES_GRAD]);
+    PyObject *is_neg =
+        requires_grad == Py_False
+            ? PyObject_CallMethodNoArgs(array, state->names[MLSPY_NAME_IS_NEG])
             : NULL;
-    const bool is_detached = negative == Py_False;
-    Py_XDECREF(graph);
-    Py_XDECREF(negative);
+    const bool is_detached = is_neg == Py_False;
+    Py_XDECREF(requires_grad);
+    Py_XDECREF(is_neg);
     return is_detached;
 }
 

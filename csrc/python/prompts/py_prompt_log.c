@@ -244,8 +244,9 @@ typedef struct put_items {
     size_t count;
     mlspy_view *views; /* of all parts */
     mls_tensor *tensors;
-    PyObject **fetchers; /* of parts that another device has; others are NULL */
-    size_t part_count;
+    PyObject *
+        *fetchers;     /* strong: callables of parts that another device has, else NULL */
+    size_t part_count; /* of all records */
 } put_items;
 
 /* Free all arrays of `all`, and release views and callables; works at every stage of
@@ -316,6 +317,7 @@ static int take_item(const mlspy_state *state, PyObject *object, put_items *all,
                               .meta = (const unsigned char *)meta,
                               .meta_bytes = (size_t)meta_bytes,
                               .parts = all->tensors + *next};
+    /* the list may have grown since count_parts */
     const size_t left = all->part_count - *next;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(parts) && item->part_count < left; i++) {
         PyObject *part = Py_NewRef(PyList_GET_ITEM(parts, i));
@@ -506,9 +508,10 @@ static PyObject *log_put(mlspy_prompt_log *self, PyObject *const *args, Py_ssize
 
 /* ---- marks, eviction ---- */
 
-/* Convert the name of an operation. Returns -1 with ValueError set. */
+/* Convert the name of an operation of mark(). Returns -1 with ValueError set. */
 static int take_operation(PyObject *object, mls_prompt_operation *out)
 {
+    /* in the order of mls_prompt_operation */
     static const char *const names[] = {"pin", "unpin", "delete", "drop"};
     for (int i = 0; i < 4 && PyUnicode_Check(object); i++) {
         if (PyUnicode_CompareWithASCIIString(object, names[i]) == 0) {

@@ -102,13 +102,14 @@ static int job_init(const mlspy_state *state, const mlspy_pairs *p, bool cast,
 }
 
 /* Copies the elements of all pairs that both sides have, converted if `cast` and the
- * dtypes differ. With `dry`, only checks. Returns -1 with an exception set, and nothing
- * written. */
-static int load_pairs(const mlspy_state *state, const mlspy_pairs *p, bool cast, bool dry)
+ * dtypes differ. With `dry_run`, only checks. Returns -1 with an exception set, and
+ * nothing written. */
+static int load_pairs(const mlspy_state *state, const mlspy_pairs *p, bool cast,
+                      bool dry_run)
 {
     load_job job = {0};
     const int failed = job_init(state, p, cast, &job);
-    if (failed == 0 && !dry) {
+    if (failed == 0 && !dry_run) {
         PyThreadState *saved = mlspy_leave_python(mls_load_into_bytes(job.load));
         mls_load_into_run(job.load, state->kernels, state->pool);
         mlspy_resume_python(saved);
@@ -131,21 +132,21 @@ static PyObject *written_tensors(const mlspy_pairs *p)
     return list;
 }
 
-/* state_load(target, source, strict, cast, dry) -> the list of written_tensors on
+/* state_load(target, source, strict, cast, dry_run) -> the list of written_tensors on
  * success; otherwise a tuple of four lists of differences: names that only the target
  * has, names that only the source has, names whose shapes differ, with both shapes, and
  * names whose dtypes differ, with both dtypes
  *
  * Copies the arrays of `source` into the arrays of the same names of `target`: all or
- * none. `strict`: both must have the same names; `cast`: dtypes may differ; `dry`: only
- * checks, and nothing is written.
+ * none. `strict`: both must have the same names; `cast`: dtypes may differ; `dry_run`:
+ * only checks, and nothing is written.
  */
 PyObject *core_state_load(mlspy_state *state, PyObject *const *args)
 {
     mlspy_pairs p;
-    bool strict, cast, dry;
+    bool strict, cast, dry_run;
     if (mlspy_take_bool(args[2], &strict) < 0 || mlspy_take_bool(args[3], &cast) < 0 ||
-        mlspy_take_bool(args[4], &dry) < 0 ||
+        mlspy_take_bool(args[4], &dry_run) < 0 ||
         mlspy_pairs_init(state, args[1], args[0], &p) < 0) {
         return NULL;
     }
@@ -153,11 +154,11 @@ PyObject *core_state_load(mlspy_state *state, PyObject *const *args)
     const bool refused = p.counts.shapes > 0 || (p.counts.dtypes > 0 && !cast) ||
                          (strict && p.counts.missing + p.counts.unexpected > 0);
     if (refused) {
-        result = mlspy_pairs_report(&p, true);
+        result = mlspy_pairs_report(&p, true /* missing in the source */);
     } else {
-        result = written_tensors(
-            &p); /* created first, because nothing may fail after the copy */
-        if (result != NULL && load_pairs(state, &p, cast, dry) < 0) {
+        /* created first, because nothing may fail after the copy */
+        result = written_tensors(&p);
+        if (result != NULL && load_pairs(state, &p, cast, dry_run) < 0) {
             Py_CLEAR(result);
         }
     }
