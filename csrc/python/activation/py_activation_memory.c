@@ -41,7 +41,11 @@ static int multiply_sizes(PyObject *sizes, size_t *bytes)
             if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_TypeError)) {
                 PyErr_Format(PyExc_ValueError, "activation has the shape %.200R", sizes);
             }
-            return PyErr_ExceptionMatches(PyExc_OverflowError) ? (PyErr_Clear(), 1) : -1;
+            if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+                PyErr_Clear();
+                return 1;
+            }
+            return -1;
         }
         if (!mls_size_mul(*bytes, (size_t)size, bytes)) {
             return 1;

@@ -131,8 +131,8 @@ static inline bool small_index(PyObject *object, int64_t *out)
 #endif
 }
 
-/* Parses the arguments of should_checkpoint: the usual ones here, all others in
- * parse_args. Returns -1 with an exception set. */
+/* Parses the arguments of should_checkpoint, as place_arguments gets them: the usual ones
+ * here, all others in parse_args. Returns -1 with an exception set. */
 static inline int take_args(strategy_object *self, PyObject *const *args,
                             Py_ssize_t nargs, PyObject *names, strategy_args *parsed)
 {
@@ -290,10 +290,9 @@ static int adjust_interval_if_due(strategy_object *self)
 }
 
 /* Fills in what a kind needs for its decision, as its `flags` demand, from the arguments
- * `parsed`. Returns 1 to ask the core, 0 if the layer is excluded and the
- * answer is no, -1 with an exception set. Sizes and memory are read outside the lock,
- * because that may run user code. Named layers never change, so they are read without a
- * lock. */
+ * `parsed`. Returns 1 to ask the core, 0 if the layer is excluded and the answer is no,
+ * -1 with an exception set. Sizes and memory are read outside the lock, because that may
+ * run user code. Named layers never change, so they are read without a lock. */
 static inline int fill_request(strategy_object *self, const strategy_args *parsed,
                                unsigned flags, mls_layer_question *out)
 {
@@ -316,8 +315,9 @@ static inline int fill_request(strategy_object *self, const strategy_args *parse
 }
 
 /* Implements should_checkpoint for the kind with these `flags` and this function `decide`
- * of the core: returns True or False, or NULL with an exception set. Both are constants,
- * so each kind has its own specialised copy. */
+ * of the core; the arguments are as place_arguments gets them. Returns True or False, or
+ * NULL with an exception set. Both are constants, so each kind has its own specialised
+ * copy. */
 static inline __attribute__((always_inline)) PyObject *
 decide_layer(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
              PyObject *names, unsigned flags, mls_decide *decide)
@@ -539,25 +539,25 @@ static int restore_layer(strategy_object *self, mls_strategy *s, PyObject *layer
  * with an exception set; `fresh` may then be partly filled. */
 static int take_state(strategy_object *self, PyObject *state, mls_strategy *fresh)
 {
-    long long checkpointed, interval, since, high;
+    long long checkpointed, interval, since_adjustment, high;
     int collecting;
     int64_t now;
     PyObject *layers;
     mls_status st;
     if (mlspy_take_tuple(state, "the state of a strategy", "LLLLpO!:_restore",
-                         &checkpointed, &interval, &since, &high, &collecting,
+                         &checkpointed, &interval, &since_adjustment, &high, &collecting,
                          &PyList_Type, &layers) < 0 ||
         read_clock(self, &now) < 0) {
         return -1;
     }
-    if (since < -2 * MLS_MAX_TICKS || since > 2 * MLS_MAX_TICKS) {
-        since = MLS_MAX_TICKS; /* any value that is long ago */
+    if (since_adjustment < -2 * MLS_MAX_TICKS || since_adjustment > 2 * MLS_MAX_TICKS) {
+        since_adjustment = MLS_MAX_TICKS; /* any value that is long ago */
     }
     /* relative to this process's clock */
-    if (mlspy_check(
-            state_of(self),
-            mls_strategy_restore(fresh, checkpointed, interval, now - since, high, &st),
-            &st) < 0) {
+    if (mlspy_check(state_of(self),
+                    mls_strategy_restore(fresh, checkpointed, interval,
+                                         now - since_adjustment, high, &st),
+                    &st) < 0) {
         return -1;
     }
     fresh->collecting = collecting != 0;

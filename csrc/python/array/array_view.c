@@ -390,10 +390,10 @@ static int is_negated(const mlspy_state *state, PyObject *array)
     if (has_method <= 0) {
         return has_method;
     }
-    PyObject *negative = PyObject_CallNoArgs(method);
-    const int negated = negative == NULL ? -1 : negative == Py_True;
+    PyObject *is_neg = PyObject_CallNoArgs(method);
+    const int negated = is_neg == NULL ? -1 : is_neg == Py_True;
     Py_DECREF(method);
-    Py_XDECREF(negative);
+    Py_XDECREF(is_neg);
     return negated;
 }
 
@@ -474,7 +474,7 @@ static bool take_dlpack_shape(const dlpack_tensor *from, mls_tensor *t)
 {
     /* `packed` is the stride of the axis in C order, used if there are no strides */
     size_t packed = mls_tensor_item_bytes(t);
-    const ptrdiff_t item = (ptrdiff_t)packed;
+    const ptrdiff_t item_bytes = (ptrdiff_t)packed;
     if (from->rank < 0 || from->rank > MLS_MAX_RANK ||
         (from->rank > 0 && from->shape == NULL)) {
         return false;
@@ -485,7 +485,8 @@ static bool take_dlpack_shape(const dlpack_tensor *from, mls_tensor *t)
         t->strides[axis] = (ptrdiff_t)packed;
         if (from->shape[axis] < 0 ||
             (from->strides != NULL &&
-             __builtin_mul_overflow(from->strides[axis], item, &t->strides[axis])) ||
+             __builtin_mul_overflow(from->strides[axis], item_bytes,
+                                    &t->strides[axis])) ||
             !mls_size_mul(packed, t->shape[axis] == 0 ? 1 : t->shape[axis], &packed) ||
             packed > PTRDIFF_MAX) {
             return false;
@@ -588,17 +589,17 @@ static int refuse_few_bits(const mlspy_state *state, PyObject *array, mls_dtype 
     PyObject *text = PyObject_Str(dtype);
     Py_DECREF(dtype);
     const char *name = text == NULL ? NULL : PyUnicode_AsUTF8(text);
-    const bool fits =
+    const bool is_allowed =
         name != NULL && (strncmp(name, "torch.", 6) != 0 ||
                          strcmp(name + 6, "uint8") == 0 || strcmp(name + 6, "int8") == 0);
-    if (name != NULL && !fits) {
+    if (name != NULL && !is_allowed) {
         mlspy_raise_text(state, MLS_E_DTYPE,
                          "%s is %s, for which mlstate's files have no name: store it as "
                          "integers, by tensor.view(torch.uint8)",
                          label, name);
     }
     Py_XDECREF(text);
-    return fits ? 0 : -1;
+    return is_allowed ? 0 : -1;
 }
 
 /* As mlspy_view_of, for an object with __dlpack__. The owner is a capsule that calls the

@@ -167,9 +167,9 @@ static bool take_axes(const mlspy_state *state, PyObject *object, int64_t rank,
  *
  * Returns the layout and the part for one tensor of `rank` dimensions, given part `index`
  * of a layout for parameters: steps along axes that the tensor lacks are dropped. A flat
- * step stays only if `axes` is None and `rank` is above 0. `axes`:
- * for each axis of an optimizer state the axis of its parameter, None if the parameter
- * lacks it; None instead of the tuple: the same axes. */
+ * step stays only if `axes` is None and `rank` is above 0. `axes`: for each axis of an
+ * optimizer state the axis of its parameter, None if the parameter lacks it; None instead
+ * of the tuple: the same axes. */
 PyObject *core_layout_project(mlspy_state *state, PyObject *const *args)
 {
     mls_layout layout, projected;

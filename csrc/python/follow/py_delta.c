@@ -69,7 +69,8 @@ static void release_delta(delta_view *view)
 }
 
 /* View `array`, a vector in C order and native byte order; `label` names it in messages.
- * The caller releases `out`, also on failure. Returns -1 with an exception set. */
+ * `writable`: it must allow writes. The caller releases `out`, also on failure. Returns
+ * -1 with an exception set. */
 static int take_vector(const mlspy_state *state, PyObject *array, const char *label,
                        bool writable, mlspy_view *out)
 {
@@ -179,8 +180,9 @@ static int check_application(const mlspy_state *state, const delta_view *view,
     return 0;
 }
 
-/* Append (target, gaps, array for the overwritten elements) to `log`, a list. Returns the
- * memory of that array, which the log keeps alive; NULL with an exception set. */
+/* Append (target, gaps, array for the overwritten elements) to `log`, a list. The array
+ * has the dtype and length of `values`. Returns its memory, which the log keeps alive;
+ * NULL with an exception set. */
 static unsigned char *log_application(PyObject *log, PyObject *target, PyObject *gaps,
                                       const mls_tensor *values)
 {

@@ -107,8 +107,8 @@ static held_bucket *bucket_new(size_t count, size_t world)
 }
 
 /* Views an array that is packed, aligned and in native byte order; any other raises
- * ValueError. `label` names it in errors, before "of a bucket". Returns -1 with an
- * exception set, without a view. */
+ * ValueError. `label` names it in errors, before "of a bucket". `writable`: it must
+ * allow writes. Returns -1 with an exception set, without a view. */
 static int view_packed(const mlspy_state *state, PyObject *array, const char *label,
                        bool writable, mlspy_view *out)
 {
@@ -418,10 +418,10 @@ typedef struct message_format {
     mls_gradient_compression compression; /* if compressed */
 } message_format;
 
-/* Parses the first two arguments of the functions below: a bucket (borrowed), and None or
- * the name of a compression for buckets of float32 sums. Every call checks the bucket,
- * because the core casts the arrays of a compressed one to float without a check. Returns
- * NULL with an exception set. */
+/* Parses the first two arguments of the functions below: a bucket, which is returned
+ * (borrowed), and None or the name of a compression for buckets of float32 sums, for
+ * `*m`. Every call checks the bucket, because the core casts the arrays of a compressed
+ * one to float without a check. Returns NULL with an exception set. */
 static mls_bucket *take_bucket(const mlspy_state *state, PyObject *const *args,
                                message_format *m)
 {
@@ -479,9 +479,9 @@ PyObject *core_bucket_sizes(mlspy_state *state, PyObject *const *args)
     return to == NULL ? NULL : Py_BuildValue("(Nn)", to, (Py_ssize_t)own_bytes);
 }
 
-/* Views a buffer of at least `byte_count` bytes for messages. Returns -1 with an
- * exception set, without a view. Kernels read the parts in place, at multiples of
- * MLS_BUCKET_ALIGN, so the buffer itself must be aligned. */
+/* Views a buffer of at least `byte_count` bytes for messages; `writable` as for
+ * view_packed. Returns -1 with an exception set, without a view. Kernels read the parts
+ * in place, at multiples of MLS_BUCKET_ALIGN, so the buffer itself must be aligned. */
 static int view_messages(const mlspy_state *state, PyObject *array, size_t byte_count,
                          bool writable, mlspy_view *out)
 {
@@ -527,13 +527,14 @@ static void pack_fini(pack_job *job)
  * A residual covers the whole array, not only this rank's part, because the messages to
  * all ranks lose precision.
  */
-static int take_residuals(const mlspy_state *state, const mls_bucket *b, PyObject *list,
-                          pack_job *job)
+static int take_residuals(const mlspy_state *state, const mls_bucket *b,
+                          PyObject *residuals, pack_job *job)
 {
-    if (list == Py_None) {
+    if (residuals == Py_None) {
         return 0;
     }
-    if (!PyTuple_Check(list) || PyTuple_GET_SIZE(list) != (Py_ssize_t)b->count) {
+    if (!PyTuple_Check(residuals) ||
+        PyTuple_GET_SIZE(residuals) != (Py_ssize_t)b->count) {
         return MLSPY_REFUSE(PyExc_TypeError,
                             "residuals must be a tuple, one for each segment");
     }
@@ -545,7 +546,7 @@ static int take_residuals(const mlspy_state *state, const mls_bucket *b, PyObjec
     for (size_t i = 0; i < b->count; i++) {
         size_t elements = 0;
         mlspy_view *view = &job->views[i];
-        if (view_packed(state, PyTuple_GET_ITEM(list, (Py_ssize_t)i), "a residual",
+        if (view_packed(state, PyTuple_GET_ITEM(residuals, (Py_ssize_t)i), "a residual",
                         true /* writable */, view) < 0) {
             return -1;
         }
@@ -573,21 +574,21 @@ PyObject *core_bucket_pack(mlspy_state *state, PyObject *const *args)
     message_format m;
     pack_job job = {0};
     mls_status st;
-    size_t sent, part_size;
+    size_t sent_bytes, own_bytes;
     PyObject *result = NULL;
     const mls_bucket *b = take_bucket(state, args, &m);
-    if (b == NULL || part_bytes(state, b, &m, b->rank, &part_size) < 0) {
+    if (b == NULL || part_bytes(state, b, &m, b->rank, &own_bytes) < 0) {
         return NULL;
     }
     if (m.compressed) {
-        sent = mls_gradient_compression_sent_bytes(b, m.compression);
-    } else if (mlspy_check(state, mls_bucket_sent_bytes(b, &sent, &st), &st) < 0) {
+        sent_bytes = mls_gradient_compression_sent_bytes(b, m.compression);
+    } else if (mlspy_check(state, mls_bucket_sent_bytes(b, &sent_bytes, &st), &st) < 0) {
         return NULL;
     }
     if (take_residuals(state, b, args[2], &job) < 0 ||
-        view_messages(state, args[3], sent, true /* writable */, &job.send) < 0 ||
+        view_messages(state, args[3], sent_bytes, true /* writable */, &job.send) < 0 ||
         (m.compressed &&
-         view_messages(state, args[4], part_size, true /* writable */, &job.keep) < 0)) {
+         view_messages(state, args[4], own_bytes, true /* writable */, &job.keep) < 0)) {
         goto done;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -630,21 +631,21 @@ PyObject *core_bucket_reduce(mlspy_state *state, PyObject *const *args)
     message_format m;
     mlspy_view local = {0}, received = {0};
     mls_status st;
-    size_t part_size, received_bytes;
+    size_t own_bytes, received_bytes;
     const void **sources = NULL;
     PyObject *result = NULL;
     mls_bucket *b = take_bucket(state, args, &m);
-    if (b == NULL || part_bytes(state, b, &m, b->rank, &part_size) < 0) {
+    if (b == NULL || part_bytes(state, b, &m, b->rank, &own_bytes) < 0) {
         return NULL;
     }
     if (m.compressed) {
-        received_bytes = part_size * (b->world - 1);
+        received_bytes = own_bytes * (b->world - 1);
     } else if (mlspy_check(state, mls_bucket_received_bytes(b, &received_bytes, &st),
                            &st) < 0) {
         return NULL;
     }
     if ((m.compressed &&
-         view_messages(state, args[2], part_size, false /* read-only */, &local) < 0) ||
+         view_messages(state, args[2], own_bytes, false /* read-only */, &local) < 0) ||
         view_messages(state, args[3], received_bytes, false /* read-only */, &received) <
             0) {
         goto done;

@@ -48,8 +48,8 @@ static int name_at(const named_views *v, Py_ssize_t i, mls_str *out)
     return mlspy_take_text(PyTuple_GET_ITEM(v->names, i), "parameter name", out);
 }
 
-/* Views array `v->count`, and counts it. Returns -1 with an exception set, without a
- * view. */
+/* Views array `v->count`, and counts it; `writable` as for named_views_of. Returns -1
+ * with an exception set, without a view. */
 static int view_next(const mlspy_state *state, named_views *v, bool writable)
 {
     size_t bytes = 0;

@@ -147,8 +147,8 @@ static PyObject *finish_operation(session *s, PyObject *result)
 /* ---- arguments ---- */
 
 /* Views packed elements in native byte order, each aligned to its size; any other array
- * raises ValueError. Returns -1 with an exception set, and no owner. An empty array may
- * have any address: it is not read. */
+ * raises ValueError. `writable`: the array must allow writes. Returns -1 with an
+ * exception set, and no owner. An empty array may have any address: it is not read. */
 static int take_packed(link_object *self, PyObject *array, const char *label,
                        bool writable, mlspy_view *view)
 {

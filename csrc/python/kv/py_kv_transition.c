@@ -227,9 +227,9 @@ static int take_kind(const mlspy_state *state, PyObject *source, const transitio
  * with an exception set. */
 static int take_dtype(const mlspy_state *state, PyObject *object, mls_dtype *out)
 {
-    const int named = mlspy_dtype_named(object, out);
-    if (named != 0) {
-        return named < 0 ? -1 : 0;
+    const int is_named = mlspy_dtype_named(object, out);
+    if (is_named != 0) {
+        return is_named < 0 ? -1 : 0;
     }
     PyArray_Descr *descr = mlspy_descr_of_object(state, object, out);
     Py_XDECREF(descr);
