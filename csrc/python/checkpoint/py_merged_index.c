@@ -228,8 +228,8 @@ static int read_headers(const mlspy_state *state, mlspy_merged_index *self,
         }
         if (length > MLS_PATH_BYTES) {
             PyErr_Format(PyExc_ValueError,
-                         "%.100s...: a file name has failed_file most %d bytes, got %zd",
-                         texts[i], MLS_PATH_BYTES, length);
+                         "%.100s...: a file name has at most %d bytes, got %zd", texts[i],
+                         MLS_PATH_BYTES, length);
             goto done;
         }
     }

@@ -217,8 +217,10 @@ static int add_part(mlspy_shard_items *items, const mls_tensor_id *id, const cha
     item->part = properties->part;
     item->version = properties->version;
     item->tier = properties->tier;
-    if (mlspy_check(items->state, mls_shard_list_set_memory(&items->list, t, 0, &st),
-                    &st) < 0) {
+    if (mlspy_check(
+            items->state,
+            mls_shard_list_set_memory(&items->list, t, 0 /* first element */, &st),
+            &st) < 0) {
         return -1;
     }
     return hold_owner(items, view->owner);
@@ -483,6 +485,7 @@ PyObject *core_shards_stage(mlspy_state *state, PyObject *const *args)
     if (used < 0 || used > (int64_t)items->staging.len) {
         return PyErr_Format(PyExc_ValueError, "more is used than there is");
     }
+    /* the caller's copies count as staged */
     mls_staging_note(items->list.items, items->list.count, items->staging.buf,
                      (size_t)used);
     const mls_staging to = {.memory = (unsigned char *)items->staging.buf + used,

@@ -388,8 +388,8 @@ static int read_all(load_job *job, bool verify, PyObject *callback, PyObject **r
     return mlspy_progress_finish(&progress);
 }
 
-/* Return {key: array} with mapped arrays if possible, and read_all the others; NULL with
- * an exception set. The arrays are created first, since mapped ones are not read. */
+/* Return {key: array} with mapped arrays if possible, the others read by read_all; NULL
+ * with an exception set. The arrays are created first, since mapped ones are not read. */
 static PyObject *map_and_read(load_job *job, bool verify, PyObject *callback)
 {
     PyObject *result = make_arrays(job, true, NULL);

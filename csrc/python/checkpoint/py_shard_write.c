@@ -278,8 +278,8 @@ PyObject *core_json_checksum_check(mlspy_state *state, PyObject *const *args)
                : mlspy_raise(state, &st, args[1]);
 }
 
-/* json_check(data, depth, path): raises FormatError unless `data` is JSON as
- * docs/format.md requires, nested at most `depth` deep, with at most MAX_JSON_VALUES
+/* json_check(data, max_depth, path): raises FormatError unless `data` is JSON as
+ * docs/format.md requires, nested at most `max_depth` deep, with at most MAX_JSON_VALUES
  * values; `path` is only for the error */
 PyObject *core_json_check(mlspy_state *state, PyObject *const *args)
 {
@@ -291,12 +291,12 @@ PyObject *core_json_check(mlspy_state *state, PyObject *const *args)
     if (PyBytes_AsStringAndSize(args[0], &bytes, &length) < 0) {
         return NULL;
     }
-    const size_t depth = PyLong_AsSize_t(args[1]);
+    const size_t max_depth = PyLong_AsSize_t(args[1]);
     if (PyErr_Occurred()) {
         return NULL;
     }
     MLSPY_WITHOUT_GIL(code = mls_json_parse(bytes, (size_t)length,
-                                            (mls_json_limits){depth, MAX_JSON_VALUES},
+                                            (mls_json_limits){max_depth, MAX_JSON_VALUES},
                                             &json, &st));
     mls_json_free(json);
     return code == MLS_OK ? Py_NewRef(Py_None) : mlspy_raise(state, &st, args[2]);

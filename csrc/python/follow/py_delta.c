@@ -101,21 +101,21 @@ static int take_delta(const mlspy_state *state, PyObject *elements, PyObject *ga
                     &out->streams[VALUES]) < 0) {
         return -1;
     }
-    const mls_tensor *units = &out->streams[GAPS].tensor,
-                     *items = &out->streams[VALUES].tensor;
-    if (count < 0 || (units->dtype != MLS_U8 && units->dtype != MLS_U16)) {
+    const mls_tensor *gap_stream = &out->streams[GAPS].tensor,
+                     *value_stream = &out->streams[VALUES].tensor;
+    if (count < 0 || (gap_stream->dtype != MLS_U8 && gap_stream->dtype != MLS_U16)) {
         return MLSPY_REFUSE(
             PyExc_ValueError,
             "a delta has gaps of uint8 or uint16 and at least 0 elements");
     }
     out->delta = (mls_delta){.elements = (size_t)count,
-                             .item_bytes = mls_tensor_item_bytes(items),
-                             .changed = items->shape[0],
-                             .gap_bytes = mls_tensor_item_bytes(units),
-                             .gaps = units->data,
-                             .gaps_bytes = mlspy_bytes(units),
-                             .values = items->data,
-                             .values_bytes = mlspy_bytes(items)};
+                             .item_bytes = mls_tensor_item_bytes(value_stream),
+                             .changed = value_stream->shape[0],
+                             .gap_bytes = mls_tensor_item_bytes(gap_stream),
+                             .gaps = gap_stream->data,
+                             .gaps_bytes = mlspy_bytes(gap_stream),
+                             .values = value_stream->data,
+                             .values_bytes = mlspy_bytes(value_stream)};
     PyThreadState *released = mlspy_leave_python(out->delta.gaps_bytes);
     const mls_code code = mls_delta_check(&out->delta, &st);
     mlspy_resume_python(released);

@@ -85,18 +85,18 @@ mls_bucket *mlspy_bucket_of(PyObject *capsule)
  * with MemoryError set. */
 static held_bucket *bucket_new(size_t count, size_t world)
 {
-    size_t numbers;
+    size_t counts_length; /* one count for each segment and rank */
     held_bucket *bucket = mls_alloc(1, sizeof *bucket);
-    if (bucket == NULL || !mls_size_mul(count, world, &numbers)) {
+    if (bucket == NULL || !mls_size_mul(count, world, &counts_length)) {
         mls_free(bucket);
         PyErr_NoMemory();
         return NULL;
     }
     bucket->bucket.world = world;
     /* two owners for each segment: its array and its output */
-    bucket->owners = mls_alloc(2 * count + 1, sizeof *bucket->owners);
-    bucket->counts = mls_alloc(numbers + 1, sizeof *bucket->counts);
-    bucket->bucket.segments = mls_alloc(count + 1, sizeof *bucket->bucket.segments);
+    bucket->owners = mls_alloc(2 * count, sizeof *bucket->owners);
+    bucket->counts = mls_alloc(counts_length, sizeof *bucket->counts);
+    bucket->bucket.segments = mls_alloc(count, sizeof *bucket->bucket.segments);
     if (bucket->owners == NULL || bucket->counts == NULL ||
         bucket->bucket.segments == NULL) {
         bucket_free(bucket);
@@ -313,7 +313,7 @@ static int check_segments_apart(const mls_bucket *b)
 {
     size_t used = 0;
     /* two for each segment, and as many for sorting them */
-    mls_address_range *ranges = mls_alloc(4 * b->count + 1, sizeof *ranges);
+    mls_address_range *ranges = mls_alloc(4 * b->count, sizeof *ranges);
     if (ranges == NULL) {
         PyErr_NoMemory();
         return -1;
@@ -629,7 +629,7 @@ PyObject *mlspy_bucket_norm_partials(const mls_bucket *b)
 PyObject *core_bucket_reduce(mlspy_state *state, PyObject *const *args)
 {
     message_format m;
-    mlspy_view local = {0}, received = {0};
+    mlspy_view keep = {0}, received = {0};
     mls_status st;
     size_t own_bytes, received_bytes;
     const void **sources = NULL;
@@ -645,7 +645,7 @@ PyObject *core_bucket_reduce(mlspy_state *state, PyObject *const *args)
         return NULL;
     }
     if ((m.compressed &&
-         view_messages(state, args[2], own_bytes, false /* read-only */, &local) < 0) ||
+         view_messages(state, args[2], own_bytes, false /* read-only */, &keep) < 0) ||
         view_messages(state, args[3], received_bytes, false /* read-only */, &received) <
             0) {
         goto done;
@@ -658,7 +658,7 @@ PyObject *core_bucket_reduce(mlspy_state *state, PyObject *const *args)
     Py_BEGIN_ALLOW_THREADS
         if (m.compressed) {
             mls_gradient_compression_reduce(b, state->kernels, m.compression,
-                                            local.tensor.data, received.tensor.data);
+                                            keep.tensor.data, received.tensor.data);
         } else {
             mls_bucket_reduce(b, state->kernels, received.tensor.data, sources);
         }
@@ -666,7 +666,7 @@ PyObject *core_bucket_reduce(mlspy_state *state, PyObject *const *args)
     result = mlspy_bucket_norm_partials(b);
 done:
     mls_free((void *)sources);
-    mlspy_view_release(&local);
+    mlspy_view_release(&keep);
     mlspy_view_release(&received);
     return result;
 }

@@ -241,8 +241,8 @@ static mls_tensor tied_bytes(const tied_job *job, size_t target)
 
 /* Returns how the targets `a` and `b` of the job `data` share memory. Packed targets with
  * one range and kind (section and dtype) are tied, which means the same array, in any
- * shape; views with gaps must be equal. MLS_MIXED: some bytes are shared; MLS_APART:
- * none. */
+ * shape and order of axes; views with gaps must be equal. MLS_MIXED: some bytes are
+ * shared; MLS_APART: none. */
 static mls_sharing tied_compare(const void *data, size_t a, size_t b)
 {
     const tied_job *job = data;
@@ -346,10 +346,9 @@ static PyObject *tied_result(const tied_job *job, Py_ssize_t sections)
  * section
  *
  * A section is its name for errors, a list of keys to load, and a dict of the arrays to
- * fill by key.
- * Returns the keys whose array also belongs to a later key, so that they need no read.
- * Raises ValueError if arrays share memory in any other way: they are filled at the same
- * time, and each would contain a part of the other.
+ * fill by key. Returns the keys whose array also belongs to a later key, so that they
+ * need no read. Raises ValueError if arrays share memory in any other way: they are
+ * filled at the same time, and each would contain a part of the other.
  */
 PyObject *core_targets_tied(mlspy_state *state, PyObject *const *args)
 {
