@@ -55,28 +55,28 @@ static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *na
 {
     static const char *const parameter_names[] = {"layer_id", "activation",
                                                   "layer_index"};
-    const Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
-    if (nargs + named > 3) {
+    const Py_ssize_t keyword_count = names == NULL ? 0 : PyTuple_GET_SIZE(names);
+    if (nargs + keyword_count > 3) {
         return MLSPY_REFUSE(PyExc_TypeError,
                             "should_checkpoint takes 3 arguments, got %zd",
-                            nargs + named);
+                            nargs + keyword_count);
     }
     for (Py_ssize_t i = 0; i < nargs; i++) {
         placed[i] = args[i];
     }
-    for (Py_ssize_t i = 0; i < named; i++) {
+    for (Py_ssize_t i = 0; i < keyword_count; i++) {
         PyObject *name = PyTuple_GET_ITEM(names, i);
-        int at = 0;
+        int parameter = 0;
         /* for three names a table would not be faster */
-        while (at < 3 &&
-               PyUnicode_CompareWithASCIIString(name, parameter_names[at]) != 0) {
-            at++;
+        while (parameter < 3 &&
+               PyUnicode_CompareWithASCIIString(name, parameter_names[parameter]) != 0) {
+            parameter++;
         }
-        if (at == 3 || placed[at] != NULL) {
+        if (parameter == 3 || placed[parameter] != NULL) {
             return MLSPY_REFUSE(PyExc_TypeError, "should_checkpoint got %s argument '%U'",
-                                at == 3 ? "an unknown" : "twice the", name);
+                                parameter == 3 ? "an unknown" : "twice the", name);
         }
-        placed[at] = args[nargs + i];
+        placed[parameter] = args[nargs + i];
     }
     for (int i = 0; i < 3; i++) {
         if (placed[i] == NULL) {

@@ -100,17 +100,17 @@ static bool labelled_of(PyArray_Descr *descr, mls_dtype *out)
     const char *name = label != NULL && PyUnicode_Check(label)
                            ? PyUnicode_AsUTF8AndSize(label, &length)
                            : NULL;
-    mls_dtype named;
+    mls_dtype labelled;
     if (name == NULL) {
         PyErr_Clear(); /* a label that is not a UTF-8 str */
         return false;
     }
     const bool is_valid_label =
-        mls_dtype_from_name(name, (size_t)length, &named) &&
-        !mlspy_dtype_in_numpy(named) &&
-        mls_dtype_of(named)->item_bytes == (size_t)PyDataType_ELSIZE(descr);
+        mls_dtype_from_name(name, (size_t)length, &labelled) &&
+        !mlspy_dtype_in_numpy(labelled) &&
+        mls_dtype_of(labelled)->item_bytes == (size_t)PyDataType_ELSIZE(descr);
     if (is_valid_label) {
-        *out = named;
+        *out = labelled;
     }
     return is_valid_label;
 }

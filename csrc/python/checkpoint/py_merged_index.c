@@ -339,7 +339,7 @@ static PyObject *tensor_tuple(const mlspy_merged_index *self,
                               const mls_merged_index_tensor *t)
 {
     const mls_index_shard *shard = t->any_shard;
-    const mls_tensor_summary sum = mls_tensor_summarize(&self->merged, t);
+    const mls_tensor_summary summary = mls_tensor_summarize(&self->merged, t);
     const char *tier = shard->tier == MLS_TIER_NONE ? NULL : mls_tier_name(shard->tier);
     const mls_stored *opaque = shard->opaque;
     const char *name = mls_dtype_of(shard->dtype)->name;
@@ -354,9 +354,10 @@ static PyObject *tensor_tuple(const mlspy_merged_index *self,
                          mlspy_merged_index_key(&shard->id), mlspy_str_of(shard->id.name),
                          state, dtype, shape, mlspy_layout_tuple(&shard->layout),
                          axes_tuple(shard), (Py_ssize_t)t->count,
-                         (unsigned long long)sum.bytes, (unsigned long long)sum.version,
-                         tier, (unsigned long long)sum.stored_bytes,
-                         (Py_ssize_t)sum.sparse, sum.codec);
+                         (unsigned long long)summary.bytes,
+                         (unsigned long long)summary.version, tier,
+                         (unsigned long long)summary.stored_bytes,
+                         (Py_ssize_t)summary.sparse, summary.codec);
 }
 
 /* tensors() -> [tuple, ...], as tensor_tuple, of the tensors of all sections */
@@ -512,13 +513,13 @@ static PyObject *merged_index_heads(mlspy_merged_index *self, PyObject *unused)
     PyObject *list = PyList_New((Py_ssize_t)self->index_count);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
         const mls_index *index = &self->indexes[i];
-        const mls_index_summary sum = mls_index_summarize(index);
-        mlspy_put(
-            &list, (Py_ssize_t)i,
-            Py_BuildValue("(sKKnKK)", index->generation, (unsigned long long)index->rank,
-                          (unsigned long long)index->world_size,
-                          (Py_ssize_t)index->shard_count, (unsigned long long)sum.bytes,
-                          (unsigned long long)sum.stored_bytes));
+        const mls_index_summary summary = mls_index_summarize(index);
+        mlspy_put(&list, (Py_ssize_t)i,
+                  Py_BuildValue(
+                      "(sKKnKK)", index->generation, (unsigned long long)index->rank,
+                      (unsigned long long)index->world_size,
+                      (Py_ssize_t)index->shard_count, (unsigned long long)summary.bytes,
+                      (unsigned long long)summary.stored_bytes));
     }
     return list;
 }

@@ -90,10 +90,10 @@ static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting 
         return -1;
     }
     (void)mls_layout_parts(&out->layout, &parts, &st);
-    const int64_t most = out->has_layout ? (int64_t)parts : world > 0 ? world : 1;
-    if (index < 0 || index >= most || world < 0) {
+    const int64_t part_count = out->has_layout ? (int64_t)parts : world > 0 ? world : 1;
+    if (index < 0 || index >= part_count || world < 0) {
         return MLSPY_REFUSE(PyExc_ValueError, "part %lld of %lld does not exist",
-                            (long long)index, (long long)most);
+                            (long long)index, (long long)part_count);
     }
     out->index = (size_t)index;
     out->world = (size_t)world;

@@ -149,17 +149,17 @@ static int view_fitting(const mlspy_state *state, PyObject *array, PyObject *dty
         return 0;
     }
     const mls_tensor *t = &out->tensor;
-    bool same =
+    bool fits =
         t->dtype == expected && mls_bucket_takes(t) && t->rank == PyTuple_GET_SIZE(shape);
-    for (int axis = 0; same && axis < t->rank; axis++) {
+    for (int axis = 0; fits && axis < t->rank; axis++) {
         PyObject *length = PyTuple_GET_ITEM(shape, axis);
-        same = PyLong_Check(length) && PyLong_AsSize_t(length) == t->shape[axis];
+        fits = PyLong_Check(length) && PyLong_AsSize_t(length) == t->shape[axis];
     }
-    if (!same) {
+    if (!fits) {
         mlspy_view_release(out);
         PyErr_Clear(); /* set by lengths beyond size_t */
     }
-    return same;
+    return fits;
 }
 
 /* can_view(array, writable) -> whether the core can view a plain ndarray or a tensor in
