@@ -13,6 +13,7 @@ from mlstate.kv._move import KVMove
 
 _Dict: TypeAlias = dict[str, Any]
 _DictT = TypeVar("_DictT", bound=dict[str, Any])
+# name, and the shape or dtype on both sides
 _Differing: TypeAlias = list[tuple[str, Any, Any]]
 
 class MLStateError(Exception):
@@ -201,22 +202,25 @@ def state_diff(
 ]: ...
 def state_metadata(state: _Dict, /) -> list[tuple[str, str, tuple[int, ...], int]]: ...
 def state_load(
-    target: _Dict, source: _Dict, strict: bool, cast: bool, dry: bool, /
+    target: _Dict, source: _Dict, strict: bool, cast: bool, dry_run: bool, /
 ) -> tuple[list[str], list[str], _Differing, _Differing] | list[object]: ...
 def targets_tied(sections: list[tuple[str, list[str], _Dict]], /) -> list[list[str]]: ...
 def state_digest(state: _Dict, update: Callable[[Any], Any], /) -> None: ...
 
+# (axis or name of a step without one, parts), ...: the steps of a layout
 _Steps: TypeAlias = tuple[tuple[int | str, int], ...]
 _Progress: TypeAlias = Callable[[int], object] | None
+# layout (None: the stored one), index of the part, number of ranks (0: whole tensors)
 _Cutting: TypeAlias = tuple[_Steps | None, int, int]
 # shape of the whole tensor; then layout and index, or begin and end of a range of elements
 _Place: TypeAlias = tuple[tuple[int, ...], _Steps | int, int]
 # a folder; or a URL, and path, begin, end, length of the file, and bytes of ranges in memory
 _Source: TypeAlias = str | tuple[str, tuple[tuple[str, int, int, int, Any], ...], bool]
+# kind, file, key and part (None: the whole file), rank, offset, bytes, text
 _Problem: TypeAlias = tuple[str, str, str | None, int | None, int, int, int, str]
 
 def delta_encode(
-    base: Array, new: Array, checksum: object, /
+    base: Array, new: Array, wants_crc: object, /
 ) -> tuple[NDArray, NDArray, int | None]: ...
 def delta_apply(
     target: Array,
@@ -224,7 +228,7 @@ def delta_apply(
     values: Array,
     elements: int,
     log: list[tuple[Any, NDArray, NDArray]] | None,
-    checksum: object,
+    wants_crc: object,
     /,
 ) -> int | None: ...
 def delta_compose(
@@ -270,8 +274,8 @@ def shards_write(
     folder: str,
     generation: str,
     items: ShardItems,
-    before: object,
-    how: tuple[int, bool, bool, str | None],
+    previous_index: MergedIndex | None,
+    options: tuple[int, bool, bool, str | None],
     progress: _Progress,
     freed: Callable[[], object] | None,
     mode: int,
@@ -295,7 +299,7 @@ def parts_write(
 ) -> None: ...
 def json_checksum_set(text: bytes, /) -> bytes: ...
 def json_checksum_check(data: bytes, path: object, /) -> None: ...
-def json_check(data: bytes, depth: int, path: object, /) -> None: ...
+def json_check(data: bytes, max_depth: int, path: object, /) -> None: ...
 def crc32c(data: object, /) -> int: ...
 def file_replace(path: str, data: bytes, mode: int, /) -> None: ...
 def folder_sync(path: str, /) -> None: ...
@@ -412,7 +416,7 @@ class MergedIndex:
         section: int,
         keys: list[str],
         cutting: _Cutting | list[_Place],
-        most: int,
+        max_parts: int,
         /,
     ) -> dict[bytes, set[int]]: ...
     def reads(
@@ -428,10 +432,10 @@ class MergedIndex:
 
 @final
 class LocalLink:
-    def barrier(self, timeout: float, text: str, /) -> None: ...
-    def broadcast(self, array: Array, root: int, timeout: float, text: str, /) -> None: ...
+    def barrier(self, timeout: float, call_text: str, /) -> None: ...
+    def broadcast(self, array: Array, root: int, timeout: float, call_text: str, /) -> None: ...
     def all_gather(
-        self, array: Array, out: Array, sizes: list[int], timeout: float, text: str, /
+        self, array: Array, out: Array, sizes: list[int], timeout: float, call_text: str, /
     ) -> None: ...
     def all_to_all(
         self,
@@ -440,17 +444,17 @@ class LocalLink:
         out: Array,
         received: list[int],
         timeout: float,
-        text: str,
+        call_text: str,
         /,
     ) -> None: ...
     def all_reduce(
-        self, array: Array, out: Array, op: str, divisor: float, timeout: float, text: str, /
+        self, array: Array, out: Array, op: str, divisor: float, timeout: float, call_text: str, /
     ) -> None: ...
     def reduce_scatter(
-        self, bucket: Bucket, wants_norms: bool, timeout: float, text: str, /
+        self, bucket: Bucket, wants_norms: bool, timeout: float, call_text: str, /
     ) -> list[tuple[float, int]]: ...
     def gather_bytes(
-        self, data: bytes, root: int, timeout: float, text: str, /
+        self, data: bytes, root: int, timeout: float, call_text: str, /
     ) -> list[bytes] | None: ...
     def abort(self) -> None: ...
     def close(self) -> None: ...
@@ -470,7 +474,7 @@ def search_schedules(
     budget_bytes: int,
     offload: bool,
     start: NDArray | None,
-    states: int,
+    max_states: int,
     /,
 ) -> tuple[NDArray, bool, int]: ...
 def activation_bytes(activation: object, /) -> int: ...
@@ -525,6 +529,7 @@ class Descriptor:
 
 # Kind, end, meta, parts; a part is an array, or its bytes and a function that returns it.
 _PromptRecord: TypeAlias = tuple[int, int, bytes, list[Any]]
+# Segment, offset, text.
 _PromptDamage: TypeAlias = tuple[str, int, str]
 
 @final

@@ -400,9 +400,9 @@ class StateDict(_core.StateDict):
         The tensors are hashed in the order of their names' UTF-8 bytes. For each tensor, the
         hash covers, as 64-bit little-endian integers: the length of the name, the length of
         the dtype's name, the rank and each dimension; then the name, the dtype's name
-        (NumPy's, such as ``float32``) and the elements, packed in C order. Contiguous arrays
-        are hashed in place. Any other array is copied first, one array at a time. The GIL is
-        released.
+        (NumPy's, such as ``float32``) and the elements, packed in C order. A part of a tensor, a
+        `Shard`, adds a space and its place to the dtype's name. Contiguous arrays are hashed in
+        place. Any other array is copied first, one array at a time. The GIL is released.
 
         Examples
         --------

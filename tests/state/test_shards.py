@@ -39,6 +39,16 @@ def test_other_parts_of_a_tensor_are_unequal_and_refused(part, other):
     assert np.array_equal(np.asarray(part), before)
 
 
+def test_digests_of_different_parts_with_equal_elements_differ():
+    whole = np.zeros((8, 4))
+    layouts = (Layout.rows(1), Layout.flat(2), Layout.axis(1, 2))
+    parts = (*ROWS, *(layout.shard(whole, 0) for layout in layouts))
+    digests = [StateDict(w=part).digest() for part in parts]
+    assert len(set(digests)) == 5
+    assert StateDict(w=whole).digest() == digests[2]  # one part of all elements
+    assert StateDict(w=Shard(whole[:4], Layout.rows(2), 0, shape=(8, 4))).digest() == digests[0]
+
+
 def test_a_part_is_never_equal_to_the_whole_tensor_or_loaded_from_it():
     part, whole = {"w": ROWS[0]}, {"w": np.zeros((8, 4))}
     for first, second in ((part, whole), (whole, part)):

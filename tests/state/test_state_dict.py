@@ -569,6 +569,39 @@ def test_records_are_compared_and_hashed_by_their_values_in_any_byte_order():
     assert StateDict(w=np.array([b"ab"], "V2")) == StateDict(w=np.array([b"ab"], "V2"))
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "longdouble",
+        "clongdouble",
+        np.dtype([("a", "i1"), ("b", "f8")], align=True),
+        np.dtype([("a", "i1"), ("b", ">f8")], align=True),
+        [("inner", np.dtype([("a", "i1"), ("b", "f8")], align=True), (2,)), ("x", "longdouble")],
+        {"names": ["a"], "formats": ["i2"], "offsets": [3], "itemsize": 8},
+    ],
+)
+def test_padding_of_elements_does_not_affect_equality_or_digests(dtype):
+    dtype = np.dtype(dtype)
+    arrays = [np.frombuffer(bytearray([byte]) * (3 * dtype.itemsize), dtype) for byte in (0, 255)]
+    for array in arrays:
+        for i in range(3):
+            array[i] = _nested(dtype, i)
+    states = [StateDict(w=array) for array in arrays]
+    assert states[0] == states[1] and states[0].digest() == states[1].digest()
+    arrays[1][2] = _nested(dtype, 1)
+    assert states[0] != states[1] and states[0].digest() != states[1].digest()
+
+
+def _nested(dtype, number):
+    """Return `number` as a value of a dtype: a tuple for each record in it."""
+    if dtype.subdtype is not None:
+        base, (count,) = dtype.subdtype
+        return [_nested(base, number)] * count
+    if dtype.names is None:
+        return number
+    return tuple(_nested(dtype.fields[name][0], number) for name in dtype.names)
+
+
 def test_masked_arrays_are_refused_because_their_mask_would_be_lost(torch):
     masked = np.ma.array([1.0, 2.0], mask=[False, True])
     state, other = StateDict(w=masked), StateDict(w=masked.data)

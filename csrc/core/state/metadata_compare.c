@@ -22,13 +22,13 @@ bool mls_tensor_meta_same_dtype(const mls_tensor_meta *a, const mls_tensor_meta 
     return a->dtype == b->dtype || strcmp(a->dtype, b->dtype) == 0;
 }
 
-/* Write lengths, rank and dimensions: 24 bytes and 8 for each axis.
- * Returns their number. */
 size_t mls_tensor_meta_head(mls_str name, const mls_tensor_meta *meta, unsigned char *out)
 {
     const size_t rank = (size_t)meta->rank;
+    /* one space between the dtype's name and the part */
+    const size_t part_bytes = meta->part == NULL ? 0 : 1 + strlen(meta->part);
     mls_store_le64(out, name.length);
-    mls_store_le64(out + 8, strlen(meta->dtype));
+    mls_store_le64(out + 8, strlen(meta->dtype) + part_bytes);
     mls_store_le64(out + 16, rank);
     for (size_t axis = 0; axis < rank; axis++) {
         mls_store_le64(out + 24 + 8 * axis, meta->shape[axis]);

@@ -53,8 +53,9 @@ bool mls_tensor_meta_same_dtype(const mls_tensor_meta *a, const mls_tensor_meta 
 enum { MLS_META_HEAD_MOST = 8 * (3 + MLS_MAX_RANK) }; /* bytes */
 
 /* Writes the first bytes of a tensor's digest to `out`, as 64-bit little-endian numbers:
- * the lengths of its name and of its dtype's name, the rank, and the dimensions. Returns
- * the number of bytes, at most MLS_META_HEAD_MOST. */
+ * the lengths of its name and of its dtype's name (of a part: with a space and the text
+ * of the part), the rank, and the dimensions. Returns the number of bytes, at most
+ * MLS_META_HEAD_MOST. */
 size_t mls_tensor_meta_head(mls_str name, const mls_tensor_meta *meta,
                             unsigned char *out);
 

@@ -41,7 +41,11 @@ static int multiply_sizes(PyObject *sizes, size_t *bytes)
             if (!PyErr_Occurred() || PyErr_ExceptionMatches(PyExc_TypeError)) {
                 PyErr_Format(PyExc_ValueError, "activation has the shape %.200R", sizes);
             }
-            return PyErr_ExceptionMatches(PyExc_OverflowError) ? (PyErr_Clear(), 1) : -1;
+            if (PyErr_ExceptionMatches(PyExc_OverflowError)) {
+                PyErr_Clear();
+                return 1;
+            }
+            return -1;
         }
         if (!mls_size_mul(*bytes, (size_t)size, bytes)) {
             return 1;
@@ -186,18 +190,18 @@ static void keep_tensor_class(mlspy_state *state, PyTypeObject *type)
  * sparse tensors raise. */
 static bool tensor_bytes(mlspy_state *state, PyObject *activation, size_t *out)
 {
-    PyObject *answer = tensor_nbytes(state, activation);
-    if (answer == NULL && !PyErr_Occurred()) {
+    PyObject *nbytes = tensor_nbytes(state, activation);
+    if (nbytes == NULL && !PyErr_Occurred()) {
         const char *name = Py_TYPE(activation)->tp_name;
         if (strcmp(name, "Tensor") != 0 && strcmp(name, "Parameter") != 0) {
             return false;
         }
         keep_tensor_class(state, Py_TYPE(activation));
-        answer = PyObject_GetAttr(activation, state->names[MLSPY_NAME_NBYTES]);
+        nbytes = PyObject_GetAttr(activation, state->names[MLSPY_NAME_NBYTES]);
     }
     const Py_ssize_t bytes =
-        answer != NULL && PyLong_CheckExact(answer) ? PyLong_AsSsize_t(answer) : -1;
-    Py_XDECREF(answer);
+        nbytes != NULL && PyLong_CheckExact(nbytes) ? PyLong_AsSsize_t(nbytes) : -1;
+    Py_XDECREF(nbytes);
     if (bytes < 0) {
         PyErr_Clear();
         return false;

@@ -61,10 +61,10 @@ static PyArrayObject *array_at(PyObject *tuple, size_t i, npy_intp count)
 }
 
 /* Copies the arrays of a chain with `n` blocks into `memory`, one after the other, and
- * stores the address of each copy in `places`. `memory` has room for ARRAYS * (n + 1)
+ * stores the address of each copy in `addresses`. `memory` has room for ARRAYS * (n + 1)
  * entries; float64 and int64 both have 8 bytes. Returns -1 with TypeError set. */
 static int copy_arrays(PyObject *tuple, npy_intp n, unsigned char *memory,
-                       const void *places[ARRAYS])
+                       const void *addresses[ARRAYS])
 {
     for (size_t i = 0; i < ARRAYS; i++) {
         const npy_intp count = n + (is_long(i) ? 1 : 0);
@@ -73,7 +73,7 @@ static int copy_arrays(PyObject *tuple, npy_intp n, unsigned char *memory,
             return -1;
         }
         memcpy(memory, PyArray_DATA(array), (size_t)count * 8);
-        places[i] = memory;
+        addresses[i] = memory;
         memory += (size_t)count * 8;
     }
     return 0;
@@ -85,10 +85,10 @@ static int copy_arrays(PyObject *tuple, npy_intp n, unsigned char *memory,
 static int fill_chain(const mlspy_state *state, PyObject *tuple, npy_intp n,
                       held_chain *out)
 {
-    const void *p[ARRAYS];
+    const void *arrays[ARRAYS];
     mls_status st;
     mls_chain *c = &out->chain;
-    if (copy_arrays(tuple, n, out->memory, p) < 0 ||
+    if (copy_arrays(tuple, n, out->memory, arrays) < 0 ||
         mlspy_take_double(PyTuple_GET_ITEM(tuple, ARRAYS), "rate", &c->offload_rate) <
             0 ||
         mlspy_take_double(PyTuple_GET_ITEM(tuple, ARRAYS + 1), "rate", &c->load_rate) <
@@ -96,14 +96,14 @@ static int fill_chain(const mlspy_state *state, PyObject *tuple, npy_intp n,
         return -1;
     }
     c->blocks = (size_t)n;
-    c->forward_seconds = p[0];
-    c->backward_seconds = p[1];
-    c->activation_bytes = p[2];
-    c->gradient_bytes = p[3];
-    c->saved_bytes = p[4];
-    c->forward_temporary_bytes = p[5];
-    c->saving_temporary_bytes = p[6];
-    c->backward_temporary_bytes = p[7];
+    c->forward_seconds = arrays[0];
+    c->backward_seconds = arrays[1];
+    c->activation_bytes = arrays[2];
+    c->gradient_bytes = arrays[3];
+    c->saved_bytes = arrays[4];
+    c->forward_temporary_bytes = arrays[5];
+    c->saving_temporary_bytes = arrays[6];
+    c->backward_temporary_bytes = arrays[7];
     return mlspy_check(state, mls_chain_check(c, &st), &st);
 }
 
@@ -147,6 +147,7 @@ static PyObject *steps_array(const mls_schedule *schedule)
 {
     const npy_intp shape[2] = {(npy_intp)schedule->count, 2};
     PyObject *array = PyArray_SimpleNew(2, shape, NPY_INT32);
+    /* an mls_step is two int32, as a row is */
     if (array != NULL && schedule->count > 0) {
         memcpy(PyArray_DATA((PyArrayObject *)array), schedule->steps,
                schedule->count * sizeof *schedule->steps);
@@ -198,6 +199,7 @@ static PyObject *arrays_of(const mls_step_record *records, npy_intp count,
             seconds[i] = records[i].seconds;
         }
     }
+    /* each N takes its reference; a NULL keeps the exception that is set */
     return Py_BuildValue("(dLNNNN)", totals->seconds, (long long)totals->peak_bytes,
                          arrays[0], arrays[1], arrays[2], arrays[3]);
 }
@@ -269,13 +271,13 @@ PyObject *core_chain_simulate(mlspy_state *state, PyObject *const *args)
 
 /* ---- calls of planners ---- */
 
-/* State of one call. */
+/* One call of a planner. */
 typedef struct job {
     const mlspy_state *state;
     held_chain chain;
-    mlspy_progress progress;
+    mlspy_progress progress; /* reports nothing, but checks for signals */
     mls_plan_request request;
-    mls_code code;
+    mls_code code; /* of the core's function; `st`: its error */
     mls_status st;
 } job;
 
@@ -420,15 +422,15 @@ PyObject *core_plan_pareto(mlspy_state *state, PyObject *const *args)
 
 /* ---- schedules ---- */
 
-/* Parses the two ints that limit a search: `budget` into `*budget_bytes`, and `states`,
- * the most states to visit, into `*out` (0: the core's default). Returns -1 with an
- * exception set. */
-static int take_limits(const mlspy_state *state, PyObject *budget, PyObject *states,
+/* Parses the two ints that limit a search: `budget` into `*budget_bytes`, and
+ * `max_states`, the most states to visit, into `*out` (0: the core's default). Returns -1
+ * with an exception set. */
+static int take_limits(const mlspy_state *state, PyObject *budget, PyObject *max_states,
                        int64_t *budget_bytes, size_t *out)
 {
     int64_t number;
     if (mlspy_take_int64(state, budget, "budget_bytes", budget_bytes) < 0 ||
-        mlspy_take_int64(state, states, "states", &number) < 0) {
+        mlspy_take_int64(state, max_states, "states", &number) < 0) {
         return -1;
     }
     if (number < 0) {
@@ -439,16 +441,16 @@ static int take_limits(const mlspy_state *state, PyObject *budget, PyObject *sta
     return 0;
 }
 
-/* search_schedules(chain, budget_bytes, offload, start, states) -> (steps, optimal,
+/* search_schedules(chain, budget_bytes, offload, start, max_states) -> (steps, optimal,
  * states)
  *
- * Finds the fastest of all valid schedules within the budget, visiting at most `states`
- * states (0: the core's default). `start` has the steps of a schedule to improve, or is
- * None: then any time is acceptable. `optimal`: the search was complete; the returned
- * states are those visited, and `steps` is from steps_array. Raises CapacityError if no
- * schedule fits, or the search is too long without a start; ValueError for a start that
- * is invalid or exceeds the budget. The core reads the start steps without the GIL:
- * they are the read-only array of a plan.
+ * Finds the fastest of all valid schedules within the budget, visiting at most
+ * `max_states` states (0: the core's default). `start` has the steps of a schedule to
+ * improve, or is None: then any time is acceptable. `optimal`: the search was complete;
+ * `states` is the number of those visited, and `steps` is from steps_array. Raises
+ * CapacityError if no schedule fits, or the search is too long without a start;
+ * ValueError for a start that is invalid or exceeds the budget. The core reads the start
+ * steps without the GIL: they are the read-only array of a plan.
  */
 PyObject *core_search_schedules(mlspy_state *state, PyObject *const *args)
 {

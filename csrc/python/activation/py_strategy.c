@@ -55,28 +55,28 @@ static int place_arguments(PyObject *const *args, Py_ssize_t nargs, PyObject *na
 {
     static const char *const parameter_names[] = {"layer_id", "activation",
                                                   "layer_index"};
-    const Py_ssize_t named = names == NULL ? 0 : PyTuple_GET_SIZE(names);
-    if (nargs + named > 3) {
+    const Py_ssize_t keyword_count = names == NULL ? 0 : PyTuple_GET_SIZE(names);
+    if (nargs + keyword_count > 3) {
         return MLSPY_REFUSE(PyExc_TypeError,
                             "should_checkpoint takes 3 arguments, got %zd",
-                            nargs + named);
+                            nargs + keyword_count);
     }
     for (Py_ssize_t i = 0; i < nargs; i++) {
         placed[i] = args[i];
     }
-    for (Py_ssize_t i = 0; i < named; i++) {
+    for (Py_ssize_t i = 0; i < keyword_count; i++) {
         PyObject *name = PyTuple_GET_ITEM(names, i);
-        int at = 0;
+        int parameter = 0;
         /* for three names a table would not be faster */
-        while (at < 3 &&
-               PyUnicode_CompareWithASCIIString(name, parameter_names[at]) != 0) {
-            at++;
+        while (parameter < 3 &&
+               PyUnicode_CompareWithASCIIString(name, parameter_names[parameter]) != 0) {
+            parameter++;
         }
-        if (at == 3 || placed[at] != NULL) {
+        if (parameter == 3 || placed[parameter] != NULL) {
             return MLSPY_REFUSE(PyExc_TypeError, "should_checkpoint got %s argument '%U'",
-                                at == 3 ? "an unknown" : "twice the", name);
+                                parameter == 3 ? "an unknown" : "twice the", name);
         }
-        placed[at] = args[nargs + i];
+        placed[parameter] = args[nargs + i];
     }
     for (int i = 0; i < 3; i++) {
         if (placed[i] == NULL) {
@@ -131,8 +131,8 @@ static inline bool small_index(PyObject *object, int64_t *out)
 #endif
 }
 
-/* Parses the arguments of should_checkpoint: the usual ones here, all others in
- * parse_args. Returns -1 with an exception set. */
+/* Parses the arguments of should_checkpoint, as place_arguments gets them: the usual ones
+ * here, all others in parse_args. Returns -1 with an exception set. */
 static inline int take_args(strategy_object *self, PyObject *const *args,
                             Py_ssize_t nargs, PyObject *names, strategy_args *parsed)
 {
@@ -254,14 +254,15 @@ static int take_figure(strategy_object *self, PyObject *value, const char *name,
  * set, and nothing adjusted. */
 static int adjust_interval(strategy_object *self, int64_t now)
 {
-    PyObject *in_use, *there_are;
+    PyObject *used_object, *total_object;
     uint64_t used, total;
     PyObject *measurement = PyObject_CallMethod((PyObject *)self, "_measure", NULL);
-    const int failed = measurement == NULL ||
-                       mlspy_take_tuple(measurement, "a measurement", "OO:_measure",
-                                        &in_use, &there_are) < 0 ||
-                       take_figure(self, in_use, "current_memory_used", 0, &used) < 0 ||
-                       take_figure(self, there_are, "total_memory", 1, &total) < 0;
+    const int failed =
+        measurement == NULL ||
+        mlspy_take_tuple(measurement, "a measurement", "OO:_measure", &used_object,
+                         &total_object) < 0 ||
+        take_figure(self, used_object, "current_memory_used", 0, &used) < 0 ||
+        take_figure(self, total_object, "total_memory", 1, &total) < 0;
     Py_XDECREF(measurement);
     if (failed) {
         return -1;
@@ -288,20 +289,20 @@ static int adjust_interval_if_due(strategy_object *self)
     return due ? adjust_interval(self, now) : 0;
 }
 
-/* Fills in the facts that a kind needs for its decision, as its `flags` demand, from the
- * arguments `parsed`. Returns 1 to ask the core, 0 if the layer is excluded and the
- * answer is no, -1 with an exception set. Sizes and memory are read outside the lock,
- * because that may run user code. Named layers never change, so they are read without a
- * lock. */
+/* Fills in what a kind needs for its decision, as its `flags` demand, from the arguments
+ * `parsed`. Returns 1 to ask the core, 0 if the layer is excluded and the answer is no,
+ * -1 with an exception set. Sizes and memory are read outside the lock, because that may
+ * run user code. Named layers never change, so they are read without a lock. */
 static inline int fill_request(strategy_object *self, const strategy_args *parsed,
                                unsigned flags, mls_decide_args *out)
 {
-    const bool skips = (flags & MLS_SKIPS_EXCLUDED) != 0 && self->s.named.count > 0;
-    if ((skips || (flags & MLS_NEEDS_NAME) != 0) &&
+    const bool may_skip = (flags & MLS_SKIPS_EXCLUDED) != 0 && self->s.named.count > 0;
+    if ((may_skip || (flags & MLS_NEEDS_NAME) != 0) &&
         take_key(parsed->layer_id, &out->layer) < 0) {
         return -1;
     }
-    if (skips && mls_layer_mark_of(&self->s.named, &out->layer) == MLS_LAYER_EXCLUDE) {
+    if (may_skip &&
+        mls_layer_mark_of(&self->s.named, &out->layer) == MLS_LAYER_EXCLUDE) {
         return 0;
     }
     if (((flags & MLS_NEEDS_BYTES) != 0 &&
@@ -314,33 +315,35 @@ static inline int fill_request(strategy_object *self, const strategy_args *parse
 }
 
 /* Implements should_checkpoint for the kind with these `flags` and this function `decide`
- * of the core: returns True or False, or NULL with an exception set. Both are constants,
- * so each kind has its own specialised copy. */
+ * of the core; the arguments are as place_arguments gets them. Returns True or False, or
+ * NULL with an exception set. Both are constants, so each kind has its own specialised
+ * copy. */
 static inline __attribute__((always_inline)) PyObject *
 decide_layer(strategy_object *self, PyObject *const *args, Py_ssize_t nargs,
              PyObject *names, unsigned flags, mls_decide *decide)
 {
     strategy_args parsed;
-    mls_decide_args filled;
+    mls_decide_args question;
     mls_status failure, *st = (flags & MLS_CAN_FAIL) != 0 ? &failure : NULL;
     if (take_args(self, args, nargs, names, &parsed) < 0) {
         return NULL;
     }
-    int chosen = fill_request(self, &parsed, flags, &filled);
-    if (chosen <= 0) {
-        return chosen < 0 ? NULL : Py_NewRef(Py_False);
+    const int asks_core = fill_request(self, &parsed, flags, &question);
+    if (asks_core <= 0) {
+        return asks_core < 0 ? NULL : Py_NewRef(Py_False);
     }
+    int decision; /* 1: checkpoint the layer, 0: not, -1: failed */
     if ((flags & MLS_IS_CONSTANT) != 0) {
-        chosen = decide(&self->s, &filled, st);
+        decision = decide(&self->s, &question, st); /* changes nothing: needs no lock */
     } else {
         MLSPY_BEGIN_LOCKED(self)
-            chosen = decide(&self->s, &filled, st);
+            decision = decide(&self->s, &question, st);
         MLSPY_END_LOCKED()
     }
-    if (st != NULL && chosen < 0) {
+    if (st != NULL && decision < 0) {
         return mlspy_raise(state_of(self), st, NULL);
     }
-    return Py_NewRef(chosen != 0 ? Py_True : Py_False);
+    return Py_NewRef(decision != 0 ? Py_True : Py_False);
 }
 
 /* Returns True for a layer that the user listed to be checkpointed, False for an excluded
@@ -537,25 +540,25 @@ static int restore_layer(strategy_object *self, mls_strategy *s, PyObject *layer
  * with an exception set; `fresh` may then be partly filled. */
 static int take_state(strategy_object *self, PyObject *state, mls_strategy *fresh)
 {
-    long long checkpointed, interval, since, high;
+    long long checkpointed, interval, since_adjustment, high;
     int collecting;
     int64_t now;
     PyObject *layers;
     mls_status st;
     if (mlspy_take_tuple(state, "the state of a strategy", "LLLLpO!:_restore",
-                         &checkpointed, &interval, &since, &high, &collecting,
+                         &checkpointed, &interval, &since_adjustment, &high, &collecting,
                          &PyList_Type, &layers) < 0 ||
         read_clock(self, &now) < 0) {
         return -1;
     }
-    if (since < -2 * MLS_MAX_TICKS || since > 2 * MLS_MAX_TICKS) {
-        since = MLS_MAX_TICKS; /* any value that is long ago */
+    if (since_adjustment < -2 * MLS_MAX_TICKS || since_adjustment > 2 * MLS_MAX_TICKS) {
+        since_adjustment = MLS_MAX_TICKS; /* any value that is long ago */
     }
     /* relative to this process's clock */
-    if (mlspy_check(
-            state_of(self),
-            mls_strategy_restore(fresh, checkpointed, interval, now - since, high, &st),
-            &st) < 0) {
+    if (mlspy_check(state_of(self),
+                    mls_strategy_restore(fresh, checkpointed, interval,
+                                         now - since_adjustment, high, &st),
+                    &st) < 0) {
         return -1;
     }
     fresh->collecting = collecting != 0;

@@ -21,26 +21,26 @@ int mlspy_take_count(const char *name, Py_ssize_t expected, Py_ssize_t got)
 int mlspy_take_positional(PyTypeObject *type, PyObject *args, PyObject *kwargs,
                           const char *format, ...)
 {
-    va_list places;
+    va_list addresses;
     if (kwargs != NULL && PyDict_GET_SIZE(kwargs) > 0) {
         return MLSPY_REFUSE(PyExc_TypeError, "%s takes no keywords", type->tp_name);
     }
-    va_start(places, format);
-    const int good = PyArg_VaParse(args, format, places);
-    va_end(places);
+    va_start(addresses, format);
+    const int good = PyArg_VaParse(args, format, addresses);
+    va_end(addresses);
     return good ? 0 : -1;
 }
 
 int mlspy_take_tuple(PyObject *object, const char *label, const char *format, ...)
 {
-    va_list places;
+    va_list addresses;
     if (!PyTuple_Check(object)) {
         return MLSPY_REFUSE(PyExc_TypeError, "%s must be a tuple, got %.100s", label,
                             Py_TYPE(object)->tp_name);
     }
-    va_start(places, format);
-    const int good = PyArg_VaParse(object, format, places);
-    va_end(places);
+    va_start(addresses, format);
+    const int good = PyArg_VaParse(object, format, addresses);
+    va_end(addresses);
     return good ? 0 : -1;
 }
 

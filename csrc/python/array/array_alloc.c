@@ -34,14 +34,14 @@ PyObject *mlspy_array_of(PyArray_Descr *descr, int rank, const size_t *shape, bo
 PyObject *mlspy_array_in(PyArray_Descr *descr, int rank, const size_t *shape,
                          const ptrdiff_t *strides, void *data, int flags, PyObject *base)
 {
-    npy_intp dims[MLS_MAX_RANK], steps[MLS_MAX_RANK];
+    npy_intp dims[MLS_MAX_RANK], byte_strides[MLS_MAX_RANK];
     copy_dims(rank, shape, dims);
     for (int i = 0; strides != NULL && i < rank; i++) {
-        steps[i] = (npy_intp)strides[i];
+        byte_strides[i] = (npy_intp)strides[i];
     }
     PyObject *array =
         PyArray_NewFromDescr(&PyArray_Type, descr, rank, dims,
-                             strides == NULL ? NULL : steps, data, flags, NULL);
+                             strides == NULL ? NULL : byte_strides, data, flags, NULL);
     if (array == NULL) {
         Py_DECREF(base);
     } else if (PyArray_SetBaseObject((PyArrayObject *)array, base) < 0) {

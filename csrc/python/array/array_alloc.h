@@ -19,7 +19,8 @@ typedef struct mlspy_allocator {
     size_t count;
     PyObject *block; /* memory of the next arrays; NULL: each has its own memory */
     size_t used;     /* bytes used, from the start of the block */
-    size_t until;    /* arrays before this index are planned */
+    size_t until;    /* arrays before this index are planned: they are in a block or have
+                        their own memory */
     PyArray_Descr
         *descrs[MLS_DTYPE_COUNT]; /* descriptors of the arrays so far, or NULL */
 } mlspy_allocator;

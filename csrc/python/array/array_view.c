@@ -23,7 +23,7 @@
 
 /* ---- dtypes ---- */
 
-enum { MOST_ITEM_BYTES = 16 };
+enum { MOST_ITEM_BYTES = 16 }; /* of an item: NumPy's complex128 */
 
 /* Find the dtype with a DLPack type code and an item of `bytes` bytes; no two dtypes
  * share both. Returns false if the core has none. */
@@ -100,19 +100,19 @@ static bool labelled_of(PyArray_Descr *descr, mls_dtype *out)
     const char *name = label != NULL && PyUnicode_Check(label)
                            ? PyUnicode_AsUTF8AndSize(label, &length)
                            : NULL;
-    mls_dtype named;
+    mls_dtype labelled;
     if (name == NULL) {
         PyErr_Clear(); /* a label that is not a UTF-8 str */
         return false;
     }
-    const bool is_low_precision =
-        mls_dtype_from_name(name, (size_t)length, &named) &&
-        !mlspy_dtype_in_numpy(named) &&
-        mls_dtype_of(named)->item_bytes == (size_t)PyDataType_ELSIZE(descr);
-    if (is_low_precision) {
-        *out = named;
+    const bool is_valid_label =
+        mls_dtype_from_name(name, (size_t)length, &labelled) &&
+        !mlspy_dtype_in_numpy(labelled) &&
+        mls_dtype_of(labelled)->item_bytes == (size_t)PyDataType_ELSIZE(descr);
+    if (is_valid_label) {
+        *out = labelled;
     }
-    return is_low_precision;
+    return is_valid_label;
 }
 
 /* Registered types are found by name, because their numbers differ between processes. */
@@ -222,9 +222,10 @@ int mlspy_dtype_named(PyObject *object, mls_dtype *out)
     Py_ssize_t length = 0;
     const char *name =
         PyUnicode_Check(object) ? PyUnicode_AsUTF8AndSize(object, &length) : NULL;
-    return name != NULL       ? mls_dtype_from_name(name, (size_t)length, out)
-           : PyErr_Occurred() ? -1
-                              : 0;
+    if (name == NULL) {
+        return PyErr_Occurred() ? -1 : 0;
+    }
+    return mls_dtype_from_name(name, (size_t)length, out) ? 1 : 0;
 }
 
 /* The core's own names come first: NumPy knows "bfloat16" only after an import of
@@ -369,7 +370,7 @@ static int find_attribute(PyObject *array, PyObject *name, PyObject **out)
 static PyObject *without_graph(const mlspy_state *state, PyObject *array)
 {
     PyObject *flag;
-    int required = find_attribute(array, state->names[MLSPY_NAME_GRAPH], &flag);
+    int required = find_attribute(array, state->names[MLSPY_NAME_REQUIRES_GRAD], &flag);
     if (required > 0) {
         required = PyObject_IsTrue(flag);
         Py_DECREF(flag);
@@ -385,14 +386,14 @@ static int is_negated(const mlspy_state *state, PyObject *array)
 {
     PyObject *method;
     const int has_method =
-        find_attribute(array, state->names[MLSPY_NAME_NEGATIVE], &method);
+        find_attribute(array, state->names[MLSPY_NAME_IS_NEG], &method);
     if (has_method <= 0) {
         return has_method;
     }
-    PyObject *negative = PyObject_CallNoArgs(method);
-    const int negated = negative == NULL ? -1 : negative == Py_True;
+    PyObject *is_neg = PyObject_CallNoArgs(method);
+    const int negated = is_neg == NULL ? -1 : is_neg == Py_True;
     Py_DECREF(method);
-    Py_XDECREF(negative);
+    Py_XDECREF(is_neg);
     return negated;
 }
 
@@ -473,7 +474,7 @@ static bool take_dlpack_shape(const dlpack_tensor *from, mls_tensor *t)
 {
     /* `packed` is the stride of the axis in C order, used if there are no strides */
     size_t packed = mls_tensor_item_bytes(t);
-    const ptrdiff_t item = (ptrdiff_t)packed;
+    const ptrdiff_t item_bytes = (ptrdiff_t)packed;
     if (from->rank < 0 || from->rank > MLS_MAX_RANK ||
         (from->rank > 0 && from->shape == NULL)) {
         return false;
@@ -484,7 +485,8 @@ static bool take_dlpack_shape(const dlpack_tensor *from, mls_tensor *t)
         t->strides[axis] = (ptrdiff_t)packed;
         if (from->shape[axis] < 0 ||
             (from->strides != NULL &&
-             __builtin_mul_overflow(from->strides[axis], item, &t->strides[axis])) ||
+             __builtin_mul_overflow(from->strides[axis], item_bytes,
+                                    &t->strides[axis])) ||
             !mls_size_mul(packed, t->shape[axis] == 0 ? 1 : t->shape[axis], &packed) ||
             packed > PTRDIFF_MAX) {
             return false;
@@ -587,17 +589,17 @@ static int refuse_few_bits(const mlspy_state *state, PyObject *array, mls_dtype 
     PyObject *text = PyObject_Str(dtype);
     Py_DECREF(dtype);
     const char *name = text == NULL ? NULL : PyUnicode_AsUTF8(text);
-    const bool fits =
+    const bool is_allowed =
         name != NULL && (strncmp(name, "torch.", 6) != 0 ||
                          strcmp(name + 6, "uint8") == 0 || strcmp(name + 6, "int8") == 0);
-    if (name != NULL && !fits) {
+    if (name != NULL && !is_allowed) {
         mlspy_raise_text(state, MLS_E_DTYPE,
                          "%s is %s, for which mlstate's files have no name: store it as "
                          "integers, by tensor.view(torch.uint8)",
                          label, name);
     }
     Py_XDECREF(text);
-    return fits ? 0 : -1;
+    return is_allowed ? 0 : -1;
 }
 
 /* As mlspy_view_of, for an object with __dlpack__. The owner is a capsule that calls the
@@ -751,14 +753,15 @@ static const dlpack_exchange *exchange_of(const mlspy_state *state, PyObject *ar
  * false, possibly with an exception set, if this cannot be determined. */
 static bool is_detached_tensor(const mlspy_state *state, PyObject *array)
 {
-    PyObject *graph = PyObject_GetAttr(array, state->names[MLSPY_NAME_GRAPH]);
-    PyObject *negative =
-        graph == Py_False
-            ? PyObject_CallMethodNoArgs(array, state->names[MLSPY_NAME_NEGATIVE])
+    PyObject *requires_grad =
+        PyObject_GetAttr(array, state->names[MLSPY_NAME_REQUIRES_GRAD]);
+    PyObject *is_neg =
+        requires_grad == Py_False
+            ? PyObject_CallMethodNoArgs(array, state->names[MLSPY_NAME_IS_NEG])
             : NULL;
-    const bool is_detached = negative == Py_False;
-    Py_XDECREF(graph);
-    Py_XDECREF(negative);
+    const bool is_detached = is_neg == Py_False;
+    Py_XDECREF(requires_grad);
+    Py_XDECREF(is_neg);
     return is_detached;
 }
 

@@ -12,20 +12,20 @@
 static int take_memory(PyObject *object, mls_tensor *out)
 {
     unsigned long long address;
-    Py_ssize_t item;
+    Py_ssize_t item_bytes;
     PyObject *shape, *strides;
     if (!PyTuple_Check(object) ||
-        !PyArg_ParseTuple(object, "KnO!O!", &address, &item, &PyTuple_Type, &shape,
+        !PyArg_ParseTuple(object, "KnO!O!", &address, &item_bytes, &PyTuple_Type, &shape,
                           &PyTuple_Type, &strides)) {
         return PyErr_Occurred() ? -1 : MLSPY_REFUSE(PyExc_TypeError, "not a tuple");
     }
     const Py_ssize_t rank = PyTuple_GET_SIZE(shape);
-    if (rank >= MLS_MAX_RANK || PyTuple_GET_SIZE(strides) != rank || item < 1) {
+    if (rank >= MLS_MAX_RANK || PyTuple_GET_SIZE(strides) != rank || item_bytes < 1) {
         return MLSPY_REFUSE(PyExc_ValueError, "a memory's axes do not fit");
     }
     *out = (mls_tensor){.data = (unsigned char *)(uintptr_t)address, .dtype = MLS_U8};
     out->rank = (int)rank + 1;
-    out->shape[rank] = (size_t)item;
+    out->shape[rank] = (size_t)item_bytes;
     out->strides[rank] = 1;
     for (Py_ssize_t axis = 0; axis < rank; axis++) {
         out->shape[axis] = PyLong_AsSize_t(PyTuple_GET_ITEM(shape, axis));

@@ -56,7 +56,7 @@ static int take_codes(const mlspy_state *state, PyObject *const *args,
  */
 PyObject *core_scaled_codes_decode(mlspy_state *state, PyObject *const *args)
 {
-    mlspy_view views[3] = {{.owner = NULL}};
+    mlspy_view views[3] = {{.owner = NULL}}; /* values, codes, scales */
     const mls_tensor *values = &views[0].tensor;
     mls_scaled_codes codes = {.skip = 0};
     mls_status st;

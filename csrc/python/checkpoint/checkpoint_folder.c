@@ -53,16 +53,14 @@ PyObject *mlspy_raise_under(const mlspy_state *state, const mls_status *st,
     if (st->code == MLS_E_STOPPED && PyErr_Occurred()) {
         return NULL; /* keep the callback's exception, or KeyboardInterrupt */
     }
-    const bool about_file = st->code == MLS_E_FORMAT || st->code == MLS_E_CHECKSUM;
-    const char *file = about_file && relative != NULL ? relative : "";
+    const bool is_about_contents = st->code == MLS_E_FORMAT || st->code == MLS_E_CHECKSUM;
+    const char *file = is_about_contents && relative != NULL ? relative : "";
     const bool names_tensor = strncmp(st->text, "tensor '", strlen("tensor '")) == 0;
-    if (names_tensor && strstr(st->text, "', file '") != NULL) {
-        /* the core already added tensor and file; repeating them would truncate the
-         * reason */
-    } else if (st->name[0] != '\0' && !names_tensor) {
+    const bool names_file = names_tensor && strstr(st->text, "', file '") != NULL;
+    if (st->name[0] != '\0' && !names_tensor) {
         PyOS_snprintf(named.text, sizeof named.text, "%.120s%s'%.60s': %.130s", file,
                       file[0] != '\0' ? ": " : "", st->name, st->text);
-    } else if (file[0] != '\0') {
+    } else if (file[0] != '\0' && !names_file) { /* twice would truncate the reason */
         PyOS_snprintf(named.text, sizeof named.text, "%.120s: %.195s", file, st->text);
     }
     PyObject *full = join_path(path, relative);

@@ -12,8 +12,8 @@
 /* The rank may be missing because the saved world was smaller, or because the MergedIndex
  * contains only some ranks. The result is borrowed from the MergedIndex, which the caller
  * holds. */
-int mlspy_merged_index_index(const mlspy_state *state, PyObject *merged, int64_t rank,
-                             const mls_index **out)
+int mlspy_merged_index_of_rank(const mlspy_state *state, PyObject *merged, int64_t rank,
+                               const mls_index **out)
 {
     if (!PyObject_TypeCheck(merged, state->merged_index_type)) {
         return MLSPY_REFUSE(PyExc_TypeError, "a MergedIndex is wanted");
@@ -32,15 +32,15 @@ int mlspy_merged_index_index(const mlspy_state *state, PyObject *merged, int64_t
  * elsewhere than at a dot. Almost all names are short; these are joined on the stack. */
 PyObject *mlspy_merged_index_key(const mls_tensor_id *id)
 {
-    char few[256];
+    char short_key[256];
     const size_t length = mls_tensor_id_key_length(id);
-    char *key = length <= sizeof few ? few : mls_alloc(length, 1);
+    char *key = length <= sizeof short_key ? short_key : mls_alloc(length, 1);
     if (key == NULL) {
         return PyErr_NoMemory();
     }
     mls_tensor_id_write_key(id, key);
     PyObject *result = mlspy_str_of((mls_str){key, length});
-    if (key != few) {
+    if (key != short_key) {
         mls_free(key);
     }
     return result;

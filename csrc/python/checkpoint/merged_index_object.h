@@ -27,8 +27,8 @@ int mlspy_take_section(const mlspy_state *state, PyObject *object, mls_section *
 
 /* Find the index of a rank in a MergedIndex: `*out` is borrowed, NULL if there is none.
  * Returns 0, or -1 with TypeError set if `merged` is not a MergedIndex. */
-int mlspy_merged_index_index(const mlspy_state *state, PyObject *merged, int64_t rank,
-                             const mls_index **out);
+int mlspy_merged_index_of_rank(const mlspy_state *state, PyObject *merged, int64_t rank,
+                               const mls_index **out);
 
 /* Methods, implemented in py_shard_load.c. */
 PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *args,

@@ -41,19 +41,19 @@ int mlspy_take_layout(const mlspy_state *state, PyObject *object, mls_layout *ou
                             (int)MLS_LAYOUT_STEPS);
     }
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); i++) {
-        PyObject *first, *second;
+        PyObject *axis_object, *parts_object;
         int64_t axis, parts;
         if (mlspy_take_tuple(PyTuple_GET_ITEM(object, i), "a step of a layout", "OO",
-                             &first, &second) < 0) {
+                             &axis_object, &parts_object) < 0) {
             return -1;
         }
-        const int named = take_axis(state, first, &axis);
-        if (named < 0 || mlspy_take_int64(state, second, "parts", &parts) < 0) {
+        const int is_named = take_axis(state, axis_object, &axis);
+        if (is_named < 0 || mlspy_take_int64(state, parts_object, "parts", &parts) < 0) {
             return -1;
         }
         /* checked before the conversion to smaller types, which could make invalid values
          * look valid */
-        if ((named == 0 && (axis < 0 || axis >= MLS_LAYOUT_RANK)) || parts < 1) {
+        if ((is_named == 0 && (axis < 0 || axis >= MLS_LAYOUT_RANK)) || parts < 1) {
             return MLSPY_REFUSE(
                 PyExc_ValueError,
                 "a layout cuts an axis from 0 to %d into 1 part or more, not "
@@ -167,9 +167,9 @@ static bool take_axes(const mlspy_state *state, PyObject *object, int64_t rank,
  *
  * Returns the layout and the part for one tensor of `rank` dimensions, given part `index`
  * of a layout for parameters: steps along axes that the tensor lacks are dropped. A flat
- * step stays only if `axes` is None and `rank` is above 0. `axes`:
- * for each axis of an optimizer state the axis of its parameter, None if the parameter
- * lacks it; None instead of the tuple: the same axes. */
+ * step stays only if `axes` is None and `rank` is above 0. `axes`: for each axis of an
+ * optimizer state the axis of its parameter, None if the parameter lacks it; None instead
+ * of the tuple: the same axes. */
 PyObject *core_layout_project(mlspy_state *state, PyObject *const *args)
 {
     mls_layout layout, projected;

@@ -44,7 +44,8 @@ static void merged_index_dealloc(mlspy_merged_index *self)
 
 /* Raise the error `st` about an invalid index. The text gets "index/" and the last name
  * of `path`, its file, in front; `path` becomes the exception's path. */
-static void fail_index(const mlspy_state *state, const mls_status *st, PyObject *path)
+static void raise_index_error(const mlspy_state *state, const mls_status *st,
+                              PyObject *path)
 {
     mls_status named = *st;
     const char *text = PyUnicode_Check(path) ? PyUnicode_AsUTF8(path) : NULL;
@@ -75,7 +76,7 @@ static int add_index(const mlspy_state *state, mlspy_merged_index *self, PyObjec
     }
     MLSPY_WITHOUT_GIL(code = mls_index_parse(bytes, (size_t)length, crc, index, &st));
     if (code != MLS_OK) {
-        fail_index(state, &st, name);
+        raise_index_error(state, &st, name);
         return -1;
     }
     self->index_count++;
@@ -93,7 +94,7 @@ static int merge_indexes(const mlspy_state *state, mlspy_merged_index *self,
     mls_code code;
     self->indexes = mls_alloc(count, sizeof *self->indexes);
     const mls_index **pointers = mls_alloc(count, sizeof *pointers);
-    const mls_index *disagreeing;
+    const mls_index *disagreeing; /* NULL after other failures */
     int failed = -1;
     if (self->indexes == NULL || pointers == NULL) {
         PyErr_NoMemory();
@@ -110,7 +111,8 @@ static int merge_indexes(const mlspy_state *state, mlspy_merged_index *self,
         code = mls_merged_index_init(&self->merged, pointers, count, &disagreeing, &st));
     failed = code == MLS_OK ? 0 : -1;
     if (failed < 0 && disagreeing != NULL) {
-        fail_index(state, &st, PyTuple_GET_ITEM(names, disagreeing - self->indexes));
+        raise_index_error(state, &st,
+                          PyTuple_GET_ITEM(names, disagreeing - self->indexes));
     } else if (failed < 0) {
         mlspy_raise(state, &st, Py_None);
     }
@@ -236,19 +238,20 @@ static int read_headers(const mlspy_state *state, mlspy_merged_index *self,
     }
     const char *path = PyBytes_AS_STRING(encoded);
     const mls_index *index = self->indexes, *disagreeing;
-    size_t at = 0;
+    size_t failed_file = 0; /* its number, for the error */
     mls_status st;
     mls_code code;
     Py_BEGIN_ALLOW_THREADS
         code = records == NULL ? MLS_OK
                                : mls_file_checksums_compare(records, path, texts, count,
-                                                            crc, &at, &st);
+                                                            crc, &failed_file, &st);
         if (code == MLS_OK) {
-            code = mls_index_of_files(path, texts, count, crc, self->indexes, &at, &st);
+            code = mls_index_of_files(path, texts, count, crc, self->indexes,
+                                      &failed_file, &st);
             self->index_count = code == MLS_OK ? 1 : 0;
         }
         if (code == MLS_OK && records != NULL) {
-            code = mls_index_use_checksums(self->indexes, records, &at, &st);
+            code = mls_index_use_checksums(self->indexes, records, &failed_file, &st);
         }
         if (code == MLS_OK) {
             code = mls_merged_index_init(&self->merged, &index, 1, &disagreeing, &st);
@@ -256,7 +259,7 @@ static int read_headers(const mlspy_state *state, mlspy_merged_index *self,
     Py_END_ALLOW_THREADS
     failed = code == MLS_OK ? 0 : -1;
     if (failed < 0) {
-        mlspy_raise_under(state, &st, folder, count > 0 ? texts[at] : NULL);
+        mlspy_raise_under(state, &st, folder, count > 0 ? texts[failed_file] : NULL);
     }
 done:
     mls_free((void *)texts);
@@ -330,12 +333,13 @@ static PyObject *axes_tuple(const mls_index_shard *shard)
  * shape, layout, axes_tuple, number of shards, their uncompressed bytes, highest version,
  * storage tier or None, stored bytes, number of sparse shards, codec of a compressed
  * shard or None. The dtype is NumPy's name, not the name in the file, except that an
- * opaque tensor has dtype and shape of its file. NULL with an exception set. */
+ * opaque tensor, which no array can hold, has dtype and shape of its file. NULL with an
+ * exception set. */
 static PyObject *tensor_tuple(const mlspy_merged_index *self,
                               const mls_merged_index_tensor *t)
 {
     const mls_index_shard *shard = t->any_shard;
-    const mls_tensor_summary sum = mls_tensor_summarize(&self->merged, t);
+    const mls_tensor_summary summary = mls_tensor_summarize(&self->merged, t);
     const char *tier = shard->tier == MLS_TIER_NONE ? NULL : mls_tier_name(shard->tier);
     const mls_stored *opaque = shard->opaque;
     const char *name = mls_dtype_of(shard->dtype)->name;
@@ -350,12 +354,13 @@ static PyObject *tensor_tuple(const mlspy_merged_index *self,
                          mlspy_merged_index_key(&shard->id), mlspy_str_of(shard->id.name),
                          state, dtype, shape, mlspy_layout_tuple(&shard->layout),
                          axes_tuple(shard), (Py_ssize_t)t->count,
-                         (unsigned long long)sum.bytes, (unsigned long long)sum.version,
-                         tier, (unsigned long long)sum.stored_bytes,
-                         (Py_ssize_t)sum.sparse, sum.codec);
+                         (unsigned long long)summary.bytes,
+                         (unsigned long long)summary.version, tier,
+                         (unsigned long long)summary.stored_bytes,
+                         (Py_ssize_t)summary.sparse, summary.codec);
 }
 
-/* tensors() -> [tuple, ...], as tensor_tuple, of all sections */
+/* tensors() -> [tuple, ...], as tensor_tuple, of the tensors of all sections */
 static PyObject *merged_index_tensors(mlspy_merged_index *self, PyObject *unused)
 {
     (void)unused;
@@ -508,13 +513,13 @@ static PyObject *merged_index_heads(mlspy_merged_index *self, PyObject *unused)
     PyObject *list = PyList_New((Py_ssize_t)self->index_count);
     for (size_t i = 0; list != NULL && i < self->index_count; i++) {
         const mls_index *index = &self->indexes[i];
-        const mls_index_summary sum = mls_index_summarize(index);
-        mlspy_put(
-            &list, (Py_ssize_t)i,
-            Py_BuildValue("(sKKnKK)", index->generation, (unsigned long long)index->rank,
-                          (unsigned long long)index->world_size,
-                          (Py_ssize_t)index->shard_count, (unsigned long long)sum.bytes,
-                          (unsigned long long)sum.stored_bytes));
+        const mls_index_summary summary = mls_index_summarize(index);
+        mlspy_put(&list, (Py_ssize_t)i,
+                  Py_BuildValue(
+                      "(sKKnKK)", index->generation, (unsigned long long)index->rank,
+                      (unsigned long long)index->world_size,
+                      (Py_ssize_t)index->shard_count, (unsigned long long)summary.bytes,
+                      (unsigned long long)summary.stored_bytes));
     }
     return list;
 }
@@ -609,7 +614,7 @@ static PyMethodDef merged_index_methods[] = {
     MLSPY_METHOD(mlspy_merged_index, patterns, METH_NOARGS, "/"),
     MLSPY_METHOD(mlspy_merged_index, places, METH_NOARGS, "/"),
     MLSPY_METHOD(mlspy_merged_index, select_parts, METH_FASTCALL,
-                 "folder, section, keys, cutting, most, /"),
+                 "folder, section, keys, cutting, max_parts, /"),
     MLSPY_METHOD(mlspy_merged_index, reads, METH_FASTCALL,
                  "folder, section, keys, cutting, verify, /"),
     {NULL, NULL, 0, NULL},

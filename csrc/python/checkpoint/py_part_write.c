@@ -1,8 +1,9 @@
 /* py_part_write: safetensors files that several ranks write together.
  *
  * Headers follow from names, dtypes and shapes, so every rank computes the offsets
- * (safetensors_layout) and writes its parts (parts_write). One rank collects the shares
- * of the checksums and writes the headers (safetensors_layout again). */
+ * (safetensors_layout) and writes its parts (parts_write). One rank collects the ranks'
+ * shares of the checksums, whose XOR is the checksum (part_write.h), and writes the
+ * headers (safetensors_layout again). */
 #include "arguments/args.h"
 #include "arguments/progress.h"
 #include "arguments/results.h"
@@ -20,7 +21,7 @@
 
 #include <unistd.h>
 
-enum { ALIGNMENT = 64 };
+enum { ALIGNMENT = 64 }; /* of the elements in a file, in bytes */
 
 /* ---- headers ---- */
 

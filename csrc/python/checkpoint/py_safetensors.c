@@ -255,13 +255,14 @@ static mls_code load_mapped(int fd, const mls_safetensors *file, PyObject **arra
  * dict yet. */
 static void **array_addresses(PyObject *arrays, size_t count)
 {
-    void **places = mls_alloc(count, sizeof *places);
+    void **addresses = mls_alloc(count, sizeof *addresses);
     PyObject *name, *array;
     Py_ssize_t at = 0;
-    for (size_t i = 0; places != NULL && PyDict_Next(arrays, &at, &name, &array); i++) {
-        places[i] = PyArray_DATA((PyArrayObject *)array);
+    for (size_t i = 0; addresses != NULL && PyDict_Next(arrays, &at, &name, &array);
+         i++) {
+        addresses[i] = PyArray_DATA((PyArrayObject *)array);
     }
-    return places;
+    return addresses;
 }
 
 /* As load_mapped, for new arrays with the file's elements. They are created with the GIL
@@ -271,17 +272,17 @@ static mls_code load_copied(const mlspy_state *state, int fd, const mls_safetens
 {
     mls_code code = MLS_OK;
     PyObject *copies = arrays_of(file, NULL, NULL);
-    void **places = copies == NULL ? NULL : array_addresses(copies, file->count);
-    if (places != NULL) {
-        MLSPY_WITHOUT_GIL(code = mls_safetensors_read(fd, file, places, mlspy_crc(state),
-                                                      state->pool, st));
+    void **addresses = copies == NULL ? NULL : array_addresses(copies, file->count);
+    if (addresses != NULL) {
+        MLSPY_WITHOUT_GIL(code = mls_safetensors_read(fd, file, addresses,
+                                                      mlspy_crc(state), state->pool, st));
     } else if (copies != NULL) {
         PyErr_NoMemory();
     }
-    if (places != NULL && code == MLS_OK) {
+    if (addresses != NULL && code == MLS_OK) {
         *arrays = Py_NewRef(copies);
     }
-    mls_free(places);
+    mls_free(addresses);
     Py_XDECREF(copies);
     return code;
 }

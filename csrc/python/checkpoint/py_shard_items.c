@@ -112,14 +112,15 @@ static const signed char *axes_of(const mlspy_shard_items *items, PyObject *mode
                                   const mls_tensor_id *id, int rank, const size_t *dims,
                                   signed char *axes)
 {
-    size_t shape[MLS_LAYOUT_RANK];
+    size_t parameter_shape[MLS_LAYOUT_RANK];
     PyObject *parameter = NULL, *name = NULL;
     bool differ = false;
     if (id->has_state && model != Py_None && (name = mlspy_str_of(id->name)) != NULL &&
         mlspy_dict_get(model, name, &parameter) == 1) {
-        const int stated_rank = stated_shape(items, parameter, shape);
-        differ = stated_rank >= 0 &&
-                 mls_optimizer_axes(id->state, rank, dims, stated_rank, shape, axes);
+        const int parameter_rank = stated_shape(items, parameter, parameter_shape);
+        differ = parameter_rank >= 0 &&
+                 mls_optimizer_axes(id->state, rank, dims, parameter_rank,
+                                    parameter_shape, axes);
     }
     PyErr_Clear();
     Py_XDECREF(name);
@@ -132,11 +133,12 @@ static const signed char *axes_of(const mlspy_shard_items *items, PyObject *mode
 static int add_whole(mlspy_shard_items *items, PyObject *model, const mls_tensor_id *id,
                      const mlspy_view *view)
 {
-    signed char buffer[MLS_LAYOUT_RANK];
+    signed char axes_buffer[MLS_LAYOUT_RANK];
     const mls_tensor *t = &view->tensor;
     mls_status st;
     const signed char *axes =
-        items->parts > 1 ? axes_of(items, model, id, t->rank, t->shape, buffer) : NULL;
+        items->parts > 1 ? axes_of(items, model, id, t->rank, t->shape, axes_buffer)
+                         : NULL;
     if (mlspy_check(items->state,
                     mls_shard_list_add_whole(&items->list, id, t, &items->layout, axes,
                                              items->rank, items->world_size, &st),
@@ -215,8 +217,10 @@ static int add_part(mlspy_shard_items *items, const mls_tensor_id *id, const cha
     item->part = properties->part;
     item->version = properties->version;
     item->tier = properties->tier;
-    if (mlspy_check(items->state, mls_shard_list_set_memory(&items->list, t, 0, &st),
-                    &st) < 0) {
+    if (mlspy_check(
+            items->state,
+            mls_shard_list_set_memory(&items->list, t, 0 /* first element */, &st),
+            &st) < 0) {
         return -1;
     }
     return hold_owner(items, view->owner);
@@ -247,11 +251,13 @@ static int add_shard(mlspy_shard_items *items, const mls_tensor_id *id, const ch
             "pass replica=0, the copy that is stored",
             label, (long long)replica);
     }
-    const int rank = replica > 0 ? 0 : shard_shape(items, shard, &layout, shape);
-    PyObject *array =
-        rank < 0 || replica > 0 ? NULL : PyObject_GetAttrString(shard, "array");
-    if (replica > 0 || rank < 0 || array == NULL) {
-        return replica > 0 ? 0 : -1;
+    if (replica > 0) {
+        return 0;
+    }
+    const int rank = shard_shape(items, shard, &layout, shape);
+    PyObject *array = rank < 0 ? NULL : PyObject_GetAttrString(shard, "array");
+    if (array == NULL) {
+        return -1;
     }
     int failed = mlspy_view_of(items->state, array, label, &view);
     if (failed == 0) {
@@ -347,12 +353,13 @@ static int add_dicts(mlspy_shard_items *items, PyObject *const *dicts)
 
 /* ---- lists as capsules ---- */
 
-#define NAME "mlstate.shard_items"
+/* The name of the capsules of this file. */
+#define CAPSULE_NAME "mlstate.shard_items"
 
 /* Releases arrays, so it needs the GIL, which a capsule destructor has. */
 static void free_capsule(PyObject *capsule)
 {
-    mlspy_shard_items *items = PyCapsule_GetPointer(capsule, NAME);
+    mlspy_shard_items *items = PyCapsule_GetPointer(capsule, CAPSULE_NAME);
     items_fini(items);
     mls_free(items);
 }
@@ -360,12 +367,12 @@ static void free_capsule(PyObject *capsule)
 /* The capsule's name identifies its type, so no other capsule is accepted. */
 mlspy_shard_items *mlspy_shard_items_of(PyObject *capsule)
 {
-    return PyCapsule_GetPointer(capsule, NAME);
+    return PyCapsule_GetPointer(capsule, CAPSULE_NAME);
 }
 
 enum { BACKGROUND_THREADS = 4 }; /* each has a buffer */
 
-size_t mlspy_threads_aside(const mls_pool *pool)
+size_t mlspy_background_threads(const mls_pool *pool)
 {
     const size_t threads = mls_pool_threads(pool);
     return threads < BACKGROUND_THREADS ? threads : BACKGROUND_THREADS;
@@ -413,7 +420,8 @@ PyObject *core_shards_collect(mlspy_state *state, PyObject *const *args)
     size_t bytes = 0;
     /* from here on the capsule frees it, also after a failure */
     mlspy_shard_items *items = mls_alloc(1, sizeof *items);
-    PyObject *capsule = items == NULL ? NULL : PyCapsule_New(items, NAME, free_capsule);
+    PyObject *capsule =
+        items == NULL ? NULL : PyCapsule_New(items, CAPSULE_NAME, free_capsule);
     if (capsule == NULL) {
         mls_free(items);
         return PyErr_Occurred() ? NULL : PyErr_NoMemory();
@@ -441,14 +449,14 @@ PyObject *core_shards_overhead(mlspy_state *state, PyObject *const *args)
         return NULL;
     }
     if (mls_staging_overhead(items->list.items, items->list.count,
-                             mlspy_threads_aside(state->pool), compress, &bytes,
+                             mlspy_background_threads(state->pool), compress, &bytes,
                              &st) != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
     return PyLong_FromSize_t(bytes);
 }
 
-/* shards_stage(items, memory, used) -> (bytes used, shards not copied)
+/* shards_stage(items, memory, used) -> (bytes used, number of shards not copied)
  *
  * Copies the arrays of as many items as fit into `memory`, a writable buffer. Its first
  * `used` bytes contain copies that the caller made of tensors that only their framework
@@ -477,6 +485,7 @@ PyObject *core_shards_stage(mlspy_state *state, PyObject *const *args)
     if (used < 0 || used > (int64_t)items->staging.len) {
         return PyErr_Format(PyExc_ValueError, "more is used than there is");
     }
+    /* the caller's copies count as staged */
     mls_staging_note(items->list.items, items->list.count, items->staging.buf,
                      (size_t)used);
     const mls_staging to = {.memory = (unsigned char *)items->staging.buf + used,
@@ -489,7 +498,7 @@ PyObject *core_shards_stage(mlspy_state *state, PyObject *const *args)
     if (code != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
-    mlspy_shard_items_release(items, false /* not all */);
+    mlspy_shard_items_release(items, false /* copied items only */);
     return Py_BuildValue("(nn)", (Py_ssize_t)staged.bytes + (Py_ssize_t)used,
                          (Py_ssize_t)staged.lent);
 }

@@ -44,11 +44,10 @@ typedef struct load_job {
     mls_file_range *ranges;
     Py_buffer *buffers; /* of the ranges */
     size_t range_count;
-    uint64_t read; /* bytes that reached their destination */
+    uint64_t bytes_read; /* that reached their destination */
     mls_load_plan plan;
     load_result *results;     /* one for each part of the plan */
-    mls_load_target *targets; /* one for each part, when loading into existing arrays;
-                                 NULL: new arrays */
+    mls_load_target *targets; /* one for each part; NULL: new arrays are loaded */
 } load_job;
 
 /* Releases all that a job holds; accepts a partly initialized one. Needs the GIL. */
@@ -91,10 +90,10 @@ static int take_cutting(const mlspy_state *state, PyObject *object, mls_cutting 
         return -1;
     }
     (void)mls_layout_parts(&out->layout, &parts, &st);
-    const int64_t most = out->has_layout ? (int64_t)parts : world > 0 ? world : 1;
-    if (index < 0 || index >= most || world < 0) {
+    const int64_t part_count = out->has_layout ? (int64_t)parts : world > 0 ? world : 1;
+    if (index < 0 || index >= part_count || world < 0) {
         return MLSPY_REFUSE(PyExc_ValueError, "part %lld of %lld does not exist",
-                            (long long)index, (long long)most);
+                            (long long)index, (long long)part_count);
     }
     out->index = (size_t)index;
     out->world = (size_t)world;
@@ -121,34 +120,35 @@ static int take_place(const load_job *job, PyObject *place, mls_load_item *item)
 {
     size_t shape[MLS_LAYOUT_RANK];
     mls_layout layout;
-    int64_t begin, end;
+    int64_t begin = 0, index_or_end;
     mls_status st;
-    PyObject *dims, *how, *last;
-    if (mlspy_take_tuple(place, "a place", "OOO", &dims, &how, &last) < 0) {
+    PyObject *dims, *layout_or_begin, *last;
+    if (mlspy_take_tuple(place, "a place", "OOO", &dims, &layout_or_begin, &last) < 0) {
         return -1;
     }
     const int rank = mlspy_take_shape(job->state, dims, shape);
-    if (rank < 0 || mlspy_take_int64(job->state, last, "index or end", &end) < 0 ||
+    if (rank < 0 ||
+        mlspy_take_int64(job->state, last, "index or end", &index_or_end) < 0 ||
         check_core(job, mls_load_item_check_full(item, rank, shape, &st), &st) < 0) {
         return -1;
     }
-    if (!PyTuple_Check(how)) {
-        return mlspy_take_int64(job->state, how, "begin", &begin) < 0
-                   ? -1
-                   : check_core(job, mls_load_item_run(item, begin, end, &st), &st);
+    const bool is_range = !PyTuple_Check(layout_or_begin);
+    if ((is_range ? mlspy_take_int64(job->state, layout_or_begin, "begin", &begin)
+                  : mlspy_take_layout(job->state, layout_or_begin, &layout)) < 0) {
+        return -1;
     }
     /* a negative index becomes a large one, which is refused too */
-    return mlspy_take_layout(job->state, how, &layout) < 0
-               ? -1
-               : check_core(job, mls_load_item_part(item, &layout, (size_t)end, &st),
-                            &st);
+    const mls_code code =
+        is_range ? mls_load_item_run(item, begin, index_or_end, &st)
+                 : mls_load_item_part(item, &layout, (size_t)index_or_end, &st);
+    return check_core(job, code, &st);
 }
 
 /* Look up all keys of a list, and choose the part of each; the plan has the same order.
- * `places` has a place for each key, or is NULL if `how` cuts all tensors in the same
- * way. Returns -1 with an exception set. */
+ * `places` has a place for each key, or is NULL if `cutting` applies to all tensors.
+ * Returns -1 with an exception set. */
 static int choose_parts(load_job *job, mls_section section, PyObject *keys,
-                        const mls_cutting *how, PyObject *places)
+                        const mls_cutting *cutting, PyObject *places)
 {
     const Py_ssize_t count = PyList_GET_SIZE(keys);
     mls_status st;
@@ -180,7 +180,7 @@ static int choose_parts(load_job *job, mls_section section, PyObject *keys,
         }
         if ((places != NULL
                  ? take_place(job, PyList_GET_ITEM(places, i), item)
-                 : check_core(job, mls_load_item_select(item, how, &st), &st)) < 0) {
+                 : check_core(job, mls_load_item_select(item, cutting, &st), &st)) < 0) {
             return -1;
         }
     }
@@ -262,13 +262,13 @@ static PyObject *mapped_array(load_job *job, const mls_load_item *item,
                               PyObject *capsules, mlspy_allocator *allocator)
 {
     uint64_t offset;
-    const mls_merged_index_shard *run =
+    const mls_merged_index_shard *shard =
         mls_merged_index_run(&job->merged->merged, item->tensor, &item->part, &offset);
-    if (run == NULL) {
+    if (shard == NULL) {
         return Py_NewRef(Py_None);
     }
-    PyObject *capsule =
-        map_file(job, capsules, run->index->links, &run->index->files[run->shard->file]);
+    PyObject *capsule = map_file(job, capsules, shard->index->links,
+                                 &shard->index->files[shard->shard->file]);
     if (capsule == NULL) {
         return NULL;
     }
@@ -295,24 +295,24 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
     mlspy_allocator arena = {
         .bytes_of = new_bytes, .context = job, .count = job->plan.count};
     bool good = result != NULL && (!maps || capsules != NULL);
-    enum { TOGETHER = 64 }; /* arrays for each update of the counter */
+    enum { ARRAYS_PER_UPDATE = 64 }; /* of the counter */
     for (size_t i = 0; good && i < job->plan.count; i++) {
         load_result *entry = &job->results[i];
         PyObject *array = maps ? mapped_array(job, &job->plan.items[i], capsules, &arena)
                                : Py_NewRef(Py_None);
-        const bool read = array == Py_None;
-        if (read) {
+        const bool is_read = array == Py_None;
+        if (is_read) {
             Py_DECREF(array);
             array = new_array(job, i, &arena, maps);
         }
         entry->array = array;
-        if (array != NULL && read) {
+        if (array != NULL && is_read) {
             mls_load_plan_place(&job->plan, i, PyArray_DATA((PyArrayObject *)array),
                                 true /* zeroed */);
             mls_load_plan_keep(&job->plan, i, &used);
         }
         good = array != NULL && PyDict_SetItem(result, entry->key, array) == 0;
-        if (ready != NULL && i % TOGETHER == 0) {
+        if (ready != NULL && i % ARRAYS_PER_UPDATE == 0) {
             mls_ready_counter_advance(ready, used);
         }
     }
@@ -353,9 +353,9 @@ static int read_all(load_job *job, bool verify, PyObject *callback, PyObject **r
 {
     mlspy_progress progress;
     mls_status st;
-    size_t failed = 0;
-    make_state m = {job, &progress, NULL};
-    const mls_maker maker = {make_during_read, &m};
+    size_t failed_piece = 0;
+    make_state maker_context = {job, &progress, NULL};
+    const mls_maker maker = {make_during_read, &maker_context};
     if (mlspy_progress_init(&progress, callback) < 0) {
         return -1;
     }
@@ -365,7 +365,7 @@ static int read_all(load_job *job, bool verify, PyObject *callback, PyObject **r
         .in_memory = job->in_memory,
         .ranges = job->ranges,
         .range_count = job->range_count,
-        .read = &job->read,
+        .read = &job->bytes_read,
         .pieces = job->plan.pieces,
         .count = job->plan.piece_count,
         .crc = verify ? mlspy_crc(job->state) : NULL,
@@ -375,22 +375,22 @@ static int read_all(load_job *job, bool verify, PyObject *callback, PyObject **r
         .maker = result == NULL ? NULL : &maker,
     };
     mlspy_progress_begin(&progress);
-    const mls_code code = mls_shards_read(&request, &failed, &st);
+    const mls_code code = mls_shards_read(&request, &failed_piece, &st);
     mlspy_progress_end(&progress);
     if (result != NULL) {
-        *result = m.result;
+        *result = maker_context.result;
     }
     if (code != MLS_OK) {
-        const bool about = code != MLS_E_MEMORY && code != MLS_E_STOPPED;
+        const bool names_file = code != MLS_E_MEMORY && code != MLS_E_STOPPED;
         mlspy_raise_under(job->state, &st, job->path,
-                          about ? job->plan.pieces[failed].shard->file : NULL);
+                          names_file ? job->plan.pieces[failed_piece].shard->file : NULL);
         return -1;
     }
     return mlspy_progress_finish(&progress);
 }
 
-/* Return {key: array} with mapped arrays if possible, and read the others; NULL with an
- * exception set. The arrays are created first, since mapped ones are not read. */
+/* Return {key: array} with mapped arrays if possible, the others read by read_all; NULL
+ * with an exception set. The arrays are created first, since mapped ones are not read. */
 static PyObject *map_and_read(load_job *job, bool verify, PyObject *callback)
 {
     PyObject *result = make_arrays(job, true, NULL);
@@ -412,15 +412,15 @@ static PyObject *make_and_read(load_job *job, bool verify, PyObject *callback)
     return result;
 }
 
-/* Choose tensors and parts, without accessing files. `path` is used in errors. `cuts` is
- * (layout or None, index, world) for all tensors, or a list with a place for each key.
+/* Choose tensors and parts, without accessing files. `path` is used in errors. `cutting`
+ * is (layout or None, index, world) for all tensors, or a list with a place for each key.
  * Returns -1 with an exception set; call load_fini also then. */
 static int load_begin(load_job *job, mlspy_merged_index *self, PyObject *path,
-                      PyObject *section, PyObject *keys, PyObject *cuts)
+                      PyObject *section, PyObject *keys, PyObject *cutting)
 {
     mls_section section_id;
-    mls_cutting how;
-    PyObject *places = PyList_Check(cuts) ? cuts : NULL;
+    mls_cutting cut;
+    PyObject *places = PyList_Check(cutting) ? cutting : NULL;
     *job = (load_job){.merged = self,
                       .state = mlspy_state_of_type(Py_TYPE(self)),
                       .path = path,
@@ -432,8 +432,8 @@ static int load_begin(load_job *job, mlspy_merged_index *self, PyObject *path,
         return MLSPY_REFUSE(PyExc_ValueError, "a place is wanted for each key");
     }
     return mlspy_take_section(job->state, section, &section_id) < 0 ||
-                   (places == NULL && take_cutting(job->state, cuts, &how) < 0) ||
-                   choose_parts(job, section_id, keys, &how, places) < 0
+                   (places == NULL && take_cutting(job->state, cutting, &cut) < 0) ||
+                   choose_parts(job, section_id, keys, &cut, places) < 0
                ? -1
                : 0;
 }
@@ -461,8 +461,7 @@ static int take_range(load_job *job, PyObject *object)
     return 0;
 }
 
-/* Take the bytes of files in memory from a tuple of ranges. Returns -1 with an exception
- * set. */
+/* Take the ranges of files in memory from a tuple. Returns -1 with an exception set. */
 static int take_ranges(load_job *job, PyObject *tuple)
 {
     const Py_ssize_t count = PyTuple_GET_SIZE(tuple);
@@ -483,7 +482,7 @@ static int take_ranges(load_job *job, PyObject *tuple)
 /* As load_begin, with all other checks that are possible before anything must be undone.
  * `source` is a folder, or (URL, ranges, zeroed). Returns -1 with an exception set. */
 static int load_init(load_job *job, mlspy_merged_index *self, PyObject *source,
-                     PyObject *section, PyObject *keys, PyObject *cuts)
+                     PyObject *section, PyObject *keys, PyObject *cutting)
 {
     PyObject *path = source, *ranges = NULL;
     int zeroed = 0;
@@ -491,7 +490,7 @@ static int load_init(load_job *job, mlspy_merged_index *self, PyObject *source,
                                                   &PyTuple_Type, &ranges, &zeroed) < 0) {
         return -1;
     }
-    const int failed = load_begin(job, self, path, section, keys, cuts);
+    const int failed = load_begin(job, self, path, section, keys, cutting);
     job->zeroed = zeroed != 0;
     return failed < 0 ||
                    (ranges == NULL ? mlspy_open_folder(job->state, path, &job->folder)
@@ -678,9 +677,9 @@ PyObject *mlspy_merged_index_load_into(mlspy_merged_index *self, PyObject *const
     if (good) {
         mls_load_plan_scatter(&job.plan, job.targets, job.state->kernels);
     }
-    const uint64_t read = job.read;
+    const uint64_t bytes_read = job.bytes_read;
     load_fini(&job);
-    return good ? PyLong_FromUnsignedLongLong(read) : NULL;
+    return good ? PyLong_FromUnsignedLongLong(bytes_read) : NULL;
 }
 
 /* ---- parts and bytes that a load needs ----
@@ -786,10 +785,10 @@ static PyObject *part_set_for(PyObject *dict, PyObject *key)
 }
 
 /* Add the numbers of the stored parts that intersect the part of `item` to the set under
- * tensor_places in `dict`, created if needed. At most `most` numbers are added, as a
+ * tensor_places in `dict`, created if needed. At most `max_parts` numbers are added, as a
  * layout may claim any number of parts. Returns -1 with an exception set. */
 static int add_parts(const load_job *job, const mls_index_pattern *patterns,
-                     const mls_load_item *item, Py_ssize_t most, PyObject *dict)
+                     const mls_load_item *item, Py_ssize_t max_parts, PyObject *dict)
 {
     const mls_index_shard *shard = item->tensor->any_shard;
     PyObject *key = tensor_places(job->merged, patterns, item->tensor);
@@ -799,7 +798,7 @@ static int add_parts(const load_job *job, const mls_index_pattern *patterns,
     int failed = set == NULL ? -1 : 0;
     mls_layout_intersection_init(&iter, &shard->layout, shard->rank, shard->shape,
                                  &item->part);
-    while (failed == 0 && most-- > 0 && mls_layout_intersection_next(&iter, &part)) {
+    while (failed == 0 && max_parts-- > 0 && mls_layout_intersection_next(&iter, &part)) {
         PyObject *number = PyLong_FromSize_t(part);
         failed = number == NULL ? -1 : PySet_Add(set, number);
         Py_XDECREF(number);
@@ -808,26 +807,26 @@ static int add_parts(const load_job *job, const mls_index_pattern *patterns,
     return failed;
 }
 
-/* select_parts(folder, section, keys, cutting, most) -> {places: {part, ...}, ...}
+/* select_parts(folder, section, keys, cutting, max_parts) -> {places: {part, ...}, ...}
  *
  * Returns the numbers of the stored parts that a load needs, by the places of their
- * tensors, as places() returns them. At most `most` parts of each tensor are listed. The
- * folder is only used in errors; no file is opened. */
+ * tensors, as places() returns them. At most `max_parts` parts of each tensor are listed.
+ * The folder is only used in errors; no file is opened. */
 PyObject *mlspy_merged_index_select_parts(mlspy_merged_index *self, PyObject *const *args,
                                           Py_ssize_t count)
 {
     load_job job = {.folder = -1};
     mls_index_pattern *patterns = NULL;
     PyObject *dict = NULL;
-    const Py_ssize_t most = count == 5 ? PyLong_AsSsize_t(args[4]) : 0;
+    const Py_ssize_t max_parts = count == 5 ? PyLong_AsSsize_t(args[4]) : 0;
     if (mlspy_take_count("select_parts", 5, count) == 0 &&
-        (most != -1 || !PyErr_Occurred()) &&
+        (max_parts != -1 || !PyErr_Occurred()) &&
         load_begin(&job, self, args[0], args[1], args[2], args[3]) == 0 &&
         (patterns = find_patterns(job.merged, job.state)) != NULL) {
         dict = PyDict_New();
     }
     for (size_t i = 0; dict != NULL && i < job.plan.count; i++) {
-        if (add_parts(&job, patterns, &job.plan.items[i], most, dict) < 0) {
+        if (add_parts(&job, patterns, &job.plan.items[i], max_parts, dict) < 0) {
             Py_CLEAR(dict);
         }
     }
@@ -862,12 +861,13 @@ static void add_reads(const load_job *job, const mls_load_item *item, bool verif
     for (size_t i = 0; *list != NULL && i < count; i++) {
         const mls_stored_shard *stored = &out.stored[i];
         if (stored->file != NULL) {
-            const mls_stored_reads e = mls_stored_reads_of(stored, &item->part, verify);
-            mlspy_append(
-                list,
-                Py_BuildValue("(sKKKL)", stored->file, (unsigned long long)e.begin,
-                              (unsigned long long)e.end, (unsigned long long)e.bytes,
-                              stored->frames != NULL ? -1LL : (long long)stored->offset));
+            const mls_stored_reads read =
+                mls_stored_reads_of(stored, &item->part, verify);
+            mlspy_append(list,
+                         Py_BuildValue(
+                             "(sKKKL)", stored->file, (unsigned long long)read.begin,
+                             (unsigned long long)read.end, (unsigned long long)read.bytes,
+                             stored->frames != NULL ? -1LL : (long long)stored->offset));
         }
     }
     mls_free(out.stored);

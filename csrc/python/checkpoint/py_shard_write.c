@@ -22,7 +22,7 @@
 #include <errno.h>
 #include <unistd.h>
 
-enum { MANIFEST_NODES = 64 << 20 }; /* most values of a JSON text */
+enum { MAX_JSON_VALUES = 64 << 20 }; /* in one text */
 
 /* Return the result of a write as a new dict: "path", "bytes" and "crc32c" (hexadecimal
  * digits) of the index, "shards" and "data_bytes" of all shards that it lists, and
@@ -45,7 +45,7 @@ static PyObject *written_dict(const mls_shards_written *w)
 typedef struct waiting_caller {
     mlspy_shard_items *items;
     mlspy_progress *progress; /* stores the thread state while the GIL is released */
-    PyObject *call;           /* borrowed */
+    PyObject *freed;          /* borrowed: the caller's function */
 } waiting_caller;
 
 /* The core's callback, called once without the GIL in the thread of the save when it no
@@ -56,9 +56,9 @@ static void release_arrays(void *context)
     const waiting_caller *w = context;
     PyEval_RestoreThread(w->progress->saved);
     mlspy_shard_items_release(w->items, true /* all */);
-    PyObject *result = PyObject_CallNoArgs(w->call);
+    PyObject *result = PyObject_CallNoArgs(w->freed);
     if (result == NULL) {
-        PyErr_WriteUnraisable(w->call);
+        PyErr_WriteUnraisable(w->freed);
     }
     Py_XDECREF(result);
     w->progress->saved = PyEval_SaveThread();
@@ -70,7 +70,7 @@ static mls_code write_with_own_threads(mls_shard_job *job, mls_shards_written *o
                                        mls_status *st)
 {
     mls_pool *pool = NULL;
-    mls_code code = mls_pool_new(mlspy_threads_aside(job->pool), &pool, st);
+    mls_code code = mls_pool_new(mlspy_background_threads(job->pool), &pool, st);
     if (code == MLS_OK) {
         job->pool = pool;
         code = mls_shards_write(job, out, st);
@@ -84,14 +84,14 @@ static mls_code write_with_own_threads(mls_shard_job *job, mls_shards_written *o
  * arrays are free, and the save then has its own threads. Returns the result of
  * written_dict, or NULL with an exception set. The folder is opened once and used by its
  * descriptor, so that renaming it during the save is harmless. */
-static PyObject *write_gathered(mlspy_shard_items *items, PyObject *path,
-                                mls_shard_job *job, PyObject *callback, PyObject *freed)
+static PyObject *write_shards(mlspy_shard_items *items, PyObject *path,
+                              mls_shard_job *job, PyObject *callback, PyObject *freed)
 {
     mlspy_progress progress;
     mls_shards_written written;
     mls_status st;
     mls_code code;
-    waiting_caller caller = {.items = items, .progress = &progress, .call = freed};
+    waiting_caller caller = {.items = items, .progress = &progress, .freed = freed};
     if (mlspy_progress_init(&progress, callback) < 0 ||
         mlspy_open_folder(items->state, path, &job->folder) < 0) {
         return NULL;
@@ -158,8 +158,8 @@ static mlspy_shard_items *take_job(const mlspy_state *state, PyObject *generatio
 {
     mls_str digits;
     int64_t below;
-    mlspy_shard_items *g = mlspy_shard_items_of(items);
-    if (g == NULL || mlspy_take_text(generation, "generation", &digits) < 0 ||
+    mlspy_shard_items *shards = mlspy_shard_items_of(items);
+    if (shards == NULL || mlspy_take_text(generation, "generation", &digits) < 0 ||
         mlspy_take_int64(state, pack_below, "pack_below_bytes", &below) < 0) {
         return NULL;
     }
@@ -170,37 +170,37 @@ static mlspy_shard_items *take_job(const mlspy_state *state, PyObject *generatio
     }
     *job = (mls_shard_job){.generation = digits.data,
                            .pack_below = (uint64_t)below,
-                           .rank = g->rank,
-                           .world_size = g->world_size,
-                           .items = g->list.items,
-                           .count = g->list.count,
+                           .rank = shards->rank,
+                           .world_size = shards->world_size,
+                           .items = shards->list.items,
+                           .count = shards->list.count,
                            .kernels = state->kernels,
                            .crc = mlspy_crc(state),
                            .pool = state->pool};
-    return g;
+    return shards;
 }
 
-/* shards_write(folder, generation, items, before, how, progress, freed, mode, temporary)
- * -> dict of the written index, as written_dict
+/* shards_write(folder, generation, items, previous_index, options, progress, freed, mode,
+ * temporary) -> dict of the written index, as written_dict
  *
  * Writes the shards of `items` and an index of them as `generation`, the name of a
- * version of the checkpoint in hexadecimal digits. `before` is a MergedIndex of the
- * committed checkpoint, whose unchanged shards are not written again, or None to write
- * everything. `how` is (pack_below: shards of fewer bytes share files, sparse: omit rows
- * of zeros, incremental: write only changed rows of a shard, compress: name of a codec or
- * None), see mls_shards_write. Python has checked the two flags, so any value except True
- * is False; `pack_below` comes from the user. `progress` is called with the number of
- * bytes since its last call, or is None. `freed` is called at most once, without
- * arguments, after the last read of the arrays of the list, and not if writing failed
- * before; if it is set, the save runs beside other work, and has its own threads instead
- * of the shared ones. `mode`: permission bits of new files. `temporary`: the files are
- * read soon and then deleted, so they are not synced.
+ * version of the checkpoint in hexadecimal digits. `previous_index` is a MergedIndex of
+ * the committed checkpoint, whose unchanged shards are not written again, or None to
+ * write everything. `options` is (pack_below: shards of fewer bytes share files, sparse:
+ * omit rows of zeros, incremental: write only changed rows of a shard, compress: name of
+ * a codec or None), see mls_shards_write. Python has checked the two flags, so any value
+ * except True is False; `pack_below` comes from the user. `progress` is called with the
+ * number of bytes since its last call, or is None. `freed` is called at most once,
+ * without arguments, after the last read of the arrays of the list, and not if writing
+ * failed before; if it is set, the save runs beside other work, and has its own threads
+ * instead of the shared ones. `mode`: permission bits of new files. `temporary`: the
+ * files are read soon and then deleted, so they are not synced.
  */
 PyObject *core_shards_write(mlspy_state *state, PyObject *const *args)
 {
     PyObject *pack_below, *sparse, *incremental, *compress;
     mls_shard_job job;
-    if (mlspy_take_tuple(args[4], "how", "OOOO", &pack_below, &sparse, &incremental,
+    if (mlspy_take_tuple(args[4], "options", "OOOO", &pack_below, &sparse, &incremental,
                          &compress) < 0) {
         return NULL;
     }
@@ -208,7 +208,7 @@ PyObject *core_shards_write(mlspy_state *state, PyObject *const *args)
     if (items == NULL || take_codec(compress, &job) < 0 ||
         take_mode(state, args[7], &job.mode) < 0 ||
         (args[3] != Py_None &&
-         mlspy_merged_index_index(state, args[3], (int64_t)items->rank, &job.before) <
+         mlspy_merged_index_of_rank(state, args[3], (int64_t)items->rank, &job.before) <
              0)) {
         return NULL;
     }
@@ -216,7 +216,7 @@ PyObject *core_shards_write(mlspy_state *state, PyObject *const *args)
     job.incremental = incremental == Py_True;
     job.codecs = mlspy_codecs();
     job.temporary = args[8] == Py_True;
-    return write_gathered(items, args[0], &job, args[5], args[6]);
+    return write_shards(items, args[0], &job, args[5], args[6]);
 }
 
 /* shards_plan(generation, items, pack_below) -> bytes: the text of the index that
@@ -278,8 +278,8 @@ PyObject *core_json_checksum_check(mlspy_state *state, PyObject *const *args)
                : mlspy_raise(state, &st, args[1]);
 }
 
-/* json_check(data, depth, path): raises FormatError unless `data` is JSON as
- * docs/format.md requires, nested at most `depth` deep, with at most MANIFEST_NODES
+/* json_check(data, max_depth, path): raises FormatError unless `data` is JSON as
+ * docs/format.md requires, nested at most `max_depth` deep, with at most MAX_JSON_VALUES
  * values; `path` is only for the error */
 PyObject *core_json_check(mlspy_state *state, PyObject *const *args)
 {
@@ -291,12 +291,12 @@ PyObject *core_json_check(mlspy_state *state, PyObject *const *args)
     if (PyBytes_AsStringAndSize(args[0], &bytes, &length) < 0) {
         return NULL;
     }
-    const size_t depth = PyLong_AsSize_t(args[1]);
+    const size_t max_depth = PyLong_AsSize_t(args[1]);
     if (PyErr_Occurred()) {
         return NULL;
     }
     MLSPY_WITHOUT_GIL(code = mls_json_parse(bytes, (size_t)length,
-                                            (mls_json_limits){depth, MANIFEST_NODES},
+                                            (mls_json_limits){max_depth, MAX_JSON_VALUES},
                                             &json, &st));
     mls_json_free(json);
     return code == MLS_OK ? Py_NewRef(Py_None) : mlspy_raise(state, &st, args[2]);

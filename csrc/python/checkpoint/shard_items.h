@@ -40,6 +40,6 @@ mlspy_shard_items *mlspy_shard_items_of(PyObject *capsule);
 
 /* Return the number of threads for a background save: as many as `pool` has, but at most
  * 4. */
-size_t mlspy_threads_aside(const mls_pool *pool);
+size_t mlspy_background_threads(const mls_pool *pool);
 
 #endif

@@ -114,10 +114,11 @@ static int add_fields(PyObject *root)
  * empty tuple for other errors. Returns -1 with an exception set. */
 static int add_differences(PyObject *class)
 {
-    PyObject *none = PyTuple_New(0);
-    const int failed =
-        none == NULL ? -1 : PyObject_SetAttrString(class, "differences", none);
-    Py_XDECREF(none);
+    PyObject *no_differences = PyTuple_New(0);
+    const int failed = no_differences == NULL
+                           ? -1
+                           : PyObject_SetAttrString(class, "differences", no_differences);
+    Py_XDECREF(no_differences);
     return failed;
 }
 

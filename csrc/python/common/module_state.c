@@ -90,8 +90,8 @@ static int intern_names(mlspy_state *state)
         [MLSPY_NAME_ITEMSIZE] = "itemsize",
         [MLSPY_NAME_NBYTES] = "nbytes",
         [MLSPY_NAME_EXCHANGE] = "__dlpack_c_exchange_api__",
-        [MLSPY_NAME_GRAPH] = "requires_grad",
-        [MLSPY_NAME_NEGATIVE] = "is_neg",
+        [MLSPY_NAME_REQUIRES_GRAD] = "requires_grad",
+        [MLSPY_NAME_IS_NEG] = "is_neg",
         [MLSPY_NAME_PART] = "_mlstate_part",
         [MLSPY_NAME_MASKED_MODULE] = "numpy.ma",
     };

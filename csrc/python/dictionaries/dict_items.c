@@ -131,7 +131,7 @@ int mlspy_items_of(PyObject *dict, const char *label, mlspy_items *out)
 /* Keeps key and value, so that metadata can be filled in again. */
 void mlspy_item_forget(mlspy_item *item)
 {
-    Py_CLEAR(item->text);
+    Py_CLEAR(item->dtype_text);
     Py_CLEAR(item->part);
     mls_free(item->owned_shape);
     item->owned_shape = NULL;
@@ -212,7 +212,7 @@ int mlspy_find(mlspy_finder *finder, PyObject *key, PyObject **out)
 /* ---- shapes and dtypes ---- */
 
 /* Set the name of an item's dtype: the core's name, or the text of `dtype` without
- * "torch.", which the item keeps in `text`. Returns -1 with an exception set. */
+ * "torch.", which the item keeps in `dtype_text`. Returns -1 with an exception set. */
 static int take_dtype_text(PyObject *dtype, mlspy_item *item)
 {
     mls_dtype dtype_id;
@@ -229,7 +229,7 @@ static int take_dtype_text(PyObject *dtype, mlspy_item *item)
     }
     /* torch.float32 is called float32 in NumPy and in the core */
     const size_t skipped = strncmp(name, "torch.", 6) == 0 ? 6 : 0;
-    item->text = text;
+    item->dtype_text = text;
     item->meta.dtype = name + skipped;
     return 0;
 }
@@ -238,7 +238,7 @@ static int take_dtype_text(PyObject *dtype, mlspy_item *item)
  * it. Returns NULL with MemoryError set. */
 static size_t *make_shape(mlspy_item *item, int rank)
 {
-    size_t *sizes = item->few;
+    size_t *sizes = item->short_shape;
     if (rank > MLSPY_FEW_AXES) {
         sizes = item->owned_shape = mls_alloc((size_t)rank, sizeof *sizes);
     }

@@ -20,11 +20,11 @@ typedef struct mlspy_item {
     PyObject *key, *value; /* strong references */
     size_t position;       /* in the dict */
     mls_str name;
-    mls_tensor_meta meta;  /* shape and dtype; set by mlspy_item_fill_meta */
-    PyObject *text, *part; /* strong references or NULL: the name of a dtype that the core
-                              lacks, and the text of a part */
-    size_t *owned_shape;   /* NULL if the shape fits `few` */
-    size_t few[MLSPY_FEW_AXES];
+    mls_tensor_meta meta; /* shape and dtype; set by mlspy_item_fill_meta */
+    PyObject *dtype_text; /* strong: the name of a dtype that the core lacks; or NULL */
+    PyObject *part;       /* strong: the text of a part of a tensor; NULL: all of it */
+    size_t *owned_shape;  /* NULL if the shape fits `short_shape` */
+    size_t short_shape[MLSPY_FEW_AXES];
 } mlspy_item;
 
 /* A snapshot of the entries of a dict, in its order. Zero it, fill it, release it. Later

@@ -14,6 +14,8 @@
 
 #include "base/memory.h"
 
+#include <float.h>
+
 /* Accepts pairs that mlspy_pairs_init left incomplete. */
 void mlspy_pairs_fini(mlspy_pairs *p)
 {
@@ -254,28 +256,84 @@ static PyObject *bytes_of(const mlspy_state *state, const mlspy_item *item)
     return raw;
 }
 
+/* Set the bytes of `mask` to 1 that hold a value in an item of dtype `descr`; the others
+ * are padding: between the fields of a record, and in x87's long double. */
+static void mark_value_bytes(PyArray_Descr *descr, unsigned char *mask)
+{
+    const npy_intp bytes = PyDataType_ELSIZE(descr);
+    const int number = descr->type_num;
+    if (PyDataType_HASSUBARRAY(descr)) {
+        PyArray_Descr *base = PyDataType_SUBARRAY(descr)->base;
+        const npy_intp step = PyDataType_ELSIZE(base);
+        for (npy_intp at = 0; step > 0 && at < bytes; at += step) {
+            mark_value_bytes(base, mask + at);
+        }
+    } else if (PyDataType_HASFIELDS(descr)) {
+        PyObject *names = PyDataType_NAMES(descr);
+        for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); i++) {
+            /* (dtype, offset), borrowed; cannot fail: the names are those of the dict */
+            PyObject *field =
+                PyDict_GetItem(PyDataType_FIELDS(descr), PyTuple_GET_ITEM(names, i));
+            mark_value_bytes((PyArray_Descr *)PyTuple_GET_ITEM(field, 0),
+                             mask + PyLong_AsLong(PyTuple_GET_ITEM(field, 1)));
+        }
+    } else if (LDBL_MANT_DIG == 64 &&
+               (number == NPY_LONGDOUBLE || number == NPY_CLONGDOUBLE)) {
+        for (npy_intp at = 0; at < bytes; at += (npy_intp)sizeof(long double)) {
+            memset(mask + at, 1, 10); /* the bytes of an x87 number */
+        }
+    } else {
+        memset(mask, 1, (size_t)bytes);
+    }
+}
+
+/* Set the padding in `raw`, a new bytes object of items of dtype `descr`, to zero.
+ * Returns `raw`, or NULL with MemoryError set. */
+static PyObject *clear_padding(PyArray_Descr *descr, PyObject *raw)
+{
+    const size_t bytes = (size_t)PyDataType_ELSIZE(descr);
+    unsigned char *mask = raw == NULL ? NULL : mls_alloc(bytes, 1);
+    if (mask == NULL) {
+        Py_XDECREF(raw);
+        return raw == NULL ? NULL : PyErr_NoMemory();
+    }
+    mark_value_bytes(descr, mask);
+    /* Python shares the bytes objects of length 1 */
+    if (bytes > 1 && memchr(mask, 0, bytes) != NULL) {
+        char *data = PyBytes_AS_STRING(raw);
+        for (size_t i = 0; i < (size_t)PyBytes_GET_SIZE(raw); i++) {
+            data[i] = mask[i % bytes] == 0 ? 0 : data[i];
+        }
+    }
+    mls_free(mask);
+    return raw;
+}
+
 /* Arrays in the other byte order are converted first, so that the byte order alone makes
  * no difference. */
 PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item)
 {
     PyObject *array = item->value;
-    if (PyArray_Check(array) && mlspy_is_masked(state, array)) {
+    if (!PyArray_Check(array)) {
+        return bytes_of(state, item);
+    }
+    if (mlspy_is_masked(state, array)) {
         char label[MLS_NAME_BYTES];
         PyOS_snprintf(label, sizeof label, "'%.140s'", item->name.data);
         (void)mlspy_refuse_masked(label);
         return NULL;
     }
-    /* a record has no byte order, but its fields have */
-    if (!PyArray_Check(array) || (PyArray_ISNOTSWAPPED((PyArrayObject *)array) &&
-                                  PyArray_TYPE((PyArrayObject *)array) != NPY_VOID)) {
-        return bytes_of(state, item);
-    }
     PyArray_Descr *native =
         PyArray_DescrNewByteorder(PyArray_DESCR((PyArrayObject *)array), NPY_NATIVE);
-    PyObject *turned =
+    PyObject *native_array =
         native == NULL ? NULL : PyArray_FromAny(array, native, 0, 0, 0, NULL);
-    PyObject *raw = turned == NULL ? NULL : PyObject_CallMethod(turned, "tobytes", NULL);
-    Py_XDECREF(turned);
+    if (native_array == NULL) {
+        return NULL;
+    }
+    PyObject *raw =
+        clear_padding(PyArray_DESCR((PyArrayObject *)native_array),
+                      PyArray_ToString((PyArrayObject *)native_array, NPY_CORDER));
+    Py_DECREF(native_array);
     return raw;
 }
 
@@ -283,7 +341,7 @@ PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item)
 bool mlspy_has_core_dtype(const mlspy_item *item)
 {
     mls_dtype dtype;
-    /* without `text`, the name is a constant of the core */
-    return item->text == NULL ||
+    /* without `dtype_text`, the name is a constant of the core */
+    return item->dtype_text == NULL ||
            mls_dtype_from_name(item->meta.dtype, strlen(item->meta.dtype), &dtype);
 }

@@ -40,7 +40,8 @@ PyObject *mlspy_pair_key(const mlspy_pairs *p, size_t i);
 PyObject *mlspy_pairs_report(const mlspy_pairs *p, bool from_target);
 
 /* View the array of an item. Errors name the item, with the text `side` before its name.
- * Returns -1 with an exception set, and no owner. */
+ * `writable`: the array must allow writes, see mlspy_view_writable. Returns -1 with an
+ * exception set, and no owner. */
 int mlspy_view_item(const mlspy_state *state, const mlspy_item *item, const char *side,
                     bool writable, mlspy_view *out);
 

@@ -22,20 +22,19 @@ static void free_stream(PyObject *capsule)
 }
 
 /* Return an array of `count` elements over the memory at `*stream`, which is freed with
- * the array. Sets `*stream` to NULL if the array, or a failed call, has taken the memory.
- * NULL with an exception set. */
+ * the array; `*stream` is then NULL. NULL with an exception set; the memory is freed
+ * if `*stream` is NULL. */
 static PyObject *stream_array(unsigned char **stream, mls_dtype dtype, size_t count)
 {
     PyArray_Descr *descr = mlspy_descr_of_dtype(dtype);
-    PyObject *owner = PyCapsule_New(*stream, capsule_name, free_stream);
     unsigned char *data = *stream;
-    if (owner == NULL || descr == NULL) {
+    PyObject *owner =
+        descr == NULL ? NULL : PyCapsule_New(data, capsule_name, free_stream);
+    if (owner == NULL) {
         Py_XDECREF(descr);
-        Py_XDECREF(owner); /* it frees the stream */
-        *stream = owner == NULL ? data : NULL;
         return NULL;
     }
-    *stream = NULL;
+    *stream = NULL; /* from here on the capsule frees the memory */
     return mlspy_array_in(descr, 1, &count, NULL, data, NPY_ARRAY_CARRAY, owner);
 }
 
@@ -56,7 +55,7 @@ static PyObject *streams_of(mls_delta *delta, mls_dtype dtype)
     return Py_BuildValue("(NN)", gaps, values);
 }
 
-enum { GAPS, VALUES, STREAMS };
+enum { GAPS, VALUES, STREAMS }; /* the streams of a delta, and their number */
 
 /* A delta, and the views of its streams. Zero it, fill it, release it. */
 typedef struct delta_view {
@@ -70,7 +69,8 @@ static void release_delta(delta_view *view)
 }
 
 /* View `array`, a vector in C order and native byte order; `label` names it in messages.
- * The caller releases `out`, also on failure. Returns -1 with an exception set. */
+ * `writable`: it must allow writes. The caller releases `out`, also on failure. Returns
+ * -1 with an exception set. */
 static int take_vector(const mlspy_state *state, PyObject *array, const char *label,
                        bool writable, mlspy_view *out)
 {
@@ -95,50 +95,53 @@ static int take_delta(const mlspy_state *state, PyObject *elements, PyObject *ga
     int64_t count;
     mls_status st;
     if (mlspy_take_int64(state, elements, "elements", &count) < 0 ||
-        take_vector(state, gaps, "gaps", false, &out->streams[GAPS]) < 0 ||
-        take_vector(state, values, "values", false, &out->streams[VALUES]) < 0) {
+        take_vector(state, gaps, "gaps", false /* read-only */, &out->streams[GAPS]) <
+            0 ||
+        take_vector(state, values, "values", false /* read-only */,
+                    &out->streams[VALUES]) < 0) {
         return -1;
     }
-    const mls_tensor *units = &out->streams[GAPS].tensor,
-                     *items = &out->streams[VALUES].tensor;
-    if (count < 0 || (units->dtype != MLS_U8 && units->dtype != MLS_U16)) {
+    const mls_tensor *gap_stream = &out->streams[GAPS].tensor,
+                     *value_stream = &out->streams[VALUES].tensor;
+    if (count < 0 || (gap_stream->dtype != MLS_U8 && gap_stream->dtype != MLS_U16)) {
         return MLSPY_REFUSE(
             PyExc_ValueError,
             "a delta has gaps of uint8 or uint16 and at least 0 elements");
     }
     out->delta = (mls_delta){.elements = (size_t)count,
-                             .item_bytes = mls_tensor_item_bytes(items),
-                             .changed = items->shape[0],
-                             .gap_bytes = mls_tensor_item_bytes(units),
-                             .gaps = units->data,
-                             .gaps_bytes = mlspy_bytes(units),
-                             .values = items->data,
-                             .values_bytes = mlspy_bytes(items)};
+                             .item_bytes = mls_tensor_item_bytes(value_stream),
+                             .changed = value_stream->shape[0],
+                             .gap_bytes = mls_tensor_item_bytes(gap_stream),
+                             .gaps = gap_stream->data,
+                             .gaps_bytes = mlspy_bytes(gap_stream),
+                             .values = value_stream->data,
+                             .values_bytes = mlspy_bytes(value_stream)};
     PyThreadState *released = mlspy_leave_python(out->delta.gaps_bytes);
     const mls_code code = mls_delta_check(&out->delta, &st);
     mlspy_resume_python(released);
     return mlspy_check(state, code, &st);
 }
 
-/* delta_encode(base, new, checksum) -> (gaps, values, CRC32C of `new` | None): the
- * elements of `new` that differ from `base`. `checksum` is a bool: whether to compute the
- * CRC32C. CompatibilityError if shape or dtype differ, or an array is byte-swapped. */
+/* delta_encode(base, new, wants_crc) -> (gaps, values, CRC32C of `new` | None): the
+ * elements of `new` that differ from `base`. `wants_crc` is a bool: whether to compute
+ * the CRC32C. CompatibilityError if shape or dtype differ, or an array is byte-swapped.
+ */
 PyObject *core_delta_encode(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view views[2] = {{.owner = NULL}};
     mls_delta delta = {0};
     mls_status st;
     uint32_t crc = 0;
-    bool checksum;
+    bool wants_crc;
     PyObject *streams = NULL;
     if (mlspy_view_for(state, args[0], "base", false /* read-only */, &views[0]) == 0 &&
         mlspy_view_for(state, args[1], "new", false /* read-only */, &views[1]) == 0 &&
-        mlspy_take_bool(args[2], &checksum) == 0) {
+        mlspy_take_bool(args[2], &wants_crc) == 0) {
         const mls_dtype dtype = views[0].tensor.dtype;
         PyThreadState *released = mlspy_leave_python(mlspy_bytes(&views[0].tensor));
         const mls_code code = mls_delta_encode(
             mls_delta_kernels_of(state->kernels->cpu), mlspy_crc(state), &views[0].tensor,
-            &views[1].tensor, &delta, checksum ? &crc : NULL, &st);
+            &views[1].tensor, &delta, wants_crc ? &crc : NULL, &st);
         mlspy_resume_python(released);
         streams = mlspy_check(state, code, &st) < 0 ? NULL : streams_of(&delta, dtype);
     }
@@ -146,10 +149,11 @@ PyObject *core_delta_encode(mlspy_state *state, PyObject *const *args)
     if (streams == NULL) {
         return NULL;
     }
-    PyObject *sum = checksum ? PyLong_FromUnsignedLong(crc) : Py_NewRef(Py_None);
-    PyObject *result = sum == NULL ? NULL
-                                   : Py_BuildValue("(OON)", PyTuple_GET_ITEM(streams, 0),
-                                                   PyTuple_GET_ITEM(streams, 1), sum);
+    PyObject *crc_object = wants_crc ? PyLong_FromUnsignedLong(crc) : Py_NewRef(Py_None);
+    PyObject *result = crc_object == NULL
+                           ? NULL
+                           : Py_BuildValue("(OON)", PyTuple_GET_ITEM(streams, 0),
+                                           PyTuple_GET_ITEM(streams, 1), crc_object);
     Py_DECREF(streams);
     return result;
 }
@@ -176,13 +180,16 @@ static int check_application(const mlspy_state *state, const delta_view *view,
     return 0;
 }
 
-/* Append (target, gaps, array for the overwritten elements) to `log`, a list. Returns the
- * memory of that array, which the log keeps alive; NULL with an exception set. */
+/* Append (target, gaps, array for the overwritten elements) to `log`, a list. The array
+ * has the dtype and length of `values`. Returns its memory, which the log keeps alive;
+ * NULL with an exception set. */
 static unsigned char *log_application(PyObject *log, PyObject *target, PyObject *gaps,
                                       const mls_tensor *values)
 {
     PyArray_Descr *descr = mlspy_descr_of_dtype(values->dtype);
-    PyObject *old = descr == NULL ? NULL : mlspy_array_of(descr, 1, values->shape, false);
+    PyObject *old = descr == NULL
+                        ? NULL
+                        : mlspy_array_of(descr, 1, values->shape, false /* no zeros */);
     PyObject *entry = old == NULL ? NULL : PyTuple_Pack(3, target, gaps, old);
     unsigned char *memory = NULL;
     if (entry != NULL && PyList_Append(log, entry) == 0) {
@@ -193,37 +200,39 @@ static unsigned char *log_application(PyObject *log, PyObject *target, PyObject 
     return memory;
 }
 
-/* delta_apply(target, gaps, values, elements, log | None, checksum)
+/* delta_apply(target, gaps, values, elements, log | None, wants_crc)
  *     -> CRC32C of the target | None
  *
  * Write the values of a delta of `elements` elements to `target`, which has as many;
- * `checksum` is a bool. Nothing is written and logged if an exception is raised. `log` is
- * a list; the call appends (target, gaps, overwritten elements): the delta that restores
- * the target. Python's signal handlers cannot run between the entry and the change. */
+ * `wants_crc` is a bool. Nothing is written and logged if an exception is raised. `log`
+ * is a list; the call appends (target, gaps, overwritten elements): the delta that
+ * restores the target. Python's signal handlers cannot run between the entry and the
+ * change. */
 PyObject *core_delta_apply(mlspy_state *state, PyObject *const *args)
 {
     delta_view view = {.delta = {.gaps = NULL}};
     mlspy_view target = {.owner = NULL};
     PyObject *log = args[4] == Py_None ? NULL : args[4];
-    unsigned char *undo = NULL;
+    unsigned char *overwritten = NULL;
     uint32_t crc = 0;
-    bool checksum;
+    bool wants_crc;
     PyObject *result = NULL;
     if (log != NULL && !PyList_Check(log)) {
         return PyErr_Format(PyExc_TypeError, "the log must be a list or None");
     }
     if (mlspy_view_for(state, args[0], "target", true /* writable */, &target) == 0 &&
         take_delta(state, args[3], args[1], args[2], &view) == 0 &&
-        mlspy_take_bool(args[5], &checksum) == 0 &&
+        mlspy_take_bool(args[5], &wants_crc) == 0 &&
         check_application(state, &view, &target.tensor) == 0 &&
-        (log == NULL || (undo = log_application(log, args[0], args[1],
-                                                &view.streams[VALUES].tensor)) != NULL)) {
+        (log == NULL ||
+         (overwritten = log_application(log, args[0], args[1],
+                                        &view.streams[VALUES].tensor)) != NULL)) {
         PyThreadState *released = mlspy_leave_python(
-            checksum ? mlspy_bytes(&target.tensor) : view.delta.values_bytes);
-        mls_delta_apply(&view.delta, mlspy_crc(state), &target.tensor, undo,
-                        checksum ? &crc : NULL);
+            wants_crc ? mlspy_bytes(&target.tensor) : view.delta.values_bytes);
+        mls_delta_apply(&view.delta, mlspy_crc(state), &target.tensor, overwritten,
+                        wants_crc ? &crc : NULL);
         mlspy_resume_python(released);
-        result = checksum ? PyLong_FromUnsignedLong(crc) : Py_NewRef(Py_None);
+        result = wants_crc ? PyLong_FromUnsignedLong(crc) : Py_NewRef(Py_None);
     }
     mlspy_view_release(&target);
     release_delta(&view);

@@ -26,8 +26,8 @@ typedef struct held_bucket {
     size_t *counts;    /* counts of all segments */
 } held_bucket;
 
-/* The capsule's name, which identifies capsules of this file. */
-static const char BUCKET[] = "mlstate.bucket";
+/* The name of the capsules of this file, which identifies them. */
+static const char capsule_name[] = "mlstate.bucket";
 
 /* Lengths are compared too: a str may contain a NUL. */
 int mlspy_take_op(PyObject *object, mls_reduce_op *out)
@@ -71,13 +71,13 @@ static void bucket_free(held_bucket *bucket)
  * creates such capsules. */
 static void capsule_free(PyObject *capsule)
 {
-    bucket_free(PyCapsule_GetPointer(capsule, BUCKET));
+    bucket_free(PyCapsule_GetPointer(capsule, capsule_name));
 }
 
 /* Also refuses objects that are not capsules. The bucket is the first member. */
 mls_bucket *mlspy_bucket_of(PyObject *capsule)
 {
-    return PyCapsule_GetPointer(capsule, BUCKET);
+    return PyCapsule_GetPointer(capsule, capsule_name);
 }
 
 /* Allocates a bucket with room for `count` segments of `world` ranks, and no segments
@@ -85,18 +85,18 @@ mls_bucket *mlspy_bucket_of(PyObject *capsule)
  * with MemoryError set. */
 static held_bucket *bucket_new(size_t count, size_t world)
 {
-    size_t numbers;
+    size_t counts_length; /* one count for each segment and rank */
     held_bucket *bucket = mls_alloc(1, sizeof *bucket);
-    if (bucket == NULL || !mls_size_mul(count, world, &numbers)) {
+    if (bucket == NULL || !mls_size_mul(count, world, &counts_length)) {
         mls_free(bucket);
         PyErr_NoMemory();
         return NULL;
     }
     bucket->bucket.world = world;
     /* two owners for each segment: its array and its output */
-    bucket->owners = mls_alloc(2 * count + 1, sizeof *bucket->owners);
-    bucket->counts = mls_alloc(numbers + 1, sizeof *bucket->counts);
-    bucket->bucket.segments = mls_alloc(count + 1, sizeof *bucket->bucket.segments);
+    bucket->owners = mls_alloc(2 * count, sizeof *bucket->owners);
+    bucket->counts = mls_alloc(counts_length, sizeof *bucket->counts);
+    bucket->bucket.segments = mls_alloc(count, sizeof *bucket->bucket.segments);
     if (bucket->owners == NULL || bucket->counts == NULL ||
         bucket->bucket.segments == NULL) {
         bucket_free(bucket);
@@ -107,8 +107,8 @@ static held_bucket *bucket_new(size_t count, size_t world)
 }
 
 /* Views an array that is packed, aligned and in native byte order; any other raises
- * ValueError. `label` names it in errors, before "of a bucket". Returns -1 with an
- * exception set, without a view. */
+ * ValueError. `label` names it in errors, before "of a bucket". `writable`: it must
+ * allow writes. Returns -1 with an exception set, without a view. */
 static int view_packed(const mlspy_state *state, PyObject *array, const char *label,
                        bool writable, mlspy_view *out)
 {
@@ -149,17 +149,17 @@ static int view_fitting(const mlspy_state *state, PyObject *array, PyObject *dty
         return 0;
     }
     const mls_tensor *t = &out->tensor;
-    bool same =
+    bool fits =
         t->dtype == expected && mls_bucket_takes(t) && t->rank == PyTuple_GET_SIZE(shape);
-    for (int axis = 0; same && axis < t->rank; axis++) {
+    for (int axis = 0; fits && axis < t->rank; axis++) {
         PyObject *length = PyTuple_GET_ITEM(shape, axis);
-        same = PyLong_Check(length) && PyLong_AsSize_t(length) == t->shape[axis];
+        fits = PyLong_Check(length) && PyLong_AsSize_t(length) == t->shape[axis];
     }
-    if (!same) {
+    if (!fits) {
         mlspy_view_release(out);
         PyErr_Clear(); /* set by lengths beyond size_t */
     }
-    return same;
+    return fits;
 }
 
 /* can_view(array, writable) -> whether the core can view a plain ndarray or a tensor in
@@ -167,12 +167,12 @@ static int view_fitting(const mlspy_state *state, PyObject *array, PyObject *dty
 PyObject *core_can_view(mlspy_state *state, PyObject *const *args)
 {
     mlspy_view view;
-    const bool is_packed = (!PyArray_Check(args[0]) || PyArray_CheckExact(args[0])) &&
-                           mlspy_view_quickly(state, args[0], args[1] == Py_True, &view);
-    if (is_packed) {
+    const bool can_view = (!PyArray_Check(args[0]) || PyArray_CheckExact(args[0])) &&
+                          mlspy_view_quickly(state, args[0], args[1] == Py_True, &view);
+    if (can_view) {
         mlspy_view_release(&view);
     }
-    return PyBool_FromLong(is_packed);
+    return PyBool_FromLong(can_view);
 }
 
 /* bucket_fits(array, dtype, shape, writable) -> whether a bucket can use the array
@@ -222,12 +222,12 @@ static int view_output(const mlspy_state *state, PyObject *tuple, mlspy_view *ou
 {
     PyObject *output = PyTuple_GET_ITEM(tuple, 2);
     if (PyTuple_GET_SIZE(tuple) == 3) {
-        return view_packed(state, output, "the output", true, out);
+        return view_packed(state, output, "the output", true /* writable */, out);
     }
     int fits = Py_TYPE(output) == Py_TYPE(PyTuple_GET_ITEM(tuple, 0));
     if (fits) {
         fits = view_fitting(state, output, PyTuple_GET_ITEM(tuple, 3),
-                            PyTuple_GET_ITEM(tuple, 4), true, out);
+                            PyTuple_GET_ITEM(tuple, 4), true /* writable */, out);
     }
     if (fits == 0) {
         PyErr_SetString(PyExc_ValueError,
@@ -241,39 +241,38 @@ static int view_output(const mlspy_state *state, PyObject *tuple, mlspy_view *ou
  * operation and the divisor; each segment sets the dtypes from its own arrays. Returns -1
  * with an exception set; the caller then frees the whole bucket. */
 static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction reduction,
-                      held_bucket *owner)
+                      held_bucket *bucket)
 {
     mls_status st;
-    mls_bucket *b = &owner->bucket;
+    mls_bucket *b = &bucket->bucket;
     mlspy_view views[2];
-    size_t *counts = &owner->counts[b->world * b->count];
+    size_t *counts = &bucket->counts[b->world * b->count];
     if (!PyTuple_Check(tuple) ||
         (PyTuple_GET_SIZE(tuple) != 3 && PyTuple_GET_SIZE(tuple) != 5)) {
         return MLSPY_REFUSE(PyExc_TypeError,
                             "a segment is a tuple (array, counts, out) or "
                             "(array, counts, out, dtype, shape)");
     }
-    if (view_packed(state, PyTuple_GET_ITEM(tuple, 0), "an array", false, &views[0]) <
-        0) {
+    if (view_packed(state, PyTuple_GET_ITEM(tuple, 0), "an array", false /* read-only */,
+                    &views[0]) < 0) {
         return -1;
     }
     if (view_output(state, tuple, &views[1]) < 0) {
         mlspy_view_release(&views[0]);
         return -1;
     }
-    owner->owners[2 * b->count] = views[0].owner;
-    owner->owners[2 * b->count + 1] = views[1].owner;
+    bucket->owners[2 * b->count] = views[0].owner;
+    bucket->owners[2 * b->count + 1] = views[1].owner;
     b->count++; /* from here on bucket_free drops the owners */
     if (take_counts(state, PyTuple_GET_ITEM(tuple, 1), b->world, counts) < 0) {
         return -1;
     }
     reduction.dtype = views[0].tensor.dtype;
     reduction.out_dtype = views[1].tensor.dtype;
-    if (mlspy_check(state,
-                    mls_segment_check(&views[0].tensor, &views[1].tensor, counts,
-                                      b->world, b->rank, &st) != MLS_OK ||
-                        mls_reduce_check(&reduction, &st),
-                    &st) < 0) {
+    mls_code code = mls_segment_check(&views[0].tensor, &views[1].tensor, counts,
+                                      b->world, b->rank, &st);
+    code = code == MLS_OK ? mls_reduce_check(&reduction, &st) : code;
+    if (mlspy_check(state, code, &st) < 0) {
         return -1;
     }
     b->segments[b->count - 1] = (mls_segment){.data = views[0].tensor.data,
@@ -283,12 +282,14 @@ static int bucket_add(const mlspy_state *state, PyObject *tuple, mls_reduction r
     return 0;
 }
 
-/* The range with the highest end so far, and the highest end of other owners. */
+/* The highest end of the ranges so far, the segment that owns it, and the highest end of
+ * all other segments' ranges. */
 typedef struct highest_end {
     uintptr_t end, other_end;
     size_t owner;
 } highest_end;
 
+/* Include the range `r`. */
 static void raise_end(highest_end *h, const mls_address_range *r)
 {
     if (r->owner == h->owner) {
@@ -311,7 +312,8 @@ static bool is_below_end(const highest_end *h, const mls_address_range *r)
 static int check_segments_apart(const mls_bucket *b)
 {
     size_t used = 0;
-    mls_address_range *ranges = mls_alloc(4 * b->count + 1, sizeof *ranges);
+    /* two for each segment, and as many for sorting them */
+    mls_address_range *ranges = mls_alloc(4 * b->count, sizeof *ranges);
     if (ranges == NULL) {
         PyErr_NoMemory();
         return -1;
@@ -327,14 +329,17 @@ static int check_segments_apart(const mls_bucket *b)
         const size_t out_bytes =
             s->counts[b->rank] * mls_dtype_of(s->reduction.out_dtype)->item_bytes;
         if (bytes > 0) {
-            ranges[used++] = (mls_address_range){data, data + bytes, i, false};
+            ranges[used++] = (mls_address_range){data, data + bytes, i, false /* read */};
         }
         if (out_bytes > 0) {
-            ranges[used++] = (mls_address_range){out, out + out_bytes, i, true};
+            ranges[used++] =
+                (mls_address_range){out, out + out_bytes, i, true /* written */};
         }
     }
     const mls_address_range *sorted =
         mls_address_ranges_sort(ranges, ranges + 2 * b->count, used);
+    /* in the order of their starts: an output must start after the ends of all ranges of
+     * other segments, an array after those of other segments' outputs */
     highest_end all = {0, 0, SIZE_MAX}, written = {0, 0, SIZE_MAX};
     bool is_apart = true;
     for (size_t i = 0; is_apart && i < used; i++) {
@@ -378,23 +383,24 @@ PyObject *core_bucket(mlspy_state *state, PyObject *const *args)
     }
     /* a copy: the list may change while outputs are viewed */
     PyObject *segments = PyList_AsTuple(args[0]);
-    held_bucket *owner =
+    held_bucket *bucket =
         segments == NULL ? NULL
                          : bucket_new((size_t)PyTuple_GET_SIZE(segments), (size_t)world);
-    PyObject *capsule = owner == NULL ? NULL : PyCapsule_New(owner, BUCKET, capsule_free);
+    PyObject *capsule =
+        bucket == NULL ? NULL : PyCapsule_New(bucket, capsule_name, capsule_free);
     if (capsule == NULL) {
-        bucket_free(owner);
+        bucket_free(bucket);
         Py_XDECREF(segments);
         return NULL;
     }
-    owner->bucket.rank = (size_t)rank;
+    bucket->bucket.rank = (size_t)rank;
     for (Py_ssize_t i = 0; capsule != NULL && i < PyTuple_GET_SIZE(segments); i++) {
-        if (bucket_add(state, PyTuple_GET_ITEM(segments, i), reduction, owner) < 0) {
+        if (bucket_add(state, PyTuple_GET_ITEM(segments, i), reduction, bucket) < 0) {
             Py_CLEAR(capsule); /* frees the bucket */
         }
     }
     Py_DECREF(segments);
-    if (capsule != NULL && check_segments_apart(&owner->bucket) < 0) {
+    if (capsule != NULL && check_segments_apart(&bucket->bucket) < 0) {
         Py_CLEAR(capsule);
     }
     return capsule;
@@ -412,10 +418,10 @@ typedef struct message_format {
     mls_gradient_compression compression; /* if compressed */
 } message_format;
 
-/* Parses the first two arguments of the functions below: a bucket (borrowed), and None or
- * the name of a compression for buckets of float32 sums. Every call checks the bucket,
- * because the core casts the arrays of a compressed one to float without a check. Returns
- * NULL with an exception set. */
+/* Parses the first two arguments of the functions below: a bucket, which is returned
+ * (borrowed), and None or the name of a compression for buckets of float32 sums, for
+ * `*m`. Every call checks the bucket, because the core casts the arrays of a compressed
+ * one to float without a check. Returns NULL with an exception set. */
 static mls_bucket *take_bucket(const mlspy_state *state, PyObject *const *args,
                                message_format *m)
 {
@@ -473,17 +479,17 @@ PyObject *core_bucket_sizes(mlspy_state *state, PyObject *const *args)
     return to == NULL ? NULL : Py_BuildValue("(Nn)", to, (Py_ssize_t)own_bytes);
 }
 
-/* Views a buffer of at least `byte_count` bytes for messages. Returns -1 with an
- * exception set, without a view. Kernels read the parts in place, at multiples of
- * MLS_BUCKET_ALIGN, so the buffer itself must be aligned. */
+/* Views a buffer of at least `byte_count` bytes for messages; `writable` as for
+ * view_packed. Returns -1 with an exception set, without a view. Kernels read the parts
+ * in place, at multiples of MLS_BUCKET_ALIGN, so the buffer itself must be aligned. */
 static int view_messages(const mlspy_state *state, PyObject *array, size_t byte_count,
                          bool writable, mlspy_view *out)
 {
-    size_t have = 0;
+    size_t available = 0;
     if (view_packed(state, array, "the messages", writable, out) < 0) {
         return -1;
     }
-    if (mls_tensor_bytes(&out->tensor, &have) && have >= byte_count &&
+    if (mls_tensor_bytes(&out->tensor, &available) && available >= byte_count &&
         (uintptr_t)out->tensor.data % MLS_BUCKET_ALIGN == 0) {
         return 0;
     }
@@ -491,10 +497,10 @@ static int view_messages(const mlspy_state *state, PyObject *array, size_t byte_
     return MLSPY_REFUSE(
         PyExc_ValueError,
         "messages of %zu bytes do not fit %zu bytes of memory aligned to %d", byte_count,
-        have, (int)MLS_BUCKET_ALIGN);
+        available, (int)MLS_BUCKET_ALIGN);
 }
 
-/* What a call of bucket_pack holds while the GIL is released. */
+/* Everything that a call of bucket_pack holds while the GIL is released. */
 typedef struct pack_job {
     mlspy_view send, keep; /* memory for the messages to all other ranks, and, if
                               compressed, for this rank's own part */
@@ -521,13 +527,14 @@ static void pack_fini(pack_job *job)
  * A residual covers the whole array, not only this rank's part, because the messages to
  * all ranks lose precision.
  */
-static int take_residuals(const mlspy_state *state, const mls_bucket *b, PyObject *list,
-                          pack_job *job)
+static int take_residuals(const mlspy_state *state, const mls_bucket *b,
+                          PyObject *residuals, pack_job *job)
 {
-    if (list == Py_None) {
+    if (residuals == Py_None) {
         return 0;
     }
-    if (!PyTuple_Check(list) || PyTuple_GET_SIZE(list) != (Py_ssize_t)b->count) {
+    if (!PyTuple_Check(residuals) ||
+        PyTuple_GET_SIZE(residuals) != (Py_ssize_t)b->count) {
         return MLSPY_REFUSE(PyExc_TypeError,
                             "residuals must be a tuple, one for each segment");
     }
@@ -539,8 +546,8 @@ static int take_residuals(const mlspy_state *state, const mls_bucket *b, PyObjec
     for (size_t i = 0; i < b->count; i++) {
         size_t elements = 0;
         mlspy_view *view = &job->views[i];
-        if (view_packed(state, PyTuple_GET_ITEM(list, (Py_ssize_t)i), "a residual", true,
-                        view) < 0) {
+        if (view_packed(state, PyTuple_GET_ITEM(residuals, (Py_ssize_t)i), "a residual",
+                        true /* writable */, view) < 0) {
             return -1;
         }
         job->count++; /* from here on pack_fini releases the view */
@@ -567,20 +574,21 @@ PyObject *core_bucket_pack(mlspy_state *state, PyObject *const *args)
     message_format m;
     pack_job job = {0};
     mls_status st;
-    size_t sent, part_size;
+    size_t sent_bytes, own_bytes;
     PyObject *result = NULL;
     const mls_bucket *b = take_bucket(state, args, &m);
-    if (b == NULL || part_bytes(state, b, &m, b->rank, &part_size) < 0) {
+    if (b == NULL || part_bytes(state, b, &m, b->rank, &own_bytes) < 0) {
         return NULL;
     }
     if (m.compressed) {
-        sent = mls_gradient_compression_sent_bytes(b, m.compression);
-    } else if (mlspy_check(state, mls_bucket_sent_bytes(b, &sent, &st), &st) < 0) {
+        sent_bytes = mls_gradient_compression_sent_bytes(b, m.compression);
+    } else if (mlspy_check(state, mls_bucket_sent_bytes(b, &sent_bytes, &st), &st) < 0) {
         return NULL;
     }
     if (take_residuals(state, b, args[2], &job) < 0 ||
-        view_messages(state, args[3], sent, true, &job.send) < 0 ||
-        (m.compressed && view_messages(state, args[4], part_size, true, &job.keep) < 0)) {
+        view_messages(state, args[3], sent_bytes, true /* writable */, &job.send) < 0 ||
+        (m.compressed &&
+         view_messages(state, args[4], own_bytes, true /* writable */, &job.keep) < 0)) {
         goto done;
     }
     Py_BEGIN_ALLOW_THREADS
@@ -621,23 +629,25 @@ PyObject *mlspy_bucket_norm_partials(const mls_bucket *b)
 PyObject *core_bucket_reduce(mlspy_state *state, PyObject *const *args)
 {
     message_format m;
-    mlspy_view local = {0}, received = {0};
+    mlspy_view keep = {0}, received = {0};
     mls_status st;
-    size_t part_size, received_bytes;
+    size_t own_bytes, received_bytes;
     const void **sources = NULL;
     PyObject *result = NULL;
     mls_bucket *b = take_bucket(state, args, &m);
-    if (b == NULL || part_bytes(state, b, &m, b->rank, &part_size) < 0) {
+    if (b == NULL || part_bytes(state, b, &m, b->rank, &own_bytes) < 0) {
         return NULL;
     }
     if (m.compressed) {
-        received_bytes = part_size * (b->world - 1);
+        received_bytes = own_bytes * (b->world - 1);
     } else if (mlspy_check(state, mls_bucket_received_bytes(b, &received_bytes, &st),
                            &st) < 0) {
         return NULL;
     }
-    if ((m.compressed && view_messages(state, args[2], part_size, false, &local) < 0) ||
-        view_messages(state, args[3], received_bytes, false, &received) < 0) {
+    if ((m.compressed &&
+         view_messages(state, args[2], own_bytes, false /* read-only */, &keep) < 0) ||
+        view_messages(state, args[3], received_bytes, false /* read-only */, &received) <
+            0) {
         goto done;
     }
     sources = mls_alloc(b->world, sizeof *sources);
@@ -648,7 +658,7 @@ PyObject *core_bucket_reduce(mlspy_state *state, PyObject *const *args)
     Py_BEGIN_ALLOW_THREADS
         if (m.compressed) {
             mls_gradient_compression_reduce(b, state->kernels, m.compression,
-                                            local.tensor.data, received.tensor.data);
+                                            keep.tensor.data, received.tensor.data);
         } else {
             mls_bucket_reduce(b, state->kernels, received.tensor.data, sources);
         }
@@ -656,7 +666,7 @@ PyObject *core_bucket_reduce(mlspy_state *state, PyObject *const *args)
     result = mlspy_bucket_norm_partials(b);
 done:
     mls_free((void *)sources);
-    mlspy_view_release(&local);
+    mlspy_view_release(&keep);
     mlspy_view_release(&received);
     return result;
 }
@@ -676,7 +686,7 @@ PyObject *core_sketch(mlspy_state *state, PyObject *const *args)
     size_t elements = 0;
     if (mlspy_take_int64(state, args[1], "start", &start) < 0 ||
         mlspy_take_int64(state, args[2], "seed", &seed) < 0 ||
-        view_packed(state, args[0], "an array", false, &view) < 0) {
+        view_packed(state, args[0], "an array", false /* read-only */, &view) < 0) {
         return NULL;
     }
     (void)mls_tensor_count(&view.tensor, &elements);

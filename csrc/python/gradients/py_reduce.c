@@ -48,8 +48,8 @@ static int name_at(const named_views *v, Py_ssize_t i, mls_str *out)
     return mlspy_take_text(PyTuple_GET_ITEM(v->names, i), "parameter name", out);
 }
 
-/* Views array `v->count`, and counts it. Returns -1 with an exception set, without a
- * view. */
+/* Views array `v->count`, and counts it; `writable` as for named_views_of. Returns -1
+ * with an exception set, without a view. */
 static int view_next(const mlspy_state *state, named_views *v, bool writable)
 {
     size_t bytes = 0;
@@ -200,8 +200,8 @@ PyObject *core_accumulate(mlspy_state *state, PyObject *const *args)
     bool wants_norms;
     if (mlspy_take_double(args[3], "scale", &scale) == 0 &&
         mlspy_take_bool(args[4], &wants_norms) == 0 &&
-        named_views_of(state, args[0], args[1], true, &targets) == 0 &&
-        named_views_of(state, args[0], args[2], false, &sources) == 0) {
+        named_views_of(state, args[0], args[1], true /* writable */, &targets) == 0 &&
+        named_views_of(state, args[0], args[2], false /* read-only */, &sources) == 0) {
         /* differ only if `names` changed between its two reads */
         if (targets.count == sources.count) {
             result = accumulate_views(state, &targets, &sources, scale, wants_norms);
@@ -224,7 +224,7 @@ PyObject *core_scale(mlspy_state *state, PyObject *const *args)
     mls_status st;
     double factor;
     if (mlspy_take_double(args[2], "factor", &factor) < 0 ||
-        named_views_of(state, args[0], args[1], true, &v) < 0) {
+        named_views_of(state, args[0], args[1], true /* writable */, &v) < 0) {
         return NULL;
     }
     const int failed = check_arrays(state, NULL, &v, factor);
@@ -249,7 +249,7 @@ PyObject *core_norm_partials(mlspy_state *state, PyObject *const *args)
     named_views v;
     mls_status st;
     PyObject *list = NULL;
-    if (named_views_of(state, args[0], args[1], false, &v) < 0) {
+    if (named_views_of(state, args[0], args[1], false /* read-only */, &v) < 0) {
         return NULL;
     }
     for (Py_ssize_t i = 0; i < v.count; i++) {
@@ -278,7 +278,7 @@ PyObject *core_norm_partials(mlspy_state *state, PyObject *const *args)
 PyObject *core_clear(mlspy_state *state, PyObject *const *args)
 {
     named_views v;
-    if (named_views_of(state, args[0], args[1], true, &v) < 0) {
+    if (named_views_of(state, args[0], args[1], true /* writable */, &v) < 0) {
         return NULL;
     }
     PyThreadState *saved = mlspy_leave_python(v.bytes);
@@ -303,7 +303,7 @@ typedef struct reduction {
     const void **data;          /* of the tensors */
     size_t count;               /* number of views */
     mls_reduction operation;
-    size_t n; /* elements of each array */
+    size_t elements; /* of each array */
 } reduction;
 
 /* Releases what a reduction holds; accepts one that reduction_init left incomplete. */
@@ -354,7 +354,7 @@ static int reduction_init(const mlspy_state *state, PyObject *sources, PyObject 
     r->count++;
     return mlspy_check(state,
                        mls_reduce_check_arrays(r->tensors, count, &r->views[count].tensor,
-                                               &r->operation, &r->n, &st),
+                                               &r->operation, &r->elements, &st),
                        &st);
 }
 
@@ -367,20 +367,21 @@ static int reduction_init(const mlspy_state *state, PyObject *sources, PyObject 
 PyObject *core_reduce(mlspy_state *state, PyObject *const *args)
 {
     reduction r = {0};
-    mls_norm_partial figures = {0};
+    mls_norm_partial partial = {0};
     PyObject *result = NULL;
     if (mlspy_take_op(args[2], &r.operation.op) < 0 ||
         mlspy_take_double(args[3], "divisor", &r.operation.divisor) < 0) {
         return NULL;
     }
     if (reduction_init(state, args[0], args[1], &r) == 0) {
-        PyThreadState *saved = mlspy_leave_python(r.n * r.count);
+        PyThreadState *saved = mlspy_leave_python(r.elements * r.count);
         const mls_tensor *out = &r.views[r.count - 1].tensor;
-        const mls_destination destination = {.bytes = r.n * mls_tensor_item_bytes(out)};
-        mls_reduce_run(state->kernels, &r.operation, r.data, r.count - 1, out->data, r.n,
-                       destination, &figures);
+        const mls_destination destination = {.bytes =
+                                                 r.elements * mls_tensor_item_bytes(out)};
+        mls_reduce_run(state->kernels, &r.operation, r.data, r.count - 1, out->data,
+                       r.elements, destination, &partial);
         mlspy_resume_python(saved);
-        result = mlspy_norm_pair(&figures);
+        result = mlspy_norm_pair(&partial);
     }
     reduction_fini(&r);
     return result;

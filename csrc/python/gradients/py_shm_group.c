@@ -22,20 +22,20 @@
 /* A LocalLink: one rank's handle of a group, and whether it is in use. */
 typedef struct link_object {
     PyObject_HEAD pthread_mutex_t lock; /* guards the fields below; held only briefly */
-    mls_shm *place;                     /* NULL when closed */
+    mls_shm *handle;                    /* NULL when closed */
     bool busy, closing; /* an operation is running; the handle is freed when none is */
     size_t rank, world; /* constant */
 } link_object;
 
-/* A running operation. It is on the caller's stack; the core has a pointer to it, for its
- * callbacks, until the operation returns. */
+/* An operation that runs. It is on the caller's stack; the core has a pointer to it, for
+ * its callbacks, until the operation returns. */
 typedef struct session {
     link_object *link;
     mlspy_view data, out; /* released when the operation has ended */
-    mls_shm *place;
+    mls_shm *handle;      /* the link's */
     PyThreadState *saved; /* of this thread, while the GIL is released */
     mls_shm_call call;
-    mls_str text;  /* identifies the operation; equal on all ranks */
+    mls_str text;  /* describes the call; must be equal on all ranks */
     mls_code code; /* of the core's function */
     mls_status st;
 } session;
@@ -48,8 +48,8 @@ static mls_shm *take_unused(link_object *self)
 {
     mls_shm *unused = NULL;
     if (self->closing && !self->busy) {
-        unused = self->place;
-        self->place = NULL;
+        unused = self->handle;
+        self->handle = NULL;
     }
     return unused;
 }
@@ -64,9 +64,9 @@ static bool look_for_signals(void *context)
 {
     session *s = context;
     PyEval_RestoreThread(s->saved);
-    const bool good = PyErr_CheckSignals() == 0;
+    const bool goes_on = PyErr_CheckSignals() == 0;
     s->saved = PyEval_SaveThread();
-    return good;
+    return goes_on;
 }
 
 /* Marks the link as busy. Returns -1 with RuntimeError set if it is closed or busy.
@@ -74,36 +74,36 @@ static bool look_for_signals(void *context)
  * excludes deadlocks. */
 static int occupy_link(link_object *self)
 {
-    const char *trouble = NULL;
+    const char *reason = NULL;
     pthread_mutex_lock(&self->lock);
-    if (self->place == NULL || self->closing) {
-        trouble = "the link is closed";
+    if (self->handle == NULL || self->closing) {
+        reason = "the link is closed";
     } else if (self->busy) {
-        trouble = "an operation is under way";
+        reason = "an operation is under way";
     } else {
         self->busy = true;
     }
     pthread_mutex_unlock(&self->lock);
-    if (trouble != NULL) {
-        return MLSPY_REFUSE(PyExc_RuntimeError, "%s", trouble);
+    if (reason != NULL) {
+        return MLSPY_REFUSE(PyExc_RuntimeError, "%s", reason);
     }
     return 0;
 }
 
 /* Begins an operation on `s->link`: parses the last two arguments of every operation,
- * `timeout` (seconds) and `text` (equal on all ranks), and marks the link as busy.
+ * `timeout` (seconds) and `call_text` (equal on all ranks), and marks the link as busy.
  * Returns -1 with an exception set, and the link not busy. The text is borrowed from its
  * str, which the arguments of the call hold. */
-static int begin_operation(session *s, PyObject *timeout, PyObject *text)
+static int begin_operation(session *s, PyObject *timeout, PyObject *call_text)
 {
     s->call = (mls_shm_call){.poll = look_for_signals, .context = s};
     if (mlspy_take_double(timeout, "timeout", &s->call.timeout) < 0 ||
-        mlspy_take_text(text, "text", &s->text) < 0 || occupy_link(s->link) < 0) {
+        mlspy_take_text(call_text, "text", &s->text) < 0 || occupy_link(s->link) < 0) {
         return -1;
     }
     s->call.text = s->text.data; /* the UTF-8 of a str ends with a NUL */
     /* no lock needed: a busy link keeps its handle */
-    s->place = s->link->place;
+    s->handle = s->link->handle;
     return 0;
 }
 
@@ -116,7 +116,7 @@ static int begin_operation(session *s, PyObject *timeout, PyObject *text)
     } while (0)
 
 /* Releases the views of a session that has no operation under way. Returns NULL. */
-static PyObject *give_up(session *s)
+static PyObject *release_views(session *s)
 {
     mlspy_view_release(&s->data);
     mlspy_view_release(&s->out);
@@ -133,7 +133,7 @@ static PyObject *finish_operation(session *s, PyObject *result)
     mls_shm *unused = take_unused(s->link);
     pthread_mutex_unlock(&s->link->lock);
     mls_shm_free(unused);
-    give_up(s);
+    release_views(s);
     if (s->code == MLS_OK) {
         return result;
     }
@@ -147,8 +147,8 @@ static PyObject *finish_operation(session *s, PyObject *result)
 /* ---- arguments ---- */
 
 /* Views packed elements in native byte order, each aligned to its size; any other array
- * raises ValueError. Returns -1 with an exception set, and no owner. An empty array may
- * have any address: it is not read. */
+ * raises ValueError. `writable`: the array must allow writes. Returns -1 with an
+ * exception set, and no owner. An empty array may have any address: it is not read. */
 static int take_packed(link_object *self, PyObject *array, const char *label,
                        bool writable, mlspy_view *view)
 {
@@ -211,7 +211,7 @@ static int check_length(const mlspy_view *view, const char *label, const size_t 
  * Outputs may then be partly filled.
  */
 
-/* barrier(timeout, text): returns when every rank has called it */
+/* barrier(timeout, call_text): returns when every rank has called it */
 static PyObject *link_barrier(link_object *self, PyObject *const *args, Py_ssize_t count)
 {
     session s = {.link = self};
@@ -219,12 +219,12 @@ static PyObject *link_barrier(link_object *self, PyObject *const *args, Py_ssize
         begin_operation(&s, args[0], args[1]) < 0) {
         return NULL;
     }
-    RUN_OPERATION(s, mls_shm_barrier(s.place, &s.call, &s.st));
+    RUN_OPERATION(s, mls_shm_barrier(s.handle, &s.call, &s.st));
     return finish_operation(&s, Py_NewRef(Py_None));
 }
 
-/* broadcast(array, root, timeout, text): copies the bytes of rank `root`'s array into the
- * arrays of all others; the root's array may be read-only */
+/* broadcast(array, root, timeout, call_text): copies the bytes of rank `root`'s array
+ * into the arrays of all others; the root's array may be read-only */
 static PyObject *link_broadcast(link_object *self, PyObject *const *args,
                                 Py_ssize_t count)
 {
@@ -242,15 +242,15 @@ static PyObject *link_broadcast(link_object *self, PyObject *const *args,
     }
     if (take_packed(self, args[0], "array", (size_t)root != self->rank, &s.data) < 0 ||
         begin_operation(&s, args[2], args[3]) < 0) {
-        return give_up(&s);
+        return release_views(&s);
     }
-    RUN_OPERATION(s, mls_shm_broadcast(s.place, &s.call, s.data.tensor.data,
+    RUN_OPERATION(s, mls_shm_broadcast(s.handle, &s.call, s.data.tensor.data,
                                        mlspy_bytes(&s.data.tensor), (size_t)root, &s.st));
     return finish_operation(&s, Py_NewRef(Py_None));
 }
 
-/* all_gather(array, out, sizes, timeout, text): copies the arrays of all ranks, in rank
- * order, into `out` of each rank
+/* all_gather(array, out, sizes, timeout, call_text): copies the arrays of all ranks, in
+ * rank order, into `out` of each rank
  *
  * Both are arrays of bytes, and `sizes` has the bytes of each rank's array. The sizes fit
  * the stack, because a group has at most MLS_SHM_MAX_RANKS ranks.
@@ -262,20 +262,20 @@ static PyObject *link_all_gather(link_object *self, PyObject *const *args,
     session s = {.link = self};
     if (mlspy_take_count("all_gather", 5, count) < 0 ||
         take_counts(args[2], self->world, sizes) < 0 ||
-        take_packed(self, args[0], "array", false, &s.data) < 0 ||
-        take_packed(self, args[1], "out", true, &s.out) < 0 ||
+        take_packed(self, args[0], "array", false /* read-only */, &s.data) < 0 ||
+        take_packed(self, args[1], "out", true /* writable */, &s.out) < 0 ||
         check_length(&s.data, "array", &sizes[self->rank], 1) < 0 ||
         check_length(&s.out, "out", sizes, self->world) < 0 ||
         begin_operation(&s, args[3], args[4]) < 0) {
-        return give_up(&s);
+        return release_views(&s);
     }
-    RUN_OPERATION(s, mls_shm_all_gather(s.place, &s.call, s.data.tensor.data, sizes,
+    RUN_OPERATION(s, mls_shm_all_gather(s.handle, &s.call, s.data.tensor.data, sizes,
                                         s.out.tensor.data, &s.st));
     return finish_operation(&s, Py_NewRef(Py_None));
 }
 
-/* all_to_all(array, sent, out, received, timeout, text): sends a part of `array` to each
- * rank, and receives a part from each into `out`
+/* all_to_all(array, sent, out, received, timeout, call_text): sends a part of `array` to
+ * each rank, and receives a part from each into `out`
  *
  * Both are arrays of bytes, with the parts in rank order; `sent` and `received` are lists
  * of the bytes of each part.
@@ -288,21 +288,21 @@ static PyObject *link_all_to_all(link_object *self, PyObject *const *args,
     if (mlspy_take_count("all_to_all", 6, count) < 0 ||
         take_counts(args[1], self->world, sent) < 0 ||
         take_counts(args[3], self->world, received) < 0 ||
-        take_packed(self, args[0], "array", false, &s.data) < 0 ||
-        take_packed(self, args[2], "out", true, &s.out) < 0 ||
+        take_packed(self, args[0], "array", false /* read-only */, &s.data) < 0 ||
+        take_packed(self, args[2], "out", true /* writable */, &s.out) < 0 ||
         check_length(&s.data, "array", sent, self->world) < 0 ||
         check_length(&s.out, "out", received, self->world) < 0 ||
         begin_operation(&s, args[4], args[5]) < 0) {
-        return give_up(&s);
+        return release_views(&s);
     }
-    RUN_OPERATION(s, mls_shm_all_to_all(s.place, &s.call, s.data.tensor.data, sent,
+    RUN_OPERATION(s, mls_shm_all_to_all(s.handle, &s.call, s.data.tensor.data, sent,
                                         s.out.tensor.data, received, &s.st));
     return finish_operation(&s, Py_NewRef(Py_None));
 }
 
-/* all_reduce(array, out, op, divisor, timeout, text): writes the sum, minimum or maximum
- * of all ranks' arrays, divided by `divisor`, to `out` of each rank, which has the same
- * dtype
+/* all_reduce(array, out, op, divisor, timeout, call_text): writes the sum, minimum or
+ * maximum of all ranks' arrays, divided by `divisor`, to `out` of each rank, which has
+ * the same dtype
  *
  * The core checks that the dtype supports the op before anything is sent.
  */
@@ -315,29 +315,29 @@ static PyObject *link_all_reduce(link_object *self, PyObject *const *args,
     if (mlspy_take_count("all_reduce", 6, count) < 0 ||
         mlspy_take_op(args[2], &r.op) < 0 ||
         mlspy_take_double(args[3], "divisor", &r.divisor) < 0 ||
-        take_packed(self, args[0], "array", false, &s.data) < 0 ||
-        take_packed(self, args[1], "out", true, &s.out) < 0) {
-        return give_up(&s);
+        take_packed(self, args[0], "array", false /* read-only */, &s.data) < 0 ||
+        take_packed(self, args[1], "out", true /* writable */, &s.out) < 0) {
+        return release_views(&s);
     }
     r.dtype = s.data.tensor.dtype;
     r.out_dtype = s.out.tensor.dtype;
     (void)mls_tensor_count(&s.data.tensor, &n);
     if (check_length(&s.out, "out", &n, 1) < 0) {
-        return give_up(&s);
+        return release_views(&s);
     }
     if (r.dtype != r.out_dtype) {
         PyErr_SetString(PyExc_ValueError, "out has another dtype than the array");
-        return give_up(&s);
+        return release_views(&s);
     }
     if (begin_operation(&s, args[4], args[5]) < 0) {
-        return give_up(&s);
+        return release_views(&s);
     }
-    RUN_OPERATION(s, mls_shm_all_reduce(s.place, &s.call, s.data.tensor.data,
+    RUN_OPERATION(s, mls_shm_all_reduce(s.handle, &s.call, s.data.tensor.data,
                                         s.out.tensor.data, n, &r, &s.st));
     return finish_operation(&s, Py_NewRef(Py_None));
 }
 
-/* reduce_scatter(bucket, wants_norms, timeout, text) -> [(squares, nonfinite), ...];
+/* reduce_scatter(bucket, wants_norms, timeout, call_text) -> [(squares, nonfinite), ...];
  * empty unless wants_norms
  *
  * Reduces the buckets of all ranks into the outputs of each. If the list cannot be
@@ -363,7 +363,7 @@ static PyObject *link_reduce_scatter(link_object *self, PyObject *const *args,
     if (begin_operation(&s, args[2], args[3]) < 0) {
         return NULL;
     }
-    RUN_OPERATION(s, mls_shm_reduce_scatter(s.place, &s.call, b->segments, b->count,
+    RUN_OPERATION(s, mls_shm_reduce_scatter(s.handle, &s.call, b->segments, b->count,
                                             wants_norms, &s.st));
     if (s.code == MLS_OK) {
         partials = wants_norms ? mlspy_bucket_norm_partials(b) : PyList_New(0);
@@ -373,11 +373,11 @@ static PyObject *link_reduce_scatter(link_object *self, PyObject *const *args,
 
 /* ---- gather_bytes ---- */
 
-/* Context of make_places: the bytes objects that a gather_bytes fills. */
-typedef struct parcel {
+/* Context of make_places. */
+typedef struct gather_context {
     session *session;
-    PyObject *list; /* strong, or NULL */
-} parcel;
+    PyObject *list; /* strong: the bytes objects that a gather_bytes fills; or NULL */
+} gather_context;
 
 /* Callback of the core that provides the memory of gather_bytes: makes a bytes object of
  * sizes[rank] bytes for each rank, and stores the address of its memory in out[rank].
@@ -387,7 +387,7 @@ typedef struct parcel {
  * memory. */
 static bool make_places(void *context, const size_t *sizes, unsigned char **out)
 {
-    parcel *p = context;
+    gather_context *p = context;
     const size_t world = p->session->link->world;
     PyEval_RestoreThread(p->session->saved);
     p->list = PyList_New((Py_ssize_t)world);
@@ -403,8 +403,8 @@ static bool make_places(void *context, const size_t *sizes, unsigned char **out)
     return p->list != NULL;
 }
 
-/* gather_bytes(data, root, timeout, text) -> list of the bytes of all ranks, or None if
- * this rank is not the root
+/* gather_bytes(data, root, timeout, call_text) -> list of the bytes of all ranks, or None
+ * if this rank is not the root
  *
  * With `root` -1 every rank gets the list. On failure the list, whose bytes may be partly
  * filled, is dropped.
@@ -413,7 +413,7 @@ static PyObject *link_gather_bytes(link_object *self, PyObject *const *args,
                                    Py_ssize_t count)
 {
     session s = {.link = self};
-    parcel p = {.session = &s};
+    gather_context p = {.session = &s};
     const mls_shm_buffer_provider provider = {.provide = make_places, .context = &p};
     int64_t root;
     if (mlspy_take_count("gather_bytes", 4, count) < 0 ||
@@ -430,7 +430,7 @@ static PyObject *link_gather_bytes(link_object *self, PyObject *const *args,
     }
     const char *data = PyBytes_AS_STRING(args[0]);
     const size_t bytes = (size_t)PyBytes_GET_SIZE(args[0]);
-    RUN_OPERATION(s, mls_shm_gather_bytes(s.place, &s.call, data, bytes, (int)root,
+    RUN_OPERATION(s, mls_shm_gather_bytes(s.handle, &s.call, data, bytes, (int)root,
                                           &provider, &s.st));
     return finish_operation(&s, p.list == NULL ? Py_NewRef(Py_None) : p.list);
 }
@@ -447,8 +447,8 @@ static PyObject *link_abort(link_object *self, PyObject *unused)
 {
     (void)unused;
     pthread_mutex_lock(&self->lock);
-    if (self->place != NULL) {
-        mls_shm_abort(self->place);
+    if (self->handle != NULL) {
+        mls_shm_abort(self->handle);
     }
     pthread_mutex_unlock(&self->lock);
     Py_RETURN_NONE;
@@ -461,9 +461,9 @@ static PyObject *link_close(link_object *self, PyObject *unused)
     (void)unused;
     pthread_mutex_lock(&self->lock);
     self->closing = true;
-    mls_shm *place = take_unused(self);
+    mls_shm *handle = take_unused(self);
     pthread_mutex_unlock(&self->lock);
-    mls_shm_free(place);
+    mls_shm_free(handle);
     Py_RETURN_NONE;
 }
 
@@ -474,10 +474,10 @@ static PyObject *link_ended(link_object *self, PyObject *unused)
     (void)unused;
     char text[MLS_TEXT_BYTES] = "";
     pthread_mutex_lock(&self->lock);
-    if (self->place == NULL || self->closing) {
+    if (self->handle == NULL || self->closing) {
         snprintf(text, sizeof text, "closed");
     } else {
-        (void)mls_shm_is_broken(self->place, text, sizeof text);
+        (void)mls_shm_is_broken(self->handle, text, sizeof text);
     }
     pthread_mutex_unlock(&self->lock);
     return PyUnicode_FromString(text);
@@ -487,22 +487,23 @@ static PyObject *link_ended(link_object *self, PyObject *unused)
  * and every link holds a reference to it. */
 static void link_dealloc(link_object *self)
 {
-    mls_shm_free(self->place);
+    mls_shm_free(self->handle);
     pthread_mutex_destroy(&self->lock);
     mlspy_free(self);
 }
 
 static PyMethodDef link_methods[] = {
-    MLSPY_METHOD(link, barrier, METH_FASTCALL, "timeout, text, /"),
-    MLSPY_METHOD(link, broadcast, METH_FASTCALL, "array, root, timeout, text, /"),
-    MLSPY_METHOD(link, all_gather, METH_FASTCALL, "array, out, sizes, timeout, text, /"),
+    MLSPY_METHOD(link, barrier, METH_FASTCALL, "timeout, call_text, /"),
+    MLSPY_METHOD(link, broadcast, METH_FASTCALL, "array, root, timeout, call_text, /"),
+    MLSPY_METHOD(link, all_gather, METH_FASTCALL,
+                 "array, out, sizes, timeout, call_text, /"),
     MLSPY_METHOD(link, all_to_all, METH_FASTCALL,
-                 "array, sent, out, received, timeout, text, /"),
+                 "array, sent, out, received, timeout, call_text, /"),
     MLSPY_METHOD(link, all_reduce, METH_FASTCALL,
-                 "array, out, op, divisor, timeout, text, /"),
+                 "array, out, op, divisor, timeout, call_text, /"),
     MLSPY_METHOD(link, reduce_scatter, METH_FASTCALL,
-                 "bucket, wants_norms, timeout, text, /"),
-    MLSPY_METHOD(link, gather_bytes, METH_FASTCALL, "data, root, timeout, text, /"),
+                 "bucket, wants_norms, timeout, call_text, /"),
+    MLSPY_METHOD(link, gather_bytes, METH_FASTCALL, "data, root, timeout, call_text, /"),
     MLSPY_METHOD(link, abort, METH_NOARGS, "/"),
     MLSPY_METHOD(link, close, METH_NOARGS, "/"),
     MLSPY_METHOD(link, ended, METH_NOARGS, "/"),
@@ -522,19 +523,19 @@ MLSPY_DEFINE_SPEC(link, "LocalLink", link_object,
 
 /* ---- construction ---- */
 
-/* Returns a new link that owns the handle `place`, of `rank` in a group of `world` ranks.
+/* Returns a new link that owns `handle`, that of `rank` in a group of `world` ranks.
  * After a failure returns NULL with MemoryError set, and the handle is freed. */
-static PyObject *link_of(const mlspy_state *state, mls_shm *place, size_t rank,
+static PyObject *link_of(const mlspy_state *state, mls_shm *handle, size_t rank,
                          size_t world)
 {
     link_object *link =
         (link_object *)state->local_link_type->tp_alloc(state->local_link_type, 0);
     if (link == NULL) {
-        mls_shm_free(place);
+        mls_shm_free(handle);
         return NULL;
     }
     pthread_mutex_init(&link->lock, NULL);
-    link->place = place;
+    link->handle = handle;
     link->rank = rank;
     link->world = world;
     return (PyObject *)link;
@@ -579,7 +580,7 @@ PyObject *core_local_measure(mlspy_state *state, PyObject *const *args)
 PyObject *core_local_join(mlspy_state *state, PyObject *const *args)
 {
     mls_shm_shape shape;
-    mls_shm *place = NULL;
+    mls_shm *handle = NULL;
     mls_status st;
     int64_t rank, fd;
     size_t bytes;
@@ -593,11 +594,11 @@ PyObject *core_local_join(mlspy_state *state, PyObject *const *args)
     }
     if (mlspy_check(
             state,
-            mls_shm_join(&shape, (size_t)rank, (int)fd, state->kernels, &place, &st),
+            mls_shm_join(&shape, (size_t)rank, (int)fd, state->kernels, &handle, &st),
             &st) < 0) {
         return NULL;
     }
-    return link_of(state, place, (size_t)rank, shape.world);
+    return link_of(state, handle, (size_t)rank, shape.world);
 }
 
 /* local_threads(world) -> a LocalLink for each rank, whose ranks are threads of this
@@ -609,22 +610,22 @@ PyObject *core_local_join(mlspy_state *state, PyObject *const *args)
 PyObject *core_local_threads(mlspy_state *state, PyObject *const *args)
 {
     mls_shm_shape shape;
-    mls_shm *places[MLS_SHM_MAX_RANKS];
+    mls_shm *handles[MLS_SHM_MAX_RANKS];
     mls_status st;
     size_t bytes;
     if (take_shape(state, args[0], &shape, &bytes) < 0) {
         return NULL;
     }
-    if (mls_shm_threads(&shape, state->kernels, places, &st) != MLS_OK) {
+    if (mls_shm_threads(&shape, state->kernels, handles, &st) != MLS_OK) {
         return mlspy_raise(state, &st, NULL);
     }
     PyObject *list = PyList_New((Py_ssize_t)shape.world);
     for (size_t rank = 0; rank < shape.world; rank++) {
         if (list == NULL) {
-            mls_shm_free(places[rank]);
+            mls_shm_free(handles[rank]);
         } else {
             mlspy_put(&list, (Py_ssize_t)rank,
-                      link_of(state, places[rank], rank, shape.world));
+                      link_of(state, handles[rank], rank, shape.world));
         }
     }
     return list;

@@ -187,15 +187,15 @@ static PyObject *buffer_view(buffer_object *self, PyObject *unused)
     (void)unused;
     PyTypeObject *type = mlspy_state_of_type(Py_TYPE(self))->kv_lease_type;
     lease_object *lease = (lease_object *)type->tp_alloc(type, 0);
-    mls_tensor now;
+    mls_tensor view;
     if (lease == NULL) {
         return NULL;
     }
-    WHILE_LOCKED(self, self->leases++, now = mls_kv_buffer_view(&self->buffer));
+    WHILE_LOCKED(self, self->leases++, view = mls_kv_buffer_view(&self->buffer));
     lease->owner = (buffer_object *)Py_NewRef((PyObject *)self);
     /* rows are `capacity` positions apart, not `length` */
-    return mlspy_array_in(descr_of(&self->base), now.rank, now.shape, now.strides,
-                          now.data, NPY_ARRAY_WRITEABLE, (PyObject *)lease);
+    return mlspy_array_in(descr_of(&self->base), view.rank, view.shape, view.strides,
+                          view.data, NPY_ARRAY_WRITEABLE, (PyObject *)lease);
 }
 
 /* Fill the buffer from `source`, with the lock held. MLS_E_SHAPE, MLS_E_DTYPE: the source
@@ -203,8 +203,8 @@ static PyObject *buffer_view(buffer_object *self, PyObject *unused)
 static mls_code fill_locked(buffer_object *self, const mlspy_state *state,
                             const mls_tensor *source, mls_status *st)
 {
-    const mls_tensor now = mls_kv_buffer_view(&self->buffer);
-    const mls_code code = mls_copy_check(&now, source, "array", st);
+    const mls_tensor target = mls_kv_buffer_view(&self->buffer);
+    const mls_code code = mls_copy_check(&target, source, "array", st);
     if (code == MLS_OK) {
         mls_kv_buffer_fill(&self->buffer, state->kernels, state->pool, source);
     }
@@ -223,8 +223,8 @@ static PyObject *buffer_fill(buffer_object *self, PyObject *array)
     if (mlspy_view_of(state, array, "array", &source) < 0) {
         return NULL;
     }
-    source.tensor.swapped =
-        false; /* both have the same byte order, so the bytes are copied unchanged */
+    /* both have the same byte order, so the bytes are copied unchanged */
+    source.tensor.swapped = false;
     WHILE_LOCKED(self, code = fill_locked(self, state, &source.tensor, &st));
     mlspy_view_release(&source);
     return mlspy_none(state, code, &st);
@@ -286,10 +286,10 @@ static PyObject *buffer_reserve(buffer_object *self, PyObject *number)
 static PyObject *buffer_extent(buffer_object *self, PyObject *unused)
 {
     (void)unused;
-    mls_kv_buffer now;
-    WHILE_LOCKED(self, now = self->buffer);
-    return Py_BuildValue("Nn", mlspy_sizes_tuple(now.shape, now.rank),
-                         (Py_ssize_t)now.capacity);
+    mls_kv_buffer snapshot;
+    WHILE_LOCKED(self, snapshot = self->buffer);
+    return Py_BuildValue("Nn", mlspy_sizes_tuple(snapshot.shape, snapshot.rank),
+                         (Py_ssize_t)snapshot.capacity);
 }
 
 /* ---- RollingBuffer ---- */
@@ -390,9 +390,9 @@ static PyObject *ring_copy(ring_object *self, PyObject *unused)
     return (PyObject *)copy;
 }
 
-/* Copy the tokens in the order of their positions to `data`, packed memory for `length`
- * positions, with the lock held. Returns false, and copies nothing, if the ring has
- * another length now. */
+/* Copy the tokens of `ring` in the order of their positions to `data`, packed memory for
+ * `length` positions, with the lock held. Returns false, and copies nothing, if the ring
+ * has another length now. */
 static bool copy_locked(const mls_kv_ring *ring, const mlspy_state *state, size_t length,
                         void *data)
 {
@@ -416,18 +416,19 @@ static PyObject *ring_ordered(ring_object *self, PyObject *unused)
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     /* repeats if another thread changed the length while the array was allocated */
     for (;;) {
-        mls_kv_ring now;
-        bool done;
-        WHILE_LOCKED(self, now = self->ring);
-        const size_t length = now.slots.shape[now.axis] = mls_kv_ring_length(&now);
-        PyObject *array =
-            mlspy_array_of(descr_of(&self->base), now.slots.rank, now.slots.shape, false);
+        mls_kv_ring snapshot;
+        bool is_copied;
+        WHILE_LOCKED(self, snapshot = self->ring);
+        const size_t length = mls_kv_ring_length(&snapshot);
+        snapshot.slots.shape[snapshot.axis] = length;
+        PyObject *array = mlspy_array_of(descr_of(&self->base), snapshot.slots.rank,
+                                         snapshot.slots.shape, false);
         if (array == NULL) {
             return NULL;
         }
         void *data = PyArray_DATA((PyArrayObject *)array);
-        WHILE_LOCKED(self, done = copy_locked(&self->ring, state, length, data));
-        if (done) {
+        WHILE_LOCKED(self, is_copied = copy_locked(&self->ring, state, length, data));
+        if (is_copied) {
             return array;
         }
         Py_DECREF(array);
@@ -438,9 +439,9 @@ static PyObject *ring_ordered(ring_object *self, PyObject *unused)
 static PyObject *ring_positions(ring_object *self, PyObject *unused)
 {
     (void)unused;
-    mls_kv_ring now;
-    WHILE_LOCKED(self, now = self->ring);
-    return mlspy_ring_positions(&now);
+    mls_kv_ring snapshot;
+    WHILE_LOCKED(self, snapshot = self->ring);
+    return mlspy_ring_positions(&snapshot);
 }
 
 /* counts() -> (length, evicted, next position, oldest), read under one lock: `oldest` is
@@ -448,11 +449,11 @@ static PyObject *ring_positions(ring_object *self, PyObject *unused)
 static PyObject *ring_counts(ring_object *self, PyObject *unused)
 {
     (void)unused;
-    mls_kv_ring now;
-    WHILE_LOCKED(self, now = self->ring);
-    return Py_BuildValue("nnnn", (Py_ssize_t)mls_kv_ring_length(&now),
-                         (Py_ssize_t)now.evicted, (Py_ssize_t)now.next,
-                         (Py_ssize_t)now.oldest);
+    mls_kv_ring snapshot;
+    WHILE_LOCKED(self, snapshot = self->ring);
+    return Py_BuildValue("nnnn", (Py_ssize_t)mls_kv_ring_length(&snapshot),
+                         (Py_ssize_t)snapshot.evicted, (Py_ssize_t)snapshot.next,
+                         (Py_ssize_t)snapshot.oldest);
 }
 
 /* extent() -> (capacity, sinks, seq_axis), which never change */

@@ -121,9 +121,9 @@ static int take_move(const mlspy_state *state, PyObject *source, PyObject *move,
     }
     t->dtype = PyTuple_GET_ITEM(move, DTYPE);
     t->pad = PyTuple_GET_ITEM(move, PAD_VALUE);
-    const int is_low = PyObject_IsTrue(PyTuple_GET_ITEM(move, LOW_MEMORY));
-    t->low_memory = is_low > 0;
-    return is_low < 0 ? -1 : mlspy_take_double(t->pad, "pad_value", &t->pad_value);
+    const int low_memory = PyObject_IsTrue(PyTuple_GET_ITEM(move, LOW_MEMORY));
+    t->low_memory = low_memory > 0;
+    return low_memory < 0 ? -1 : mlspy_take_double(t->pad, "pad_value", &t->pad_value);
 }
 
 /* The dtype of a result and the descriptor to allocate it with. If the source is not an
@@ -227,9 +227,9 @@ static int take_kind(const mlspy_state *state, PyObject *source, const transitio
  * with an exception set. */
 static int take_dtype(const mlspy_state *state, PyObject *object, mls_dtype *out)
 {
-    const int named = mlspy_dtype_named(object, out);
-    if (named != 0) {
-        return named < 0 ? -1 : 0;
+    const int is_named = mlspy_dtype_named(object, out);
+    if (is_named != 0) {
+        return is_named < 0 ? -1 : 0;
     }
     PyArray_Descr *descr = mlspy_descr_of_object(state, object, out);
     Py_XDECREF(descr);
@@ -417,6 +417,7 @@ int mlspy_take_kv_shape(const mlspy_state *state, PyObject *object, PyObject *se
         mlspy_take_kv_axis(state, seq_axis, label, *rank, dims, axis) < 0) {
         return -1;
     }
+    /* mls_kv_find_axis refuses more than MLS_KV_MAX_RANK dimensions */
     memcpy(shape, dims, (size_t)*rank * sizeof shape[0]);
     return 0;
 }
@@ -437,14 +438,14 @@ int mlspy_take_kv_length(const mlspy_state *state, PyObject *object, const char 
     return 0;
 }
 
-/* kv_axis(shape, seq_axis, what) -> the sequence axis of a cache of `shape`, counted from
- * 0; the text `what` names the cache in errors */
+/* kv_axis(shape, seq_axis, label) -> the sequence axis of a cache of `shape`, counted
+ * from 0; the text `label` names the cache in errors */
 PyObject *core_kv_axis(mlspy_state *state, PyObject *const *args)
 {
     size_t shape[MLS_KV_MAX_RANK];
     mls_str label;
     int rank, axis;
-    if (mlspy_take_text(args[2], "what", &label) < 0 ||
+    if (mlspy_take_text(args[2], "label", &label) < 0 ||
         mlspy_take_kv_shape(state, args[0], args[1], label.data, &rank, shape, &axis) <
             0) {
         return NULL;

@@ -244,8 +244,9 @@ typedef struct put_items {
     size_t count;
     mlspy_view *views; /* of all parts */
     mls_tensor *tensors;
-    PyObject **fetchers; /* of parts that another device has; others are NULL */
-    size_t part_count;
+    PyObject *
+        *fetchers;     /* strong: callables of parts that another device has, else NULL */
+    size_t part_count; /* of all records */
 } put_items;
 
 /* Free all arrays of `all`, and release views and callables; works at every stage of
@@ -316,6 +317,7 @@ static int take_item(const mlspy_state *state, PyObject *object, put_items *all,
                               .meta = (const unsigned char *)meta,
                               .meta_bytes = (size_t)meta_bytes,
                               .parts = all->tensors + *next};
+    /* the list may have grown since count_parts */
     const size_t left = all->part_count - *next;
     for (Py_ssize_t i = 0; i < PyList_GET_SIZE(parts) && item->part_count < left; i++) {
         PyObject *part = Py_NewRef(PyList_GET_ITEM(parts, i));
@@ -445,11 +447,12 @@ static bool fetch_part(void *context, const mls_tensor *part, mls_tensor *out)
     return failed == 0;
 }
 
-/* Store the records of `all`; the caller has locked the log, which is unlocked here.
- * Returns the list of results, or NULL with an exception set. */
+/* Store the records of `all` under `prefix`, in a log of at most `max_bytes` (UINT64_MAX:
+ * unlimited); the caller has locked the log, which is unlocked here. Returns the list of
+ * results, or NULL with an exception set. */
 static PyObject *put_locked(const mlspy_state *state, mlspy_prompt_log *self,
                             const mls_prompt_prefix *prefix, put_items *all,
-                            uint64_t limit)
+                            uint64_t max_bytes)
 {
     mlspy_progress progress;
     mls_status st;
@@ -462,8 +465,8 @@ static PyObject *put_locked(const mlspy_state *state, mlspy_prompt_log *self,
     }
     (void)mlspy_progress_init(&progress, Py_None); /* cannot fail with None */
     mlspy_progress_begin(&progress);
-    const mls_code code = mls_prompt_put(self->log, prefix, all->items, all->count, limit,
-                                         &progress.core, &st);
+    const mls_code code = mls_prompt_put(self->log, prefix, all->items, all->count,
+                                         max_bytes, &progress.core, &st);
     mls_prompt_unlock(self->log);
     mlspy_progress_end(&progress);
     mlspy_view_release(&source.view);
@@ -482,10 +485,11 @@ static PyObject *log_put(mlspy_prompt_log *self, PyObject *const *args, Py_ssize
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     mls_prompt_prefix prefix = {0};
     put_items all = {0};
-    uint64_t limit = 0;
+    uint64_t max_bytes = 0;
     double timeout = 0;
     PyObject *result = NULL, *records = NULL;
-    if (mlspy_take_count("put", 6, count) < 0 || take_limit(state, args[4], &limit) < 0 ||
+    if (mlspy_take_count("put", 6, count) < 0 ||
+        take_limit(state, args[4], &max_bytes) < 0 ||
         mlspy_take_double(args[5], "timeout", &timeout) < 0 ||
         take_prefix(state, args, &prefix) < 0) {
         return NULL;
@@ -494,7 +498,7 @@ static PyObject *log_put(mlspy_prompt_log *self, PyObject *const *args, Py_ssize
     if (records != NULL && take_items(state, records, &all) == 0 &&
         begin_call(self) != NULL) {
         if (become_writer(state, self, timeout) == 0) {
-            result = put_locked(state, self, &prefix, &all, limit);
+            result = put_locked(state, self, &prefix, &all, max_bytes);
         }
         end_call(self);
     }
@@ -506,9 +510,10 @@ static PyObject *log_put(mlspy_prompt_log *self, PyObject *const *args, Py_ssize
 
 /* ---- marks, eviction ---- */
 
-/* Convert the name of an operation. Returns -1 with ValueError set. */
+/* Convert the name of an operation of mark(). Returns -1 with ValueError set. */
 static int take_operation(PyObject *object, mls_prompt_operation *out)
 {
+    /* in the order of mls_prompt_operation */
     static const char *const names[] = {"pin", "unpin", "delete", "drop"};
     for (int i = 0; i < 4 && PyUnicode_Check(object); i++) {
         if (PyUnicode_CompareWithASCIIString(object, names[i]) == 0) {
@@ -605,18 +610,18 @@ static PyObject *log_prune(mlspy_prompt_log *self, PyObject *const *args,
                            Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
-    uint64_t limit = 0, freed = 0;
+    uint64_t max_bytes = 0, freed = 0;
     double timeout = 0;
     mls_status st;
     mls_code code;
     PyObject *result = NULL;
     if (mlspy_take_count("prune", 2, count) < 0 ||
-        take_limit(state, args[0], &limit) < 0 ||
+        take_limit(state, args[0], &max_bytes) < 0 ||
         mlspy_take_double(args[1], "timeout", &timeout) < 0 || begin_call(self) == NULL) {
         return NULL;
     }
     if (become_writer(state, self, timeout) == 0) {
-        MLSPY_WITHOUT_GIL(code = mls_prompt_prune(self->log, limit, &freed, &st);
+        MLSPY_WITHOUT_GIL(code = mls_prompt_prune(self->log, max_bytes, &freed, &st);
                           mls_prompt_unlock(self->log));
         result = code == MLS_OK ? PyLong_FromUnsignedLongLong(freed)
                                 : mlspy_raise(state, &st, self->path);

@@ -346,11 +346,11 @@ static PyObject *match_read(PyObject *self, PyObject *requests)
 }
 
 /* Read the bytes of `part` from `offset` on that the array args[3] has room for; args[0]
- * is the number of the record. Returns the checksum that continues `sum`, a str about
- * damage, or NULL with an exception set. */
+ * is the number of the record. Returns the checksum that continues `checksum`, a str
+ * about damage, or NULL with an exception set. */
 static PyObject *read_piece(const mlspy_state *state, PyObject *self,
                             const mls_prompt_match *match, PyObject *const *args,
-                            Py_ssize_t part, uint64_t offset, uint32_t sum)
+                            Py_ssize_t part, uint64_t offset, uint32_t checksum)
 {
     mls_prompt_request request;
     mlspy_view view = {.owner = NULL};
@@ -366,9 +366,9 @@ static PyObject *read_piece(const mlspy_state *state, PyObject *self,
     } else {
         MLSPY_WITHOUT_GIL(code = mls_prompt_read_piece(match, &request, offset,
                                                        state->kernels, mlspy_crc(state),
-                                                       &sum, &st));
+                                                       &checksum, &st));
         if (code == MLS_OK) {
-            result = PyLong_FromUnsignedLong(sum);
+            result = PyLong_FromUnsignedLong(checksum);
         } else if (is_damaged(code)) {
             result = request_damage(match, request.hit, st.text);
         } else {
@@ -385,18 +385,18 @@ static PyObject *read_piece(const mlspy_state *state, PyObject *self,
 static PyObject *match_read_piece(PyObject *self, PyObject *const *args, Py_ssize_t count)
 {
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
-    int64_t part, offset, sum;
+    int64_t part, offset, checksum;
     if (mlspy_take_count("read_piece", 5, count) < 0 ||
         mlspy_take_int64(state, args[1], "part", &part) < 0 ||
         mlspy_take_int64(state, args[2], "offset", &offset) < 0 ||
-        mlspy_take_int64(state, args[4], "checksum", &sum) < 0) {
+        mlspy_take_int64(state, args[4], "checksum", &checksum) < 0) {
         return NULL;
     }
     const mls_prompt_match *match = mlspy_prompt_match_enter(state, self);
     PyObject *result = NULL;
     if (match != NULL) {
         result = read_piece(state, self, match, args, (Py_ssize_t)part, (uint64_t)offset,
-                            (uint32_t)sum);
+                            (uint32_t)checksum);
         mlspy_prompt_match_leave(self);
     }
     return result;

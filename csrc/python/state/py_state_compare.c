@@ -99,7 +99,7 @@ static int has_name(const mlspy_state *state, PyObject *key, PyObject *value,
 /* state_keys_match(state1, state2) -> whether both dicts have the same names */
 PyObject *core_state_keys_match(mlspy_state *state, PyObject *const *args)
 {
-    return check_two_dicts(state, args, true, has_name);
+    return check_two_dicts(state, args, true /* same_length */, has_name);
 }
 
 /* Returns whether two attributes are equal tuples of plain ints. Runs no foreign code and
@@ -178,7 +178,7 @@ static int has_shape(const mlspy_state *state, PyObject *key, PyObject *value,
                    ? 1
                    : 0;
     } else {
-        same = surely_same(state, value, other_value, false)
+        same = surely_same(state, value, other_value, false /* shapes only */)
                    ? 1
                    : same_viewed_shapes(state, key, value, other_value);
     }
@@ -190,7 +190,7 @@ static int has_shape(const mlspy_state *state, PyObject *key, PyObject *value,
  * same shapes */
 PyObject *core_state_shapes_match(mlspy_state *state, PyObject *const *args)
 {
-    return check_two_dicts(state, args, false, has_shape);
+    return check_two_dicts(state, args, false /* any length */, has_shape);
 }
 
 /* Returns whether the dtypes of two ndarrays certainly have the same name; byte orders
@@ -222,7 +222,7 @@ static int has_same(const mlspy_state *state, PyObject *key, PyObject *value,
         PyArrayObject *a = (PyArrayObject *)value, *b = (PyArrayObject *)other_value;
         same = PyArray_SAMESHAPE(a, b) && same_descr(a, b);
     } else {
-        same = surely_same(state, value, other_value, true);
+        same = surely_same(state, value, other_value, true /* dtypes */);
     }
     Py_DECREF(other_value);
     return same ? 1 : 0;
@@ -249,7 +249,7 @@ PyObject *core_state_compare(mlspy_state *state, PyObject *const *args)
     if (mlspy_pairs_init(state, args[0], args[1], &p) < 0) {
         return NULL;
     }
-    PyObject *report = mlspy_pairs_report(&p, false);
+    PyObject *report = mlspy_pairs_report(&p, false /* missing in the target */);
     mlspy_pairs_fini(&p);
     return report;
 }
@@ -283,13 +283,13 @@ PyObject *core_state_missing(mlspy_state *state, PyObject *const *args)
  * that fit the cache.
  */
 
-enum { BATCH = 128 };
+enum { BATCH = 128 }; /* pairs */
 
 /* Views of both sides of some pairs, and the core's pairs over them. */
 typedef struct view_batch {
     size_t count;
-    uint64_t bytes;      /* of one side */
-    size_t where[BATCH]; /* position of each pair in the mlspy_pairs */
+    uint64_t bytes;          /* of one side */
+    size_t positions[BATCH]; /* of each pair in the mlspy_pairs */
     mls_diff_pair pairs[BATCH];
     mls_diff_result results[BATCH];
     mlspy_view views[2 * BATCH];
@@ -331,7 +331,7 @@ static int batch_add(const mlspy_state *state, const mlspy_pairs *p, size_t i,
     }
     batch->pairs[batch->count] =
         (mls_diff_pair){.a = &views[0].tensor, .b = &views[1].tensor};
-    batch->where[batch->count++] = i;
+    batch->positions[batch->count++] = i;
     batch->bytes += mlspy_bytes(&views[0].tensor);
     return 0;
 }
@@ -362,8 +362,8 @@ static int batch_fill(const mlspy_state *state, const mlspy_pairs *p,
 /* Appends (name, changed, size, nan, max_abs, max_rel) to `*list` for each tensor of a
  * measured batch that changed: `changed` of its `size` elements differ, `nan` of them
  * because only one side is NaN, and the others have these largest distances, absolute and
- * relative (see diff.h). On failure the list is released and
- * set to NULL; a NULL list stays NULL. */
+ * relative (see diff.h). On failure the list is released and set to NULL; a NULL list
+ * stays NULL. */
 static void append_changes(const mlspy_pairs *p, const view_batch *batch, PyObject **list)
 {
     for (size_t i = 0; *list != NULL && i < batch->count; i++) {
@@ -372,7 +372,7 @@ static void append_changes(const mlspy_pairs *p, const view_batch *batch, PyObje
         if (d->changed > 0) {
             (void)mls_tensor_count(batch->pairs[i].a, &size);
             mlspy_append(
-                list, Py_BuildValue("(OKnKdd)", mlspy_pair_key(p, batch->where[i]),
+                list, Py_BuildValue("(OKnKdd)", mlspy_pair_key(p, batch->positions[i]),
                                     (unsigned long long)d->changed, (Py_ssize_t)size,
                                     (unsigned long long)d->nan, d->max_abs, d->max_rel));
         }
@@ -402,7 +402,7 @@ static PyObject *changes_of(const mlspy_state *state, const mlspy_pairs *p)
     /* threads share large tensors within a batch, so processing batches in sequence costs
      * nothing */
     for (size_t at = 0; list != NULL && at < p->source.count;) {
-        if (batch_fill(state, p, false, &at, batch) < 0 ||
+        if (batch_fill(state, p, false /* any dtype */, &at, batch) < 0 ||
             measure_batch(state, batch) < 0) {
             Py_CLEAR(list);
         }
@@ -415,7 +415,7 @@ static PyObject *changes_of(const mlspy_state *state, const mlspy_pairs *p)
 
 /* Counts each tensor that is whole on one side, and a part on the other, as one of
  * another shape: its elements cannot be compared. */
-static void note_parts(mlspy_pairs *p)
+static void mark_whole_and_part(mlspy_pairs *p)
 {
     for (size_t i = 0; i < p->count; i++) {
         const mls_meta_pair *pair = &p->pairs[i];
@@ -441,9 +441,11 @@ PyObject *core_state_diff(mlspy_state *state, PyObject *const *args)
     if (mlspy_pairs_init(state, args[0], args[1], &p) < 0) {
         return NULL;
     }
-    note_parts(&p);
+    mark_whole_and_part(&p);
     PyObject *changes = changes_of(state, &p);
-    PyObject *report = changes == NULL ? NULL : mlspy_pairs_report(&p, false);
+    PyObject *report = changes == NULL
+                           ? NULL
+                           : mlspy_pairs_report(&p, false /* missing in the target */);
     if (report != NULL) {
         /* unchanged: pairs of equal shape and dtype, minus those with changed elements */
         result = Py_BuildValue("(OOOOOn)", PyTuple_GET_ITEM(report, 0),
@@ -471,14 +473,15 @@ static int same_bytes(const mlspy_state *state, const mlspy_item *a, const mlspy
     return same;
 }
 
-/* Returns whether a tensor is whole on one side, and a part of it on the other. */
+/* Returns whether a tensor is whole on one side, and a part of it on the other. Both have
+ * the same shape, so the comparison of metadata does not see it. */
 static bool has_whole_and_part(const mlspy_pairs *p)
 {
-    bool found = false;
-    for (size_t i = 0; i < p->count && !found; i++) {
-        found = (p->pairs[i].source.part == NULL) != (p->pairs[i].target.part == NULL);
+    bool has_both = false;
+    for (size_t i = 0; i < p->count && !has_both; i++) {
+        has_both = (p->pairs[i].source.part == NULL) != (p->pairs[i].target.part == NULL);
     }
-    return found;
+    return has_both;
 }
 
 /* Returns 1 if all pairs of dtypes that only NumPy knows have equal bytes, 0 if not, -1
@@ -507,7 +510,7 @@ static int same_elements(const mlspy_state *state, const mlspy_pairs *p)
         return mlspy_no_memory();
     }
     for (size_t at = 0; same == 1 && at < p->source.count;) {
-        same = batch_fill(state, p, true, &at, batch) < 0 ? -1 : 1;
+        same = batch_fill(state, p, true /* needs_core_dtype */, &at, batch) < 0 ? -1 : 1;
         if (same == 1) {
             PyThreadState *saved = mlspy_leave_python(batch->bytes);
             same = mls_diff_same(mls_diff_of(state->kernels->cpu), state->pool,

@@ -611,9 +611,9 @@ static PyObject *statedict_nbytes(PyObject *self, void *unused)
 
 /* self == other and self != other, for any dict: names, shapes, dtypes and elements
  * count, but not the order of entries */
-static PyObject *statedict_compare(PyObject *self, PyObject *other, int how)
+static PyObject *statedict_compare(PyObject *self, PyObject *other, int op)
 {
-    if ((how != Py_EQ && how != Py_NE) || !PyDict_Check(other)) {
+    if ((op != Py_EQ && op != Py_NE) || !PyDict_Check(other)) {
         Py_RETURN_NOTIMPLEMENTED;
     }
     const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
@@ -621,7 +621,7 @@ static PyObject *statedict_compare(PyObject *self, PyObject *other, int how)
     if (same < 0) {
         return NULL;
     }
-    return PyBool_FromLong((same != 0) == (how == Py_EQ));
+    return PyBool_FromLong((same != 0) == (op == Py_EQ));
 }
 
 /* The description holds only texts, so it cannot be part of a cycle. */

@@ -102,13 +102,14 @@ static int job_init(const mlspy_state *state, const mlspy_pairs *p, bool cast,
 }
 
 /* Copies the elements of all pairs that both sides have, converted if `cast` and the
- * dtypes differ. With `dry`, only checks. Returns -1 with an exception set, and nothing
- * written. */
-static int load_pairs(const mlspy_state *state, const mlspy_pairs *p, bool cast, bool dry)
+ * dtypes differ. With `dry_run`, only checks. Returns -1 with an exception set, and
+ * nothing written. */
+static int load_pairs(const mlspy_state *state, const mlspy_pairs *p, bool cast,
+                      bool dry_run)
 {
     load_job job = {0};
     const int failed = job_init(state, p, cast, &job);
-    if (failed == 0 && !dry) {
+    if (failed == 0 && !dry_run) {
         PyThreadState *saved = mlspy_leave_python(mls_load_into_bytes(job.load));
         mls_load_into_run(job.load, state->kernels, state->pool);
         mlspy_resume_python(saved);
@@ -131,21 +132,21 @@ static PyObject *written_tensors(const mlspy_pairs *p)
     return list;
 }
 
-/* state_load(target, source, strict, cast, dry) -> the list of written_tensors on
+/* state_load(target, source, strict, cast, dry_run) -> the list of written_tensors on
  * success; otherwise a tuple of four lists of differences: names that only the target
  * has, names that only the source has, names whose shapes differ, with both shapes, and
  * names whose dtypes differ, with both dtypes
  *
  * Copies the arrays of `source` into the arrays of the same names of `target`: all or
- * none. `strict`: both must have the same names; `cast`: dtypes may differ; `dry`: only
- * checks, and nothing is written.
+ * none. `strict`: both must have the same names; `cast`: dtypes may differ; `dry_run`:
+ * only checks, and nothing is written.
  */
 PyObject *core_state_load(mlspy_state *state, PyObject *const *args)
 {
     mlspy_pairs p;
-    bool strict, cast, dry;
+    bool strict, cast, dry_run;
     if (mlspy_take_bool(args[2], &strict) < 0 || mlspy_take_bool(args[3], &cast) < 0 ||
-        mlspy_take_bool(args[4], &dry) < 0 ||
+        mlspy_take_bool(args[4], &dry_run) < 0 ||
         mlspy_pairs_init(state, args[1], args[0], &p) < 0) {
         return NULL;
     }
@@ -153,11 +154,11 @@ PyObject *core_state_load(mlspy_state *state, PyObject *const *args)
     const bool refused = p.counts.shapes > 0 || (p.counts.dtypes > 0 && !cast) ||
                          (strict && p.counts.missing + p.counts.unexpected > 0);
     if (refused) {
-        result = mlspy_pairs_report(&p, true);
+        result = mlspy_pairs_report(&p, true /* missing in the source */);
     } else {
-        result = written_tensors(
-            &p); /* created first, because nothing may fail after the copy */
-        if (result != NULL && load_pairs(state, &p, cast, dry) < 0) {
+        /* created first, because nothing may fail after the copy */
+        result = written_tensors(&p);
+        if (result != NULL && load_pairs(state, &p, cast, dry_run) < 0) {
             Py_CLEAR(result);
         }
     }
@@ -240,8 +241,8 @@ static mls_tensor tied_bytes(const tied_job *job, size_t target)
 
 /* Returns how the targets `a` and `b` of the job `data` share memory. Packed targets with
  * one range and kind (section and dtype) are tied, which means the same array, in any
- * shape; views with gaps must be equal. MLS_MIXED: some bytes are shared; MLS_APART:
- * none. */
+ * shape and order of axes; views with gaps must be equal. MLS_MIXED: some bytes are
+ * shared; MLS_APART: none. */
 static mls_sharing tied_compare(const void *data, size_t a, size_t b)
 {
     const tied_job *job = data;
@@ -345,10 +346,9 @@ static PyObject *tied_result(const tied_job *job, Py_ssize_t sections)
  * section
  *
  * A section is its name for errors, a list of keys to load, and a dict of the arrays to
- * fill by key.
- * Returns the keys whose array also belongs to a later key, so that they need no read.
- * Raises ValueError if arrays share memory in any other way: they are filled at the same
- * time, and each would contain a part of the other.
+ * fill by key. Returns the keys whose array also belongs to a later key, so that they
+ * need no read. Raises ValueError if arrays share memory in any other way: they are
+ * filled at the same time, and each would contain a part of the other.
  */
 PyObject *core_targets_tied(mlspy_state *state, PyObject *const *args)
 {
@@ -376,6 +376,8 @@ PyObject *core_targets_tied(mlspy_state *state, PyObject *const *args)
  * The hashed stream has for each tensor, in the order of the names' bytes: the length of
  * the name, the length of the dtype's name, the rank and the dimensions as 64-bit
  * little-endian numbers; then the name, the dtype's name, and the elements in C order.
+ * For a part of a tensor, a space and the part's text follow the dtype's name, and count
+ * as part of it.
  * `update` is the caller's function that receives this stream, such as a hash's method.
  */
 
@@ -413,11 +415,13 @@ static int feed_bytes(PyObject *update, const void *data, size_t bytes)
 static int pass_meta(PyObject *update, const mlspy_item *item)
 {
     unsigned char head[MLS_META_HEAD_MOST];
-    const size_t dtype_length = strlen(item->meta.dtype);
-    const size_t bytes = mls_tensor_meta_head(item->name, &item->meta, head);
-    return feed_bytes(update, head, bytes) < 0 ||
+    const char *dtype = item->meta.dtype, *part = item->meta.part;
+    const size_t head_bytes = mls_tensor_meta_head(item->name, &item->meta, head);
+    return feed_bytes(update, head, head_bytes) < 0 ||
                    feed_bytes(update, item->name.data, item->name.length) < 0 ||
-                   feed_bytes(update, item->meta.dtype, dtype_length) < 0
+                   feed_bytes(update, dtype, strlen(dtype)) < 0 ||
+                   (part != NULL && (feed_bytes(update, " ", 1) < 0 ||
+                                     feed_bytes(update, part, strlen(part)) < 0))
                ? -1
                : 0;
 }

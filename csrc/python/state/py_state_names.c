@@ -364,13 +364,14 @@ static void raise_empty_part(PyObject *old_name, PyObject *new_name,
     for (size_t i = 0; hint == NULL && i < rule_count && !PyErr_Occurred(); i++) {
         const mls_str old = rules[i].old, new = rules[i].new;
         if (old.length > 0 && !ends_with_dot(old) && ends_with_dot(new)) {
-            PyObject *text = mlspy_str_of(old), *with = mlspy_str_of(new);
-            if (text != NULL && with != NULL) {
+            PyObject *old_text = mlspy_str_of(old), *new_text = mlspy_str_of(new);
+            if (old_text != NULL && new_text != NULL) {
                 hint = PyUnicode_FromFormat("; did you mean {'%s%.80U.': %.80R}?",
-                                            rules[i].anywhere ? "*" : "", text, with);
+                                            rules[i].anywhere ? "*" : "", old_text,
+                                            new_text);
             }
-            Py_XDECREF(text);
-            Py_XDECREF(with);
+            Py_XDECREF(old_text);
+            Py_XDECREF(new_text);
         }
     }
     if (hint == NULL && !PyErr_Occurred()) {
