@@ -147,11 +147,12 @@ def test_empty_parts_are_restored(tmp_path, suffix, model, optimizer, states):
 
 
 @pytest.mark.parametrize("suffix", [".dcp", ".pt"])
-def test_optimizer_array_of_no_parameter_is_refused(tmp_path, suffix):
-    match = r"arrays that are not named .*: seen;"
+@pytest.mark.parametrize("name", ["seen", ".seen", "seen.", "w..m"])
+def test_optimizer_array_of_no_parameter_is_refused(tmp_path, suffix, name):
+    match = rf"arrays that are not named .*: {name};"
     with pytest.raises(mlstate.CompatibilityError, match=match) as caught:
-        write_any(tmp_path / f"a{suffix}", None, {"w.m": np.ones(2), "seen": np.ones(1)})
-    assert caught.value.name == "seen" and not list(tmp_path.iterdir())
+        write_any(tmp_path / f"a{suffix}", None, {"w.m": np.ones(2), name: np.ones(1)})
+    assert caught.value.name == name and not list(tmp_path.iterdir())
 
 
 def test_empty_dict_in_a_list_is_refused_before_the_folder_is_written(tmp_path):
