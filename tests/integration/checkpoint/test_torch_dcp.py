@@ -147,7 +147,7 @@ def test_empty_parts_are_restored(tmp_path, suffix, model, optimizer, states):
 
 
 @pytest.mark.parametrize("suffix", [".dcp", ".pt"])
-@pytest.mark.parametrize("name", ["seen", ".seen"])
+@pytest.mark.parametrize("name", ["seen", ".seen", "seen.", "w..m"])
 def test_optimizer_array_of_no_parameter_is_refused(tmp_path, suffix, name):
     match = rf"arrays that are not named .*: {name};"
     with pytest.raises(mlstate.CompatibilityError, match=match) as caught:

@@ -79,8 +79,11 @@ def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
     """
     saved = state.param_groups or ({"lr": state.learning_rate, "params": list(state.parameters())},)
     listed = [str(name) for group in saved for name in group.get("params", ())]
-    unknown = sorted(set(state.parameters()) - set(listed))
-    others = [name for name in state if not name.rpartition(".")[0]]
+    parameters = set(state.parameters())
+    unknown = sorted(parameters - set(listed))
+    others = [
+        name for name in state if name.rpartition(".")[0] not in parameters or name.endswith(".")
+    ]
     if others:
         error = CompatibilityError(
             "the optimizer has arrays that are not named <parameter>.<state>, as torch needs: "
