@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+from .._common.arguments import check_flags
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -303,7 +305,7 @@ class FirstMatch(Composite):
     Raises
     ------
     TypeError
-        If the list of members is empty, or a member is not a strategy.
+        If the list of members is empty, a member is not a strategy, or `default` not a bool.
 
     Examples
     --------
@@ -318,6 +320,7 @@ class FirstMatch(Composite):
 
     def __init__(self, *members: CheckpointStrategy, default: bool = False) -> None:
         super().__init__(*members)
+        check_flags(default=default)
         self.default: bool = bool(default)
 
     def should_checkpoint(self, layer_id: str, activation: Any, layer_index: int) -> bool:

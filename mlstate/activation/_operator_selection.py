@@ -393,7 +393,8 @@ class _KnapsackSearch:
                 i = int(full_seconds.argmax())
                 parent, end = int(states[parents[i]]), int(ends[len(states) + i])
                 self.best = _Choice(float(full_seconds[i]), parent, item, end)
-            # prune by the bound, then states that need more bytes for no more seconds than another
+            # Prune by the bound, then states that need more bytes for no more seconds than another.
+            # `rows`: the remaining states, as positions among the old states and the new ones.
             rows = np.flatnonzero(bounds > self.best.seconds + self.slack)
             rows = rows[np.lexsort((-seconds[rows], sizes[rows]))]
             most_before = np.maximum.accumulate(np.append(-1.0, seconds[rows]))[:-1]

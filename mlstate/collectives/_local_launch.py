@@ -278,6 +278,7 @@ def _find_error(ranks: list[_Rank], timeout: float | None) -> BaseException:
     ended = [rank for rank in ranks if rank.done and not rank.has_result()]
     if ended:
         return min(ended, key=_Rank.failure_order).error()
+    # without a failure, only a timeout ends the wait
     late = [rank.rank for rank in ranks if not rank.done]
     return failed(
         "LocalGroup.run", late[0], f"not done after {timeout:g} s: ranks {late} were at work still"

@@ -409,7 +409,7 @@ def _make_group(host: _Host, world_size: int) -> Any:
     for peer in host.ranks.values():
         with contextlib.suppress(OSError):
             socket.send_fds(peer, [b'{"memory": true}\n'], [descriptor])
-    return _core.local_join(world_size, 0, descriptor)
+    return _core.local_join(world_size, 0, descriptor)  # owns the descriptor, after errors too
 
 
 # ---- other ranks ----

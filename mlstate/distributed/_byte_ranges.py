@@ -219,9 +219,9 @@ def copy_part(part: Part, source: Any, target: Array) -> None:
     memory = _memory(source)
     if memory is not None:
         write_range(box, part.begin, part.end, memory)
-    elif part.count == math.prod(part.lengths):
+    elif part.count == math.prod(part.lengths):  # the part is the whole box
         assign(box, source.reshape(part.lengths))  # a view if possible
-    else:
+    else:  # in pieces, as packing all elements would need memory for them
         for begin, end in split_range(source, part.count, PACKED):
             data = bytes_of(source, begin, end)
             write_range(box, part.begin + begin, part.begin + end, data)

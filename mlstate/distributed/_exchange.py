@@ -589,8 +589,8 @@ class Broadcasting(_Transfer):
         entries_by_name = [
             {entry.name: entry for entry in rank_entries} for rank_entries in entries
         ]
-        alike: list[Job] = []  # every rank receives the same part
-        apart: list[Job] = []  # ranks receive different parts
+        common_jobs: list[Job] = []  # every rank receives the same part
+        separate_jobs: list[Job] = []  # ranks receive different parts
         for entry in sent:
             array = array_of(state[entry.name])
             size = item_bytes(array)
@@ -602,22 +602,22 @@ class Broadcasting(_Transfer):
             tensor = _tensor_of(entry)
             if parts == {(entry.steps, entry.part)}:
                 count = tensor.part(entry.part).count
-                alike += [Job(tensor, entry.part, self.root, count, size)] if count else []
+                common_jobs += [Job(tensor, entry.part, self.root, count, size)] if count else []
                 continue
             for rank, rank_entries in enumerate(entries_by_name):
                 rank_entry = rank_entries[entry.name]
                 rank_tensor = _tensor_of(rank_entry)
                 count = rank_tensor.part(rank_entry.part).count
                 if count:
-                    apart.append(Job(rank_tensor, rank_entry.part, rank, count, size))
-        self._to_all(state, source, alike)
-        self._to_each(state, source, [job for job in apart if job.peer != self.root])
+                    separate_jobs.append(Job(rank_tensor, rank_entry.part, rank, count, size))
+        self._to_all(state, source, common_jobs)
+        self._to_each(state, source, [job for job in separate_jobs if job.peer != self.root])
         # the root's state, which neither of the two transfers fills
         if self.group.rank == self.root and source is not None:
-            for job in alike:
+            for job in common_jobs:
                 name = job.tensor.name
                 self._copy(job, array_of(source[name]), 0, array_of(state[name]))
-            for job in apart:
+            for job in separate_jobs:
                 if job.peer == self.root:
                     part = job.tensor.part(job.part)
                     box = part.box_of(array_of(source[job.tensor.name]))

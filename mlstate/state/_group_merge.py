@@ -82,15 +82,16 @@ def merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group]
         for group in groups:
             values, parameter_values = _split_group(group)
             params = parameter_values["params"]
-            kept = [i for i, name in enumerate(params) if name not in seen]  # positions in `params`
+            # in `params`; an earlier rank has the other parameters
+            kept_positions = [i for i, name in enumerate(params) if name not in seen]
             for name in params:
                 earlier = seen.setdefault(name, (rank, values))
                 if earlier[1] is not values:
                     _refuse_values(label, name, earlier, (rank, values))
-            if rank and not kept:  # rank 0 keeps its empty groups
+            if rank and not kept_positions:  # rank 0 keeps its empty groups
                 continue
-            new_position = {old: new for new, old in enumerate(kept)}
-            parameter_values["params"] = [params[i] for i in kept]
+            new_position = {old: new for new, old in enumerate(kept_positions)}
+            parameter_values["params"] = [params[i] for i in kept_positions]
             if "packed_states" in parameter_values:
                 parameter_values["packed_states"] = {
                     state: [new_position[i] for i in positions if i in new_position]

@@ -160,6 +160,8 @@ class OptimizerStateDict(StateDict):
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
         try:
+            if isinstance(value, str | bytes):
+                raise TypeError
             self._learning_rate = float(value)
         except (TypeError, ValueError):
             raise TypeError(f"learning_rate must be a number, got {value!r}") from None

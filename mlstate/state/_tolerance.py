@@ -68,9 +68,10 @@ def change_beyond(a: Any, b: Any, rtol: float, atol: float) -> Change | None:
     for start in range(0, first.size, _BLOCK):
         distance, x, y = _distances(first[start : start + _BLOCK], second[start : start + _BLOCK])
         with np.errstate(invalid="ignore", over="ignore"):
-            size = np.maximum(np.abs(x), np.abs(y))
-            distance[np.isinf(size) & (x != y)] = np.inf
-            is_close = (distance == 0) | np.isfinite(size) & (distance <= atol + rtol * size)
+            magnitude = np.maximum(np.abs(x), np.abs(y))
+            distance[np.isinf(magnitude) & (x != y)] = np.inf
+            is_within = np.isfinite(magnitude) & (distance <= atol + rtol * magnitude)
+            is_close = (distance == 0) | is_within
             is_changed = ~is_close & ~(np.isnan(x) & np.isnan(y))
         is_nan_once = is_changed & (np.isnan(x) | np.isnan(y))  # NaN on exactly one side
         changed += int(np.count_nonzero(is_changed))
@@ -78,7 +79,7 @@ def change_beyond(a: Any, b: Any, rtol: float, atol: float) -> Change | None:
         is_measured = is_changed & ~is_nan_once
         if is_measured.any():
             with np.errstate(invalid="ignore", divide="ignore"):
-                relative = np.where(np.isinf(size), np.inf, distance / size)
+                relative = np.where(np.isinf(magnitude), np.inf, distance / magnitude)
             max_abs = max(max_abs, float(distance[is_measured].max()))
             max_rel = max(max_rel, float(relative[is_measured].max()))
     return (changed, first.size, nan, max_abs, max_rel) if changed else None

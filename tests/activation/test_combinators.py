@@ -109,6 +109,8 @@ def test_names_show_members_and_operators():
     assert (a | ~b).name == "(Interval(2) | ~SizeBased(1MB))"
     assert (~(a & b)).name == "~(Interval(2) & SizeBased(1MB))"
     assert FirstMatch(Named(True), Fixed(True), a).name == "FirstMatch(Mine, Fixed, Interval(2))"
+    with pytest.raises(TypeError, match="default must be True or False, got str"):
+        FirstMatch(a, default="no")
     assert repr(FirstMatch(a, default=True)) == (
         "FirstMatch(IntervalStrategy(interval=2), default=True)"
     )

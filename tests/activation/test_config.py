@@ -105,6 +105,7 @@ def test_configurations_are_values():
     [
         ({"interval": 0}, ValueError, "interval must be greater than 0, got 0"),
         ({"interval": 2.0}, TypeError, "interval must be an integer, got 2.0"),
+        ({"interval": True}, TypeError, "interval must be an integer, got True"),
         ({"interval": 1 << 63}, ValueError, "interval does not fit into 64 bits"),
         ({"min_activation_size_bytes": -5}, ValueError, "min_activation_size_bytes .* got -5"),
         ({"max_memory_percentage": 1.5}, ValueError, "max_memory_percentage .* got 1.5"),
