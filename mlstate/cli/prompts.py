@@ -49,7 +49,8 @@ def add(commands: Commands) -> None:
 
 
 def _open(path: str) -> AbstractContextManager[_core.PromptLog]:
-    return closing(_core.PromptLog(local_folder(path), False))
+    """Return the log of the store at `path`, which must exist, as a context that closes it."""
+    return closing(_core.PromptLog(local_folder(path), False))  # False: do not create it
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
