@@ -61,7 +61,7 @@ def add(commands: Commands) -> None:
     Parsed arguments have the function of the command as ``run``.
     """
     help_text = "compare two checkpoints or files, tensor by tensor"
-    parser = add_command(commands, "diff", help_text, run_diff, no="they differ")
+    parser = add_command(commands, "diff", help_text, run_diff, status_1="they differ")
     parser.add_argument("first", help=PATH_HELP)
     parser.add_argument("second", help="the same; may be the same run, for two of its steps")
     for name in ("first", "second"):
