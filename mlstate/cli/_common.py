@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-EPILOG = "exit status: 0 good, {no}2 wrong usage or an error"
+EPILOG = "exit status: 0 good, {status_1}2 wrong usage or an error"
 PATH_HELP = "a checkpoint, a run, a Hugging Face model, a folder or file of torch, or a .npz file"
 FORCE_HELP = "replace an existing target, all steps of a run included"
 _WIDTH = 120  # characters of a cell
@@ -38,14 +38,14 @@ def add_command(
     name: str,
     help_text: str,
     run: Callable[[argparse.Namespace], int],
-    no: str | None = None,
+    status_1: str | None = None,
 ) -> argparse.ArgumentParser:
     """Add the parser of the command `name` to `commands`, with the option ``--json``; return it.
 
-    `run`: called with the parsed arguments; returns the exit status. `no`: meaning of exit status 1
-    in the help; None: it does not occur.
+    `run`: called with the parsed arguments; returns the exit status. `status_1`: meaning of exit
+    status 1 in the help; None: it does not occur.
     """
-    epilog = EPILOG.format(no="" if no is None else f"1 {no}, ")
+    epilog = EPILOG.format(status_1="" if status_1 is None else f"1 {status_1}, ")
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=help_text, description=help_text, epilog=epilog
     )

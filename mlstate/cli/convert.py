@@ -155,7 +155,7 @@ def _export(
         parts = load(location, mmap=True, verify="first", **stored.load_options())
     else:
         loader = open_loader(location, cast("LoadOptions", changes.load_options()))
-        parts = Parts(None, None, {}, {})
+        parts = Parts(model=None, optimizer=None, metadata={}, states={})
         if loader.manifest.model is not None:
             with progress_of("convert", lambda: _model_bytes(loader)) as progress:
                 size = export_loaded(

@@ -61,7 +61,7 @@ def add(commands: Commands) -> None:
     Parsed arguments have the function of the command as ``run``.
     """
     help_text = "compare two checkpoints or files, tensor by tensor"
-    parser = add_command(commands, "diff", help_text, run_diff, no="they differ")
+    parser = add_command(commands, "diff", help_text, run_diff, status_1="they differ")
     parser.add_argument("first", help=PATH_HELP)
     parser.add_argument("second", help="the same; may be the same run, for two of its steps")
     for name in ("first", "second"):
@@ -198,7 +198,8 @@ class _FileSide:
             arrays = {key: getattr(shard, "array", shard) for key, shard in shards}
         else:
             entries = list_entries((), self._states) if self._states else ()
-            arrays = {"/".join(map(str, keys)) + end: array for keys, array, end in entries}
+            # suffix: the text of a value that is neither an array nor a number
+            arrays = {"/".join(map(str, keys)) + suffix: array for keys, array, suffix in entries}
         self._parts[2] = {key: each for key, each in arrays.items() if _is_comparable(each)}
         refused += [key for key in arrays if key not in self._parts[2]]
         if refused:

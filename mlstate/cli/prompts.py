@@ -34,7 +34,7 @@ def add(commands: Commands) -> None:
     listed = add_command(actions, "ls", "list the prompts, the last used first", run_ls)
     details = add_command(actions, "show", "show one prompt: its tokens and entries", run_show)
     verified = add_command(
-        actions, "verify", "read every byte, and report damage", run_verify, "damaged"
+        actions, "verify", "read every byte, and report damage", run_verify, status_1="damaged"
     )
     repaired = add_command(actions, "repair", "remove damaged records", run_repair)
     pruned = add_command(actions, "prune", "delete the least recently used prompts", run_prune)
@@ -49,7 +49,8 @@ def add(commands: Commands) -> None:
 
 
 def _open(path: str) -> AbstractContextManager[_core.PromptLog]:
-    return closing(_core.PromptLog(local_folder(path), False))
+    """Return the log of the store at `path`, which must exist, as a context that closes it."""
+    return closing(_core.PromptLog(local_folder(path), False))  # False: do not create it
 
 
 def run_ls(arguments: argparse.Namespace) -> int:

@@ -36,7 +36,7 @@ def add(commands: Commands) -> None:
     text = "list the versions that followers can reach"
     add_command(actions, "ls", text, run_list).add_argument("path", help=path_help)
     text = "read every byte of the versions that followers can reach"
-    verifying = add_command(actions, "verify", text, run_verify, no="damaged")
+    verifying = add_command(actions, "verify", text, run_verify, status_1="damaged")
     verifying.add_argument("path", help=path_help)
     text = "delete old versions, and files that killed publishers left behind"
     pruning = add_command(actions, "prune", text, run_prune)

@@ -66,7 +66,7 @@ def add(commands: Commands) -> None:
     Parsed arguments have the function of the command as ``run``.
     """
     help_text = "read every byte of a checkpoint, and report damage"
-    parser = add_command(commands, "verify", help_text, run_verify, no="damaged")
+    parser = add_command(commands, "verify", help_text, run_verify, status_1="damaged")
     parser.add_argument("path", help=PATH_HELP)
     which = parser.add_mutually_exclusive_group()
     add_step(which)

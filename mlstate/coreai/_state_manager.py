@@ -170,7 +170,7 @@ class StateManager(StateManagerBase):
         if self._is_loader(model):
             model = cache(model)
         elif specs is None and not isinstance(model, list | tuple):
-            specs = dict.fromkeys(sizes, choose(model, None, seq_axis))
+            specs = dict.fromkeys(sizes, choose(model, function=None, seq_axis=seq_axis))
         return dict.fromkeys(sizes, model), specs
 
     def _is_loader(self, model: Any) -> bool:
@@ -183,7 +183,8 @@ class StateManager(StateManagerBase):
         They are read from the caller's `specs` of this size instead, if it passed some. These are
         of every chunk; `chunk`, the number of the model among the chunks, has no effect.
         """
-        specs = choose(self._given_specs.get(size, model), None, self._given_axis)
+        source = self._given_specs.get(size, model)
+        specs = choose(source, function=None, seq_axis=self._given_axis)
         return {name: spec.with_size(size) for name, spec in specs.items()}
 
     def _axis_of(self, spec: StateSpec) -> int:

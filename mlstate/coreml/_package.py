@@ -220,7 +220,7 @@ def _read_functions(description: Fields) -> Functions:
         if name in functions:
             text = f"two functions are called {shorten(name, 80)}"
             raise error_at(message.offset, text)
-        functions[name] = _read_states(function, 6, total)
+        functions[name] = _read_states(function, number=6, total=total)
         total += len(functions[name])
     return functions
 
@@ -236,7 +236,7 @@ def parse_description(data: bytes, offset: int = 0) -> tuple[Functions, str | No
     description = Fields(Message(memoryview(data), offset), [13, 20, 21])
     functions = _read_functions(description)
     if not functions:
-        functions = {"main": _read_states(description, 13, 0)}
+        functions = {"main": _read_states(description, number=13, total=0)}
     else:
         for state in description.messages(13, "a state"):
             text = "a state that belongs to no function, in a model with functions"

@@ -154,7 +154,7 @@ class StateManager(StateManagerBase):
             source = self._given_specs[size]
             listed = states_of_contexts(source, (size,), shared_state=self._shared_state)
             parts = (
-                choose_states(source, None, shared_state=self._shared_state)
+                choose_states(source, function=None, shared_state=self._shared_state)
                 if listed is None
                 else listed[size]
             )
@@ -186,7 +186,7 @@ class StateManager(StateManagerBase):
             )
         parts = self._given_specs.get(size)
         if parts is None:
-            return choose(model, None)
+            return choose(model, function=None)
         states: StateSpecs = parts[chunk if len(parts) > 1 else 0]
         return states
 

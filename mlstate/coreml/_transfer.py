@@ -190,6 +190,7 @@ def _check_padding(
     """
     stored = declared or np.dtype(np.float16 if dtype.kind == "f" else dtype)
     try:
+        # a cache of one position without a token, which is padded
         transition_kv_state(np.zeros((1, 1), stored), 1, 0, pad_value, seq_axis=1)
     except ValueError as error:
         raise ValueError(f"pad_value of {name!r}: {error}") from None
@@ -421,7 +422,8 @@ def transition_coreml_state(
     >>> larger = [FakeMLState({"k": (2, 1, 512, 32), "v": (2, 1, 512, 32)}) for _ in range(2)]
     >>> transition_coreml_state(chunks, larger, ["k", "v"], 200)
     """
-    move = Move(as_position(current_position), False, valid_axis(seq_axis), pad_value)
+    position, axis = as_position(current_position), valid_axis(seq_axis)
+    move = Move(position, compact=False, seq_axis=axis, pad_value=pad_value)
     _move_all(source_mlstate, target_mlstate, state_name, specs, move)
 
 
@@ -466,7 +468,7 @@ positions; choose a model with at least 300
     >>> large = FakeMLState({"k_cache": (2, 1, 64, 1, 512)})
     >>> compact_coreml_state(large, small, "k_cache", 180, seq_axis=-1)
     """
-    move = Move(as_position(current_position), True, valid_axis(seq_axis))
+    move = Move(as_position(current_position), compact=True, seq_axis=valid_axis(seq_axis))
     _move_all(source_mlstate, target_mlstate, state_name, specs, move)
 
 

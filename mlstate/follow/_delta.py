@@ -139,13 +139,14 @@ def roll_back(log: UndoLog) -> None:
     After an interrupt, call it again: restoring an element twice does no harm.
     """
     for target, gaps, old in reversed(log):
-        _write_values(target, Delta(_elements_of(target), gaps, old), None, checksum=False)
+        former = Delta(_elements_of(target), gaps, old)
+        _write_values(target, former, log=None, checksum=False)
     log.clear()
 
 
 def write_delta(target: Array, delta: Delta) -> None:
     """Write the changed elements into `target`; after an interrupt, some may be written."""
-    _write_values(target, delta, None, checksum=False)
+    _write_values(target, delta, log=None, checksum=False)
 
 
 def checksum_of(array: Array) -> int:

@@ -73,6 +73,11 @@ class _State(NamedTuple):
     checksums: dict[str, int]  # CRC32C of each array
 
 
+def _without_version(arrays: dict[str, Any]) -> _State:
+    """Return the state of a follower whose `arrays` have the elements of no known version."""
+    return _State(version=None, lineage="", arrays=arrays, parts={}, checksums={})
+
+
 class _ArrayUpdate(NamedTuple):
     """An array to change, and the deltas that lead to its new version."""
 
@@ -161,7 +166,7 @@ class Follower:
         self._double_buffer, self._check = bool(double_buffer), check
         self._into = into
         self._shards: dict[str, Part] = {}  # of `into`, by name; other arrays are not in it
-        self._state = _State(None, "", self._own_arrays(), {}, {})
+        self._state = _without_version(self._own_arrays())
         again = self._own_arrays()  # a module that copies a tensor for its state does so each time
         for name, array in self._state.arrays.items():
             if not is_same_memory(array, again[name]):
@@ -347,7 +352,7 @@ class Follower:
             self._state = state._replace(arrays=arrays)
             return
         step = self.version
-        self._state = _State(None, "", arrays, {}, {})
+        self._state = _without_version(arrays)
         self._warn(f"{name!r} was replaced, and has not the elements of step {step}")
 
     def _find_replaced(self, arrays: Mapping[str, Any]) -> str | None:

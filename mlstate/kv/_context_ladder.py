@@ -581,7 +581,7 @@ class ContextLadder:
                 )
             position = size - 1  # the row that attends to all positions
         check_room(position, size, new_tokens)
-        return mask_rows(position, size, new_tokens, None, dtype, fill)
+        return mask_rows(position, size, new_tokens, attention_size=None, dtype=dtype, fill=fill)
 
     def _as_batch_size(self) -> int:
         if self._batch_size is None:

@@ -253,7 +253,8 @@ class KVState(CopiedByValue):
         array = self.array  # take the length once: another thread may resize meanwhile
         axis = self.seq_axis
         # A compaction to the same length copies; an expansion could return `array` itself.
-        packed: NDArray = _core.kv_move(array, KVMove(array.shape[axis], None, axis, True), None)
+        move = KVMove(array.shape[axis], position=None, seq_axis=axis, compact=True)
+        packed: NDArray = _core.kv_move(array, move, None)
         return packed
 
     def copy(self) -> Self:

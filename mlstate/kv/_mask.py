@@ -183,7 +183,16 @@ def create_decode_mask(
             f"below {seq_length}",
             current_position,
         )
-    return _mask(seq_length, attention_size, current_position, sinks, True, dtype, fill, out)
+    return _mask(
+        seq_length,
+        attention_size,
+        current_position,
+        sinks,
+        rows=True,
+        dtype=dtype,
+        fill=fill,
+        out=out,
+    )
 
 
 def create_causal_mask(

@@ -269,6 +269,7 @@ class RollingKVState(CopiedByValue):
 
     def _restore(self, *content: Any) -> None:
         slots, dtype, sinks, seq_axis, *counts = content  # as of `_content`
+        # the capacity is that of `slots`
         RollingKVState.__init__(self, slots.shape, None, dtype, sinks=sinks, seq_axis=seq_axis)
         self._buffer.fill(slots, *counts)
 

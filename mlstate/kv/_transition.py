@@ -146,7 +146,13 @@ def transition_kv_state(
     (4, 1, 64, 1, 512)
     """
     move = KVMove(
-        target_seq_length, current_position, seq_axis, False, pad_value, dtype, low_memory
+        target_seq_length,
+        current_position,
+        seq_axis,
+        compact=False,
+        pad_value=pad_value,
+        dtype=dtype,
+        low_memory=low_memory,
     )
     result: ArrayT = _run_move(source_state, move, out)
     return result
@@ -202,7 +208,14 @@ target_seq_length of at least 300
     >>> compact_kv_state(innermost, 256, current_position=200, seq_axis=-1).shape
     (4, 1, 64, 1, 256)
     """
-    move = KVMove(target_seq_length, current_position, seq_axis, True, 0.0, dtype, low_memory)
+    move = KVMove(
+        target_seq_length,
+        current_position,
+        seq_axis,
+        compact=True,
+        dtype=dtype,
+        low_memory=low_memory,
+    )
     result: ArrayT = _run_move(source_state, move, out)
     return result
 

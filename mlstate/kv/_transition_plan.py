@@ -178,7 +178,8 @@ def _plan_state(
     target; None: unknown.
     """
     shapes = (source and source.shape, target and target.shape)  # None for a missing state
-    refused = partial(StateMove, name, "none", *shapes, 0, 0)  # called with the problem
+    # called with the problem; no bytes are copied or zeroed
+    refused = partial(StateMove, name, "none", *shapes, 0, 0)
     if source is None or target is None:
         which = "source" if source is None else "target"
         return refused(f"{name}: the {which} model has no state of this name")
@@ -190,11 +191,14 @@ def _plan_state(
     except (CapacityError, CompatibilityError) as error:
         return refused(str(error))
     if positions is None or seq_axis is None:
-        return StateMove(name, "same", *shapes, target.nbytes, 0, None)
+        return StateMove(
+            name, "same", *shapes, copied_bytes=target.nbytes, zeroed_bytes=0, problem=None
+        )
     have, want = source.shape[seq_axis], target.shape[seq_axis]  # in positions
     direction: Literal["expand", "compact"] = "expand" if have < want else "compact"
     copied = target.nbytes // want * positions if positions else 0  # `want` may be 0
-    return StateMove(name, direction, *shapes, copied, target.nbytes - copied, None)
+    zeroed = target.nbytes - copied
+    return StateMove(name, direction, *shapes, copied, zeroed, problem=None)
 
 
 def plan_states(

@@ -236,7 +236,8 @@ def plot_saves(
     ]
     times_known += [at for step in steps for at in step]
     first, last = min(times_known), max(times_known)
-    scale, label = seconds_unit(last - first)
+    duration = max(last - first, 1e-9)  # seconds; not 0 if all times are equal
+    scale, label = seconds_unit(duration)
     count = len(times)
     figure = new_figure(10, 1.6 + 0.3 * min(max(count, 2), 2 * _BARS))
     axes = figure.subplots()
@@ -261,13 +262,13 @@ def plot_saves(
         [0, *(n + 1 for n in tick_rows)], ["training", *(f"save {n + 1}" for n in tick_rows)]
     )
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.01 * (last - first) / scale)
+    axes.set_xlim(0, 1.01 * duration / scale)
     axes.set_xlabel(label)
     blocked = sum(t.blocked_seconds for t in times)
     unit, blocked_label = seconds_unit(blocked)
     axes.set_title(
         f"The caller was held up for {blocked / unit:.3g} {blocked_label} of "
-        f"{(last - first) / scale:.3g} {label} ({blocked / (last - first):.1%})",
+        f"{duration / scale:.3g} {label} ({blocked / duration:.1%})",
         loc="left",
     )
     axes.spines[["top", "right", "left"]].set_visible(False)

@@ -334,15 +334,15 @@ def _other_states(path: str, module: Any, hashed: Memories) -> list[list[Any]]:
     """
     states: dict[str, Any] = {}
     try:
-        module._save_to_state_dict(states, f"{path}." if path else "", True)
+        prefix = f"{path}." if path else ""
+        module._save_to_state_dict(states, prefix, True)  # True: keep variables, do not detach
     except Exception:
         return []
     registered = {**module._parameters, **module._buffers}
-    prefix_length = len(path) + 1 if path else 0
     values = [
         [name, _named_value(name, value, hashed)]
         for name, value in states.items()
-        if registered.get(name[prefix_length:]) is None
+        if registered.get(name[len(prefix) :]) is None
     ]
     return [each for each in values if each[1] is not None]
 

@@ -156,7 +156,7 @@ class PromptStore:
             os.makedirs(os.path.dirname(self._path), exist_ok=True)
         except OSError as error:
             raise store_error(error, "cannot create the folder of the store", self._path) from error
-        self._log = _core.PromptLog(self._path, True)
+        self._log = _core.PromptLog(self._path, True)  # True: create it
 
     @property
     def path(self) -> str:
@@ -428,7 +428,7 @@ class PromptStore:
     def _match_of(self, ids: NDArray) -> Match:
         """Return the match of all tokens, with stored entries of any kind; the caller closes it."""
         log_match = self._log.match(self._key, ids, self._block)
-        return make_match(log_match, ids, self._path, len(ids), None, self._key)
+        return make_match(log_match, ids, self._path, len(ids), expected=None, key=self._key)
 
     def _write(self, ids: NDArray, records: list[_Record]) -> int:
         """Store records of the prompt `ids`; return how many of its tokens can be restored then."""

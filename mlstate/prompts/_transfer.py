@@ -322,7 +322,7 @@ def block_requests(
         for name, (_, dtype) in entry.arrays.items():
             view = tokens_of(into.arrays[name], _axis(entry), start, stop)
             shape = stored_shape(entry, name, size)
-            piece = Piece(0, stop - start, view)
+            piece = Piece(offset=0, size=stop - start, view=view)
             requests.append(Request(record, len(requests), shape, dtype, [piece]))
     return requests
 
@@ -345,7 +345,7 @@ def state_requests(
             if tuple(shape) != tuple(array.shape):
                 text = f"shape {tuple(array.shape)} in the cache, {tuple(shape)} in the prompts"
                 raise entry_error(name, text, tuple(shape), tuple(array.shape))
-            piece = Piece(0, 0, array)
+            piece = Piece(offset=0, size=0, view=array)
             requests.append(Request(record, part, tuple(shape), dtype, [piece]))
             part += 1
             continue

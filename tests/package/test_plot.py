@@ -267,6 +267,11 @@ def test_no_saves_are_refused():
         plot_saves([])
 
 
+def test_a_save_that_has_just_begun_is_drawn():
+    (axes,) = plot_saves([SaveTimes(5.0, None, None, [])]).axes
+    assert "held up for 0" in axes.get_title(loc="left")
+
+
 def test_many_saves_fit_a_picture():
     many = [SaveTimes(t, t + 0.1, t + 0.5, [(t, t + 0.1)]) for t in map(float, range(1, 400))]
     figure = plot_saves(many)
