@@ -479,7 +479,7 @@ def test_recomputation_draws_the_same_numbers_from_a_generator_among_the_argumen
 
 
 class Lengthens(nn.Module):
-    """Multiplies by the length of a list, to which it appends."""
+    """Appends to a list, and multiplies by its length."""
 
     def __init__(self):
         super().__init__()
@@ -505,6 +505,35 @@ class LengthensInOrder(nn.Module):
 @both_ways
 def test_recomputation_gets_a_list_as_the_first_run_did(way):
     compare_with(way, LengthensInOrder)
+
+
+class FillsItsPart(nn.Module):
+    """Writes its input to its own tensor of a cache, and adds this."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.linear, self.number = nn.Linear(4, 4), number
+
+    def forward(self, x, cache):
+        part = cache.content[self.number]
+        part.copy_(x.detach())
+        return torch.tanh(self.linear(x) + part.clone())
+
+
+class FillsInOrder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(map(FillsItsPart, range(3)))
+
+    def forward(self, x):
+        cache = HOLD([torch.zeros(4, 4) for _ in self.layers])
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x
+
+
+def test_managed_blocks_may_fill_their_parts_of_one_cache():
+    compare_with(ByManager(), FillsInOrder)
 
 
 class ReadsThenAnotherWrites(nn.Module):

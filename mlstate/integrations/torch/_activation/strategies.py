@@ -113,7 +113,9 @@ class _Forward:
                     "forward pass or since: recomputation would not give the same; use "
                     "operations that are not in place",
                 )
-            copies = {} if objects is None else objects.copy(self.name)
+            copies = {}
+            if objects is not None:  # other blocks may write to their own parts of a shared cache
+                copies = objects.copy(self.name, allow_later_writes=True)
             own_args, own_kwargs = args, kwargs
             if spec is not None:  # the first run may have changed a list or an object
                 items = [copies.get(k, leaf) for k, leaf in enumerate(leaves)]
