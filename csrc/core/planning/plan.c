@@ -12,6 +12,7 @@
 #include "planning/plan.h"
 
 #include "base/memory.h"
+#include "planning/plan_trace.h"
 
 #include <inttypes.h>
 #include <math.h>

@@ -1,5 +1,4 @@
-/* plan_costs: the class of persistent schedules as seen by a solver, and the construction
- * of schedules from a solver's values.
+/* plan_costs: the class of persistent schedules as seen by a solver.
  *
  * A segment s .. t is a range of blocks: s is the first and t the last one, both
  * included. k, with s < k <= t, is the block at which a restart divides it. A persistent
@@ -99,16 +98,5 @@ double mls_plan_needs_value(const void *needs, size_t s, size_t t, int64_t memor
 
 /* Returns the least memory above activation 0 with which nothing is recomputed. */
 int64_t mls_plan_memory_without_recomputation(const mls_plan_costs *costs);
-
-/* A solver's value: the seconds of recomputation for s .. t with this memory, which may
- * be negative; INFINITY if the segment does not fit. */
-typedef double (*mls_plan_value)(const void *context, size_t s, size_t t, int64_t memory);
-
-/* Writes the schedule for 0 .. n - 1 within the budget that attains the solver's value,
- * by evaluating the choices of each segment again. The caller owns the steps.
- * MLS_E_MEMORY; MLS_E_CAPACITY: the value is INFINITY; MLS_E_STOPPED. */
-mls_code mls_plan_trace(const mls_plan_costs *costs, mls_plan_value value,
-                        const void *context, mls_poll poll, mls_schedule *out,
-                        mls_status *st);
 
 #endif

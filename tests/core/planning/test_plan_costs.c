@@ -1,4 +1,5 @@
 #include "planning/plan_costs.h"
+#include "planning/plan_trace.h"
 #include "support/costs.h"
 
 TEST(invalid_requests_are_refused)
