@@ -206,7 +206,10 @@ class LoadRequest(NamedTuple):
 
 
 class Loader:
-    """Loads one root; `sections` are model, optimizer, and the named states with tensors."""
+    """Loads one root, the manifest of a checkpoint or of a step.
+
+    `sections` are model, optimizer, and the named states with tensors.
+    """
 
     def __init__(self, request: LoadRequest, manifest: Manifest) -> None:
         """Read the indexes that `request` needs and choose the names to load.

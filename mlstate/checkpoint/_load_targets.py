@@ -1,5 +1,8 @@
 """Targets of a load: arrays, torch modules and optimizers, and named objects.
 
+A *filling* is the memory of one target, by name: an `_ArrayTarget`, or for torch the result of
+`fill_module` or `fill_optimizer` of the backend.
+
 prepare        checks all targets -> Prepared
 apply_all      restores the objects; see _states/restore.py
 Prepared.fill  reads the tensors into their targets

@@ -134,14 +134,13 @@ class WholeIndex:
         for number, section in enumerate(SECTIONS):
             for key in self.keys(number):
                 array = self._sections[number][key]
-                parameter, dot, state = (
-                    key.rpartition(".") if number == OPTIMIZER else (key, "", "")
-                )
-                nbytes = int(array.nbytes)
+                parameter, state = key, None
+                if number == OPTIMIZER and "." in key:
+                    parameter, _, state = key.rpartition(".")
+                dtype, shape, nbytes = name_of(array.dtype), tuple(array.shape), int(array.nbytes)
                 # one whole shard of version 1: no layout, no tier, neither sparse nor compressed
-                row = (section, key, parameter if dot else key, state if dot else None)
-                facts = (name_of(array.dtype), tuple(array.shape), (), None, 1, nbytes, 1, None)
-                rows.append((*row, *facts, nbytes, 0, None))
+                row = (section, key, parameter, state, dtype, shape)
+                rows.append((*row, (), None, 1, nbytes, 1, None, nbytes, 0, None))
         return rows
 
     def shards(self) -> list[Any]:

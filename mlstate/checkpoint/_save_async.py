@@ -249,9 +249,9 @@ class SaveJob:
             self.ended_at = time.perf_counter()
             self.staged_at = self.staged_at or self.ended_at
             self.staged = self.ended = True
-            report = error is not None and self.abandoned and not self.asked
+            must_report = error is not None and self.abandoned and not self.asked
         self.wake_waiters()
-        if report:
+        if must_report:
             self.report()
 
     def work(self) -> Checkpoint:
@@ -434,8 +434,8 @@ class SaveJob:
             return
         with self.guard:
             self.abandoned = True
-            report = self.ended and self.error is not None and not self.asked
-        if report:
+            must_report = self.ended and self.error is not None and not self.asked
+        if must_report:
             self.report()
 
     def report(self) -> None:

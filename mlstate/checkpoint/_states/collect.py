@@ -64,12 +64,12 @@ class NamedStates(NamedTuple):
                     self.arrays[f"{name}/{key}"] = array
             if ranks > 1 and len(digests[number]) > 1:
                 self.kinds[name]["ranks"] = ranks
-                most = max(
+                row_bytes = max(  # packed length of the largest tree
                     int.from_bytes(digest[_DIGEST_BYTES:], "little") for digest in digests[number]
                 )
-                row = pack(tree, most).reshape(1, -1)
+                row = pack(tree, row_bytes).reshape(1, -1)
                 layout = Layout.rows(ranks)
-                shard = Shard(row, layout, rank, shape=(ranks, most))
+                shard = Shard(row, layout, rank, shape=(ranks, row_bytes))
                 self.arrays[f"{name}/{RANKS}"] = shard
             # A tree that is equal on all ranks is stored by one of them, in turn.
             elif number % ranks == rank:

@@ -478,7 +478,8 @@ class TierMoves:
         """
         with self._changed:
             states = {}
-            if self._optimizer is not None and unit.parts[0].is_tensor:
-                states = self._optimizer.state.get(unit.parts[0].array, {})
+            parameter = unit.parts[0]  # or a state, for which the optimizer has no states
+            if self._optimizer is not None and parameter.is_tensor:
+                states = self._optimizer.state.get(parameter.array, {})
             take_back(unit, used, states, lambda parts: self._refuse_shared(parts, unit))
             self._policy.resize(unit.name, unit.nbytes)
