@@ -38,7 +38,7 @@ class _Line:
         if seconds >= _LEAST_SECONDS:
             speed = self._done / seconds
             left = max(0, self._total - self._done) / speed if speed else 0.0
-            text += f", {bytes_text(int(speed))}/s, {_clock(left)} left"
+            text += f", {bytes_text(int(speed))}/s, {_clock_text(left)} left"
         if text != self._printed_text:
             width = len(self._printed_text)
             self._printed_text = text
@@ -49,7 +49,7 @@ class _Line:
             print("\r" + " " * len(self._printed_text), end="\r", file=sys.stderr, flush=True)
 
 
-def _clock(seconds: float) -> str:
+def _clock_text(seconds: float) -> str:
     """Return a time as minutes and seconds, or hours, minutes and seconds."""
     minutes, rest = divmod(math.ceil(seconds), 60)
     hours, minutes = divmod(minutes, 60)

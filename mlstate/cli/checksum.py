@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
     parser.add_argument("--force", action="store_true", help="replace existing checksums")
 
 
-def _size(path: str) -> int:
+def _bytes_to_read(path: str) -> int:
     """Return the bytes of a file, or of the files directly in a folder, for the progress."""
     place = Path(local_path(path))
     files = place.iterdir() if place.is_dir() else [place]
@@ -34,7 +34,7 @@ def run_checksum(arguments: argparse.Namespace) -> int:
     """Write the checksums of the user's files, print their number, and return 0."""
     if "://" not in arguments.path:
         stat_path(arguments.path)
-    with progress_of("checksum", lambda: _size(arguments.path)) as progress:
+    with progress_of("checksum", lambda: _bytes_to_read(arguments.path)) as progress:
         files = checksum(arguments.path, overwrite=arguments.force, progress=progress)
     if arguments.json:
         print(json.dumps({"path": arguments.path, "files": files}, indent=2))

@@ -116,7 +116,7 @@ def _print_error(text: str) -> None:
         _drop_output(sys.stderr)
 
 
-def _describe(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     """Return one line about an error for the user, with the file that it concerns.
 
     The path is added only if the text does not have it.
@@ -155,7 +155,7 @@ class _RefusalError(Exception):
     """An error of a command, as the line to print."""
 
 
-def _run(arguments: argparse.Namespace) -> int:
+def _run_command(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit status; print each warning as one line, once.
 
     Errors for the user become _RefusalError, with the line to print.
@@ -167,7 +167,7 @@ def _run(arguments: argparse.Namespace) -> int:
         except BrokenPipeError:
             raise
         except _ERRORS as error:
-            text = _name_options(_describe(error), getattr(arguments, "parser", None))
+            text = _name_options(_error_text(error), getattr(arguments, "parser", None))
             raise _RefusalError(text) from error
         finally:
             for text in dict.fromkeys(str(warning.message) for warning in caught):
@@ -185,7 +185,7 @@ def _parse_and_run(argv: Sequence[str] | None) -> int:
     if not hasattr(arguments, "run"):  # no command
         parser.print_help()
         return 0
-    return _run(arguments)
+    return _run_command(arguments)
 
 
 def _flush_output() -> None:
@@ -212,7 +212,7 @@ def run_command_line(argv: Sequence[str] | None) -> int:
         _drop_output(sys.stdout)
         return 0
     except (_RefusalError, *_ERRORS) as error:
-        _print_error(_describe(error))
+        _print_error(_error_text(error))
         try:
             _flush_output()
         except OSError:  # e.g. the disk is full

@@ -127,7 +127,7 @@ def _export_options(arguments: argparse.Namespace, target_format: str) -> dict[s
     return values
 
 
-def _export(
+def _export_model(
     arguments: argparse.Namespace, source_format: str, options: dict[str, Any], start: Target
 ) -> dict[str, int]:
     """Export the model of the source to a Hugging Face folder.
@@ -147,7 +147,7 @@ def _export(
         options.setdefault("files_from", source.path)
     parts: Parts | LoadedState
     if location is None:
-        parts = _read(arguments, source_format)[0]
+        parts = _read_source(arguments, source_format)[0]
     elif (chosen := _selection(arguments)) is not None:
         parts = chosen.apply(parts_of(load(location, **changes.load_options())), arguments.source)
     elif source.is_local and not (changes.dtype and read_quantization(source)):
@@ -202,7 +202,7 @@ def _is_torch(path: str) -> bool:
     return torch_weights_root(open_folder(path, reads=True)) is not None
 
 
-def _read(arguments: argparse.Namespace, source_format: str) -> tuple[Parts, int | None]:
+def _read_source(arguments: argparse.Namespace, source_format: str) -> tuple[Parts, int | None]:
     """Return the parts of the source that the user chose, with changed tensors, and its step.
 
     The step is of a checkpoint's root, or of another file as `Parts.step` finds it; it may be None.
@@ -293,7 +293,7 @@ def _is_same(source: Place, target: Place) -> bool:
     return source == target
 
 
-def _absolute(place: Place) -> str:
+def _absolute_path(place: Place) -> str:
     """Return the absolute path of a source or target, or its URL, for the JSON output."""
     if isinstance(place, Path):
         return str(place.absolute())
@@ -332,9 +332,9 @@ def run_convert(arguments: argparse.Namespace) -> int:
         sizes["model"] = convert_lightning(origin, start)
     elif target_format == "huggingface":
         assert isinstance(start, Target)
-        sizes["model"] = _export(arguments, source_format, options, start)
+        sizes["model"] = _export_model(arguments, source_format, options, start)
     else:
-        parts, step = _read(arguments, source_format)
+        parts, step = _read_source(arguments, source_format)
         if changes.names is not None:  # they may choose tensors of one part only
             parts = parts.without_empty()
         model, optimizer, metadata, named = parts
@@ -352,9 +352,9 @@ def run_convert(arguments: argparse.Namespace) -> int:
         sizes = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
         data = {
-            "source": _absolute(source),
+            "source": _absolute_path(source),
             "source_format": source_format,
-            "target": _absolute(target),
+            "target": _absolute_path(target),
             "target_format": target_format,
             **sizes,
             "states": sorted(states),

@@ -26,7 +26,7 @@ def add(commands: Commands) -> None:
         "pattern such as 'model_chunk_*.mlmodelc', paths with commas between them, or a folder "
         "with ANEMLL's meta.yaml"
     )
-    packages = ModelFormat("coreml", "package", path_help, _read, _plan)
+    packages = ModelFormat("coreml", "package", path_help, _read_model, _plan_move)
     _, plan = add_actions(
         commands, packages, "Core ML packages", seq_axis=-2, default="default: -2"
     )
@@ -38,17 +38,17 @@ def add(commands: Commands) -> None:
     )
 
 
-def _source(text: str) -> str | list[str]:
+def _as_source(text: str) -> str | list[str]:
     """Return a path or pattern, or the list of paths that commas separate."""
     return text.split(",") if "," in text and not os.path.lexists(text) else text
 
 
-def _read(package: str) -> Any:
-    functions, default = read_functions(_source(package))
+def _read_model(package: str) -> Any:
+    functions, default = read_functions(_as_source(package))
     for name in functions:
         warn_of_shapes(StateSpecs(functions, name), stacklevel=1)
     return functions, default
 
 
-def _plan(source: str, target: str, position: int, **options: Any) -> TransitionPlan:
-    return plan_transition(_source(source), _source(target), position, **options)
+def _plan_move(source: str, target: str, position: int, **options: Any) -> TransitionPlan:
+    return plan_transition(_as_source(source), _as_source(target), position, **options)

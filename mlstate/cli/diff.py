@@ -147,11 +147,11 @@ def _storable_states(states: Mapping[str, Any], refused: list[str]) -> dict[str,
         try:
             take_states({name: value}, model=None, ranks=1)
         except Exception:  # of any library
-            storable[name] = _storable(value, f"states[{name!r}]", refused)
+            storable[name] = _storable_value(value, f"states[{name!r}]", refused)
     return storable
 
 
-def _storable(value: Any, path: str, refused: list[str]) -> Any:
+def _storable_value(value: Any, path: str, refused: list[str]) -> Any:
     """Return a value without what cannot be stored in it, or None; as `_storable_states`."""
     try:
         encode(value, path)
@@ -160,12 +160,14 @@ def _storable(value: Any, path: str, refused: list[str]) -> Any:
             items = {}
             for key, inner in value.items():
                 if key is None or type(key) in (str, int, bool):
-                    items[key] = _storable(inner, f"{path}[{key!r}]", refused)
+                    items[key] = _storable_value(inner, f"{path}[{key!r}]", refused)
                 else:
                     refused.append(f"{path}[{key!r}]")
             return items
         if isinstance(value, list | tuple):
-            return [_storable(inner, f"{path}[{i}]", refused) for i, inner in enumerate(value)]
+            return [
+                _storable_value(inner, f"{path}[{i}]", refused) for i, inner in enumerate(value)
+            ]
         refused.append(path)
         return None
     return value
@@ -279,7 +281,7 @@ def _batches(section: int, sides: list[Any], names: list[str] | None = None) -> 
         yield batch
 
 
-def _compare(
+def _compare_section(
     section: int,
     sides: list[Any],
     progress: Callable[[int], object] | None,
@@ -305,7 +307,7 @@ def _compare(
 # ---- output ----
 
 
-def _number(value: float) -> float | None:
+def _json_number(value: float) -> float | None:
     """Return a number as a JSON value; None for infinity and NaN."""
     return value if math.isfinite(value) else None
 
@@ -320,7 +322,7 @@ def _diff_data(difference: StateDiff) -> dict[str, Any]:
         return [{"name": name, "first": a, "second": b} for name, a, b in differing]
 
     changes = [
-        {**c._asdict(), "max_abs": _number(c.max_abs), "max_rel": _number(c.max_rel)}
+        {**c._asdict(), "max_abs": _json_number(c.max_abs), "max_rel": _json_number(c.max_rel)}
         for c in difference.changes
     ]
     return {
@@ -344,7 +346,7 @@ def _compare_all(sides: list[Any], arguments: argparse.Namespace) -> list[StateD
         return sum(sides[0].size(s, key).nbytes for s in _NUMBERS for key in sides[0].keys(s))
 
     with progress_of("compare", size) as progress:
-        return [_compare(section, sides, progress, arguments) for section in _NUMBERS]
+        return [_compare_section(section, sides, progress, arguments) for section in _NUMBERS]
 
 
 def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDiff]]:

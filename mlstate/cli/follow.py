@@ -71,18 +71,18 @@ def run_follow(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--every must be a positive number of seconds, got {arguments.every}")
     if arguments.once:
         open_files(arguments.path, reads=True).read_manifest()  # raises if nothing is published
-        _follow(_FolderState(), arguments)
+        _follow_once(_FolderState(), arguments)
         return 0
     folder_state = _FolderState()
     problem = ""
     while True:
         try:
-            _follow(folder_state, arguments)
+            _follow_once(folder_state, arguments)
             problem = ""
         except (FormatError, StoreError) as error:  # until the next anchor, or the store is back
             if str(error) != problem:
                 problem = str(error)
-                _warn(problem)
+                _print_warning(problem)
         time.sleep(arguments.every)
 
 
@@ -94,7 +94,7 @@ class _FolderState:
     is_written: bool = False
 
 
-def _follow(folder_state: _FolderState, arguments: argparse.Namespace) -> None:
+def _follow_once(folder_state: _FolderState, arguments: argparse.Namespace) -> None:
     """Write the newest version unless the folder has it; print warnings.
 
     `folder_state` is updated.
@@ -105,16 +105,16 @@ def _follow(folder_state: _FolderState, arguments: argparse.Namespace) -> None:
             follower = folder_state.follower
             if follower is None or not folder_state.is_written or follower.poll() is not None:
                 folder_state.is_written = False  # also after an error: the next turn writes it
-                folder_state.follower = follower = _advance(follower, arguments.path)
+                folder_state.follower = follower = _advance_follower(follower, arguments.path)
                 if follower is not None:
-                    _write(follower, arguments)
+                    _write_version(follower, arguments)
                     folder_state.is_written = True
         finally:
             for warning in caught:
-                _warn(str(warning.message))
+                _print_warning(str(warning.message))
 
 
-def _advance(follower: Follower | None, path: str) -> Follower | None:
+def _advance_follower(follower: Follower | None, path: str) -> Follower | None:
     """Advance a follower to the newest version, and return it; None if nothing is published.
 
     `follower` None, or with other tensors than the version: a new one for `path` is returned.
@@ -133,11 +133,11 @@ def _advance(follower: Follower | None, path: str) -> Follower | None:
     return follower
 
 
-def _warn(text: str) -> None:
+def _print_warning(text: str) -> None:
     print("mlstate: warning:", printable(text), file=sys.stderr, flush=True)
 
 
-def _write(follower: Follower, arguments: argparse.Namespace) -> None:
+def _write_version(follower: Follower, arguments: argparse.Namespace) -> None:
     """Replace the user's folder by the follower's version atomically, and print the step.
 
     After an error the folder is unchanged. Raises StoreError (EEXIST) if it has files that would be

@@ -48,14 +48,14 @@ def add(commands: Commands) -> None:
     add_lock_timeout(pruned)
 
 
-def _open(path: str) -> AbstractContextManager[_core.PromptLog]:
+def _open_log(path: str) -> AbstractContextManager[_core.PromptLog]:
     """Return the log of the store at `path`, which must exist, as a context that closes it."""
     return closing(_core.PromptLog(local_folder(path), False))  # False: do not create it
 
 
 def run_ls(arguments: argparse.Namespace) -> int:
     """Print a row for each prompt, the last used first; return 0."""
-    with _open(arguments.path) as log:
+    with _open_log(arguments.path) as log:
         prompts, stats = list_prompts(log, arguments.path), log.stats()
     if arguments.json:
         facts = {"path": arguments.path, "prompts": [each.facts() for each in prompts], **stats}
@@ -72,8 +72,8 @@ def run_show(arguments: argparse.Namespace) -> int:
 
     Raises ValueError unless exactly one prompt has the name. ``--json`` prints all its tokens.
     """
-    with _open(arguments.path) as log:
-        prompt = _choose(list_prompts(log, arguments.path), arguments.prompt)
+    with _open_log(arguments.path) as log:
+        prompt = _choose_prompt(list_prompts(log, arguments.path), arguments.prompt)
     tokens = prompt.tokens()
     entries = [] if prompt.head is None else prompt.head.stored.to_json()
     if arguments.json:
@@ -89,7 +89,7 @@ def run_show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _choose(prompts: list[StoredPrompt], prefix: str) -> StoredPrompt:
+def _choose_prompt(prompts: list[StoredPrompt], prefix: str) -> StoredPrompt:
     """Return the prompt whose key begins with `prefix`.
 
     Raises ValueError if no prompt, or several, begin with it.
@@ -103,7 +103,7 @@ def _choose(prompts: list[StoredPrompt], prefix: str) -> StoredPrompt:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Read every byte of the store, and print damaged records; return 1 if it has some."""
-    with _open(arguments.path) as log:
+    with _open_log(arguments.path) as log:
         damage = log.verify()
     _print_damage(arguments, damage, "good" if not damage else "damaged")
     return 1 if damage else 0
@@ -114,7 +114,7 @@ def run_repair(arguments: argparse.Namespace) -> int:
 
     Raises ValueError for a negative ``--lock-timeout`` or NaN.
     """
-    with _open(arguments.path) as log:
+    with _open_log(arguments.path) as log:
         damage = log.repair(check_timeout(arguments.lock_timeout))
     _print_damage(arguments, damage, f"{count_text(len(damage), 'damaged record')} removed")
     return 0
@@ -143,7 +143,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
     prompt is deleted. Raises ValueError for a negative ``--lock-timeout`` or NaN.
     """
     most = None if arguments.max_bytes is None else parse_size("max_bytes", arguments.max_bytes)
-    with _open(arguments.path) as log:
+    with _open_log(arguments.path) as log:
         freed, stats = log.prune(most, check_timeout(arguments.lock_timeout)), log.stats()
     if arguments.json:
         facts = {"path": arguments.path, "freed_bytes": freed, **stats}

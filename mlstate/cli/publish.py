@@ -51,7 +51,7 @@ def add(commands: Commands) -> None:
     add_lock_timeout(pruning)
 
 
-def _read(path: str) -> tuple[CheckpointFiles, Lineage]:
+def _read_lineage(path: str) -> tuple[CheckpointFiles, Lineage]:
     """Return the files of a folder of versions, and its lineage of versions."""
     files = open_files(path, reads=True)
     return files, lineage_of(files.read_manifest(), path)
@@ -59,7 +59,7 @@ def _read(path: str) -> tuple[CheckpointFiles, Lineage]:
 
 def run_list(arguments: argparse.Namespace) -> int:
     """Print one row for each version that followers can reach; return 0."""
-    files, lineage = _read(arguments.path)
+    files, lineage = _read_lineage(arguments.path)
     rows: list[dict[str, Any]] = []
     is_reachable = False  # by versions from an anchor on
     for version in lineage.versions:
@@ -90,7 +90,7 @@ def run_list(arguments: argparse.Namespace) -> int:
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Read every byte of the versions, and print a row for each; return 1 if one is damaged."""
-    files, lineage = _read(arguments.path)
+    files, lineage = _read_lineage(arguments.path)
     newest = lineage.versions[-1]
     rows: list[dict[str, Any]] = []
     for version in lineage.versions:

@@ -83,7 +83,7 @@ def add(commands: Commands) -> None:
 # ---- verification ----
 
 
-def _size(files: CheckpointFiles, roots: list[str]) -> int:
+def _bytes_to_read(files: CheckpointFiles, roots: list[str]) -> int:
     """Return the number of bytes that the verification of `roots` reads, for the progress."""
     total = 0
     for root in roots:
@@ -117,7 +117,7 @@ def _verify_all(files: CheckpointFiles) -> tuple[list[_Verified], VerifyReport]:
     folder_report = VerifyReport(files.path)
     verified = []
     names = _roots(files)
-    with progress_of("verify", lambda: _size(files, names)) as progress:
+    with progress_of("verify", lambda: _bytes_to_read(files, names)) as progress:
         while names:
             name = names.pop(0)
             report = VerifyReport(files.path)
@@ -138,7 +138,7 @@ def _verify_one(location: RootPath, repair: bool) -> tuple[list[_Verified], Veri
 
     Return its report twice: as the report on the only checkpoint, and on the whole folder.
     """
-    with progress_of("verify", lambda: _size(location.files, [location.root])) as progress:
+    with progress_of("verify", lambda: _bytes_to_read(location.files, [location.root])) as progress:
         report = verify(location, repair=repair, progress=progress)
     return [_Verified(location.root, report)], report
 
@@ -182,7 +182,7 @@ def _verify_foreign(path: str) -> VerifyReport | None:
 # ---- output ----
 
 
-def _data(outcome: _Outcome, good: bool) -> dict[str, Any]:
+def _json_data(outcome: _Outcome, good: bool) -> dict[str, Any]:
     """Return the reports as JSON values; `good`: the result of the command."""
     items, folder_report, kind, has_checksums = outcome
     return {
@@ -275,7 +275,7 @@ def _print_files(label: str, names: list[str]) -> None:
             print(f"  {shorten(name, _WIDTH)}")
 
 
-def _reason(report: VerifyReport) -> str:
+def _reason_not_repaired(report: VerifyReport) -> str:
     """Return the reason why nothing was repaired, as a text for the user."""
     if {problem.kind for problem in report.problems} == {"header"}:
         return "every tensor loads, and the next save writes files with damaged headers again"
@@ -346,7 +346,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     items, folder_report, kind, has_checksums = outcome
     good = all(verified.report for verified in items) or folder_report.repaired is not None
     if arguments.json:
-        print(json.dumps(_data(outcome, good), indent=2))
+        print(json.dumps(_json_data(outcome, good), indent=2))
         return 0 if good else 1
     if arguments.all_steps:
         _print_all(arguments.path, items)
@@ -363,5 +363,5 @@ def run_verify(arguments: argparse.Namespace) -> int:
         step = "" if folder_report.step is None else f"step {folder_report.step}, "
         print(f"repaired: {step}generation {generation}, is the newest good one, and in place")
     elif arguments.repair and not good:
-        print(f"not repaired: {_reason(folder_report)}")
+        print(f"not repaired: {_reason_not_repaired(folder_report)}")
     return 0 if good else 1

@@ -138,7 +138,7 @@ def _as_dtype(name: str, text: str) -> NumpyDType:
     return np.dtype(dtype)
 
 
-def _spec(name: str, shape: Shape, dtype: NumpyDType) -> StateSpec:
+def _spec_of_shape(name: str, shape: Shape, dtype: NumpyDType) -> StateSpec:
     """Return the spec of the state `name`; its sequence axis is the only dynamic one, or None."""
     dynamic = [axis for axis, length in enumerate(shape) if length is None]
     return StateSpec(name, shape, dtype, dynamic[0] if len(dynamic) == 1 else None)
@@ -161,7 +161,7 @@ def _spec_of_text(path: str, name: str, text: str) -> StateSpec:
         raise error
     lengths = _DIMENSION.findall(match[2])
     shape = tuple(None if length == "?" else int(length) for length in lengths)
-    return _spec(name, shape, _as_dtype(name, match[1]))
+    return _spec_of_shape(name, shape, _as_dtype(name, match[1]))
 
 
 def _read_asset(path: str, asset: Any) -> _Functions:
@@ -204,7 +204,7 @@ def _read_function(function: Any) -> dict[str, StateSpec]:
         descriptor = function.desc.state_descriptor(name)
         # Core AI marks a dynamic dimension by None or a negative number.
         shape = tuple(None if n is None or n < 0 else int(n) for n in descriptor.shape)
-        states[name] = _spec(name, shape, _as_dtype(name, descriptor.dtype))
+        states[name] = _spec_of_shape(name, shape, _as_dtype(name, descriptor.dtype))
     return states
 
 
@@ -223,7 +223,7 @@ def _as_spec(name: str, value: Any) -> StateSpec:
                 f"state {name!r}: expected a StateSpec or a shape such as (2, 1, 2, None, 8), got "
                 f"{type(value).__name__} {shorten(repr(value), 60)}"
             ) from None
-        spec = _spec(name, shape, np.dtype(np.float16))
+        spec = _spec_of_shape(name, shape, np.dtype(np.float16))
     if any(length is not None and length < 0 for length in spec.shape):
         text = f"{name}: the shape {spec.shape} has a negative length: a dynamic dimension is None"
         raise incompatible(text, name, "None, or lengths of 0 or more", spec.shape)

@@ -112,7 +112,7 @@ def _chunks_of_pattern(pattern: str) -> Chunks:
     paths = sorted(glob.glob(pattern))
     if not paths:
         hint = "; write [[] for a bracket in a name" if "[" in pattern else ""
-        raise _missing(pattern, f"no file or folder matches this pattern{hint}")
+        raise _missing_error(pattern, f"no file or folder matches this pattern{hint}")
     numbers = _chunk_numbers(paths)
     if numbers is None and len(paths) > 1:
         raise incompatible(
@@ -191,7 +191,7 @@ def _numbers_text(numbers: Iterable[int]) -> str:
     return f"chunk{'s' if len(listed) > 1 else ''} {text}{more}"
 
 
-def _missing(path: str, text: str) -> StoreNotFoundError:
+def _missing_error(path: str, text: str) -> StoreNotFoundError:
     error = StoreNotFoundError(2, text, path)
     error.path = path
     return error
@@ -361,6 +361,8 @@ def _read_meta(file: str) -> Chunks:
     if absent:
         numbers = _numbers_text(i + 1 for i in absent)
         name = shorten(repr(names[absent[0]]), 80)
-        raise _missing(file, f"{numbers} of {len(names)} missing in the folder, such as {name}")
+        raise _missing_error(
+            file, f"{numbers} of {len(names)} missing in the folder, such as {name}"
+        )
     default = _text(file, parameters, "state_transition_infer_default_function")
     return Chunks(tuple(paths), contexts, default, file)

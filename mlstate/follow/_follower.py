@@ -270,7 +270,7 @@ class Follower:
         if step is not None:
             step = check_int("step", step, 0)
         self._undo_interrupted()
-        self._refresh()
+        self._use_present_arrays()
         for attempt in range(_TRIES):
             manifest = self._find_newest()
             if manifest is None:
@@ -340,7 +340,7 @@ class Follower:
             return self._state.arrays
         return self._own_arrays()
 
-    def _refresh(self) -> None:
+    def _use_present_arrays(self) -> None:
         """Use the present arrays from now on.
 
         If one of them was replaced by other elements, the follower has no version any more, and

@@ -211,10 +211,10 @@ class Publisher:
                 raise
             error = caught
         try:
-            kind, lineage = self._agree(step, base, changes, error)
+            kind, lineage = self._agree_on_kind(step, base, changes, error)
         finally:
             del error  # its traceback refers to this frame
-        chain = self._begin(step, kind, lineage)
+        chain = self._begin_version(step, kind, lineage)
         stored = changes
         if kind == "anchor":
             stored = {name: change._replace(delta=None) for name, change in changes.items()}
@@ -247,7 +247,7 @@ class Publisher:
         if self._rank != 0:
             return None
         content = self._files.content(roots=False)
-        newest = self._newest(content.manifest)
+        newest = self._newest_root(content.manifest)
         text = ""
         if newest is None or content.manifest is None:
             text = "its versions are gone" if self._versions else ""
@@ -268,7 +268,7 @@ class Publisher:
     def _has_later_root(self, newest: Manifest) -> bool:
         return any(root.sequence > newest.sequence for root in self._files.list_roots())
 
-    def _newest(self, data: bytes | None) -> Manifest | None:
+    def _newest_root(self, data: bytes | None) -> Manifest | None:
         """Return the root in `data`, the bytes of manifest.json, or None without one.
 
         If it is damaged or missing, the newest root of a step that can be read. Raises FormatError
@@ -326,7 +326,7 @@ class Publisher:
         }
         return published, content
 
-    def _agree(
+    def _agree_on_kind(
         self,
         step: int,
         base: dict[str, Part] | None,
@@ -376,7 +376,7 @@ class Publisher:
         has_anchor = any(version.has_model for version in recent)
         return "delta" if has_anchor else "both", self._lineage
 
-    def _begin(self, step: int, kind: str, lineage: str) -> tuple[Version, ...]:
+    def _begin_version(self, step: int, kind: str, lineage: str) -> tuple[Version, ...]:
         """Start `lineage` if it is new; return its versions to keep, without the new version.
 
         `step`, `kind`: of the new version.

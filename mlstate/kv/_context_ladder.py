@@ -363,7 +363,7 @@ class ContextLadder:
         if self._overflow == "shift_refill":
             return self.refill(needed)
         if self._overflow == "roll":
-            return self._roll(position, new_tokens)
+            return self._roll_step(position, new_tokens)
         return LadderStep("stop", size, _ranges(range(position)))
 
     def refill(self, position: int, size: int | None = None) -> LadderStep:
@@ -622,7 +622,7 @@ class ContextLadder:
         """Return whether tokens beyond a cache of `size` positions replace its oldest ones."""
         return self._overflow == "roll" and size == self._sizes[-1]
 
-    def _roll(self, position: int, new_tokens: int) -> LadderStep:
+    def _roll_step(self, position: int, new_tokens: int) -> LadderStep:
         """Return the step that replaces the oldest tokens after the prompt, in the largest size.
 
         `position`: all tokens so far, also those that were replaced before. `new_tokens`: number of

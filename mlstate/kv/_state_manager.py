@@ -457,7 +457,7 @@ class StateManagerBase:
             self._states = self._make_states(self._size)
         return self._states[0] if len(self._states) == 1 else self._states
 
-    def _move(self, size: int, position: int) -> None:
+    def _move_to_size(self, size: int, position: int) -> None:
         """Move the state, with `position` tokens, to the models of `size`, which becomes current.
 
         After an error the manager is unchanged. An empty state does not move: the next one is
@@ -560,7 +560,7 @@ class StateManagerBase:
         """
         step = self._ladder.next_step(position, self._size, new_tokens)
         if step.action in ("grow", "roll") and step.size != self._size:
-            self._move(step.size, as_count("position", position))
+            self._move_to_size(step.size, as_count("position", position))
         return step
 
     def shrink(self, position: int, size: int | None = None) -> LadderStep:
@@ -603,7 +603,7 @@ class StateManagerBase:
             )
         if step.size == self._size:
             return step._replace(action="stay")
-        self._move(step.size, position)
+        self._move_to_size(step.size, position)
         return step
 
     def refill(

@@ -55,7 +55,7 @@ _MARKS = "osD^v<>"  # of matplotlib, one for each strategy
 _BARS = 30  # most bars or labels of an axis
 
 
-def _shortened(groups: list[Group]) -> list[tuple[str, dict[str, int]]]:
+def _shortened_groups(groups: list[Group]) -> list[tuple[str, dict[str, int]]]:
     """Return label and bytes by column of each bar.
 
     With more than `_BARS` groups, the middle ones become one bar with their mean.
@@ -70,7 +70,7 @@ def _shortened(groups: list[Group]) -> list[tuple[str, dict[str, int]]]:
     return [*named[:half], (f"… {len(hidden)} more, mean", mean), *named[1 - half :]]
 
 
-def _stack(
+def _draw_stack(
     axes: Any,
     rows: Sequence[tuple[str, dict[str, int]]],
     columns: list[str],
@@ -95,14 +95,16 @@ def _stack(
     axes.tick_params(left=False)
 
 
-def _stacks(panels: dict[str, list[Group]], columns: list[str], legend_columns: int) -> Figure:
+def _figure_of_stacks(
+    panels: dict[str, list[Group]], columns: list[str], legend_columns: int
+) -> Figure:
     """Return a figure of bars: the bytes of groups, in one panel for each title.
 
     `panels`: the groups by title, one or two; each group is a bar, and of many groups the middle
     ones are one bar with their mean. `columns`: names of a bar's parts, at most as many as
     `STATES`. `legend_columns`: columns of the legend.
     """
-    shortened = {title: _shortened(groups) for title, groups in panels.items()}
+    shortened = {title: _shortened_groups(groups) for title, groups in panels.items()}
     most = max(
         (sum(nbytes.values()) for rows in shortened.values() for _, nbytes in rows), default=0
     )
@@ -113,7 +115,7 @@ def _stacks(panels: dict[str, list[Group]], columns: list[str], legend_columns: 
         1, len(shortened), width_ratios=(3, 2)[: len(shortened)], squeeze=False
     )[0]
     for axes, (title, rows) in zip(parts, shortened.items(), strict=True):
-        _stack(axes, rows, columns, unit, space)
+        _draw_stack(axes, rows, columns, unit, space)
         axes.set_title(title, loc="left")
         axes.set_xlabel(label)
     _legend(figure, parts[0], legend_columns)
@@ -187,7 +189,9 @@ def plot_checkpoint(checkpoint: Checkpoint | str | os.PathLike[str]) -> Figure:
         nbytes, column = ranks[shard.rank].nbytes, kinds[shard.section, shard.key]
         nbytes[column] = nbytes.get(column, 0) + shard.nbytes
     layers = groups_of(records, columns)
-    return _stacks({"Bytes of each layer": layers, "Stored by each rank": ranks}, columns, 6)
+    return _figure_of_stacks(
+        {"Bytes of each layer": layers, "Stored by each rank": ranks}, columns, 6
+    )
 
 
 def plot_saves(
@@ -257,7 +261,7 @@ def plot_saves(
     draw([0] * len(waits), waits, BUDGET, label="caller held up", height=0.5)
     draw(below, [(t.began, at) for t, at in zip(times, staged, strict=True)], AGAIN, label="staged")
     draw(below, list(zip(staged, ends, strict=True)), USED, label="written and synced")
-    tick_rows = _ticks(count)
+    tick_rows = _labelled_rows(count)
     axes.set_yticks(
         [0, *(n + 1 for n in tick_rows)], ["training", *(f"save {n + 1}" for n in tick_rows)]
     )
@@ -277,7 +281,7 @@ def plot_saves(
     return figure
 
 
-def _ticks(rows: int) -> list[int]:
+def _labelled_rows(rows: int) -> list[int]:
     """Return the indices of rows to label, so that the labels stay readable."""
     return list(range(0, rows, max(1, -(-rows // _BARS))))
 
@@ -340,7 +344,7 @@ def plot_backward(report: BackwardReport) -> Figure:
         upper.barh(range(rows), lengths, height, starts, color=color, label=label)
     handles, names = upper.get_legend_handles_labels()
     figure.legend(handles, names, loc="outside upper right", ncols=3, frameon=False)
-    ticks = _ticks(rows)
+    ticks = _labelled_rows(rows)
     labels = [
         f"{n}: {len(b.names)} of {b.bytes / 1e6:.3g} MB" for n, b in enumerate(report.buckets)
     ]
@@ -352,7 +356,7 @@ def plot_backward(report: BackwardReport) -> Figure:
     if several:
         late = report.straggler  # (rank, seconds) or None
         lower.barh(range(len(waited)), [t * 1e3 for t in waited], color=STATES[1], height=0.6)
-        tick_rows = _ticks(len(waited))
+        tick_rows = _labelled_rows(len(waited))
         lower.set_yticks(tick_rows, [f"rank {rank}" for rank in tick_rows])
         lower.invert_yaxis()
         lower.set_xlabel("ms waited for the others")
@@ -411,13 +415,13 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
             nbytes[column] = nbytes.get(column, 0) + count * unit.item_bytes
     if len(units) > len(columns):
         columns.append(others)
-    return _stacks({"Gradients kept by each rank": ranks}, columns, 4)
+    return _figure_of_stacks({"Gradients kept by each rank": ranks}, columns, 4)
 
 
 # ---- plans ----
 
 
-def _clock(plan: Plan) -> tuple[NDArray, float, str]:
+def _time_axis(plan: Plan) -> tuple[NDArray, float, str]:
     """Return the begin of each step and the end of the last, and the unit and label of the axis.
 
     The steps are those of the plan's schedule. Times are in seconds, and the unit is the number of
@@ -444,7 +448,7 @@ def _draw_memory(axes: Any, plan: Plan, unplanned: Plan, unit: float) -> None:
 
     colours = ((unplanned, "#a0aec0", "without a plan", 0.0), (plan, USED, "with the plan", 0.35))
     for each, colour, label, alpha in colours:
-        times, scale, _ = _clock(each)
+        times, scale, _ = _time_axis(each)
         # hide drops: they take no time
         lasting = (each._steps[:, 0] != _DROP) | (times[1:] > times[:-1])
         edges = np.append(times[:-1][lasting], times[-1]) / scale
@@ -468,7 +472,7 @@ def _draw_blocks(axes: Any, plan: Plan) -> list[Any]:
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
 
-    times, scale, _ = _clock(plan)
+    times, scale, _ = _time_axis(plan)
     kinds, rows = plan._steps[:, 0], plan._steps[:, 1]  # of each step: its kind and its block
     forward = kinds <= 1  # 0: forward, 1: save, 2: backward, 3: drop, 4: offload, 5: load
     forward_steps = np.flatnonzero(forward)
@@ -553,14 +557,14 @@ def plot_plan(plan: Plan) -> Figure:
     )
     upper.tick_params(labelbottom=False)
     handles = upper.get_legend_handles_labels()[0] + _draw_blocks(lower, plan)
-    ticks, names = _ticks(blocks), plan.chain.names
+    ticks, names = _labelled_rows(blocks), plan.chain.names
     labels = [shorten(names[i], 30) for i in ticks]
     lower.set_yticks(ticks, labels, parse_math=False, fontsize="small")
     lower.set_ylabel("block")
-    _, scale, time_label = _clock(plan)
+    _, scale, time_label = _time_axis(plan)
     lower.set_xlabel(time_label)
     lower.xaxis.get_major_locator().set_params(integer=time_label == "steps")
-    lower.set_xlim(0, max(_clock(each)[0][-1] / scale for each in (plan, unplanned)))
+    lower.set_xlim(0, max(_time_axis(each)[0][-1] / scale for each in (plan, unplanned)))
     lower.set_title(
         f"{len(plan.kept)} kept, {len(plan.recomputed)} recomputed, "
         f"{len(plan.offloaded)} offloaded",

@@ -89,7 +89,7 @@ def _sequence_axis(array: NDArray, seq_axis: int) -> int:
     return seq_axis % array.ndim
 
 
-def _nonzero(array: NDArray, axis: int) -> NDArray:
+def _nonzero_positions(array: NDArray, axis: int) -> NDArray:
     """Return which positions of each layer have an element that is not zero: (layers, positions).
 
     `axis`: the sequence axis of `array`. The layers are the first axis; one layer if this is the
@@ -118,7 +118,10 @@ def _ring_contents(state: RollingKVState) -> NDArray:
     Columns are positions in the text, not slots of the ring: all positions up to the newest token,
     and at least as many as the ring has slots.
     """
-    used, positions = _nonzero(state.array, state.seq_axis), state.positions()  # of each slot
+    used, positions = (
+        _nonzero_positions(state.array, state.seq_axis),
+        state.positions(),
+    )  # of each slot
     end = max(state.next_position, state.capacity)
     kinds = np.full((len(used), end), _ZERO)
     kinds[:, : state.next_position] = _EVICTED
@@ -199,7 +202,7 @@ def plot_cache(
     else:
         array = np.asarray(cache)
         axis = _sequence_axis(array, getattr(cache, "seq_axis", seq_axis))
-        used, room = _nonzero(array, axis), array.shape[axis]
+        used, room = _nonzero_positions(array, axis), array.shape[axis]
         filled = np.flatnonzero(used.any(axis=0))
         tokens = int(filled[-1]) + 1 if length is None and filled.size else length or 0
         if not 0 <= tokens <= room:

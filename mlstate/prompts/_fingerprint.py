@@ -231,7 +231,7 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def _read(path: str, read: Callable[[Any], Any]) -> Any:
+def _read_with(path: str, read: Callable[[Any], Any]) -> Any:
     """Return the result of `read`, called with the open file `path` of a model.
 
     Raises StoreError if the file is missing, is not a regular file, or cannot be read.
@@ -254,7 +254,7 @@ def config_of(path: str) -> Any:
     Raises FormatError if it is not JSON.
     """
     try:
-        config = json.loads(_read(path, lambda file: file.read(64 << 20)))
+        config = json.loads(_read_with(path, lambda file: file.read(64 << 20)))
     except (ValueError, RecursionError) as error:
         raise format_error(f"{path}: not JSON: {error}", path) from None
     return _without_names(config)
@@ -273,8 +273,8 @@ def _weights_of(path: str) -> list[Any]:
     for a truncated file.
     """
     _core.file_metadata(path, False)  # only for its errors: a truncated file is refused
-    size = int.from_bytes(_read(path, lambda file: file.read(8)), "little")  # of the header
-    header = _read(path, lambda file: file.read(8 + size))
+    size = int.from_bytes(_read_with(path, lambda file: file.read(8)), "little")  # of the header
+    header = _read_with(path, lambda file: file.read(8 + size))
     return [hashlib.sha256(header).hexdigest(), _blob_name(path) or _digest_of(path)]
 
 
@@ -289,7 +289,7 @@ def _blob_name(path: str) -> str | None:
 
 
 def _digest_of(path: str) -> str:
-    digest: str = _read(path, lambda file: hashlib.file_digest(file, "sha256").hexdigest())
+    digest: str = _read_with(path, lambda file: hashlib.file_digest(file, "sha256").hexdigest())
     return digest
 
 

@@ -111,7 +111,7 @@ def from_mlx(state: CacheState, model_type: str | None) -> CacheState:
     A cache of a model type that is not in `_SLOTS` is returned unchanged.
     """
     slots = _SLOTS.get(model_type or "", ())
-    return _converted(
+    return _convert_entries(
         state,
         [(f"states.{i}", _transformers_name(s), _TO_TRANSFORMERS[s]) for i, s in enumerate(slots)],
     )
@@ -120,7 +120,7 @@ def from_mlx(state: CacheState, model_type: str | None) -> CacheState:
 def to_mlx(state: CacheState, model_type: str | None) -> CacheState:
     """Undo `from_mlx`: return a state with the names and layouts of mlx-lm."""
     slots = _SLOTS.get(model_type or "", ())
-    return _converted(
+    return _convert_entries(
         state, [(_transformers_name(s), f"states.{i}", _TO_MLX[s]) for i, s in enumerate(slots)]
     )
 
@@ -140,20 +140,24 @@ def _with_oldest(inputs: Any) -> Any:
     return result
 
 
-def _swapped(array: Any) -> Any:
+def _swap_last_axes(array: Any) -> Any:
     return array.swapaxes(-1, -2)
 
 
-def _same(array: Any) -> Any:
+def _unchanged(array: Any) -> Any:
     return array
 
 
 # Functions that convert the array of a state between the layouts, by the kinds in `_SLOTS`.
-_TO_TRANSFORMERS = {_CONV: _with_oldest, _DELTA: _swapped, _MAMBA: _same}
-_TO_MLX = {_CONV: lambda array: _swapped(array[..., 1:]), _DELTA: _swapped, _MAMBA: _same}
+_TO_TRANSFORMERS = {_CONV: _with_oldest, _DELTA: _swap_last_axes, _MAMBA: _unchanged}
+_TO_MLX = {
+    _CONV: lambda array: _swap_last_axes(array[..., 1:]),
+    _DELTA: _swap_last_axes,
+    _MAMBA: _unchanged,
+}
 
 
-def _converted(
+def _convert_entries(
     state: CacheState, changes: list[tuple[str, str, Callable[[Any], Any]]]
 ) -> CacheState:
     """Return a state with other names, kinds and arrays of some entries.

@@ -53,15 +53,15 @@ def pack_meta(stored: StoredSpec, label: str, listed: list[Any]) -> bytes:
     `stored`: the entries of the caches. `label`: name of the model, for listings. `listed`: the
     parts of a snapshot, as `state_parts` returns them; empty for a block.
     """
-    head = _packed({"model": label, "entries": stored.to_json()})
-    return b"".join((stored.digest, len(head).to_bytes(4, "little"), head, _packed(listed)))
+    head = _json_bytes({"model": label, "entries": stored.to_json()})
+    return b"".join((stored.digest, len(head).to_bytes(4, "little"), head, _json_bytes(listed)))
 
 
-def _packed(document: Any) -> bytes:
+def _json_bytes(document: Any) -> bytes:
     return json.dumps(document, separators=(",", ":")).encode()
 
 
-def _cut_meta(data: bytes) -> tuple[bytes, bytes]:
+def _split_description(data: bytes) -> tuple[bytes, bytes]:
     """Return the head and the list of parts of a description, both as JSON."""
     stop = _HEAD + int.from_bytes(data[_HEAD - 4 : _HEAD], "little")
     return data[_HEAD:stop], data[stop:]
@@ -80,7 +80,7 @@ def head_of(data: bytes, path: str) -> Head:
     `path`: of the store, for errors. Raises FormatError if the description is malformed.
     """
     try:
-        head = _parse_head(_cut_meta(data)[0])
+        head = _parse_head(_split_description(data)[0])
         if head.stored.digest != data[:DIGEST_BYTES]:
             raise ValueError("its digest differs")
     except (KeyError, TypeError, ValueError, RecursionError) as error:
@@ -101,7 +101,7 @@ def parts_of(match: Match, record: int, path: str) -> list[Any]:
     _, start, end, nbytes = match._log_match.records[record]
     meta = match._log_match.meta(record)
     try:
-        listed = json.loads(_cut_meta(meta)[1])
+        listed = json.loads(_split_description(meta)[1])
         size = stored.token_bytes * (end - start) + stored.check_parts(listed, end)
         if size != nbytes:
             raise ValueError(f"it needs {size} bytes, and has {nbytes}")
@@ -237,12 +237,12 @@ def make_match(
         match.limit = _first_name(expected)
         return match
     match._stored = stored
-    match._blocks = _chain(log_match, stored)
+    match._blocks = _adjacent_blocks(log_match, stored)
     match._candidates = _candidates(match, heads, most)
     if match._candidates:
         match.length = match._candidates[0].position
     if match.length < most:
-        match.limit = _limit(match, stored)
+        match.limit = _limiting_entry(match, stored)
     return match
 
 
@@ -261,7 +261,7 @@ def _heads(log_match: _core.PromptMatch, path: str) -> dict[int, Head]:
     return heads
 
 
-def _chain(log_match: _core.PromptMatch, stored: StoredSpec) -> list[BlockRange]:
+def _adjacent_blocks(log_match: _core.PromptMatch, stored: StoredSpec) -> list[BlockRange]:
     """Return the adjacent blocks from the first token on.
 
     They end before the first block that has other entries than `stored`, or another size.
@@ -300,7 +300,7 @@ def _candidates(match: Match, heads: dict[int, Head], most: int) -> list[Candida
     return sorted(candidates, key=lambda each: each.position, reverse=True)
 
 
-def _limit(match: Match, stored: StoredSpec) -> str:
+def _limiting_entry(match: Match, stored: StoredSpec) -> str:
     """Return the name of an entry without stored data behind the match.
 
     It is a state if blocks are stored beyond the match, else an entry that blocks have.

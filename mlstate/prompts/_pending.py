@@ -80,7 +80,7 @@ class PendingPuts:
             if put.nbytes <= self._most:
                 copies = [(*rest, [copied(part) for part in parts]) for *rest, parts in records]
                 assert self._executor is not None
-                return self._executor.submit(self._run, put, copies, write)
+                return self._executor.submit(self._run_put, put, copies, write)
         except BaseException:
             self._forget(put)
             raise
@@ -91,7 +91,7 @@ class PendingPuts:
     def _has_room(self, nbytes: int) -> bool:
         return not self._queue or self.nbytes + nbytes <= self._most
 
-    def _run(self, put: _Put, records: list[Any], write: Callable[[list[Any]], int]) -> int:
+    def _run_put(self, put: _Put, records: list[Any], write: Callable[[list[Any]], int]) -> int:
         """Write a put in the thread, and take it out of the queue.
 
         `records`: its copies; the list is emptied. Returns the result of `write`. An error is

@@ -253,14 +253,14 @@ class PromptStore:
         stored, length = match._stored, match.length
         target = open_target(into, stored, length, self._spec, device, self._model_type)
         try:
-            position = self._read(match, target) if stored is not None else 0
+            position = self._read_candidates(match, target) if stored is not None else 0
         except BaseException:
             target.abandon()
             raise
         target.finish(position)
         return position
 
-    def _read(self, match: Match, target: Target) -> int:
+    def _read_candidates(self, match: Match, target: Target) -> int:
         """Read the longest candidate without damage into `target`, and return its position.
 
         0 if all are damaged. Damaged records are logged and noted. `target` may have been written
@@ -272,7 +272,7 @@ class PromptStore:
         is_written = False
         while candidates:
             candidate = candidates.pop(0)
-            base = _base(match, candidate)
+            base = _tokens_in_blocks(match, candidate)
             if base > limit:  # it needs a damaged block
                 continue
             try:
@@ -287,7 +287,7 @@ class PromptStore:
             damage = run_requests(match._log_match, requests)
             if not damage:
                 return candidate.position
-            self._report(match, damage)
+            self._report_damage(match, damage)
             starts = [block.start for block in match._blocks if block.record in damage]
             limit = min([limit, *starts])
             good = max(good, min(base, limit))
@@ -297,7 +297,7 @@ class PromptStore:
                 candidates.sort(key=lambda each: each.position, reverse=True)
         return 0
 
-    def _report(self, match: Match, damage: dict[int, str]) -> None:
+    def _report_damage(self, match: Match, damage: dict[int, str]) -> None:
         """Log damaged records, and remember them: the next put replaces them.
 
         `damage`: a description of each, by the index of the record in `match`.
@@ -472,7 +472,7 @@ class PromptStore:
         TypeError, ValueError
             As for `match`.
         """
-        return self._mark(tokens, "pin")
+        return self._mark_records(tokens, "pin")
 
     def unpin(self, tokens: Any) -> int:
         """Undo `pin`; parameters, result and errors are the same.
@@ -480,16 +480,16 @@ class PromptStore:
         Pass as many tokens as `pin` returned: the pin of a shorter prompt stays, also if the prompt
         has grown since.
         """
-        return self._mark(tokens, "unpin")
+        return self._mark_records(tokens, "unpin")
 
     def delete(self, tokens: Any) -> int:
         """Delete the stored beginning of a prompt; parts that other prompts share stay.
 
         Parameters, result and errors are the same as for `pin`.
         """
-        return self._mark(tokens, "delete")
+        return self._mark_records(tokens, "delete")
 
-    def _mark(self, tokens: Any, operation: Literal["pin", "unpin", "delete"]) -> int:
+    def _mark_records(self, tokens: Any, operation: Literal["pin", "unpin", "delete"]) -> int:
         """Apply an operation to the records of a prompt; return the number of tokens concerned.
 
         To pin or unpin, the last records are enough: the core protects those before them.
@@ -587,7 +587,7 @@ def _label_of(model: Any) -> str:
     return type(model).__name__
 
 
-def _base(match: Match, candidate: Candidate) -> int:
+def _tokens_in_blocks(match: Match, candidate: Candidate) -> int:
     """Return how many first tokens of a candidate are in blocks; a snapshot has the others."""
     if candidate.record is None:
         return candidate.position
@@ -604,7 +604,7 @@ def _requests(
     for errors. Raises FormatError for a malformed snapshot, and CompatibilityError if `target`
     cannot have it.
     """
-    stored, base, position = match._stored, _base(match, candidate), candidate.position
+    stored, base, position = match._stored, _tokens_in_blocks(match, candidate), candidate.position
     record = candidate.record
     assert stored is not None
     listed = [] if record is None else parts_of(match, record, path)

@@ -183,7 +183,7 @@ class EngineTarget:
         """
         if length == 0:
             if hasattr(self.cache, "reset"):
-                _empty(self.cache)
+                _empty_cache(self.cache)
             return
         into = self.states if self.has_snapshots else self.into
         arrays, entries = {}, []
@@ -195,7 +195,7 @@ class EngineTarget:
             for name, (shape, _) in entry.arrays.items():
                 axis = entry.seq_axis
                 array = into.arrays[name]
-                arrays[name] = array if axis is None else array[_first(axis, shape[axis])]
+                arrays[name] = array if axis is None else array[_first_positions(axis, shape[axis])]
         arrays = _on_device(arrays, self.device)
         state = CacheState(CacheSpec(entries), arrays, length)
         if self.is_mlx:
@@ -261,7 +261,7 @@ def _check_room(entry: CacheEntry, length: int) -> None:
     raise tokens_error(length, size, "restore into a cache with more positions", entry.name)
 
 
-def _empty(cache: Any) -> None:
+def _empty_cache(cache: Any) -> None:
     """Remove the tokens of a cache of transformers; static layers keep their zeroed tensors."""
     cache.reset()
     for part in (cache, getattr(cache, "self_attention_cache", None)):
@@ -283,7 +283,7 @@ def _check_can_be_emptied(cache: Any) -> None:
         raise incompatible(text, None, "an empty cache", "a cache with tokens")
 
 
-def _first(axis: int, count: int) -> tuple[slice, ...]:
+def _first_positions(axis: int, count: int) -> tuple[slice, ...]:
     return (*(slice(None) for _ in range(axis)), slice(count))
 
 

@@ -87,7 +87,7 @@ def block_parts(
     They are in the order of `stored.blocks`, which is the order of the parts of a block.
     """
     return [
-        readable(tokens_of(state.arrays[name], _axis(entry), start, stop))
+        readable(tokens_of(state.arrays[name], _axis_of(entry), start, stop))
         for entry in _entries_of(state, stored.blocks)
         for name in entry.arrays
     ]
@@ -122,7 +122,7 @@ def _entries_of(state: CacheState, entries: Iterable[CacheEntry]) -> list[CacheE
     return [state.spec.entry_of(entry.name) for entry in entries]
 
 
-def _axis(entry: CacheEntry) -> int:
+def _axis_of(entry: CacheEntry) -> int:
     assert entry.seq_axis is not None
     return entry.seq_axis
 
@@ -320,7 +320,7 @@ def block_requests(
     for each in stored.blocks:
         entry = into.entries[each.name]
         for name, (_, dtype) in entry.arrays.items():
-            view = tokens_of(into.arrays[name], _axis(entry), start, stop)
+            view = tokens_of(into.arrays[name], _axis_of(entry), start, stop)
             shape = stored_shape(entry, name, size)
             piece = Piece(offset=0, size=stop - start, view=view)
             requests.append(Request(record, len(requests), shape, dtype, [piece]))
@@ -352,7 +352,7 @@ def state_requests(
         slots = _slots_of(entry, into.ring(entry, position), sum(counts), position)
         for ranges in _token_ranges(counts, entry.sinks, position):
             pieces = [
-                Piece(offset, count, tokens_of(array, _axis(entry), slot, slot + count))
+                Piece(offset, count, tokens_of(array, _axis_of(entry), slot, slot + count))
                 for offset, slot, count in _intersections(ranges, slots)
             ]
             if pieces:
