@@ -170,7 +170,8 @@ class _Call:
         """Create the record of a block's call, still empty."""
         self.slots: list[weakref.ref[_SavedSlot]] = []
         self.spec: Any = None
-        # leaves of its arguments: the number of a tensor in the activation, or None for an object
+        # leaves of its arguments: the number of a tensor in the activation before the block,
+        # another tensor, or None for an object
         self.leaves: list[int | _SavedTensor | None] = []
         self.objects: ObjectTensors | None = None  # as before the first run
         self.flags: list[bool] = []  # whether each leaf requires a gradient
