@@ -179,7 +179,7 @@ def _model_bytes(loader: Loader) -> int:
     """Return the bytes of the chosen tensors of a model as they are exported, for the progress."""
     section, names = loader.sections[0], loader.chosen()[1][0]
     loader.need([(section, names, loader.request.cutting)])
-    facts = loader.facts(section, names).values()
+    facts = loader.dtypes_and_shapes(section, names).values()
     return sum(prod(shape) * numpy_dtype(dtype).itemsize for dtype, shape in facts)
 
 

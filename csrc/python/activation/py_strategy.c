@@ -301,8 +301,7 @@ static inline int fill_request(strategy_object *self, const strategy_args *parse
         take_key(parsed->layer_id, &out->layer) < 0) {
         return -1;
     }
-    if (may_skip &&
-        mls_layer_mark_of(&self->s.named, &out->layer) == MLS_LAYER_EXCLUDE) {
+    if (may_skip && mls_layer_mark_of(&self->s.named, &out->layer) == MLS_LAYER_EXCLUDE) {
         return 0;
     }
     if (((flags & MLS_NEEDS_BYTES) != 0 &&
