@@ -146,16 +146,18 @@ def take_back(
     `used`: the user's handle. `states`: the states that a torch optimizer now has for the
     parameter. `refuse` raises for parts that share memory. A tensor with which the optimizer
     replaced a state becomes the part's; if the user replaced the state too, it gets the user's
-    elements. A state is removed if the user removed it
-    and the optimizer lacks it; changes by other blocks stay. Everything is checked before anything
-    is changed. Raises CompatibilityError if the parameter was removed, or a replacement has another
-    shape, dtype or kind; ValueError for an invalid name of a state or arrays that share memory,
-    TypeError for a state of the optimizer that is not a tensor.
+    elements. A state is removed if the user removed it and the optimizer lacks it; changes by other
+    blocks stay. Everything is checked before anything is changed. Raises CompatibilityError if the
+    parameter was removed, or a replacement has another shape, dtype or kind; ValueError for an
+    invalid name of a state or arrays that share memory, TypeError for a state of the optimizer that
+    is not a tensor.
     """
     refuse_other_states({f"{unit.name}.{name}": value for name, value in states.items()})
-    parameter, before = used._before
-    changed = {name: each for name, each in used.states.items() if each is not before.get(name)}
-    arrays = {**states, **changed}
+    parameter_before, states_before = used._before
+    changed = {
+        name: each for name, each in used.states.items() if each is not states_before.get(name)
+    }
+    arrays = {**states, **changed}  # by state; below, existing states are removed
     parts: list[Part] = []  # of the unit from now on
     replaced: list[tuple[Part, Any]] = []  # parts and their new arrays
     for part in unit.parts:
@@ -163,8 +165,8 @@ def take_back(
             array = used.parameter
             if array is None:
                 raise CompatibilityError(f"the parameter of unit {unit.name!r} was removed")
-            array = part.array if array is parameter else array
-        elif part.state in before and part.state not in {**states, **used.states}:
+            array = part.array if array is parameter_before else array
+        elif part.state in states_before and part.state not in {**states, **used.states}:
             continue  # the user removed it
         else:
             array = arrays.pop(part.state, part.array)
@@ -185,7 +187,7 @@ def take_back(
         if not is_torch(array):
             array = array_of(array)
         parts.append(Part(1, f"{unit.name}.{name}", array))
-    if replaced or len(parts) > len(unit.parts):
+    if replaced or arrays:  # now the new states
         new_parts = {part.stored: part for part in parts}
         new_parts.update(
             {part.stored: Part(part.section, part.key, array) for part, array in replaced}

@@ -707,6 +707,20 @@ def test_reports_are_short_and_escaped(folder):
 # ---- arrays that share memory, and blocks in blocks ----
 
 
+def test_a_state_in_the_place_of_another_may_not_share_memory(tmp_path):
+    with TieredState({"w": np.ones(4)}, {"w.m": np.zeros(4)}, tmp_path / "t") as tiers:
+        text = r"'w' and 'w\.v' are one array"
+        with pytest.raises(ValueError, match=text), tiers.use("w") as unit:
+            del unit.states["m"]
+            unit.states["v"] = unit.parameter
+        with tiers.use("w") as unit:
+            assert list(unit.states) == ["m"]
+            del unit.states["m"]
+            unit.states["v"] = np.ones(4)
+        with tiers.use("w") as unit:
+            assert list(unit.states) == ["v"]
+
+
 def test_arrays_that_share_memory_are_refused(tmp_path):
     data = np.arange(6.0)
     for model in ({"a": data[:4], "b": data[2:]}, {"a": data, "b": data}):
