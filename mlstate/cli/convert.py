@@ -210,6 +210,7 @@ def _read_source(arguments: argparse.Namespace, source_format: str) -> tuple[Par
     """
     path, chosen, changes = arguments.source, _selection(arguments), _changes(arguments)
     location = None
+    # `load` makes the changes while it reads; torch's files are read whole before
     if source_format == "mlstate" or (
         source_format == "huggingface" and any(changes) and not _is_torch(path)
     ):
@@ -218,7 +219,9 @@ def _read_source(arguments: argparse.Namespace, source_format: str) -> tuple[Par
         loaded = load(location, **changes.load_options())
         parts = parts_of(loaded)
         states, _ = split_entries(parts.states)
-        if changes.names is None:  # torch modules' entries that are not tensors: `load` omits them
+        # Entries of torch modules that are not tensors: `load` does not rename them, and hides
+        # those that have only metadata.
+        if changes.names is None:
             options = cast("LoadOptions", changes.load_options())
             states |= all_entries(open_loader(location, options))
         parts = parts._replace(states=states)

@@ -22,8 +22,10 @@ def add(commands: Commands) -> None:
     """
     path_help = "an .aimodel folder"
     models = ModelFormat("coreai", "model", path_help, read_functions, plan_transition)
-    default = "default: the dynamic or the differing dimension"
-    actions, plan = add_actions(commands, models, "Core AI models", seq_axis=None, default=default)
+    axis_help = "default: the dynamic or the differing dimension"
+    actions, plan = add_actions(
+        commands, models, "Core AI models", seq_axis=None, default=axis_help
+    )
     for which in ("source", "target"):
         plan.add_argument(
             f"--{which}-size", type=int, metavar="TOKENS", help="context size of a dynamic model"

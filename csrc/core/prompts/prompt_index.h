@@ -20,7 +20,7 @@ enum {
     MLS_PROMPT_REMOVED = 1, /* the entry has no record */
     MLS_PROMPT_PINNED = 2,
     MLS_PROMPT_BRANCHES = 4, /* records that are not full blocks have it as parent */
-    MLS_PROMPT_KEPT = 8      /* marked during one eviction */
+    MLS_PROMPT_KEPT = 8      /* stays in this eviction, which clears it */
 };
 
 typedef struct mls_prompt_entry {

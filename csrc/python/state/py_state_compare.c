@@ -210,6 +210,7 @@ static int has_same(const mlspy_state *state, PyObject *key, PyObject *value,
                     mlspy_finder *other)
 {
     PyObject *other_value;
+    /* the full comparison refuses a key that cannot be a name */
     if (!PyUnicode_CheckExact(key) || !PyUnicode_IS_COMPACT_ASCII(key)) {
         return 0;
     }

@@ -82,12 +82,13 @@ def _me() -> dict[str, Any]:
 def _alive(owner: dict[str, Any]) -> bool:
     """Return whether the process that a lock's text names may still be running.
 
-    `owner`: the text's JSON, with the members of `_me`. True if this cannot be known.
+    `owner`: the text's JSON, with the members of `_me`. True if this cannot be known: without
+    ``/proc``, or if it hides the processes of other users.
     """
     me = _me()
     if owner.get("host") != me["host"]:
         return True  # unknown on this host
-    if owner.get("boot") != me["boot"]:
+    if owner.get("boot") and me["boot"] and owner["boot"] != me["boot"]:
         return False
     if owner.get("pid_space", "") != me["pid_space"]:
         return True  # its process id has no meaning in this namespace
@@ -100,7 +101,8 @@ def _alive(owner: dict[str, Any]) -> bool:
         return False
     except OSError:  # EPERM: the process exists, and belongs to another user
         pass
-    return not owner.get("start") or owner["start"] == _start_time(pid)
+    start = _start_time(pid)
+    return not owner.get("start") or not start or owner["start"] == start
 
 
 def _try_lock(descriptor: _core.Descriptor) -> bool:

@@ -184,7 +184,10 @@ def _own_part(state: Mapping[str, object], name: str) -> Shard | None:
 
 
 def _mix(parts: Any) -> Any:
-    """Return a pseudo-random number for each part number (splitmix64); sums may wrap."""
+    """Return a pseudo-random uint64 for each number in the integer array `parts` (splitmix64).
+
+    `_irregular_names` compares sums of them, modulo 2**64.
+    """
     import numpy as np
 
     mixed = (parts.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)

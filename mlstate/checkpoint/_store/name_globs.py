@@ -70,8 +70,8 @@ class Names:
     def select(self, keys: list[str], section: int) -> tuple[list[str], set[str]]:
         """Return the selected ones of `keys`, and the listed names that select at least one.
 
-        `section`: 1 for the optimizer, whose states are selected by globs of parameters too. If all
-        are selected, the second result is empty.
+        `section`: 1 for the optimizer, whose states are selected by globs of parameters too.
+        Without listed names, all keys are selected and the second result is empty.
         """
         if self.listed is None:
             return keys, set()

@@ -185,10 +185,12 @@ def _parameters_of(tensors: Mapping[str, NDArray]) -> dict[str, tuple[str, str]]
             if dot + suffix in (indices, values):
                 parameters[name] = name + indices, name + values
     keys = {key for pair in parameters.values() for key in pair}
-    if keys != tensors.keys():
-        problem = sorted(keys ^ tensors.keys())[0]
+    for missing in sorted(keys - tensors.keys()):
+        raise FormatError(f"a sparse weight patch has indices and values: {missing!r} is missing")
+    for unknown in sorted(tensors.keys() - keys):
         raise FormatError(
-            f"a sparse weight patch has indices and values: {problem!r} has no partner"
+            f"a sparse weight patch has indices and values: {unknown!r} is neither, or its "
+            "parameter has others too"
         )
     return parameters
 

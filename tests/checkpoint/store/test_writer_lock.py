@@ -107,6 +107,22 @@ def test_owner_in_another_container_counts_as_alive(tmp_path):
             LocalFolder(str(tmp_path)).claim().acquire()
 
 
+@pytest.mark.parametrize("unknown", ["_boot_id", "_start_time", "_pid_space"])
+def test_an_owner_of_whom_something_is_unknown_counts_as_alive(tmp_path, monkeypatch, unknown):
+    with LocalFolder(str(tmp_path)).claim():
+        monkeypatch.setattr(_lock, unknown, lambda *pid: "")
+        with pytest.raises(mlstate.StoreError, match="is writing it") as caught:
+            LocalFolder(str(tmp_path)).claim().acquire()
+    assert caught.value.errno == errno.EBUSY
+
+
+def test_an_owner_of_another_boot_or_of_a_reused_process_id_is_dead():
+    me = _lock._me()
+    assert _lock._alive(me)
+    for name in ("boot", "start"):
+        assert not _lock._alive({**me, name: "another"})
+
+
 def test_lock_is_released_if_its_text_cannot_be_written(tmp_path, monkeypatch):
     def full(self, generation):
         raise OSError(errno.ENOSPC, "no space left")

@@ -162,7 +162,8 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 def _blocks_of(module: torch.nn.Module, blocks: Any) -> dict[str, torch.nn.Module]:
     """Return the submodules that `blocks` names, by name, in order; None: the direct children.
 
-    Raises TypeError for a pattern that is not a str, ValueError for one without a match.
+    `blocks`: a pattern, or several. A module with several names has its first one. Raises
+    TypeError for a pattern that is not a str, ValueError for one without a match.
     """
     if blocks is None:
         return dict(module.named_children())

@@ -266,18 +266,20 @@ class ModuleContract:
         return _entries_match(self.entries, entries, expected)
 
     def _with_foreign_entries(self) -> set[int]:
-        """Return the ids of modules with entries that are not their memory.
+        """Return the ids of modules with entries that are not their memory, or that lack one.
 
         A hook of one module may change the entries of any other.
         """
-        names: dict[str, list[str]] = {}
+        keys_by_owner: dict[str, list[str]] = {}
         for key in self.entries:
-            names.setdefault(self._owner_of(key), []).append(key)
+            keys_by_owner.setdefault(self._owner_of(key), []).append(key)
         foreign = set()
         for path, child in self.module.named_modules(remove_duplicate=False):
             name = unwrapped_name(self.module, path)
             expected = {_prefix_below(name) + key: tensor for key, tensor in _tensors_of(child)}
-            keys = names.get(name, []) if expected or not wrapped_attribute(child) else []
+            # a wrapper has the name of the module in it, whose entries these are
+            is_empty_wrapper = not expected and wrapped_attribute(child)
+            keys = [] if is_empty_wrapper else keys_by_owner.get(name, [])
             if not _entries_match(self.entries, keys, expected):
                 foreign.add(id(child))
         return foreign
