@@ -197,3 +197,30 @@ def test_a_shard_cut_into_one_part_is_filled_as_the_whole_array(tmp_path, steps)
     second = Shard(data[0, :2], Layout([(0, 2), *steps[1:]]), 1, shape=(4, 2))
     mlstate.load(tmp_path, into={"model": {"w": second}}, layout=Layout.rows(2), rank=1)
     assert (data[0] == array[[2, 3, 2, 3]]).all()
+
+
+def test_errors_of_loads_name_the_state_of_an_optimizer(tmp_path):
+    moments = np.arange(20_000.0)
+    mlstate.save(tmp_path, optimizer={"w.m": moments})
+    read_only = moments.copy()
+    read_only.flags.writeable = False
+    for target, kind in (
+        (np.zeros(3), CompatibilityError),
+        (np.zeros(20_000, "i4"), CompatibilityError),
+        (read_only, ValueError),
+    ):
+        with pytest.raises(kind, match=r"'w\.m'") as caught:
+            mlstate.load(tmp_path, into={"optimizer": {"w.m": target}})
+        assert getattr(caught.value, "name", "w.m") == "w.m"
+    [file] = (tmp_path / "optim_state").iterdir()
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    with pytest.raises(mlstate.ChecksumError, match=r"tensor 'w\.m'") as caught:
+        mlstate.load(tmp_path)
+    assert caught.value.name == "w.m"
+
+
+def test_the_error_of_a_dtype_keeps_its_hint_for_long_shapes(tmp_path):
+    shape = (1,) * 16
+    mlstate.save(tmp_path, {"w": np.ones(shape, "f8")})
+    with pytest.raises(CompatibilityError, match="cast=True converts floats"):
+        mlstate.load(tmp_path, into={"model": {"w": np.ones(shape, "f4")}})

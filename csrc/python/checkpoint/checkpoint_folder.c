@@ -57,9 +57,12 @@ PyObject *mlspy_raise_under(const mlspy_state *state, const mls_status *st,
     const char *file = is_about_contents && relative != NULL ? relative : "";
     const bool names_tensor = strncmp(st->text, "tensor '", strlen("tensor '")) == 0;
     const bool names_file = names_tensor && strstr(st->text, "', file '") != NULL;
-    if (st->name[0] != '\0' && !names_tensor) {
-        PyOS_snprintf(named.text, sizeof named.text, "%.120s%s'%.60s': %.130s", file,
-                      file[0] != '\0' ? ": " : "", st->name, st->text);
+    if (st->name[0] != '\0' && !names_tensor && file[0] != '\0') {
+        PyOS_snprintf(named.text, sizeof named.text, "%.120s: '%.60s': %.130s", file,
+                      st->name, st->text);
+    } else if (st->name[0] != '\0' && !names_tensor) {
+        PyOS_snprintf(named.text, sizeof named.text, "'%.60s': %.250s", st->name,
+                      st->text);
     } else if (file[0] != '\0' && !names_file) { /* twice would truncate the reason */
         PyOS_snprintf(named.text, sizeof named.text, "%.120s: %.195s", file, st->text);
     }

@@ -553,13 +553,12 @@ static int view_array(const load_job *job, const mls_load_item *item, PyObject *
                       mlspy_view *out)
 {
     char label[MLS_NAME_BYTES];
-    const mls_str name = item->tensor->any_shard->id.name;
+    mls_status named = {0};
     if (mlspy_view_quickly(job->state, array, true /* writable */, out)) {
         return 0;
     }
-    PyOS_snprintf(label, sizeof label, "target '%.*s'",
-                  (int)(name.length < 120 ? name.length : 120),
-                  name.data == NULL ? "" : name.data);
+    mls_status_tensor(&named, &item->tensor->any_shard->id);
+    PyOS_snprintf(label, sizeof label, "target '%.120s'", named.name);
     return mlspy_view_writable(job->state, array, label, out);
 }
 

@@ -1,5 +1,4 @@
 #include "planning/plan_costs.h"
-#include "planning/plan_trace.h"
 #include "support/costs.h"
 
 TEST(invalid_requests_are_refused)
@@ -43,16 +42,10 @@ TEST(poll_stops_the_planner)
 {
     test_chain c;
     mls_plan_needs needs;
-    mls_schedule schedule = {0};
-    int left = 0, again = 0;
-    const mls_poll no = {stop_after_calls, &left}, no_again = {stop_after_calls, &again};
+    int left = 0;
+    const mls_poll no = {stop_after_calls, &left};
     chain_of(&c, 3, 100, 1);
     REQUIRE(set_costs(&c.chain, 10000, 0, false) == MLS_OK);
     CHECK(mls_plan_compute_needs(&costs, no, &needs, &status) == MLS_E_STOPPED);
     CHECK(needs.memory == NULL);
-    REQUIRE(mls_plan_compute_needs(&costs, no_poll, &needs, &status) == MLS_OK);
-    CHECK(mls_plan_trace(&costs, mls_plan_needs_value, &needs, no_again, &schedule,
-                         &status) == MLS_E_STOPPED);
-    CHECK(schedule.steps == NULL);
-    mls_plan_needs_fini(&needs);
 }

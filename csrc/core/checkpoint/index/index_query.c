@@ -71,6 +71,18 @@ void mls_tensor_id_write_key(const mls_tensor_id *id, char *to)
     }
 }
 
+mls_code mls_status_tensor(mls_status *st, const mls_tensor_id *id)
+{
+    char key[2 * MLS_NAME_BYTES]; /* more than a status holds */
+    mls_tensor_id short_id = *id;
+    if (mls_tensor_id_key_length(id) > sizeof key) {
+        short_id.has_state = false; /* the name alone is cut */
+        short_id.name.length = id->name.length < sizeof key ? id->name.length : sizeof key;
+    }
+    mls_tensor_id_write_key(&short_id, key);
+    return mls_status_name(st, key, mls_tensor_id_key_length(&short_id));
+}
+
 /* Compare section, then name, then state; a tensor without a state comes first. Names are
  * compared as bytes, independent of the locale: the order is part of the format, so it
  * must be equal on all machines. */
@@ -274,7 +286,7 @@ static mls_code fail_shard(const mls_index_shard *shard, const char *problem,
     const mls_str name = shard->id.name;
     const int width = (int)(name.length < SHOWN_NAME ? name.length : SHOWN_NAME);
     mls_fail_at(st, 0, "shard of '%.*s': %s", width, name.data, problem);
-    return mls_status_name(st, name.data, name.length);
+    return mls_status_tensor(st, &shard->id);
 }
 
 /* Sort the shards by id and part. MLS_E_FORMAT: a part is listed twice. Indexes that we

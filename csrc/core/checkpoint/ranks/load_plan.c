@@ -65,8 +65,7 @@ mls_load_item *mls_load_plan_add(mls_load_plan *plan, const mls_tensor_id *id)
  * code. */
 static mls_code name_tensor(const mls_load_item *item, mls_status *st)
 {
-    const mls_str name = item->tensor->any_shard->id.name;
-    return mls_status_name(st, name.data, name.length);
+    return mls_status_tensor(st, &item->tensor->any_shard->id);
 }
 
 /* Set `item->part` to the part that `how` selects. Without a layout, `how->world` ranks

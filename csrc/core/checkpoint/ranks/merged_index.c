@@ -45,13 +45,12 @@ static mls_code add_shard(mls_merged_index *merged, const mls_merged_index_shard
         *tensor = (mls_merged_index_tensor){.any_shard = next->shard,
                                             .from = merged->shard_count};
     } else if (!mls_index_same_tensor(tensor->any_shard, next->shard)) {
-        const mls_str name = next->shard->id.name;
         mls_fail(st, MLS_E_FORMAT,
                  "the dtype, shape or layout of a tensor differs between a shard of rank "
                  "%llu and one of rank %llu",
                  (unsigned long long)merged->shards[tensor->from].index->rank,
                  (unsigned long long)next->index->rank);
-        return mls_status_name(st, name.data, name.length);
+        return mls_status_tensor(st, &next->shard->id);
     }
     if (tensor->count == 0 ||
         merged->shards[merged->shard_count - 1].shard->part != next->shard->part) {
@@ -266,12 +265,11 @@ static mls_code check_missing(const mls_merged_index *merged,
     if (stored == mls_part_count(to)) {
         return MLS_OK;
     }
-    const mls_str name = tensor->any_shard->id.name;
     mls_fail(st, MLS_E_FORMAT,
              "the tensor is incomplete: %zu of its %zu parts are stored, with %zu of the "
              "%zu requested elements",
              tensor->count, parts, stored, mls_part_count(to));
-    return mls_status_name(st, name.data, name.length);
+    return mls_status_tensor(st, &tensor->any_shard->id);
 }
 
 typedef struct piece_list {
@@ -308,6 +306,7 @@ static void list_place(piece_list *l, const mls_layer *place,
     }
     next->item_bytes = mls_dtype_of(shard->dtype)->item_bytes;
     next->name = shard->id.name;
+    next->state = shard->id.has_state ? shard->id.state : (mls_str){0};
     next->visible = visible;
     next->visible_count = visible_count;
     next->part = l->to;

@@ -14,6 +14,9 @@
 #include "base/size.h"
 #include "safetensors/safetensors.h"
 
+#include <stdio.h>
+#include <string.h>
+
 enum {
     SHOWN_NAME = 80, /* bytes of a name in a message */
     SHOWN_FILE = 90  /* bytes of a file path in a message */
@@ -301,13 +304,18 @@ mls_stored_reads mls_stored_reads_of(const mls_stored_shard *place, const mls_pa
 mls_code mls_stored_blame(const mls_stored_shard *place, mls_status *st)
 {
     const mls_status why = *st;
-    const int width =
-        (int)(place->name.length < SHOWN_NAME ? place->name.length : SHOWN_NAME);
-    mls_fail(st, why.code, "tensor '%.*s', file '%.*s': %s", width, place->name.data,
+    const mls_str name = place->name, state = place->state;
+    char key[sizeof st->name];
+    snprintf(key, sizeof key, "%.*s%s%.*s",
+             (int)(name.length < sizeof key ? name.length : sizeof key),
+             name.data == NULL ? "" : name.data, state.data == NULL ? "" : ".",
+             (int)(state.length < sizeof key ? state.length : sizeof key),
+             state.data == NULL ? "" : state.data);
+    mls_fail(st, why.code, "tensor '%.*s', file '%.*s': %s", (int)SHOWN_NAME, key,
              (int)SHOWN_FILE, place->file == NULL ? "" : place->file, why.text);
     st->os_error = why.os_error;
     st->has_offset = why.has_offset;
     st->offset = why.offset;
-    mls_status_name(st, place->name.data, place->name.length);
+    mls_status_name(st, key, strlen(key));
     return mls_status_differ(st, why.expected, why.got);
 }

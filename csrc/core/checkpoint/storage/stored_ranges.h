@@ -25,6 +25,7 @@ typedef struct mls_stored_shard {
     const uint32_t *crcs; /* CRC32C of each MLS_SAFETENSORS_BLOCK bytes; the last block
                              may be shorter. NULL: the file has no checksums */
     mls_str name;         /* name of the tensor, for errors */
+    mls_str state;        /* state of an optimizer, for errors; no data: none */
     size_t bytes;         /* uncompressed size of the place; used only with `visible` */
     const mls_row_range *visible; /* NULL: the place stores the whole shard, packed */
     size_t visible_count;
