@@ -179,6 +179,25 @@ def test_a_record_that_another_process_pins_after_its_eviction_stays(tmp_path, s
         assert match(handle, [0] * BLOCK).length == BLOCK
 
 
+def test_a_writer_works_on_after_another_process_deleted_a_segment(tmp_path):
+    numbers = np.random.default_rng(0)
+    prompts = [numbers.integers(0, 9999, 4) for _ in range(60)]
+    first = PromptLog(tmp_path / "log", True)
+    for tokens in prompts[:13]:
+        put_one(first, tokens, limit=900_000)
+    first.prune(900_000, 5.0)  # writes the index
+    second = PromptLog(tmp_path / "log", False)  # knows all segments, and has opened none
+    limit = second.stats()["disk_bytes"]
+    segments = set((tmp_path / "log").glob("seg*"))
+    put_one(first, prompts[20], limit=limit - 1)
+    assert segments - set((tmp_path / "log").glob("seg*"))
+    for tokens in prompts[30:33]:
+        put_one(second, tokens, limit=limit - 40_000)
+        assert match(second, tokens).length == 4
+    second.prune(limit // 2, 5.0)
+    assert second.stats()["disk_bytes"] <= limit // 2
+
+
 def test_an_unpinned_record_does_not_come_back_pinned_after_its_eviction(tmp_path):
     """The segment with the unpin is compacted, the one with the record and the pin is not."""
     log = PromptLog(tmp_path / "log", True)
@@ -468,10 +487,10 @@ def test_a_key_is_not_believed_without_the_tokens(log):
 SEGMENT = 1 << 20  # a budget whose segments have 64 KiB
 
 
-def put_one(log, tokens, kind=0, size=20_000):
+def put_one(log, tokens, kind=0, size=20_000, limit=SEGMENT):
     """Store one record of `size` bytes that ends with the tokens."""
     items = [(kind, len(tokens), b"", [np.ones(size, np.uint8)])]
-    return log.put(FINGERPRINT, np.asarray(tokens), BLOCK, items, SEGMENT, 30.0)
+    return log.put(FINGERPRINT, np.asarray(tokens), BLOCK, items, limit, 30.0)
 
 
 @pytest.mark.parametrize(("kind", "more"), [(1, 2), (0, BLOCK)])

@@ -121,6 +121,16 @@ static void note_kind(mls_prompt_index *index, const mls_prompt_entry *entry)
     }
 }
 
+/* Raise the time of the last use of entry `number` and of its ancestors to `used`, as far
+ * as theirs is older: an ancestor is at least as recent as its descendants. */
+static void raise_used(mls_prompt_index *index, uint32_t number, uint32_t used)
+{
+    while (number != MLS_PROMPT_NONE && index->entries[number].used < used) {
+        index->entries[number].used = used;
+        number = index->entries[number].parent;
+    }
+}
+
 /* Add an entry, and return its number. A removed entry of the key is used again: records
  * that have it as parent are found, and it stays at least as recent as these. */
 uint32_t mls_prompt_index_add(mls_prompt_index *index, const mls_prompt_entry *entry)
@@ -143,6 +153,7 @@ uint32_t mls_prompt_index_add(mls_prompt_index *index, const mls_prompt_entry *e
     added->flags |= branches;
     added->parent = MLS_PROMPT_NONE;
     mls_prompt_index_link(index, number, entry->parent);
+    raise_used(index, added->parent, added->used);
     note_kind(index, added);
     return number;
 }
@@ -162,16 +173,6 @@ uint32_t mls_prompt_index_require(mls_prompt_index *index, const mls_prompt_key 
     return number;
 }
 
-/* Raise the time of the last use of entry `number` and of its ancestors to `used`, as far
- * as theirs is older: an ancestor is at least as recent as its descendants. */
-static void raise_used(mls_prompt_index *index, uint32_t number, uint32_t used)
-{
-    while (number != MLS_PROMPT_NONE && index->entries[number].used < used) {
-        index->entries[number].used = used;
-        number = index->entries[number].parent;
-    }
-}
-
 /* Set the parent of an entry, if it can be its parent. A parent is a block. A block ends
  * after its parent; any other record ends there or later. */
 void mls_prompt_index_link(mls_prompt_index *index, uint32_t child, uint32_t parent)
@@ -185,7 +186,6 @@ void mls_prompt_index_link(mls_prompt_index *index, uint32_t child, uint32_t par
     if (above->kind == 0 &&
         (is_block ? above->end < entry->end : above->end <= entry->end)) {
         entry->parent = parent;
-        raise_used(index, parent, entry->used);
         above->flags |= is_block ? 0 : MLS_PROMPT_BRANCHES;
     }
 }

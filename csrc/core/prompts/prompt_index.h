@@ -55,7 +55,8 @@ uint32_t mls_prompt_index_find(const mls_prompt_index *index, const mls_prompt_k
 mls_code mls_prompt_index_reserve(mls_prompt_index *index, size_t count, mls_status *st);
 
 /* Add a copy of `entry`, whose key only a removed entry may have; there must be room
- * (mls_prompt_index_reserve). Returns its number. */
+ * (mls_prompt_index_reserve). Its ancestors become at least as recently used. Returns its
+ * number. */
 uint32_t mls_prompt_index_add(mls_prompt_index *index, const mls_prompt_entry *entry);
 
 /* Return the number of the entry with `key`, removed or not. If none has it, add a
@@ -66,8 +67,7 @@ uint32_t mls_prompt_index_require(mls_prompt_index *index, const mls_prompt_key 
 
 /* Set the parent of entry `child`, if the ends of both fit: so a chain is not circular
  * (in a forged store it may be; every loop over ancestors ends there too).
- * The parent and its ancestors become at least as recently used as the child. A `parent`
- * that is not the number of an entry is ignored. */
+ * A `parent` that is not the number of an entry is ignored. */
 void mls_prompt_index_link(mls_prompt_index *index, uint32_t child, uint32_t parent);
 
 /* Flag entry `number` as removed. It must not be removed already. */

@@ -88,7 +88,10 @@ void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note)
 {
     const uint32_t number = mls_prompt_index_find(&log->index, &note->key);
     if (number == MLS_PROMPT_NONE) {
-        log->lacks_pinned = log->lacks_pinned || note->operation == MLS_PROMPT_PIN;
+        /* a record whose segment is gone was moved: its copy has the pin */
+        log->lacks_pinned =
+            log->lacks_pinned || (note->operation == MLS_PROMPT_PIN &&
+                                  mls_prompt_segment_find(log, note->segment) != NULL);
         return;
     }
     mls_prompt_entry *entry = &log->index.entries[number];

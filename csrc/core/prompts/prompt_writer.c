@@ -155,6 +155,27 @@ static mls_code check_last_put(mls_prompt_log *log, mls_status *st)
     return code;
 }
 
+/* Forget the segments that another process deleted, and the records that this log still
+ * places there: they were evicted. `numbers`: the `count` segments in the folder, sorted. */
+static void forget_deleted(mls_prompt_log *log, const uint32_t *numbers, size_t count)
+{
+    const size_t before = log->segment_count;
+    for (size_t i = before; i > 0; i--) {
+        const uint32_t number = log->segments[i - 1].number;
+        while (count > 0 && numbers[count - 1] > number) {
+            count--;
+        }
+        if (count == 0 || numbers[count - 1] != number) {
+            mls_prompt_segment_forget(log, number);
+        }
+    }
+    for (uint32_t i = 0; before > log->segment_count && i < log->index.count; i++) {
+        if (mls_prompt_segment_find(log, log->index.entries[i].segment) == NULL) {
+            mls_prompt_forget_record(log, i);
+        }
+    }
+}
+
 /* Bring the list and the index up to date, delete stray files, and cut the newest
  * segment. The folder is listed, because another process may have created a segment, and
  * been killed before it stored the hint for readers. */
@@ -174,6 +195,9 @@ static mls_code prepare_writing(mls_prompt_log *log, mls_status *st)
         if (mls_prompt_segment_find(log, numbers[i]) == NULL) {
             mls_prompt_segment_remove_stray(log, numbers[i]);
         }
+    }
+    if (code == MLS_OK) {
+        forget_deleted(log, numbers, count);
     }
     mls_free(numbers);
     if (code == MLS_OK) {

@@ -56,7 +56,44 @@ TEST(a_damaged_index_is_ignored)
     mls_prompt_log_free(log);
 }
 
-/* With the right checksum, as a hostile program would write it. */
+/* Replace the index by `data`, with the right checksum, as a hostile program would. */
+static bool forge(const mls_crc_kernels *crc, unsigned char *data, size_t bytes)
+{
+    const uint32_t counts = crc->update(0, data + 64, 20);
+    mls_store_le32(data + 84, crc->update(counts, data + 88, bytes - 88));
+    FILE *file = fopen(path_of("log/index"), "wb");
+    if (file == NULL) {
+        return false;
+    }
+    const bool is_written = fwrite(data, bytes, 1, file) == 1;
+    return fclose(file) == 0 && is_written;
+}
+
+TEST(a_forged_parent_of_a_later_entry_is_not_followed)
+{
+    enum { ROW = 44, USED = 28, PARENT = 32 };
+    mls_prompt_log *log = open_log();
+    CHECK(put_blocks(log, 1, 3) == 3 && save(log));
+    const mls_crc_kernels *crc = log->crc;
+    mls_prompt_log_free(log);
+    size_t bytes = 0;
+    unsigned char *data = read_file(path_of("log/index"), &bytes);
+    REQUIRE(data != NULL);
+    unsigned char *rows = data + 88 + 24, last[ROW];
+    memcpy(last, rows + 2 * ROW, ROW); /* the child comes before its parent */
+    memcpy(rows + 2 * ROW, rows, ROW);
+    memcpy(rows, last, ROW);
+    mls_store_le32(rows + USED, 9);
+    mls_store_le32(rows + PARENT, 1);
+    mls_store_le32(rows + ROW + USED, 1);
+    mls_store_le32(rows + ROW + PARENT, 0x00ffffff);
+    CHECK(forge(crc, data, bytes));
+    log = open_log();
+    CHECK(stored_tokens(log, 1) <= 12);
+    mls_prompt_log_free(log);
+    mls_free(data);
+}
+
 TEST(hostile_entries_cannot_do_harm)
 {
     mls_prompt_log *log = open_log();
@@ -70,11 +107,7 @@ TEST(hostile_entries_cannot_do_harm)
     for (int i = 0; i < TRIES(2000); i++) {
         memcpy(data, good, bytes);
         fill_random(data + 88 + below(bytes - 88 - 8), 1 + below(8), (uint64_t)i + 1);
-        const uint32_t counts = crc->update(0, data + 64, 20);
-        mls_store_le32(data + 84, crc->update(counts, data + 88, bytes - 88));
-        FILE *file = fopen(path_of("log/index"), "wb");
-        REQUIRE(file != NULL);
-        CHECK(fwrite(data, bytes, 1, file) == 1 && fclose(file) == 0);
+        CHECK(forge(crc, data, bytes));
         log = open_log();
         const size_t length = stored_tokens(log, 1);
         CHECK(length != SIZE_MAX && length <= 32);

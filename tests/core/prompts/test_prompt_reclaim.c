@@ -84,6 +84,43 @@ TEST(compaction_leaves_out_damaged_records)
     mls_prompt_log_free(log);
 }
 
+/* Save the index, as a writer does now and then. */
+static bool save_index(mls_prompt_log *log)
+{
+    bool busy = true;
+    mls_code code = mls_prompt_lock(log, &busy, &status);
+    if (code == MLS_OK && !busy) {
+        mls_prompt_lock_state(log);
+        code = mls_prompt_index_save(log, &status);
+        mls_prompt_unlock_state(log);
+        mls_prompt_unlock(log);
+    }
+    return code == MLS_OK && !busy;
+}
+
+TEST(a_pin_and_a_compaction_after_the_index_keep_the_times_of_use)
+{
+    size_t changed = 0;
+    mls_prompt_log *log = open_log();
+    for (uint32_t i = 1; i <= 16; i++) {
+        const prompt stored = prompt_of(i);
+        CHECK(put_bytes(log, &stored, 8, 25000, 1 << 24) == 8);
+    }
+    CHECK(stored_tokens(log, 7) == 32 && stored_tokens(log, 1) == 32); /* used last */
+    (void)prune(log, 3150000);
+    CHECK(save_index(log));
+    CHECK(mark_all(log, 8, MLS_PROMPT_PIN, &changed) && changed == 8);
+    for (uint32_t i = 0; i < 3; i++) { /* their segments are compacted */
+        const uint32_t deleted[] = {9, 10, 6};
+        CHECK(mark_all(log, deleted[i], MLS_PROMPT_DELETE, &changed) && changed == 8);
+    }
+    mls_prompt_log_free(log);
+    log = open_log();
+    (void)prune(log, 1400000);
+    CHECK(stored_tokens(log, 1) == 32 && stored_tokens(log, 7) == 32);
+    mls_prompt_log_free(log);
+}
+
 TEST(a_segment_with_notes_only_is_compacted_once)
 {
     mls_prompt_log *log = open_log();

@@ -216,6 +216,9 @@ static void use_records(mls_index *index, const mls_file_checksums *records,
         shard->crc = mls_safetensors_join_crcs(crcs, shard->bytes);
         crcs += blocks;
     }
+    for (size_t i = 0; i < index->copy_count; i++) {
+        index->shards[index->shard_count + i].crcs = NULL; /* they are freed */
+    }
     mls_free(index->crcs);
 }
 
