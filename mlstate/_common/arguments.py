@@ -38,7 +38,7 @@ def check_number(name: str, value: Any) -> float:
     """
     is_number = hasattr(value, "__float__") and not isinstance(value, type)
     if (dtype := getattr(value, "dtype", None)) is not None:  # str and complex have `__float__` too
-        dtype_name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+        dtype_name = str(getattr(dtype, "name", dtype)).rpartition(".")[2]  # torch.*, mlx.core.*
         is_number = is_number and dtype_name.startswith(_REAL_DTYPES)
     if is_flag(value) or not is_number or getattr(value, "shape", ()) != ():
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from .._common.atomic_file import Target
 from .._common.converted import float_name, is_converted
-from .._common.dtypes import name_of, numpy_dtype
+from .._common.dtypes import NAMES, name_of, numpy_dtype
 from .._common.text import bytes_text, count_text, printable
 from ..checkpoint._files.changes import Changes
 from ..checkpoint._files.convert import (
@@ -179,8 +179,9 @@ def _model_bytes(loader: Loader) -> int:
     """Return the bytes of the chosen tensors of a model as they are exported, for the progress."""
     section, names = loader.sections[0], loader.chosen()[1][0]
     loader.need([(section, names, loader.request.cutting)])
-    facts = loader.dtypes_and_shapes(section, names).values()
-    return sum(prod(shape) * numpy_dtype(dtype).itemsize for dtype, shape in facts)
+    tensors = loader.dtypes_and_shapes(section, names).values()
+    # the export refuses other dtypes, with the tensor's name
+    return sum(prod(shape) * numpy_dtype(name).itemsize for name, shape in tensors if name in NAMES)
 
 
 def _warn_of_rest(

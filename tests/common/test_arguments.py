@@ -46,3 +46,10 @@ def test_tensors_of_bools_and_complex_numbers_are_refused():
             check_number("rate", value)
     with pytest.raises(TypeError, match="count must be an int, got Tensor"):
         check_int("count", torch.tensor(True), 0)
+
+
+def test_numbers_of_mlx_are_numbers():
+    mx = pytest.importorskip("mlx.core")
+    assert check_number("rate", mx.array(0.5)) == 0.5
+    with pytest.raises(TypeError, match="rate must be a number, got array"):
+        check_number("rate", mx.array(True))

@@ -644,3 +644,12 @@ def test_a_save_names_the_attribute_that_a_manifest_cannot_hold(tmp_path, state,
     with pytest.raises(ValueError, match=name):
         mlstate.save(tmp_path / "c", model, optimizer, step=1)
     assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("dtype", ["longdouble", np.dtype([("a", "i1"), ("b", "f8")], align=True)])
+def test_a_scalar_with_padding_equals_its_array(dtype):
+    array = np.frombuffer(bytearray(b"\xff" * np.dtype(dtype).itemsize), dtype).reshape(())
+    array = array if array.dtype.names else np.array(1.5, dtype)
+    scalar, whole = StateDict(w=array[()]), StateDict(w=array)
+    assert scalar == whole
+    assert scalar.digest() == whole.digest()

@@ -24,8 +24,8 @@ static const char letters[] = "mlsprmpt";
 
 /* Make the log usable in the child of a fork. Another thread of the parent may have held
  * the mutexes and changed the index, so both are abandoned. The child opens `store`
- * again: a shared open file would share the lock with the parent. If that fails, it is -1,
- * and later writes fail. */
+ * again: a shared open file would share the lock with the parent. If that fails, it is
+ * -1, and later writes fail. */
 static void renew_after_fork(mls_prompt_log *log)
 {
     pthread_mutex_init(&log->state, NULL);

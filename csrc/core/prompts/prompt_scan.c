@@ -350,8 +350,8 @@ mls_code mls_prompt_scan_behind_damage(mls_prompt_log *log, mls_status *st)
 
 /* Read the whole log anew. Without a usable index file, all segments are scanned from
  * their start; then records that were evicted come back if their bytes are there, such as
- * those that another process has pinned since. A pin of a record that is gone does no
- * harm. */
+ * those that another process has pinned since. A pin of a record that is gone
+ * costs this second reading, and the times of use. */
 mls_code mls_prompt_load(mls_prompt_log *log, mls_status *st)
 {
     bool has_index = !log->lacks_pinned;

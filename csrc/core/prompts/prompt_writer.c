@@ -156,7 +156,8 @@ static mls_code check_last_put(mls_prompt_log *log, mls_status *st)
 }
 
 /* Forget the segments that another process deleted, and the records that this log still
- * places there: they were evicted. `numbers`: the `count` segments in the folder, sorted. */
+ * places there: they were evicted. `numbers`: the `count` segments in the folder, sorted.
+ */
 static void forget_deleted(mls_prompt_log *log, const uint32_t *numbers, size_t count)
 {
     const size_t before = log->segment_count;

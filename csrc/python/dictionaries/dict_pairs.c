@@ -298,31 +298,27 @@ static PyObject *clear_padding(PyArray_Descr *descr, PyObject *raw)
         return raw == NULL ? NULL : PyErr_NoMemory();
     }
     mark_value_bytes(descr, mask);
-    /* Python shares the bytes objects of length 1 */
-    if (bytes > 1 && memchr(mask, 0, bytes) != NULL) {
-        char *data = PyBytes_AS_STRING(raw);
-        for (size_t i = 0; i < (size_t)PyBytes_GET_SIZE(raw); i++) {
-            data[i] = mask[i % bytes] == 0 ? 0 : data[i];
+    char *data = PyBytes_AS_STRING(raw);
+    const size_t total = (size_t)PyBytes_GET_SIZE(raw);
+    /* each run of padding, in all items; Python shares the bytes objects of length 1 */
+    for (size_t begin = 0; bytes > 1 && begin < bytes; begin++) {
+        size_t end = begin;
+        while (end < bytes && mask[end] == 0) {
+            end++;
         }
+        for (size_t at = begin; end > begin && at < total; at += bytes) {
+            memset(data + at, 0, end - begin);
+        }
+        begin = end; /* a byte of a value, or the end of the item */
     }
     mls_free(mask);
     return raw;
 }
 
-/* Arrays in the other byte order are converted first, so that the byte order alone makes
- * no difference. */
-PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item)
+/* Return the bytes of an array of NumPy in native byte order, with zeros as
+ * padding: neither makes a difference. */
+static PyObject *native_bytes(PyObject *array)
 {
-    PyObject *array = item->value;
-    if (!PyArray_Check(array)) {
-        return bytes_of(state, item);
-    }
-    if (mlspy_is_masked(state, array)) {
-        char label[MLS_NAME_BYTES];
-        PyOS_snprintf(label, sizeof label, "'%.140s'", item->name.data);
-        (void)mlspy_refuse_masked(label);
-        return NULL;
-    }
     PyArray_Descr *native =
         PyArray_DescrNewByteorder(PyArray_DESCR((PyArrayObject *)array), NPY_NATIVE);
     PyObject *native_array =
@@ -334,6 +330,27 @@ PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item)
         clear_padding(PyArray_DESCR((PyArrayObject *)native_array),
                       PyArray_ToString((PyArrayObject *)native_array, NPY_CORDER));
     Py_DECREF(native_array);
+    return raw;
+}
+
+PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item)
+{
+    PyObject *array = item->value;
+    if (!PyArray_Check(array) && !PyArray_IsScalar(array, Generic)) {
+        return bytes_of(state, item);
+    }
+    if (mlspy_is_masked(state, array)) {
+        char label[MLS_NAME_BYTES];
+        PyOS_snprintf(label, sizeof label, "'%.140s'", item->name.data);
+        (void)mlspy_refuse_masked(label);
+        return NULL;
+    }
+    if (PyArray_Check(array)) {
+        return native_bytes(array);
+    }
+    PyObject *scalar_array = PyArray_FromAny(array, NULL, 0, 0, 0, NULL);
+    PyObject *raw = scalar_array == NULL ? NULL : native_bytes(scalar_array);
+    Py_XDECREF(scalar_array);
     return raw;
 }
 

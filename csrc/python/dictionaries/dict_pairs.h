@@ -46,8 +46,8 @@ int mlspy_view_item(const mlspy_state *state, const mlspy_item *item, const char
                     bool writable, mlspy_view *out);
 
 /* Return the bytes of an array whose dtype the core does not know, packed and in this
- * machine's byte order; NULL with an exception set. The item must have its key and
- * metadata. */
+ * machine's byte order, with zeros as padding; NULL with an exception set. The item must
+ * have its key and metadata. */
 PyObject *mlspy_raw_bytes(const mlspy_state *state, const mlspy_item *item);
 
 /* Return whether the core knows the dtype of an item, which must have its metadata. */

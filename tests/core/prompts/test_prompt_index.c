@@ -1,4 +1,5 @@
-/* The index: it finds each added entry, within its memory, and chains are never circular.
+/* The index: it finds each added entry, within its memory, and chains are
+ * circular only in a forged index, where every loop ends.
  */
 #include "prompts/prompt_index.h"
 #include "support/random_bytes.h"
