@@ -37,8 +37,7 @@ class ByManager:
     """Checkpoints every block by a manager."""
 
     def apply(self, model):
-        blocks = "layers.*" if hasattr(model, "layers") else None
-        return ActivationManager(IntervalStrategy(1)).apply(model, blocks)
+        return ActivationManager(IntervalStrategy(1)).apply(model)
 
 
 RECOMPUTED = Plan(chain_of(3), segments(3, 1))
@@ -442,11 +441,10 @@ class CountsInOrder(nn.Module):
         return x
 
 
-@both_ways
 @pytest.mark.parametrize("container", CONTAINERS)
 @pytest.mark.parametrize("make", [torch.ones, lambda count: np.ones(count, np.float32)])
-def test_recomputation_restores_values_that_a_block_changed_in_objects(make, container, way):
-    compare_with(way, lambda: CountsInOrder(make, container))
+def test_recomputation_restores_values_that_a_block_changed_in_objects(make, container):
+    compare(lambda: CountsInOrder(make, container), segments(3, 1))
 
 
 class Draws(nn.Module):
@@ -472,68 +470,9 @@ class DrawsInOrder(nn.Module):
         return x
 
 
-@both_ways
 @pytest.mark.parametrize("make", [np.random.default_rng, np.random.RandomState])
-def test_recomputation_draws_the_same_numbers_from_a_generator_among_the_arguments(make, way):
-    compare_with(way, lambda: DrawsInOrder(make))
-
-
-class Lengthens(nn.Module):
-    """Appends to a list, and multiplies by its length."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x, *, items):
-        items.append(len(items))
-        return torch.tanh(self.linear(x) * len(items))
-
-
-class LengthensInOrder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Lengthens() for _ in range(3))
-
-    def forward(self, x):
-        items = []
-        for layer in self.layers:
-            x = layer(x, items=items)
-        return x
-
-
-@both_ways
-def test_recomputation_gets_a_list_as_the_first_run_did(way):
-    compare_with(way, LengthensInOrder)
-
-
-class FillsItsPart(nn.Module):
-    """Writes its input to its own tensor of a cache, and adds this."""
-
-    def __init__(self, number):
-        super().__init__()
-        self.linear, self.number = nn.Linear(4, 4), number
-
-    def forward(self, x, cache):
-        part = cache.content[self.number]
-        part.copy_(x.detach())
-        return torch.tanh(self.linear(x) + part.clone())
-
-
-class FillsInOrder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(map(FillsItsPart, range(3)))
-
-    def forward(self, x):
-        cache = HOLD([torch.zeros(4, 4) for _ in self.layers])
-        for layer in self.layers:
-            x = layer(x, cache)
-        return x
-
-
-def test_managed_blocks_may_fill_their_parts_of_one_cache():
-    compare_with(ByManager(), FillsInOrder)
+def test_recomputation_draws_the_same_numbers_from_a_generator_among_the_arguments(make):
+    compare(lambda: DrawsInOrder(make), segments(3, 1))
 
 
 class ReadsThenAnotherWrites(nn.Module):

@@ -254,15 +254,12 @@ class ObjectTensors:
         ]
         return bool(changed)
 
-    def copy(self, name: str, *, allow_later_writes: bool = False) -> Any:
+    def copy(self, name: str) -> Any:
         """Return copies of the objects as they were before the run.
 
-        Raises MLStateError, with the block `name`, if the run changed a tensor in them that was not
-        copied, or if one was changed after the run. `allow_later_writes`: such a tensor is taken as
-        it is now, since the run may not have read it.
+        Raises MLStateError, with the block `name`, if a tensor in them was changed since.
         """
-        was_written = any(version_of(tensor) != version for tensor, version in self._versions)
-        if self._is_lost or (was_written and not allow_later_writes):
+        if self._is_lost or any(version_of(t) != version for t, version in self._versions):
             raise refusal(
                 name,
                 f"{name}: a tensor inside one of its arguments was changed in place by its forward "

@@ -203,7 +203,7 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], A
     return _pytree.tree_flatten((args, kwargs))
 
 
-def unflatten(leaves: list[Any], spec: Any) -> tuple[Any, Any]:
+def _unflatten(leaves: list[Any], spec: Any) -> tuple[Any, Any]:
     """Return positional and keyword arguments from leaves and a spec of `flatten`."""
     from torch.utils import _pytree
 
@@ -482,7 +482,7 @@ class Run:
             input_numbers = _map_storages(zip(leaves, links, strict=True))
         packer = _Packer(block.name, call.slots if save else None, keep, input_numbers)
         hooks = torch.autograd.graph.saved_tensors_hooks(packer, partial(_refuse_inner, block.name))
-        args, kwargs = unflatten(leaves, call.spec)
+        args, kwargs = _unflatten(leaves, call.spec)
         del leaves
         out = None
         try:

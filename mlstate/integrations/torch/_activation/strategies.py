@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...._common.set_module import set_module
 from .module_patterns import modules_named, refuse_overlap
-from .rng_and_buffers import Buffers, ObjectTensors, Surroundings, are_fake, refusal
-from .schedule import flatten, unflatten
+from .rng_and_buffers import Buffers, Surroundings, are_fake, refusal
 from .tensors import version_of
 
 if TYPE_CHECKING:
@@ -54,9 +53,8 @@ class AppliedStrategy:
 class _Forward:
     """Replacement of a block's forward: plain or checkpointed, as the manager decides."""
 
-    # Older pickles have neither.
+    # Older pickles lack it.
     _is_scripted = False  # whether the block is, or contains, a module of TorchScript
-    _changes_objects: bool | None = None  # its runs write to tensors in objects; None: not known
 
     def __init__(
         self, manager: ActivationManager, name: str, number: int, block: torch.nn.Module
@@ -82,16 +80,11 @@ class _Forward:
             return self.plain(*args, **kwargs)
         # checkpoint's own keywords could collide with the block's
         run = partial(self.plain, **kwargs)
-        tensors = list(_tensors((args, kwargs)))
-        if are_fake(tensors):
+        leaves = list(_tensors((args, kwargs)))
+        if are_fake(leaves):
             return checkpoint(run, *args, use_reentrant=False)
-        versions = [version_of(tensor) for tensor in tensors]
-        surroundings = Surroundings(self._block, self._buffers, tensors)
-        leaves, spec = flatten(args, kwargs)
-        others = {k: leaf for k, leaf in enumerate(leaves) if _is_changeable(leaf)}
-        objects = None
-        if others:  # as they are before the first run, which may change them, such as a KV cache
-            objects = ObjectTensors(others, copy=self._changes_objects is not False)
+        versions = [version_of(leaf) for leaf in leaves]
+        surroundings = Surroundings(self._block, self._buffers, leaves)
         is_first = True
 
         def run_again(*args: Any) -> Any:
@@ -101,27 +94,17 @@ class _Forward:
                 is_first = False
                 out = run(*args)
                 surroundings.drop_unused()
-                if objects is not None:
-                    is_changed = objects.keep_changed()
-                    self._changes_objects = is_changed or bool(self._changes_objects)
                 return out
             # torch checks only tensors that are positional arguments themselves
-            if [version_of(tensor) for tensor in tensors] != versions:
+            if [version_of(leaf) for leaf in leaves] != versions:
                 raise refusal(
                     self.name,
                     f"{self.name}: a tensor among its arguments was changed in place, by its "
                     "forward pass or since: recomputation would not give the same; use "
                     "operations that are not in place",
                 )
-            copies = {}
-            if objects is not None:  # other blocks may write to their own parts of a shared cache
-                copies = objects.copy(self.name, allow_later_writes=True)
-            own_args, own_kwargs = args, kwargs
-            if spec is not None:  # the first run may have changed a list or an object
-                items = [copies.get(k, leaf) for k, leaf in enumerate(leaves)]
-                own_args, own_kwargs = unflatten(items, spec)
             with surroundings.restored(self.name, self._block):
-                return self.plain(*own_args, **own_kwargs)
+                return run(*args)
 
         # torch ends a recomputation early by an exception, which TorchScript replaces
         with set_checkpoint_early_stop(False) if self._is_scripted else nullcontext():
@@ -133,14 +116,6 @@ def _has_scripted(block: torch.nn.Module) -> bool:
     import torch
 
     return any(isinstance(module, torch.jit.ScriptModule) for module in block.modules())
-
-
-def _is_changeable(leaf: object) -> bool:
-    """Return whether an argument is an object that a block may change; tensors are checked."""
-    import torch
-
-    immutable = (bool, int, float, complex, str, bytes, type(None))
-    return not isinstance(leaf, torch.Tensor) and type(leaf) not in immutable
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
