@@ -97,8 +97,9 @@ def as_spec(name: str, value: Any) -> StateSpec:
                 f"{type(value).__name__} {shorten(repr(value), 60)}"
             ) from None
         spec = StateSpec(name, shape, np.dtype(np.float16))
-    if any(length < 0 for length in spec.shape):
-        text = f"state {name!r}: the shape {spec.shape} has a negative length"
+    if any(length is None or length < 0 for length in spec.shape):
+        kind = "an unknown" if None in spec.shape else "a negative"
+        text = f"state {name!r}: the shape {spec.shape} has {kind} length"
         raise incompatible(text, name, "lengths of 0 or more", spec.shape)
     return spec
 

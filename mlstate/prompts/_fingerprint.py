@@ -54,6 +54,7 @@ _NO_ATTRIBUTES = (
 )
 _CONFIGS = ("config.json", "adapter_config.json")
 _CORE_ML = (".mlpackage", ".mlmodelc")
+_MOST_ITEMS = 10_000  # of a mapping or sequence that is an attribute
 _REMEDY = (
     "pass its name as a str, its folder as a pathlib.Path, or the torch module with "
     "hash_weights=True"
@@ -186,7 +187,7 @@ def _facts_of_folder(folder: str) -> dict[str, Any]:
 
         return {"coreai": verify(folder)}
     try:
-        files = _list_files(folder)
+        files = _list_files(folder, follow_links=suffix in _CORE_ML)
     except OSError as error:
         raise store_error(error, "cannot read the model", folder) from error
     if suffix in _CORE_ML:
@@ -206,17 +207,17 @@ def _facts_of_folder(folder: str) -> dict[str, Any]:
     }
 
 
-def _list_files(folder: str) -> list[str]:
+def _list_files(folder: str, *, follow_links: bool) -> list[str]:
     """Return the paths of all files in a folder and below, relative to it, sorted.
 
-    Links to folders are followed, because download caches make them; files of a folder that has
-    several paths are listed once. Raises OSError if `folder` is not a folder, or a folder below
+    `follow_links`: to folders, which download caches make; files of a folder that has several paths
+    are listed once. Raises OSError if `folder` is not a folder, or a folder below
     cannot be read.
     """
     if not stat.S_ISDIR(os.stat(folder).st_mode):
         raise NotADirectoryError(20, "a model is a folder, and this is a file", folder)
     names, visited = [], set[str]()
-    for parent, folders, files in os.walk(folder, onerror=_raise, followlinks=True):
+    for parent, folders, files in os.walk(folder, onerror=_raise, followlinks=follow_links):
         real = os.path.realpath(parent)
         if real in visited:  # also a link to a folder above, which would be a cycle
             folders.clear()
@@ -413,15 +414,30 @@ def _plain_value(value: Any, hashed: Memories = frozenset()) -> Any:
         return _plain_value(_without_names(value.to_dict()))
     if is_dataclass(value) and not isinstance(value, type):
         return _plain_value(vars(value), hashed)
-    if isinstance(value, Mapping):  # such as a config of OmegaConf
-        return {str(key): _plain_value(value[key], hashed) for key in value}
-    if isinstance(value, Sequence):
-        return [_plain_value(each, hashed) for each in value]
+    if isinstance(value, Mapping | Sequence):  # such as a config of OmegaConf
+        return _plain_value(_items_of(value), hashed)
     if isinstance(value, Number):  # such as a Fraction
         return repr(value)
     if type(value).__name__ == "dtype":
         return str(value)
     return _name_of_code(value) if hasattr(value, "__qualname__") else None
+
+
+def _items_of(value: Mapping[Any, Any] | Sequence[Any]) -> dict[Any, Any] | list[Any] | None:
+    """Return the items of a mapping or sequence; None if they cannot be compared or read.
+
+    Keys that are other objects have an address in their text, and a long sequence may compute its
+    items, which takes time.
+    """
+    try:
+        if len(value) > _MOST_ITEMS:
+            return None
+        if not isinstance(value, Mapping):
+            return list(value)
+        is_plain = all(isinstance(key, str | Number) for key in value)
+        return {key: value[key] for key in value} if is_plain else None
+    except Exception:  # such as a value of OmegaConf that is missing
+        return None
 
 
 def _name_of_code(value: Any) -> str:

@@ -845,3 +845,9 @@ def test_a_shape_with_a_negative_length_is_refused(shape):
             plan_transition({"kv": declared}, {"kv": declared}, 5)
         with pytest.raises(CompatibilityError, match="negative length"):
             FakeMLState({"kv": declared})
+
+
+def test_a_spec_with_an_unknown_length_is_refused():
+    spec = StateSpec("kv", (1, None, 3), np.dtype(np.float16))
+    with pytest.raises(CompatibilityError, match=r"'kv': the shape .* has an unknown length"):
+        FakeMLState({"kv": spec})

@@ -422,3 +422,33 @@ def test_files_of_a_linked_folder_of_a_package_are_part_of_its_fingerprint(tmp_p
     assert fingerprint(package) == before
     (data / "weight.bin").write_bytes(b"two")
     assert fingerprint(package) != before
+
+
+def test_attributes_whose_items_have_no_stable_text_are_left_out():
+    class Unreadable(collections.UserDict):
+        def __getitem__(self, key):
+            raise KeyError(key)
+
+    def fingerprint_with(value):
+        torch.manual_seed(0)
+        module = torch.nn.Linear(2, 2)
+        module.attribute = value
+        return fingerprint(module, hash_weights=True)
+
+    torch = pytest.importorskip("torch")
+    plain = fingerprint_with(None)
+    for make in (
+        lambda: collections.UserDict({object(): 1}),
+        lambda: Unreadable(a=1),
+        lambda: collections.UserList(range(20_000)),
+    ):
+        assert fingerprint_with(make()) == plain
+    assert fingerprint_with(collections.UserDict(a=1)) != plain
+
+
+def test_links_to_other_folders_are_not_part_of_a_model_of_hugging_face(tmp_path):
+    model = model_folder(tmp_path / "models" / "one")
+    before = fingerprint(model)
+    (model / "up").symlink_to(tmp_path / "models")
+    (tmp_path / "models" / "other.py").write_text("print(1)")
+    assert fingerprint(model) == before
