@@ -224,3 +224,25 @@ def test_the_error_of_a_dtype_keeps_its_hint_for_long_shapes(tmp_path):
     mlstate.save(tmp_path, {"w": np.ones(shape, "f8")})
     with pytest.raises(CompatibilityError, match="cast=True converts floats"):
         mlstate.load(tmp_path, into={"model": {"w": np.ones(shape, "f4")}})
+
+
+def test_a_layout_cuts_states_saved_without_their_model_like_the_parameter(tmp_path):
+    states = {
+        "w.row": np.ones((4, 1)),
+        "w.col": np.ones((1, 3)),
+        "w.step": np.ones(1),
+        "b.m": np.arange(4.0),
+        "b.step": np.ones(1),
+    }
+    mlstate.save(tmp_path / "alone", optimizer=states)
+    mlstate.save(tmp_path / "both", {"w": np.ones((4, 3)), "b": np.ones(4)}, states)
+    for name in ("alone", "both"):
+        loaded = mlstate.load(tmp_path / name, rank=1, world_size=2, layout="rows").optimizer
+        shapes = {key: array.shape for key, array in loaded.items()}
+        assert shapes == {
+            "w.row": (2, 1),
+            "w.col": (1, 3),
+            "w.step": (1,),
+            "b.m": (2,),
+            "b.step": (1,),
+        }

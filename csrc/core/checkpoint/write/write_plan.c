@@ -172,14 +172,49 @@ static mls_code describe_shards(mls_write_plan *plan, const mls_shard_item **sor
     return MLS_OK;
 }
 
+/* Guess the shape of a parameter that is not among the items, from its `count` states:
+ * for each axis the largest length in the states of the highest rank. These must have
+ * this length or 1 on each axis. Returns the rank; 0 if the guess is not safe. */
+static int guess_shape(const mls_index_shard *states, size_t count, size_t *shape)
+{
+    int rank = 0;
+    memset(shape, 0, MLS_LAYOUT_RANK * sizeof *shape);
+    for (size_t i = 0; i < count; i++) {
+        rank = states[i].rank > rank ? states[i].rank : rank;
+    }
+    for (size_t i = 0; i < count; i++) {
+        for (int axis = 0; states[i].rank == rank && axis < rank; axis++) {
+            const size_t length = states[i].shape[axis];
+            if (shape[axis] > 1 && length > 1 && length != shape[axis]) {
+                return 0;
+            }
+            shape[axis] = length > shape[axis] ? length : shape[axis];
+        }
+    }
+    return rank;
+}
+
+/* Return whether a guessed parameter tells the axes of a state: it has the same rank, or
+ * one element. */
+static bool fits_guess(const mls_index_shard *state, int rank)
+{
+    size_t count = 1; /* cannot overflow: the shape was checked */
+    for (int axis = 0; axis < state->rank; axis++) {
+        count *= state->shape[axis];
+    }
+    return rank > 0 && (state->rank == rank || count == 1);
+}
+
 /* Set the axes of states whose axes differ from their parameter's, unless the caller set
- * them. The parameter must be among the items. Parameters come first and both are sorted
- * by name, so one merge pass is enough. */
+ * them. The shape of a parameter that is not among the items is guessed. Parameters come
+ * first and both are sorted by name, so one merge pass is enough. */
 static void set_state_axes(mls_write_plan *plan)
 {
     mls_index_shard *shards = plan->index.shards;
     signed char *axes = plan->axes;
-    size_t parameter = 0;
+    size_t parameter = 0, guessed = 0; /* shards before `guessed`: the shape is known */
+    size_t shape[MLS_LAYOUT_RANK];
+    int rank = 0;
     for (size_t i = 0; i < plan->index.shard_count; i++) {
         mls_index_shard *s = &shards[i];
         if (s->id.section != MLS_OPTIM_STATE) {
@@ -194,6 +229,26 @@ static void set_state_axes(mls_write_plan *plan)
         if (s->axes == NULL && p->id.section == MLS_PARAMS &&
             mls_str_equal(p->id.name, s->id.name) &&
             mls_optimizer_axes(s->id.state, s->rank, s->shape, p->rank, p->shape, axes)) {
+            s->axes = axes;
+            axes += s->rank;
+            continue;
+        }
+        /* with other ranks, which may have other states, guesses could differ */
+        if (s->axes != NULL || plan->job->world_size > 1 ||
+            (p->id.section == MLS_PARAMS && mls_str_equal(p->id.name, s->id.name))) {
+            continue;
+        }
+        if (i >= guessed) {
+            guessed = i + 1;
+            while (guessed < plan->index.shard_count &&
+                   shards[guessed].id.section == MLS_OPTIM_STATE &&
+                   mls_str_equal(shards[guessed].id.name, s->id.name)) {
+                guessed++;
+            }
+            rank = guess_shape(s, guessed - i, shape);
+        }
+        if (fits_guess(s, rank) &&
+            mls_optimizer_axes(s->id.state, s->rank, s->shape, rank, shape, axes)) {
             s->axes = axes;
             axes += s->rank;
         }
