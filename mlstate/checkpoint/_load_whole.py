@@ -453,23 +453,31 @@ def _read_sizes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[in
         yield None
 
 
-def _damaged_entry(path: str, progress: Callable[[int], object] | None) -> str | None:
+def _open_zip(path: str) -> zipfile.ZipFile:
+    """Open a zip file; raise BadZipFile, NotImplementedError or ValueError if it is damaged.
+
+    Entries that share bytes are damage: such a small file could take hours to read.
+    """
+    archive = zipfile.ZipFile(path)
+    if sum(entry.compress_size for entry in archive.infolist()) > os.path.getsize(path):
+        archive.close()
+        raise zipfile.BadZipFile("its entries overlap")
+    return archive
+
+
+def _damaged_entry(
+    archive: zipfile.ZipFile, progress: Callable[[int], object] | None
+) -> str | None:
     """Return the name of the first damaged or encrypted entry of a zip file; None without such.
 
-    A good entry matches its CRC-32. Raises zipfile.BadZipFile if the list of entries is damaged, or
-    entries share bytes: such a small file could take hours to read. `progress` is called with the
-    bytes of each block read.
+    A good entry matches its CRC-32. `progress` is called with the bytes of each block read.
     """
-    with zipfile.ZipFile(path) as archive:
-        entries = archive.infolist()
-        if sum(entry.compress_size for entry in entries) > os.path.getsize(path):
-            raise zipfile.BadZipFile("its entries overlap")
-        for entry in entries:
-            for nbytes in _read_sizes(archive, entry):
-                if nbytes is None:
-                    return entry.filename
-                if progress is not None:
-                    progress(nbytes)
+    for entry in archive.infolist():
+        for nbytes in _read_sizes(archive, entry):
+            if nbytes is None:
+                return entry.filename
+            if progress is not None:
+                progress(nbytes)
     return None
 
 
@@ -493,9 +501,12 @@ def verify_whole(
         checked += 1
         entry, text = None, ""
         try:
-            entry = _damaged_entry(path, progress)
+            archive = _open_zip(path)
         except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
             text = f"the list of its entries is damaged: {error}"
+        else:
+            with archive:  # errors of `progress` are the caller's
+                entry = _damaged_entry(archive, progress)
         if entry is not None:
             text = f"the entry {entry!r} does not match its CRC-32"
         if text:

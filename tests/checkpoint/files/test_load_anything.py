@@ -199,6 +199,17 @@ def test_a_flipped_bit_is_found(tmp_path, suffix):
     assert problem.kind == "altered" and problem.path == path.name
 
 
+@pytest.mark.parametrize("error", [ValueError("x"), zipfile.BadZipFile("x"), OSError("x")])
+def test_an_error_of_progress_during_verify_is_not_damage(tmp_path, error):
+    def fail(nbytes):
+        raise error
+
+    write_any(tmp_path / "a.npz", WEIGHTS)
+    with pytest.raises(type(error)) as raised:
+        mlstate.verify(tmp_path / "a.npz", progress=fail)
+    assert raised.value is error
+
+
 @pytest.mark.parametrize("names", [None, "b"])
 def test_an_unverified_load_reads_changed_elements(tmp_path, names):
     path = tmp_path / "a.safetensors"
