@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from .._common.arrays import is_on_device, is_torch
-from .._common.backend import TensorBackend, is_module, is_optimizer, torch_backend
+from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer, torch_backend
 from .._common.dtypes import name_of
 from .._common.regular_file import open_regular
 from .._sharding.layout import Cutting, Layout
@@ -352,7 +352,7 @@ def _fill(source: WholePath, request: LoadRequest, arrays: list[dict[str, Any]])
 def _moved_to(device: Any, value: Any) -> Any:
     """Return a nested value with its tensors on `device`; dicts and lists in it are changed."""
     if is_torch(value):
-        return value.to(device)
+        return backend_of(value, TensorBackend).move_tensor(value, device)
     if isinstance(value, dict):
         for key in value:  # `update` of a Counter would add
             value[key] = _moved_to(device, value[key])

@@ -186,6 +186,18 @@ def test_tensors_in_nested_states_are_loaded_to_the_device(tmp_path, suffix):
     assert first.device.type == inner["t"][0].device.type == "meta"
 
 
+def test_moved_tensors_of_nested_states_stay_leaves_that_require_gradients(tmp_path):
+    torch = pytest.importorskip("torch")
+    tensors = [torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True), torch.ones(2)]
+    tensors.append(torch.nn.Parameter(torch.ones(2), requires_grad=False))
+    torch.save({"model": {"w": torch.ones(2)}, "n": {"k": tensors}}, tmp_path / "a.pt")
+    for device in ("cpu", "meta"):
+        loaded = mlstate.load(tmp_path / "a.pt", device=device).states["n"]["k"]
+        for tensor, expected in zip(loaded, tensors, strict=True):
+            assert type(tensor) is type(expected) and tensor.device.type == device
+            assert tensor.is_leaf and tensor.requires_grad == expected.requires_grad
+
+
 @pytest.mark.parametrize("suffix", ["npz", "safetensors", "pt"])
 def test_a_flipped_bit_is_found(tmp_path, suffix):
     if suffix == "pt":
