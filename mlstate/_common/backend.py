@@ -49,7 +49,7 @@ class TensorBackend(Protocol):
         """Return the device that a user named; raise ValueError if there is none."""
 
     def move_tensor(self, tensor: Any, device: Any) -> Any:
-        """Return a tensor on a device, as a leaf; the tensor itself if it is there already."""
+        """Return a leaf on a device; the tensor itself if it is there or on ``meta``."""
 
     def dtype_of(self, name: str) -> Any:
         """Return the framework's dtype of a name; raise ValueError if there is none."""

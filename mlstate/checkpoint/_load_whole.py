@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import os
 import zipfile
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
@@ -38,6 +38,7 @@ from ._store.weight_files import WeightFiles
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from .._types import NDArray
     from ._files.parts import Parts
     from ._folder.protocol import Folder
     from ._load import LoadedState, LoadRequest
@@ -246,7 +247,7 @@ def _cut(name: str, array: Any, cutting: Cutting, parameter: Any) -> Any:
 
 
 def _renamed_arrays(
-    states: dict[str, StateDict | None], rules: Mapping[str, str] | None
+    states: dict[str, Any], rules: Mapping[str, str] | None
 ) -> list[dict[str, Any]]:
     """Return the arrays of each state by name, after the caller's renaming; {} for None.
 
@@ -270,29 +271,49 @@ def _renamed_arrays(
     ]
 
 
-def _states_to_change(parts: Parts, request: LoadRequest) -> dict[str, StateDict]:
-    """Return the named states of tensors, as arrays, if `request` changes such states; else {}.
+def _states_to_change(
+    source: WholePath, parts: Parts, request: LoadRequest
+) -> dict[str, dict[str, Any]]:
+    """Return the named states of tensors that `request` renames, cuts or converts; else {}.
 
-    It does so by a layout, a dtype, a device or a renaming. All other states stay as they are.
+    A renaming counts their names even if ``names`` or ``into`` leave them out. A state with a name
+    that no file can hold is then omitted; otherwise it raises ValueError.
     """
     options = request.options
-    is_cut = bool(request.cutting[0]) and options["into"] is None
-    if not (is_cut or request.dtype or options["device"] is not None or options["rename"]):
+    is_loaded = request.names is None and options["into"] is None
+    if not (options["rename"] or (is_loaded and (request.cutting[0] or request.dtype))):
         return {}
-    states: dict[str, StateDict] = {}
-    for name, value in parts.states.items():
-        if is_flat(value):
-            state = value.copy() if isinstance(value, StateDict) else StateDict(value)
-            state.update(as_arrays(state))
-            states[name] = state
+    states = {name: value for name, value in parts.states.items() if is_flat(value)}
+    for name, state in list(states.items()) if options["rename"] else ():
+        try:
+            StateDict(state)
+        except ValueError as error:
+            if is_loaded:
+                raise ValueError(f"{source.path}: states[{name!r}]: {error}") from None
+            del states[name]
     return states
 
 
-def _with_arrays(state: StateDict | None, arrays: dict[str, Any]) -> StateDict | None:
-    """Return a copy of a state with other arrays; None for None."""
+def _array_of(name: str, value: Any, path: str) -> NDArray:
+    """Return a tensor of a named state as an array; `path` starts the text of errors.
+
+    Raises UnstorableError for tensors without plain memory, TypeError for Python objects.
+    """
+    try:
+        if is_torch(value):
+            backend_of(value, TensorBackend).refuse_unstorable(name, value)
+        return as_arrays({name: value})[name]
+    except (CompatibilityError, TypeError) as error:
+        text = "leave out cast= and layout=, which need plain tensors, or choose others by names="
+        error.args = (f"{path}: {error}; {text}",)
+        raise
+
+
+def _with_arrays(state: Any, arrays: dict[str, Any]) -> Any:
+    """Return a copy of a state, a `StateDict` or dict, with other arrays; None for None."""
     if state is None:
         return None
-    result = state.copy()
+    result = copy(state)
     result.clear()
     result.update(arrays)
     return result
@@ -353,6 +374,9 @@ def _moved_to(device: Any, value: Any) -> Any:
     """Return a nested value with its tensors on `device`; dicts and lists in it are changed."""
     if is_torch(value):
         return backend_of(value, TensorBackend).move_tensor(value, device)
+    if isinstance(value, StateDict):
+        backend = torch_backend("tensors on a device=", TensorBackend)
+        value.update(backend.tensors_of(value))
     if isinstance(value, dict):
         for key in value:  # `update` of a Counter would add
             value[key] = _moved_to(device, value[key])
@@ -382,34 +406,43 @@ def load_whole(source: WholePath, request: LoadRequest) -> LoadedState:
     parts = source.read(checked=bool(request.options["verify"]))
     if request.dtype and source.format == "huggingface" and parts.model is not None:
         refuse_quantized_state(source.path, parts.model)
-    named = _states_to_change(parts, request)
-    all_states: dict[str, StateDict | None] = {"model": parts.model, "optimizer": parts.optimizer}
+    named = _states_to_change(source, parts, request)
+    all_states: dict[str, Any] = {"model": parts.model, "optimizer": parts.optimizer}
     all_states |= {f"states[{name!r}]": state for name, state in named.items()}
     sections = _renamed_arrays(all_states, request.options["rename"])
     if request.options["progress"] is not None:
         request.options["progress"](sum(a.nbytes for each in sections[:2] for a in each.values()))
     _, chosen = chosen_names([list(each) for each in sections[:2]], request.names, source.path)
-    chosen += [list(each) for each in sections[2:]] if request.names is None else []
+    is_loaded = request.names is None and request.options["into"] is None
+    if is_loaded and (request.cutting[0] or request.dtype):
+        chosen += [list(each) for each in sections[2:]]
     model = sections[0]
     is_mapped = source.format in _MAPPED and request.options["into"] is None
     arrays: list[dict[str, Any]] = []
-    for state, section, names in zip(all_states.values(), sections, chosen, strict=False):
+    for (label, state), section, names in zip(all_states.items(), sections, chosen, strict=False):
         is_optimizer_state = isinstance(state, OptimizerStateDict)
         arrays.append({})
         for name in names:
             parameter = model.get(name.rpartition(".")[0]) if is_optimizer_state else None
-            part = _cut(name, section[name], request.cutting, parameter)
+            array = value = section[name]
+            if label not in _SECTIONS:
+                array = _array_of(name, value, f"{source.path}: {label}")
+            part = _cut(name, array, request.cutting, parameter)
             if request.dtype and not is_optimizer_state:
                 part = converted_value(part, request.dtype)
-            is_view = is_mapped and part is section[name]
-            arrays[-1][name] = part.copy() if is_view else part
+            part = part.copy() if is_mapped and part is array else part
+            if is_torch(value):
+                part = backend_of(value, TensorBackend).tensors_of({name: part})[name]
+            arrays[-1][name] = part
     metadata = dict(parts.metadata)
     step = parts.step
     if request.options["into"] is not None:
         filled_model, filled_optimizer = _fill(source, request, arrays[:2])
         return LoadedState(filled_model, filled_optimizer, metadata, step, {})
     states = dict(parts.states) if request.names is None else {}
-    states |= dict.fromkeys(named.keys() & states.keys())  # their values follow
+    for name, state, section in zip(named, named.values(), sections[2:], strict=True):
+        if name in states:  # values that change follow
+            states[name] = _with_arrays(state, section) if len(chosen) == 2 else None
     if is_mapped:
         states = deepcopy(states)
     device = request.options["device"]
@@ -419,7 +452,7 @@ def load_whole(source: WholePath, request: LoadRequest) -> LoadedState:
             tensors = backend.tensors_of(each)
             each.update({name: tensor.to(device) for name, tensor in tensors.items()})
         states = {name: _moved_to(device, value) for name, value in states.items()}
-    # `arrays` has no named states if the caller chose names
+    # `chosen` and `arrays` have named states only if their values change
     loaded = [_with_arrays(*each) for each in zip(all_states.values(), arrays, strict=False)]
     states |= dict(zip(named, loaded[2:], strict=False))
     return LoadedState(loaded[0], loaded[1], metadata, step, states)

@@ -168,12 +168,64 @@ def test_named_states_of_tensors_change_as_in_a_checkpoint(tmp_path, suffix, key
     expected = mlstate.load(tmp_path / "ckpt", **keywords).states
     loaded = mlstate.load(tmp_path / f"a{suffix}", **keywords).states
     assert set(loaded) == set(expected)
+    stored = mlstate.load(tmp_path / f"a{suffix}").states
     for name in ("ema", "optimizer_d"):
         assert loaded[name].keys() == expected[name].keys()
+        assert type(loaded[name]) is type(stored[name])
         for key, array in expected[name].items():
-            assert type(loaded[name][key]) is type(array) and loaded[name][key].dtype == array.dtype
+            if name == "optimizer_d":
+                assert type(loaded[name][key]) is type(array)
+            assert str(array.dtype) in str(loaded[name][key].dtype)
             assert loaded[name][key].tolist() == array.tolist()
     assert not mlstate.load(tmp_path / f"a{suffix}", names="*", **keywords).states
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"cast": "float16"},
+        {"rename": {"module.": ""}},
+        {"layout": "rows", "rank": 0, "world_size": 1},
+    ],
+)
+def test_a_converted_named_state_fills_its_module(tmp_path, keywords):
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Linear(2, 2)
+    state = module.state_dict()
+    state["module.weight"] = state.pop("weight") if "rename" in keywords else state["weight"]
+    torch.save({"model": state, "ema": state}, tmp_path / "a.pt")
+    loaded = mlstate.load(tmp_path / "a.pt", **keywords).states["ema"]
+    loaded.pop("module.weight", None)
+    assert type(loaded) is type(state) and loaded._metadata == state._metadata
+    module.load_state_dict(loaded)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "conjugated", "meta", "name"])
+def test_a_sparse_named_state_is_refused_only_if_it_is_converted(tmp_path, kind):
+    torch = pytest.importorskip("torch")
+    values = {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "conjugated": lambda: torch.ones(2, dtype=torch.cfloat).conj(),
+        "meta": lambda: torch.ones(2, device="meta"),
+        "name": lambda: torch.ones(2),
+    }
+    path, key = tmp_path / "a.pt", "\ud800" if kind == "name" else "e"
+    torch.save({"model": {"w": torch.ones(2)}, "graph": {key: values[kind]()}}, path)
+    stored = mlstate.load(path).states["graph"][key]
+    target = {"v": np.zeros(2, "f4")}
+    mlstate.load(path, rename={"w": "v"}, into={"model": target})
+    assert target["v"].all()
+    for keywords in ({"rename": {"w": "v"}, "names": "v"}, {"cast": "float16", "names": "w"}):
+        assert not mlstate.load(path, **keywords).states
+    unchanged = mlstate.load(path, device="cpu").states["graph"][key]
+    assert (unchanged.layout, unchanged.dtype) == (stored.layout, stored.dtype)
+    assert unchanged.device == stored.device
+    if kind != "name":
+        renamed = mlstate.load(path, rename={"w": "v", "e": "f"}).states["graph"]["f"]
+        assert (renamed.layout, renamed.dtype) == (stored.layout, stored.dtype)
+    refused = {"rename": {"w": "v"}} if kind == "name" else {"cast": "float16"}
+    with pytest.raises(ValueError, match=r"a\.pt: states\['graph'\]: "):
+        mlstate.load(path, **refused)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".dcp", ""])

@@ -386,10 +386,12 @@ def move_tensor(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     """Return a tensor on a device, as ``torch.load(map_location=)`` does: a leaf of its kind.
 
     A Parameter stays one, and `requires_grad` stays. The tensor itself is returned if it is on the
-    device already.
+    device already, or on ``meta``.
     """
     import torch
 
+    if tensor.device.type == "meta":  # it has no elements to move
+        return tensor
     moved = tensor.detach().to(device)
     if moved.device == tensor.device:
         return tensor
