@@ -221,26 +221,47 @@ def _refuse_options(source: WholePath, request: LoadRequest) -> None:
         )
 
 
-def _cut(name: str, array: Any, cutting: Cutting, parameter: Any) -> Any:
+def _shapes_of_parameters(
+    states: dict[str, Any], model: dict[str, Any]
+) -> dict[str, dict[tuple[int, ...], str]]:
+    """Return the shapes that an optimizer's states may have, by the names of their parameters.
+
+    Each has its text for errors. It is the shape of the parameter in `model`; if that lacks it,
+    the shapes of its states in `states`, except of single elements.
+    """
+    shapes: dict[str, dict[tuple[int, ...], str]] = {}
+    for name, array in states.items():
+        parameter, shape = name.rpartition(".")[0], tuple(array.shape)
+        if parameter in model:
+            shapes[parameter] = {tuple(model[parameter].shape): "its parameter"}
+        elif parameter and shape not in ((), (1,)):
+            shapes.setdefault(parameter, {}).setdefault(shape, repr(name))
+    return shapes
+
+
+def _cut(name: str, array: Any, cutting: Cutting, shapes: dict[tuple[int, ...], str] | None) -> Any:
     """Return the part of the tensor `name` that `cutting` requests, as a new array.
 
-    The array itself is returned for all of it. `parameter`: of an optimizer's state, which is cut
-    like it; None for a tensor of the model. States with one element or without axes stay whole;
-    raises CompatibilityError for any other shape than the parameter's.
+    The array itself is returned for all of it. `shapes`: for an optimizer's state, as of
+    `_shapes_of_parameters`; None for other tensors. States with one element or without axes stay
+    whole. Raises CompatibilityError for any other shape than the parameter's, or for different
+    shapes if the parameter is unknown.
     """
     steps, index, world = cutting
     if not steps or not world:
         return array
     shape = tuple(array.shape)
-    if parameter is not None and shape and shape not in ((1,), tuple(parameter.shape)):
+    if shapes is not None and shape in ((), (1,)) and shape not in shapes:
+        return array
+    for other, label in (shapes or {}).items():
+        if other == shape:
+            continue
         error = CompatibilityError(
-            f"{name!r} has shape {shape}, and its parameter {tuple(parameter.shape)}: the format "
-            "does not tell how to cut it; load it whole, or convert it by mlstate convert first"
+            f"{name!r} has shape {shape}, and {label} {other}: the format does not tell how to "
+            "cut it; load it whole, or convert it by mlstate convert first"
         )
         error.name = name
         raise error
-    if parameter is not None and shape != tuple(parameter.shape):
-        return array
     steps, index = _core.layout_project(steps, index, len(shape), None)
     part = Layout(steps).take(array, index)
     return part if part is array else part.copy()
@@ -416,18 +437,18 @@ def load_whole(source: WholePath, request: LoadRequest) -> LoadedState:
     is_loaded = request.names is None and request.options["into"] is None
     if is_loaded and (request.cutting[0] or request.dtype):
         chosen += [list(each) for each in sections[2:]]
-    model = sections[0]
     is_mapped = source.format in _MAPPED and request.options["into"] is None
     arrays: list[dict[str, Any]] = []
     for (label, state), section, names in zip(all_states.items(), sections, chosen, strict=False):
         is_optimizer_state = isinstance(state, OptimizerStateDict)
+        shapes = _shapes_of_parameters(section, sections[0]) if is_optimizer_state else {}
         arrays.append({})
         for name in names:
-            parameter = model.get(name.rpartition(".")[0]) if is_optimizer_state else None
             array = value = section[name]
             if label not in _SECTIONS:
                 array = _array_of(name, value, f"{source.path}: {label}")
-            part = _cut(name, array, request.cutting, parameter)
+            own_shapes = shapes.get(name.rpartition(".")[0], {}) if is_optimizer_state else None
+            part = _cut(name, array, request.cutting, own_shapes)
             if request.dtype and not is_optimizer_state:
                 part = converted_value(part, request.dtype)
             part = part.copy() if is_mapped and part is array else part

@@ -78,6 +78,34 @@ def test_a_rank_gets_its_part(path):
     assert part.model["b"].shape == (0,)
 
 
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".pt", ".dcp"])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_states_of_unknown_parameters_are_cut_only_if_their_shapes_agree(
+    tmp_path, suffix, is_named
+):
+    if suffix in (".pt", ".dcp"):
+        pytest.importorskip("torch")
+    elif is_named:
+        pytest.skip("the format has no named states")
+    part = {"rank": 1, "world_size": 2, "layout": "rows"}
+
+    def load_part(states):
+        optimizer = mlstate.OptimizerStateDict(states)
+        path = tmp_path / f"{len(states)}{suffix}"
+        named = {"model": {"v": np.ones(2)}, "states": {"optimizer_d": optimizer}}
+        write_any(path, **(named if is_named else {"optimizer": optimizer}))
+        loaded = mlstate.load(path, **part)
+        return loaded.states["optimizer_d"] if is_named else loaded.optimizer
+
+    adam = {"w.step": np.ones(1), "w.m": np.eye(4), "w.v": np.eye(4), "b.m": np.ones(6)}
+    shapes = {name: array.shape for name, array in load_part(adam).items()}
+    assert shapes == {"w.step": (1,), "w.m": (2, 4), "w.v": (2, 4), "b.m": (3,)}
+    factors = {"w.step": np.ones(1), "w.row_var": np.ones((4, 1)), "w.col_var": np.ones((1, 3))}
+    text = r"'w\.\w+' has shape .* and 'w\.\w+' \(.*does not tell how to cut it"
+    with pytest.raises(mlstate.CompatibilityError, match=text):
+        load_part(factors)
+
+
 def test_names_and_rename_choose_tensors(path):
     assert list(mlstate.load(path, names="layers.*").model) == ["layers.0.w"]
     assert list(mlstate.load(path, names="layers").optimizer) == ["layers.0.w.m"]
