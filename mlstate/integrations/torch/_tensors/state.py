@@ -381,7 +381,6 @@ def _dtype_error(name: str, dtype: object) -> CompatibilityError:
     return error
 
 
-@set_module("mlstate.integrations.torch")
 def move_tensor(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     """Return a tensor on a device, as ``torch.load(map_location=)`` does: a leaf of its kind.
 
@@ -400,6 +399,7 @@ def move_tensor(tensor: torch.Tensor, device: Any) -> torch.Tensor:
     return moved.requires_grad_(tensor.requires_grad)
 
 
+@set_module("mlstate.integrations.torch")
 def tensors_of(state: Mapping[str, object], *, copy: bool = False) -> dict[str, torch.Tensor]:
     """Return torch tensors over the memory of arrays.
 
