@@ -466,16 +466,13 @@ def load_whole(source: WholePath, request: LoadRequest) -> LoadedState:
             states[name] = _with_arrays(state, section) if len(chosen) == 2 else None
     if is_mapped:
         states = deepcopy(states)
-    device = request.options["device"]
-    if device is not None:
-        backend = torch_backend("tensors on a device=", TensorBackend)
-        for each in arrays:
-            tensors = backend.tensors_of(each)
-            each.update({name: tensor.to(device) for name, tensor in tensors.items()})
-        states = {name: _moved_to(device, value) for name, value in states.items()}
     # `chosen` and `arrays` have named states only if their values change
     loaded = [_with_arrays(*each) for each in zip(all_states.values(), arrays, strict=False)]
     states |= dict(zip(named, loaded[2:], strict=False))
+    device = request.options["device"]
+    if device is not None:
+        loaded = [_moved_to(device, state) for state in loaded[:2]]
+        states = {name: _moved_to(device, value) for name, value in states.items()}
     return LoadedState(loaded[0], loaded[1], metadata, step, states)
 
 

@@ -228,6 +228,15 @@ def test_a_converted_named_state_fills_its_module(tmp_path, keywords):
     module.load_state_dict(loaded)
 
 
+def test_arrays_in_a_dict_of_torch_stay_arrays(tmp_path):
+    torch = pytest.importorskip("torch")
+    content = {"model": {"w": torch.ones(2)}, "n": {"a": np.ones(3), "t": torch.ones(3)}}
+    torch.save(content, tmp_path / "a.pt")
+    for keywords in ({}, {"cast": "float16"}, {"device": "meta"}, {"rename": {"w": "v"}}):
+        state = mlstate.load(tmp_path / "a.pt", **{"device": "cpu", **keywords}).states["n"]
+        assert type(state["a"]) is np.ndarray and type(state["t"]) is torch.Tensor
+
+
 @pytest.mark.parametrize("kind", ["sparse", "conjugated", "meta", "name"])
 def test_a_sparse_named_state_is_refused_only_if_it_is_converted(tmp_path, kind):
     torch = pytest.importorskip("torch")
