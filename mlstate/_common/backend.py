@@ -48,6 +48,9 @@ class TensorBackend(Protocol):
     def device_of(self, device: Any) -> Any:
         """Return the device that a user named; raise ValueError if there is none."""
 
+    def move_tensor(self, tensor: Any, device: Any) -> Any:
+        """Return a leaf on a device; the tensor itself if it is there or on ``meta``."""
+
     def dtype_of(self, name: str) -> Any:
         """Return the framework's dtype of a name; raise ValueError if there is none."""
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import datetime
 import os
 import zipfile
-from copy import deepcopy
+from copy import copy, deepcopy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from .._common.arrays import is_on_device, is_torch
-from .._common.backend import TensorBackend, is_module, is_optimizer, torch_backend
+from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer, torch_backend
 from .._common.dtypes import name_of
 from .._common.regular_file import open_regular
 from .._sharding.layout import Cutting, Layout
@@ -38,6 +38,7 @@ from ._store.weight_files import WeightFiles
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
+    from .._types import NDArray
     from ._files.parts import Parts
     from ._folder.protocol import Folder
     from ._load import LoadedState, LoadRequest
@@ -220,33 +221,54 @@ def _refuse_options(source: WholePath, request: LoadRequest) -> None:
         )
 
 
-def _cut(name: str, array: Any, cutting: Cutting, parameter: Any) -> Any:
+def _shapes_of_parameters(
+    states: dict[str, Any], model: dict[str, Any]
+) -> dict[str, dict[tuple[int, ...], str]]:
+    """Return the shapes that an optimizer's states may have, by the names of their parameters.
+
+    Each has its text for errors. It is the shape of the parameter in `model`; if that lacks it,
+    the shapes of its states in `states`, except of single elements.
+    """
+    shapes: dict[str, dict[tuple[int, ...], str]] = {}
+    for name, array in states.items():
+        parameter, shape = name.rpartition(".")[0], tuple(array.shape)
+        if parameter in model:
+            shapes[parameter] = {tuple(model[parameter].shape): "its parameter"}
+        elif parameter and shape not in ((), (1,)):
+            shapes.setdefault(parameter, {}).setdefault(shape, repr(name))
+    return shapes
+
+
+def _cut(name: str, array: Any, cutting: Cutting, shapes: dict[tuple[int, ...], str] | None) -> Any:
     """Return the part of the tensor `name` that `cutting` requests, as a new array.
 
-    The array itself is returned for all of it. `parameter`: of an optimizer's state, which is cut
-    like it; None for a tensor of the model. States with one element or without axes stay whole;
-    raises CompatibilityError for any other shape than the parameter's.
+    The array itself is returned for all of it. `shapes`: for an optimizer's state, as of
+    `_shapes_of_parameters`; None for other tensors. States with one element or without axes stay
+    whole. Raises CompatibilityError for any other shape than the parameter's, or for different
+    shapes if the parameter is unknown.
     """
     steps, index, world = cutting
     if not steps or not world:
         return array
     shape = tuple(array.shape)
-    if parameter is not None and shape and shape not in ((1,), tuple(parameter.shape)):
+    if shapes is not None and shape in ((), (1,)) and shape not in shapes:
+        return array
+    for other, label in (shapes or {}).items():
+        if other == shape:
+            continue
         error = CompatibilityError(
-            f"{name!r} has shape {shape}, and its parameter {tuple(parameter.shape)}: the format "
-            "does not tell how to cut it; load it whole, or convert it by mlstate convert first"
+            f"{name!r} has shape {shape}, and {label} {other}: the format does not tell how to "
+            "cut it; load it whole, or convert it by mlstate convert first"
         )
         error.name = name
         raise error
-    if parameter is not None and shape != tuple(parameter.shape):
-        return array
     steps, index = _core.layout_project(steps, index, len(shape), None)
     part = Layout(steps).take(array, index)
     return part if part is array else part.copy()
 
 
 def _renamed_arrays(
-    states: dict[str, StateDict | None], rules: Mapping[str, str] | None
+    states: dict[str, Any], rules: Mapping[str, str] | None
 ) -> list[dict[str, Any]]:
     """Return the arrays of each state by name, after the caller's renaming; {} for None.
 
@@ -270,29 +292,49 @@ def _renamed_arrays(
     ]
 
 
-def _states_to_change(parts: Parts, request: LoadRequest) -> dict[str, StateDict]:
-    """Return the named states of tensors, as arrays, if `request` changes such states; else {}.
+def _states_to_change(
+    source: WholePath, parts: Parts, request: LoadRequest
+) -> dict[str, dict[str, Any]]:
+    """Return the named states of tensors that `request` renames, cuts or converts; else {}.
 
-    It does so by a layout, a dtype, a device or a renaming. All other states stay as they are.
+    A renaming counts their names even if ``names`` or ``into`` leave them out. A state with a name
+    that no file can hold is then omitted; otherwise it raises ValueError.
     """
     options = request.options
-    is_cut = bool(request.cutting[0]) and options["into"] is None
-    if not (is_cut or request.dtype or options["device"] is not None or options["rename"]):
+    is_loaded = request.names is None and options["into"] is None
+    if not (options["rename"] or (is_loaded and (request.cutting[0] or request.dtype))):
         return {}
-    states: dict[str, StateDict] = {}
-    for name, value in parts.states.items():
-        if is_flat(value):
-            state = value.copy() if isinstance(value, StateDict) else StateDict(value)
-            state.update(as_arrays(state))
-            states[name] = state
+    states = {name: value for name, value in parts.states.items() if is_flat(value)}
+    for name, state in list(states.items()) if options["rename"] else ():
+        try:
+            StateDict(state)
+        except ValueError as error:
+            if is_loaded:
+                raise ValueError(f"{source.path}: states[{name!r}]: {error}") from None
+            del states[name]
     return states
 
 
-def _with_arrays(state: StateDict | None, arrays: dict[str, Any]) -> StateDict | None:
-    """Return a copy of a state with other arrays; None for None."""
+def _array_of(name: str, value: Any, path: str) -> NDArray:
+    """Return a tensor of a named state as an array; `path` starts the text of errors.
+
+    Raises UnstorableError for tensors without plain memory, TypeError for Python objects.
+    """
+    try:
+        if is_torch(value):
+            backend_of(value, TensorBackend).refuse_unstorable(name, value)
+        return as_arrays({name: value})[name]
+    except (CompatibilityError, TypeError) as error:
+        text = "leave out cast= and layout=, which need plain tensors, or choose others by names="
+        error.args = (f"{path}: {error}; {text}",)
+        raise
+
+
+def _with_arrays(state: Any, arrays: dict[str, Any]) -> Any:
+    """Return a copy of a state, a `StateDict` or dict, with other arrays; None for None."""
     if state is None:
         return None
-    result = state.copy()
+    result = copy(state)
     result.clear()
     result.update(arrays)
     return result
@@ -352,7 +394,10 @@ def _fill(source: WholePath, request: LoadRequest, arrays: list[dict[str, Any]])
 def _moved_to(device: Any, value: Any) -> Any:
     """Return a nested value with its tensors on `device`; dicts and lists in it are changed."""
     if is_torch(value):
-        return value.to(device)
+        return backend_of(value, TensorBackend).move_tensor(value, device)
+    if isinstance(value, StateDict):
+        backend = torch_backend("tensors on a device=", TensorBackend)
+        value.update(backend.tensors_of(value))
     if isinstance(value, dict):
         for key in value:  # `update` of a Counter would add
             value[key] = _moved_to(device, value[key])
@@ -382,46 +427,52 @@ def load_whole(source: WholePath, request: LoadRequest) -> LoadedState:
     parts = source.read(checked=bool(request.options["verify"]))
     if request.dtype and source.format == "huggingface" and parts.model is not None:
         refuse_quantized_state(source.path, parts.model)
-    named = _states_to_change(parts, request)
-    all_states: dict[str, StateDict | None] = {"model": parts.model, "optimizer": parts.optimizer}
+    named = _states_to_change(source, parts, request)
+    all_states: dict[str, Any] = {"model": parts.model, "optimizer": parts.optimizer}
     all_states |= {f"states[{name!r}]": state for name, state in named.items()}
     sections = _renamed_arrays(all_states, request.options["rename"])
     if request.options["progress"] is not None:
         request.options["progress"](sum(a.nbytes for each in sections[:2] for a in each.values()))
     _, chosen = chosen_names([list(each) for each in sections[:2]], request.names, source.path)
-    chosen += [list(each) for each in sections[2:]] if request.names is None else []
-    model = sections[0]
+    is_loaded = request.names is None and request.options["into"] is None
+    if is_loaded and (request.cutting[0] or request.dtype):
+        chosen += [list(each) for each in sections[2:]]
     is_mapped = source.format in _MAPPED and request.options["into"] is None
     arrays: list[dict[str, Any]] = []
-    for state, section, names in zip(all_states.values(), sections, chosen, strict=False):
+    for (label, state), section, names in zip(all_states.items(), sections, chosen, strict=False):
         is_optimizer_state = isinstance(state, OptimizerStateDict)
+        shapes = _shapes_of_parameters(section, sections[0]) if is_optimizer_state else {}
         arrays.append({})
         for name in names:
-            parameter = model.get(name.rpartition(".")[0]) if is_optimizer_state else None
-            part = _cut(name, section[name], request.cutting, parameter)
+            array = value = section[name]
+            if label not in _SECTIONS:
+                array = _array_of(name, value, f"{source.path}: {label}")
+            own_shapes = shapes.get(name.rpartition(".")[0], {}) if is_optimizer_state else None
+            part = _cut(name, array, request.cutting, own_shapes)
             if request.dtype and not is_optimizer_state:
                 part = converted_value(part, request.dtype)
-            is_view = is_mapped and part is section[name]
-            arrays[-1][name] = part.copy() if is_view else part
+            part = part.copy() if is_mapped and part is array else part
+            if is_torch(value):
+                part = backend_of(value, TensorBackend).tensors_of({name: part})[name]
+            arrays[-1][name] = part
     metadata = dict(parts.metadata)
     step = parts.step
     if request.options["into"] is not None:
         filled_model, filled_optimizer = _fill(source, request, arrays[:2])
         return LoadedState(filled_model, filled_optimizer, metadata, step, {})
     states = dict(parts.states) if request.names is None else {}
-    states |= dict.fromkeys(named.keys() & states.keys())  # their values follow
+    for name, state, section in zip(named, named.values(), sections[2:], strict=True):
+        if name in states:  # values that change follow
+            states[name] = _with_arrays(state, section) if len(chosen) == 2 else None
     if is_mapped:
         states = deepcopy(states)
-    device = request.options["device"]
-    if device is not None:
-        backend = torch_backend("tensors on a device=", TensorBackend)
-        for each in arrays:
-            tensors = backend.tensors_of(each)
-            each.update({name: tensor.to(device) for name, tensor in tensors.items()})
-        states = {name: _moved_to(device, value) for name, value in states.items()}
-    # `arrays` has no named states if the caller chose names
+    # `chosen` and `arrays` have named states only if their values change
     loaded = [_with_arrays(*each) for each in zip(all_states.values(), arrays, strict=False)]
     states |= dict(zip(named, loaded[2:], strict=False))
+    device = request.options["device"]
+    if device is not None:
+        loaded = [_moved_to(device, state) for state in loaded[:2]]
+        states = {name: _moved_to(device, value) for name, value in states.items()}
     return LoadedState(loaded[0], loaded[1], metadata, step, states)
 
 
@@ -453,23 +504,31 @@ def _read_sizes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[in
         yield None
 
 
-def _damaged_entry(path: str, progress: Callable[[int], object] | None) -> str | None:
+def _open_zip(path: str) -> zipfile.ZipFile:
+    """Open a zip file; raise BadZipFile, NotImplementedError or ValueError if it is damaged.
+
+    Entries that share bytes are damage: such a small file could take hours to read.
+    """
+    archive = zipfile.ZipFile(path)
+    if sum(entry.compress_size for entry in archive.infolist()) > os.path.getsize(path):
+        archive.close()
+        raise zipfile.BadZipFile("its entries overlap")
+    return archive
+
+
+def _damaged_entry(
+    archive: zipfile.ZipFile, progress: Callable[[int], object] | None
+) -> str | None:
     """Return the name of the first damaged or encrypted entry of a zip file; None without such.
 
-    A good entry matches its CRC-32. Raises zipfile.BadZipFile if the list of entries is damaged, or
-    entries share bytes: such a small file could take hours to read. `progress` is called with the
-    bytes of each block read.
+    A good entry matches its CRC-32. `progress` is called with the bytes of each block read.
     """
-    with zipfile.ZipFile(path) as archive:
-        entries = archive.infolist()
-        if sum(entry.compress_size for entry in entries) > os.path.getsize(path):
-            raise zipfile.BadZipFile("its entries overlap")
-        for entry in entries:
-            for nbytes in _read_sizes(archive, entry):
-                if nbytes is None:
-                    return entry.filename
-                if progress is not None:
-                    progress(nbytes)
+    for entry in archive.infolist():
+        for nbytes in _read_sizes(archive, entry):
+            if nbytes is None:
+                return entry.filename
+            if progress is not None:
+                progress(nbytes)
     return None
 
 
@@ -493,9 +552,12 @@ def verify_whole(
         checked += 1
         entry, text = None, ""
         try:
-            entry = _damaged_entry(path, progress)
+            archive = _open_zip(path)
         except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
             text = f"the list of its entries is damaged: {error}"
+        else:
+            with archive:  # errors of `progress` are the caller's
+                entry = _damaged_entry(archive, progress)
         if entry is not None:
             text = f"the entry {entry!r} does not match its CRC-32"
         if text:

@@ -429,6 +429,7 @@ def _verify_names(
     of the root. `progress`: called with the bytes read since the last call. No step is marked. A
     damaged index is a problem. Raises TensorNotFoundError for a name that selects nothing.
     """
+    from ._files.checksum import checksums_problem
     from ._load import chosen_names
     from ._load_arguments import ranks_of
 
@@ -441,6 +442,13 @@ def _verify_names(
         report.checksums, report.compared = True, []
         try:
             checksums = find_checksums(files.folder) if is_weights_root(root) else None
+        except (FormatError, StoreError) as error:
+            if files.folder.is_outage(error):
+                raise
+            report.problems.append(checksums_problem(error))
+            report.checksums = False
+            return
+        try:
             if checksums is not None:
                 report.compared.append(f"the checksums in {os.path.basename(checksums.path)}")
             merged = files.load_merged_index(manifest)

@@ -77,6 +77,20 @@ def test_tensors_of_another_program_are_compared_with_their_checksums(tmp_path, 
     assert not mlstate.verify(path, names="a")
 
 
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_damaged_file_of_checksums_is_a_problem_of_that_file(tmp_path, is_folder):
+    file = tmp_path / "model.safetensors"
+    write_weight_file(file, {"a": np.ones(3, "f4")})
+    path = tmp_path if is_folder else file
+    mlstate.checkpoint.checksum(path)
+    [record] = tmp_path.glob("*.checksums.json")
+    record.write_bytes(record.read_bytes()[:-4])
+    for report in (mlstate.verify(path, names="a"), mlstate.verify(path)):
+        [problem] = [each for each in report.problems if each.kind == "checksums"]
+        assert (problem.path, problem.name) == (record.name, None)
+        assert not report.checksums and not report.compared
+
+
 def test_a_damaged_index_is_a_problem(path):
     [index] = Path(path).glob("index/*")
     index.write_bytes(index.read_bytes()[:-1])

@@ -462,10 +462,10 @@ def verify_weights_folder(
     except (FormatError, StoreError) as error:
         if folder.is_outage(error):
             raise
-        report.problems.append(_checksums_problem(error))
+        report.problems.append(checksums_problem(error))
 
 
-def _checksums_problem(error: FormatError | StoreError) -> Problem:
+def checksums_problem(error: FormatError | StoreError) -> Problem:
     """Return the problem of a file of checksums that is damaged or cannot be read."""
     name = os.path.basename(str(error.path)) if error.path else NAME
     return file_problem("checksums", name, str(error))
@@ -500,7 +500,8 @@ def verify_foreign(
             return None
         compare_files(expected, report, progress)
     except (FormatError, StoreError) as error:
-        report.problems.append(_checksums_problem(error))
+        report.problems.append(checksums_problem(error))
+        report.checksums = False
     except OSError as error:
         raise store_error(error, "cannot list the folder", path) from None
     report.strange.sort()

@@ -553,7 +553,7 @@ def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> P
 # ---- npz ----
 
 
-def as_arrays(state: StateDict) -> dict[str, NDArray]:
+def as_arrays(state: Mapping[str, Any]) -> dict[str, NDArray]:
     """Return all values as NumPy arrays; tensors are viewed, or copied from their device.
 
     Raises TypeError for a value that is not in memory, or has Python objects.

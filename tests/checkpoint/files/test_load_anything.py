@@ -78,6 +78,34 @@ def test_a_rank_gets_its_part(path):
     assert part.model["b"].shape == (0,)
 
 
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".pt", ".dcp"])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_states_of_unknown_parameters_are_cut_only_if_their_shapes_agree(
+    tmp_path, suffix, is_named
+):
+    if suffix in (".pt", ".dcp"):
+        pytest.importorskip("torch")
+    elif is_named:
+        pytest.skip("the format has no named states")
+    part = {"rank": 1, "world_size": 2, "layout": "rows"}
+
+    def load_part(states):
+        optimizer = mlstate.OptimizerStateDict(states)
+        path = tmp_path / f"{len(states)}{suffix}"
+        named = {"model": {"v": np.ones(2)}, "states": {"optimizer_d": optimizer}}
+        write_any(path, **(named if is_named else {"optimizer": optimizer}))
+        loaded = mlstate.load(path, **part)
+        return loaded.states["optimizer_d"] if is_named else loaded.optimizer
+
+    adam = {"w.step": np.ones(1), "w.m": np.eye(4), "w.v": np.eye(4), "b.m": np.ones(6)}
+    shapes = {name: array.shape for name, array in load_part(adam).items()}
+    assert shapes == {"w.step": (1,), "w.m": (2, 4), "w.v": (2, 4), "b.m": (3,)}
+    factors = {"w.step": np.ones(1), "w.row_var": np.ones((4, 1)), "w.col_var": np.ones((1, 3))}
+    text = r"'w\.\w+' has shape .* and 'w\.\w+' \(.*does not tell how to cut it"
+    with pytest.raises(mlstate.CompatibilityError, match=text):
+        load_part(factors)
+
+
 def test_names_and_rename_choose_tensors(path):
     assert list(mlstate.load(path, names="layers.*").model) == ["layers.0.w"]
     assert list(mlstate.load(path, names="layers").optimizer) == ["layers.0.w.m"]
@@ -168,12 +196,73 @@ def test_named_states_of_tensors_change_as_in_a_checkpoint(tmp_path, suffix, key
     expected = mlstate.load(tmp_path / "ckpt", **keywords).states
     loaded = mlstate.load(tmp_path / f"a{suffix}", **keywords).states
     assert set(loaded) == set(expected)
+    stored = mlstate.load(tmp_path / f"a{suffix}").states
     for name in ("ema", "optimizer_d"):
         assert loaded[name].keys() == expected[name].keys()
+        assert type(loaded[name]) is type(stored[name])
         for key, array in expected[name].items():
-            assert type(loaded[name][key]) is type(array) and loaded[name][key].dtype == array.dtype
+            if name == "optimizer_d":
+                assert type(loaded[name][key]) is type(array)
+            assert str(array.dtype) in str(loaded[name][key].dtype)
             assert loaded[name][key].tolist() == array.tolist()
     assert not mlstate.load(tmp_path / f"a{suffix}", names="*", **keywords).states
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        {"cast": "float16"},
+        {"rename": {"module.": ""}},
+        {"layout": "rows", "rank": 0, "world_size": 1},
+    ],
+)
+def test_a_converted_named_state_fills_its_module(tmp_path, keywords):
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Linear(2, 2)
+    state = module.state_dict()
+    state["module.weight"] = state.pop("weight") if "rename" in keywords else state["weight"]
+    torch.save({"model": state, "ema": state}, tmp_path / "a.pt")
+    loaded = mlstate.load(tmp_path / "a.pt", **keywords).states["ema"]
+    loaded.pop("module.weight", None)
+    assert type(loaded) is type(state) and loaded._metadata == state._metadata
+    module.load_state_dict(loaded)
+
+
+def test_arrays_in_a_dict_of_torch_stay_arrays(tmp_path):
+    torch = pytest.importorskip("torch")
+    content = {"model": {"w": torch.ones(2)}, "n": {"a": np.ones(3), "t": torch.ones(3)}}
+    torch.save(content, tmp_path / "a.pt")
+    for keywords in ({}, {"cast": "float16"}, {"device": "meta"}, {"rename": {"w": "v"}}):
+        state = mlstate.load(tmp_path / "a.pt", **{"device": "cpu", **keywords}).states["n"]
+        assert type(state["a"]) is np.ndarray and type(state["t"]) is torch.Tensor
+
+
+@pytest.mark.parametrize("kind", ["sparse", "conjugated", "meta", "name"])
+def test_a_sparse_named_state_is_refused_only_if_it_is_converted(tmp_path, kind):
+    torch = pytest.importorskip("torch")
+    values = {
+        "sparse": lambda: torch.eye(3).to_sparse(),
+        "conjugated": lambda: torch.ones(2, dtype=torch.cfloat).conj(),
+        "meta": lambda: torch.ones(2, device="meta"),
+        "name": lambda: torch.ones(2),
+    }
+    path, key = tmp_path / "a.pt", "\ud800" if kind == "name" else "e"
+    torch.save({"model": {"w": torch.ones(2)}, "graph": {key: values[kind]()}}, path)
+    stored = mlstate.load(path).states["graph"][key]
+    target = {"v": np.zeros(2, "f4")}
+    mlstate.load(path, rename={"w": "v"}, into={"model": target})
+    assert target["v"].all()
+    for keywords in ({"rename": {"w": "v"}, "names": "v"}, {"cast": "float16", "names": "w"}):
+        assert not mlstate.load(path, **keywords).states
+    unchanged = mlstate.load(path, device="cpu").states["graph"][key]
+    assert (unchanged.layout, unchanged.dtype) == (stored.layout, stored.dtype)
+    assert unchanged.device == stored.device
+    if kind != "name":
+        renamed = mlstate.load(path, rename={"w": "v", "e": "f"}).states["graph"]["f"]
+        assert (renamed.layout, renamed.dtype) == (stored.layout, stored.dtype)
+    refused = {"rename": {"w": "v"}} if kind == "name" else {"cast": "float16"}
+    with pytest.raises(ValueError, match=r"a\.pt: states\['graph'\]: "):
+        mlstate.load(path, **refused)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".dcp", ""])
@@ -184,6 +273,18 @@ def test_tensors_in_nested_states_are_loaded_to_the_device(tmp_path, suffix):
     counts, first, inner = mlstate.load(tmp_path / f"a{suffix}", device="meta").states["n"]["k"]
     assert counts == {"a": 2, "b": 1}
     assert first.device.type == inner["t"][0].device.type == "meta"
+
+
+def test_moved_tensors_of_nested_states_stay_leaves_that_require_gradients(tmp_path):
+    torch = pytest.importorskip("torch")
+    tensors = [torch.nn.Parameter(torch.ones(2)), torch.ones(2, requires_grad=True), torch.ones(2)]
+    tensors.append(torch.nn.Parameter(torch.ones(2), requires_grad=False))
+    torch.save({"model": {"w": torch.ones(2)}, "n": {"k": tensors}}, tmp_path / "a.pt")
+    for device in ("cpu", "meta"):
+        loaded = mlstate.load(tmp_path / "a.pt", device=device).states["n"]["k"]
+        for tensor, expected in zip(loaded, tensors, strict=True):
+            assert type(tensor) is type(expected) and tensor.device.type == device
+            assert tensor.is_leaf and tensor.requires_grad == expected.requires_grad
 
 
 @pytest.mark.parametrize("suffix", ["npz", "safetensors", "pt"])
@@ -197,6 +298,17 @@ def test_a_flipped_bit_is_found(tmp_path, suffix):
     path.write_bytes(data)
     [problem] = mlstate.verify(path).problems
     assert problem.kind == "altered" and problem.path == path.name
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), zipfile.BadZipFile("x"), OSError("x")])
+def test_an_error_of_progress_during_verify_is_not_damage(tmp_path, error):
+    def fail(nbytes):
+        raise error
+
+    write_any(tmp_path / "a.npz", WEIGHTS)
+    with pytest.raises(type(error)) as raised:
+        mlstate.verify(tmp_path / "a.npz", progress=fail)
+    assert raised.value is error
 
 
 @pytest.mark.parametrize("names", [None, "b"])

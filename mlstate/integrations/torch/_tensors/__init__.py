@@ -11,5 +11,6 @@ from .pickle import reduce_state as reduce_state
 from .state import arrays_of as arrays_of
 from .state import device_of as device_of
 from .state import explain_unsupported_tensor as explain_unsupported_tensor
+from .state import move_tensor as move_tensor
 from .state import refuse_unstorable as refuse_unstorable
 from .state import tensors_of as tensors_of

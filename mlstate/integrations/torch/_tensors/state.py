@@ -381,6 +381,24 @@ def _dtype_error(name: str, dtype: object) -> CompatibilityError:
     return error
 
 
+def move_tensor(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    """Return a tensor on a device, as ``torch.load(map_location=)`` does: a leaf of its kind.
+
+    A Parameter stays one, and `requires_grad` stays. The tensor itself is returned if it is on the
+    device already, or on ``meta``.
+    """
+    import torch
+
+    if tensor.device.type == "meta":  # it has no elements to move
+        return tensor
+    moved = tensor.detach().to(device)
+    if moved.device == tensor.device:
+        return tensor
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    return moved.requires_grad_(tensor.requires_grad)
+
+
 @set_module("mlstate.integrations.torch")
 def tensors_of(state: Mapping[str, object], *, copy: bool = False) -> dict[str, torch.Tensor]:
     """Return torch tensors over the memory of arrays.
