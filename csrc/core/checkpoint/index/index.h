@@ -74,8 +74,8 @@ mls_tensor_id mls_tensor_id_of(mls_section section, mls_str key);
 size_t mls_tensor_id_key_length(const mls_tensor_id *id);
 void mls_tensor_id_write_key(const mls_tensor_id *id, char *to);
 
-/* Set the name in the filled status `st` to the key of a tensor, as far as it fits; return
- * its code. */
+/* Set the name in the filled status `st` to the key of a tensor, as far as it fits;
+ * return its code. */
 mls_code mls_status_tensor(mls_status *st, const mls_tensor_id *id);
 
 /* Compare by section, name and state. Returns a value below, equal to or above 0. */
