@@ -77,7 +77,8 @@ mls_code mls_status_tensor(mls_status *st, const mls_tensor_id *id)
     mls_tensor_id short_id = *id;
     if (mls_tensor_id_key_length(id) > sizeof key) {
         short_id.has_state = false; /* the name alone is cut */
-        short_id.name.length = id->name.length < sizeof key ? id->name.length : sizeof key;
+        short_id.name.length =
+            id->name.length < sizeof key ? id->name.length : sizeof key;
     }
     mls_tensor_id_write_key(&short_id, key);
     return mls_status_name(st, key, mls_tensor_id_key_length(&short_id));
