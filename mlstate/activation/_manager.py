@@ -222,13 +222,6 @@ class ActivationManager:
         parameter or buffer of a checkpointed block was changed after its forward pass. Each
         decision is a graph break for ``torch.compile``: compile the blocks, not the whole model.
 
-        Blocks may change objects among their arguments, such as KV caches: a recomputation uses
-        the same objects with their content before the first run, and restores their present
-        content afterwards. This covers items, attributes, random generators, and up to 16 MiB of
-        plain tensors and arrays of at most 1 MiB each. It does not cover larger tensors that a
-        block changes in place, iterators, callables, objects with a lock, and more than 5,000 items
-        and attributes: gradients are wrong if a block reads these and changes them.
-
         Examples
         --------
         >>> import torch

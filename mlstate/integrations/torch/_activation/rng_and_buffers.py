@@ -1,17 +1,13 @@
-"""State that a run of a block depends on besides its tensor arguments, for recomputation."""
+"""State that a run of a block depends on besides its arguments, for recomputation."""
 
 from __future__ import annotations
 
 import copy
-import io
-import random
-import threading
-from collections import OrderedDict, deque
-from contextlib import ExitStack, contextmanager, suppress
+from collections import deque
+from contextlib import ExitStack, contextmanager
 from operator import is_
 from types import MemberDescriptorType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -25,16 +21,6 @@ if TYPE_CHECKING:
     import torch
 
 _SMALL_BYTES = 1 << 20  # of the largest NumPy array or buffer that is copied for each run
-
-_MOST_BYTES = 16 << 20  # of all arrays and tensors in objects that `Contents` copies
-_MOST_VALUES = 5_000  # in objects that `Contents` reads
-_CONTAINERS: tuple[Any, ...] = (list, OrderedDict, dict, deque, set, tuple, frozenset)
-_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
-_GENERATORS = (np.random.Generator, np.random.RandomState, np.random.BitGenerator, random.Random)
-_MEMORY, _SLOTS, _ATTRIBUTES = "memory", "slots", "attributes"  # further kinds of content
-_LOCKS = {type(threading.Lock()), type(threading.RLock()), threading.Condition}
-# copies of tensors and arrays by identity and version, which the `Contents` of all blocks share
-_copies: WeakValueDictionary[tuple[int, int], Any] = WeakValueDictionary()
 
 
 def refusal(
@@ -281,159 +267,6 @@ class ObjectTensors:
                 "to it, or run the forward pass again if its earlier runs did not write",
             )
         return copy_objects(self.objects, {k: v.clone() for k, v in self._storages.items()})
-
-
-class Contents:
-    """The contents of objects among a block's arguments, such as KV caches, before its first run.
-
-    This run may change the objects, and so may later blocks. Recomputation uses the same objects,
-    with their former items, attributes, states of generators, and values of plain tensors and
-    arrays up to 1 MiB. Callables such as modules, files, and objects with a lock, which other
-    threads may change, are left as they are.
-    """
-
-    def __init__(self, values: object, leaves: Sequence[Any]) -> None:
-        """Record the contents of nested `values`, without those of the tensors `leaves`."""
-        self._before: list[tuple[Any, Any, list[Any]]] = []  # kind, object, content
-        kinds: dict[type, list[Any]] = {}
-        memory: list[Any] = []  # tensors and arrays
-        room = _MOST_VALUES
-        seen, found = set(map(id, leaves)), [values]
-        for value in found:  # grows: breadth first
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            cls = type(value)
-            with suppress(Exception):  # an object that refuses stays as it is
-                if cls not in kinds:
-                    kinds[cls] = _kinds_of(value)
-                for kind in kinds[cls]:
-                    if kind is _MEMORY:
-                        memory += [value] if _is_small(value) else []
-                    elif kind is _ATTRIBUTES:
-                        if type(getattr(value, "__dict__", None)) is dict:
-                            found.append(value.__dict__)
-                    elif kind not in _CONTAINERS or kind.__len__(value) <= room:
-                        content = _read_content(kind, value)
-                        parts = [part for part in content if type(part) not in _PLAIN]
-                        if not _LOCKS.isdisjoint(map(type, parts)):
-                            continue
-                        if kind not in (tuple, frozenset):
-                            self._before.append((kind, value, content))
-                        found += parts
-                        room -= len(content)
-        room = _MOST_BYTES
-        for value in sorted(memory, key=lambda value: value.nbytes):
-            room -= value.nbytes
-            if room < 0:
-                break
-            with suppress(Exception):
-                self._before.append((type(value), value, _read_content(type(value), value)))
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Restore the contents that have changed inside this context, and undo that at exit."""
-        changed = []
-        for kind, value, before in self._before:
-            with suppress(Exception):
-                now = _read_content(kind, value)
-                if not _are_same(before, now):
-                    changed.append((kind, value, before, now))
-        try:
-            for kind, value, before, _ in changed:
-                with suppress(Exception):
-                    _write_content(kind, value, before)
-            yield
-        finally:
-            for kind, value, _, now in changed:
-                with suppress(Exception):
-                    _write_content(kind, value, now)
-
-
-def _kinds_of(value: object) -> list[Any]:
-    """Return the kinds of content of a value: container or generator, slots, attributes."""
-    import torch
-
-    cls = type(value)
-    if cls in _CONTAINERS:
-        return [cls]
-    if cls in (torch.Tensor, np.ndarray):
-        return [_MEMORY]
-    if callable(value) or issubclass(cls, torch.Tensor | np.ndarray | ModuleType | io.IOBase):
-        return []
-    own = [kind for kind in (*_CONTAINERS, torch.Generator, *_GENERATORS) if issubclass(cls, kind)]
-    return [*own[:1], *([_SLOTS] if _slots_of(cls) else []), _ATTRIBUTES]
-
-
-def _is_small(value: Any) -> bool:
-    """Return whether the values of a plain tensor or array are copied."""
-    if isinstance(value, np.ndarray):
-        return value.nbytes <= _SMALL_BYTES and not value.dtype.hasobject
-    is_strided = storage_id(value) is not None and not value.is_inference()
-    return is_strided and value.nbytes <= _SMALL_BYTES
-
-
-def _read_content(kind: Any, value: Any) -> list[Any]:
-    """Return the content of an object as a list: with the same parts if it has not changed.
-
-    `kind`: a class of containers, generators, tensors or arrays, or `_SLOTS`. Methods that
-    subclasses of containers override are not called.
-    """
-    if kind in (dict, OrderedDict):
-        return [*kind.keys(value), *kind.values(value)]
-    if kind in _CONTAINERS:
-        return [*kind.__iter__(value)]
-    if kind is _SLOTS:
-        slots = {}
-        for name in _slots_of(type(value)):
-            with suppress(AttributeError):  # not set
-                slots[name] = object.__getattribute__(value, name)
-        return [*slots, *slots.values()]
-    if kind is np.ndarray:  # has no version
-        copied = _copies.get((id(value), 0))
-        if copied is None or copied.tobytes() != value.tobytes():
-            copied = _copies[id(value), 0] = value.copy()
-        return [copied]
-    if hasattr(value, "is_leaf"):  # a tensor
-        key = (id(value), version_of(value))
-        copied = _copies.get(key)
-        if copied is None:
-            copied = _copies[key] = value.detach().clone()
-        return [copied]
-    read = getattr(value, "get_state", None) or getattr(value, "getstate", None)
-    return [read() if read else getattr(value, "bit_generator", value).state]
-
-
-def _write_content(kind: Any, value: Any, content: list[Any]) -> None:
-    """Replace the content of an object by one that `_read_content` returned; `kind` as there."""
-    half = len(content) // 2
-    if kind is list:
-        list.__setitem__(value, slice(None), content)
-    elif kind in (deque, set):
-        kind.clear(value)
-        (deque.extend if kind is deque else set.update)(value, content)
-    elif kind in (dict, OrderedDict):
-        if not _are_same(list(kind.keys(value)), content[:half]):
-            kind.clear(value)
-        for key, part in zip(content[:half], content[half:], strict=True):
-            kind.__setitem__(value, key, part)
-    elif kind is _SLOTS:
-        for name in set(_slots_of(type(value))).difference(content[:half]):
-            with suppress(AttributeError):
-                object.__delattr__(value, name)
-        for name, part in zip(content[:half], content[half:], strict=True):
-            object.__setattr__(value, name, part)
-    elif kind is np.ndarray:
-        value[...] = content[0]
-    elif hasattr(value, "is_leaf"):
-        value.data.copy_(content[0])  # not a write for autograd, since it is undone
-        _copies[id(value), version_of(value)] = content[0]
-    else:
-        write = getattr(value, "set_state", None) or getattr(value, "setstate", None)
-        if write:
-            write(content[0])
-        else:
-            getattr(value, "bit_generator", value).state = content[0]
 
 
 class _Place(NamedTuple):

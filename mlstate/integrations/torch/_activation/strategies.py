@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...._common.set_module import set_module
 from .module_patterns import modules_named, refuse_overlap
-from .rng_and_buffers import Buffers, Contents, Surroundings, are_fake, refusal
+from .rng_and_buffers import Buffers, Surroundings, are_fake, refusal
 from .tensors import version_of
 
 if TYPE_CHECKING:
@@ -85,7 +85,6 @@ class _Forward:
             return checkpoint(run, *args, use_reentrant=False)
         versions = [version_of(leaf) for leaf in leaves]
         surroundings = Surroundings(self._block, self._buffers, leaves)
-        contents = Contents((args, tuple(kwargs.values())), leaves)
         is_first = True
 
         def run_again(*args: Any) -> Any:
@@ -104,7 +103,7 @@ class _Forward:
                     "forward pass or since: recomputation would not give the same; use "
                     "operations that are not in place",
                 )
-            with surroundings.restored(self.name, self._block), contents.restored():
+            with surroundings.restored(self.name, self._block):
                 return run(*args)
 
         # torch ends a recomputation early by an exception, which TorchScript replaces
