@@ -336,7 +336,7 @@ def interrupt_publisher(seed, root):
 def memory_of(array):
     """Return what `_common.arrays._memory_of` does; NumPy crashes there without memory."""
     address = ctypes.c_void_p.from_address(id(array) + 16).value  # PyArrayObject.data
-    return address, max(array.itemsize, 1), array.shape, array.strides
+    return arrays._Memory(address or 0, max(array.itemsize, 1), array.shape, array.strides)
 
 
 def exhaust_memory(seed, root):
