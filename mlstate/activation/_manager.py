@@ -221,6 +221,9 @@ class ActivationManager:
         such as running statistics are updated once. ``backward`` raises `MLStateError` if a
         parameter or buffer of a checkpointed block was changed after its forward pass. Each
         decision is a graph break for ``torch.compile``: compile the blocks, not the whole model.
+        Blocks must not change objects among their arguments, such as KV caches: a recomputation
+        would get the changed object, and gradients would be wrong (train with ``use_cache=False``).
+        A `Plan` gives each run a copy of them.
 
         Examples
         --------
