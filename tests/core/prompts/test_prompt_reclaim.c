@@ -84,20 +84,6 @@ TEST(compaction_leaves_out_damaged_records)
     mls_prompt_log_free(log);
 }
 
-/* Save the index, as a writer does now and then. */
-static bool save_index(mls_prompt_log *log)
-{
-    bool busy = true;
-    mls_code code = mls_prompt_lock(log, &busy, &status);
-    if (code == MLS_OK && !busy) {
-        mls_prompt_lock_state(log);
-        code = mls_prompt_index_save(log, &status);
-        mls_prompt_unlock_state(log);
-        mls_prompt_unlock(log);
-    }
-    return code == MLS_OK && !busy;
-}
-
 TEST(a_pin_and_a_compaction_after_the_index_keep_the_times_of_use)
 {
     size_t changed = 0;

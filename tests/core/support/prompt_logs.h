@@ -173,4 +173,18 @@ static inline void flip_byte(const char *path, size_t offset)
     CHECK(fclose(file) == 0);
 }
 
+/* Save the index, as a writer does now and then. Returns whether it succeeded. */
+static inline bool save_index(mls_prompt_log *log)
+{
+    bool busy = true;
+    mls_code code = mls_prompt_lock(log, &busy, &status);
+    if (code == MLS_OK && !busy) {
+        mls_prompt_lock_state(log);
+        code = mls_prompt_index_save(log, &status);
+        mls_prompt_unlock_state(log);
+        mls_prompt_unlock(log);
+    }
+    return code == MLS_OK && !busy;
+}
+
 #endif
