@@ -9,7 +9,7 @@ TEST(a_saved_index_replaces_the_scan)
     CHECK(put_blocks(log, 1, 4) == 4 && put_blocks(log, 2, 4) == 4);
     CHECK(mark_all(log, 1, MLS_PROMPT_PIN, &changed) && changed == 4);
     CHECK(mark_all(log, 2, MLS_PROMPT_DELETE, &changed) && changed == 4);
-    CHECK(save_index(log) && log->unindexed == 0);
+    CHECK(store_index(log) && log->unindexed == 0);
     CHECK(put_blocks(log, 3, 2) == 2); /* behind the index */
     mls_prompt_log_free(log);
     log = open_log();
@@ -24,7 +24,7 @@ TEST(a_saved_index_replaces_the_scan)
 TEST(a_damaged_index_is_ignored)
 {
     mls_prompt_log *log = open_log();
-    CHECK(put_blocks(log, 1, 3) == 3 && save_index(log));
+    CHECK(put_blocks(log, 1, 3) == 3 && store_index(log));
     mls_prompt_log_free(log);
     const size_t bytes = file_bytes(path_of("log/index"));
     for (size_t at = 0; at < bytes; at += EVERY(7)) {
@@ -60,7 +60,7 @@ TEST(a_forged_parent_of_a_later_entry_is_not_followed)
 {
     enum { ROW = 44, USED = 28, PARENT = 32 };
     mls_prompt_log *log = open_log();
-    CHECK(put_blocks(log, 1, 3) == 3 && save_index(log));
+    CHECK(put_blocks(log, 1, 3) == 3 && store_index(log));
     const mls_crc_kernels *crc = log->crc;
     mls_prompt_log_free(log);
     size_t bytes = 0;
@@ -84,7 +84,7 @@ TEST(a_forged_parent_of_a_later_entry_is_not_followed)
 TEST(hostile_entries_cannot_do_harm)
 {
     mls_prompt_log *log = open_log();
-    CHECK(put_blocks(log, 1, 8) == 8 && save_index(log));
+    CHECK(put_blocks(log, 1, 8) == 8 && store_index(log));
     const mls_crc_kernels *crc = log->crc;
     mls_prompt_log_free(log);
     size_t bytes = 0;
@@ -107,7 +107,7 @@ TEST(hostile_entries_cannot_do_harm)
 TEST(an_index_of_another_store_is_ignored)
 {
     mls_prompt_log *log = open_log();
-    CHECK(put_blocks(log, 1, 3) == 3 && save_index(log));
+    CHECK(put_blocks(log, 1, 3) == 3 && store_index(log));
     log->id[3] ^= 1;
     mls_prompt_log_clear(log);
     CHECK(!mls_prompt_index_load(log) && log->index.count == 0);

@@ -94,7 +94,7 @@ TEST(a_pin_and_a_compaction_after_the_index_keep_the_times_of_use)
     }
     CHECK(stored_tokens(log, 7) == 32 && stored_tokens(log, 1) == 32); /* used last */
     (void)prune(log, 3150000);
-    CHECK(save_index(log));
+    CHECK(store_index(log));
     CHECK(mark_all(log, 8, MLS_PROMPT_PIN, &changed) && changed == 8);
     for (uint32_t i = 0; i < 3; i++) { /* their segments are compacted */
         const uint32_t deleted[] = {9, 10, 6};

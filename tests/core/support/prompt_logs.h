@@ -174,7 +174,7 @@ static inline void flip_byte(const char *path, size_t offset)
 }
 
 /* Save the index, as a writer does now and then. Returns whether it succeeded. */
-static inline bool save_index(mls_prompt_log *log)
+static inline bool store_index(mls_prompt_log *log)
 {
     bool busy = true;
     mls_code code = mls_prompt_lock(log, &busy, &status);
