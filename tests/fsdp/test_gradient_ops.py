@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.mark.parametrize("shape", [(2,), (1, 2), (2, 2, 1)])
-def test_a_gradient_of_another_shape_is_refused_on_a_device_and_nothing_is_added(shape):
+def test_device_gradient_of_another_shape_is_refused_before_it_is_added(shape):
     host, device = torch.zeros(2), torch.zeros(2, 2, device="meta")
     gradients = {"host": torch.ones(2), "device": torch.zeros(shape, device="meta")}
     with pytest.raises(CompatibilityError, match="'device': a gradient of shape"):

@@ -59,7 +59,7 @@ typedef struct json_parser {
     mls_json_node checked; /* the last object without a duplicate key, or MLS_JSON_NONE */
     mls_json_node guess;   /* its member whose key may come next, or MLS_JSON_NONE */
     bool keys_match;       /* so far the open object has the keys of `checked` */
-    bool has_escape;       /* a key contained an escape: keys are no longer guessed */
+    bool has_escape;       /* a key contained an escape, so keys are not guessed */
     uint32_t *scratch;     /* memory for sorting members */
     size_t scratch_room;
 } json_parser;
