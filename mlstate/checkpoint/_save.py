@@ -201,8 +201,8 @@ def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any
     value has the module's entries that are not tensors, {} for other models, and the metadata that
     torch keeps for modules, {} if `model` carries none.
     """
-    # only a ``state_dict()`` of torch carries metadata
-    others: Any = ({}, metadata_of(model) if hasattr(model, "_metadata") else {})
+    carried = getattr(model, "_metadata", None)  # only a ``state_dict()`` of torch has it
+    others: Any = ({}, {} if carried is None else metadata_of(carried))
     module = model if is_module(model) else None
     if is_optimizer(optimizer):
         states, keywords = backend_of(optimizer, CheckpointBackend).saved_optimizer(

@@ -216,7 +216,10 @@ def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
                 tensors, *others = backend_of(value, CheckpointBackend).saved_module(value, ranks)
                 flat: Any = StateDict(tensors)
             else:
-                flat, others = _flat_state(value, modules, ranks), ({}, metadata_of(value))
+                flat, others = (
+                    _flat_state(value, modules, ranks),
+                    ({}, metadata_of(getattr(value, "_metadata", None))),
+                )
         except (TypeError, ValueError) as error:
             error.args = (f"{where}: {error}",)
             raise

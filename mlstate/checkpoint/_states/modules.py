@@ -81,12 +81,12 @@ def encode_entries(entries: Mapping[str, Any], metadata: Mapping[str, Any], wher
     return encode({"entries": dict(entries), "metadata": dict(metadata)}, where, exact=True)
 
 
-def metadata_of(state: object) -> dict[str, dict[str, Any]]:
-    """Return the metadata of modules in a ``state_dict()`` of torch, by module; {} if it has none.
+def metadata_of(carried: object) -> dict[str, dict[str, Any]]:
+    """Return the metadata of modules, by module, of the ``_metadata`` that a state carries.
 
-    Modules of version 1 without more metadata, as nearly all are, are left out.
+    {} for None or another object, of a state that is not torch's. Modules of version 1 without
+    more metadata, as nearly all are, are left out.
     """
-    carried = getattr(state, "_metadata", None)
     if not isinstance(carried, dict):
         return {}
     return {
