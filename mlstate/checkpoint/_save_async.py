@@ -29,7 +29,7 @@ from ..errors import StoreError
 from ._commit import write_and_commit
 from ._options import SAVE_DEFAULTS, complete_save_options, show_options
 from ._save import check_target, gather_shards, is_on_device, take_content
-from ._staging import OwnStaging, Staging
+from ._staging import staging_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ._checkpoint import Checkpoint
     from ._options import SaveOptions
     from ._save import GatheredShards, SaveContent, SaveTarget
+    from ._staging import Staging
 
 _APART = 1e-3  # seconds: waits with a smaller gap are merged
 _groups: dict[int, SaveJob] = {}  # running saves of several ranks, by the id of their group
@@ -136,7 +137,8 @@ class SaveJob:
         # it can split the methods of a Condition, which then stays locked.
         self.guard = threading.RLock()
         self.wake_locks: deque[Any] = deque()  # one for each waiting thread; released on a change
-        self.begun = self.staged = self.ended = False
+        self.starting = threading.Lock()  # held by the call that starts the job
+        self.started = self.begun = self.staged = self.ended = False
         # `asked`: an error needs no report, as a call raised it; `abandoned`: the handle is gone
         self.cancelled = self.asked = self.abandoned = False
         self.bytes_done = 0
@@ -179,16 +181,20 @@ class SaveJob:
     def give_up(self) -> None:
         """Stop a save whose handle did not reach the caller, for example after an interrupt.
 
-        A save that has begun without a group is waited for; one with a group continues.
+        A save that runs in its thread without a group is waited for; one with a group continues.
         """
         self.cancelled = self.asked = True
         with self.guard:
-            begun, self.begun = self.begun, True
-        if not begun:
-            self.end(None, self.cancellation())
-        elif self.target.group is None:  # with a group, waiting could depend on other ranks
+            if not self.ended and (not self.begun or self.thread.ident is None):
+                self.end(None, self.cancellation())
+        if self.thread is not None and self.target.group is None:  # no other rank is needed
             self.reached("ended")
             self.join()
+
+    def end_if_lost(self) -> None:
+        """End a save that will never run, as interrupts stopped its start and its `give_up`."""
+        if not self.starting.locked() and not self.started:
+            self.give_up()
 
     # -- this rank's shards
 
@@ -236,8 +242,8 @@ class SaveJob:
     def end(self, result: Checkpoint | None, error: BaseException | None) -> None:
         """Record result or error, release all references and memory, and wake waiting threads.
 
-        Called once: where the save ran, or by `give_up` if it never began. An error is printed here
-        if the handle is gone and no call has raised it.
+        Called where the save ran, or by `give_up` if it never began; an interrupted call is
+        repeated. An error is printed here if the handle is gone and no call has raised it.
         """
         if _groups.get(id(self.target.group)) is self:
             del _groups[id(self.target.group)]
@@ -248,7 +254,7 @@ class SaveJob:
             self.bytes_done = self.bytes_total if error is None else self.bytes_done
             self.ended_at = time.perf_counter()
             self.staged_at = self.staged_at or self.ended_at
-            self.staged = self.ended = True
+            self.begun = self.staged = self.ended = True
             must_report = error is not None and self.abandoned and not self.asked
         self.wake_waiters()
         if must_report:
@@ -669,6 +675,7 @@ class SaveHandle:
         job = self._job
         if job.pid != os.getpid():
             return
+        job.end_if_lost()
         job.reached("ended")
         if not job.asked:
             job.wait_for("ended", None)
@@ -728,7 +735,10 @@ class SaveHandle:
 def _reserve_group(job: SaveJob) -> None:
     """Reserve the group for this save: messages of two saves would mix."""
     group = job.target.group
-    if group is not None and _groups.setdefault(id(group), job) is not job:
+    if group is None:
+        return
+    _groups.get(id(group), job).end_if_lost()
+    if _groups.setdefault(id(group), job) is not job:
         raise ValueError("another save uses this group: wait for it, or pass a separate group")
 
 
@@ -760,15 +770,6 @@ def _event(device: Any) -> Any:
     return module.current_stream(device).record_event()
 
 
-def staging_of(staging: object) -> Staging:
-    """Return the argument `staging`; if it is None, memory for one save."""
-    if staging is None:
-        return OwnStaging(keeps_memory=False)
-    if not isinstance(staging, Staging):
-        raise TypeError(f"staging must be a Staging, got {type(staging).__name__}")
-    return staging
-
-
 def start_job(job: SaveJob, devices: list[object], *, until_staged: bool = False) -> SaveHandle:
     """Start a job, and return its handle; with `until_staged`, after the state may change.
 
@@ -778,23 +779,25 @@ def start_job(job: SaveJob, devices: list[object], *, until_staged: bool = False
     """
     if job.target.group is None and not devices:
         job.gather()  # raises errors about the arrays here instead of in the thread
-    try:
-        _reserve_group(job)
-        job.staging._begin(job)
-        job.ready = [event for event in map(_event, devices) if event is not None]
-        handle = SaveHandle(job)
-        if job.target.started is not None:
-            job.target.started(handle)
-        job.start()
-        if until_staged:
-            job.reached("staged")
-        now = time.perf_counter()
-        with job.guard:
-            add_wait(job.waits, job.began, now)
-        return handle
-    except BaseException:
-        job.give_up()
-        raise
+    with job.starting:
+        try:
+            _reserve_group(job)
+            job.staging._begin(job)
+            job.ready = [event for event in map(_event, devices) if event is not None]
+            handle = SaveHandle(job)
+            if job.target.started is not None:
+                job.target.started(handle)
+            job.start()
+            job.started = True
+            if until_staged:
+                job.reached("staged")
+            now = time.perf_counter()
+            with job.guard:
+                add_wait(job.waits, job.began, now)
+            return handle
+        except BaseException:
+            job.give_up()
+            raise
 
 
 @show_options(SAVE_DEFAULTS)

@@ -7,12 +7,15 @@ The core makes the copies. This module keeps the memory from one save to the nex
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import _core
 from .._common.arguments import check_int
+
+if TYPE_CHECKING:
+    from ._save_async import SaveJob
 
 _NO_MEMORY = np.empty(0, np.uint8)  # created here, because freeing memory must not allocate
 
@@ -55,7 +58,7 @@ class Staging:
     def __init__(self, nbytes: int) -> None:
         """Allocate `nbytes` of staging memory and touch its pages, so that no save has to."""
         nbytes = check_int("nbytes", nbytes, 0, sys.maxsize)
-        self._users: dict[str, object] = {}  # "save": the one that uses the memory, if any
+        self._users: dict[str, SaveJob] = {}  # "save": the one that uses the memory, if any
         self._memory = np.empty(nbytes, np.uint8)
         _core.memory_touch(self._memory)
 
@@ -67,12 +70,13 @@ class Staging:
     def __repr__(self) -> str:
         return f"Staging({self.nbytes})"
 
-    def _begin(self, user: object) -> None:
+    def _begin(self, user: SaveJob) -> None:
         """Reserve the memory for the save `user` until `_end`; raise ValueError if it is in use."""
+        self._users.get("save", user).end_if_lost()
         if self._users.setdefault("save", user) is not user:  # atomic: one thread gets it
             raise ValueError("this Staging is in use by another save: wait for that one first")
 
-    def _end(self, user: object) -> None:
+    def _end(self, user: SaveJob) -> None:
         """End the use by a save; do nothing if another save uses the memory."""
         if self._users.get("save") is user:
             self._free()
@@ -106,3 +110,12 @@ class OwnStaging(Staging):
             self._memory = _NO_MEMORY  # free first, so that both never exist together
             self._memory = np.empty(nbytes, np.uint8)
         return self._memory
+
+
+def staging_of(staging: object) -> Staging:
+    """Return the argument `staging`; if it is None, memory for one save."""
+    if staging is None:
+        return OwnStaging(keeps_memory=False)
+    if not isinstance(staging, Staging):
+        raise TypeError(f"staging must be a Staging, got {type(staging).__name__}")
+    return staging

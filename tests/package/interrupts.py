@@ -8,6 +8,7 @@ Each case runs in its own process, whose descriptors and threads are counted, an
 of the test. The output is one line of JSON. `MOST` is the number of lines to try (0: all).
 """
 
+import _thread
 import ast
 import faulthandler
 import functools
@@ -558,7 +559,7 @@ def descriptors():
 def threads_end():
     """Wait until only this thread runs."""
     end = time.monotonic() + SECONDS
-    while len(threading.enumerate()) > 1 and time.monotonic() < end:
+    while _thread._count() > 0 and time.monotonic() < end:  # also threads that begin to run
         time.sleep(0.001)
     assert len(threading.enumerate()) == 1, threading.enumerate()
 
@@ -646,11 +647,16 @@ def run_signalled(case, folder, delay, later=()):
             came = True
             case.kept = error
             signal.setitimer(signal.ITIMER_REAL, 0)
+        pending.clear()
     except KeyboardInterrupt as error:  # the next one came here
         case.kept = error
-    signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    return came
+    while True:
+        try:
+            signal.signal(signal.SIGALRM, signal.SIG_IGN)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:  # the last one came here
+            continue
+        return came
 
 
 def run_timed(case, folder):

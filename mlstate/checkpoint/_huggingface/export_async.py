@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from ..._common.local_path import local_folder
 from ...collectives._arguments import optional_group
 from .._checkpoint import inspect
-from .._save_async import SaveJob, devices_of, refuse_default_group, staging_of, start_job
+from .._save_async import SaveJob, devices_of, refuse_default_group, start_job
+from .._staging import staging_of
 from .export import MAX_SHARD_BYTES, gather_parts, raise_together, take_export, write_folder
 
 if TYPE_CHECKING:

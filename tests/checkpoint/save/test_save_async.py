@@ -29,7 +29,7 @@ from mlstate.checkpoint import (
     inspect,
     save_async,
 )
-from mlstate.collectives import LocalGroup
+from mlstate.collectives import LocalGroup, SingleGroup
 
 SECONDS = 20
 pytestmark = [
@@ -470,6 +470,66 @@ def test_ctrl_c_ends_the_waiting_and_not_the_save(path, paused):
     assert not handle.done()
     paused.set()
     assert handle.wait().load().model["w"].sum() == 3
+
+
+def interrupt_once(monkeypatch, method):
+    """Let the next call of a method of `SaveJob` raise KeyboardInterrupt."""
+    true = getattr(_save_async.SaveJob, method)
+
+    def interrupt(*_):
+        monkeypatch.setattr(_save_async.SaveJob, method, true)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_save_async.SaveJob, method, interrupt)
+
+
+@pytest.fixture(params=["give_up", "end", "cancellation"])
+def lost_start(request, monkeypatch):
+    """One interrupt stops the start of the next save; the other, its clean-up."""
+    interrupt_once(monkeypatch, "start")
+    interrupt_once(monkeypatch, request.param)
+
+
+def test_a_manager_saves_after_a_lost_start(path, lost_start):
+    with CheckpointManager(path) as manager:
+        with pytest.raises(KeyboardInterrupt):
+            manager.save_async(1, {"w": np.ones(3)})
+        manager.save_async(2, {"w": np.ones(3)})
+    assert manager.steps() == [2]
+
+
+def test_staging_memory_is_free_after_a_lost_start(path, lost_start):
+    staging = Staging(24)
+    with pytest.raises(KeyboardInterrupt):
+        save_async(path, {"w": np.ones(3)}, staging=staging)
+    save_async(path, {"w": np.full(3, 2.0)}, staging=staging).wait(SECONDS)
+    assert mlstate.load(path).model["w"].sum() == 6
+
+
+def test_a_group_is_free_after_a_lost_start(path, lost_start):
+    group = SingleGroup()
+    with pytest.raises(KeyboardInterrupt):
+        save_async(path, {"w": np.ones(3)}, group=group)
+    save_async(path, {"w": np.full(3, 2.0)}, group=group).wait(SECONDS)
+    assert mlstate.load(path).model["w"].sum() == 6
+
+
+@pytest.mark.parametrize("method", ["end", "give_up"])
+def test_a_lost_save_without_a_thread_ends(path, monkeypatch, method):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    with CheckpointManager(path) as manager:
+        with monkeypatch.context() as context:
+            context.setattr(threading.Thread, "start", refuse)
+            interrupt_once(context, "work")
+            interrupt_once(context, method)
+            with contextlib.suppress(KeyboardInterrupt):
+                manager.save_async(1, {"w": np.ones(3)})
+        with contextlib.suppress(KeyboardInterrupt):  # the interrupt may be the save's error
+            manager.save_async(2, {"w": np.ones(3)})
+        manager.save_async(2, {"w": np.ones(3)})
+    assert manager.steps() == [2]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
