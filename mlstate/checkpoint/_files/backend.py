@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from .parts import Parts, Selection
 
 
-class FileBackend(Protocol):
-    """Reading and writing of files of torch and of distributed checkpoints."""
+class PtBackend(Protocol):
+    """Reading and writing of files of ``torch.save``."""
 
     def read_pt(self, path: Path) -> Parts:
         """Return the content of a ``torch.save`` file without running code from it."""
@@ -37,6 +37,10 @@ class FileBackend(Protocol):
 
     def write_tree(self, tree: Any, file: IO[bytes]) -> None:
         """Write any value with ``torch.save``."""
+
+
+class DcpBackend(Protocol):
+    """Reading and writing of directories of torch.distributed.checkpoint."""
 
     def read_dcp(self, path: Path, selection: Selection) -> Parts:
         """Read a checkpoint of torch.distributed.checkpoint, written by any number of ranks."""

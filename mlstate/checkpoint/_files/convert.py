@@ -60,7 +60,7 @@ from .._folder.weight_names import is_index
 from .._states.modules import is_entries, split_entries
 from .._store.checkpoint_files import CheckpointFiles, FolderContent
 from .._store.open_path import is_url, open_folder, refuse_existing, refuse_file_name
-from .backend import FileBackend
+from .backend import DcpBackend, PtBackend
 from .lightning import (
     SUFFIX,
     checkpoint_of,
@@ -254,7 +254,7 @@ def read_any(
                 require_unchanged(str(place))
         if name == "dcp":
             assert isinstance(place, Path)
-            parts = torch_backend("files of torch", FileBackend).read_dcp(place, chosen)
+            parts = torch_backend("files of torch", DcpBackend).read_dcp(place, chosen)
         elif name == "torch_checkpointing":
             parts = read_entries(_folder_of(place), chosen)
         else:
@@ -670,19 +670,19 @@ def _write_huggingface(target: Target, parts: Parts) -> None:
 
 
 def _read_torch(path: Path) -> Parts:
-    return torch_backend("files of torch", FileBackend).read_pt(path)
+    return torch_backend("files of torch", PtBackend).read_pt(path)
 
 
 def _write_torch(target: Target, parts: Parts) -> None:
-    torch_backend("files of torch", FileBackend).write_pt(target, parts)
+    torch_backend("files of torch", PtBackend).write_pt(target, parts)
 
 
 def _read_dcp(path: Path) -> Parts:
-    return torch_backend("files of torch", FileBackend).read_dcp(path, Selection())
+    return torch_backend("files of torch", DcpBackend).read_dcp(path, Selection())
 
 
 def _write_dcp(target: Target, parts: Parts) -> None:
-    torch_backend("files of torch", FileBackend).write_dcp(target, parts)
+    torch_backend("files of torch", DcpBackend).write_dcp(target, parts)
 
 
 def _read_entries(path: Path) -> Parts:

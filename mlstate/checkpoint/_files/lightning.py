@@ -18,7 +18,7 @@ from ..._common.atomic_file import replacing
 from ..._common.backend import torch_backend
 from ...errors import CheckpointWarning, CompatibilityError
 from .._states.generators import library_of
-from .backend import FileBackend
+from .backend import PtBackend
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -126,7 +126,7 @@ def read_ckpt(path: Path) -> dict[str, Any]:
 
     Raises CompatibilityError if it has no ``state_dict``.
     """
-    checkpoint = torch_backend("files of Lightning", FileBackend).read_tree(path)
+    checkpoint = torch_backend("files of Lightning", PtBackend).read_tree(path)
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise CompatibilityError(f"{path} holds no checkpoint of Lightning: it has no 'state_dict'")
     return checkpoint
@@ -134,7 +134,7 @@ def read_ckpt(path: Path) -> dict[str, Any]:
 
 def write_ckpt(target: Target, checkpoint: dict[str, object]) -> None:
     """Write a ``.ckpt`` file that Lightning loads without mlstate, atomically."""
-    backend = torch_backend("files of Lightning", FileBackend)
+    backend = torch_backend("files of Lightning", PtBackend)
     with replacing(target.path, target) as file:
         backend.write_tree(checkpoint, file)
 

@@ -25,7 +25,7 @@ from .._store.weight_files import (
     parse_index,
     warn_of_differences,
 )
-from .backend import FileBackend
+from .backend import PtBackend
 
 if TYPE_CHECKING:
     from .._folder.protocol import Folder
@@ -58,7 +58,7 @@ def read_torch_weights(folder: Folder, root: str) -> StateDict:
     missing = tuple(name for name in weights.files if infos[name] is None)
     if missing:
         raise weights._replace(missing=missing).missing_error(folder)
-    backend = torch_backend("files of torch", FileBackend)
+    backend = torch_backend("files of torch", PtBackend)
     state: dict[str, Any] = {}
     files_by_name: dict[str, str] = {}
     copies: set[tuple[str, str]] = set()  # name and file of tensors that an earlier file has too
@@ -115,7 +115,7 @@ def read_entries(folder: Folder, selection: Selection) -> Parts:
     `selection`: entries that it leaves out are not read. Raises CompatibilityError if a rank's file
     is missing, or if ranks have different values other than parts of DTensors.
     """
-    backend = torch_backend("files of torch", FileBackend)
+    backend = torch_backend("files of torch", PtBackend)
     path = Path(folder.path)
     entries = entry_files(folder)
     ranks = range(max(len(files) for files in entries.values()))

@@ -10,11 +10,12 @@ BACKENDS: Mapping[str, str] = {
     for protocol, module in {
         "ActivationBackend": "_activation",
         "CheckpointBackend": "_checkpoint.load_targets",
+        "DcpBackend": "_checkpoint.dcp",
         "DeltaBackend": "_tensors.delta",
-        "FileBackend": "_checkpoint.files",
         "GradientBackend": "_gradients",
         "GroupBackend": "_collectives.wrapped_groups",
         "KVBackend": "_tensors.kv",
+        "PtBackend": "_checkpoint.pt_file",
         "ShardBackend": "_checkpoint.dtensor_shards",
         "StateBackend": "_checkpoint.states",
         "TensorBackend": "_tensors",
@@ -29,7 +30,7 @@ if TYPE_CHECKING:  # mypy compares each module with its Protocol
     from ..._sharding.backend import ShardBackend
     from ...activation._backend import ActivationBackend
     from ...checkpoint._backend import CheckpointBackend
-    from ...checkpoint._files.backend import FileBackend
+    from ...checkpoint._files.backend import DcpBackend, PtBackend
     from ...checkpoint._tiers.backend import TierBackend
     from ...collectives._backend import GroupBackend
     from ...follow._delta import DeltaBackend
@@ -37,7 +38,7 @@ if TYPE_CHECKING:  # mypy compares each module with its Protocol
     from ...kv._move import KVBackend
     from ...state._backend import StateBackend
     from . import _activation, _gradients, _tensors
-    from ._checkpoint import dtensor_shards, files, load_targets, states, tiers
+    from ._checkpoint import dcp, dtensor_shards, load_targets, pt_file, states, tiers
     from ._collectives import wrapped_groups
     from ._tensors import delta as deltas
     from ._tensors import kv
@@ -45,7 +46,8 @@ if TYPE_CHECKING:  # mypy compares each module with its Protocol
     activation: ActivationBackend = _activation
     checkpoint: CheckpointBackend = load_targets
     delta: DeltaBackend = deltas
-    file: FileBackend = files
+    directory: DcpBackend = dcp
+    file: PtBackend = pt_file
     gradient: GradientBackend = _gradients
     group: GroupBackend = wrapped_groups
     cache: KVBackend = kv

@@ -1,22 +1,33 @@
-"""torch's reader of distributed checkpoints, restricted so that it cannot run code from files.
+"""Directories of torch.distributed.checkpoint, read without running their code.
 
 torch reads ``.metadata`` and all plain values with pickle. Here both can only create objects of
-the classes that such checkpoints consist of.
+the classes that such checkpoints consist of. The tree in a directory is as in `pt_file`.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
+import warnings
+from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
+from .... import _core
+from ...._common.atomic_file import new_path
 from ...._common.regular_file import open_regular
 from ....errors import FormatError
+from .file_parts import Choice, choose_keys, format_error, parts_of, record_empty, restore_empty
+from .pt_file import first_line, harmless_globals, read_tree, tree_of
 
 if TYPE_CHECKING:
-    import os
     from collections.abc import Callable
 
+    from ...._common.atomic_file import Target
+    from ....checkpoint._files.parts import Parts, Selection
+
+# Lightning stores the entries other than model and optimizers in this file of the folder.
+_LIGHTNING_REST = "meta.pt"
 _CHECKPOINT = "torch.distributed.checkpoint"
 # Classes allowed in `.metadata`, in addition to torch.distributed.checkpoint.metadata.
 _ALLOWED = {
@@ -27,6 +38,78 @@ _ALLOWED = {
     *(("pathlib", name) for name in ("Path", "PosixPath", "PurePath", "PurePosixPath")),
     *(("pathlib._local", name) for name in ("Path", "PosixPath")),
 }
+
+
+def read_dcp(path: Path, selection: Selection) -> Parts:
+    """Read a checkpoint of torch.distributed.checkpoint, written by any number of ranks.
+
+    `path`: its directory. Entries that are not in `selection` are not read. No code from the files
+    is run. Raises FormatError for damage, and OSError as it is.
+    """
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    tree: dict[str, Any] = {}
+    choices: list[Choice] = []
+
+    def choose(paths: dict[str, tuple[Any, ...]]) -> set[str]:
+        choices.append(choose_keys(paths, selection))
+        return choices[-1].keys
+
+    reader = _Reader(path, choose)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that there is only one process
+            _load_state_dict(tree, storage_reader=reader, planner=_planner(), no_dist=True)
+    except FormatError as error:
+        error.path = str(path)
+        raise
+    except OSError:
+        raise
+    except BaseException as error:
+        # torch collects errors in a class that does not derive from Exception: its `failures` have
+        # (exception, traceback) by rank
+        if not (isinstance(error, Exception) or hasattr(error, "failures")):
+            raise
+        failure = next(iter(getattr(error, "failures", {}).values()), error)
+        cause = failure[0] if isinstance(failure, tuple) else failure
+        if isinstance(cause, OSError):
+            raise cause from None
+        if isinstance(cause, FormatError):
+            cause.path = str(path)
+            raise cause from None
+        raise format_error(path, f"torch cannot read it: {first_line(cause)}") from None
+    restore_empty(tree, path)
+    entries = choices[-1].complete(tree)
+    rest = path / _LIGHTNING_REST
+    if os.path.lexists(rest):
+        others = read_tree(rest)
+        entries = {**others, **entries} if isinstance(others, Mapping) else entries
+    return parts_of(entries, path)
+
+
+def write_dcp(target: Target, parts: Parts) -> None:
+    """Write a directory that torch.distributed.checkpoint reads, in place of an old one.
+
+    `parts`: those that are None are left out, and `read_dcp` restores those that are empty. Raises
+    ValueError if `target` exists and is not such a checkpoint.
+    """
+    import torch.distributed.checkpoint as dcp
+
+    tree = tree_of(parts)
+    record_empty(tree)
+    if not (target.is_vacant or os.path.isfile(os.path.join(target.path, ".metadata"))):
+        raise ValueError(
+            f"{target.path}: exists already and is not a torch checkpoint; delete it first: a "
+            "torch checkpoint needs a new directory"
+        )
+    with new_path(target) as temporary:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that there is only one process
+            dcp.save(tree, checkpoint_id=temporary, no_dist=True)  # type: ignore[attr-defined]
+        _core.folder_sync(temporary)
+
+
+# ---- the restricted reader ----
 
 
 class _Unpickler(pickle.Unpickler):
@@ -114,7 +197,7 @@ def _paths_of(metadata: Any) -> dict[str, tuple[Any, ...]]:
     return paths
 
 
-def Reader(path: str | os.PathLike[str], choose: Callable[[Any], set[str]]) -> Any:  # noqa: N802
+def _Reader(path: str | os.PathLike[str], choose: Callable[[Any], set[str]]) -> Any:  # noqa: N802
     """Return torch's reader of a directory, with restricted pickles.
 
     `choose`: called with the paths of all keys in the tree; returns the keys to read.
@@ -154,7 +237,7 @@ def Reader(path: str | os.PathLike[str], choose: Callable[[Any], set[str]]) -> A
     return RestrictedReader()
 
 
-def planner() -> Any:
+def _planner() -> Any:
     """Return a plan for torch's loader: it loads all that the reader lists.
 
     Values other than tensors and plain ones raise FormatError.
@@ -162,8 +245,6 @@ def planner() -> Any:
     import torch
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
-
-    from .files import harmless_globals
 
     class RestrictedPlanner(_EmptyStateDictLoadPlanner):
         def load_bytes(self, read_item: Any, value: Any) -> None:

@@ -35,16 +35,11 @@ from .optimizer import (
     refuse_unfit,
     unpack_state,
 )
-from .optimizer_contract import (
-    NOT_VALUES,
-    check_contract,
-    has_own_loader,
-    tensor_of,
-    torch_form,
-)
+from .optimizer_contract import check_contract, has_own_loader, torch_form
 from .optimizer_contract import has_standard_state_dict as has_standard_state_dict
 from .optimizer_groups import Scope, match_groups, set_state
 from .optimizer_slots import ParameterSlot, parameter_slots
+from .optimizer_values import NOT_VALUES, tensor_of
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -15,18 +15,18 @@ from ....checkpoint._states.tree import packed, unpacked
 from ....errors import CompatibilityError
 from ....state._compatibility import join, rename_hint
 from .._tensors.state import arrays_of, clusters, sharable, tensors_of
-from .optimizer_contract import (
+from .optimizer_contract import check_contract
+from .optimizer_groups import match_groups
+from .optimizer_values import (
     EXACT,
     NOT_VALUES,
     NUMBERS,
     PACKED,
-    check_contract,
     check_restorable,
     decode_value,
     encode_value,
     tensor_of,
 )
-from .optimizer_groups import match_groups
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

@@ -11,7 +11,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....errors import CheckpointWarning, CompatibilityError
-from .optimizer_contract import EXACT, NOT_VALUES, as_json, decode_value, has_own_loader, quoted
+from .optimizer_contract import has_own_loader
+from .optimizer_values import EXACT, NOT_VALUES, as_json, decode_value, quoted
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

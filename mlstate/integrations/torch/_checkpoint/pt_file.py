@@ -1,14 +1,13 @@
-"""Files of torch: ``torch.save`` files, and directories of torch.distributed.checkpoint.
+"""Files of ``torch.save`` (``.pt``, ``.pth``, ``.bin``), read without running their code.
 
-Both contain a tree of dicts: a plain state dict, or a dict with a model, an optimizer in the form
-of ``optimizer.state_dict()``, and plain values. This module writes only tensors and plain values,
-so that torch can read the files without mlstate.
+A file contains a tree of dicts: a plain state dict, or a dict with a model, an optimizer in the
+form of ``optimizer.state_dict()``, and plain values. This module writes only tensors and plain
+values, so that torch can read the files without mlstate.
 """
 
 from __future__ import annotations
 
 import errno
-import os
 import struct
 import warnings
 from collections import Counter, OrderedDict
@@ -18,30 +17,24 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from .... import _core
-from ...._common.atomic_file import Target, new_path, replacing
+from ...._common.atomic_file import Target, replacing
 from ...._common.regular_file import open_regular
 from ....checkpoint._files.parts import Parts, is_flat
 from ....checkpoint._states.modules import split_entries
-from ....errors import CompatibilityError, FormatError
+from ....errors import CompatibilityError
 from ....state._compatibility import join
 from ....state._kind import describe
 from ....state._optimizer_state import OptimizerStateDict
 from .._tensors.state import tensors_of
-from .file_parts import RECORD, Choice, choose_keys, format_error, record_empty, restore_empty
+from .file_parts import RECORD, format_error
 from .file_parts import parts_of as parts_of
 from .optimizer import number_states, packed_states, unpack_state
-from .optimizer_contract import NOT_VALUES, decode_value
+from .optimizer_values import NOT_VALUES, decode_value
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
-
-    from ....checkpoint._files.parts import Selection
-
-# Lightning stores the entries other than model and optimizers in this file of the folder.
-_LIGHTNING_REST = "meta.pt"
 
 
 # ---- states to trees ----
@@ -322,10 +315,10 @@ def _load_pickle(path: Path, *, maps: bool) -> Any:
             raise
         raise format_error(path, "torch cannot read it: it ends too early") from None
     except _DAMAGE as error:
-        raise format_error(path, f"torch cannot read it: {_first_line(error)}") from None
+        raise format_error(path, f"torch cannot read it: {first_line(error)}") from None
 
 
-def _first_line(error: object) -> str:
+def first_line(error: object) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
 
@@ -339,7 +332,7 @@ def _describe_refusal(text: str) -> str:
 
     match = re.search(r"GLOBAL ([\w.]+)", text)
     if match is None:
-        return f"torch cannot read it: {_first_line(text)}"
+        return f"torch cannot read it: {first_line(text)}"
     return (
         f"holds a {match[1]}, which is neither a tensor nor a plain value: save the tensors alone, "
         "or, if you trust who made the file, load it with weights_only=False and save its "
@@ -356,77 +349,3 @@ def write_pt(target: Target, parts: Parts) -> None:
     tree = tree_of(parts)
     with replacing(target.path, target) as file:
         write_tree(tree, file)
-
-
-# ---- directories of torch.distributed.checkpoint ----
-
-
-def read_dcp(path: Path, selection: Selection) -> Parts:
-    """Read a checkpoint of torch.distributed.checkpoint, written by any number of ranks.
-
-    `path`: its directory. Entries that are not in `selection` are not read. No code from the files
-    is run. Raises FormatError for damage, and OSError as it is.
-    """
-    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
-
-    from .dcp import Reader, planner
-
-    tree: dict[str, Any] = {}
-    choices: list[Choice] = []
-
-    def choose(paths: dict[str, tuple[Any, ...]]) -> set[str]:
-        choices.append(choose_keys(paths, selection))
-        return choices[-1].keys
-
-    reader = Reader(path, choose)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that there is only one process
-            _load_state_dict(tree, storage_reader=reader, planner=planner(), no_dist=True)
-    except FormatError as error:
-        error.path = str(path)
-        raise
-    except OSError:
-        raise
-    except BaseException as error:
-        # torch collects errors in a class that does not derive from Exception: its `failures` have
-        # (exception, traceback) by rank
-        if not (isinstance(error, Exception) or hasattr(error, "failures")):
-            raise
-        failure = next(iter(getattr(error, "failures", {}).values()), error)
-        cause = failure[0] if isinstance(failure, tuple) else failure
-        if isinstance(cause, OSError):
-            raise cause from None
-        if isinstance(cause, FormatError):
-            cause.path = str(path)
-            raise cause from None
-        raise format_error(path, f"torch cannot read it: {_first_line(cause)}") from None
-    restore_empty(tree, path)
-    entries = choices[-1].complete(tree)
-    rest = path / _LIGHTNING_REST
-    if os.path.lexists(rest):
-        others = read_tree(rest)
-        entries = {**others, **entries} if isinstance(others, Mapping) else entries
-    return parts_of(entries, path)
-
-
-def write_dcp(target: Target, parts: Parts) -> None:
-    """Write a directory that torch.distributed.checkpoint reads, in place of an old one.
-
-    `parts`: those that are None are left out, and `read_dcp` restores those that are empty. Raises
-    ValueError if `target` exists and is not such a checkpoint.
-    """
-    import torch.distributed.checkpoint as dcp
-
-    tree = tree_of(parts)
-    record_empty(tree)
-    if not (target.is_vacant or os.path.isfile(os.path.join(target.path, ".metadata"))):
-        raise ValueError(
-            f"{target.path}: exists already and is not a torch checkpoint; delete it first: a "
-            "torch checkpoint needs a new directory"
-        )
-    with new_path(target) as temporary:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns that there is only one process
-            dcp.save(tree, checkpoint_id=temporary, no_dist=True)  # type: ignore[attr-defined]
-        _core.folder_sync(temporary)

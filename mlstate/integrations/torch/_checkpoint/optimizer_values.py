@@ -1,0 +1,151 @@
+"""Values of the groups of torch optimizers: their JSON form in a checkpoint, and comparison.
+
+A JSON list in a group is a tuple. Values that JSON cannot hold are objects with ``"$": "tree"``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...._common.dtypes import name_of, numpy_dtype
+from ...._sharding.layout import Shard
+from ....checkpoint._states.tree import Decoder, encode, malformed, whole_arrays
+from ....state._compatibility import join
+from .._tensors.state import tensors_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+    from ...._types import Array
+
+# Keys in a group of a checkpoint: names of states that were Python numbers, which files store as
+# arrays; and of states that are nested values, with the positions of their parameters; and a mark
+# of a capturable group whose numbers were numbers: old checkpoints stored tensors as numbers too.
+NUMBERS = "python_numbers"
+PACKED = "packed_states"
+EXACT = "exact_numbers"
+# Keys of a group that are not hyperparameters.
+NOT_VALUES = frozenset({"params", "param_names", NUMBERS, PACKED, EXACT})
+_MOST_BYTES = 65536  # of arrays in a value of a group: the manifest contains them
+
+
+def equal_values(a: Any, b: Any) -> bool:
+    """Return whether nested values are equal and have equal types; NaN equals NaN.
+
+    DTensors, sparse tensors and meta tensors are equal only if they are the same object.
+    """
+    import torch
+
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        facts = [(t.dtype, t.shape, t.requires_grad) for t in (a, b)]
+        if facts[0] != facts[1] or hasattr(a, "device_mesh"):
+            return False
+        if any(t.layout != torch.strided or t.is_meta for t in (a, b)):
+            return False
+        a, b = a.detach().cpu(), b.detach().cpu()
+        return bool(torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True))
+    if isinstance(a, np.ndarray | np.generic):
+        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(equal_values(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(map(equal_values, a, b))
+    return bool(a == b or (a != a and b != b))
+
+
+def tensor_of(array: Array) -> torch.Tensor:
+    """Return a new tensor of an array."""
+    tensor: torch.Tensor = tensors_of({"": np.array(array)})[""]
+    return tensor
+
+
+def check_restorable(value: object, restored: object, where: str) -> None:
+    """Raise TypeError if `restored`, a value after encoding and decoding, differs from `value`.
+
+    `where`: name of the value in the error.
+    """
+    if not equal_values(value, restored):
+        cls = type(value)
+        raise TypeError(
+            f"{where} is or contains a {cls.__module__}.{cls.__qualname__}, which would be "
+            "restored as another value: use plain numbers, str, bytes, tensors, or lists, tuples, "
+            "sets and dicts of these"
+        )
+
+
+def as_json(value: Any) -> Any:
+    """Return a plain value in its JSON form; NotImplemented if it has none.
+
+    Tuples become lists. NaN, infinity, and numbers from 2**63 on have no form.
+    """
+    if type(value) is tuple:
+        items = [as_json(item) for item in value]
+        return NotImplemented if any(item is NotImplemented for item in items) else items
+    if type(value) in (int, float) and not abs(value) < 1 << 63:  # also NaN
+        return NotImplemented
+    return value if value is None or type(value) in (bool, int, float, str) else NotImplemented
+
+
+def encode_value(value: object, where: str) -> Any:
+    """Return the JSON form of a group's value, which `decode_value` reads.
+
+    `where`: name of the value in errors. Raises TypeError for values that would not be restored
+    equal, ValueError for arrays that are too large for a manifest.
+    """
+    json_value = as_json(value)
+    if json_value is not NotImplemented:
+        return json_value
+    tree = encode(value, where)
+    if any(isinstance(array, Shard) for array in tree.arrays.values()):
+        raise TypeError(f"{where} contains a DTensor: use a plain tensor")
+    arrays = whole_arrays(tree)
+    nbytes = sum(array.nbytes for array in arrays.values())
+    if nbytes > _MOST_BYTES:
+        raise ValueError(
+            f"{where} has {nbytes:,} bytes of arrays, but values of a group may have only "
+            f"{_MOST_BYTES:,}: keep them in optimizer.state, or save them by states="
+        )
+    form: dict[str, Any] = {"$": "tree", "value": json.loads(tree.text)}
+    if arrays:
+        form["arrays"] = {
+            key: [name_of(a.dtype), list(a.shape), base64.b64encode(a.tobytes()).decode()]
+            for key, a in arrays.items()
+        }
+    check_restorable(value, decode_value(form, where), where)
+    return form
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
+
+
+def decode_value(form: Any, where: str) -> Any:
+    """Return the value of a form that `encode_value` returned.
+
+    Of a plain JSON value, lists become tuples. Raises FormatError, with `where`, for a malformed
+    form.
+    """
+    if not (isinstance(form, dict) and form.get("$") == "tree"):
+        return _as_tuples(form)
+    try:
+        arrays = {
+            key: np.frombuffer(base64.b64decode(data), numpy_dtype(dtype)).reshape(shape).copy()
+            for key, (dtype, shape, data) in form.get("arrays", {}).items()
+        }
+        return Decoder(arrays, tensor_of).value(form["value"])
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise malformed(where, error) from None
+
+
+def quoted(names: Iterable[object]) -> str:
+    return join([repr(name) for name in names])
