@@ -25,8 +25,10 @@ from ..state._kind import KEY, kind_of
 from ..state._load_into import check_load, load_into
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
-from ._files.convert import PARTS, as_arrays, format_of, read_any
+from ._files.flat_file import PARTS, as_arrays
+from ._files.formats import format_of
 from ._files.parts import is_flat
+from ._files.read_write import read_any
 from ._files.torch_weights import torch_weights_root
 from ._folder.local import LocalFolder
 from ._folder.names import SECTIONS

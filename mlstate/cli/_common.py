@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from .._common.local_path import local_path
 from .._common.store_error import store_error
 from .._common.text import table_text
-from ..checkpoint._files.convert import SUFFIXES
+from ..checkpoint._files.formats import SUFFIXES
 from ..checkpoint._files.lightning import SUFFIX as LIGHTNING
 from ..checkpoint._folder.local import hub_hint
 from ..checkpoint._folder.names import FOLDERS, MANIFEST

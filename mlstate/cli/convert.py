@@ -14,20 +14,16 @@ from .._common.converted import float_name, is_converted
 from .._common.dtypes import NAMES, name_of, numpy_dtype
 from .._common.text import bytes_text, count_text, printable
 from ..checkpoint._files.changes import Changes
-from ..checkpoint._files.convert import (
-    FLAT,
+from ..checkpoint._files.formats import FLAT, SUFFIXES, check_format, format_of, place_of
+from ..checkpoint._files.parts import Parts, Selection
+from ..checkpoint._files.read_write import (
     FORMATS,
-    SUFFIXES,
     begin_write,
-    check_format,
     convert_lightning,
-    format_of,
     parts_of,
-    place_of,
     read_any,
     write_any,
 )
-from ..checkpoint._files.parts import Parts, Selection
 from ..checkpoint._files.torch_weights import torch_weights_root
 from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._huggingface.export_loaded import export_loaded
@@ -53,7 +49,7 @@ from ._progress import progress_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..checkpoint._files.convert import Place
+    from ..checkpoint._files.formats import Place
     from ..checkpoint._load import LoadedState, Loader
     from ..checkpoint._options import LoadOptions
     from ..state import StateDict

@@ -14,7 +14,8 @@ from .._common.local_path import local_folder, local_path
 from .._common.text import printable
 from ..checkpoint._checkpoint import TensorRecord
 from ..checkpoint._diff import list_entries
-from ..checkpoint._files.convert import read_file, read_whole_lightning
+from ..checkpoint._files.flat_file import read_file
+from ..checkpoint._files.read_write import read_whole_lightning
 from ..checkpoint._folder.names import SECTIONS
 from ..checkpoint._folder.protocol import TensorParts
 from ..checkpoint._load_whole import WholePath

@@ -40,7 +40,7 @@ from mlstate.checkpoint import (
     reshard,
     save_async,
 )
-from mlstate.checkpoint._files.convert import read_any, write_any
+from mlstate.checkpoint._files.read_write import read_any, write_any
 from mlstate.checkpoint._files.safetensors_verify import verify_file
 
 PACKAGE = str(Path(mlstate.__file__).parent) + os.sep

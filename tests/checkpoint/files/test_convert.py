@@ -22,8 +22,10 @@ from mlstate import (
     save_file,
 )
 from mlstate._common.atomic_file import Target, replacing
-from mlstate.checkpoint._files.convert import FORMATS, PARTS, format_of, read_any, write_any
+from mlstate.checkpoint._files.flat_file import PARTS
+from mlstate.checkpoint._files.formats import format_of
 from mlstate.checkpoint._files.npz import read_npz, write_npz
+from mlstate.checkpoint._files.read_write import FORMATS, read_any, write_any
 
 FLAT = [".safetensors", ".npz"]
 # "" is a directory: an mlstate checkpoint
@@ -355,6 +357,16 @@ def test_folder_format_follows_its_files(tmp_path):
     assert format_of(tmp_path) == "mlstate"
     (tmp_path / "step-1.5" / ".metadata").touch()
     assert format_of(tmp_path / "step-1.5") == "dcp"
+
+
+def test_a_folder_of_two_formats_converts_as_it_loads(tmp_path):
+    save_file({"w": np.ones(3)}, tmp_path / "model.safetensors")
+    (tmp_path / ".metadata").touch()
+    assert format_of(tmp_path) == "huggingface"
+    assert dict(read_any(tmp_path).model).keys() == dict(checkpoint.load(tmp_path).model).keys()
+    checkpoint.save(tmp_path / "own", {"w": np.ones(3)})
+    (tmp_path / "own" / ".metadata").touch()
+    assert format_of(tmp_path / "own") == "mlstate"
 
 
 def test_unknown_suffix_lists_known_suffixes(tmp_path):

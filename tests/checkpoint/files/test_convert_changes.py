@@ -10,7 +10,7 @@ import pytest
 import mlstate
 from mlstate import OptimizerStateDict
 from mlstate.checkpoint._files.changes import Changes
-from mlstate.checkpoint._files.convert import read_any, write_any
+from mlstate.checkpoint._files.read_write import read_any, write_any
 from mlstate.cli import main
 
 MODEL = {

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mlstate
-from mlstate.checkpoint._files.convert import write_any
+from mlstate.checkpoint._files.read_write import write_any
 from mlstate.cli import main
 
 WEIGHTS = {"layers.0.w": np.arange(8, dtype=np.float32).reshape(4, 2), "b": np.ones(3)}

@@ -16,7 +16,7 @@ from weight_folder import write_folder, write_index, write_weight_file
 import mlstate
 from mlstate.checkpoint import Layout, plan_load, reshard
 from mlstate.checkpoint import inspect as inspect_checkpoint
-from mlstate.checkpoint._files.convert import read_any, write_any
+from mlstate.checkpoint._files.read_write import read_any, write_any
 from mlstate.checkpoint._folder.weight_names import is_set, set_files, weights_root
 
 INDEX = "model.safetensors.index.json"

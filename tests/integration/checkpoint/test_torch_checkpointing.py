@@ -20,7 +20,7 @@ from torch.distributed.tensor.placement_types import _StridedShard  # noqa: E402
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
 
 import mlstate  # noqa: E402
-from mlstate.checkpoint._files.convert import read_any, write_any  # noqa: E402
+from mlstate.checkpoint._files.read_write import read_any, write_any  # noqa: E402
 from mlstate.cli import main  # noqa: E402
 from mlstate.errors import CompatibilityError, FormatError  # noqa: E402
 from mlstate.integrations.torch._checkpoint.dtensor_shards import part_of  # noqa: E402

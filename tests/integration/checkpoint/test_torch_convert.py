@@ -25,7 +25,8 @@ from mlstate import (
     StoreError,
 )
 from mlstate._common import atomic_file
-from mlstate.checkpoint._files.convert import format_of, read_any, write_any
+from mlstate.checkpoint._files.formats import format_of
+from mlstate.checkpoint._files.read_write import read_any, write_any
 
 pytestmark = pytest.mark.torch
 

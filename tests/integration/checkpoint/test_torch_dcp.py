@@ -8,7 +8,7 @@ torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 
 import mlstate  # noqa: E402
-from mlstate.checkpoint._files.convert import read_any, write_any  # noqa: E402
+from mlstate.checkpoint._files.read_write import read_any, write_any  # noqa: E402
 from mlstate.cli import main  # noqa: E402
 from mlstate.state import OptimizerStateDict, StateDict  # noqa: E402
 

@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: E402
 )
 
 import mlstate  # noqa: E402
-from mlstate.checkpoint._files.convert import read_any, write_any  # noqa: E402
 from mlstate.checkpoint._files.parts import Selection  # noqa: E402
+from mlstate.checkpoint._files.read_write import read_any, write_any  # noqa: E402
 from mlstate.cli import main  # noqa: E402
 from mlstate.errors import FormatError  # noqa: E402
 
