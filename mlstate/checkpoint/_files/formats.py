@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING
 from ..._common.local_path import local_path
 from ..._common.text import names_hint
 from .._folder.local import LocalFolder
-from .._folder.object import StoreURL
 from .._folder.names import MANIFEST
+from .._folder.object import StoreURL
 from .._folder.weight_names import is_index
 from .._store.open_path import is_url, open_folder
 from .lightning import SUFFIX
