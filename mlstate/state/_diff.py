@@ -168,7 +168,8 @@ def diff(
     -----
     Arrays may have any strides and byte order; nothing is copied. The GIL is released, and
     large tensors are compared by `mlstate.get_num_threads` threads. Differences are computed
-    in float64.
+    in float64. With a tolerance, tensors that differ are compared again, by NumPy in blocks of
+    8 MiB, which copies arrays whose strides cannot be flattened.
 
     Examples
     --------

@@ -2,6 +2,7 @@
  * adding compressed layers, and in reading them. */
 #include "checkpoint/index/index.h"
 #include "checkpoint/ranks/merged_index.h"
+#include "checkpoint/ranks/requested_part.h"
 #include "checkpoint/read/shard_read.h"
 #include "support/failing_alloc.h"
 #include "support/runner.h"
@@ -66,9 +67,9 @@ static mls_code read_coded(mls_status *st)
     mls_code code = mls_merged_index_init(&merged, indexes, 1, &disagreeing, st);
     if (code == MLS_OK) {
         const mls_part part = mls_index_part(&coded.shards[0]);
-        code = mls_merged_index_pieces(&merged, &merged.tensors[0], &part, got,
-                                       &(mls_read_scratch){stored, parts, pieces}, &count,
-                                       st);
+        code = mls_requested_part_pieces(&merged, &merged.tensors[0], &part, got,
+                                         &(mls_read_scratch){stored, parts, pieces},
+                                         &count, st);
         if (code == MLS_OK) {
             code = mls_shards_read(&(mls_read_request){.folder = pool_fd,
                                                        .pieces = pieces,

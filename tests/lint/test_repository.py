@@ -5,6 +5,7 @@ import re
 
 import house
 import pytest
+from file_purposes import purpose_of, source_files
 
 THIS = "tests/lint/test_repository.py"
 # Modules without behaviour.
@@ -38,6 +39,10 @@ def test_no_large_or_built_file_is_kept():
     for path in house.tracked_files():
         assert path.suffix not in built, house.relative(path)
         assert path.stat().st_size < 2 << 20, house.relative(path)
+
+
+def test_each_source_file_tells_its_purpose():
+    assert [path for path in source_files() if not purpose_of(path)] == []
 
 
 @pytest.mark.parametrize("path", house.python_files(), ids=house.relative)

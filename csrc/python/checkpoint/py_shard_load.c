@@ -21,6 +21,7 @@
 #include "base/memory.h"
 #include "checkpoint/ranks/index_pattern.h"
 #include "checkpoint/ranks/load_plan.h"
+#include "checkpoint/ranks/requested_part.h"
 #include "sharding/layout_intersection.h"
 
 #include <unistd.h>
@@ -263,7 +264,7 @@ static PyObject *mapped_array(load_job *job, const mls_load_item *item,
 {
     uint64_t offset;
     const mls_merged_index_shard *shard =
-        mls_merged_index_run(&job->merged->merged, item->tensor, &item->part, &offset);
+        mls_requested_part_run(&job->merged->merged, item->tensor, &item->part, &offset);
     if (shard == NULL) {
         return Py_NewRef(Py_None);
     }
@@ -852,8 +853,8 @@ static void add_reads(const load_job *job, const mls_load_item *item, bool verif
         PyErr_NoMemory();
         Py_CLEAR(*list);
     } else if (check_core(job,
-                          mls_merged_index_pieces(&job->merged->merged, item->tensor,
-                                                  &item->part, NULL, &out, &count, &st),
+                          mls_requested_part_pieces(&job->merged->merged, item->tensor,
+                                                    &item->part, NULL, &out, &count, &st),
                           &st) < 0) {
         Py_CLEAR(*list);
     }

@@ -6,6 +6,7 @@
 
 #include "base/memory.h"
 #include "checkpoint/ranks/merged_index.h"
+#include "checkpoint/ranks/requested_part.h"
 #include "checkpoint/write/shard_write.h"
 #include "io/file.h"
 #include "support/parts.h"
@@ -237,9 +238,9 @@ static inline bool reads_back(const mls_index *index, const mls_shard_item *item
     unsigned char *got = malloc(bytes + 1);
     bool good = got != NULL && number != SIZE_MAX &&
                 merged.tensors[number].places <= 16 &&
-                mls_merged_index_pieces(&merged, &merged.tensors[number], &to, got,
-                                        &(mls_read_scratch){stored, parts, pieces},
-                                        &count, &st) == MLS_OK;
+                mls_requested_part_pieces(&merged, &merged.tensors[number], &to, got,
+                                          &(mls_read_scratch){stored, parts, pieces},
+                                          &count, &st) == MLS_OK;
     for (int verified = 0; good && verified < 2; verified++) {
         memset(got, 0xA5, bytes);
         good = mls_shards_read(&(mls_read_request){.folder = pool_fd,

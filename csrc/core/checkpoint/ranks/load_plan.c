@@ -6,6 +6,7 @@
 #include "checkpoint/ranks/load_plan.h"
 
 #include "base/memory.h"
+#include "checkpoint/ranks/requested_part.h"
 #include "io/file.h"
 
 #include <string.h>
@@ -223,8 +224,8 @@ mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
         mls_load_item *item = &plan->items[i];
         const mls_read_scratch arrays = {plan->stored + used, plan->parts + used,
                                          plan->pieces + used};
-        if (mls_merged_index_pieces(plan->merged, item->tensor, &item->part, NULL,
-                                    &arrays, &item->count, st) != MLS_OK) {
+        if (mls_requested_part_pieces(plan->merged, item->tensor, &item->part, NULL,
+                                      &arrays, &item->count, st) != MLS_OK) {
             *file = checked;
             return st->code;
         }

@@ -98,7 +98,7 @@ mls_code mls_load_item_check_target(const mls_load_item *item, const mls_tensor 
  * with the sizes in the indexes; -1: no files are compared. Call this before allocating
  * destinations, since a damaged index may claim terabytes. After a failure `*file` is the
  * path of the file that does not match, or of the last one that was compared; NULL: none
- * was. Errors as mls_merged_index_pieces and mls_file_expect; MLS_E_MEMORY. */
+ * was. Errors as mls_requested_part_pieces and mls_file_expect; MLS_E_MEMORY. */
 mls_code mls_load_plan_find(mls_load_plan *plan, int folder, const char **file,
                             mls_status *st);
 

@@ -1,5 +1,6 @@
 /* Compressed writes with a toy codec: compressible data are compressed, other data are
  * stored unchanged, and failures leave no file. */
+#include "checkpoint/ranks/requested_part.h"
 #include "checkpoint/write/write_plan.h"
 #include "support/random_bytes.h"
 #include "support/saved_tensor.h"
@@ -337,9 +338,9 @@ TEST(read_errors_while_compressing_are_reported)
     REQUIRE(t.data != NULL && got != NULL);
     REQUIRE(save(true, false, false) != NULL);
     REQUIRE(mls_merged_index_init(&merged, &index, 1, &disagreeing, &status) == MLS_OK);
-    REQUIRE(mls_merged_index_pieces(&merged, &merged.tensors[0], &to, got,
-                                    &(mls_read_scratch){stored, parts, pieces}, &count,
-                                    &status) == MLS_OK);
+    REQUIRE(mls_requested_part_pieces(&merged, &merged.tensors[0], &to, got,
+                                      &(mls_read_scratch){stored, parts, pieces}, &count,
+                                      &status) == MLS_OK);
     mls_read_request request = {.folder = pool_fd,
                                 .pieces = pieces,
                                 .count = count,
