@@ -353,9 +353,14 @@ def refuse_given_away(state: Mapping[str, object]) -> None:
             )
 
 
+def is_masked(value: object) -> bool:
+    """Return whether a value is a masked array; numpy.ma, which is large, is not imported."""
+    return isinstance(value, getattr(sys.modules.get("numpy.ma"), "MaskedArray", ()))
+
+
 def refuse_masked(name: object, value: object) -> None:
     """Raise TypeError for a masked array: its mask would be lost. `name`: in the state."""
-    if isinstance(value, np.ma.MaskedArray):
+    if is_masked(value):
         raise TypeError(
             f"{name!r} is a masked array, whose mask would be lost: pass its filled(), or its data "
             "and mask as two arrays"

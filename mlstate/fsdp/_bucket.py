@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_torch
+from .._common.arrays import is_masked, is_torch
 from .._common.backend import backend_of
 from ..collectives._arguments import dtype_name
 from ._backend import GradientBackend
@@ -195,7 +195,7 @@ def _find_problem(unit: FSDPShardingUnit, gradient: Any) -> str:
         return "no gradient"
     if not is_torch(gradient) and not isinstance(gradient, np.ndarray):
         return f"the gradient is a {type(gradient).__name__}, not an array or tensor"
-    if isinstance(gradient, np.ma.MaskedArray):
+    if is_masked(gradient):
         return "the gradient is a MaskedArray, whose mask has no sum; pass gradient.filled(0)"
     shape = tuple(gradient.shape)
     if shape != unit.shape:

@@ -44,6 +44,23 @@ def test_demo_and_command_line_are_not_loaded():
     assert not late
 
 
+CALLS = """
+import sys, tempfile, numpy as np, mlstate
+from mlstate.kv import transition_kv_state
+array = np.ones((1, 2, 4, 8), np.float16)
+transition_kv_state(array, 8, 2, out=np.zeros((1, 2, 8, 8), np.float16))
+path = tempfile.mkdtemp()
+mlstate.save(path, {"w": array})
+mlstate.load(path, into={"model": {"w": array}})
+mlstate.load_into({"w": array}, {"w": array + 1})
+print(*sys.modules)
+"""
+
+
+def test_calls_with_arrays_do_not_import_masked_arrays():
+    assert "numpy.ma" not in child.run(CALLS).split()
+
+
 @pytest.mark.slow
 def test_import_is_quick(record_property, tmp_path):
     # with bytecode, as users have it: an empty variable counts as unset

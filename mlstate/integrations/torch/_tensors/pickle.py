@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .... import _core
+from ...._common.arrays import is_masked
 from ...._common.dtypes import label_of, name_of, stored_dtype
 from ...._common.set_module import set_module
 from .dtypes import PICKLED, torch_has
@@ -74,7 +75,7 @@ def _encode_array(value: object) -> tuple[Any, NDArray] | None:
     The first is a form, which `restore_state` describes. The second shares the memory of `value` if
     torch can share it, else it is a copy.
     """
-    if isinstance(value, np.ma.MaskedArray):  # its mask would be lost
+    if is_masked(value):  # its mask would be lost
         return None
     array = np.asarray(value)
     dtype = array.dtype
