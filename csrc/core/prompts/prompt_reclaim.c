@@ -1,4 +1,5 @@
-/* prompt_reclaim: free the space of old records, and mark records (pin, unpin, delete).
+/* prompt_reclaim: which records a full store evicts; compacts segments; pins, unpins and
+ * deletes records.
  *
  * A record is live while the index has an entry for it. A mark is a note, which is
  * appended to a segment like a record.

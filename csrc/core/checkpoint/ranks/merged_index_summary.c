@@ -1,5 +1,4 @@
-/* merged_index_summary: adds up versions, bytes, stored bytes and codecs of shards, for
- * listings.
+/* merged_index_summary: adds up versions, bytes, stored bytes and codecs of shards.
  *
  * Sums cannot overflow, since the parser refuses an index whose bytes exceed the integers
  * of a manifest. */

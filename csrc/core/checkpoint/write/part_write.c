@@ -1,7 +1,8 @@
-/* part_write: writes parts of tensors, also converted, into files that several ranks
- * share; shares of the checksums.
+/* part_write: writes each rank's parts, also converted, into files that ranks share
+ * (exports); shares of their checksums.
  *
- * A part has runs in the whole tensor, which are written in steps that stay in the cache. */
+ * A part has runs in the whole tensor, which are written in steps that stay in the cache.
+ */
 #include "checkpoint/write/part_write.h"
 
 #include "array/copy/pack_range.h"
