@@ -1,4 +1,4 @@
-/* work_stealing: gives a thread the next item of its own queue, or of another thread's.
+/* work_stealing: the next item for a thread: of its queue, or of another thread's.
  *
  * There is one counter for each queue, and one for the queues not yet started.
  *

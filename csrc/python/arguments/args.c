@@ -1,4 +1,5 @@
-/* args: convert positional arguments, with one clear error for each.
+/* args: converts positional arguments (ints, floats, bools, str, tuples), with one clear
+ * TypeError for each.
  *
  * The public functions in Python name and check their parameters; these checks come
  * second. Any object with __index__ is an integer; a float is not, nor a bool.

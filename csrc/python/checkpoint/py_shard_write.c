@@ -1,4 +1,6 @@
-/* py_shard_write: write one rank's shards, and small helpers for checkpoints.
+/* py_shard_write: writes the listed shards (py_shard_items.c lists them); checks of JSON,
+ * CRC32C, replaced and renamed files.
+ *
  * mlstate/checkpoint/__init__.py has the public functions and their docstrings.
  *
  * shards_collect, shards_stage (py_shard_items.c): list and copy the shards

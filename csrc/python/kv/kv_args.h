@@ -1,4 +1,4 @@
-/* kv_args: convert the arguments of functions for key-value caches. */
+/* kv_args: shape, sequence axis and lengths of caches as arguments, for py_kv_*.c. */
 #ifndef MLSPY_KV_ARGS_H
 #define MLSPY_KV_ARGS_H
 
