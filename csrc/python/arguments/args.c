@@ -73,6 +73,22 @@ int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *lab
     return 0;
 }
 
+/* The umask clears further bits of a new file. */
+int mlspy_take_mode(const mlspy_state *state, PyObject *object, unsigned *out)
+{
+    int64_t mode;
+    if (mlspy_take_int64(state, object, "mode", &mode) < 0) {
+        return -1;
+    }
+    if (mode < 0 || mode > 0777) {
+        return MLSPY_REFUSE(PyExc_ValueError,
+                            "mode %lld has bits that are not permissions",
+                            (long long)mode);
+    }
+    *out = (unsigned)mode;
+    return 0;
+}
+
 /* The core decides whether a dtype has NaN and infinities. */
 int mlspy_take_double(PyObject *object, const char *label, double *out)
 {
