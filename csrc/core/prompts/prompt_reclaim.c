@@ -1,5 +1,5 @@
-/* prompt_reclaim: which records a full store evicts; compacts segments; pins, unpins and
- * deletes records.
+/* prompt_reclaim: which records a full store evicts (least recently used); compaction;
+ * pins, unpins, deletions; the file `used`.
  *
  * A record is live while the index has an entry for it. A mark is a note, which is
  * appended to a segment like a record.

@@ -1,5 +1,5 @@
 /* py_planner: chains, simulations, plans, Pareto curves and best schedules, for
- * mlstate/activation; Ctrl-C.
+ * mlstate/activation.
  *
  * The public functions are in _chain.py, _plan.py and _planner.py.
  *

@@ -1,4 +1,5 @@
-/* kv_args: shape, sequence axis and lengths of caches as arguments, for py_kv_*.c. */
+/* kv_args: shape, sequence axis and lengths of caches as arguments of py_kv_*.c; most are
+ * in py_kv_transition.c. */
 #ifndef MLSPY_KV_ARGS_H
 #define MLSPY_KV_ARGS_H
 
