@@ -1,8 +1,6 @@
 /* py_reduce: reduces, accumulates, scales and clears named arrays, all or none; norms;
  * for mlstate/fsdp.
  *
- * The public functions are in mlstate/fsdp.
- *
  * Work on many arrays is all or nothing: every array is viewed and checked before the
  * first one changes, and the views hold the arrays while the GIL is released. Writes by
  * other threads meanwhile only affect the numbers.
