@@ -1,4 +1,5 @@
-/* kv: the functions of include/mlstate/kv.h, which call the core (csrc/core/kv).
+/* kv: the functions of include/mlstate/kv.h: check pointers, strides and overlap, then
+ * call csrc/core/kv.
  *
  * Each function makes views of the caller's arrays, checks all arguments, and then runs a
  * core function that cannot fail (mls_quantize: only because of values). So a target is

@@ -1,4 +1,5 @@
-/* module: initialisation of the extension module and its table of functions.
+/* module: initialises mlstate._core from the list of functions; number of threads;
+ * refuses a second copy.
  *
  * The module can be loaded once in a process, and in the main interpreter only: see
  * refuse_second.

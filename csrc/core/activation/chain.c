@@ -1,4 +1,5 @@
-/* chain: checks of a chain, and the simulation of its schedules.
+/* chain: checks a chain's numbers, and simulates a schedule: its seconds, its peak
+ * memory, its invalid steps.
  *
  * Activation i is the input of block i, so activation i + 1 is its output. Saved i is
  * everything that block i keeps for its backward pass, its output included.

@@ -1,4 +1,5 @@
-/* chain: the costs of a chain of blocks, the steps of a schedule, and their simulation.
+/* chain: a chain of blocks (seconds, bytes, transfer rates), the kinds of steps of its
+ * schedules, and their rules.
  *
  * A chain has `blocks` blocks, 0 .. n - 1, which run one after the other. Activation k, 0
  * .. n, is the input of block k; activation 0 is the chain's input, activation n its

@@ -1,4 +1,5 @@
-/* compute_steps: removes the drops of a schedule, and adds them again in the best places.
+/* compute_steps: places the drops of a schedule that a search found (schedule_search.c),
+ * right after each last use; omits unused forwards.
  *
  * Activation i is the input of block i, so activation i + 1 is its output. Saved i is
  * everything that block i keeps for its backward pass, its output included. A drop frees

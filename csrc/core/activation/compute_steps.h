@@ -1,4 +1,5 @@
-/* compute_steps: schedules without their drops.
+/* compute_steps: the steps of a schedule that compute or transfer, without the drops of
+ * activations.
  *
  * A drop takes no time, and dropping earlier never costs memory. So the other steps, the
  * compute steps, determine a schedule: each activation is dropped right after the last

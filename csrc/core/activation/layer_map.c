@@ -1,4 +1,5 @@
-/* layer_map: a hash table from layer names to data about layers.
+/* layer_map: a hash table from a layer's name to its bytes, its calls, and its mark by
+ * the user (named or excluded).
  *
  * Open addressing with linear probing, at most half full. A slot stores half of the hash,
  * so most probes of other layers do not read the layer. It also stores the number of the

@@ -1,4 +1,4 @@
-/* layer_map: finds data about a layer by its name, in constant time.
+/* layer_map: finds a strategy's data about a layer by the layer's name, in constant time.
  *
  * The caller passes a hash with every name, because it often has one already (Python
  * stores one in every str). Any hash is valid that is equal for equal names; it is mixed

@@ -1,4 +1,5 @@
-/* strategy: decides layer by layer which layers of a model to checkpoint.
+/* strategy: the rules by which each kind of strategy checkpoints a layer, and the
+ * interval that follows the memory in use.
  *
  * The rules and constants come from the specification of checkpoint strategies: `index
  * > 10`, `1.5 * average`, `0.7 * count`, 10 and 30 seconds. Two things differ from its

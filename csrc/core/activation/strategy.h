@@ -1,4 +1,5 @@
-/* strategy: decides layer by layer which layers of a model to checkpoint.
+/* strategy: the kinds of strategies, their settings and state; strategy.c has their
+ * rules.
  *
  * To checkpoint a layer means to discard its activation and to recompute it in the
  * backward pass. A strategy has a kind, constant settings, and a state. A kind is a line

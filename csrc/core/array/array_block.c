@@ -1,4 +1,5 @@
-/* array_block: plan blocks that have room for exactly their arrays. */
+/* array_block: which small arrays of a load share a block of memory; array_block.h has
+ * the sizes. */
 #include "array/array_block.h"
 
 size_t mls_block_padded_bytes(size_t bytes)

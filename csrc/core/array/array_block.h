@@ -1,4 +1,5 @@
-/* array_block: many small arrays laid out in few large blocks of memory.
+/* array_block: sizes of the blocks of memory that small loaded arrays share, and the
+ * alignment in them.
  *
  * NumPy requests huge pages for allocations of 4 MiB and more only. Allocating the same
  * memory in many small blocks takes the system several times as long.

@@ -1,4 +1,7 @@
-/* dtype: one table of names and sizes, indexed by mls_dtype.
+/* dtype: finds a dtype by its name in NumPy or in files; which dtypes convert; elements
+ * in an item of a packed dtype.
+ *
+ * One table of names and sizes is indexed by mls_dtype.
  *
  * The kernel tables and the check for conversions use the same order. Names are found by
  * a linear search, as the table is short. They are compared with their length, so text

@@ -1,4 +1,5 @@
-/* dtype: the element types of the core and their names in NumPy and in files.
+/* dtype: the element types of the core, their names in NumPy and in files (dtypes.def),
+ * and their sizes.
  *
  * All of them can be copied, filled with zeros and stored in files. The group
  * MLS_FLOAT_DTYPES can also be converted into one another (copy.h).

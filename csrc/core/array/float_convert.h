@@ -1,5 +1,5 @@
-/* float_convert: convert one element from one float format to another, by integer
- * arithmetic.
+/* float_convert: rounding, overflow and NaN of one float converted to another format, by
+ * integer arithmetic; decodes float8.
  *
  * Every vector kernel must produce the same results as these functions. They round to
  * nearest, ties to even. A NaN becomes a quiet NaN with the upper bits of its payload, as

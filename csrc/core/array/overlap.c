@@ -1,4 +1,5 @@
-/* overlap: a bounded search for a sum of strides.
+/* overlap: whether two strided views, or two elements of one view, share a byte: a
+ * bounded search for a sum of strides.
  *
  * The distance of two elements is a sum of strides, each times a factor. Two elements
  * share a byte if their distance is less than an item. So the question is whether a sum

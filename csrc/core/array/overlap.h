@@ -1,4 +1,5 @@
-/* overlap: whether strided views share elements, exactly.
+/* overlap: whether elements of strided views share memory, exactly; address_ranges.h
+ * compares whole ranges.
  *
  * Both functions search for two elements with a common byte. The search is bounded: views
  * whose strides are too irregular to decide within a few milliseconds count as

@@ -1,4 +1,5 @@
-/* strided_iter: merge the axes of strided views into runs.
+/* strided_iter: merges the axes of strided views into runs, steps through them, gathers
+ * items, and reverses their bytes.
  *
  * Speed depends on the length of the innermost axis. So axes are sorted by the first
  * view's stride, largest first, and then merged from the outside in. The second view uses

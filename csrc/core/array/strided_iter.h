@@ -1,4 +1,4 @@
-/* strided_iter: iterate over one or two strided views of equal shape, run by run.
+/* strided_iter: iterates over one or two strided views of equal shape, run by run.
  *
  * A view is first simplified: axes of length 1 are dropped, the others are sorted by the
  * stride of the first view, and axes that are contiguous with each other in both views

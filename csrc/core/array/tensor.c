@@ -1,4 +1,5 @@
-/* tensor: sizes and address ranges of strided views.
+/* tensor: elements, bytes, contiguity, slices and address range of a strided view; a
+ * shape as text for errors.
  *
  * Sizes are multiplied with size.h, since shapes come from files and from callers. An
  * axis of length 0 makes the view empty, regardless of the other axes: it then has no

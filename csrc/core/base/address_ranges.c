@@ -1,4 +1,5 @@
-/* address_ranges: a natural merge sort.
+/* address_ranges: sorts address ranges, and finds arrays with the same memory (tied
+ * weights) or a part of another's.
  *
  * Tensors are mostly allocated in address order, so the input has few sorted sequences.
  * The sort does not recurse and takes O(n log n) at worst.

@@ -1,4 +1,5 @@
-/* address_ranges: sorted ranges of addresses, to find memory that several arrays share.
+/* address_ranges: sorted ranges of addresses, to find memory that several arrays share;
+ * overlap.h compares elements.
  *
  * A sweep over sorted ranges needs only the highest end so far: a range overlaps an
  * earlier one exactly if it starts below that end.

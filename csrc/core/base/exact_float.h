@@ -1,4 +1,5 @@
-/* exact_float: no fused multiply-add in the file that includes this header.
+/* exact_float: forbids fused multiply-add in the file that includes it, so that every
+ * machine computes the same bits.
  *
  * Every instruction set must round each product and each sum. The Makefiles pass
  * -ffp-contract=off; a package manager that compiles the sources may not, and clang then

@@ -1,4 +1,5 @@
-/* memory: heap blocks and page ranges.
+/* memory: allocates heap blocks, and zeroed pages that can grow; asks the system for huge
+ * pages.
  *
  * The size product is checked before calloc, so a block is never shorter than requested.
  * Page ranges come from mmap: untouched pages cost no memory, and Linux can grow a range

@@ -1,4 +1,5 @@
-/* memory: heap blocks and page ranges.
+/* memory: heap blocks for bookkeeping, and page ranges that grow in place and start as
+ * zeros.
  *
  * Heap blocks are for the core's own bookkeeping; tensor data belongs to the caller. Page
  * ranges are for memory that grows in place and starts as untouched zero pages.

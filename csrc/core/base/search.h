@@ -1,4 +1,4 @@
-/* search: binary search in anything that is sorted. */
+/* search: binary search by a condition. */
 #ifndef MLS_SEARCH_H
 #define MLS_SEARCH_H
 

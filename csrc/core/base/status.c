@@ -1,4 +1,5 @@
-/* status: fill in a failure.
+/* status: fills in an error: code, message, name, expected, got, offset, the system's
+ * reason; cuts long texts.
  *
  * Text is written to the caller's fixed arrays and truncated to fit. A truncated text
  * never ends in half a UTF-8 character: names come from files, and the bindings decode

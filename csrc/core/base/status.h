@@ -1,4 +1,5 @@
-/* status: how the core reports failure.
+/* status: error codes of the core (MLS_E_...), the fields of an error, and the lengths of
+ * their texts.
  *
  * Every fallible function returns an mls_code (MLS_OK is 0). On failure it fills the
  * caller's mls_status with the facts that a user needs to fix the call: the failure, its

@@ -1,4 +1,5 @@
-/* string_view: UTF-8 validation, comparison and hashing.
+/* string_view: validates UTF-8, compares and hashes strings, and reads lists of numbers
+ * such as "0,17,4".
  *
  * Strings are compared by bytes: Unicode normalisation is not applied.
  */

@@ -1,5 +1,5 @@
-/* shm_collectives: barrier, broadcast, all_gather, all_to_all and gather_bytes;
- * shm_reduce.c has the sums.
+/* shm_collectives: barrier, broadcast, all_gather, all_to_all and gather_bytes of a
+ * host's ranks; shm_reduce.c has the sums.
  *
  * Threads publish the addresses of large arrays and copy directly. Otherwise data moves
  * through the slots: in each step a rank fills one slot, and then reads (drains) the

@@ -1,4 +1,5 @@
-/* shm_group: the memory of a group, its members, and the reason why it broke.
+/* shm_group: creates, joins, leaves and aborts a group in shared memory; its slots and
+ * spin time; words why it broke.
  *
  * The memory begins with a page that holds the header. Then each rank has an area with
  * its counters and records, and then each has its ring of slots. Processes that join at

@@ -1,4 +1,5 @@
-/* shm_group: collective operations across the ranks of one host, over shared memory.
+/* shm_group: collective operations across the ranks of one host, over shared memory; most
+ * ranks of a group.
  *
  * Ranks are processes that map one file, or threads of one process. All ranks call the
  * same operations in the same order. Each rank has a ring of a few slots: while other

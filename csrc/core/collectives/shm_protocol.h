@@ -1,5 +1,7 @@
-/* shm_protocol: the shared memory of a group, and the steps of every operation; for
- * shm_group.c, shm_sync.c, shm_collectives.c and shm_reduce.c.
+/* shm_protocol: the shared memory of a group (header, slots, counters), and the steps of
+ * every operation.
+ *
+ * Private to shm_group.c, shm_sync.c, shm_collectives.c and shm_reduce.c.
  *
  * In each step every rank fills one slot of its ring, publishes it, and reads the slots
  * of the other ranks. Steps are counted from the group's creation by two counters of each

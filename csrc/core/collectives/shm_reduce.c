@@ -1,4 +1,5 @@
-/* shm_reduce: sums over the ranks of a host.
+/* shm_reduce: all_reduce and reduce_scatter of a host's ranks: which rank sums which
+ * elements, and how they travel.
  *
  * Threads publish the addresses of large arrays, and each rank sums its share directly
  * from these. Otherwise each rank sends every peer that peer's share through the slots,

@@ -1,4 +1,5 @@
-/* shm_sync: the steps of an operation, and how ranks wait for each other.
+/* shm_sync: how ranks of a host wait, time out, notice a dead rank, and find calls that
+ * do not match.
  *
  * In a step each rank fills one slot of its ring and publishes it, and then reads
  * (drains) the slots of the others and counts them as consumed. In a direct operation the

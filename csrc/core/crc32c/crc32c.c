@@ -1,4 +1,5 @@
-/* crc32c: the scalar reference, one table look-up per byte, and the choice of a table.
+/* crc32c: CRC32C with a table, copies that compute it, checksums of joined ranges;
+ * chooses the kernels.
  *
  * Checksums are polynomials over GF(2) modulo the Castagnoli polynomial, with the lowest
  * power in the highest bit.

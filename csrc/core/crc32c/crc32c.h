@@ -1,4 +1,4 @@
-/* crc32c: the Castagnoli checksum of memory, and the combination of checksums.
+/* crc32c: the Castagnoli checksum (CRC32C) of memory, and the combination of checksums.
  *
  * A checksum is always a finished 32-bit value. The checksum of zero bytes is 0, so a
  * running checksum starts at 0, and `update` continues from any earlier result. The

@@ -1,4 +1,4 @@
-/* crc32c_armv8: the CRC extension of ARMv8.
+/* crc32c_armv8: CRC32C with the CRC extension of ARMv8.
  *
  * Lanes (crc32c_interleave.h) are joined by a plain multiplication, which needs no
  * further extension. It is slow, but there are only long lanes, so it is rare.

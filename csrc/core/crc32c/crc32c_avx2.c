@@ -1,4 +1,5 @@
-/* crc32c_avx2: AVX2 with VPCLMULQDQ, 32 bytes at a time; the loops are in crc32c_clmul.h.
+/* crc32c_avx2: CRC32C with AVX2 and VPCLMULQDQ, 32 bytes at a time; the loops are in
+ * crc32c_clmul.h.
  *
  * For the many processors that have VPCLMULQDQ but not AVX-512. Processors without
  * VPCLMULQDQ process 16 bytes at a time (crc32c_sse42.c).

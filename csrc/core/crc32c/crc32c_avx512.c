@@ -1,4 +1,4 @@
-/* crc32c_avx512: AVX-512 with VPCLMULQDQ, 64 bytes at a time; the loops are in
+/* crc32c_avx512: CRC32C with AVX-512 and VPCLMULQDQ, 64 bytes at a time; the loops are in
  * crc32c_clmul.h.
  *
  * VPCLMULQDQ is newer than AVX-512: see mls_crc_fold_offered.

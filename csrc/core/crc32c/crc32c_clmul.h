@@ -1,4 +1,4 @@
-/* crc32c_clmul: checksums by carry-less multiplication (folding), for any vector width.
+/* crc32c_clmul: CRC32C by carry-less multiplication (folding), for any vector width.
  *
  * The bytes read so far are represented by a remainder of one vector: a vector that has
  * the same checksum if it replaces the last vector read. To continue, the remainder is

@@ -1,4 +1,5 @@
-/* crc32c_interleave: checksums with a CRC instruction, for any instruction set.
+/* crc32c_interleave: CRC32C with a CRC instruction, in three lanes, for any instruction
+ * set.
  *
  * The CRC instruction takes 8 bytes, and its latency exceeds the interval at which it can
  * be issued. So three lanes run in parallel over consecutive ranges. At the end, the

@@ -1,4 +1,4 @@
-/* crc32c_sse42: the CRC instruction of SSE4.2, and PCLMULQDQ.
+/* crc32c_sse42: CRC32C with the CRC instruction of SSE4.2, and PCLMULQDQ.
  *
  * The CRC instruction processes 8 bytes per cycle with a latency of three cycles. Lanes
  * (crc32c_interleave.h) are joined by a carry-less multiplication, which is cheap enough

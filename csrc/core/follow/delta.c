@@ -1,4 +1,5 @@
-/* delta: checks of deltas, and growth and width of their streams.
+/* delta: checks a delta of another process (gaps, values, array), grows its streams,
+ * chooses the width of its gaps.
  *
  * A gap is the number of unchanged elements before a changed one. It has units of 1 or 2
  * bytes; the greatest unit, an escape, is continued by the next, any other ends a gap. */

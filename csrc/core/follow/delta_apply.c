@@ -1,5 +1,8 @@
-/* delta_apply: writes the values of a checked delta, block by block if a checksum is
- * wanted, so that a block is still in the cache when it is read. */
+/* delta_apply: writes the values of a checked delta to an array, and the old values to an
+ * undo log.
+ *
+ * If a checksum is wanted, values are written block by block, so that a block is still in
+ * the cache when it is read. */
 #include "follow/delta_array.h"
 #include "follow/delta_streams.h"
 

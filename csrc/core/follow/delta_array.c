@@ -1,4 +1,7 @@
-/* delta_array: arrays in C order are read in place; others row by row of their last axis.
+/* delta_array: reads a strided array's elements by their number in C order; the array's
+ * checksum.
+ *
+ * Arrays in C order are read in place, others row by row of their last axis.
  */
 #include "follow/delta_array.h"
 

@@ -1,5 +1,7 @@
-/* delta_avx2: compares 64 bytes at a time and visits the set bits of a mask; runs with
- * AVX-512 too, unless the processor has VBMI2. */
+/* delta_avx2: finds the elements that differ in two blocks, with AVX2.
+ *
+ * Compares 64 bytes at a time and visits the set bits of a mask. Runs with AVX-512 too,
+ * unless the processor has VBMI2. */
 #include "follow/delta_kernels.h"
 
 #if defined(__x86_64__)

@@ -1,6 +1,7 @@
-/* delta_avx512: compares 32 items at a time and compresses their numbers with one
- * instruction of AVX-512 VBMI2, without a branch: how many items of a step differ cannot
- * be predicted. */
+/* delta_avx512: finds the elements that differ in two blocks, with AVX-512 VBMI2.
+ *
+ * Compares 32 items at a time and compresses their numbers with one instruction, without
+ * a branch: how many items of a step differ cannot be predicted. */
 #include "follow/delta_kernels.h"
 
 #if defined(__x86_64__)

@@ -1,4 +1,5 @@
-/* delta_compose: deltas made of other deltas, without their arrays. */
+/* delta_compose: composes two deltas to one, and filters a delta of one part to the
+ * elements of another part. */
 #include "follow/delta_streams.h"
 
 /* ---- compose ---- */

@@ -1,5 +1,8 @@
-/* delta_encode: compares two arrays, block by block: the numbers of the changed elements,
- * then gaps and values, then the checksum, while the block is in the cache. */
+/* delta_encode: which elements of two arrays differ: makes the delta and the new array's
+ * checksum.
+ *
+ * Block by block, while the block is in the cache: the numbers of the changed elements,
+ * then gaps and values, then the checksum. */
 #include "follow/delta_array.h"
 #include "follow/delta_kernels.h"
 #include "follow/delta_streams.h"

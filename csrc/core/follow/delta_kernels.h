@@ -1,4 +1,5 @@
-/* delta_kernels: the comparison of two blocks; private to the folder. */
+/* delta_kernels: the functions that compare two blocks, and the size of a block; private
+ * to the folder. */
 #ifndef MLS_DELTA_KERNELS_H
 #define MLS_DELTA_KERNELS_H
 

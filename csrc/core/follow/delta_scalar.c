@@ -1,5 +1,7 @@
-/* delta_scalar: the reference kernels. Groups of 32 bytes that are equal on both sides
- * are skipped after one test, because most elements have not changed. */
+/* delta_scalar: finds the elements that differ in two blocks, in plain C: the reference.
+ *
+ * Groups of 32 bytes that are equal on both sides are skipped after one test, because
+ * most elements have not changed. */
 #include "follow/delta_kernels.h"
 
 #include <string.h>

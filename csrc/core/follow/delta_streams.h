@@ -1,4 +1,5 @@
-/* delta_streams: reading and writing the two streams of a delta; private to the folder.
+/* delta_streams: the encoding of gaps: reads and writes the units of a delta's streams;
+ * private to the folder.
  */
 #ifndef MLS_DELTA_STREAMS_H
 #define MLS_DELTA_STREAMS_H

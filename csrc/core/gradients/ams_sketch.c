@@ -1,4 +1,5 @@
-/* ams_sketch: random signs from a hash of the index, 64 elements at a time. */
+/* ams_sketch: adds an array to its sketch: random signs from a hash of the index, 64
+ * elements at a time. */
 #include "gradients/ams_sketch.h"
 
 #include "array/float_convert.h"

@@ -1,4 +1,5 @@
-/* ams_sketch: a number that summarises an array and is linear in it (AMS sketch).
+/* ams_sketch: a summary of an array, linear in it (AMS sketch), by which ranks verify
+ * sums of gradients.
  *
  * Each element is added with a sign from a hash of its index. The sketch of a sum is the
  * sum of the sketches, up to rounding. So ranks that never see each other's arrays can

@@ -1,4 +1,5 @@
-/* bucket: parts of many arrays in one message to each rank.
+/* bucket: packs gradients into one message for each rank, and sums the received messages
+ * in rank order.
  *
  * A message has no table of offsets: the offset of a part follows from the counts before
  * it, and all loops here visit segments in the same order.

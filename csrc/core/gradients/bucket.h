@@ -1,4 +1,4 @@
-/* bucket: several arrays that are reduced in one operation.
+/* bucket: several arrays that are reduced in one operation, each divided among the ranks.
  *
  * Each array is divided among the ranks, and every rank receives the sum of its own part
  * over all ranks. An engine that only moves bytes sends all parts for a rank in one

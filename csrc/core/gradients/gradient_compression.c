@@ -1,5 +1,7 @@
-/* gradient_compression: encodes in blocks, so that the residual is computed while a block
- * is in the cache.
+/* gradient_compression: sends float32 gradients as float16, bfloat16 or int8 with error
+ * feedback; sums the decoded messages.
+ *
+ * Encodes in blocks, so that the residual is computed while a block is in the cache.
  *
  * An INT8 part holds the scales of all its blocks and then the codes, one byte for each
  * element. A 16-bit part holds only the elements. Both are padded with zeros to

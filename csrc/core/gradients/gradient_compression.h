@@ -1,4 +1,5 @@
-/* gradient_compression: float32 gradients in fewer bytes, for slow connections.
+/* gradient_compression: formats of compressed gradients, for slow connections, and the
+ * elements that share an int8 scale.
  *
  * 16-bit floats saturate instead of becoming infinite. INT8 has one scale for each
  * MLS_GRADIENT_COMPRESSION_BLOCK elements: the largest magnitude divided by 127. The

@@ -1,4 +1,5 @@
-/* file: reading and atomic replacement.
+/* file: opens, reads, maps and syncs files; replaces one atomically, with its owner,
+ * permissions and links.
  *
  * Files are examined after they are opened. Replacing a file takes these steps: resolve
  * links, keep the folder open, write a temporary in it, sync, rename, sync the folder.

@@ -1,4 +1,4 @@
-/* file: open files safely, read them whole, and replace them atomically.
+/* file: opens files safely, reads them whole or in ranges, and replaces them atomically.
  *
  * Messages name the failed step and the reason; the caller adds the path. POSIX only.
  */

@@ -1,4 +1,5 @@
-/* json_checksum: the checksum of a text, stored in the text.
+/* json_checksum: sets and verifies the checksum at the start of a JSON text (manifests,
+ * indexes).
  *
  * The digits have a fixed position at the start, so they are found without parsing, and
  * the text is verified before it is parsed. Writer and reader compute over the same

@@ -1,4 +1,5 @@
-/* json_reader: parse a document into an array of nodes.
+/* json_reader: parses JSON; refuses duplicate keys, invalid UTF-8, too many values, and
+ * too deep or long texts.
  *
  * The document is copied once, strings are unescaped inside that copy, and a node takes
  * 20 bytes. Nodes are stored in file order, so the first member of a container is the

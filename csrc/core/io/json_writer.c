@@ -1,5 +1,6 @@
-/* json_writer: text that grows by half of its length, so that it is copied only a few
- * times.
+/* json_writer: appends texts, numbers and escaped JSON strings to a growing buffer.
+ *
+ * A text grows by half of its length, so that it is copied only a few times.
  */
 #include "io/json_writer.h"
 

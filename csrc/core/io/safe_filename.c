@@ -1,4 +1,5 @@
-/* safe_filename: keep or escape each byte.
+/* safe_filename: which bytes of a tensor's name a file name keeps or escapes; names of
+ * Windows devices; long names.
  *
  * The encoding of a byte depends only on that byte and on those before it. The result can
  * be decoded byte by byte, so two names never have the same result.

@@ -1,4 +1,5 @@
-/* attention_mask: fill the rows of an attention mask.
+/* attention_mask: which columns of a mask's row are visible (window, sinks) and which get
+ * the fill; checks of its numbers.
  *
  * A row has at most four parts: visible sinks, masked positions too far back, visible
  * positions, and masked future positions. Each part is one run of equal elements, so a

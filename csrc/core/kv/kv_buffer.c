@@ -1,4 +1,5 @@
-/* kv_buffer: a key-value cache that grows and shrinks within reserved memory.
+/* kv_buffer: grows, shrinks and enlarges a cache in place: reserved memory, distance of
+ * rows, zeros (KVState).
  *
  * A row is the memory of one index of the axes before the sequence: `capacity` positions.
  * Invariant: all bytes of a row beyond the length are zero. Fresh pages are zero,

@@ -1,4 +1,4 @@
-/* kv_buffer: a key-value cache that grows and shrinks within reserved memory.
+/* kv_buffer: a key-value cache that changes its length in reserved memory without a copy.
  *
  * The rows of the cache (kv_transition.h) are `capacity` positions apart, so the cache of
  * any length up to the capacity is a strided view of the same memory, and changing the

@@ -1,4 +1,5 @@
-/* kv_quantize: groups of codes of 2 to 8 bits with a scale and a bias for each group.
+/* kv_quantize: checks quantized caches, divides them into tiles for threads, measures
+ * their loss.
  *
  * Values are handled in tiles of whole groups of consecutive rows. If rows are packed in
  * all arrays, a kernel reads and writes the arrays of the caller. Otherwise a tile is

@@ -1,4 +1,5 @@
-/* kv_quantize: groups of codes of 2 to 8 bits with a scale and a bias for each group.
+/* kv_quantize: quantized caches: codes of 2 to 8 bits with a scale and a bias for each
+ * group, as mlx has them.
  *
  * A group is `group` adjacent elements of the last axis. Its elements are approximated by
  * scale * code + bias, with a code of 0 .. 2**bits - 1. The codes of the last axis are

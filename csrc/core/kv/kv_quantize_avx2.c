@@ -1,4 +1,4 @@
-/* kv_quantize_avx2: the groups of kv_quantize with AVX2 and F16C.
+/* kv_quantize_avx2: arithmetic of quantized caches with AVX2 and F16C.
  *
  * A vector has 8 floats, and the size of a group is a multiple of 8. Scales and biases
  * are computed for 8 groups at a time. GCC does not make vectors of the plain loops,

@@ -1,4 +1,5 @@
-/* kv_quantize_scalar: the groups of kv_quantize in plain C, the reference for others.
+/* kv_quantize_scalar: arithmetic of quantized caches in plain C (scales, biases, rounding
+ * of codes): the reference.
  *
  * There are kernels for float only: other dtypes are converted before and after.
  */

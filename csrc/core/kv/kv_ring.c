@@ -1,4 +1,5 @@
-/* kv_ring: a key-value cache of fixed size that evicts its oldest tokens.
+/* kv_ring: the slot of each position in a cache of fixed size: appends, eviction, sinks,
+ * trims, order (RollingKVState).
  *
  * Consecutive positions are in consecutive slots, except at the end of the ring, so every
  * operation handles at most three ranges of slots: the sinks, and the others up to the

@@ -1,4 +1,5 @@
-/* kv_ring: a key-value cache of fixed size that evicts its oldest tokens.
+/* kv_ring: a key-value cache of fixed size that evicts its oldest tokens and keeps its
+ * sinks.
  *
  * A ring has `capacity` slots along its sequence axis. The token at position p is stored
  * in slot p while p is below `sinks`, and otherwise in slot

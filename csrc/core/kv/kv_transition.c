@@ -1,4 +1,5 @@
-/* kv_transition: move the key-value cache of a language model to another sequence length.
+/* kv_transition: moves a key-value cache to another sequence length: refuses tokens that
+ * do not fit, copies, pads.
  *
  * Checks and move are separate: a binding checks first, allocates the target only if the
  * request is valid, and then moves, which cannot fail. Messages are shown to users

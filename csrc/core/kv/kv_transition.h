@@ -1,4 +1,5 @@
-/* kv_transition: move the key-value cache of a language model to another sequence length.
+/* kv_transition: the request to move a key-value cache to another sequence length; its
+ * tokens and its rows.
  *
  * A cache has 2 to 8 axes, and one is the sequence: often (layers, heads, sequence,
  * head_dim). Positions 0 .. position-1 of the sequence hold tokens; a transition copies

@@ -1,4 +1,5 @@
-/* quantize_kernels: declarations shared by kv_quantize*.c; private to them.
+/* quantize_kernels: how codes of 2 to 8 bits are joined to strings of bits; declarations
+ * for kv_quantize*.c.
  *
  * A kernel handles a run of `groups` groups of `size` elements each, which are adjacent
  * in memory, in this machine's byte order and at any address; so are codes, scales and

@@ -1,4 +1,5 @@
-/* rotate_keys: move keys with rotary position embeddings (RoPE) to other positions.
+/* rotate_keys: rotates keys to other positions (RoPE): angles, pairs, rotated dimensions,
+ * tiles; checks.
  *
  * Keys are handled in tiles of consecutive positions of one head: a tile is converted to
  * a buffer on the stack, rotated there and converted back, so that any strides, byte

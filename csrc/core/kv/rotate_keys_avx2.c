@@ -1,4 +1,4 @@
-/* rotate_keys_avx2: rotate packed float16 and float32 with AVX2 and F16C.
+/* rotate_keys_avx2: rotates packed keys of float16 and float32 (RoPE) with AVX2 and F16C.
  *
  * A vector has 8 floats. Products and sums are separate instructions, as in the scalar
  * loops, so the bits are the same. The plain C loops took 1.8 times as long for 224 MiB

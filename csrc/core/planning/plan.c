@@ -1,4 +1,5 @@
-/* plan: chooses a solver, and falls back if it cannot solve a chain.
+/* plan: chooses the solver (exact or slots) of a plan, and words the error for a budget
+ * that is too small.
  *
  * The unplanned run saves every block and recomputes nothing. A budget that holds it
  * needs no solver. Otherwise fronts are tried first, because they are exact. Their size

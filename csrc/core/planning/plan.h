@@ -1,4 +1,5 @@
-/* plan: the fastest persistent schedule of a chain within a memory budget.
+/* plan: the fastest persistent schedule within a memory budget; limits of exact plans,
+ * default number of slots.
  *
  * plan_costs.h defines persistent schedules. Planning to the byte yields an optimum of
  * that class. Planning by slots yields an optimum for sizes that are rounded up to slots.

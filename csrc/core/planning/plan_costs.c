@@ -1,5 +1,7 @@
-/* plan_costs: sizes in a solver's units, and the least budget. plan_costs.h defines
- * segments s .. t and restarts at k.
+/* plan_costs: converts a chain's bytes to a solver's units, and computes the least budget
+ * that a plan needs.
+ *
+ * plan_costs.h defines segments s .. t and restarts at k.
  *
  * Sums of sizes are rounded to slots as sums, so that the parts of one peak are rounded
  * only once. Sizes that solvers add later (a held gradient, an activation below a

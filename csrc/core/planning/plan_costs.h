@@ -1,4 +1,5 @@
-/* plan_costs: the class of persistent schedules as seen by a solver.
+/* plan_costs: persistent schedules and their costs as solvers see them; the most blocks
+ * and slots of a plan.
  *
  * A segment s .. t is a range of blocks: s is the first and t the last one, both
  * included. k, with s < k <= t, is the block at which a restart divides it. A persistent

@@ -1,4 +1,5 @@
-/* plan_dp_fronts: computes the fronts of all segments, diagonal by diagonal.
+/* plan_dp_fronts: the exact solver: computes the fronts (memory, seconds) of all
+ * segments, diagonal by diagonal.
  *
  * A segment s .. t is the range of blocks from s to t, both included. A restart at k,
  * with s < k <= t, runs s .. k - 1 forward, solves k .. t above activation k, and then

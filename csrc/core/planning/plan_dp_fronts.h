@@ -1,5 +1,4 @@
-/* plan_dp_fronts: solves the persistent class to the byte, by dynamic programming over
- * Pareto fronts.
+/* plan_dp_fronts: solves a chain to the byte, by dynamic programming over Pareto fronts.
  *
  * For each segment the solver keeps a front: the Pareto-optimal points (memory, seconds),
  * each with more memory and fewer seconds than the one before. The front of a segment is

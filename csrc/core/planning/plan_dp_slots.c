@@ -1,4 +1,5 @@
-/* plan_dp_slots: fills the table, by diagonals of large tiles.
+/* plan_dp_slots: the solver by slots: fills its table by diagonals of large tiles, shared
+ * by threads.
  *
  * A segment s .. t is the range of blocks from s to t, both included. A restart at k,
  * with s < k <= t, runs s .. k - 1 forward, solves k .. t above activation k, and then

@@ -1,5 +1,5 @@
-/* plan_dp_slots: solves the persistent class with memory counted in slots, by dynamic
- * programming over a table.
+/* plan_dp_slots: solves a chain with memory rounded to slots, by dynamic programming over
+ * a table.
  *
  * The table has for each segment the value at 0, 1, ... `slots` slots. It is triangular
  * and is filled in square tiles of segments, so that loaded entries are used several

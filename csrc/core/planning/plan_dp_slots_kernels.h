@@ -1,4 +1,4 @@
-/* plan_dp_slots_kernels: types and tables of the kernel files; private to
+/* plan_dp_slots_kernels: types and tables of the inner loops' files; private to
  * plan_dp_slots*.c.
  *
  * Each kernel file defines one table; plan_dp_slots.c chooses the table. mls_cpu_offers

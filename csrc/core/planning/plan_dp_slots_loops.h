@@ -1,6 +1,9 @@
-/* plan_dp_slots_loops: the loops that lower the seconds of a segment of blocks, for each
- * number of slots of memory, to the seconds of a better choice: a restart
- * (`restart_tile`, `restart_row`) or a save (`save_row`).
+/* plan_dp_slots_loops: inner loops of the solver by slots: the seconds of restarts and of
+ * saves.
+ *
+ * They lower the seconds of a segment of blocks, for each number of slots of memory, to
+ * the seconds of a better choice: a restart (`restart_tile`, `restart_row`) or a save
+ * (`save_row`).
  *
  * The kernel file that includes this includes a header of simd/ first, defines COLUMNS,
  * the number of segments along t (their last block) that are processed together, and

@@ -1,4 +1,4 @@
-/* plan_dp_slots_scalar: the reference kernel, one number at a time.
+/* plan_dp_slots_scalar: inner loops of the solver by slots in plain C: the reference.
  *
  * Uses the loops of all kernels; a register is one float here.
  */

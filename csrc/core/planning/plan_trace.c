@@ -1,4 +1,6 @@
-/* plan_trace: which blocks a plan keeps, offloads or recomputes, from a solver's values.
+/* plan_trace: which blocks a plan keeps, offloads or recomputes, and its drops, from a
+ * solver's values.
+ *
  * plan_costs.h defines segments s .. t and restarts at k.
  *
  * Solvers do not store their choices. The trace evaluates all choices of a segment again

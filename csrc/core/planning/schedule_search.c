@@ -1,4 +1,5 @@
-/* schedule_search: Dijkstra's algorithm over memory states.
+/* schedule_search: the fastest of all schedules of a short chain (schedules="any"):
+ * Dijkstra's algorithm over memory states.
  *
  * Nodes are in one growing array. A hash table with open addressing finds them by key,
  * and a binary heap of node numbers orders the open ones.

@@ -1,4 +1,5 @@
-/* schedule_search: the best of all valid schedules of a short chain.
+/* schedule_search: the best of all valid schedules of a short chain; its most blocks and
+ * states.
  *
  * A state describes the held memory: activations with their own memory, saved blocks on
  * the device or on the host, and the remaining backward passes. The search is Dijkstra's

@@ -1,4 +1,5 @@
-/* payload_runs: count like an odometer over the axes outside the run. */
+/* payload_runs: finds the next run of adjacent bytes of a strided view, like an odometer
+ * over the axes outside. */
 #include "prompts/payload_runs.h"
 
 /* Start at the first run. Merge the innermost axes into a run as long as their elements

@@ -1,4 +1,5 @@
-/* payload_runs: the bytes of a strided view in C order, run by run.
+/* payload_runs: the bytes of a strided view in C order, run by run; the length of runs
+ * that pay.
  *
  * A run is as long as the layout allows. Views with short runs are slow to transfer run
  * by run; the caller then copies them as a whole.

@@ -1,4 +1,5 @@
-/* prompt_append: write records to the end of a segment.
+/* prompt_append: writes records, copies and notes to the end of a segment: payloads, then
+ * headers, then a sync.
  *
  * The payloads of all records are written first, each behind the place of its header, and
  * then the headers in order. Until then readers find zeros, or the end of the file, in

@@ -1,4 +1,5 @@
-/* prompt_index: an array of entries, and a hash table of their numbers. */
+/* prompt_index: finds, adds, links and removes entries in memory by key; the last use of
+ * a record and its ancestors. */
 #include "prompts/prompt_index.h"
 
 #include "base/memory.h"

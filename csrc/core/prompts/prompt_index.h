@@ -1,4 +1,5 @@
-/* prompt_index: the records of a prompt log in memory, found by key.
+/* prompt_index: an entry for each record in memory: its members and flags, and the bytes
+ * that it takes.
  *
  * An entry has 44 bytes, and its place in a table of numbers at most 12: at most 67 bytes
  * a record, with the room to grow. Entries keep their numbers until the index is packed.

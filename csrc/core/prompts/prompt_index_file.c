@@ -1,5 +1,5 @@
-/* prompt_index_file: the entries of a log in one file, so that opening need not read all
- * headers.
+/* prompt_index_file: writes and loads the file `index`, so that opening need not read all
+ * headers; when it cannot be used.
  *
  * After the head: put (8 bytes), clock, number of segments, number of entries, checksum
  * of all this and of what follows (4 each); 24 bytes for each segment; 44 for each entry.

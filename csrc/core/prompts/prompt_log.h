@@ -1,4 +1,5 @@
-/* prompt_log: a durable, checked store of records, each under a prefix of a prompt.
+/* prompt_log: a durable, checked store of records, each under a prefix of a prompt: its
+ * files and its functions.
  *
  * A log is a folder:
  *   store             head of the store; its lock (flock) is the writer's lock

@@ -1,4 +1,5 @@
-/* prompt_match: find the records under a prefix.
+/* prompt_match: finds the longest stored prefix of a prompt and its records, compares
+ * their headers, notes their use.
  *
  * The index is asked with `state` held; it only proposes records. Then, without it, the
  * header of each is read and compared. If one differs from its entry, the log is

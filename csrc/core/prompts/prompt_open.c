@@ -1,4 +1,5 @@
-/* prompt_open: open and close a log. */
+/* prompt_open: opens, creates and closes a store: its folder, its file `store`, its id;
+ * forked processes. */
 #include "prompts/prompt_log_state.h"
 
 #include "base/memory.h"

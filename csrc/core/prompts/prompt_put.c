@@ -1,4 +1,5 @@
-/* prompt_put: store the records of one prompt that are not stored yet. */
+/* prompt_put: which records of a prompt are not stored yet; checks of token ids and
+ * items; batches that are stored. */
 #include "prompts/prompt_log_state.h"
 
 #include "base/memory.h"

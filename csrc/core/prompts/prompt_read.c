@@ -1,4 +1,5 @@
-/* prompt_read: read and verify the parts of a match.
+/* prompt_read: reads the payload of matched records into arrays, and compares its
+ * checksums.
  *
  * Bytes are read to their destination in steps that stay in the cache, and checksummed
  * there. Destinations with short runs get copies of such steps.

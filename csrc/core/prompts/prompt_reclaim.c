@@ -1,4 +1,5 @@
-/* prompt_reclaim: free the space of old records, and mark records (pin, unpin, delete).
+/* prompt_reclaim: which records a full store evicts (least recently used); compaction;
+ * pins, unpins, deletions; the file `used`.
  *
  * A record is live while the index has an entry for it. A mark is a note, which is
  * appended to a segment like a record.

@@ -1,4 +1,5 @@
-/* prompt_record: keys, and the layout of headers.
+/* prompt_record: the key of a record (a hash of its tokens); bytes and checks of headers,
+ * notes and heads of files.
  *
  * Layout of a record's header, in bytes:
  *   0 magic, 4 checksum of the rest, 8 header_bytes, 12 type, 13 kind,

@@ -1,5 +1,5 @@
-/* prompt_record: the bytes of a prompt log: keys, headers of records, segments, the
- * store.
+/* prompt_record: the format of a prompt store's files: members, sizes and limits of
+ * headers, notes and heads.
  *
  * All numbers are little-endian. A record is a header, the payload of its parts without
  * gaps, and zeros up to a multiple of MLS_PROMPT_UNIT. The header has a checksum over

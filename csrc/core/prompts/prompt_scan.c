@@ -1,4 +1,5 @@
-/* prompt_scan: find the records of the segments, and enter them into the index.
+/* prompt_scan: reads the records that segments got since, also from other processes, into
+ * the index; skips damage.
  *
  * Entering a record adds its entry to the index. A note, in a header without a payload,
  * is applied instead: it pins, unpins or deletes the record of another header.

@@ -1,4 +1,5 @@
-/* prompt_segments: the files that hold the records. */
+/* prompt_segments: the files of records: their names, greatest length, head, open
+ * descriptors, creation and deletion. */
 #include "prompts/prompt_log_state.h"
 
 #include "base/memory.h"

@@ -1,4 +1,5 @@
-/* prompt_stored: read one record of a segment. */
+/* prompt_stored: reads one record's header from a segment, finds the next valid header,
+ * checks a payload. */
 #include "prompts/prompt_log_state.h"
 
 #include "base/memory.h"

@@ -1,4 +1,5 @@
-/* prompt_verify: walk over all records, to list them or to verify them. */
+/* prompt_verify: walks over all records to list, count or verify them, and removes the
+ * damaged ones (repair). */
 #include "prompts/prompt_log_state.h"
 
 #include "base/memory.h"

@@ -1,5 +1,5 @@
-/* prompt_writer: lock a log for one writer, and repair what a killed writer or a power
- * failure left. */
+/* prompt_writer: locks a store for one writer, and repairs what a killed writer or a
+ * power failure left. */
 #include "prompts/prompt_log_state.h"
 
 #include "base/memory.h"

@@ -1,4 +1,5 @@
-/* cpu_features: detect the instruction sets that can be used.
+/* cpu_features: detects instruction sets, sizes of caches and the processors that a
+ * process may use; MLSTATE_CPU.
  *
  * A set is offered only if the processor has the instructions, the operating system saves
  * their registers on a context switch, and the compiler targets the architecture. Each

@@ -1,4 +1,5 @@
-/* cpu_features: which instruction sets this machine offers, and which one to use.
+/* cpu_features: the instruction sets of a machine, which one is used, cache sizes, number
+ * of processors.
  */
 #ifndef MLS_CPU_FEATURES_H
 #define MLS_CPU_FEATURES_H

@@ -1,4 +1,5 @@
-/* cpu_store_choice: time the store variants and compare them. */
+/* cpu_store_choice: whether copies use memcpy, a loop or stores past the cache: times
+ * trials and decides; MLSTATE_COPY. */
 #include "runtime/cpu_store_choice.h"
 
 #include "runtime/cpu_features.h"

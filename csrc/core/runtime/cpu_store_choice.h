@@ -1,4 +1,5 @@
-/* cpu_store_choice: how copies store their result, chosen by measurement.
+/* cpu_store_choice: how copies store their result, chosen by measurement; sizes and
+ * number of trials.
  *
  * A copy can use plain stores (memcpy), an own loop of vectors, or non-temporal stores,
  * which bypass the cache. Which is fastest depends on the processor: for copies within

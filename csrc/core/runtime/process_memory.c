@@ -1,4 +1,5 @@
-/* process_memory: how much memory this process uses, and how much it may use.
+/* process_memory: memory that this process uses, and the limit of its machine or
+ * container: /proc, cgroups, macOS.
  *
  * Linux reports the figures in short text files, which are read whole into small buffers.
  * A line that does not fit or cannot be parsed is ignored.

@@ -1,4 +1,4 @@
-/* process_memory: how much memory this process uses, and how much it may use.
+/* process_memory: the memory that this process uses and may use, on each system.
  *
  * - Linux: the process's entries in /proc, the machine's memory, and the limits of the
  *   control groups (version 1 or 2) of the process and their parents.

@@ -1,5 +1,5 @@
-/* ready_counter: a counter that is read without the lock; waiters sleep until it reaches
- * their value. */
+/* ready_counter: publishes a count that threads read without a lock, or sleep for until
+ * it reaches their value. */
 #include "runtime/ready_counter.h"
 
 /* Default attributes cannot fail on systems with threads. */

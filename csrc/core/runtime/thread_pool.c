@@ -1,4 +1,5 @@
-/* thread_pool: a few threads that run the same function on many indices.
+/* thread_pool: runs a function on many indices with a few threads; default number of
+ * threads; pools after a fork.
  *
  * One atomic counter hands out the work: each thread takes the next index until none is
  * left, so a slow thread does not delay the rest. The calling thread works too.

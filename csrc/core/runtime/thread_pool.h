@@ -1,4 +1,5 @@
-/* thread_pool: a few threads that run the same function on many indices.
+/* thread_pool: a pool of threads and its greatest size; the bytes above which copies use
+ * it.
  *
  * Threads start with the first run that needs more than one, and sleep between runs.
  * After fork, the child detects the new process id, abandons its parent's threads (which

@@ -1,4 +1,6 @@
-/* work_stealing: one counter for each queue, and one for the queues not yet started.
+/* work_stealing: the next item for a thread: of its queue, or of another thread's.
+ *
+ * There is one counter for each queue, and one for the queues not yet started.
  *
  * Late threads may increment a counter past the end of its queue, but by at most the
  * number of threads, since each thread checks before it increments.

@@ -1,4 +1,5 @@
-/* safetensors: one file of named tensors, read without trust and written atomically.
+/* safetensors: one file of named tensors: longest header, bytes of a checksum, mlstate's
+ * keys in the metadata.
  *
  * The format is defined by the safetensors package: 8 bytes with the header's length, the
  * header (a JSON object), then the tensors without gaps. This library reads every file

@@ -1,5 +1,8 @@
-/* safetensors_header_build: build the header with zeros for length and checksums, which
- * are filled in at the end.
+/* safetensors_header_build: order, offsets, dtypes and padding of the tensors in a new
+ * file's header.
+ *
+ * The header is built with zeros for length and checksums, which are filled in at the
+ * end.
  *
  * The order of everything is fixed: metadata by key, tensors by item size and name,
  * members as the package writes them. So equal content produces equal bytes.

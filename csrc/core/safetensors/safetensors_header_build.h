@@ -1,4 +1,4 @@
-/* safetensors_header_build: build the header of a file; mls_safetensors_parse reads one.
+/* safetensors_header_build: builds the header of a file; safetensors_read.c reads one.
  *
  * The header is laid out before any tensor is written: checksums have a fixed width, so
  * its length and the offsets of all tensors are known before the checksums. Used by

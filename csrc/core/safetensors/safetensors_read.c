@@ -1,4 +1,4 @@
-/* safetensors_read: the whole header is checked before it is used.
+/* safetensors_read: parses and checks a file's header, reads its tensors.
  *
  * What can be wrong in a file, and which function detects it:
  *   the header's length     header_length, before memory is allocated

@@ -1,4 +1,5 @@
-/* safetensors_write: tensors first, header last.
+/* safetensors_write: writes a file atomically in one pass: tensors, their checksums, then
+ * the header.
  *
  * The checksums have a fixed width, so the header's length is known before them. The
  * tensors are written first, in one pass over their bytes, and the header last.

@@ -1,4 +1,5 @@
-/* layout: computes parts, and intersects two parts.
+/* layout: which part of a tensor each rank has, also of uneven axes; texts of layouts;
+ * elements that two parts share.
  *
  * The intersection of two boxes is a box. It is visited row by row: along a row, the
  * positions in both parts grow by one, so a flat range of either part cuts a row only at

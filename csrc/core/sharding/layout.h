@@ -1,4 +1,5 @@
-/* layout: which part of a tensor each rank has, and the intersection of two parts.
+/* layout: layouts (steps along axes, or flat), the parts that they make, and the limits
+ * of both.
  *
  * A layout divides a tensor in steps. A step along an axis gives each part a range of
  * ceil(n / parts) indices, as torch.chunk does, so the last parts may be shorter or

@@ -1,5 +1,5 @@
-/* layout_intersection: descends through the steps of a layout, visiting only indices that
- * may intersect.
+/* layout_intersection: which parts of a layout intersect a part of another one, without a
+ * visit of all parts.
  *
  * Each step divides a range into parts of one length, so a division finds the first and
  * the last part that a range touches. A flat range is replaced by its bounding box, which

@@ -1,4 +1,5 @@
-/* optimizer_axes: finds the axes of an optimizer state from its shape and its name.
+/* optimizer_axes: which axis of its parameter each axis of an optimizer state has
+ * (Adafactor), by shapes and name.
  *
  * A state dict does not record how the axes of a state relate to its parameter, so they
  * are inferred from the shapes. The name decides if the shapes are ambiguous, as for a

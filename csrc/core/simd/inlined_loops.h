@@ -1,5 +1,7 @@
-/* inlined_loops: how the functions and loops of a file of kernels are compiled. The file
- * defines MLS_TARGET, the attribute that lets a function use the instruction set. */
+/* inlined_loops: how functions and loops of kernels are compiled: inlined and unrolled.
+ *
+ * The file of kernels defines MLS_TARGET, the attribute that lets a function use the
+ * instruction set. */
 #ifndef MLS_SIMD_INLINED_LOOPS_H
 #define MLS_SIMD_INLINED_LOOPS_H
 

@@ -1,4 +1,5 @@
-/* load_into: makes a plan first, and then copies.
+/* load_into: refuses pairs of tensors that differ or overlap, then copies all pairs with
+ * threads.
  *
  * Planning has three steps. First, each pair is read once and summarised in a short item,
  * because a view takes a kilobyte and ten thousand views exceed the cache. Second, the

@@ -1,4 +1,4 @@
-/* load_into: copies many tensors into others, all or none.
+/* load_into: copies many tensors into others, all or none: rules for each pair.
  *
  * All errors are found before the first byte is written; the copying itself cannot fail.
  */

@@ -1,4 +1,5 @@
-/* metadata_compare: compares pairs of metadata one by one.
+/* metadata_compare: which of two states' tensors are missing, unexpected, or of another
+ * shape or dtype; start of a digest.
  *
  * Most dtype names are the same constants of dtype.c on both sides, so comparing pointers
  * is enough; otherwise the text is compared.

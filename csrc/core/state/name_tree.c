@@ -1,4 +1,5 @@
-/* name_tree: a tree of dotted names.
+/* name_tree: finds the layers in dotted names, and the names below a layer; refuses
+ * duplicate names.
  *
  * All nodes are in one array. A hash table with open addressing finds the child of a node
  * by its segment, so a lookup does not depend on the number of children. The first child

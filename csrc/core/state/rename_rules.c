@@ -1,4 +1,5 @@
-/* rename_rules: applies rename rules to names.
+/* rename_rules: finds the segments of a name that a rename rule matches, and writes the
+ * new name.
  *
  * Names are rewritten in the caller's buffer, one rule after the other, so renaming ten
  * thousand names needs no allocation.

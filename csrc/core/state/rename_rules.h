@@ -1,4 +1,5 @@
-/* rename_rules: rules that rename tensors.
+/* rename_rules: rules that rename tensors: at the start of a name, or at any segment
+ * (with a star).
  *
  * A rule replaces the start of a name, or the start of any segment: wrappers insert their
  * marks before a whole model and before each of its modules.

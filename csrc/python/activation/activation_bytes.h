@@ -1,4 +1,4 @@
-/* activation_bytes: the size of an activation, by its shape and dtype. */
+/* activation_bytes: the bytes of an activation, for the strategies (py_strategy.c). */
 #ifndef MLSPY_ACTIVATION_BYTES_H
 #define MLSPY_ACTIVATION_BYTES_H
 

@@ -1,4 +1,5 @@
-/* py_activation_memory: the size of an activation, and the memory that this process uses.
+/* py_activation_memory: bytes of an activation (array, torch or meta tensor,
+ * description); memory that this process uses.
  *
  * Only the shape and dtype of an activation are read: it may be on a device, on torch's
  * meta device, or a description without elements. For torch's own tensor classes its

@@ -1,5 +1,7 @@
-/* py_planner: chains, simulated schedules, plans, and the best schedules. The public
- * functions are in mlstate/activation, in _chain.py, _plan.py and _planner.py.
+/* py_planner: chains, simulations, plans, Pareto curves and best schedules, for
+ * mlstate/activation.
+ *
+ * The public functions are in _chain.py, _plan.py and _planner.py.
  *
  * A persistent schedule keeps each stored activation, on the device or on the host, until
  * the backward passes that need it are done (plan_costs.h). A planner may count the

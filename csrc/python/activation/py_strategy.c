@@ -1,5 +1,5 @@
-/* py_strategy: the base type of the strategies of mlstate.activation, and a thin subclass
- * for each kind of the core.
+/* py_strategy: should_checkpoint: its arguments, clock, memory tracker, named layers,
+ * pickled state; core/activation decides.
  *
  * A decision runs once for each layer of each step, so the usual call is fast: three
  * positional arguments, a str with a cached hash, a small int, an ndarray. Other

@@ -1,4 +1,5 @@
-/* args: convert positional arguments, with one clear error for each.
+/* args: converts positional arguments (ints, floats, bools, str, tuples), with one clear
+ * TypeError for each.
  *
  * The public functions in Python name and check their parameters; these checks come
  * second. Any object with __index__ is an integer; a float is not, nor a bool.
@@ -69,6 +70,22 @@ int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *lab
         return -1;
     }
     *out = value;
+    return 0;
+}
+
+/* The umask clears further bits of a new file. */
+int mlspy_take_mode(const mlspy_state *state, PyObject *object, unsigned *out)
+{
+    int64_t mode;
+    if (mlspy_take_int64(state, object, "mode", &mode) < 0) {
+        return -1;
+    }
+    if (mode < 0 || mode > 0777) {
+        return MLSPY_REFUSE(PyExc_ValueError,
+                            "mode %lld has bits that are not permissions",
+                            (long long)mode);
+    }
+    *out = (unsigned)mode;
     return 0;
 }
 

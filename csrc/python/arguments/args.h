@@ -32,6 +32,10 @@ int mlspy_take_tuple(PyObject *object, const char *label, const char *format, ..
 int mlspy_take_int64(const mlspy_state *state, PyObject *object, const char *label,
                      int64_t *out);
 
+/* Convert the permission bits of new files, an int. Returns -1 with an exception set:
+ * ValueError for any other bit. */
+int mlspy_take_mode(const mlspy_state *state, PyObject *object, unsigned *out);
+
 /* Convert a float, or any object with __float__ or __index__; NaN and infinities too.
  * `label` names the argument in errors. Returns -1 with `*out` untouched and an exception
  * set: TypeError for another object, ValueError for an int beyond a double, or the

@@ -1,4 +1,5 @@
-/* progress: call Python from work that runs without the GIL.
+/* progress: calls `progress=` and checks for Ctrl-C at intervals, during work without the
+ * GIL.
  *
  * The threads of the pool only add to a counter. The thread that began the work takes
  * part in it; at intervals it acquires the GIL, passes the sum to the callback and checks

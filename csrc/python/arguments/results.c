@@ -1,5 +1,6 @@
-/* results: build lists, tuples and dicts. A partly filled list or tuple can be released:
- * its empty entries are NULL. */
+/* results: builds lists, tuples and dicts of results, and releases them after a failure.
+ *
+ * A partly filled list or tuple can be released: its empty entries are NULL. */
 #include "arguments/results.h"
 
 /* Strict, because text that is not UTF-8 is a bug and must not become another name. */

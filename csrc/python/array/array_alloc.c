@@ -1,4 +1,5 @@
-/* array_alloc: allocate arrays for the tensors of files. */
+/* array_alloc: allocates the NumPy arrays that a load returns: own memory, zeros, shared
+ * blocks, or over a mapped file. */
 #include "array/array_alloc.h"
 
 #include "array/array_view.h"

@@ -1,5 +1,5 @@
-/* array_alloc: allocate arrays for the tensors of files, over new memory or over a
- * mapping. Small arrays share blocks (array_block.h). */
+/* array_alloc: arrays for the tensors of files, over new memory or over a mapping;
+ * array_block.h has the sizes of blocks. */
 #ifndef MLSPY_ARRAY_ALLOC_H
 #define MLSPY_ARRAY_ALLOC_H
 

@@ -1,4 +1,5 @@
-/* array_view: NumPy arrays and DLPack exporters as views, and dtypes in both directions.
+/* array_view: views NumPy arrays, torch tensors and DLPack exporters without a copy, or
+ * refuses them; NumPy's dtypes.
  *
  * A view has the address of the elements and a reference to their owner; nothing is
  * copied. NumPy arrays are read through NumPy's API, which is the fastest way and the

@@ -1,4 +1,4 @@
-/* array_view: arrays of NumPy and other libraries as tensors of the core. */
+/* array_view: views of arrays of NumPy and other libraries, and conversions of dtypes. */
 #ifndef MLSPY_ARRAY_VIEW_H
 #define MLSPY_ARRAY_VIEW_H
 

@@ -1,5 +1,5 @@
-/* py_overlap: whether strided memory overlaps, for arrays that the core does not view: on
- * devices, and of dtypes that it lacks. */
+/* py_overlap: memory_overlap: whether strided memory overlaps, for arrays on devices and
+ * dtypes that the core lacks. */
 #include "arguments/args.h"
 #include "common/errors.h"
 #include "common/functions.h"

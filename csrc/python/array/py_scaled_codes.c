@@ -1,5 +1,5 @@
-/* py_scaled_codes: floats of 4 or 8 bits with scales; mlstate/_common/converted.py calls
- * it. */
+/* py_scaled_codes: scaled_codes_decode: quantized weights (float8, 4 bits) to floats, for
+ * mlstate/_common/converted.py. */
 #include "arguments/args.h"
 #include "array/array_view.h"
 #include "common/errors.h"

@@ -1,4 +1,5 @@
-/* checkpoint_folder: open the folder of a checkpoint, and raise errors about its files.
+/* checkpoint_folder: opens the folder of a checkpoint, and adds a file's path to errors
+ * about it.
  */
 #include "checkpoint/checkpoint_folder.h"
 

@@ -1,4 +1,5 @@
-/* codecs: Python's zlib and zstd, for the core.
+/* codecs: calls Python's zlib and zstd (mlstate/checkpoint/_store/codecs.py) from threads
+ * of the core.
  *
  * mlstate/checkpoint/_store/codecs.py implements them. Threads of the pool call them,
  * each with a Python thread state for the duration of the call. zlib and zstd release the

@@ -1,4 +1,5 @@
-/* merged_index_object: functions that the methods of a MergedIndex share. */
+/* merged_index_object: finds a rank's index, and makes the key of a tensor, for the
+ * methods of a MergedIndex. */
 #include "checkpoint/merged_index_object.h"
 
 #include "arguments/args.h"

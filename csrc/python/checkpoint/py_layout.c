@@ -1,4 +1,5 @@
-/* py_layout: layouts as tuples of pairs.
+/* py_layout: layouts and parts from and to tuples, for mlstate.checkpoint.Layout; names
+ * of layouts as users write them.
  *
  * mlstate.checkpoint.Layout is a thin class around such a tuple. A pair is an axis, or
  * the core's name of a step without an axis, and a number of parts. */

@@ -1,5 +1,5 @@
-/* py_merged_index: the MergedIndex type: tensors and shards of a checkpoint, from its
- * indexes.
+/* py_merged_index: MergedIndex: parses indexes or headers, lists tensors, shards, files,
+ * copies; verifies; header of a file.
  *
  * A MergedIndex is immutable after construction, so any number of threads may use it.
  * Loading has these steps: choose tensors and parts, check that they are stored and that

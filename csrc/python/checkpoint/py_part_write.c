@@ -1,4 +1,5 @@
-/* py_part_write: safetensors files that several ranks write together.
+/* py_part_write: safetensors files that several ranks write together, for exports to
+ * Hugging Face.
  *
  * Headers follow from names, dtypes and shapes, so every rank computes the offsets
  * (safetensors_layout) and writes its parts (parts_write). One rank collects the ranks'

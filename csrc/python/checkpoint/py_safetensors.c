@@ -1,5 +1,7 @@
-/* py_safetensors: safetensors files. mlstate/checkpoint/__init__.py has the public
- * functions and their docstrings.
+/* py_safetensors: save_file and load_file of one safetensors file: arrays, metadata,
+ * mapping (`mmap=True`).
+ *
+ * The public functions and their docstrings are in mlstate/_safetensors.py.
  *
  * Each function has three parts. With the GIL, it converts Python objects to plain
  * pointers, which strong references keep valid. Without the GIL, the core does the work.

@@ -1,4 +1,4 @@
-/* py_safetensors: mapped files as the base of arrays. */
+/* py_safetensors: capsules of mapped files, which arrays over a mapping have as base. */
 #ifndef MLSPY_PY_SAFETENSORS_H
 #define MLSPY_PY_SAFETENSORS_H
 

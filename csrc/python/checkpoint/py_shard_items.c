@@ -1,5 +1,5 @@
-/* py_shard_items: the first half of a save, which needs the arrays: list the shards and
- * copy them. The second half is shards_write (py_shard_write.c).
+/* py_shard_items: lists a save's arrays and Shards (layout, part, replica, tier,
+ * version); copies them for save_async.
  *
  * A list of shard items is a capsule that connects the two. It holds the arrays, or the
  * memory of their copies, until it is freed.

@@ -1,4 +1,4 @@
-/* py_shard_load: load tensors of a MergedIndex, or parts of them, into arrays.
+/* py_shard_load: loads tensors or their parts into new, mapped or `into=` arrays.
  *
  * Both ways of loading have the same steps: choose tensors and parts; check that they are
  * stored and that the files exist; create the arrays or view the caller's; read without

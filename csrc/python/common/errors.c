@@ -1,4 +1,5 @@
-/* errors: the exception classes, and the only place where a status becomes an exception.
+/* errors: exception classes, their builtin bases and attributes, and which of them a
+ * status of the core raises.
  *
  * Each class derives from MLStateError and, if users would expect it, from a builtin
  * class: a missing tensor is a KeyError, a missing file a FileNotFoundError. Every

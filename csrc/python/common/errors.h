@@ -1,4 +1,4 @@
-/* errors: the exception classes, and the conversion of a status to an exception. */
+/* errors: the exception classes, and how a binding raises the error of a status. */
 #ifndef MLSPY_ERRORS_H
 #define MLSPY_ERRORS_H
 

@@ -1,4 +1,5 @@
-/* functions: the functions and types of mlstate._core, which module.c adds. */
+/* functions: declares the functions and types of mlstate._core; functions.def lists the
+ * functions. */
 #ifndef MLSPY_FUNCTIONS_H
 #define MLSPY_FUNCTIONS_H
 

@@ -1,4 +1,5 @@
-/* gil: when to release the GIL, and short sections that lock one object. */
+/* gil: the bytes above which a call releases the GIL, and short sections that lock one
+ * object. */
 #ifndef MLSPY_GIL_H
 #define MLSPY_GIL_H
 

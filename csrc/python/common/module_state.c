@@ -1,4 +1,5 @@
-/* module_state: the state of the extension module, from creation to deallocation. */
+/* module_state: creates the state of the module: instruction set (MLSTATE_CPU), stores
+ * (MLSTATE_COPY), thread pool. */
 #include "common/module_state.h"
 
 #include "base/status.h"

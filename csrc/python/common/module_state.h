@@ -1,4 +1,5 @@
-/* module_state: the state of the extension module, and how functions find it.
+/* module_state: members of the module state (kernels, pool, classes, names), and how
+ * functions find it.
  *
  * All state belongs to the module object. The only static variable is NumPy's API
  * pointer.

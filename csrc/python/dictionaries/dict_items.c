@@ -1,4 +1,5 @@
-/* dict_items: a snapshot of the entries of a dict of arrays.
+/* dict_items: which keys and values a state dict accepts; a snapshot of its entries, with
+ * shape, dtype and bytes.
  *
  * A dict may change during an iteration: another thread assigns to it, or an array's own
  * code runs. So its entries are copied at once, with their own references, and all other

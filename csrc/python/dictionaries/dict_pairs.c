@@ -1,4 +1,5 @@
-/* dict_pairs: the entries of two dicts in pairs, their differences as lists, and views.
+/* dict_pairs: pairs two dicts' entries by name; lists missing, unexpected and different
+ * ones; bytes of other dtypes.
  *
  * Source and target are each copied at one moment, and then paired by name. The pairs
  * hold references to all arrays, so later changes of the dicts do not matter.

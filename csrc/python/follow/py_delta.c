@@ -1,6 +1,8 @@
-/* py_delta: differences of two arrays as arrays of gaps and values; mlstate/follow calls
- * it. Values are the changed elements, gaps the numbers of unchanged elements before each
- * of them (delta.h). */
+/* py_delta: deltas as arrays of gaps and values for mlstate/follow: encode, apply, undo
+ * log, compose, filter; checks.
+ *
+ * Values are the changed elements, gaps the numbers of unchanged elements before each of
+ * them (delta.h). */
 #include "arguments/args.h"
 #include "array/array_alloc.h"
 #include "array/array_view.h"

@@ -1,4 +1,5 @@
-/* py_bucket: buckets of gradients, their messages, and sketches of arrays.
+/* py_bucket: buckets of gradients: which arrays are used without a copy or refused;
+ * messages, residuals; sketches.
  *
  * A bucket is parsed once, from tuples (array, counts, out), into a capsule that keeps
  * the arrays alive. Packing and reducing then need no Python objects.

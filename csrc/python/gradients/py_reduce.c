@@ -1,5 +1,5 @@
-/* py_reduce: reduces, adds, scales, clears arrays, and computes norm partials. The public
- * functions are in mlstate/fsdp.
+/* py_reduce: reduces, accumulates, scales and clears named arrays, all or none; norms;
+ * for mlstate/fsdp.
  *
  * Work on many arrays is all or nothing: every array is viewed and checked before the
  * first one changes, and the views hold the arrays while the GIL is released. Writes by

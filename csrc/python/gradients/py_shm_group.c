@@ -1,5 +1,5 @@
-/* py_shm_group: one rank's handle of a host-local group, for
- * mlstate.collectives.LocalGroup.
+/* py_shm_group: LocalLink: a rank's operations of mlstate.collectives.LocalGroup; their
+ * timeout, Ctrl-C, abort, close.
  *
  * Operations wait for other ranks, so each releases the GIL and reacquires it now and
  * then to let Python check for signals. A link runs one operation at a time. Other

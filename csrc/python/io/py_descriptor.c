@@ -1,4 +1,5 @@
-/* py_descriptor: an open file or folder, closed when the object is deallocated.
+/* py_descriptor: Descriptor: an open file or folder and its lock (flock), closed even if
+ * an interrupt loses it.
  *
  * An interrupt can occur between any two steps of a Python function. It can lose a number
  * returned by os.open, and a lock on that file then stays. A lost object is deallocated.

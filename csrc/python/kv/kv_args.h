@@ -1,4 +1,5 @@
-/* kv_args: convert the arguments of functions for key-value caches. */
+/* kv_args: shape, sequence axis and lengths of caches as arguments of py_kv_*.c; most are
+ * in py_kv_transition.c. */
 #ifndef MLSPY_KV_ARGS_H
 #define MLSPY_KV_ARGS_H
 

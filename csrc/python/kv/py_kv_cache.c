@@ -1,4 +1,5 @@
-/* py_kv_cache: quantized caches, rings and keys in the arrays of callers. */
+/* py_kv_cache: quantizes, dequantizes and rotates keys in callers' arrays; positions and
+ * order of rings of other libraries. */
 #include "arguments/args.h"
 #include "array/array_alloc.h"
 #include "array/array_view.h"

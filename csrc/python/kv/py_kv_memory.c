@@ -1,4 +1,5 @@
-/* py_kv_memory: the memory behind mlstate.kv.KVState and mlstate.kv.RollingKVState.
+/* py_kv_memory: KVBuffer and RollingBuffer, the memory of KVState and RollingKVState;
+ * refuses to grow while a view exists.
  *
  * A view is an ndarray whose base keeps the memory alive. The memory of a RollingBuffer
  * never moves, so the base is the object itself. A KVBuffer may move its memory when it

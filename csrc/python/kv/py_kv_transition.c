@@ -1,5 +1,8 @@
-/* py_kv_transition: KV-cache transitions and masks. The public functions and their
- * docstrings are in mlstate/kv/_transition.py and _mask.py.
+/* py_kv_transition: kv_move and kv_mask: source, `out=`, `dtype=`, padding, new arrays;
+ * the case that returns the source.
+ *
+ * The public functions and their docstrings are in mlstate/kv/_transition.py and
+ * _mask.py.
  *
  * The steps of a transition are: view the source, read and check the numbers, find or
  * allocate the target, encode the padding, move. Nothing is allocated before the request

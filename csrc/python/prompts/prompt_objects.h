@@ -1,4 +1,4 @@
-/* prompt_objects: the objects PromptLog and PromptMatch. */
+/* prompt_objects: functions that PromptLog and PromptMatch share. */
 #ifndef MLSPY_PROMPT_OBJECTS_H
 #define MLSPY_PROMPT_OBJECTS_H
 

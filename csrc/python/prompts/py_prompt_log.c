@@ -1,5 +1,5 @@
-/* py_prompt_log: the PromptLog type: a durable store of records under prefixes of
- * prompts.
+/* py_prompt_log: PromptLog: match, put, mark, prune, verify, repair, records; waits for
+ * another writer (`timeout`).
  */
 #include "arguments/args.h"
 #include "arguments/progress.h"

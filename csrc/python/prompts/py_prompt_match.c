@@ -1,5 +1,5 @@
-/* py_prompt_match: the PromptMatch type: records under a prefix, with their segments
- * open.
+/* py_prompt_match: PromptMatch: the records under a prefix; reads their parts into
+ * arrays, and lists damage.
  */
 #include "arguments/args.h"
 #include "arguments/progress.h"

@@ -1,5 +1,7 @@
-/* py_state_compare: compares two state dicts: names, shapes, dtypes, elements; lists the
- * metadata of one. The public functions are in mlstate/state.
+/* py_state_compare: compares two state dicts: names, shapes, dtypes, elements (diff, ==);
+ * lists the metadata of one.
+ *
+ * The public functions are in mlstate/state.
  *
  * Cheap checks come first: names before shapes, shapes before elements. The most
  * frequent result (no difference) is found before any list is created.

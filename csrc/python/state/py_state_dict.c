@@ -1,4 +1,5 @@
-/* py_state_dict: StateDict, a dict whose keys are names and whose values are arrays.
+/* py_state_dict: StateDict: lookups, assignments, update, |, copy, fromkeys, attributes
+ * of subclasses, nbytes, ==.
  *
  * Arrays are stored as given, neither copied nor wrapped. dict's own methods would bypass
  * the check in `__setitem__`, so every method that adds entries is reimplemented: the

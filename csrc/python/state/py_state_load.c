@@ -1,5 +1,7 @@
-/* py_state_load: operations on a whole state dict: loads it into another one, finds
- * targets that share memory, and digests it. The public functions are in mlstate/state.
+/* py_state_load: load_into of a whole state dict; targets that share memory (tied
+ * weights); digests.
+ *
+ * The public functions are in mlstate/state.
  */
 #include "arguments/args.h"
 #include "arguments/results.h"

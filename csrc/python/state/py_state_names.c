@@ -1,5 +1,7 @@
-/* py_state_names: the layers of a state dict, and renaming. The public functions are in
- * mlstate/state.
+/* py_state_names: layers of a state dict and their names; rename, also names that collide
+ * or get empty parts.
+ *
+ * The public functions are in mlstate/state.
  *
  * A layer is a start of dotted names: "blocks.0" is the layer of "blocks.0.w" and
  * "blocks.0.b", and has them as "w" and "b".

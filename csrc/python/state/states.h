@@ -1,4 +1,4 @@
-/* states: functions for state dicts that several files share. */
+/* states: equality of two state dicts, and cached descriptions of their names. */
 #ifndef MLSPY_STATES_H
 #define MLSPY_STATES_H
 

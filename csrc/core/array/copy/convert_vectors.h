@@ -1,5 +1,7 @@
-/* convert_vectors: conversions of one vector; private to copy_avx2.c and copy_neon.c,
- * which include a header of simd/ and define `vector` first.
+/* convert_vectors: float16, bfloat16, float32 and float64 converted in registers, for
+ * copy_avx2.c and copy_neon.c.
+ *
+ * These two files include a header of simd/ and define `vector` first.
  *
  * vector_A_B reads the A elements for one register of B and converts them: one register
  * of floats if B has items of 4 bytes, else two.

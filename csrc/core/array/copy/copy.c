@@ -1,4 +1,5 @@
-/* copy: split strided views into contiguous runs, and encode one element for a fill.
+/* copy: copies and converts strided views of any dtype and byte order; encodes or refuses
+ * the value of a fill.
  *
  * Views are first simplified into runs (strided_iter.h), sorted by the destination's
  * strides. If both sides are packed and in this machine's byte order, a kernel handles

@@ -1,4 +1,5 @@
-/* copy: move, convert and fill elements, with the same result for every instruction set.
+/* copy: copies, converts and fills elements, with the same result for every instruction
+ * set.
  *
  * A kernel table handles contiguous runs of elements; mls_copy and mls_fill iterate over
  * strided views and pass runs to it. The scalar table is the reference: every other table

@@ -1,5 +1,5 @@
-/* copy_avx2: copy, fill and convert with AVX2 and F16C, 32 bytes of destination at a
- * time.
+/* copy_avx2: copies, fills and converts packed elements with AVX2 and F16C, through the
+ * cache or past it.
  *
  * Processors with AVX-512 use these kernels too: on an AMD EPYC (family 25 model 17)
  * registers twice as wide took 0.92 to 1.08 times as long (bench_kernels.py).

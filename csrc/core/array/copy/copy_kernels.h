@@ -1,4 +1,4 @@
-/* copy_kernels: declarations shared by the kernel files; private to copy*.c.
+/* copy_kernels: declarations that copy.c and the kernel files share; private to copy*.c.
  *
  * Each kernel file exports its tables and nothing else. A table exists only on its
  * architecture. mls_cpu_offers tells whether the machine can run it; only mls_kernels_of

@@ -1,4 +1,4 @@
-/* copy_neon: convert with NEON, 16 bytes of destination at a time.
+/* copy_neon: copies, fills and converts packed elements with NEON.
  *
  * Every arm64 processor has NEON, so no run-time check is needed.
  *

@@ -1,5 +1,5 @@
-/* copy_scalar: the reference kernels in plain C, one element at a time, for every pair of
- * float formats.
+/* copy_scalar: copies, fills and converts packed elements in plain C, for every pair of
+ * float formats: the reference.
  *
  * Every vector kernel must match these runs bit for bit, and calls them for the elements
  * that do not fill a vector. They are written for clarity: the rounding rules are in

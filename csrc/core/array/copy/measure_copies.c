@@ -1,4 +1,5 @@
-/* measure_copies: two large results of each variant of each operation, and small copies.
+/* measure_copies: trial copies in temporary memory, so that cpu_store_choice.c decides at
+ * once: large and small results.
  *
  * A variant is a kind of store: memcpy, a loop of vectors, or past the cache. A trial is
  * a timed copy with one of them; the decision is made for each operation and size class

@@ -1,5 +1,5 @@
-/* measure_copies: make the decisions between store instructions (cpu_store_choice.h) by
- * trials in temporary memory, before the process has copied enough itself. */
+/* measure_copies: decides how copies store their results by trials now, before the
+ * process has copied enough itself. */
 #ifndef MLS_MEASURE_COPIES_H
 #define MLS_MEASURE_COPIES_H
 

@@ -1,4 +1,4 @@
-/* pack_range: consecutive elements as a few boxes.
+/* pack_range: copies a range of a tensor's elements, counted in C order, as a few boxes.
  *
  * Each step copies the largest box that starts at the current element and does not pass
  * the end of the range: consecutive indices along one axis with everything inside them.

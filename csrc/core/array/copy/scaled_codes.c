@@ -1,5 +1,8 @@
-/* scaled_codes: decodes tiles through a table into floats on the stack, and converts the
- * rows of the tile, or its columns if these are without gaps in the destination.
+/* scaled_codes: decodes quantized weights: checks of codes and scales, code * scale in
+ * float, rounding to the target.
+ *
+ * Tiles are decoded through a table into floats on the stack. Then the rows of the tile
+ * are converted, or its columns if these are without gaps in the destination.
  *
  * The table has the value of each byte, or of each half of a byte.
  */

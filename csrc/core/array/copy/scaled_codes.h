@@ -1,4 +1,5 @@
-/* scaled_codes: floats of 4 or 8 bits, with a scale for each block of a matrix.
+/* scaled_codes: quantized weights: float8 or 4-bit codes with a scale for each block of a
+ * matrix (kv_quantize.h: of caches).
  *
  * value = code * scale, computed in float and rounded once to the dtype of the values, to
  * nearest, ties to even. Bytes have the formats of float_convert.h; MLS_F4 is E2M1 of the

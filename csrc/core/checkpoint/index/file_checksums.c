@@ -1,4 +1,7 @@
-/* file_checksums: the tensors of an index borrow nothing from the records.
+/* file_checksums: compares files of other programs with their recorded sizes and
+ * checksums, and adds these to an index.
+ *
+ * The tensors of an index borrow nothing from the records.
  *
  * A record divides its file into parts: the header, with its length field, and each
  * tensor. A part has a checksum for each block, MLS_SAFETENSORS_BLOCK bytes; its last

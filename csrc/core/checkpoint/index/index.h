@@ -1,4 +1,5 @@
-/* index: the shards that one rank has stored, and their locations.
+/* index: the index of one rank: its shards, their files, offsets and checksums; version
+ * and limits of the format.
  *
  * An index is a JSON text with its own checksum (json_checksum.h). It lists the files,
  * and for each shard its tensor, its part of that tensor, version, checksums, and the

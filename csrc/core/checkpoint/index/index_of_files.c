@@ -1,4 +1,7 @@
-/* index_of_files: the headers own names and shapes, and the index owns the headers. */
+/* index_of_files: makes an index from safetensors headers of another program; which of
+ * several copies of a tensor counts.
+ *
+ * The headers own names and shapes, and the index owns the headers. */
 #include "checkpoint/index/index_of_files.h"
 
 #include "base/memory.h"

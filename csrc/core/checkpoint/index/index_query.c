@@ -1,4 +1,5 @@
-/* index_query: queries on one index, and checks across all of its shards.
+/* index_query: refuses paths outside the folder, duplicate shards and overlapping bytes
+ * in an index; keys and places.
  *
  * A place is a byte range of a file that stores a shard or one of its layers: a plain
  * shard has one place, any other shard one for each layer. The checks sort first: equal

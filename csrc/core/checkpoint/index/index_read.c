@@ -1,4 +1,4 @@
-/* index_read: parse an index.
+/* index_read: parses an index, and refuses invalid files, kinds, shards and layers.
  *
  * The reader makes two passes over the document. The first counts the elements that the
  * shards need; the second fills the index shard by shard, with a cursor for each column:

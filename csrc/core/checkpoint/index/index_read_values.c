@@ -1,4 +1,5 @@
-/* index_read_values: errors, single values, columns. */
+/* index_read_values: reads the members and columns of an index, and makes the errors
+ * about missing or invalid values. */
 #include "checkpoint/index/index_read_values.h"
 
 #include "io/json_checksum.h"

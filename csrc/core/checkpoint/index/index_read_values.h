@@ -1,4 +1,5 @@
-/* index_read_values: read values of an index text, and report the invalid ones.
+/* index_read_values: members and columns of an index text: how they are described, and
+ * how index_read.c reads them.
  *
  * The text contains tables, which are objects of columns. A column of whole numbers is
  * one string, "0,17,4". A column of checksums is also one string, with eight digits for

@@ -1,4 +1,5 @@
-/* index_write: write an index as text.
+/* index_write: writes an index as text: its tables, their columns, and the order of all
+ * members.
  *
  * The order of members and the form of numbers are fixed, so that an index has the same
  * bytes on every machine.

@@ -1,5 +1,7 @@
-/* shard_header_rebuild: the same steps as for a new file, with places and checksums from
- * the index. */
+/* shard_header_rebuild: repairs a damaged header of a shard file: rebuilds it from the
+ * places and checksums in an index.
+ *
+ * The steps are the same as for a new file. */
 #include "checkpoint/index/shard_header_rebuild.h"
 
 #include "base/memory.h"

@@ -1,4 +1,5 @@
-/* shard_header_rebuild: rebuild the header of a stored shard file from an index.
+/* shard_header_rebuild: rebuilds the header of a stored shard file from an index, for a
+ * repair.
  *
  * An index contains everything that a header contains, provided that it still lists every
  * tensor of the file as it was written. So a damaged header can be restored exactly. */

@@ -1,4 +1,5 @@
-/* index_pattern: group the shards of an index by layout and part.
+/* index_pattern: finds ranks whose indexes differ only in the parts they list: groups
+ * shards by layout and part.
  *
  * The pattern of an index is its tensors and layouts and the group of each shard, without
  * the numbers of parts: equal for ranks that store the same tensors in the same way. An

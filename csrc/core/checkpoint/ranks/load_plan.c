@@ -1,4 +1,5 @@
-/* load_plan: choose parts, look them up in the merged index, set destinations.
+/* load_plan: which part of a tensor a load gives a rank; checks of targets (shape, dtype)
+ * and of the lengths of files; destinations of bytes.
  *
  * A part is what a rank needs of a tensor: a box or a flat range of its elements. A place
  * is a byte range of a file that stores a shard or one of its layers, or the zeros of a

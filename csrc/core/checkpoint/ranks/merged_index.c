@@ -1,4 +1,5 @@
-/* merged_index: the shards of all indexes, sorted by tensor and part.
+/* merged_index: sorts the shards of all ranks by tensor and part; refuses ranks that
+ * disagree on a tensor or a file.
  *
  * The merged index stores pointers only; all data stays in the parsed indexes. Any rank
  * may have stored any part of any tensor, so shards are matched by sorting all of them.

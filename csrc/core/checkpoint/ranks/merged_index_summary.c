@@ -1,5 +1,7 @@
-/* merged_index_summary: sums cannot overflow, since the parser refuses an index whose
- * bytes exceed the integers of a manifest. */
+/* merged_index_summary: adds up versions, bytes, stored bytes and codecs of shards.
+ *
+ * Sums cannot overflow, since the parser refuses an index whose bytes exceed the integers
+ * of a manifest. */
 #include "checkpoint/ranks/merged_index_summary.h"
 
 /* Add up all shards of a tensor. `version` is the highest one, `sparse` the number of

@@ -1,4 +1,5 @@
-/* requested_part: intersect a requested part with the shards of its tensor.
+/* requested_part: which stored shards, layers and zeros have elements of a requested
+ * part; refuses a part that lacks some.
  *
  * A place is a byte range of a file that stores a shard or one of its layers, or the
  * zeros of a shard that are not stored. A piece is what a requested part needs of one

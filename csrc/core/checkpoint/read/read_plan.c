@@ -1,4 +1,5 @@
-/* read_plan: spans, their order, tasks.
+/* read_plan: divides a load's reads into spans, tasks and queues for threads, by their
+ * cost, in the order of the files.
  *
  * A place is a byte range of a file that stores a shard or one of its layers, or zeros
  * that are not stored. A piece is what a requested part of the tensor needs of one place.

@@ -1,4 +1,5 @@
-/* shard_read: execute the tasks of a read plan (read_plan.h).
+/* shard_read: reads shards to their destinations: refuses changed files, compares
+ * checksums, decompresses, fills zeros.
  *
  * A place is a byte range of a file that stores a shard or one of its layers, or zeros
  * that are not stored. A piece is what a requested part of the tensor needs of one place.

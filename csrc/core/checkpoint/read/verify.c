@@ -1,4 +1,5 @@
-/* verify: files in parallel, large shards in parts.
+/* verify: compares all files of an index with their recorded lengths, headers and
+ * checksums; lists every problem.
  *
  * A task checks the header of a file, or reads some places of it. Places of a file that
  * is missing or has the wrong length are skipped: the header task reports the file once.

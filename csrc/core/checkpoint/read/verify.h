@@ -1,4 +1,4 @@
-/* verify: compare the files of an index with its records, and list all differences.
+/* verify: verification of the files of an index, and the kinds of problems that it lists.
  *
  * Every byte of every file is read, and all problems are listed, not only the first one.
  */

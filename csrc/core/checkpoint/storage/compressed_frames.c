@@ -1,4 +1,5 @@
-/* compressed_frames: shuffle, compress, and read frames.
+/* compressed_frames: shuffles and compresses frames; reads, verifies and decompresses
+ * them; error for a damaged block.
  *
  * Compressed frames are not aligned with the checksummed blocks of the file. A verified
  * read loads the one or two blocks that contain a frame, and keeps the second block,

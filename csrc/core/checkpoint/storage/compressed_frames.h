@@ -1,4 +1,5 @@
-/* compressed_frames: the compressed bytes of a layer.
+/* compressed_frames: the frames of a compressed layer: their size (1 MiB), and the table
+ * of codecs.
  *
  * The elements of a layer are divided into frames of 1 MiB; the last frame may be
  * shorter. Each frame is compressed independently, so that threads can share the work and

@@ -1,4 +1,5 @@
-/* row_bitmap: set bits for rows, and convert bits to row ranges.
+/* row_bitmap: divides a shard into rows, and marks those that are not zero or that
+ * changed.
  *
  * A non-zero row usually has a non-zero byte near its start. So the scan costs one cache
  * line for each row of a dense state, and one pass over the memory of an empty one. */

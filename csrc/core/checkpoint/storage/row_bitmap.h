@@ -1,4 +1,4 @@
-/* row_bitmap: the rows of a shard that need to be stored.
+/* row_bitmap: one bit for each row of a shard: whether a save needs to store the row.
  *
  * A row is the unit that is stored or omitted: consecutive elements in the shard's packed
  * order, 256 bytes to 64 KiB long. The bitmap has one bit for each row. Several threads

@@ -1,4 +1,5 @@
-/* shard_layers: compute the visible ranges of each layer.
+/* shard_layers: which elements each layer of a shard shows, and which are zero because no
+ * layer stores them.
  *
  * A layer stores the elements of its row ranges; without rows it is full and stores all.
  * Elements are visible in the newest layer that stores them.

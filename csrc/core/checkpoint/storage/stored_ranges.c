@@ -1,4 +1,5 @@
-/* stored_ranges: iterate over runs of stored bytes.
+/* stored_ranges: which stored bytes contain a requested part of one shard: its runs, its
+ * blocks, its frames.
  *
  * A place is a byte range of a file that stores a shard or one of its layers, or the
  * zeros of a shard that are not stored. The visible ranges of a layer are its elements

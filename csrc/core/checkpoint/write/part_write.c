@@ -1,4 +1,8 @@
-/* part_write: the runs of a part in the whole tensor, in steps that stay in the cache. */
+/* part_write: writes each rank's parts, also converted, into files that ranks share
+ * (exports); shares of their checksums.
+ *
+ * A part has runs in the whole tensor, which are written in steps that stay in the cache.
+ */
 #include "checkpoint/write/part_write.h"
 
 #include "array/copy/pack_range.h"

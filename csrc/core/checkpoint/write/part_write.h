@@ -1,4 +1,5 @@
-/* part_write: write parts of tensors into existing files, at known offsets.
+/* part_write: writes parts of tensors into existing files that several processes fill, at
+ * known offsets.
  *
  * Several processes write different parts of one tensor into one file, each the bytes of
  * its own parts. No process needs the others' bytes for the checksums: checksums of

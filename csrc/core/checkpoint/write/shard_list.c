@@ -1,5 +1,7 @@
-/* shard_list: three arrays that grow together. Until the list is finished, nothing points
- * into them. */
+/* shard_list: lists the items of a save, such as this rank's parts of a replicated array,
+ * and checks their sizes.
+ *
+ * Three arrays grow together. Until the list is finished, nothing points into them. */
 #include "checkpoint/write/shard_list.h"
 
 #include "base/memory.h"

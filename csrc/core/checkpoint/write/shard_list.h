@@ -1,4 +1,4 @@
-/* shard_list: collects the items of a save.
+/* shard_list: the list of items of a save, with their shapes and memory.
  *
  * Items are kept small: most states have tens of thousands of small arrays, and a full
  * view of each would take a kilobyte. The shapes of all items are copied into one block,

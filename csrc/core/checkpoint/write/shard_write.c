@@ -1,4 +1,5 @@
-/* shard_write: write planned files with several threads.
+/* shard_write: writes planned files with threads: direct I/O, checksums, headers,
+ * renames, syncs; deletes all on failure.
  *
  * A task is a part of a large shard, or a whole file of small ones. Bytes are copied
  * through an aligned buffer and checksummed in the same pass. If the file system allows

@@ -1,5 +1,8 @@
-/* shard_write: write one rank's shards as files in the folder of a checkpoint. They are
- * durable but not committed.
+/* shard_write: the job of a save of one rank's shards, and its result; write buffers'
+ * size.
+ *
+ * Writes shards as files in the folder of a checkpoint. They are durable but not
+ * committed.
  *
  * Existing files are not modified. File names contain the generation. New files are
  * invisible until a manifest references their index; until then they can be deleted by

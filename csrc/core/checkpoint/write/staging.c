@@ -1,4 +1,5 @@
-/* staging: sort items by size, assign offsets, copy with several threads.
+/* staging: which arrays an asynchronous save copies within its budget; the copies; the
+ * memory of the writer itself.
  *
  * Copies are packed without alignment, because the writer reads bytes. So a budget of
  * exactly the state's size holds all of it. */

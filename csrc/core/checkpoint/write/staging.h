@@ -1,5 +1,5 @@
-/* staging: copy items of a save within a memory budget, so that their arrays may change
- * while the copies are written.
+/* staging: copies of a save's arrays within a memory budget, so that these may change
+ * while it is written.
  *
  * Items that exceed the budget are written directly from their arrays, before all others,
  * while the caller waits; see mls_shard_job.freed. So a fast heuristic keeps their bytes

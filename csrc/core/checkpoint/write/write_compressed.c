@@ -1,4 +1,5 @@
-/* write_compressed: choose the shards to compress, and compress them.
+/* write_compressed: which shards a save compresses, by samples that must shrink by a
+ * quarter; compresses them.
  *
  * Most states do not shrink much, because the low bits of floats are random. So a few
  * samples of each shard are compressed first. A chosen shard that does not shrink enough

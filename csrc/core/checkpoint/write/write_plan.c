@@ -1,4 +1,5 @@
-/* write_plan: sort items, match them with the committed shards, and assign files.
+/* write_plan: which stored files stay; packs small shards into files; names of new files;
+ * versions; axes of states.
  *
  * A place is a byte range of a file that stores a shard or one of its layers. A plain
  * shard has one place; any other has layers, the newest of which hides the elements that

@@ -1,4 +1,5 @@
-/* write_plan: which shards are written, and into which files.
+/* write_plan: the plan of a save and its steps; write_unchanged.c, write_sparse.c,
+ * write_compressed.c have one step each.
  *
  * A plan sorts the caller's items into index order and matches each item with its
  * committed shard. When the changes are known, it lists the new files and builds the new

@@ -1,4 +1,5 @@
-/* write_sparse: find rows of zeros, which are not written.
+/* write_sparse: finds the rows of zeros that a sparse save omits, if they are a quarter
+ * of a shard.
  *
  * Several threads scan the memory once before writing. The scan of a shard stops when too
  * few of its rows are zero, so a dense state costs about one cache line for most rows. */

@@ -1,4 +1,5 @@
-/* write_unchanged: find the shards that did not change since the last commit.
+/* write_unchanged: which shards are unchanged, by version or by their stored bytes; rows
+ * that an incremental save writes.
  *
  * Bytes are compared with bytes, because a 32-bit checksum would treat one of four
  * billion changes as unchanged. Reading stops at the first difference, which in a trained

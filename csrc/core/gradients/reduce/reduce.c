@@ -1,5 +1,7 @@
-/* reduce: argument checks, and the division of arrays into blocks for the kernels and the
- * threads.
+/* reduce: which dtypes, divisors and scales a reduction accepts; its division into blocks
+ * for threads and norms.
+ *
+ * reduce_scalar.c and reduce_loops.h have the arithmetic.
  *
  * All work is a job: a step that computes a range of the output, and the kernels that
  * compute its norm partial (sum of squares, number of elements that are not finite) while

@@ -1,4 +1,4 @@
-/* reduce: element-wise reduction of arrays of several ranks or micro-batches.
+/* reduce: sum, minimum and maximum over ranks; sums over micro-batches; scaling; norms.
  *
  * Sums are computed element by element in the order of the sources. 8- and 16-bit floats
  * are summed in float32 and rounded once. The bits depend neither on threads, nor on how

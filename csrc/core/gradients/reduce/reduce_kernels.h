@@ -1,4 +1,5 @@
-/* reduce_kernels: types and tables of the kernel files; private to reduce*.c.
+/* reduce_kernels: types and tables of the files with arithmetic, and the order of a
+ * block's squares; private to reduce*.c.
  *
  * Each kernel file defines one table; reduce.c chooses the table. mls_cpu_offers tests
  * whether the processor supports a table's instruction set.

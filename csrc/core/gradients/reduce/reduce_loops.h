@@ -1,4 +1,5 @@
-/* reduce_loops: the kernels of a vector table, for any register width.
+/* reduce_loops: arithmetic of sums, of dst += scale * src, of scaling and of norms, in
+ * vectors of any width.
  *
  * Private to reduce_avx2.c, reduce_avx512.c and reduce_neon.c, which include one of the
  * headers of simd/ first. Of its types, `floats` is a register of FLOATS float32 numbers,

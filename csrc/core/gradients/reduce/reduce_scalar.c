@@ -1,4 +1,7 @@
-/* reduce_scalar: the reference kernels. Plain C, one element at a time, for every dtype.
+/* reduce_scalar: arithmetic of sums, minima, maxima, dst += scale * src, scaling and
+ * norms: the reference.
+ *
+ * Plain C, one element at a time, for every dtype.
  *
  * Tests compare every vector kernel with these, bit for bit, and the vector kernels call
  * them for the last items that do not fill a vector. They are written for readability:

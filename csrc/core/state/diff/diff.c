@@ -1,4 +1,7 @@
-/* diff: divides pairs of tensors into parts, and parts into runs for a kernel.
+/* diff: compares tensors with threads, in parts; gathers strided elements; checks of
+ * shape and dtype.
+ *
+ * A pair is divided into parts, and a part into runs for a kernel.
  *
  * A pair is traversed in the memory order of its first tensor (strided_iter.h). A run
  * that is packed on both sides, in native byte order, is passed to the kernel directly;

@@ -1,4 +1,5 @@
-/* diff: how much the elements of two tensors differ.
+/* diff: how much the elements of two tensors differ: definitions of equal, distance and
+ * NaN.
  *
  * Definitions:
  * - Two elements are equal if their bits are equal or if both are NaN. So -0 and 0

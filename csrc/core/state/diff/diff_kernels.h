@@ -1,4 +1,4 @@
-/* diff_kernels: the tables of the kernel files; private to diff*.c. */
+/* diff_kernels: the tables of functions that compare elements; private to diff*.c. */
 #ifndef MLS_DIFF_KERNELS_H
 #define MLS_DIFF_KERNELS_H
 

@@ -1,4 +1,7 @@
-/* diff_scalar: the reference kernels. Plain C, one element at a time, for every dtype.
+/* diff_scalar: which elements count as changed, and the largest differences: the
+ * reference.
+ *
+ * Plain C, one element at a time, for every dtype.
  *
  * Tests compare every vector kernel with these, bit for bit, and the vector kernels call
  * them for blocks with NaN. They are written for readability, with one optimisation:

@@ -1,5 +1,8 @@
-/* diff_vector: compares elements in vectors of doubles, of 32 bytes with AVX2 (also on
- * processors with AVX-512) or of 16 bytes with NEON.
+/* diff_vector: counts changed elements and their largest differences in vectors of
+ * doubles.
+ *
+ * Vectors have 32 bytes with AVX2 (also on processors with AVX-512) or 16 bytes with
+ * NEON.
  *
  * Blocks of equal bytes are skipped. In other blocks, every element is converted to
  * float64, which is exact for these dtypes, and measured. A block with NaN (or
