@@ -1,4 +1,4 @@
-"""`ActivationManager`: a strategy applied to a model, with statistics; `mlstate.activation`."""
+"""`ActivationManager`: ask a strategy for each layer of a model, apply it, count its decisions."""
 
 from __future__ import annotations
 

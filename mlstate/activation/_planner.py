@@ -1,4 +1,4 @@
-"""`plan` and `pareto`: search for fast schedules within budgets; `mlstate.activation`."""
+"""`plan` and `pareto`: the arguments of a search within a budget; the core searches."""
 
 from __future__ import annotations
 

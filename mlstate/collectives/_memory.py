@@ -1,4 +1,4 @@
-"""Arrays as flat memory of this process; `TorchGroup` uses tensors instead.
+"""Arrays of a group as flat memory, the copy of results back, and reductions on one host.
 
 A flat array is of the caller's kind, NumPy or torch, in main memory. Its bytes are a NumPy array
 over the same memory.

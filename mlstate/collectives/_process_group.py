@@ -1,4 +1,4 @@
-"""`ProcessGroup`: the interface of all groups; public through `mlstate.collectives`."""
+"""`ProcessGroup`: the interface that a group of one's own must have, and its documentation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert ranges of an array's elements, in C order, to bytes and back, for transfers."""
+"""Part of a tensor to and from bytes, for messages between ranks, and the digest of replicas."""
 
 from __future__ import annotations
 

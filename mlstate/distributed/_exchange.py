@@ -1,4 +1,4 @@
-"""Transfer states from all ranks to one, or from one to all, in messages of limited size.
+"""Gather a state to one rank, or broadcast it: messages of at most `max_bytes`, checks before.
 
 Before the first element is transferred, every rank receives the descriptions of all ranks and
 checks them identically. So either all ranks continue, or all raise.

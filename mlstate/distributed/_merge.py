@@ -1,4 +1,4 @@
-"""Merge the states of several ranks: one tensor of each name, and the ranks that own it."""
+"""Merge states of ranks: tensors that overlap, have gaps or differ between ranks; the errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of models that are sharded over ranks: scatter, accumulate, clip, verify.
+"""`clip_grad_norm`: global norm and clipping of sharded gradients; `sharding_units` of a module.
 
 `FSDPBackwardHook` reduces the gradients of a torch module, or of your own training loop, during
 the backward pass. Each rank keeps its part. Sums are computed in rank order, so their bits do not

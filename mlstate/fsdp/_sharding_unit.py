@@ -1,4 +1,4 @@
-"""`FSDPShardingUnit`: one rank's part of a parameter's gradient; public in `mlstate.fsdp`."""
+"""`FSDPShardingUnit`: a rank's part of a parameter: layout, counts, `local_gradient`, `shard`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches of other libraries as `CacheState`, and back: the parts that integrations share.
+"""A `CacheState` from or to caches of transformers and mlx-lm: checks that both share, all writes.
 
 An integration names an array ``"<layer>.<part>"``, such as ``"0.keys"``. A reader collects entries
 and arrays of all layers; a plan checks all of them against the layers of a target, and then writes.

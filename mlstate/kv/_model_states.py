@@ -1,4 +1,4 @@
-"""The states that a model declares; shared by `mlstate.coreml` and `mlstate.coreai`."""
+"""States of Core ML and Core AI models: choice of the function, error for a damaged file, table."""
 
 from __future__ import annotations
 

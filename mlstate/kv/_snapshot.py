@@ -1,4 +1,4 @@
-"""`Snapshot`: a moment that a `CacheState` can go back to; public through `mlstate.kv`."""
+"""`CacheState.snapshot`: which entries are copied, and when a snapshot is outdated."""
 
 from __future__ import annotations
 

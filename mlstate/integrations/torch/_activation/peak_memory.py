@@ -1,4 +1,4 @@
-"""Measurement of torch's memory allocations over time, from its allocators."""
+"""`measure_peak`: peak of torch's memory during a call, on the CPU or CUDA."""
 
 from __future__ import annotations
 

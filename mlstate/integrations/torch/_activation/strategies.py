@@ -1,4 +1,4 @@
-"""Strategies for torch modules: checkpointed blocks run under torch.utils.checkpoint."""
+"""`ActivationManager.apply`: blocks under torch.utils.checkpoint, as a strategy decides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of torch optimizers, by parameter name."""
+"""A torch optimizer as `OptimizerStateDict` and back: parameter names, states, hyperparameters."""
 
 from __future__ import annotations
 
