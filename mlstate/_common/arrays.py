@@ -1,4 +1,4 @@
-"""Arrays of NumPy and torch tensors, without importing torch."""
+"""Arrays of NumPy or torch: shared memory and overlap, copies, writes, refusal of odd tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`load`: read a checkpoint, all of it or one rank's part; public through `mlstate.checkpoint`.
+"""`load` from an index: its steps, new arrays, `verify="first"`, `missing=`, ranks load together.
 
 load -> LoadRequest        the arguments, checked
 -> Loader             a root, and its sections of tensors

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: save and restore the steps of a run; public in `mlstate.checkpoint`."""
+"""`CheckpointManager`: steps of a run: `save`, `restore_latest`, `best_step`, deletes old steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`reshard`: rewrite a checkpoint with another layout, in one process; `mlstate.checkpoint`."""
+"""`reshard`: rewrite a checkpoint with another layout and number of ranks, in one process."""
 
 from __future__ import annotations
 

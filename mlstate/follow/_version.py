@@ -1,4 +1,4 @@
-"""The versions in a folder: roots of checkpoints, with the order of the versions in their metadata.
+"""Metadata of versions: lineage, chain, kinds; which stay (`keep`); parts and changes as stored.
 
 A version is a checkpoint. Its metadata have the member ``"mlstate.follow"``:
 

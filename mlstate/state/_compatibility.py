@@ -1,4 +1,4 @@
-"""`check_compatibility`: whether two states match; public through `mlstate.state`."""
+"""`check_compatibility`: what differs between two states; lists of names, rename hint."""
 
 from __future__ import annotations
 

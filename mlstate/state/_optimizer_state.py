@@ -1,4 +1,4 @@
-"""`OptimizerStateDict`: the state of an optimizer; public through `mlstate.state`."""
+"""`OptimizerStateDict`: states by parameter, `learning_rate`, `param_groups`, `from_torch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`StateDict`: dicts that accept only arrays as values; public through `mlstate.state`."""
+"""`StateDict`, `ModelStateDict`: arrays by name, layers, `astype`, `digest`, `to_torch`, copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``quantization_config`` of a ``config.json``: how weights and scales are stored.
+"""``quantization_config`` in a ``config.json``: which methods (fp8, MXFP4) can be loaded.
 
 ===================  ==========================================================================
 ``quant_method``     tensors of a weight ``w``
