@@ -1,4 +1,4 @@
-"""``mlstate convert``: its options, source and target, which entries, what is left out."""
+"""``mlstate convert``: its options, source and target, which entries; warnings of the others."""
 
 from __future__ import annotations
 
