@@ -1,4 +1,4 @@
-"""`ActivationManager`: ask a strategy for each layer of a model, apply it, count its decisions."""
+"""`ActivationManager`: asks a strategy for each layer, and records and reports its decisions."""
 
 from __future__ import annotations
 

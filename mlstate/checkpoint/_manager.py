@@ -1,4 +1,4 @@
-"""`CheckpointManager`: steps of a run: `save`, `restore_latest`, `best_step`, deletes old steps."""
+"""`CheckpointManager`: `save`, `restore_latest`, `best_step`, `delete`; its warnings, waits."""
 
 from __future__ import annotations
 

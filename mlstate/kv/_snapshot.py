@@ -1,4 +1,4 @@
-"""`CacheState.snapshot`: which entries are copied, and when a snapshot is outdated."""
+"""`CacheState.snapshot`: which entries are copied, when it is outdated, checks of `restore`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`OptimizerStateDict`: states by parameter, `learning_rate`, `param_groups`, `from_torch`."""
+"""`OptimizerStateDict`: its states by parameter, `learning_rate`, `param_groups`, `step`."""
 
 from __future__ import annotations
 

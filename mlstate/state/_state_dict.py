@@ -1,4 +1,4 @@
-"""`StateDict`, `ModelStateDict`: arrays by name, layers, `astype`, `digest`, `to_torch`, copies."""
+"""`StateDict`, `ModelStateDict`: arrays by name, refused values, layers, `astype`, `digest`."""
 
 from __future__ import annotations
 

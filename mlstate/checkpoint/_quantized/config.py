@@ -1,4 +1,4 @@
-"""``quantization_config`` in a ``config.json``: which methods (fp8, MXFP4) can be loaded.
+"""``quantization_config``: which methods (fp8, MXFP4, compressed-tensors) `cast=` can decode.
 
 ===================  ==========================================================================
 ``quant_method``     tensors of a weight ``w``

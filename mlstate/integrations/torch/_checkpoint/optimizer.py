@@ -1,4 +1,4 @@
-"""A torch optimizer as `OptimizerStateDict` and back: parameter names, states, hyperparameters."""
+"""A torch optimizer as `OptimizerStateDict` and back: names, states, hyperparameters, rate."""
 
 from __future__ import annotations
 
