@@ -1,4 +1,4 @@
-"""`clip_grad_norm`: global norm and clipping of sharded gradients; `sharding_units` of a module.
+"""Gradients of models that are sharded over ranks: scatter, accumulate, clip, verify.
 
 `FSDPBackwardHook` reduces the gradients of a torch module, or of your own training loop, during
 the backward pass. Each rank keeps its part. Sums are computed in rank order, so their bits do not
@@ -18,31 +18,16 @@ Examples
 tensor([4., 4.])
 """
 
-from __future__ import annotations
-
-from math import isfinite, isnan, nan, sqrt
-from typing import TYPE_CHECKING, Any
-
-from .._common.arguments import check_number
-from .._common.backend import backend_named, is_module
 from .._common.set_module import set_module_of_exports
 from .._exports import show_exports
-from ..collectives._arguments import check_group
-from ..errors import CollectiveError
 from ._accumulator import GradientAccumulator
-from ._backend import GradientBackend
 from ._backward_hook import FSDPBackwardHook
+from ._clip_grad_norm import clip_grad_norm
 from ._config import FSDP
-from ._gradient_ops import norm_partials, scale, squares_in_order
 from ._reduce_scatter import ReduceScatterOperation
 from ._report import BackwardReport, Bucket
-from ._sharding_unit import FSDPShardingUnit, check_layout
+from ._sharding_unit import FSDPShardingUnit, sharding_units
 from ._verify import GradientReport, Mismatch
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from ..collectives import ProcessGroup
 
 __all__ = [
     "FSDP",
@@ -60,205 +45,3 @@ __all__ = [
 
 set_module_of_exports(globals())
 show_exports(globals())
-
-
-def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str, FSDPShardingUnit]:
-    """Create a sharding unit for each parameter of a torch module that requires gradients.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        The module.
-    group : ProcessGroup
-        The ranks.
-    layout : {"flat", "rows"}, default "flat"
-        See `FSDPShardingUnit`. Parameters without dimensions always use ``"flat"``.
-
-    Returns
-    -------
-    dict of str to FSDPShardingUnit
-        The units by parameter name, in the module's order.
-
-    Raises
-    ------
-    TypeError
-        If `model` is not a module, or `group` not a group.
-    ValueError
-        If `layout` is another text.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from mlstate.collectives import SingleGroup
-    >>> from mlstate.fsdp import sharding_units
-    >>> sharding_units(torch.nn.Linear(3, 2, bias=False), SingleGroup(), layout="rows")
-    {'weight': FSDPShardingUnit('weight' float32 (2, 3) rows, shard 0 of 1)}
-    """
-    if not is_module(model):
-        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    check_layout(layout)
-    group = check_group(group)
-    return {
-        name: FSDPShardingUnit(
-            name,
-            parameter.shape,
-            parameter.dtype,
-            group.rank,
-            world_size=group.world_size,
-            layout=layout if parameter.dim() else "flat",
-        )
-        for name, parameter in backend_named("torch", GradientBackend).parameters_of(model).items()
-        if parameter.requires_grad
-    }
-
-
-def clip_grad_norm(
-    sharding_units: Mapping[str, FSDPShardingUnit],
-    max_norm: float,
-    group: ProcessGroup,
-    *,
-    timeout: float | None = None,
-) -> float:
-    """Scale the local gradients of all ranks so that their global norm is at most `max_norm`.
-
-    Parameters
-    ----------
-    sharding_units : dict of str to FSDPShardingUnit
-        The same parameters on all ranks. Those without a gradient count as zero.
-    max_norm : float
-        The largest L2 norm allowed; infinity disables scaling.
-    group : ProcessGroup
-        The ranks.
-    timeout : float, optional
-        Timeout in seconds. Default: the group's timeout.
-
-    Returns
-    -------
-    float
-        The global norm before scaling, bit-identical on every rank: squares are added in
-        float64, by parameter in name order, then by rank.
-
-    Raises
-    ------
-    ValueError
-        If `max_norm` is negative or NaN, or a gradient is read-only.
-    TypeError
-        If an argument has a wrong type.
-    CompatibilityError
-        If a gradient of this rank has a dtype that cannot be scaled.
-    CollectiveError
-        On every rank, if the norm is not finite, a rank passed another `max_norm`, or another
-        rank's gradient cannot be read or scaled. The gradients are unchanged.
-
-    Notes
-    -----
-    Gradients are multiplied by ``max_norm / (norm + 1e-6)``, as by
-    ``torch.nn.utils.clip_grad_norm_``.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from mlstate.collectives import SingleGroup
-    >>> from mlstate.fsdp import FSDPShardingUnit, clip_grad_norm
-    >>> unit = FSDPShardingUnit("w", (2,), "float64", 0, world_size=1)
-    >>> unit.local_gradient = np.array([3.0, 4.0])
-    >>> clip_grad_norm({"w": unit}, 1.0, SingleGroup())
-    5.0
-    >>> unit.local_gradient.round(3)
-    array([0.6, 0.8])
-    """
-    group = check_group(group)
-    if not hasattr(sharding_units, "items"):
-        raise TypeError(
-            "sharding_units must be a dict of FSDPShardingUnit, got "
-            f"{type(sharding_units).__name__}"
-        )
-    for name, unit in sharding_units.items():  # before the ranks wait for this one
-        if not isinstance(unit, FSDPShardingUnit):
-            raise TypeError(f"sharding_units[{name!r}] is a {type(unit).__name__}")
-    limit = check_number("max_norm", max_norm)
-    if not limit >= 0:
-        raise ValueError(f"max_norm must be 0 or more, got {max_norm}")
-    gradients = {
-        name: sharding_units[name].local_gradient
-        for name in sorted(sharding_units)
-        if sharding_units[name].local_gradient is not None
-    }
-    partials, problem = _find_partials(gradients)
-    own_squares = squares_in_order(partials.values())
-    why = "" if problem is None else f"{type(problem).__name__}: {problem}"
-    text = f"clip {limit!r} {own_squares!r} {why}"
-    texts = group.gather_bytes(text.encode(), timeout=timeout)
-    if problem is not None and isnan(own_squares):
-        raise problem
-    rank_squares, problems = _collect_squares(group.rank, limit, texts)
-    norm = sqrt(squares_in_order((squares, 0) for squares in rank_squares))  # 0: count is unused
-    if not isfinite(norm):
-        bad = [rank for rank, squares in enumerate(rank_squares) if not isfinite(squares)]
-        nonfinite = [name for name, (_, count) in partials.items() if count]
-        where = f"; on this rank: {', '.join(nonfinite[:5])}" if nonfinite else ""
-        reason = f"gradients of rank {', '.join(map(str, bad))} are not finite{where}"
-        # `bad` is empty if only the sum over ranks overflows
-        raise _clip_error(group.rank, bad[0] if bad else None, reason)
-    factor = limit / (norm + 1e-6)
-    if factor < 1:
-        if problem is not None:
-            raise problem
-        for rank, reason in problems.items():
-            raise _clip_error(group.rank, rank, f"rank {rank} cannot scale its gradients: {reason}")
-        scale(gradients, factor)
-    return norm
-
-
-def _find_partials(
-    gradients: Mapping[str, Any],
-) -> tuple[dict[str, tuple[float, int]], Exception | None]:
-    """Return the `norm_partials` of gradients, and the error of reading or scaling them, or None.
-
-    If they cannot be read, the partials are NaN, so that the norm fails on all ranks.
-    """
-    partials = dict.fromkeys(gradients, (nan, 0))
-    try:
-        partials = norm_partials(gradients)
-        scale(gradients, 1)  # only checks
-    except Exception as error:  # all ranks raise it: they wait for this one
-        return partials, error
-    return partials, None
-
-
-def _collect_squares(
-    rank: int, limit: float, texts: Sequence[bytes]
-) -> tuple[list[float], dict[int, str]]:
-    """Return each rank's sum of squares, in rank order, and the problems of ranks by rank.
-
-    `rank`: this rank, for the error. `limit`: this rank's `max_norm`. `texts`: by rank, a message
-    ``clip <max_norm> <sum of squares> <problem>``. Raises CollectiveError if a message is from
-    another call, has another limit, or has a problem and no sum.
-    """
-    squares_of_ranks, problems = [], {}
-    for other, text in enumerate(texts):
-        command, _, rest = text.partition(b" ")
-        other_limit, _, rest = rest.partition(b" ")
-        if command == b"clip" and float(other_limit) == limit:
-            squares, _, problem = rest.partition(b" ")
-            squares_of_ranks.append(float(squares))
-            if problem:
-                problems[other] = problem.decode()
-            if problem and isnan(squares_of_ranks[-1]):
-                reason = f"gradients of rank {other} cannot be clipped: {problems[other]}"
-                raise _clip_error(rank, other, reason)
-            continue
-        difference = (
-            f"has max_norm={other_limit.decode()}"
-            if command == b"clip"
-            else "does something else here"
-        )
-        raise _clip_error(rank, other, f"max_norm is {limit!r}, and rank {other} {difference}")
-    return squares_of_ranks, problems
-
-
-def _clip_error(rank: int, bad: int | None, reason: str) -> CollectiveError:
-    """Return the error of `clip_grad_norm` on `rank`; `bad`: the rank at fault, None if unknown."""
-    error = CollectiveError(f"clip_grad_norm on rank {rank}: {reason}; nothing was changed")
-    error.name, error.rank = "clip_grad_norm", bad
-    return error
