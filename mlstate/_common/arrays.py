@@ -1,4 +1,4 @@
-"""Arrays of NumPy or torch: shared memory and overlap, copies, writes, refusal of odd tensors."""
+"""Arrays of NumPy or torch: shared memory, overlap, copies, writes; masked or freed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`plan` and `pareto`: the arguments of a search within a budget; the core searches."""
+"""`plan`, `pareto`: arguments of the search for schedules within a budget (the core's), results."""
 
 from __future__ import annotations
 

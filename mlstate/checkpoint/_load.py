@@ -1,4 +1,4 @@
-"""`load` from an index: its steps, new arrays, `verify="first"`, `missing=`, ranks load together.
+"""`load` from an index: new arrays, memory with `cast=`, `verify="first"`, `missing=`, all ranks.
 
 load -> LoadRequest        the arguments, checked
 -> Loader             a root, and its sections of tensors

@@ -1,4 +1,4 @@
-"""`ProcessGroup`: the interface that a group of one's own must have, and its documentation."""
+"""`ProcessGroup`: what each operation does, and what a user-defined group must provide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Part of a tensor to and from bytes, for messages between ranks, and the digest of replicas."""
+"""Ranges of a tensor's elements as bytes, for messages between ranks; SHA-256 of replicas."""
 
 from __future__ import annotations
 

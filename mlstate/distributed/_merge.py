@@ -1,4 +1,4 @@
-"""Merge states of ranks: tensors that overlap, have gaps or differ between ranks; the errors."""
+"""`merge_states`, `compare_states`: shards to whole tensors; gaps, overlaps, ranks that differ."""
 
 from __future__ import annotations
 

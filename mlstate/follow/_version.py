@@ -1,4 +1,4 @@
-"""Metadata of versions: lineage, chain, kinds; which stay (`keep`); parts and changes as stored.
+"""Metadata of versions: lineage, chain, kinds; which old ones stay; published parts and names.
 
 A version is a checkpoint. Its metadata have the member ``"mlstate.follow"``:
 

@@ -1,4 +1,4 @@
-"""States of Core ML and Core AI models: choice of the function, error for a damaged file, table."""
+"""States of Core ML and Core AI models: choice of a function, damaged files, notebook table."""
 
 from __future__ import annotations
 
