@@ -1,4 +1,4 @@
-"""`restore(into=)`: caches filled in place or with new arrays; room, device, undo of a failure."""
+"""`restore(into=)`: caches filled in place or with new arrays; room, device, after a failure."""
 
 from __future__ import annotations
 
