@@ -1,4 +1,4 @@
-"""`check_compatibility`: what differs between two states; lists of names, rename hint."""
+"""`check_compatibility`, `keys_match`: names, shapes, dtypes that differ; hint at a rename."""
 
 from __future__ import annotations
 
