@@ -1,4 +1,4 @@
-"""What a public module shows: its exports, of which some are loaded on first use."""
+"""`dir` of a public module: its exports, of which some are loaded on first use."""
 
 from __future__ import annotations
 

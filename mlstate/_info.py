@@ -1,4 +1,4 @@
-"""`mlstate.info`: the environment and the core's choices, for bug reports."""
+"""`mlstate.info`: versions, processor, huge pages, the core's choices of copies, for bugs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write and read one safetensors file; public through `mlstate.checkpoint`."""
+"""`save_file`, `load_file`, `load_metadata`: one safetensors file, its checksums, `mmap=`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The exceptions and warnings of mlstate.
+"""The exceptions and warnings of mlstate: classes, fields, and builtin classes they derive from.
 
 All exceptions derive from `MLStateError` and from a builtin exception class; all warnings, except
 those of deprecations, from `MLStateWarning`. Their fields describe

@@ -1,4 +1,4 @@
-"""Number of threads of the C core."""
+"""`set_num_threads`, `get_num_threads`: number of threads of the C core."""
 
 from . import _core
 from ._common.arguments import is_flag

@@ -1,4 +1,4 @@
-"""Checks of plain arguments: values of another type are refused, never interpreted."""
+"""Checks of plain arguments: flags, numbers, integers, callbacks; other types are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays of NumPy and torch tensors, without importing torch."""
+"""Arrays of NumPy or torch: shared memory, overlap, copies, writes; masked or freed ones."""
 
 from __future__ import annotations
 

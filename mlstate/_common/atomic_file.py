@@ -1,4 +1,4 @@
-"""Atomic writing of files and folders, for formats of other programs.
+"""Atomic replacement of files and folders of other formats: permissions, owner, undo, fsync.
 
 A writer takes a `Target` when it begins, writes under a temporary name in the same folder, and
 ends with `Target.put`, which replaces only the content that the target had at the beginning.

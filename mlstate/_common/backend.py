@@ -1,4 +1,4 @@
-"""The interface to frameworks such as torch, and a registry of their integrations.
+"""Which integration handles a tensor, module or optimizer; torch imported on first use.
 
 The package calls a framework through Protocols and imports no integration by name. Each subsystem
 has its own Protocol. The registry imports an integration on the first use of a framework, and the

@@ -1,4 +1,4 @@
-"""Memory budgets in the forms that users pass: bytes, a size with a unit, or a fraction."""
+"""Sizes and budgets that users pass: bytes, "6GiB", a fraction of a total; shown in errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line of a caller's program, which warnings name."""
+"""The line of the user's program that a warning names (stacklevel)."""
 
 from __future__ import annotations
 

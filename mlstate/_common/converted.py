@@ -1,4 +1,4 @@
-"""Which floats are converted to another dtype, and their conversion in new memory."""
+"""Which tensors `cast=`, `astype`, ``--dtype`` convert to another float dtype, and how."""
 
 from __future__ import annotations
 

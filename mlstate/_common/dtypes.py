@@ -1,4 +1,4 @@
-"""Names of dtypes, and labelled integers for bfloat16 and 8-bit floats without ml_dtypes.
+"""Names of dtypes; bfloat16, float8 as labelled integers without ml_dtypes.
 
 NumPy has these dtypes only with ml_dtypes. Without it, their arrays are unsigned integers of the
 same size, and the metadata of the integers' dtype names the true dtype. Arrays of packed dtypes,

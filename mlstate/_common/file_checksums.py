@@ -1,4 +1,4 @@
-"""Read ``mlstate.checksums.json``: sizes and checksums of files that another program wrote.
+"""Format of ``mlstate.checksums.json``, and reads of files compared with it.
 
 `mlstate.checkpoint.checksum` writes it next to the files, and docs/format.md specifies it. A file
 is divided into parts, of a safetensors file the header and each tensor; each MiB of a part has a

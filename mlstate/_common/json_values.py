@@ -1,4 +1,4 @@
-"""Values that survive a JSON round trip, except that tuples become lists."""
+"""Which values of metadata JSON can store: types, depth, NaN; the error for others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Check and normalise the paths that callers pass: local paths only."""
+"""Local paths that callers pass: made absolute; URLs are refused, and a deleted working folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make public names report the module that users import them from."""
+"""`__module__` of public names: the module that users import them from."""
 
 from __future__ import annotations
 

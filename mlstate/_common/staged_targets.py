@@ -1,4 +1,4 @@
-"""Targets of loads, by name: tensors on a device are read through main memory."""
+"""Targets of loads on a device (CUDA): read through main memory, then copied; overlaps refused."""
 
 from __future__ import annotations
 

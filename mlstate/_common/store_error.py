@@ -1,4 +1,4 @@
-"""Errors of files and objects: refused by a system or a store, or malformed."""
+"""An OSError as `StoreError` of the class for its errno; `FormatError` of a malformed file."""
 
 from __future__ import annotations
 

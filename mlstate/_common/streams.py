@@ -1,4 +1,4 @@
-"""Streams of CUDA, for tasks that another thread runs."""
+"""CUDA stream of the caller, for a task that another thread runs."""
 
 from __future__ import annotations
 

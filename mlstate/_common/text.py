@@ -1,4 +1,4 @@
-"""Format numbers, names and tables as text and HTML."""
+"""Text of numbers, bytes, ranks, tables, similar names ("did you mean"); HTML of tables."""
 
 from __future__ import annotations
 

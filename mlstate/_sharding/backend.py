@@ -1,4 +1,4 @@
-"""What an integration provides for sharded states."""
+"""Protocol of integrations for sharded states: this rank's part of a module or optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layouts of tensors over ranks, and shards; public through `mlstate.checkpoint`."""
+"""`Layout` and `Shard`: how a tensor is divided among ranks: rows, axis, flat; versions, tiers."""
 
 from __future__ import annotations
 

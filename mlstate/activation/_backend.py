@@ -1,4 +1,4 @@
-"""What an integration provides for activation checkpointing."""
+"""Protocols that the torch integration implements for activation checkpointing."""
 
 from __future__ import annotations
 

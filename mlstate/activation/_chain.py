@@ -1,4 +1,4 @@
-"""`Chain`: time and memory costs of a chain of blocks; public through `mlstate.activation`."""
+"""`Chain`: measured seconds and bytes of blocks; its JSON, checks and `least_budget_bytes`."""
 
 from __future__ import annotations
 

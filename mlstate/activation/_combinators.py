@@ -1,4 +1,4 @@
-"""`AllOf`, `AnyOf`, `Not`, `FirstMatch`: strategies composed of others; `mlstate.activation`."""
+"""`AllOf`, `AnyOf`, `Not`, `FirstMatch`, and ``&``, ``|``, ``~``: strategies composed of others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`CheckpointConfig` and `create_*`: named strategies and settings; `mlstate.activation`."""
+"""`CheckpointConfig`, `create_strategy`, `register_strategy`: strategies by name, plug-ins."""
 
 from __future__ import annotations
 

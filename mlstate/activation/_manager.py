@@ -1,4 +1,4 @@
-"""`ActivationManager`: a strategy applied to a model, with statistics; `mlstate.activation`."""
+"""`ActivationManager`: asks a strategy for each layer, and records and reports its decisions."""
 
 from __future__ import annotations
 

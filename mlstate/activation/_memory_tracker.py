@@ -1,4 +1,4 @@
-"""`MemoryTracker`: measurement of memory in use; public through `mlstate.activation`."""
+"""`MemoryTracker`: memory in use, total and peak: CUDA, this process or container, a callable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`select_operators`: which outputs to keep within a budget; `mlstate.activation`.
+"""`select_operators` (deprecated): which operators' outputs to keep within a budget, a knapsack.
 
 Deprecated: the public functions warn, and will be removed with this file.
 """

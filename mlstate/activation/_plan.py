@@ -1,4 +1,4 @@
-"""`Plan`: the steps of a schedule, simulated and drawn; public through `mlstate.activation`."""
+"""`Plan`: its steps, `simulate`, JSON, `from_strategy`, and its table; `plan` finds one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTML view of a plan: phases of the schedule, which unfold to their steps."""
+"""Notebook view of a plan: phases of the schedule, which unfold to their steps."""
 
 from __future__ import annotations
 

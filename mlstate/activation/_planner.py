@@ -1,4 +1,4 @@
-"""`plan` and `pareto`: search for fast schedules within budgets; `mlstate.activation`."""
+"""`plan`, `pareto`: arguments of the search for schedules within a budget (the core's), results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`check`: whether blocks can be recomputed; public through `mlstate.activation`."""
+"""`check`: arguments and report of a check that a model's blocks can be recomputed."""
 
 from __future__ import annotations
 

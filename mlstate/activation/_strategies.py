@@ -1,4 +1,4 @@
-"""Single strategies for activation checkpointing; public through `mlstate.activation`.
+"""Strategies: interval, selective, size-based, memory-aware, smart: arguments, names, copies.
 
 The C core makes the decisions. This module adds names, argument checks, and value semantics:
 equality, copies, pickles and operators.

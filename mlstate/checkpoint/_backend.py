@@ -1,4 +1,4 @@
-"""What an integration provides for saves and loads of modules and optimizers."""
+"""Protocol of integrations for saves and loads of modules and optimizers."""
 
 from __future__ import annotations
 

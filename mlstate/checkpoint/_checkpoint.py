@@ -1,4 +1,4 @@
-"""`inspect` and `Checkpoint`: read-only access to a checkpoint; `mlstate.checkpoint`."""
+"""`inspect` and `Checkpoint`: tensors, shards, files, metadata of a checkpoint; its table."""
 
 from __future__ import annotations
 

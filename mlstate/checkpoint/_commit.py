@@ -1,4 +1,4 @@
-"""The commit of a save: how new files become the checkpoint, or leave no trace.
+"""Commit of a save: order of writes, manifest, deletion of replaced files, undo after an error.
 
 A folder has shard files, an index of each rank, which lists the rank's tensors and their places in
 shard files, and ``manifest.json``, the root, which names the indexes. A manager also keeps a copy

@@ -1,4 +1,4 @@
-"""`mlstate.diff`: compare two states, or the states at two paths."""
+"""`mlstate.diff` of two paths or loaded states: which entries it compares, nested ones too."""
 
 from __future__ import annotations
 

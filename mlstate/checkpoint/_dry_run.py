@@ -1,4 +1,4 @@
-"""`plan_save` and `plan_load`: a save or a load without doing it; `mlstate.checkpoint`."""
+"""`plan_save` and `plan_load`: files and bytes of a save or load, without doing it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTML pages for checkpoints, running saves and reports of `verify`."""
+"""Notebook pages of checkpoints, managers, running saves, loaded states, reports of `verify`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`load`: read a checkpoint, all of it or one rank's part; public through `mlstate.checkpoint`.
+"""`load` from an index: new arrays, memory with `cast=`, `verify="first"`, `missing=`, all ranks.
 
 load -> LoadRequest        the arguments, checked
 -> Loader             a root, and its sections of tensors

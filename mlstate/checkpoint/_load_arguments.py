@@ -1,4 +1,4 @@
-"""Check the arguments of a load that several functions take: rank and layout, dtype, device."""
+"""Checks of `rank=`, `world_size=`, `layout=`, `cast=`, `device=` of a load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Targets of a load: arrays, torch modules and optimizers, and named objects.
+"""`into=`, `strict=`: targets of a load, names or shapes that differ, tied weights.
 
 A *filling* is the memory of one target, by name: an `_ArrayTarget`, or for torch the result of
 `fill_module` or `fill_optimizer` of the backend.

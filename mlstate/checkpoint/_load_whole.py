@@ -1,4 +1,4 @@
-"""Load formats without an index: their files and folders are read whole, then cut.
+"""`load` and `verify` of formats without an index (npz, .pt, DCP): read whole, then cut, renamed.
 
 whole_path   -> the format of a path, if only `read_any` reads it
 load_whole   -> the loaded state

@@ -1,4 +1,4 @@
-"""`CheckpointManager`: save and restore the steps of a run; public in `mlstate.checkpoint`."""
+"""`CheckpointManager`: `save`, `restore_latest`, `best_step`, `delete`; its warnings, waits."""
 
 from __future__ import annotations
 

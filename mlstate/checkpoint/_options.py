@@ -1,4 +1,4 @@
-"""The keywords that all functions that save share, and those that all functions that load share."""
+"""Keywords, defaults of all saves and loads: `pack_below_bytes`, `sparse`, `lock_timeout`."""
 
 from __future__ import annotations
 

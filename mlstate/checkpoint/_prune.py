@@ -1,4 +1,4 @@
-"""`prune`: delete unneeded files of a checkpoint's folder; public through `mlstate.checkpoint`."""
+"""`prune`: files and old steps of a folder that it deletes, a dry run of it, its report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replica assignment: which rank writes an array that several ranks hold.
+"""Which rank writes an array that several have; errors for ranks that save different states.
 
 Ranks exchange digests of their states. If digests differ, the first rank with each digest sends
 its summary to all. So the bytes sent do not grow with the number of ranks that have equal states.

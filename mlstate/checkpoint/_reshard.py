@@ -1,4 +1,4 @@
-"""`reshard`: rewrite a checkpoint with another layout, in one process; `mlstate.checkpoint`."""
+"""`reshard`: rewrite a checkpoint for another layout and number of ranks; each rank's parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which steps of a run a manager keeps; it deletes the others."""
+"""Which steps a manager keeps: `keep`, `keep_best`, `monitor`, `keep_period`, intervals."""
 
 from __future__ import annotations
 

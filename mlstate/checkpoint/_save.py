@@ -1,4 +1,4 @@
-"""`save`: write a checkpoint, from one rank or many; public through `mlstate.checkpoint`.
+"""`save`: checks of arguments and values, this rank's shards, copies from devices to memory.
 
     save -> check_target       the arguments -> SaveTarget
          -> take_content       the states, checked but not copied -> SaveContent

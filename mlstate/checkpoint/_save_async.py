@@ -1,4 +1,4 @@
-"""`save_async`: save in the background while training continues; `mlstate.checkpoint`.
+"""`save_async`, `SaveHandle`: thread, copies within a budget, waits, cancel, errors, times.
 
     save_async -> check_target, take_content   see _save.py
                -> SaveJob.work, in a thread

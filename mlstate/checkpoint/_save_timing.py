@@ -1,4 +1,4 @@
-"""When a manager saves: intervals of steps and of time, and the signal that ends a job."""
+"""When a manager saves: `save_interval_steps`, `save_time_interval`, signals that end a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tensors of one state of a checkpoint, by the names that a load uses for them.
+"""Names of a checkpoint's tensors in model, optimizer, states; `rename=` of a load.
 
 The names are the stored keys, except after a rename, and without the prefix of a named state.
 """

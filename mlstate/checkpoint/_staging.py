@@ -1,4 +1,4 @@
-"""`Staging`: memory for copies of a state during an asynchronous save; `mlstate.checkpoint`.
+"""`Staging`: memory for copies of `save_async`, kept from one save to the next.
 
 The core makes the copies. This module keeps the memory from one save to the next;
 `SaveJob.memory` decides how much of it a save may use.

@@ -1,4 +1,4 @@
-"""Choose the step of a run that ``step=``, ``monitor=`` and ``mode=`` of a load mean."""
+"""Which step `step=`, "latest", "best", `monitor=`, `mode=` mean; which save of a step counts."""
 
 from __future__ import annotations
 

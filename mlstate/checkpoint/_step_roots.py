@@ -1,4 +1,4 @@
-"""Agreement between ranks on the roots of a run: which exist, and which all ranks can load."""
+"""Ranks agree which steps of a run exist, and which one all of them can load."""
 
 from __future__ import annotations
 

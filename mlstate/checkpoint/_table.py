@@ -1,4 +1,4 @@
-"""A checkpoint's tensors by layer and by state, for tables and plots."""
+"""A checkpoint's bytes by layer and by state, for pages and plots; layer of a parameter."""
 
 from __future__ import annotations
 

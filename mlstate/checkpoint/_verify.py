@@ -1,4 +1,4 @@
-"""`verify`: find damage in a checkpoint, and repair it; public through `mlstate.checkpoint`."""
+"""`verify`: find damage in a checkpoint, `repair=`, marks of damaged steps; its report."""
 
 from __future__ import annotations
 

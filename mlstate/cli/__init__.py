@@ -1,4 +1,4 @@
-"""The command line: ``mlstate`` and ``python -m mlstate``.
+"""`main` of ``mlstate``: Ctrl-C before and during a command, the exit of the process.
 
 This module imports only the modules for handling Ctrl-C: `main` imports NumPy and the commands.
 """

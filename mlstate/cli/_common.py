@@ -1,4 +1,4 @@
-"""Helpers of the checkpoint commands: finding the checkpoint, tables."""
+"""Options that commands share: ``--step``, ``--names``; the checkpoint or file at a path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line of progress on the terminal."""
+"""The line of progress on the terminal: per cent, speed, remaining time."""
 
 from __future__ import annotations
 

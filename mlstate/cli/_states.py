@@ -1,4 +1,4 @@
-"""Helpers of the commands ``coreml`` and ``coreai``: lists of states, and plans."""
+"""``mlstate coreml`` and ``coreai``: actions ``states`` and ``plan``, tables, JSON, exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parse the arguments, run one command, and report errors.
+"""Arguments, exit status 2, the text of errors and warnings of all commands.
 
 There is one module for each command. Its function ``add(commands)`` adds the command's parser and
 sets ``run``, a function from the parsed arguments to the exit status.

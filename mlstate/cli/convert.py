@@ -1,4 +1,4 @@
-"""``mlstate convert``: convert states from and to the files of other programs."""
+"""``mlstate convert``: its options, source and target, which entries; warnings of the others."""
 
 from __future__ import annotations
 

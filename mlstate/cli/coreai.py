@@ -1,4 +1,4 @@
-"""``mlstate coreai``: verify Core AI models, list their states, and plan moves between them."""
+"""``mlstate coreai``: ``verify`` of a Core AI model, and which models its actions read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mlstate coreml``: list the states of Core ML packages, and plan moves between them."""
+"""``mlstate coreml``: which packages and chunks its actions read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mlstate diff``: compare two checkpoints or files, tensor by tensor."""
+"""``mlstate diff``: reads both paths in batches; its JSON and exit status."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mlstate inspect``: list the contents of a checkpoint or a safetensors file."""
+"""``mlstate inspect``: list tensors, shards, metadata of a checkpoint or file."""
 
 from __future__ import annotations
 

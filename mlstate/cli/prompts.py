@@ -1,4 +1,4 @@
-"""``mlstate prompts``: list, verify, repair and prune the prompts of a store."""
+"""``mlstate prompts``: list, show, verify, repair and prune the prompts of a store."""
 
 from __future__ import annotations
 

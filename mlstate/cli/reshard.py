@@ -1,4 +1,4 @@
-"""``mlstate reshard``: write a copy of a checkpoint with another layout."""
+"""``mlstate reshard``: its text of a layout, such as "axis:1=2,rows=4", and its summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``mlstate verify``: verify every byte of a checkpoint, and repair it if possible."""
+"""``mlstate verify``: which steps and files it verifies, output, exit status, ``--repair``."""
 
 from __future__ import annotations
 

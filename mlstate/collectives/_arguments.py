@@ -1,4 +1,4 @@
-"""Argument checks of all process groups, made before anything is sent.
+"""Checks of a collective's arguments before it sends: dtypes, `counts`, `op`, `timeout`, `out`.
 
 A wrong argument must fail on the rank that passes it, before the other ranks wait for that rank.
 Wrong types and values raise TypeError or ValueError; mismatches raise `CompatibilityError`. The

@@ -1,4 +1,4 @@
-"""What an integration provides for process groups."""
+"""Protocol of integrations that wrap groups of a framework, such as torch.distributed's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Agreement between ranks: all continue, all retry, or all raise."""
+"""`agree`: all ranks continue, all retry, or all raise the error of the rank that failed."""
 
 from __future__ import annotations
 

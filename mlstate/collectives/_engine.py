@@ -1,4 +1,4 @@
-"""The engine of all groups in `mlstate.collectives`: arguments, memory, and the order of calls.
+"""`Engine`, base of groups: order of operations, `async_op`, `close`, fork, memory of arguments.
 
 A group derives from `Engine` and creates a `Link` for each operation, which moves the bytes. The
 method of the link has the name of the operation. User-defined groups need not derive from it.

@@ -1,4 +1,4 @@
-"""Links: how one operation reaches the other ranks, and how it moves their bytes.
+"""How an operation's bytes reach other ranks, for groups that exchange messages: `ExchangeLink`.
 
 A `Link` has a method for each operation. `ExchangeLink` implements them with one exchange of bytes
 between all pairs of ranks. Reductions exchange the parts and add them in rank order, so that

@@ -1,4 +1,4 @@
-"""`LocalGroup`: processes or threads of one host, over shared memory."""
+"""`LocalGroup`: ranks of one host over shared memory; `threads`, `join`, `from_env`, timeout."""
 
 from __future__ import annotations
 

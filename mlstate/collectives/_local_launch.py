@@ -1,4 +1,4 @@
-"""`LocalGroup.run`: call a function in several processes, and collect results and errors."""
+"""`LocalGroup.run`: start processes, collect their results, choose the error, end the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the processes of one host form a group: a socket for the rendezvous, and shared memory.
+"""How processes of one host find each other: socket, ranks that are late, missing or duplicate.
 
 Rank 0 listens; the other ranks connect and send their rank. When all have connected, rank 0
 closes the listener and sends each rank a descriptor of the shared memory. That memory has no

@@ -1,4 +1,4 @@
-"""Arrays as flat memory of this process; `TorchGroup` uses tensors instead.
+"""Arrays of a group as flat memory, results copied back, received parts summed in rank order.
 
 A flat array is of the caller's kind, NumPy or torch, in main memory. Its bytes are a NumPy array
 over the same memory.

@@ -1,4 +1,4 @@
-"""`ProcessGroup`: the interface of all groups; public through `mlstate.collectives`."""
+"""`ProcessGroup`: what each operation does, and what a user-defined group must provide."""
 
 from __future__ import annotations
 

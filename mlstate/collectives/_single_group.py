@@ -1,4 +1,4 @@
-"""`SingleGroup`: a group of one process; public through `mlstate.collectives`."""
+"""`SingleGroup`: a group of one process, each result from this rank's own arguments."""
 
 from __future__ import annotations
 

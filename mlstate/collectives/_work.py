@@ -1,4 +1,4 @@
-"""`Work`: the handle of an asynchronous operation; public through `mlstate.collectives`."""
+"""`Work`: the handle of an operation with `async_op=True`: `wait`, `done`, its result or error."""
 
 from __future__ import annotations
 

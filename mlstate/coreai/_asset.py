@@ -1,4 +1,4 @@
-"""Check the files of an ``.aimodel``, and import Core AI; public through `mlstate.coreai`."""
+"""`verify` of an ``.aimodel``: files and hash; error if the package coreai-core is missing."""
 
 from __future__ import annotations
 

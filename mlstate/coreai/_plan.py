@@ -1,4 +1,4 @@
-"""`plan_transition`: whether Core AI states fit, and the bytes to move; `mlstate.coreai`."""
+"""`plan_transition` of Core AI: two models, or two sizes of one with a dynamic axis."""
 
 from __future__ import annotations
 

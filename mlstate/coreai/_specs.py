@@ -1,4 +1,4 @@
-"""`state_specs`: read the states that a Core AI model declares; public in `mlstate.coreai`."""
+"""`state_specs` of Core AI: states of a model, dynamic shapes, which axis is the sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`StateManager`: the state of Core AI models of several context sizes; `mlstate.coreai`."""
+"""`StateManager` of Core AI: creates, reads, replaces NDArrays of states; one model for sizes."""
 
 from __future__ import annotations
 

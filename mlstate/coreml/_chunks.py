@@ -1,4 +1,4 @@
-"""Find the chunks of a Core ML model that is distributed as several packages.
+"""Chunks of a Core ML model in several packages: lists, patterns, ANEMLL's ``meta.yaml``.
 
 A list names the chunks. A pattern such as ``model_chunk_*.mlpackage`` matches them. ANEMLL's
 ``meta.yaml`` describes a folder of them, with these keys of ``model_info: parameters:``

@@ -1,4 +1,4 @@
-"""Read the states that a compiled model (``.mlmodelc``) declares, from its metadata.json."""
+"""States in the metadata.json of a compiled model (``.mlmodelc``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the states that a ``.mlpackage`` or ``.mlmodel`` declares, from its specification.
+"""States in the specification of a ``.mlpackage`` or ``.mlmodel``, and its Manifest.json.
 
 A package is a folder: Manifest.json names the specification, a protobuf file under Data/. A bare
 specification file (.mlmodel) can be read too. Only the model's description is fetched, with a few

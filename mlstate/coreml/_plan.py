@@ -1,4 +1,4 @@
-"""`plan_transition`: whether Core ML states fit, and the bytes to move; `mlstate.coreml`."""
+"""`plan_transition` of Core ML: sources, functions and chunks that it compares."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of a Core ML model as StateSpecs, from every kind of source, and checks of chunks."""
+"""`state_specs` of Core ML: sources, the function, chunks that differ, Neural Engine warning."""
 
 from __future__ import annotations
 

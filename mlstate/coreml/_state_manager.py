@@ -1,4 +1,4 @@
-"""`StateManager`: the state of Core ML models of several context sizes; `mlstate.coreml`."""
+"""`StateManager` of Core ML: create, read, write its states; version of coremltools."""
 
 from __future__ import annotations
 

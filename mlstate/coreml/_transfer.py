@@ -1,4 +1,4 @@
-"""`transition_coreml_state`: copy states between Core ML state objects; `mlstate.coreml`."""
+"""`transition_coreml_state`, `compact_coreml_state`, undone on error; `FakeMLState` for tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collect, merge and distribute the state of a model over several ranks.
+"""`DistributedStateCollector`: collect, merge, gather and broadcast the state of a sharded model.
 
 Ranks hold replicas of one state (data parallelism), or parts of it (fully sharded data
 parallelism, tensor parallelism, or both). `DistributedStateCollector` returns a rank's part of a

@@ -1,4 +1,4 @@
-"""Convert ranges of an array's elements, in C order, to bytes and back, for transfers."""
+"""Ranges of a tensor's elements as bytes, for messages between ranks; SHA-256 of replicas."""
 
 from __future__ import annotations
 

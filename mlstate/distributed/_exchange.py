@@ -1,4 +1,4 @@
-"""Transfer states from all ranks to one, or from one to all, in messages of limited size.
+"""`gather_full_state`, `broadcast_state`: messages of at most `max_bytes`, checks, ties, replicas.
 
 Before the first element is transferred, every rank receives the descriptions of all ranks and
 checks them identically. So either all ranks continue, or all raise.

@@ -1,4 +1,4 @@
-"""Merge the states of several ranks: one tensor of each name, and the ranks that own it."""
+"""`merge_states`, `compare_states`: shards to whole tensors; gaps, overlaps, ranks that differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The difference of two versions of one array: compare, apply, undo, compose, filter."""
+"""Delta of one array: compare, apply, undo, compose, cut to a part; on CPU or a device."""
 
 from __future__ import annotations
 

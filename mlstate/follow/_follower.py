@@ -1,4 +1,4 @@
-"""Follow published versions with arrays in memory; public through `mlstate.follow`.
+"""`Follower`: finds a new version, applies deltas or an anchor, `check=`, undoes, falls back.
 
 A version is an anchor, which has all elements of the tensors, a delta, which has those that changed
 since the version before, or both. Its root is the file that describes it. A lineage is the sequence

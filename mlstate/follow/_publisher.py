@@ -1,4 +1,4 @@
-"""Publish the weights of a trainer as versions in a folder; public through `mlstate.follow`.
+"""`Publisher`: anchor or delta, `anchor_every`, `keep`, `base=`; ranks agree; old ones deleted.
 
 The root of a version is the file that describes it; manifest.json describes the newest one. A
 lineage is the sequence of versions of one publisher until it starts anew.

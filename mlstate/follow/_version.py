@@ -1,4 +1,4 @@
-"""The versions in a folder: roots of checkpoints, with the order of the versions in their metadata.
+"""Metadata of versions: lineage, chain, kinds; which old ones stay; published parts and names.
 
 A version is a checkpoint. Its metadata have the member ``"mlstate.follow"``:
 

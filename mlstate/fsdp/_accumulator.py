@@ -1,4 +1,4 @@
-"""`GradientAccumulator`: sums of gradients over micro-batches; public through `mlstate.fsdp`."""
+"""`GradientAccumulator`: sums of gradients over micro-batches on one rank, as float32 if asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an integration provides for the reduction of gradients."""
+"""Protocols that the torch integration implements for gradients: `GradientBackend`."""
 
 from __future__ import annotations
 

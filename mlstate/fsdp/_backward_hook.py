@@ -1,4 +1,4 @@
-"""`FSDPBackwardHook`: scatter gradients during the backward pass; public in `mlstate.fsdp`.
+"""`FSDPBackwardHook`: hooks, `no_sync`, `finish`, `scatter_gradient`; parameters without gradient.
 
 To scatter a gradient is to reduce it over the ranks, and to store this rank's part in its sharding
 unit. A unit describes a parameter; the part is its local gradient.

@@ -1,4 +1,4 @@
-"""A bucket of gradients, and the memory of each gradient.
+"""A gradient in a bucket: its checks, zeros for a missing one, memory and storing of its part.
 
 A sharding unit describes a parameter, and has this rank's part of its reduced gradient: the local
 gradient. A bucket has the gradients of several units, which are reduced together.

@@ -1,4 +1,4 @@
-"""`FSDP`: the ranks and settings of gradient reduction; public through `mlstate.fsdp`."""
+"""`FSDP`: checks and defaults of op, divisor, `reduce_dtype`, `bucket_bytes`, `compression`."""
 
 from __future__ import annotations
 

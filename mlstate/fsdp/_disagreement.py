@@ -1,4 +1,4 @@
-"""If the headers of ranks differ: the rank and the parameter at fault.
+"""Ranks that reduce different gradients: the rank and parameter at fault, and the text of it.
 
 Each rank sends a description of its next gradients; all ranks compare all descriptions alike.
 """

@@ -1,4 +1,4 @@
-"""In-place operations on NumPy and torch gradients; the C core handles those in main memory."""
+"""Add, scale, clear gradients in place, and their norms: the C core or torch; sums of `no_sync`."""
 
 from __future__ import annotations
 

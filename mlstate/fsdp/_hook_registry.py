@@ -1,4 +1,4 @@
-"""The parameters that have hooks, and hooks on models that are not torch modules."""
+"""Refusal of two hooks on one parameter, the `gradients=` argument, hooks of non-torch models."""
 
 from __future__ import annotations
 

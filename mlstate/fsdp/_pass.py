@@ -1,4 +1,4 @@
-"""One backward pass: it fills buckets with gradients, and waits for their reduction.
+"""One backward pass: when a bucket is full and reduced, its thread, and passes that end early.
 
 A sharding unit describes a parameter, and has this rank's part of its reduced gradient: the local
 gradient. A bucket has the gradients of several units, which are reduced together. Before that, the

@@ -1,4 +1,4 @@
-"""`ReduceScatterOperation`: reduce and scatter one gradient; public through `mlstate.fsdp`."""
+"""`ReduceScatterOperation`: reduce and scatter one gradient, without `FSDP`, hooks or buckets."""
 
 from __future__ import annotations
 

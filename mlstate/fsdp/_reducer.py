@@ -1,4 +1,4 @@
-"""The reduction of buckets: check, exchange, sum and store, in the same order on all ranks.
+"""Reduction of buckets: their division, headers that ranks compare, exchange, NaN checks, errors.
 
 Before each bucket, or before several buckets that all ranks have ready, each rank sends a header of
 64 bytes: a digest of its next bucket, the number of buckets that it has ready, and the number of

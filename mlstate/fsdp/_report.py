@@ -1,4 +1,4 @@
-"""`BackwardReport`: times of the gradients of one backward pass; public in `mlstate.fsdp`."""
+"""`BackwardReport`: when gradients arrived and were reduced, overlap, the slowest rank."""
 
 from __future__ import annotations
 

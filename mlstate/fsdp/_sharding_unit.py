@@ -1,4 +1,4 @@
-"""`FSDPShardingUnit`: one rank's part of a parameter's gradient; public in `mlstate.fsdp`."""
+"""`FSDPShardingUnit`, `sharding_units`: the part of a parameter that a rank keeps, its layout."""
 
 from __future__ import annotations
 
@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._common.arguments import check_int, check_items
+from .._common.backend import backend_named, is_module
 from .._common.dtypes import EXTENSIONS, name_of, stored_dtype
 from .._common.text import shorten
 from .._sharding.layout import LAYOUT_NAMES, Layout, Shard, steps_of
+from ..collectives._arguments import check_group
 from ..errors import CompatibilityError
+from ._backend import GradientBackend
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -320,8 +323,8 @@ def bind_unit(unit: FSDPShardingUnit, rank: int, world_size: int) -> None:
         )
 
 
-def check_units(units: object) -> None:
-    """Raise TypeError or ValueError unless `units` is a dict of units by parameter name."""
+def check_unit_types(units: object) -> None:
+    """Raise TypeError unless `units` is a dict of units."""
     if not hasattr(units, "items"):
         raise TypeError(
             f"sharding_units must be a dict of FSDPShardingUnit, got {type(units).__name__}"
@@ -329,6 +332,12 @@ def check_units(units: object) -> None:
     for name, unit in units.items():
         if not isinstance(unit, FSDPShardingUnit):
             raise TypeError(f"sharding_units[{name!r}] is a {type(unit).__name__}")
+
+
+def check_units(units: Mapping[str, FSDPShardingUnit]) -> None:
+    """Raise TypeError or ValueError unless `units` is a dict of units by parameter name."""
+    check_unit_types(units)
+    for name, unit in units.items():
         if unit.parameter_name != name:
             raise ValueError(
                 f"sharding_units[{name!r}] is the unit of {unit.parameter_name!r}: gradients are "
@@ -344,3 +353,53 @@ def bind_units(units: Mapping[str, FSDPShardingUnit], rank: int, world_size: int
     check_units(units)
     for unit in units.values():
         bind_unit(unit, rank, world_size)
+
+
+def sharding_units(model: Any, group: Any, *, layout: str = "flat") -> dict[str, FSDPShardingUnit]:
+    """Create a sharding unit for each parameter of a torch module that requires gradients.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        The module.
+    group : ProcessGroup
+        The ranks.
+    layout : {"flat", "rows"}, default "flat"
+        See `FSDPShardingUnit`. Parameters without dimensions always use ``"flat"``.
+
+    Returns
+    -------
+    dict of str to FSDPShardingUnit
+        The units by parameter name, in the module's order.
+
+    Raises
+    ------
+    TypeError
+        If `model` is not a module, or `group` not a group.
+    ValueError
+        If `layout` is another text.
+
+    Examples
+    --------
+    >>> import torch
+    >>> from mlstate.collectives import SingleGroup
+    >>> from mlstate.fsdp import sharding_units
+    >>> sharding_units(torch.nn.Linear(3, 2, bias=False), SingleGroup(), layout="rows")
+    {'weight': FSDPShardingUnit('weight' float32 (2, 3) rows, shard 0 of 1)}
+    """
+    if not is_module(model):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    check_layout(layout)
+    group = check_group(group)
+    return {
+        name: FSDPShardingUnit(
+            name,
+            parameter.shape,
+            parameter.dtype,
+            group.rank,
+            world_size=group.world_size,
+            layout=layout if parameter.dim() else "flat",
+        )
+        for name, parameter in backend_named("torch", GradientBackend).parameters_of(model).items()
+        if parameter.requires_grad
+    }

@@ -1,4 +1,4 @@
-"""Comparison of scattered gradients with full ones or sums; public through `mlstate.fsdp`."""
+"""`verify_gradients`: compare scattered gradients with full ones or with sums of all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Caches of other libraries as `CacheState`, and back: the parts that integrations share.
+"""Parts of `from_cache`, `to_cache` that transformers and mlx-lm share: entries, token counts.
 
 An integration names an array ``"<layer>.<part>"``, such as ``"0.keys"``. A reader collects entries
 and arrays of all layers; a plan checks all of them against the layers of a target, and then writes.

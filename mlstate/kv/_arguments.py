@@ -1,4 +1,4 @@
-"""Checks of integers, and the exceptions for caches, states and models that do not fit."""
+"""Checks of integers, and making of `CapacityError` and `CompatibilityError`, for KV caches."""
 
 from __future__ import annotations
 

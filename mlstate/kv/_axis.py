@@ -1,4 +1,4 @@
-"""The sequence axis of a KV cache, and slices along it."""
+"""`seq_axis`: check of the sequence axis of a KV cache, and slices along it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`CacheSpec`: the arrays of a cache, and how each depends on the sequence; `mlstate.kv`."""
+"""`CacheSpec`, `CacheEntry`: arrays of a cache, their kinds (full, sliding, quantized), checks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`CacheState`: several arrays of a cache that change together; public through `mlstate.kv`."""
+"""`CacheState`: several arrays of a cache: `advance`, `resize`, `trim`, `crop`, `restore`."""
 
 from __future__ import annotations
 

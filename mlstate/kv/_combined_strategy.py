@@ -1,4 +1,4 @@
-"""`CombinedStrategy`: prefill large, generate small; public through `mlstate.kv`."""
+"""`CombinedStrategy`: when to compact, generate with reduced attention, and expand again."""
 
 from __future__ import annotations
 

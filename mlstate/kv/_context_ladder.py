@@ -1,4 +1,4 @@
-"""`ContextLadder`: when to grow, shrink or refill a cache, from positions alone; `mlstate.kv`."""
+"""`ContextLadder`: when a cache grows, shrinks, rolls or is refilled; batches of a prefill."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies and pickles of cache classes: by value, with the class and attributes of a subclass."""
+"""`copy` and pickle of cache classes and their subclasses; names of one array stay shared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convert KV caches between integers and floats, with a check before anything is written."""
+"""A move of a KV cache from integers to floats or back: converted by NumPy, after a range check."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`KVState`: a cache array that grows in place; public through `mlstate.kv`."""
+"""`KVState`: one cache array that grows in place in reserved memory: `resize`, `reserve`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention masks, for decoding, prefill and windows; public through `mlstate.kv`."""
+"""Attention masks, for decoding, prefill, windows and sinks: arguments, fill value and dtype."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The states that a model declares; shared by `mlstate.coreml` and `mlstate.coreai`."""
+"""States of Core ML and Core AI models: choice of a function, damaged files, notebook table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A request to move a KV cache to another sequence length, and the backends that perform it."""
+"""`KVMove`: the arguments of one move of a cache array; `KVBackend`: what torch provides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decide what a transition does with a state: copy it whole, move its first positions, or refuse.
+"""Whether a model's state is moved, copied whole or refused: shapes, windows, capacity, errors.
 
 `moved_positions` decides for plans, for the functions and managers of Core ML and Core AI, and for
 `CacheState`. The shapes in the source and in the target tell the kinds of states apart:

@@ -1,4 +1,4 @@
-"""Quantize entries of a `CacheState`, and back, and measure the loss; in `mlstate.kv`."""
+"""`quantize`, `dequantize` of `CacheState`: which entries, on which device; the loss."""
 
 from __future__ import annotations
 

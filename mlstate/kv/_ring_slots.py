@@ -1,4 +1,4 @@
-"""The slots of an array along its sequence: their tokens, and the slot of the next token.
+"""Which slot of a ring (sliding entry of a `CacheState`) has which token; the slot of the next.
 
 The core copies them in order (``csrc/core/kv/kv_ring.c``).
 """

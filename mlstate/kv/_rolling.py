@@ -1,4 +1,4 @@
-"""`RollingKVState`: a cache array that evicts its oldest tokens; public through `mlstate.kv`."""
+"""`RollingKVState`: one cache array that evicts its oldest tokens and keeps sinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rotate_keys`: keys with rotary position embeddings at other positions; `mlstate.kv`."""
+"""`rotate_keys`: arguments of keys with RoPE at other positions: `scaling`, `interleaved`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Snapshot`: a moment that a `CacheState` can go back to; public through `mlstate.kv`."""
+"""`CacheState.snapshot`: which entries are copied, when it is outdated, checks of `restore`."""
 
 from __future__ import annotations
 

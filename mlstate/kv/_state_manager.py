@@ -1,4 +1,4 @@
-"""Base of the managers that move a model's states between context sizes; knows no framework.
+"""`StateManager`: base for Core ML and Core AI: load models, grow, shrink, refill, `state_dict`.
 
 `mlstate.coreml.StateManager` and `mlstate.coreai.StateManager` derive from `StateManagerBase` and
 override its methods for models and states.

@@ -1,4 +1,4 @@
-"""Caches as plain values and arrays, which a checkpoint stores without pickle, and back."""
+"""Caches in a checkpoint (``states=``): as plain values, back, and loaded into a given cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`transition_kv_state`: copy a cache array to another sequence length; public in `mlstate.kv`."""
+"""`transition_kv_state`, `compact_kv_state`: copy one cache array to another length."""
 
 from __future__ import annotations
 

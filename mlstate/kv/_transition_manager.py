@@ -1,4 +1,4 @@
-"""`StateTransitionManager`: transitions between registered models; public in `mlstate.kv`."""
+"""`StateTransitionManager`: models registered by name and size, and caches moved between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TransitionPlan`: the moves of a model's states to another model, and what prevents them.
+"""`TransitionPlan`: which states of a model move, the bytes, and the problems; its table.
 
 Shared by `mlstate.coreml`, which exports the classes, and `mlstate.coreai`.
 """

@@ -1,4 +1,4 @@
-"""Plots; each function imports matplotlib when it is called."""
+"""Plots of checkpoints, asynchronous saves, backward passes, shards, plans, Pareto curves."""
 
 from __future__ import annotations
 

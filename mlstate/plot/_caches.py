@@ -1,4 +1,4 @@
-"""Plots of KV caches and of attention masks."""
+"""Plots of KV caches (occupancy, content, memory) and of attention masks."""
 
 from __future__ import annotations
 

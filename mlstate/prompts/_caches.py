@@ -1,4 +1,4 @@
-"""The kinds of caches that a store takes, each read as a `CacheState`."""
+"""Caches that `put` and `restore` accept, read as `CacheState`; padding and batches refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What identifies the model that a cache belongs to; public through `mlstate.prompts`."""
+"""`fingerprint`: what identifies a model: config, weights, adapters, modules of torch, salt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The states of hybrid models in the layout of transformers, which mlx-lm can share.
+"""Hybrid models (Mamba, delta rule): states of mlx-lm and transformers converted; RoPE warning.
 
 ========== =============================== ===============================
 state      transformers                    mlx-lm

@@ -1,4 +1,4 @@
-"""How the entries of a cache are stored: the canonical layout, which engines share.
+"""How a cache's entries are stored: which in blocks, which as snapshots; same entries required.
 
 Entries of kind "full" and "quantized" are stored in blocks of tokens. All others, and the entries
 of a layer with an opaque entry, which its tokens may depend on, are stored as snapshots: whole, at

@@ -1,4 +1,4 @@
-"""The prompts that a store holds, for people: one for each record that no longer one continues."""
+"""``mlstate prompts ls``: which records make one prompt, and its columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stored beginning of a prompt; public through `mlstate.prompts`."""
+"""`Match`: how many tokens of a prompt can be restored, from blocks and snapshots; its table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Puts that a thread writes; their data is copied first."""
+"""`put(asynchronous=True)`: queue and thread, `max_pending_bytes`, waits for room."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""At which tokens a prefill stops, so that a snapshot can be stored."""
+"""`stops` and `snapshots=`: positions at which a prefill stops for a snapshot."""
 
 from __future__ import annotations
 

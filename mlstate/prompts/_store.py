@@ -1,4 +1,4 @@
-"""A store of prompts on disk; public through `mlstate.prompts`."""
+"""`PromptStore`: `put`, `match`, `restore`, `pin`, `delete`; which blocks a put writes."""
 
 from __future__ import annotations
 

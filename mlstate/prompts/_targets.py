@@ -1,4 +1,4 @@
-"""The caches that tokens are restored into."""
+"""`restore(into=)`: caches filled in place or with new arrays; room, device, after a failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Move tokens between the arrays of a cache and the parts of stored records."""
+"""Copies of tokens between a cache's arrays and the parts of records: ranges, rings, zeros."""
 
 from __future__ import annotations
 

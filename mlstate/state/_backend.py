@@ -1,4 +1,4 @@
-"""What an integration provides for states of modules and optimizers."""
+"""Protocol of integrations for states of modules and optimizers: from and to torch."""
 
 from __future__ import annotations
 

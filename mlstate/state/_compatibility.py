@@ -1,4 +1,4 @@
-"""`check_compatibility`: whether two states match; public through `mlstate.state`."""
+"""`check_compatibility`, `keys_match`: names, shapes, dtypes that differ; hint at a rename."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`diff`: compare two states element by element; public through `mlstate.state`."""
+"""`diff` of two states in memory: element by element; its table."""
 
 from __future__ import annotations
 

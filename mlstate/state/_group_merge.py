@@ -1,4 +1,4 @@
-"""Join the parameter groups of an optimizer whose parameters several ranks hold."""
+"""Parameter groups of an optimizer whose parameters ranks hold in part: merged, compared."""
 
 from __future__ import annotations
 

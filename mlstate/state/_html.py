@@ -1,4 +1,4 @@
-"""Text and HTML representation of a state dict: a few lines, or a tree that unfolds."""
+"""Text and notebook view of a state dict: a few lines, or a tree that unfolds."""
 
 from __future__ import annotations
 

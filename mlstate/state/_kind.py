@@ -1,4 +1,4 @@
-"""The kind of a state dict, stored as text in the metadata of its file.
+"""Class and attributes of a state dict (`model_type`, `step`), as text in its file.
 
 The metadata entry ``mlstate.state`` is a JSON object: ``kind`` is ``"model"`` or
 ``"optimizer"``, the other members are the attributes of that class. A file without the entry

@@ -1,4 +1,4 @@
-"""`load_into` and `rename`: copy one state into another; public through `mlstate.state`."""
+"""`load_into` (all or nothing, `strict=`, `cast=`), `rename`; their errors; torch modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`OptimizerStateDict`: the state of an optimizer; public through `mlstate.state`."""
+"""`OptimizerStateDict`: its states by parameter, `learning_rate`, `param_groups`, `step`."""
 
 from __future__ import annotations
 

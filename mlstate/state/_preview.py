@@ -1,4 +1,4 @@
-"""The part of a state's name tree that fits one page.
+"""Which names of a state its notebook view shows, and which it only counts.
 
 Rows are assigned from the top down: first the children of the root, then the children of each
 shown node, level by level, so that the top levels are complete before any deeper one begins. Of

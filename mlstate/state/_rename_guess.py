@@ -1,4 +1,4 @@
-"""Guess of the rename rules that make the names of two states match.
+"""Guess of the rename rules that make the names of two states match, for hints in errors.
 
 Rules are guessed and then checked. A few names of the shorter list are compared with all names of
 the other list, and each prefix that would make two names equal gets a vote. The guesses with the

@@ -1,4 +1,4 @@
-"""`StateDict`: dicts that accept only arrays as values; public through `mlstate.state`."""
+"""`StateDict`, `ModelStateDict`: arrays by name, refused values, layers, `astype`, `digest`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare two states within a tolerance; see `diff`."""
+"""`rtol=` and `atol=` of `diff`: elements that count as equal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an integration provides for a framework's own file formats."""
+"""Protocols of integrations for a framework's files: ``torch.save``, DCP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Changes that a conversion makes to tensors: a choice by name, other names, another dtype."""
+"""``--names``, ``--rename``, ``--dtype`` of ``mlstate convert``: applied to tensors."""
 
 from __future__ import annotations
 

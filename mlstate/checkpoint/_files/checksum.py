@@ -1,4 +1,4 @@
-"""Write and verify checksums of files that another program wrote; the files do not change."""
+"""`checksum`: write checksums of files of other programs; verify files by them, or by Hub blobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model and an optimizer in a safetensors or npz file, which has one flat level of names.
+"""Model and optimizer in one safetensors or npz file: prefixes, ``mlstate_parts``, metadata.
 
 If such a file holds both, their names have the prefixes ``model.`` and ``optimizer.``, and the
 metadata entry ``mlstate_parts`` records this. A single state has no prefix. A file without that

@@ -1,4 +1,4 @@
-"""Formats of states on disk: which one a file, folder or URL has.
+"""Which format a path has: by suffix, by the content of a folder; names of all formats.
 
 The suffix of a path determines the format. For a directory, its content does.
 

@@ -1,4 +1,4 @@
-"""Checkpoints of Lightning, which are dicts: as a folder of mlstate, and as a ``.ckpt`` file.
+"""A Lightning checkpoint (dict) as a folder of mlstate and as ``.ckpt``: entries, exact types.
 
 In a folder, the tensors of ``state_dict`` are the model. The named state ``lightning`` holds all
 other entries. The named state ``lightning_module`` holds what else belongs to ``state_dict``: the

@@ -1,4 +1,4 @@
-"""Arrays in ``.npz`` files, with any names, and with dtypes that NumPy itself cannot name.
+"""``.npz`` files: names that zip cannot hold, bfloat16, damage, pickled objects refused.
 
 ``numpy.load`` can read these files. Names that a zip archive would not preserve are stored as
 other names. bfloat16 and the other dtypes of ml_dtypes, which ``numpy.savez`` loses, are stored

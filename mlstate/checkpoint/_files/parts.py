@@ -1,4 +1,4 @@
-"""The parts of a state in a file, and the choice of some of them."""
+"""`Parts`, the content of any file: model, optimizer, metadata, others; choice by ``--only``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read and write states in any of the `formats`; `load` and ``mlstate convert`` use it."""
+"""Read, write any format, for `load` and ``mlstate convert``; refuses what a format cannot hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inspect and verify one plain safetensors file without loading it."""
+"""Header and verification of one plain safetensors file: altered ranges, without loading it."""
 
 from __future__ import annotations
 

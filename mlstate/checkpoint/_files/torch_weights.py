@@ -1,4 +1,4 @@
-"""Folders of files of torch.
+"""Hugging Face folders of ``.bin`` files, and folders of torch_checkpointing, read whole.
 
 A Hugging Face folder has ``.bin`` files, one, or several with or without an index. A folder of
 torch_checkpointing 0.1 has a file ``ENTRY_RANK.pt`` for each entry and rank.

@@ -1,4 +1,4 @@
-"""`CachedFolder`: an object store's folder, read through a local cache of its objects.
+"""`CachedFolder`: loads from a store through `cache_folder`, a local cache.
 
 Loads, but no verifications, read through the cache of `cache_folder` (read_cache.py).
 """

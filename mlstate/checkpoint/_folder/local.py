@@ -1,4 +1,4 @@
-"""`LocalFolder`: a folder on this machine, with its descriptors, permissions, links, locks."""
+"""`LocalFolder`: a local folder: permissions of new files, symbolic links, deletion, fsync."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The names of a checkpoint's files; no other file of a folder is ever changed or deleted."""
+"""Names of a checkpoint's files; files with other names are never changed or deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ObjectFolder`: the folder of a checkpoint in an object store.
+"""`ObjectFolder`: a folder in a store: uploads of a save, temporary files of a verification.
 
 A load reads the answers of the store from memory (range_load.py). Verifications and saves need
 local files: temporary copies, or new files that are then uploaded.

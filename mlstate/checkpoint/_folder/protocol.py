@@ -1,4 +1,4 @@
-"""`Folder`, the protocol of a place for a checkpoint's files: a new kind of store is one class.
+"""`Folder`, the protocol of local folders and stores; a new kind of store implements it.
 
 Paths are relative to the folder, with one subfolder at most. Errors are a `StoreError`; a missing
 file is a `FileNotFoundError` too.

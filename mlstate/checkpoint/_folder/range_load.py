@@ -1,4 +1,4 @@
-"""Load tensors from an object store: bytes go from the answer of a request to their array.
+"""Byte ranges that a load requests from a store, in which threads, merged or divided.
 
 plan_units     what can be read independently: a group of small tensors, or a part of a large one
 -> load_units  fetches the ranges of each unit in threads; the last answer fills the unit's arrays

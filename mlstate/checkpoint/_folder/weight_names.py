@@ -1,4 +1,4 @@
-"""Recognise the weight files of a Hugging Face folder by their names.
+"""Weight files of a Hugging Face folder by name: variants, numbered sets, which one is chosen.
 
 The root of such a folder is the name that describes its weights: of the only file, of the index
 that lists the files, or, for numbered files without an index, a pattern such as

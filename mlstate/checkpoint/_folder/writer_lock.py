@@ -1,4 +1,4 @@
-"""Lock of a checkpoint's folder: one writer at a time.
+"""Lock of a local folder: one writer at a time; dead owners, the error "another writer".
 
 The lock is an ``flock`` on the file ``lock``. The file's text names the owner and the generation
 that it is writing. An ``flock`` outlives its owner if a forked child still has the descriptor.

@@ -1,4 +1,4 @@
-"""The dtype in a model's ``config.json``, which ``from_pretrained`` of transformers loads."""
+"""The dtype in an exported ``config.json``; quantization that no longer applies is removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`export_huggingface`: write a model as a Hugging Face folder; `mlstate.checkpoint`.
+"""`export_huggingface`: writes files, by all ranks; tied weights, copies of `files_from`.
 
     export -> take_export      every rank: its part of the state, without tied names
            -> gather_parts     every rank: the parts to write, and the plan of the files

@@ -1,4 +1,4 @@
-"""`export_huggingface_async`: the same in the background; public in `mlstate.checkpoint`.
+"""`export_huggingface_async`: copies the model, exports it in a thread like `save_async`.
 
 The thread, the copies and the handle are those of `save_async`; see _save_async.py.
 """

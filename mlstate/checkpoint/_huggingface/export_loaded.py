@@ -1,4 +1,4 @@
-"""Convert a checkpoint to a Hugging Face folder with few tensors in memory."""
+"""``mlstate convert`` of a checkpoint to Hugging Face with few tensors in memory."""
 
 from __future__ import annotations
 

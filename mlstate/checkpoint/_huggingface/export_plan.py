@@ -1,4 +1,4 @@
-"""The files of an exported folder, and the place of each tensor in them.
+"""Which file of an exported folder gets which tensor; `max_shard_bytes`; which rank writes it.
 
 Every rank computes the same plan, from the names, dtypes and shapes of all tensors.
 """

@@ -1,4 +1,4 @@
-"""The ``quantization_config`` of a ``config.json``: how weights and scales are stored.
+"""``quantization_config``: which methods (fp8, MXFP4, compressed-tensors) `cast=` can decode.
 
 ===================  ==========================================================================
 ``quant_method``     tensors of a weight ``w``

@@ -1,4 +1,4 @@
-"""Pair quantized weights with their scales, and compute the values of any part of a weight.
+"""Quantized weights and their scales: found, paired, their values computed for `cast=`.
 
 Values are computed in float32 and rounded once to the wanted dtype, as transformers does for the
 methods ``fp8`` and ``mxfp4``. compressed-tensors rounds to the dtype of the scale first. A scale of

@@ -1,4 +1,4 @@
-"""Find the objects of an interrupted save, so that the same save need not upload them again.
+"""Objects of an interrupted save that the next save copies instead of uploading them.
 
 A writer uploads its index before its shards. The index has the size and the CRC32C of each block
 of every shard. If a later writer's index differs only in the generation, the store copies the

@@ -1,4 +1,4 @@
-"""One interface to the objects of a store: S3, Google Cloud Storage, Azure; through obstore.
+"""Requests to S3, Google Cloud Storage, Azure: retries, timeouts, credentials, errors.
 
 Only this file knows obstore, "the engine": how a store is opened, its requests, and its errors.
 

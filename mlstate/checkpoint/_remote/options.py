@@ -1,4 +1,4 @@
-"""The options of an object store, checked."""
+"""`storage_options`: names, defaults, limits: timeouts, concurrency, part size, cache."""
 
 from __future__ import annotations
 

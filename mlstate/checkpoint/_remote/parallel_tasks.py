@@ -1,4 +1,4 @@
-"""Run tasks in threads, also while the interpreter exits and an asynchronous save still runs.
+"""Threads for requests and uploads, also while the interpreter exits during a save.
 
 `concurrent.futures` refuses new tasks then.
 """

@@ -1,4 +1,4 @@
-"""A local folder that keeps bytes read from a store, so that the next load reads the disk.
+"""`cache_folder`: bytes read from a store, kept on disk; its size limit and what is deleted.
 
 Each object has a subfolder, named by a hash of its URL, and each range that was read is an entry
 in it: a file named ``begin-end``, with a header and the bytes. Only objects whose names contain a

@@ -1,4 +1,4 @@
-"""The claim of a writer to the root of a checkpoint in an object store.
+"""Two writers to one folder in a store: conditional write of the manifest; the loser raises.
 
 Stores have no locks. A writer notes the tag of the root before it reads anything, writes new
 objects under new names, and then replaces the root only if it still has this tag. Of writers

@@ -1,4 +1,4 @@
-"""Take the named states of a save: tensors of models and optimizers, and nested values.
+"""`states=` of a save: which values are model, optimizer or nested; names; equal on ranks or not.
 
 A *flat* state is a model or an optimizer: it has tensors by name, which ranks may share or hold
 in parts. Any other state is a *tree*: a nested value. Several ranks may have different trees of

@@ -1,4 +1,4 @@
-"""Random generators of Python, NumPy and torch: read their states, and set them.
+"""Random generators of Python, NumPy, torch: read their states, and set them.
 
 A generator is an object, or one of the modules whose functions share a generator: ``random``,
 ``numpy.random``, ``torch.random`` (main memory) and ``torch.cuda`` (all devices). torch is used

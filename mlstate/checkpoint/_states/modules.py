@@ -1,4 +1,4 @@
-"""Entries of a torch module's state that are not tensors, and loads by a module's own methods.
+"""Extra state and other entries of a module that are not tensors: stored, loaded by its methods.
 
 A checkpoint stores such entries, and torch's metadata of modules that load themselves, as a nested
 value: a named state, whose name starts with a dot and so cannot be a user's.

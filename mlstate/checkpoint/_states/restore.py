@@ -1,4 +1,4 @@
-"""Load nested values of a checkpoint, and restore objects from them.
+"""`states=` of a load: values of each rank, objects restored in place, undone after an error.
 
     load_tree       a named state -> its value
     prepare_tree    a named state and a target -> actions; everything is checked and read

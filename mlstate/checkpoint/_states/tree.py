@@ -1,4 +1,4 @@
-"""Nested values as JSON text and arrays, without pickle.
+"""Which nested values `states=` can store, as JSON and arrays, without pickle; form of each type.
 
 Plain values (None, bool, int, finite float, str), lists, and dicts with str keys are themselves
 in the JSON text. Every other value is an object whose member ``"$"`` names its kind:

@@ -1,4 +1,4 @@
-"""`CheckpointFiles`: roots, manifests and indexes in any folder, and files that no root needs."""
+"""Manifests and indexes of a folder, read; files no manifest needs, deleted; damage marks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codecs for compressed shards: zlib, and zstd if it is installed.
+"""`compress=`: codecs zlib and zstd of shards, their levels, safe decompression.
 
 The C core calls these functions from several threads at once.
 """

@@ -1,4 +1,4 @@
-"""Index patterns: which rank stores which part, from one index of each pattern.
+"""Which rank stores which part, by groups of ranks with alike indexes; a missing part.
 
 Most ranks of a job store the same tensors with the same layout. Their indexes have the same
 pattern and differ only in the parts that they list. The manifest records the ranks of each

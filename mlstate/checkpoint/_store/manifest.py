@@ -1,4 +1,4 @@
-"""The root of a checkpoint, ``manifest.json``: written with a checksum, validated when read."""
+"""``manifest.json``: its members, checksum and limits; what a damaged one raises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Select tensors by the `names=` argument: names of tensors and layers, and globs."""
+"""`names=`: tensors chosen by name, layer or glob; error for a name without a match."""
 
 from __future__ import annotations
 

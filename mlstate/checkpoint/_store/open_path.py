@@ -1,4 +1,4 @@
-"""Open the folder of a checkpoint by the path that a caller passes: a local path, or a URL."""
+"""Paths and URLs of checkpoints: checked, opened as folder; suffixes and existing files refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The indexes of a root, read as far as a load needs them.
+"""Which ranks' indexes a load reads: those with the parts that it needs.
 
 One index of each pattern lists all tensors with their layouts. The manifest records which ranks
 store which parts. So a rank reads only the indexes that list its parts, and their number does not

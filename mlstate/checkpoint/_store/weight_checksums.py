@@ -1,4 +1,4 @@
-"""The checksums that `mlstate.checkpoint.checksum` wrote next to files of another program."""
+"""Loads of other programs' weights compared with their file of checksums, also in stores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face folder: its index, and the files that hold the tensors.
+"""Hugging Face folder as checkpoint: its index, missing files, tensors in two files, warnings.
 
 Such a folder has one file such as ``model.safetensors``, or several files that an index such as
 ``model.safetensors.index.json`` lists. The headers of the files list the tensors. The core makes an

@@ -1,4 +1,4 @@
-"""What an integration provides for tiered states."""
+"""Protocol of integrations for tiered states: copies between device and memory."""
 
 from __future__ import annotations
 

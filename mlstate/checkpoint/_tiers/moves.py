@@ -1,4 +1,4 @@
-"""Add the units of a tiered state, move them, and keep tiers within their budgets.
+"""`TieredState`: how units move: locks, waits, files, undo of errors; adding of units.
 
 One lock guards the bookkeeping and is never held while bytes are copied. A moving unit is marked,
 and other threads that need it wait. `TierPolicy` decides the tier of each unit.

@@ -1,4 +1,4 @@
-"""Decide which units of a state are hot, warm or cold, within byte budgets.
+"""Which units are hot, warm or cold, by use counts and budgets; which one must leave.
 
 A unit is the smallest movable group, such as a parameter and its optimizer states. This module
 knows only its size, tier and use counts. The owner of the bytes moves them, reports each move,

@@ -1,4 +1,4 @@
-"""Report the tier of each unit, as text and HTML."""
+"""`TieredState.report`: tier of each unit and traffic, as text and HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TieredState`: keep a state in device memory, main memory and files.
+"""`TieredState`: its public methods `use`, `promote`, `demote`, `rebalance`, and their rules.
 
 Public through `mlstate.checkpoint`.
 """

@@ -1,4 +1,4 @@
-"""Units of a tiered state: a parameter's shard and its optimizer states, and their files.
+"""Units of a tiered state: a parameter and its optimizer states; their files, names, checksums.
 
 Each unit has its own safetensors file, with a tensor for each part under the name
 ``params/<key>`` or ``optim_state/<key>``. The metadata entry ``tiers.unit`` is a JSON text: the

@@ -1,4 +1,4 @@
-"""The handle through which a user accesses a unit, and the changes taken over afterwards."""
+"""`TieredState.use`: arrays that the user gets; arrays and states replaced, added or removed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plugin that stores the checkpoints of Lightning's Trainer; see `MLStateCheckpointIO`."""
+"""`MLStateCheckpointIO`: a plugin that saves, loads, removes checkpoints of Lightning's Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The errors of Lightning for a folder of `MLStateCheckpointIO`: they name the conversion.
+"""Errors of Lightning for a folder of `MLStateCheckpointIO`: they name ``mlstate convert``.
 
 Lightning calls `add_no_callbacks` when it makes a Trainer or a Fabric, in any process: the entry
 points of the package name it. So this module imports nothing heavy.

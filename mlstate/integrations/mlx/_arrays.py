@@ -1,4 +1,4 @@
-"""Arrays of mlx as NumPy arrays over the same memory, and back."""
+"""Arrays of mlx as NumPy arrays over the same memory, and back; bfloat16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompt caches of mlx-lm as `CacheState`, and back; see `from_cache` and `to_cache`."""
+"""`from_cache` and `to_cache` of mlx-lm: arguments, new layers for a state, layers to fill."""
 
 from __future__ import annotations
 

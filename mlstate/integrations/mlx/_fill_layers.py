@@ -1,4 +1,4 @@
-"""The arrays of a `CacheState` for layers of mlx-lm: all checks, then all writes."""
+"""A `CacheState` into layers of mlx-lm: which layer takes which entries; checks, then writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values of mlx-lm's cache layers: their names, types and limits, without mlx.
+"""Classes of mlx-lm's cache layers: their attributes, types and limits, checked; without mlx.
 
 The attributes of a live layer have the names and the order of its `state` in mlx-lm 0.32, and a
 prompt file stores the same values. They are private to mlx-lm, so all are checked before use.

@@ -1,4 +1,4 @@
-"""The layers of mlx-lm: their values, checked before use, and new layers from values."""
+"""Attributes of live layers of mlx-lm, read and set; errors for unknown classes and versions."""
 
 from __future__ import annotations
 

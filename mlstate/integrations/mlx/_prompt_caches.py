@@ -1,4 +1,4 @@
-"""Prompt cache files: durable, with checksums; see `load_prompt_cache` and `save_prompt_cache`."""
+"""`save_prompt_cache` and `load_prompt_cache` of mlx-lm: atomic write, checksums, versions."""
 
 from __future__ import annotations
 

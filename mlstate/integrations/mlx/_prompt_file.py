@@ -1,4 +1,4 @@
-"""Prompt cache files of mlx-lm, without mlx: arrays and texts to layers, and back.
+"""Names and texts in prompt cache files of mlx-lm, of 0.31 and of 0.32: parse and write them.
 
 A file is one safetensors file. Its metadata is a flattened tree of three branches. mlx-lm 0.32 and
 later write ``[user metadata, class names, kinds of scalars]`` and store each number as an array;

@@ -1,4 +1,4 @@
-"""The values of layers as entries of a `CacheState`, without copies."""
+"""Layers of mlx-lm as entries of a `CacheState`: ring, padding, quantization; no copies."""
 
 from __future__ import annotations
 

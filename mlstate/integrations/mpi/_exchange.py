@@ -1,4 +1,4 @@
-"""Byte exchange over MPI.
+"""Messages over MPI: deadline, ranks that call other operations, give up or are late.
 
 Ranks exchange point-to-point messages, so a waiting rank knows which rank it waits for. The tag
 of a message depends on the call, so the first message reveals ranks that call different

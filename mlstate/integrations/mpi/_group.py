@@ -1,4 +1,4 @@
-"""An MPI communicator as a `mlstate.collectives.ProcessGroup`."""
+"""`MPIGroup`: an MPI communicator as a process group; threads that must not call MPI."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ TYPE_CHECKING = False  # importing typing takes milliseconds
 if TYPE_CHECKING:
     from ._activation.apply_plan import PlannedModel, apply_plan
     from ._activation.operators import OperatorProfile, operator_contexts, profile_operators
-    from ._activation.peak_memory import MemoryUse, measure_peak
+    from ._activation.peak_memory import MemoryUse, cuda_memory, measure_peak
     from ._activation.profile_chain import profile_chain
     from ._activation.recompute_check import check_recompute
     from ._activation.step_memory import PlanUse, StepUse, measure_plan
-    from ._activation.strategies import apply_strategy, cuda_memory
+    from ._activation.strategies import apply_strategy
     from ._checkpoint.optimizer import optimizer_dict, optimizer_state
     from ._collectives.group import TorchGroup
     from ._gradients.ddp import all_reduce_with
@@ -57,11 +57,11 @@ __all__ = [
 _NAMES = {
     "._activation.apply_plan": ("PlannedModel", "apply_plan"),
     "._activation.operators": ("OperatorProfile", "operator_contexts", "profile_operators"),
-    "._activation.peak_memory": ("MemoryUse", "measure_peak"),
+    "._activation.peak_memory": ("MemoryUse", "cuda_memory", "measure_peak"),
     "._activation.profile_chain": ("profile_chain",),
     "._activation.recompute_check": ("check_recompute",),
     "._activation.step_memory": ("PlanUse", "StepUse", "measure_plan"),
-    "._activation.strategies": ("apply_strategy", "cuda_memory"),
+    "._activation.strategies": ("apply_strategy",),
     "._checkpoint.optimizer": ("optimizer_dict", "optimizer_state"),
     "._collectives.group": ("TorchGroup",),
     "._gradients.ddp": ("all_reduce_with",),

@@ -1,4 +1,4 @@
-"""A callback that saves and restores the state of a transformers.Trainer; see `MLStateCallback`."""
+"""`MLStateCallback`: when a transformers.Trainer saves and restores; its random generators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The folders ``checkpoint-<step>`` of a transformers.Trainer.
+"""Folders ``checkpoint-<step>`` of a Trainer: which can be resumed, which is written again.
 
 The Trainer writes ``trainer_state.json``, its position in the training, as the last file of a
 folder. Nothing else marks a folder as complete: an overwritten folder, or one that is being

@@ -1,4 +1,4 @@
-"""Application of plans to torch models: selection of blocks, and interception of their calls."""
+"""`Plan.apply`: finds a model's blocks, replaces their calls, refuses a wrong order of calls."""
 
 from __future__ import annotations
 

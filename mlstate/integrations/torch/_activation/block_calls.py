@@ -1,4 +1,4 @@
-"""Calls of a model's blocks, for measurement or comparison of each block."""
+"""Calls of a model with a sample, block by block; generators and gradients stay as before."""
 
 from __future__ import annotations
 

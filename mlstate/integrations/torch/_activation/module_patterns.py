@@ -1,4 +1,4 @@
-"""Selection of a model's blocks by name patterns."""
+"""Blocks of a torch model by name patterns such as ``layers.*``; nested blocks are refused."""
 
 from __future__ import annotations
 

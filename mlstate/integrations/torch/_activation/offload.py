@@ -1,4 +1,4 @@
-"""Offloading of saved tensors to main memory or files."""
+"""Offloading of a block's saved tensors to main memory or files, and copies back."""
 
 from __future__ import annotations
 

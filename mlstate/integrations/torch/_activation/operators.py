@@ -1,4 +1,4 @@
-"""Operators of a torch module: measurement of each call, and selective checkpointing.
+"""`profile_operators` (deprecated): cost of each operator; contexts that keep operators' outputs.
 
 Deprecated: the public functions warn, and will be removed with this file.
 """

@@ -1,4 +1,4 @@
-"""Recomputation of a torch model's blocks, compared bit by bit with their first run."""
+"""`check` of torch blocks: runs that differ bit by bit, the operator at fault, gradients."""
 
 from __future__ import annotations
 

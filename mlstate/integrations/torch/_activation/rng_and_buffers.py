@@ -1,4 +1,4 @@
-"""State that a run of a block depends on besides its arguments, for recomputation."""
+"""Random numbers, buffers, autocast and objects in a recomputation: as in the block's first run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Execution of a schedule of a chain of blocks in torch's own backward pass.
+"""A plan's steps in torch's backward pass: recomputation, saved tensors, refused in-place writes.
 
 The forward pass runs every block once and builds one graph. For a ``forward`` step, the graph
 contains slots instead of saved tensors. Before the backward pass reaches a block, the steps

@@ -1,4 +1,4 @@
-"""Memory of each step of a plan in torch, predicted and measured."""
+"""`measure_plan`: peak memory of each step of a plan in torch, predicted and measured."""
 
 from __future__ import annotations
 

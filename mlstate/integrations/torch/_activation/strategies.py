@@ -1,4 +1,4 @@
-"""Strategies for torch modules: checkpointed blocks run under torch.utils.checkpoint."""
+"""`ActivationManager.apply`: blocks under torch.utils.checkpoint, as a strategy decides."""
 
 from __future__ import annotations
 
@@ -208,46 +208,3 @@ def apply_strategy(
                 "for its children"
             )
     return AppliedStrategy(manager, chosen)
-
-
-@set_module("mlstate.integrations.torch")
-def cuda_memory(source: str) -> tuple[int, int, int, str]:
-    """Return the memory use of a CUDA device, for `MemoryTracker`.
-
-    Parameters
-    ----------
-    source : str
-        ``"cuda"`` (the current device) or ``"cuda:N"``.
-
-    Returns
-    -------
-    tuple of (int, int, int, str)
-        Bytes allocated now, peak bytes allocated, total bytes; the device's name.
-
-    Raises
-    ------
-    RuntimeError
-        If torch does not have the device.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from mlstate.integrations.torch import cuda_memory
-    >>> device = cuda_memory("cuda")[3] if torch.cuda.is_available() else "none"
-    >>> device.startswith("cuda:") is torch.cuda.is_available()
-    True
-    """
-    import torch
-
-    if not torch.cuda.is_available():
-        raise RuntimeError(f"source {source!r}: torch has no CUDA device here")
-    device = torch.device(source)
-    number = torch.cuda.current_device() if device.index is None else device.index
-    if number >= torch.cuda.device_count():
-        raise RuntimeError(f"source {source!r}: torch has {torch.cuda.device_count()} CUDA devices")
-    return (
-        torch.cuda.memory_allocated(number),
-        torch.cuda.max_memory_allocated(number),
-        torch.cuda.get_device_properties(number).total_memory,
-        f"cuda:{number}",
-    )

@@ -1,4 +1,4 @@
-"""Tensors in nested values, and their measurement."""
+"""Tensors in nested values: found, detached, their storages, bytes and versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directories of torch.distributed.checkpoint, read without running their code.
+"""Directories of torch.distributed.checkpoint (DCP): read without running their code, written.
 
 torch reads ``.metadata`` and all plain values with pickle. Here both can only create objects of
 the classes that such checkpoints consist of. The tree in a directory is as in `pt_file`.

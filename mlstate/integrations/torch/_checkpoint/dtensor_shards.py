@@ -1,4 +1,4 @@
-"""Collect this rank's part of modules and optimizers that torch shards: DTensors, FSDP1 shards."""
+"""A rank's part of a module and optimizer for a save: DTensor, FSDP1, FSDP2; tied names."""
 
 from __future__ import annotations
 

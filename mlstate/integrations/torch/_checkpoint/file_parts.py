@@ -1,4 +1,4 @@
-"""The parts of a tree that a file of torch holds: model, optimizer, plain values, other states.
+"""Which entries of a torch file or DCP directory are model, optimizer, metadata, other states.
 
 The tree is a plain state dict, or a dict with a model, an optimizer in one of the forms of torch or
 Lightning, and other entries. Numbers, str and None among these are metadata; all others are named

@@ -1,4 +1,4 @@
-"""FSDP1's flat parameters: the elements of each parameter that this rank has.
+"""FSDP1's flat parameters: which elements of each parameter this rank has.
 
 FullyShardedDataParallel concatenates the parameters of a unit and gives each rank an equal shard
 of the result. So each rank has a contiguous run of a parameter's elements in C order, or none.

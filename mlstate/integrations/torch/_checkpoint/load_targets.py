@@ -1,4 +1,4 @@
-"""Torch modules and optimizers as load targets: this rank's own memory.
+"""Torch modules and optimizers as load targets: this rank's memory; new or converted states.
 
 A `Place` is a tensor of this rank and the part of a checkpoint's tensor that it receives: all of
 it, a part of a layout (DTensors), or a run of elements (FSDP1's flat parameters). The core reads

@@ -1,4 +1,4 @@
-"""The contract of a module's state: which submodules load their entries by their own methods.
+"""Modules with extra state, hooks or own ``load_state_dict``: their entries, and the load of them.
 
 The entries of a module's ``state_dict()`` need not be the module's memory: a submodule may have an
 extra state, override torch's methods, or have hooks that change entries. Such a submodule is a

@@ -1,4 +1,4 @@
-"""Names of a module's tensors without the parts that wrappers add, such as FSDP1 or DDP."""
+"""Prefixes that wrappers add to a module's names (``module.``, ``_orig_mod.``): removed."""
 
 from __future__ import annotations
 

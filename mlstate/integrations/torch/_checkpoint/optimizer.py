@@ -1,4 +1,4 @@
-"""The state of torch optimizers, by parameter name."""
+"""A torch optimizer as `OptimizerStateDict` and back: names, states, hyperparameters, rate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The contract of torch optimizers: those with own ``state_dict()`` or load methods.
+"""Optimizers with own ``state_dict()`` or ``load_state_dict``: recognised, refused.
 
 `check_contract` refuses optimizers whose ``state_dict()`` has more than `state` and `param_groups`.
 """

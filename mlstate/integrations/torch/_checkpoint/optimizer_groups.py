@@ -1,4 +1,4 @@
-"""Match the groups of a torch optimizer with the saved ones, and restore their values.
+"""Load of a torch optimizer's groups: which saved group each gets; learning rate, hyperparameters.
 
 Groups are matched by the names of their parameters, and without names by position.
 """

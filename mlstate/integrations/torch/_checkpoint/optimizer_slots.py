@@ -1,4 +1,4 @@
-"""Match a torch optimizer's members with the names of parameters, for saves and loads."""
+"""Which tensor or flat run in a torch optimizer has which parameter name."""
 
 from __future__ import annotations
 

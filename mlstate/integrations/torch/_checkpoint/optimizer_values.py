@@ -1,4 +1,4 @@
-"""Values of the groups of torch optimizers: their JSON form in a checkpoint, and comparison.
+"""JSON form of one value of an optimizer's group, such as a tuple or a tensor, and its comparison.
 
 A JSON list in a group is a tuple. Values that JSON cannot hold are objects with ``"$": "tree"``.
 """

@@ -1,4 +1,4 @@
-"""Files of ``torch.save`` (``.pt``, ``.pth``, ``.bin``), read without running their code.
+"""Files of ``torch.save`` (``.pt``, ``.bin``): read without running their code, written.
 
 A file contains a tree of dicts: a plain state dict, or a dict with a model, an optimizer in the
 form of ``optimizer.state_dict()``, and plain values. This module writes only tensors and plain

@@ -1,4 +1,4 @@
-"""Join the trees that the ranks of one job saved, each with its own parts of tensors."""
+"""Files that each rank saved with its own parts of tensors: joined to one tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""States of modules and optimizers in memory; it implements `StateBackend`."""
+"""`StateBackend` of torch: entries of a module for a save, memory of a module for a load."""
 
 from __future__ import annotations
 

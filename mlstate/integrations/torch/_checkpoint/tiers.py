@@ -1,4 +1,4 @@
-"""Tensors of a tiered state: on a device, in main memory, or without memory."""
+"""Tensors of `TieredState` on a device, in main memory, or without memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Byte exchange over torch.distributed, and reduction by torch.
+"""Messages over torch.distributed, their deadline, a rank that is gone; reduction by torch.
 
 With gloo, each rank exchanges messages with every other rank, because gloo's collectives do not
 report which rank they wait for.

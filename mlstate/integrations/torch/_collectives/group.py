@@ -1,4 +1,4 @@
-"""A torch.distributed group as a `mlstate.collectives.ProcessGroup`."""
+"""`TorchGroup`: a torch.distributed group as a process group; calls that differ between ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wrap the process groups of torch.distributed that callers pass as ``group=``."""
+"""`group=` that is a torch.distributed group or a device mesh: its one `TorchGroup`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Accumulation of torch gradients: access for the core, and torch operations for the rest."""
+"""`GradientAccumulator` with torch tensors: sparse, on a device, bfloat16: copies, sums, norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hooks that receive gradients of torch models during the backward pass."""
+"""Hooks on any torch module: `parameter.grad`, optimizer steps, errors, gradients on a device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of a module that changed after hooks were registered.
+"""Parameters that were replaced, added or unfrozen after hooks were registered.
 
 A parameter that was replaced (as ``load_state_dict(assign=True)`` does), added or unfrozen since
 has no hook: its gradient would stay unreduced.

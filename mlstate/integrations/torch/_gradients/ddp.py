@@ -1,4 +1,4 @@
-"""DDP models whose gradients are reduced by a group of `mlstate.collectives`."""
+"""`all_reduce_with`: mean of a DDP model's gradients over a group, in the backward pass."""
 
 from __future__ import annotations
 

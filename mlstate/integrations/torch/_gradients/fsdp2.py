@@ -1,4 +1,4 @@
-"""FSDP2 modules whose gradients are reduced by a group of `mlstate.collectives`."""
+"""`reduce_scatter_with`: gradients of FSDP2 (`fully_shard`) modules reduced by a group."""
 
 from __future__ import annotations
 

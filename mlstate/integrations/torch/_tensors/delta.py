@@ -1,4 +1,4 @@
-"""Deltas of tensors by torch's operations, for tensors that are not in main memory.
+"""Deltas of tensors on a device for `follow`: compare, apply, CRC32C, by torch's operations.
 
 All functions also work on the CPU, where tests compare them with the core.
 """

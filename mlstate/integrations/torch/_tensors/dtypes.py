@@ -1,4 +1,4 @@
-"""Mapping between the dtypes of torch and NumPy."""
+"""Which torch dtype has which name and NumPy dtype, such as bfloat16."""
 
 from __future__ import annotations
 

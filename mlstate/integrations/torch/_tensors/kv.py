@@ -1,4 +1,4 @@
-"""torch tensors as KV caches."""
+"""KV caches that are torch tensors: moved by the core, or by torch on devices and for autograd."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Access of the core to tensor memory, and notification of torch about writes."""
+"""Whether the core may read or write a tensor: autograd, overlap, version; memory that moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of codes with scales and biases in torch operations, for tensors of any device.
+"""Quantized KV caches that are tensors on any device: the core's arithmetic in torch operations.
 
 The functions compute the bits of the core's functions of the same name. No operation is a fused
 multiply-add, and no divisor is a Python number: for those torch multiplies by the reciprocal on

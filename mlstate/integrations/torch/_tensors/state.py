@@ -1,4 +1,4 @@
-"""Conversion between state dicts of torch tensors and NumPy arrays, without copies."""
+"""`from_torch`, `to_torch`: arrays over tensors' memory and back; tied memory; refused tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`from_cache` and `to_cache`: caches of transformers as `CacheState`, and back."""
+"""`from_cache` and `to_cache` of transformers: arguments, and new caches for a state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arrays of a `CacheState` as tensors of transformers' caches: all checks, then all writes."""
+"""A `CacheState` into layers of transformers' caches: which tokens fit; all checks, then writes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The classes of transformers' cache layers, and access to their attributes, checked before use.
+"""Classes of transformers' caches and layers that are known, and their attributes, checked.
 
 The attributes are private to transformers. Those of 5.23 and 5.24 are known; an object with other
 attributes is refused.

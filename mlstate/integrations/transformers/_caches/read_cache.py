@@ -1,4 +1,4 @@
-"""The tensors of transformers' caches as entries of a `CacheState`, without copies."""
+"""Layers of transformers' caches as entries of a `CacheState`: tokens, windows; no copies."""
 
 from __future__ import annotations
 
