@@ -222,7 +222,7 @@ def test_an_interrupted_save_is_continued_by_the_next_one(url, store):
     """Two writers of different states are cut off after one of three objects."""
     state = {name: np.full(1 << 17, float(at)) for at, name in enumerate("abc")}
     nbytes = state["a"].nbytes
-    options = store.options(max_concurrency=1, timeout=0.1)
+    options = store.options(max_concurrency=1, timeout=1)
 
     def interrupt(state):
         is_cut = False
