@@ -225,11 +225,11 @@ class ActivationManager:
         gets the changed object, and gradients are wrong if they depend on the change (train with
         ``use_cache=False``). A `Plan` gives each run a copy of them. Before such a recomputation, a
         `GradientWarning` names the block and the changed attributes and items, once for all blocks.
-        It reads values up to four levels below an argument, at most 1,000, but not those of
-        modules. It also names changes since the forward pass, and changes that gradients do not
-        depend on. It does not notice writes through ``.data``, to NumPy arrays above 4 KiB and to
-        lists of more than 256 items of the same length, or iteration by generators that had started
-        before and by most of ``itertools``.
+        It reads values up to four levels below an argument, at most 1,000, and does not read
+        modules and functions. It also names changes since the forward pass, and changes that
+        gradients do not depend on. It does not notice writes through ``.data``, to NumPy arrays
+        above 4 KiB and to lists of more than 256 items of the same length, iteration by generators
+        that had started before and by most of ``itertools``, or changes by compiled blocks.
 
         Examples
         --------

@@ -112,6 +112,11 @@ CHANGES = {
     "attribute": (lambda: holder(value=5), set_value, r"cache\.value"),
     "new attribute": (holder, set_value, r"cache\.value"),
     "namespace": (lambda: SimpleNamespace(value=5), set_value, r"cache\.value"),
+    "one of many": (
+        lambda: holder(**{f"value{i}": i for i in range(2000)}),
+        set_value,
+        "cache",
+    ),
     "private slot": (Slots, lambda context, _: context.increase(), r"cache\._Slots__items"),
     "tensor in place": (cache, write_in_place, r"cache\.layers\[0\]\.keys"),
     "freed tensor": (lambda: holder(value=torch.ones(4)), replace_freed, "cache"),

@@ -228,7 +228,7 @@ class _Reader:
         parts += attributes.values()
         self._room -= len(parts)
         if self._room < 0:
-            return self._identity(value, depth)
+            return self._identity(value, depth), len(parts)
         return _Node((type(value).__name__, keys, names, self.read_all(parts, depth - 1)))
 
     def _key(self, key: Any) -> Any:
