@@ -52,7 +52,11 @@ class CheckpointWarning(MLStateWarning):
 
 
 class GradientWarning(MLStateWarning, RuntimeWarning):
-    """An optimizer steps over parameters without gradients."""
+    """Gradients may be missing or wrong.
+
+    An optimizer steps over parameters without gradients, or a recomputed block gets arguments that
+    changed since its first run.
+    """
 
 
 __all__ = [

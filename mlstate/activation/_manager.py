@@ -221,9 +221,15 @@ class ActivationManager:
         such as running statistics are updated once. ``backward`` raises `MLStateError` if a
         parameter or buffer of a checkpointed block was changed after its forward pass. Each
         decision is a graph break for ``torch.compile``: compile the blocks, not the whole model.
-        Blocks must not change objects among their arguments, such as KV caches: a recomputation
-        would get the changed object, and gradients would be wrong (train with ``use_cache=False``).
-        A `Plan` gives each run a copy of them.
+        Blocks should not change objects among their arguments, such as KV caches: a recomputation
+        gets the changed object, and gradients are wrong if they depend on the change (train with
+        ``use_cache=False``). A `Plan` gives each run a copy of them. Before such a recomputation, a
+        `GradientWarning` names the block and the changed attributes and items, once for all blocks.
+        It reads values up to four levels below an argument, at most 1,000, and does not read
+        modules and functions. It also names changes since the forward pass, and changes that
+        gradients do not depend on. It does not notice writes through ``.data``, to NumPy arrays
+        above 4 KiB and to lists of more than 256 items of the same length, iteration by generators
+        that had started before and by most of ``itertools``, or changes by compiled blocks.
 
         Examples
         --------

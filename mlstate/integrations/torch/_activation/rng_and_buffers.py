@@ -201,13 +201,13 @@ def _copy_object(value: Any, memo: dict[int, object], storages: Mapping[int | No
             dict.__setitem__(copied, key, _copy_value(item, memo, storages))
     for name, item in getattr(copied, "__dict__", {}).items():
         copied.__dict__[name] = _copy_value(item, memo, storages)
-    for name in _slots_of(type(copied)):
+    for name in slots_of(type(copied)):
         if hasattr(copied, name):
             object.__setattr__(copied, name, _copy_value(getattr(copied, name), memo, storages))
     return copied
 
 
-def _slots_of(cls: type) -> list[str]:
+def slots_of(cls: type) -> list[str]:
     """Return the names of the attributes of a class and its bases that are slots."""
     # from the descriptors: a private name such as __items is another one in `__slots__`
     return [

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...._common.set_module import set_module
+from ....errors import GradientWarning
+from .argument_contents import ArgumentContents, arguments_to_compare
 from .module_patterns import modules_named, refuse_overlap
 from .rng_and_buffers import Buffers, Surroundings, are_fake, refusal
 from .tensors import version_of
@@ -31,8 +35,9 @@ class AppliedStrategy:
         self._modules = list(blocks.values())
         # Hooks of torch cannot replace a block's forward pass; its own `forward` can.
         self._before = [vars(block).get("forward") for block in self._modules]
+        warned: set[str] = set()
         for number, (name, block) in enumerate(blocks.items()):
-            block.forward = _Forward(manager, name, number, block)
+            block.forward = _Forward(manager, name, number, block, warned)
 
     def remove(self) -> None:
         """Restore the blocks' own forward; later calls do nothing."""
@@ -57,12 +62,18 @@ class _Forward:
     _is_scripted = False  # whether the block is, or contains, a module of TorchScript
 
     def __init__(
-        self, manager: ActivationManager, name: str, number: int, block: torch.nn.Module
+        self,
+        manager: ActivationManager,
+        name: str,
+        number: int,
+        block: torch.nn.Module,
+        warned: set[str],
     ) -> None:
         self.manager, self.name, self.number = manager, name, number
         self.plain = block.forward  # the block's own forward
         self._block, self._buffers = block, Buffers(block)
         self._is_scripted = _has_scripted(block)
+        self._warned = warned  # changes of arguments that the blocks' warnings named
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block; under torch's checkpoint if the manager decides so.
@@ -84,6 +95,8 @@ class _Forward:
         if are_fake(leaves):
             return checkpoint(run, *args, use_reentrant=False)
         versions = [version_of(leaf) for leaf in leaves]
+        arguments = arguments_to_compare(args, kwargs)
+        contents = ArgumentContents(arguments) if arguments else None
         surroundings = Surroundings(self._block, self._buffers, leaves)
         is_first = True
 
@@ -103,12 +116,31 @@ class _Forward:
                     "forward pass or since: recomputation would not give the same; use "
                     "operations that are not in place",
                 )
+            if contents is not None:
+                self._warn_of_changes(contents, arguments_to_compare(args, kwargs))
             with surroundings.restored(self.name, self._block):
                 return run(*args)
 
         # torch ends a recomputation early by an exception, which TorchScript replaces
         with set_checkpoint_early_stop(False) if self._is_scripted else nullcontext():
             return checkpoint(run_again, *args, use_reentrant=False, preserve_rng_state=False)
+
+    def _warn_of_changes(self, contents: ArgumentContents, arguments: dict[int | str, Any]) -> None:
+        """Warn if arguments have changed, once for all items of a container and all blocks."""
+        warned = self.__dict__.setdefault("_warned", set())  # older pickles lack it
+        paths = {re.sub(r"\[[^]]*\]", "[]", path): path for path in contents.changes(arguments)}
+        new = [path for kind, path in paths.items() if kind not in warned]
+        if new:
+            listed = ", ".join(new[:5]) + (", ..." if len(new) > 5 else "")
+            warnings.warn(
+                f"{self.name}: {listed} changed in its forward pass or since, and its "
+                "recomputation gets the present value: gradients are wrong if they depend on it. "
+                "Return new values instead of changing arguments; for a KV cache, pass "
+                "use_cache=False",
+                GradientWarning,
+                stacklevel=2,
+            )
+            warned.update(paths)
 
 
 def _has_scripted(block: torch.nn.Module) -> bool:
