@@ -1,5 +1,5 @@
-/* avx2: AVX2 and F16C, 8 floats or 4 doubles at a time, for kernels that run only if
- * mls_cpu_offers(MLS_CPU_AVX2).
+/* avx2: AVX2 and F16C, 8 floats or 4 doubles at a time, rounding to float16 and bfloat16,
+ * for kernels that run only if mls_cpu_offers(MLS_CPU_AVX2).
  *
  * FMA instructions are not used, because product and sum are rounded separately. x86.h
  * has the conversions that AVX2 and AVX-512 share.

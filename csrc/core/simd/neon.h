@@ -1,4 +1,5 @@
-/* neon: NEON, 4 floats or 2 doubles at a time. Every arm64 processor has it.
+/* neon: NEON, 4 floats or 2 doubles at a time, rounding to float16 and bfloat16. Every
+ * arm64 processor has it.
  *
  * Instructions for bfloat16 are an optional extension, so integer arithmetic converts it.
  */

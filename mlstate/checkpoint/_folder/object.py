@@ -1,4 +1,4 @@
-"""`ObjectFolder`: a folder in a store: uploads of a save, temporary files of a verification.
+"""`ObjectFolder`: a folder in a store: its names, kept texts of roots, uploads of a save.
 
 A load reads the answers of the store from memory (range_load.py). Verifications and saves need
 local files: temporary copies, or new files that are then uploaded.

@@ -1,5 +1,5 @@
-/* convert_vectors: float16, bfloat16, float32 and float64 converted in registers, for
- * copy_avx2.c and copy_neon.c.
+/* convert_vectors: the vector loops of copy_avx2.c and copy_neon.c between float16,
+ * bfloat16 and float32; simd/ rounds.
  *
  * These two files include a header of simd/ and define `vector` first.
  *
