@@ -1,5 +1,5 @@
-/* avx512: AVX-512, 16 floats or 8 doubles at a time, rounding to float16 and bfloat16, for
- * kernels that run only if mls_cpu_offers(MLS_CPU_AVX512).
+/* avx512: AVX-512, 16 floats or 8 doubles at a time, rounding to float16 and bfloat16,
+ * for kernels that run only if mls_cpu_offers(MLS_CPU_AVX512).
  *
  * The bfloat16 instructions are not used: they treat subnormal numbers as zero.
  */
