@@ -13,7 +13,7 @@ import numpy as np
 from .. import _core
 from ..errors import MLStateError
 from .backend import TensorBackend, backend_of, imported_backends
-from .dtypes import text_of
+from .dtypes import name_of, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -83,8 +83,7 @@ def _memory_of(array: Any) -> _Memory:
         except RuntimeError:  # under torch.func, and some subclasses
             address = 0
         return _Memory(address, item_bytes, tuple(array.shape), strides)
-    address = array.__array_interface__["data"][0]
-    return _Memory(address, max(array.itemsize, 1), array.shape, array.strides)
+    return _Memory(*_core.array_memory(array))
 
 
 def overlaps_itself(array: Any) -> bool:
@@ -127,18 +126,21 @@ def memory_key(array: Any) -> tuple[object, ...]:
     It is valid while the arrays exist. Each object whose elements have no known address, such as an
     empty array or a meta tensor, has its own key.
     """
-    if not _has_memory(array) or _size_of(array) == 0:
-        return (id(array),)
-    facts: tuple[object, ...]
-    if is_torch(array):
-        if str(array.layout) != "torch.strided" or array.is_nested or array.is_quantized:
+    if isinstance(array, np.ndarray):
+        if array.size == 0:
             return (id(array),)
-        # one memory may have a conjugate or negative view
-        facts = array.dtype, array.device, array.is_conj(), array.is_neg()
-    else:
-        facts = array.dtype.str, text_of(array.dtype)
+        dtype = array.dtype
+        text = text_of(dtype) if dtype.names else name_of(dtype)  # names are cached
+        return (*_core.array_memory(array), dtype.str, text)
+    if not is_torch(array) or _size_of(array) == 0:
+        return (id(array),)
+    if str(array.layout) != "torch.strided" or array.is_nested or array.is_quantized:
+        return (id(array),)
     memory = _memory_of(array)
-    return (*memory, *facts) if memory.address else (id(array),)
+    if not memory.address:
+        return (id(array),)
+    # one memory may have a conjugate or negative view
+    return (*memory, array.dtype, array.device, array.is_conj(), array.is_neg())
 
 
 def memory_range(array: Any) -> tuple[int, int] | None:

@@ -74,13 +74,14 @@ class StagedTargets:
 
         Tensors over one memory may have separate version counters: all of them are noted.
         """
-        written = {memory_key(self.targets[name]) for name in names}
-        written.update(map(memory_key, self.zeros.values()))
-        noted = [
-            tensor
-            for name, tensor in self.tensors.items()
-            if memory_key(self.targets[name]) in written
-        ]
+        written = {*names, *self.zeros}
+        noted = [tensor for name, tensor in self.tensors.items() if name in written]
+        others = [name for name in self.tensors if name not in written]
+        if others:
+            memories = {memory_key(self.targets[name]) for name in written}
+            noted += [
+                self.tensors[name] for name in others if memory_key(self.targets[name]) in memories
+            ]
         if noted:
             backend_of(noted[0], TensorBackend).note_written(noted)
 

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 
 from .._common.arrays import is_cache
-from ..state._diff import StateDiff
+from ..state._diff import StateDiff, join_diffs
 from ..state._diff import diff as diff_states
+from ..state._optimizer_state import OptimizerStateDict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import TypeAlias
 
     from ._load import LoadedState
@@ -96,6 +97,52 @@ def _entries(loaded: LoadedState, *, only_model: bool) -> dict[str, Any]:
     return arrays
 
 
+class Settings(NamedTuple):
+    """The values of an optimizer that are not tensors."""
+
+    param_groups: Sequence[Mapping[str, Any]]
+    learning_rate: float
+
+    @classmethod
+    def of(cls, optimizer: object) -> Settings | None:
+        """Return the settings of an `OptimizerStateDict`; None for any other state."""
+        if not isinstance(optimizer, OptimizerStateDict):
+            return None
+        return cls(optimizer.param_groups, optimizer.learning_rate)
+
+
+def diff_settings(
+    first: Mapping[str, Settings | None],
+    second: Mapping[str, Settings | None],
+    *,
+    rtol: float,
+    atol: float,
+) -> StateDiff:
+    """Compare the settings of optimizers by prefix; only differences are listed.
+
+    Their names begin with the prefix, as ``optimizer.param_groups[0]['lr']``. Optimizers without
+    settings on one side are skipped, and groups that only one side has.
+    """
+    sides: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for prefix, left in first.items():
+        right = second.get(prefix)
+        if left is None or right is None or bool(left.param_groups) != bool(right.param_groups):
+            continue
+        for entries, each in zip(sides, (left, right), strict=True):
+            label = "param_groups" if each.param_groups else "learning_rate"
+            for keys, array, end in list_entries((), getattr(each, label)):
+                path = label + "".join(f"[{key!r}]" for key in keys)
+                entries[prefix + path + end] = array
+    return diff_states(*sides, rtol=rtol, atol=atol)._replace(unchanged=0)
+
+
+def _settings(loaded: LoadedState) -> dict[str, Settings | None]:
+    """Return the settings of a loaded checkpoint's optimizers, by prefix of their names."""
+    named = {f"states.{name}.": Settings.of(state) for name, state in (loaded.states or {}).items()}
+    pair = {"": Settings.of(loaded.model), "optimizer.": Settings.of(loaded.optimizer)}
+    return pair | named
+
+
 def diff(
     a: State,
     b: State,
@@ -113,7 +160,9 @@ def diff(
         of `load`, optimizers and named states are compared too, under names such as
         ``optimizer.w.m``; of one, the model, or the optimizer if it has no model. Lists and dicts
         in named states are compared by their items. Items that are neither arrays nor numbers, such
-        as texts and empty lists, are part of the name: ``states.run.note = 'first'``.
+        as texts and empty lists, are part of the name: ``states.run.note = 'first'``. The values of
+        parameter groups that differ are listed too, such as ``optimizer.param_groups[0]['lr']``.
+        Steps and metadata are not compared.
     rtol, atol : float, default 0
         As for `mlstate.state.diff`.
     storage_options : mapping, optional
@@ -145,7 +194,11 @@ def diff(
         cast("Mapping[str, Any]", each) if state is None else _entries(state, only_model=only_model)
         for each, state in zip((a, b), loaded, strict=True)
     )
-    return diff_states(first, second, rtol=rtol, atol=atol)
+    result = diff_states(first, second, rtol=rtol, atol=atol)
+    if loaded[0] is not None and loaded[1] is not None:
+        settings = _settings(loaded[0]), _settings(loaded[1])
+        result = join_diffs(result, diff_settings(*settings, rtol=rtol, atol=atol))
+    return result
 
 
 diff.__module__ = "mlstate"

@@ -17,6 +17,7 @@ from ._save import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
 from ._step_choice import choose_root
 from ._store.open_path import is_url, open_files, refuse_existing, refuse_file_name
+from ._store.rank_indexes import keep_nested_whole
 from ._verify import verify_files
 
 if TYPE_CHECKING:
@@ -240,6 +241,7 @@ def reshard(
         Raises the error of the first problem that the verification finds; nothing is written then.
         """
         merged = old.load_merged_index(manifest)
+        keep_nested_whole(merged, manifest)
         _, problems = verify_files(old, manifest, merged, None)
         if problems:
             raise problems[0].as_error(old.path)

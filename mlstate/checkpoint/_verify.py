@@ -8,6 +8,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arguments import check_callback, check_flags
+from .._common.callback import ProgressErrors
 from .._common.log import log
 from .._common.store_error import store_error
 from .._common.text import bytes_text, table_text
@@ -674,8 +675,23 @@ def verify(
     listed = listed_names(names)
     if repair and listed is not None:
         raise ValueError("a repair verifies all tensors: leave out names")
+    choice = step, monitor, mode
+    with ProgressErrors(progress) as guarded:
+        return _verify_path(path, storage_options, choice, listed, repair=repair, progress=guarded)
+
+
+def _verify_path(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    choice: tuple[int | str | None, str | None, str | None],
+    listed: list[str] | None,
+    *,
+    repair: bool,
+    progress: Callable[[int], object] | None,
+) -> VerifyReport:
+    """Verify a path as `verify` does; `choice`: step, monitor and mode, `listed`: checked names."""
     files, root, *_ = open_root_path(path, storage_options)
-    is_plain = root == MANIFEST and (step, monitor, mode) == (None, None, None) and not repair
+    is_plain = root == MANIFEST and choice == (None, None, None) and not repair
     if is_plain and listed is None and files.folder.is_local and not is_index(files.folder.file):
         from ._files.checksum import verify_foreign
 
@@ -690,7 +706,7 @@ def verify(
     # of all tensors, the checksums of files of another program are compared below
     files = CheckpointFiles(files.folder.without_cache(), checked=listed is not None)
     report = VerifyReport(files.path)
-    root = choose_root(files, root, step, monitor, mode)
+    root = choose_root(files, root, *choice)
     foreign = None if isinstance(path, RootPath) else _find_whole(files)
     if foreign is not None:
         if repair:

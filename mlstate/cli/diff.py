@@ -13,7 +13,7 @@ from .._common.arrays import copy_of
 from .._common.local_path import local_folder, local_path
 from .._common.text import printable
 from ..checkpoint._checkpoint import TensorRecord
-from ..checkpoint._diff import list_entries
+from ..checkpoint._diff import Settings, diff_settings, list_entries
 from ..checkpoint._files.flat_file import read_file
 from ..checkpoint._files.read_write import read_whole_lightning
 from ..checkpoint._folder.names import SECTIONS
@@ -24,7 +24,7 @@ from ..checkpoint._states.tree import encode
 from ..checkpoint._store.checkpoint_files import TRIES
 from ..errors import CheckpointWarning
 from ..state import diff
-from ..state._diff import StateDiff, table_of
+from ..state._diff import StateDiff, join_diffs, table_of
 from ._common import (
     PATH_HELP,
     Commands,
@@ -84,6 +84,13 @@ class _TensorSize(NamedTuple):
     memory: int
 
 
+def _settings_of(kind: Mapping[str, Any] | None) -> Settings | None:
+    """Return the settings of a state that a manifest describes; None unless of an optimizer."""
+    if kind is None or kind["kind"] != "optimizer":
+        return None
+    return Settings(kind.get("param_groups") or (), kind.get("learning_rate", 0.0))
+
+
 class _CheckpointSide:
     """A checkpoint with mapped tensors; sharded, sparse or compressed ones take memory."""
 
@@ -99,6 +106,7 @@ class _CheckpointSide:
             location.root, lambda manifest: (manifest, files.load_merged_index(manifest))
         )
         self.step, self._generation = manifest.step, manifest.generation
+        self._optimizer, self._states = manifest.optimizer, manifest.states or {}
         self._sizes: dict[tuple[str, str], _TensorSize] = {}  # by section and name
         self._mmap = files.folder.is_local
         for record in map(TensorRecord._make, self._merged_index.tensors()):
@@ -113,6 +121,11 @@ class _CheckpointSide:
     def keys(self, section: int) -> list[str]:
         """Return the names of the tensors of the model (0), the optimizer (1) or the states (2)."""
         return self._merged_index.keys(section)
+
+    def settings(self) -> list[dict[str, Settings | None]]:
+        """Return the settings of the optimizers in each section, by prefix of their names."""
+        named = {f"{name}/": _settings_of(kind) for name, kind in self._states.items()}
+        return [{}, {"": _settings_of(self._optimizer)}, named]
 
     def size(self, section: int, key: str) -> _TensorSize:
         """Return the size of a tensor; zeros if it does not exist."""
@@ -184,6 +197,12 @@ class _FileSide:
         self.path = local_folder(path)
         model, optimizer, _, states = parts or read_file(Path(self.path), mmap=True)
         self._states = states
+        named = {f"{name}/": Settings.of(state) for name, state in (states or {}).items()}
+        self._settings: list[dict[str, Settings | None]] = [
+            {"": Settings.of(model)},
+            {"": Settings.of(optimizer)},
+            named,
+        ]
         self._parts: list[dict[str, Any]] = [dict(model or {}), dict(optimizer or {}), {}]
 
     def name_states(self, *, as_stored: bool) -> None:
@@ -219,6 +238,10 @@ class _FileSide:
     def keys(self, section: int) -> list[str]:
         """Return the names of the tensors of the model (0) or the optimizer (1)."""
         return list(self._parts[section])
+
+    def settings(self) -> list[dict[str, Settings | None]]:
+        """Return the settings of the optimizers in each section, by prefix of their names."""
+        return self._settings
 
     def size(self, section: int, key: str) -> _TensorSize:
         """Return the size of a tensor; no memory, because it is mapped or was read already."""
@@ -290,6 +313,8 @@ def _compare_section(
 ) -> StateDiff:
     """Return the differences of one section of two sides, compared batch by batch.
 
+    Without names of the user, settings of optimizers that differ are listed too.
+
     `section`: number in `_SECTIONS`. `progress`: called with bytes of the first side, or None.
     `arguments`: of the command, for tolerances and names.
     """
@@ -297,11 +322,13 @@ def _compare_section(
     tolerance = {"rtol": arguments.rtol, "atol": arguments.atol}
     for batch in _batches(section, sides, arguments.names):
         part = diff(sides[0].arrays(section, batch), sides[1].arrays(section, batch), **tolerance)
-        for name in ("missing", "unexpected", "shapes", "dtypes", "changes"):
-            getattr(total, name).extend(getattr(part, name))
-        total = total._replace(unchanged=total.unchanged + part.unchanged)
+        total = join_diffs(total, part)
         if progress is not None:
             progress(sum(sides[0].size(section, key).nbytes for key in batch))
+    if arguments.names is None:
+        first, second = (side.settings()[section] for side in sides)
+        part = diff_settings(first, second, **tolerance)
+        total = join_diffs(total, part)
     return total
 
 
@@ -389,7 +416,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
         print(json.dumps(data, indent=2))
         return 0 if identical else 1
     for section, (section_name, difference) in enumerate(zip(_SECTIONS, differences, strict=True)):
-        if sides[0].keys(section) or sides[1].keys(section):
+        if sides[0].keys(section) or sides[1].keys(section) or not difference.identical:
             title, headers, rows = table_of(difference)
             print(f"{section_name}: {printable(title)}")
             print_table(headers, rows)

@@ -10,7 +10,7 @@ from ._compatibility import as_dict
 from ._tolerance import change_beyond, check_tolerances
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 LISTED = 20  # rows that a table shows
 
@@ -204,6 +204,12 @@ def diff(
             else:
                 changes.append(TensorChange(name, *change))
     return StateDiff(missing, unexpected, shapes, dtypes, changes, unchanged)
+
+
+def join_diffs(first: StateDiff, second: StateDiff) -> StateDiff:
+    """Return the differences of both, of states with different names."""
+    fields: Iterable[tuple[Any, Any]] = zip(first, second, strict=True)
+    return StateDiff(*[a + b for a, b in fields])
 
 
 def table_of(difference: StateDiff) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:

@@ -368,16 +368,23 @@ class StateDict(_core.StateDict):
         """
         name = float_name(dtype)
         result = self.copy()
-        converted: dict[Any, Any] = {}  # new values, by memory
+        needed: dict[int, tuple[Any, bool]] = {}  # by id: a dtype, and whether it is converted
+        by_id: dict[int, Any] = {}  # new values, by the id of the old one
+        by_memory: dict[Any, Any] = {}
         for key, value in self.items():
-            array = getattr(value, "array", value)
+            array = value if type(value) is np.ndarray else getattr(value, "array", value)
             refuse_masked(key, array)
-            if not needs_conversion(array, name):
+            dtype = array.dtype
+            if id(dtype) not in needed:
+                needed[id(dtype)] = dtype, needs_conversion(array, name)
+            if not needed[id(dtype)][1]:
                 continue
-            memory = memory_key(value)
-            if memory not in converted:
-                converted[memory] = _converted_part(value, name)
-            result[key] = converted[memory]
+            if id(value) not in by_id:
+                memory = memory_key(value)
+                if memory not in by_memory:
+                    by_memory[memory] = _converted_part(value, name)
+                by_id[id(value)] = by_memory[memory]
+            result[key] = by_id[id(value)]
         return result
 
     def digest(self) -> str:

@@ -205,3 +205,56 @@ def test_equal_sets_of_scalars_and_bytes_have_equal_keys_of_arrays():
     first, second = (tree.encode(set(order), "s") for order in (items, items[::-1]))
     assert first.text == second.text and first.arrays.keys() == second.arrays.keys()
     assert all((first.arrays[key] == second.arrays[key]).all() for key in first.arrays)
+
+
+def optimizer_with_nested_state(rows=8):
+    """States of one parameter: an array `m`, and `n`, a nested value stored as bytes."""
+    groups = [{"params": ["w"], "packed_states": {"n": [0]}}]
+    arrays = {"w.m": np.arange(2.0 * rows).reshape(rows, 2), "w.n": np.arange(rows, dtype="u1")}
+    return mlstate.OptimizerStateDict(arrays, param_groups=groups)
+
+
+@pytest.mark.parametrize("section", ["optimizer", "model too", "states"])
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_a_layout_cuts_no_nested_optimizer_state(tmp_path, section, layout):
+    path, state = tmp_path / "c", optimizer_with_nested_state()
+    model = {"w": np.zeros((8, 2))} if section == "model too" else None
+    if section == "states":
+        mlstate.save(path, states={"o": state})
+    else:
+        mlstate.save(path, model, state, pack_below_bytes=0)
+    for rank in range(2):
+        loaded = mlstate.load(path, layout=layout, rank=rank, world_size=2)
+        part = loaded.states["o"] if section == "states" else loaded.optimizer
+        assert part["w.m"].size == 8 and np.array_equal(part["w.n"], state["w.n"])
+    plan = mlstate.checkpoint.plan_load(path, layout=layout, rank=1, world_size=2, verify=False)
+    assert sorted(read.end - read.begin for read in plan.reads)[0] == 8
+
+
+@pytest.mark.parametrize("layout", ["rows", "flat"])
+def test_reshard_stores_a_nested_optimizer_state_once(tmp_path, layout):
+    mlstate.save(tmp_path / "c", optimizer=optimizer_with_nested_state())
+    checkpoint = mlstate.checkpoint.reshard(
+        tmp_path / "c", tmp_path / "cut", layout=layout, world_size=2
+    )
+    assert [shard.key for shard in checkpoint.shards()] == ["w.m", "w.n", "w.m"]
+    assert mlstate.diff(tmp_path / "c", tmp_path / "cut").identical
+
+
+def test_a_nested_optimizer_state_that_was_stored_in_parts_is_loaded_whole(tmp_path):
+    state = optimizer_with_nested_state()
+    path = tmp_path / "c"
+    run_ranks(lambda group: mlstate.save(path, optimizer=state, layout="rows", group=group))
+    into = {"w.m": np.zeros((4, 2)), "w.n": np.zeros(8, "u1")}
+    mlstate.load(tmp_path / "c", into={"optimizer": into}, layout="rows", rank=1, world_size=2)
+    assert np.array_equal(into["w.n"], state["w.n"])
+    assert np.array_equal(into["w.m"], state["w.m"][4:])
+
+
+@pytest.mark.parametrize("forms", [5, [1], {"n": 5}, {"n": [7]}, {"n": ["x"]}], ids=repr)
+def test_groups_with_other_packed_states_are_loaded(tmp_path, forms):
+    state = optimizer_with_nested_state()
+    state.param_groups = [{"params": ["w"], "packed_states": forms}]
+    mlstate.save(tmp_path / "c", optimizer=state)
+    loaded = mlstate.load(tmp_path / "c", layout="rows", rank=0, world_size=2)
+    assert loaded.optimizer["w.n"].shape == (4,)

@@ -306,3 +306,63 @@ def test_convert_keeps_entries_of_modules_that_are_not_tensors(place, run, optio
 def test_convert_refuses_two_new_names_for_one(place, refused):
     rules = ["--rename", "layer=b", "--rename", "layer=c"]
     assert "given twice" in refused("convert", "ckpt", "b", *rules)
+
+
+def save_optimizer(path, group, *, step=0, loss=0.0, section="optimizer"):
+    optimizer = mlstate.OptimizerStateDict({"w.m": np.ones(2)}, step=step, param_groups=[group])
+    target = {"states": {"o": optimizer}} if section == "states" else {"optimizer": optimizer}
+    mlstate.save(path, step=step, metadata={"loss": loss}, **target)
+
+
+@pytest.mark.parametrize("section", ["optimizer", "states"])
+def test_diff_lists_values_of_parameter_groups_that_differ(
+    tmp_path, monkeypatch, run, run_json, section
+):
+    monkeypatch.chdir(tmp_path)
+    save_optimizer("one", {"lr": 0.1, "betas": [0.9, 0.99], "mode": "a"}, section=section)
+    save_optimizer("two", {"lr": 0.2, "betas": [0.9, 0.99], "mode": "b"}, section=section)
+    status, data = run_json("diff", "one", "two")
+    assert (status, data["identical"]) == (1, False)
+    prefix = "" if section == "optimizer" else "o/"
+    assert data[section] == {
+        "identical": False,
+        "missing": [f"{prefix}param_groups[0]['mode'] = 'a'"],
+        "unexpected": [f"{prefix}param_groups[0]['mode'] = 'b'"],
+        "shapes": [],
+        "dtypes": [],
+        "changes": [
+            {
+                "name": f"{prefix}param_groups[0]['lr']",
+                "changed": 1,
+                "size": 1,
+                "nan": 0,
+                "max_abs": 0.1,
+                "max_rel": 0.5,
+            }
+        ],
+        "unchanged": 1,
+    }
+    assert any("param_groups[0]['lr']" in line for line in run("diff", "one", "two")[1])
+    assert run("diff", "one", "two", "--names", "*")[0] == 0
+    prefix = "optimizer." if section == "optimizer" else "states.o."
+    difference = mlstate.diff("one", "two")
+    assert [change.name for change in difference.changes] == [f"{prefix}param_groups[0]['lr']"]
+
+
+def test_diff_of_optimizers_without_tensors_lists_their_values(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    for path, rate in (("one", 0.1), ("two", 0.2)):
+        optimizer = mlstate.OptimizerStateDict(learning_rate=rate)
+        mlstate.save(path, {"w": np.ones(2)}, optimizer)
+    status, out, _ = run("diff", "one", "two")
+    assert status == 1 and any("learning_rate" in line for line in out)
+    assert mlstate.diff("one", "two", rtol=0.6).identical
+
+
+def test_diff_ignores_steps_and_metadata_and_groups_of_one_side(tmp_path, monkeypatch, run):
+    monkeypatch.chdir(tmp_path)
+    save_optimizer("one", {"lr": 0.1}, step=1, loss=2.0)
+    save_optimizer("two", {"lr": 0.1}, step=2, loss=1.0)
+    mlstate.save("three", optimizer={"w.m": np.ones(2)})
+    assert run("diff", "one", "two")[0] == run("diff", "one", "three")[0] == 0
+    assert mlstate.diff("one", "two").identical and mlstate.diff("one", "three").identical

@@ -3,10 +3,11 @@
 from itertools import combinations
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlstate._common.arrays import pairs_sharing_elements, shares_elements
+from mlstate._common.arrays import memory_key, pairs_sharing_elements, shares_elements
 
 
 @settings(max_examples=200, deadline=None)
@@ -44,3 +45,28 @@ def test_the_pairs_are_those_of_a_comparison_of_all_pairs(data):
         and shares_elements(arrays[left], arrays[right])
     }
     assert set(pairs) == expected
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=np.int16).reshape(2, 3)[:, ::-2],
+        np.broadcast_to(np.float32(1), (3,)),
+        np.zeros(2, "U0"),
+        np.array(1.0),
+        np.zeros(2, [("a", "f4"), ("b", "i8")])["b"],
+    ],
+    ids=["negative strides", "broadcast", "items without bytes", "scalar", "field"],
+)
+def test_a_memory_key_has_the_address_shape_and_strides(array):
+    address = array.__array_interface__["data"][0]
+    expected = (address, max(array.itemsize, 1), array.shape, array.strides)
+    assert memory_key(array)[:4] == expected
+    assert memory_key(array[...]) == memory_key(array)
+
+
+def test_memory_keys_differ_by_dtype():
+    words = np.zeros(4, np.uint16)
+    labelled = np.dtype("u2", metadata={"mlstate.dtype": "bfloat16"})
+    views = [words.view(dtype) for dtype in ("u2", ">u2", "i2", labelled, [("x", "u2")], "V2")]
+    assert len({memory_key(view) for view in views}) == len(views)

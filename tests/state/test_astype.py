@@ -189,6 +189,14 @@ def test_memory_is_compared_only_of_values_that_are_converted(monkeypatch):
     assert len(compared) == 1 and compared[0] is state["other"]
 
 
+def test_an_array_of_many_names_is_compared_and_converted_once(monkeypatch):
+    compared = []
+    monkeypatch.setattr(_state_dict, "memory_key", lambda array: compared.append(array) or 0)
+    result = StateDict.fromkeys(["a", "b", "c"], np.ones(2)).astype("float16")
+    assert len(compared) == 1
+    assert result["a"] is result["b"] is result["c"] and result["c"].dtype == np.float16
+
+
 @pytest.mark.parametrize("names", ["ab", "ba"])
 def test_only_labelled_integers_of_an_integer_dtype_are_converted(names):
     labelled = np.array([0x3F80], np.dtype("u2", metadata={"mlstate.dtype": "bfloat16"}))

@@ -1,5 +1,5 @@
-/* py_overlap: memory_overlap: whether strided memory overlaps, for arrays on devices and
- * dtypes that the core lacks. */
+/* py_overlap: the memory of arrays, and whether strided memory overlaps, also for arrays
+ * that the core does not view: on devices, and of dtypes that it lacks. */
 #include "arguments/args.h"
 #include "common/errors.h"
 #include "common/functions.h"
@@ -47,4 +47,26 @@ PyObject *core_memory_overlap(mlspy_state *state, PyObject *const *args)
     }
     return PyBool_FromLong(args[1] == Py_None ? mls_tensor_overlaps_itself(&memory)
                                               : mls_tensor_overlap(&memory, &other));
+}
+
+/* array_memory(array) -> (address, item bytes, shape, strides in bytes) of an ndarray of
+ * any dtype, as memory_overlap takes it. Items without bytes count as 1 byte. */
+PyObject *core_array_memory(mlspy_state *state, PyObject *const *args)
+{
+    (void)state;
+    if (!PyArray_Check(args[0])) {
+        return PyErr_Format(PyExc_TypeError, "not an ndarray");
+    }
+    PyArrayObject *array = (PyArrayObject *)args[0];
+    const int rank = PyArray_NDIM(array);
+    const Py_ssize_t item_bytes = (Py_ssize_t)PyArray_ITEMSIZE(array);
+    PyObject *shape = PyArray_IntTupleFromIntp(rank, PyArray_DIMS(array));
+    PyObject *strides = PyArray_IntTupleFromIntp(rank, PyArray_STRIDES(array));
+    if (shape == NULL || strides == NULL) {
+        Py_XDECREF(shape);
+        Py_XDECREF(strides);
+        return NULL;
+    }
+    return Py_BuildValue("(KnNN)", (unsigned long long)(uintptr_t)PyArray_DATA(array),
+                         item_bytes > 0 ? item_bytes : 1, shape, strides);
 }

@@ -10,7 +10,7 @@
 #include "checkpoint/ranks/merged_index.h"
 
 /* A MergedIndex: the indexes of a checkpoint's ranks, and all of their tensors in one
- * list. Immutable after construction. */
+ * list. Immutable after construction and keep_whole. */
 typedef struct mlspy_merged_index {
     PyObject_HEAD mls_index *indexes;
     size_t index_count;

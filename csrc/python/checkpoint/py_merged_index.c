@@ -1,9 +1,10 @@
 /* py_merged_index: MergedIndex: parses indexes or headers, lists tensors, shards, files,
  * copies; verifies; header of a file.
  *
- * A MergedIndex is immutable after construction, so any number of threads may use it.
- * Loading has these steps: choose tensors and parts, check that they are stored and that
- * the files exist, create or view the arrays (with the GIL), read (without it). */
+ * A MergedIndex is immutable after construction and keep_whole, so any number of threads
+ * may use it. Loading has these steps: choose tensors and parts, check that they are
+ * stored and that the files exist, create or view the arrays (with the GIL), read
+ * (without it). */
 #include "arguments/args.h"
 #include "arguments/progress.h"
 #include "arguments/results.h"
@@ -314,6 +315,41 @@ static PyObject *merged_index_keys(mlspy_merged_index *self, PyObject *argument)
     return list;
 }
 
+/* keep_whole(section, keys): let layouts that a load requests cut none of the tensors in
+ * the set `keys`, which are bytes of a value. Call it before any other thread has the
+ * object. */
+static PyObject *merged_index_keep_whole(mlspy_merged_index *self, PyObject *const *args,
+                                         Py_ssize_t count)
+{
+    static const signed char no_axes[MLS_LAYOUT_RANK] = {
+        MLS_NO_AXIS, MLS_NO_AXIS, MLS_NO_AXIS, MLS_NO_AXIS, MLS_NO_AXIS, MLS_NO_AXIS,
+        MLS_NO_AXIS, MLS_NO_AXIS, MLS_NO_AXIS, MLS_NO_AXIS, MLS_NO_AXIS, MLS_NO_AXIS,
+        MLS_NO_AXIS, MLS_NO_AXIS, MLS_NO_AXIS, MLS_NO_AXIS,
+    };
+    mls_section section;
+    if (mlspy_take_count("keep_whole", 2, count) < 0 ||
+        mlspy_take_section(mlspy_state_of_type(Py_TYPE(self)), args[0], &section) < 0) {
+        return NULL;
+    }
+    for (size_t i = 0; i < self->index_count; i++) {
+        mls_index *index = &self->indexes[i];
+        for (size_t j = 0; j < index->shard_count; j++) {
+            mls_index_shard *shard = &index->shards[j];
+            if (shard->id.section != section) {
+                continue;
+            }
+            PyObject *key = mlspy_merged_index_key(&shard->id);
+            const int is_whole = key == NULL ? -1 : PySet_Contains(args[1], key);
+            Py_XDECREF(key);
+            if (is_whole < 0) {
+                return NULL;
+            }
+            shard->axes = is_whole ? no_axes : shard->axes;
+        }
+    }
+    Py_RETURN_NONE;
+}
+
 /* Return a new tuple of the parameter's axis of each of a state's axes, None for an axis
  * that the parameter lacks. In the usual case, if the state has the axes of its
  * parameter, return a new reference to None. NULL with an exception set. */
@@ -598,6 +634,7 @@ static PyMethodDef merged_index_methods[] = {
     {"of_files", merged_index_of_files, METH_VARARGS | METH_CLASS,
      "of_files(folder, names, checksums=(), /)\n--\n\n"},
     MLSPY_METHOD(merged_index, keys, METH_O, "section, /"),
+    MLSPY_METHOD(merged_index, keep_whole, METH_FASTCALL, "section, keys, /"),
     MLSPY_METHOD(merged_index, tensors, METH_NOARGS, "/"),
     MLSPY_METHOD(merged_index, shards, METH_NOARGS, "/"),
     MLSPY_METHOD(merged_index, files, METH_NOARGS, "/"),

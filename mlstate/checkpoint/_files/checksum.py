@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ... import _core
 from ..._common.arguments import check_callback, check_flags
 from ..._common.atomic_file import Target, replacing
+from ..._common.callback import ProgressErrors
 from ..._common.file_checksums import (
     BLOCK,
     NAME,
@@ -220,12 +221,13 @@ def checksum(
         exists = FileExistsError(errno.EEXIST, text)
         raise store_error(exists, "cannot write the checksums", target_path)
     entries = {}
-    for name in names:
-        file_path = os.path.join(folder, name)
-        try:
-            entries[name] = _read_entry(file_path, progress)
-        except OSError as error:
-            raise store_error(error, "cannot read the file", file_path) from None
+    with ProgressErrors(progress) as guarded:
+        for name in names:
+            file_path = os.path.join(folder, name)
+            try:
+                entries[name] = _read_entry(file_path, guarded)
+            except OSError as error:
+                raise store_error(error, "cannot read the file", file_path) from None
     try:
         with replacing(target_path, target) as file:
             file.write(build(entries))

@@ -462,14 +462,18 @@ class _Restorer:
     def add_tensor(self, target: Any, node: object, where: str) -> None:
         """Add the action that fills a tensor in place; `node`, `where`: as for `add`."""
         value = self.decode(node, target, tensors=_has_torch(node))
+        # an array of NumPy fills a tensor too
+        is_array = isinstance(value, np.ndarray) and not hasattr(target, "device_mesh")
         expected, got = (
             f"{name_of(each.dtype)} of shape {tuple(each.shape)}"
-            if is_torch(each) and not each.is_meta
+            if (is_torch(each) and not each.is_meta) or (is_array and each is value)
             else "no tensor"
             for each in (target, value)
         )
         if expected != got:
             raise _mismatch(where, expected, got)
+        if is_array:
+            value = _tensor_of(None)(value)
         fill, before = target.detach().copy_, target.detach().clone()
         self.actions.append(Action(where, lambda: fill(value), lambda: fill(before)))
 

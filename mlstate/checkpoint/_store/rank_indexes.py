@@ -8,17 +8,49 @@ grow with the number of ranks.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
+from .._folder.names import SECTIONS
 from .index_patterns import owners_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from ..._core import MergedIndex
     from ..._sharding.layout import Cuts
     from .checkpoint_files import CheckpointFiles
     from .manifest import Manifest
+
+
+def keep_nested_whole(merged: MergedIndex, manifest: Manifest) -> None:
+    """Let layouts cut no optimizer state of `merged` that is a nested value, stored as bytes.
+
+    The groups of the optimizers in the `manifest` list these states.
+    """
+    nested = _nested_keys(manifest.optimizer)
+    if nested:
+        merged.keep_whole(SECTIONS.index("optim_state"), nested)
+    named = {
+        f"{name}/{key}"
+        for name, kind in (manifest.states or {}).items()
+        for key in _nested_keys(kind)
+    }
+    if named:
+        merged.keep_whole(SECTIONS.index("states"), named)
+
+
+def _nested_keys(kind: Mapping[str, Any] | None) -> set[str]:
+    """Return the keys of an optimizer's states that are nested values; `kind`: its description."""
+    groups = (kind or {}).get("param_groups") or ()
+    with suppress(AttributeError, LookupError, TypeError):  # another program may list anything
+        return {
+            f"{group['params'][position]}.{state}"
+            for group in groups
+            for state, positions in group.get("packed_states", {}).items()
+            for position in positions
+        }
+    return set()
 
 
 class Indexes:
@@ -53,7 +85,9 @@ class Indexes:
         return self._rank if self._rank is not None and self._rank in ranks else min(ranks)
 
     def _read(self, ranks: list[int]) -> MergedIndex:
-        return self._files.load_merged_index(self._manifest, ranks, self._texts)
+        merged = self._files.load_merged_index(self._manifest, ranks, self._texts)
+        keep_nested_whole(merged, self._manifest)
+        return merged
 
     def read_all(self) -> None:
         """Read the indexes of all ranks."""

@@ -394,3 +394,30 @@ def test_command_writes_and_replaces(folder, capsys):
     assert json.loads(capsys.readouterr().out)["compared"]
     write_index(folder, {}, 0)
     assert main(["verify", str(folder)]) == 1
+
+
+@pytest.mark.parametrize("kind", ["file", "names", "own checksums", "whole", "checksum"])
+@pytest.mark.parametrize("error", [OSError(5, "closed"), FormatError("bad"), StopIteration()])
+def test_errors_of_progress_reach_the_caller_unchanged(tmp_path, kind, error):
+    path = tmp_path / "model.safetensors"
+    if kind == "own checksums":
+        mlstate.save_file({"w": np.ones(9, np.float32)}, path)
+    elif kind == "whole":
+        path = tmp_path / "model.npz"
+        np.savez(path, w=np.ones(9, np.float32))
+    else:
+        write_weight_file(path, {"w": np.ones(9, np.float32)})
+    if kind != "own checksums":
+        checksum(path)
+
+    def fail(_):
+        raise error
+
+    options = {"names": "w"} if kind == "names" else {}
+    with pytest.raises(type(error)) as caught:
+        if kind == "checksum":
+            checksum(path, overwrite=True, progress=fail)
+        else:
+            mlstate.verify(path, progress=fail, **options)
+    assert caught.value is error and error.__context__ is None
+    assert mlstate.verify(path)

@@ -249,3 +249,48 @@ def test_nested_modules_get_their_versions(tmp_path):
     target = [Layer(1, 1)]
     mlstate.load(tmp_path / "c", into={"states": {"x": target}})
     assert target[0].loaded == 3
+
+
+@pytest.mark.parametrize("place", ["state", "dict", "list"])
+@pytest.mark.parametrize("dtype", ["float32", ">f4", "bfloat16"])
+def test_an_array_of_numpy_fills_a_parameter_in_place(tmp_path, place, dtype):
+    if dtype == "bfloat16":
+        dtype = pytest.importorskip("ml_dtypes").bfloat16
+    wrap = {"state": lambda w: w, "dict": lambda w: {"w": w, "n": 1}, "list": lambda w: [w, 1]}
+    array = np.arange(3).astype(dtype)
+    mlstate.save(tmp_path / "c", states={"s": wrap[place](array)})
+    is_short = array.dtype.itemsize == 2
+    parameter = torch.nn.Parameter(torch.zeros(3, dtype=[torch.float32, torch.bfloat16][is_short]))
+    mlstate.load(tmp_path / "c", into={"states": {"s": wrap[place](parameter)}})
+    assert parameter.tolist() == [0, 1, 2]
+
+
+def test_an_array_of_numpy_fills_a_buffer_in_place(tmp_path):
+    mlstate.save(tmp_path / "c", states={"s": np.arange(3)})
+    module = torch.nn.Module()
+    module.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+    mlstate.load(tmp_path / "c", into={"states": {"s": module.steps}})
+    assert module.steps.tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("saved", "got"),
+    [
+        (np.ones(3), "float64 of shape"),
+        (np.ones((3, 1), "f4"), r"shape \(3, 1\)"),
+        ([1.0, 2.0, 3.0], "no tensor"),
+    ],
+    ids=["dtype", "shape", "list"],
+)
+def test_another_array_of_numpy_is_refused_for_a_parameter(tmp_path, saved, got):
+    mlstate.save(tmp_path / "c", states={"first": np.ones(3, "f4"), "s": saved})
+    first, parameter = (torch.nn.Parameter(torch.zeros(3)) for _ in range(2))
+    with pytest.raises(CompatibilityError, match=f"the target is float32.*{got}"):
+        mlstate.load(tmp_path / "c", into={"states": {"first": first, "s": parameter}})
+    assert not first.any() and not parameter.any()
+
+
+def test_an_array_of_numpy_is_refused_for_a_meta_tensor(tmp_path):
+    mlstate.save(tmp_path / "c", states={"s": np.ones(3, "f4")})
+    with pytest.raises(CompatibilityError, match="the target is no tensor"):
+        mlstate.load(tmp_path / "c", into={"states": {"s": torch.zeros(3, device="meta")}})

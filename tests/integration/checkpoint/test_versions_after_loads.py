@@ -1,10 +1,12 @@
 """Autograd after loads: a backward pass that needs the old content of a tensor raises."""
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import mlstate  # noqa: E402
+from mlstate._common import staged_targets  # noqa: E402
 from mlstate.state import load_into  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -60,3 +62,14 @@ def test_aliased_states_of_an_optimizer_refuse_an_old_backward_pass(tmp_path):
     mlstate.load(tmp_path / "c", into={"model": module, "optimizer": optimizer})
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.backward()
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_a_load_of_all_targets_computes_no_memory_keys(tmp_path, monkeypatch, library):
+    mlstate.save(tmp_path / "c", {"a": np.ones(8), "b": np.ones(8)})
+    into = {name: np.zeros(8) for name in "ab"}
+    if library == "torch":
+        into = {name: torch.from_numpy(array) for name, array in into.items()}
+    monkeypatch.setattr(staged_targets, "memory_key", lambda _: pytest.fail("computed a key"))
+    mlstate.load(tmp_path / "c", into={"model": into})
+    assert all((array == 1).all() for array in into.values())
