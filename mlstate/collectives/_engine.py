@@ -24,6 +24,7 @@ from ._arguments import (
     check_own_rows,
     check_root,
     check_rows,
+    check_supported_tensor,
     check_timeout,
     check_writable,
     counts_of,
@@ -335,6 +336,8 @@ class Engine(ProcessGroup, ABC):
         """
         shape = source.shape if rows is None else (rows, *source.shape[1:])
         result = result_of(call.name, out, tuple(shape), source)
+        if out is not None:  # before the other ranks wait for this one
+            self._check_out(call.name, result)
         memory = self._source(call.name, source, reduced=reduced)
 
         def perform(link: Link) -> Any:
@@ -396,6 +399,10 @@ class Engine(ProcessGroup, ABC):
         """
 
     # ---- memory ----
+
+    def _check_out(self, operation: str, out: Array) -> None:
+        """Raise TypeError, which names `operation`, if `out` is a tensor that cannot be written."""
+        check_supported_tensor(f"{operation}: out", out)
 
     def _source(self, operation: str, array: Array, *, reduced: bool) -> Any:
         """Return memory with the elements of an input, which may be the array's own memory.

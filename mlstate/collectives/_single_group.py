@@ -114,6 +114,9 @@ class SingleGroup(Engine):
         return perform(_LINK)
 
     # memory is the array itself, on any device, with its shape
+    def _check_out(self, operation: str, out: Array) -> None:
+        """Accept each tensor: torch copies to it, also to a sparse or conjugated one."""
+
     def _source(self, operation: str, array: Array, *, reduced: bool) -> Any:
         return array
 

@@ -406,7 +406,8 @@ class DistributedStateCollector:
             has at least one element of each sender.
         verify_replicas : bool, default True
             Compare replicas by SHA-256, and raise if they differ. False uses the root's
-            replica, or the first rank's that has one.
+            replica, or the first rank's that has one. Of an `mlstate.OptimizerStateDict`, also
+            compare the step, and the hyperparameters of each parameter's group.
 
         Returns
         -------
@@ -420,8 +421,8 @@ class DistributedStateCollector:
         ------
         CompatibilityError
             Raised on every rank: ranks differ in tensors, shapes, dtypes or layouts, no rank
-            has some part, or replicas differ. The message names tensors and ranks;
-            ``differences`` has a `RankDifference` for each.
+            has some part, or replicas or values of optimizers differ. The message names tensors
+            and ranks; ``differences`` has a `RankDifference` for each tensor.
         CollectiveError
             Raised on the other ranks if one rank fails before the transfer. Raised on all ranks
             if they pass different arguments. Also errors of the group.

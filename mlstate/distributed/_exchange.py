@@ -39,12 +39,14 @@ from ._merge import (
     Entry,
     RankDifference,
     Tensor,
+    check_optimizers,
     compare_digests,
     difference,
     differences_error,
     entry_of,
     like,
     match_entries,
+    optimizer_values,
 )
 
 if TYPE_CHECKING:
@@ -321,7 +323,8 @@ class Gathering(_Transfer):
         """Do on this rank, before the transfer, all that may fail.
 
         `state`: of this rank. `tensors`: of all ranks. Allocates `wholes` on the root. Returns the
-        digests of this rank's replicas; without `verify`, an empty list.
+        digests of this rank's replicas, and the `optimizer_values` of its state; without `verify`,
+        an empty list and None.
         """
         digests = _digests(state, tensors, self.group.rank) if verify else []
         self.wholes: dict[str, Any] = {}  # assembled tensors; on the root only
@@ -330,7 +333,7 @@ class Gathering(_Transfer):
                 if tensor.steps is not None and tensor.tied is None:
                     local = array_of(state[tensor.name])
                     self.wholes[tensor.name] = new_packed(local, tensor.shape)
-        return digests
+        return digests, optimizer_values(state) if verify else None
 
     def _jobs(self, state: Mapping[str, object], tensors: list[Tensor]) -> list[Job]:
         """Copy the root's own parts into `wholes`; return the other transfers to the root.
@@ -384,17 +387,19 @@ class Gathering(_Transfer):
         """Gather the state: return it on the root, and None on other ranks; all ranks call this.
 
         `state`: this rank's. `entries`: by rank, descriptions of its tensors. `verify`: compare
-        replicas by digests. Raises CompatibilityError on every rank if states do not match.
+        replicas by digests, and values of optimizers. Raises CompatibilityError on every rank if
+        states do not match.
         """
         tensors, differences = match_entries(entries)
         if differences:
             raise differences_error(self.operation, differences)
-        all_digests = exchange(
+        replies = exchange(
             self.group,
             self.operation,
             self.timeout,
             lambda: self._prepare(state, tensors, verify),
         )
+        all_digests = [digests for digests, _ in replies]
         differences = _compare_digests(tensors, all_digests) if verify else []
         if differences:
             raise differences_error(
@@ -403,6 +408,7 @@ class Gathering(_Transfer):
                 f"verify_replicas=False uses the replica of rank {self.root} if it has one; running"
                 " statistics of batch normalisation differ between replicas in training",
             )
+        check_optimizers(self.operation, [values for _, values in replies])
         self._move(state, self._jobs(state, tensors))
         return self._result(state, tensors) if self.group.rank == self.root else None
 

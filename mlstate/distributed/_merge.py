@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
@@ -16,6 +17,8 @@ from .._sharding.layout import Layout, Shard
 from ..errors import CompatibilityError
 from ..state._compatibility import LISTED, LONGEST
 from ..state._diff import TensorChange
+from ..state._group_merge import merge_groups
+from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
 from ._byte_ranges import Part, array_of, copy_part, digest, dtype_of
 
@@ -365,6 +368,52 @@ def compare_digests(tensor: Tensor, index: int, digests: Mapping[int, str]) -> l
         )
         for _, ranks in others
     ]
+
+
+# ---- optimizers ----
+
+
+def optimizer_values(state: Mapping[str, object]) -> dict[str, Any] | None:
+    """Return the step and the parameter groups of an optimizer's state as JSON; None for others.
+
+    Values that JSON cannot hold become None, which equals every other one of them.
+    """
+    if not isinstance(state, OptimizerStateDict):
+        return None
+    try:
+        text = json.dumps(state.param_groups, default=_plain_value, skipkeys=True)
+    except (ValueError, RecursionError):  # a value contains itself
+        text = "[]"
+    return {"step": state.step, "groups": json.loads(text)}
+
+
+def _plain_value(value: Any) -> Any:
+    """Return the elements of an array, tensor or NumPy number; None for other objects."""
+    return value.tolist() if hasattr(value, "tolist") else None
+
+
+def check_optimizers(operation: str, values: Sequence[dict[str, Any] | None]) -> None:
+    """Raise CompatibilityError if steps or the hyperparameters of a parameter differ.
+
+    `values`: by rank, its `optimizer_values`. `operation`: its name, for the error.
+    """
+    optimizers = {rank: each for rank, each in enumerate(values) if each is not None}
+    if not optimizers:
+        return
+    remedy = "; verify_replicas=False uses the values of the root"
+    first_rank, first = next(iter(optimizers.items()))
+    for rank, each in optimizers.items():
+        if each["step"] != first["step"]:
+            raise CompatibilityError(
+                f"{operation}: the optimizer has step {first['step']} on rank {first_rank}, and "
+                f"{each['step']} on rank {rank}{remedy}"
+            )
+    if all(each["groups"] == first["groups"] for each in optimizers.values()):
+        return
+    try:
+        merge_groups(operation, {rank: each["groups"] for rank, each in optimizers.items()})
+    except CompatibilityError as error:
+        raise CompatibilityError(f"{error}{remedy}") from None
 
 
 # ---- merging ----

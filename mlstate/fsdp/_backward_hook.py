@@ -670,7 +670,8 @@ class FSDPBackwardHook:
         sharding_units : dict of str to FSDPShardingUnit
             Units by parameter name.
         full_gradients : dict of str to array or torch.Tensor, optional
-            The reduced full gradients of the parameters to compare. Needs no communication.
+            The reduced full gradients of the parameters to compare. Needs no communication. Units
+            without a gradient are left out, and so are gradients without a unit.
         unreduced : dict of str to array or torch.Tensor, optional
             This rank's own full gradients before the reduction, instead of `full_gradients`.
             All ranks must make this call; no rank needs a reduced full gradient. Each rank
@@ -688,7 +689,8 @@ class FSDPBackwardHook:
         ------
         ValueError
             If both dicts of gradients are passed, if `atol` is negative or NaN, if a unit is not
-            of this rank, or if `unreduced` is passed for minima or maxima.
+            of this rank, if `unreduced` is passed for minima or maxima, or if `full_gradients` has
+            a name without a unit while a unit has no gradient.
         TypeError
             If an argument is not a dict, or a unit is not a sharding unit.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .._common.arguments import check_number
 from ..collectives._arguments import check_group
 from ..errors import CollectiveError
-from ._gradient_ops import norm_partials, scale, squares_in_order
+from ._gradient_ops import distinct_memory, norm_partials, scale, squares_in_order
 from ._sharding_unit import check_unit_types
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ def clip_grad_norm(
     Raises
     ------
     ValueError
-        If `max_norm` is negative or NaN, or a gradient is read-only.
+        If `max_norm` is negative or NaN, a gradient is read-only, or two gradients share a part of
+        their memory.
     TypeError
         If an argument has a wrong type.
     CompatibilityError
@@ -59,7 +60,8 @@ def clip_grad_norm(
     Notes
     -----
     Gradients are multiplied by ``max_norm / (norm + 1e-6)``, as by
-    ``torch.nn.utils.clip_grad_norm_``.
+    ``torch.nn.utils.clip_grad_norm_``. If several units have one array as gradient, each counts in
+    the norm, and the array is multiplied once.
 
     Examples
     --------
@@ -83,7 +85,7 @@ def clip_grad_norm(
         for name in sorted(sharding_units)
         if sharding_units[name].local_gradient is not None
     }
-    partials, problem = _find_partials(gradients)
+    partials, distinct, problem = _find_partials(gradients)
     own_squares = squares_in_order(partials.values())
     why = "" if problem is None else f"{type(problem).__name__}: {problem}"
     text = f"clip {limit!r} {own_squares!r} {why}"
@@ -105,24 +107,25 @@ def clip_grad_norm(
             raise problem
         for rank, reason in problems.items():
             raise _clip_error(group.rank, rank, f"rank {rank} cannot scale its gradients: {reason}")
-        scale(gradients, factor)
+        scale(distinct, factor)
     return norm
 
 
 def _find_partials(
     gradients: Mapping[str, Any],
-) -> tuple[dict[str, tuple[float, int]], Exception | None]:
-    """Return the `norm_partials` of gradients, and the error of reading or scaling them, or None.
+) -> tuple[dict[str, tuple[float, int]], dict[str, Any], Exception | None]:
+    """Return the `norm_partials` of gradients, those to scale, and the error of either, or None.
 
     If they cannot be read, the partials are NaN, so that the norm fails on all ranks.
     """
-    partials = dict.fromkeys(gradients, (nan, 0))
+    partials, distinct = dict.fromkeys(gradients, (nan, 0)), {}
     try:
         partials = norm_partials(gradients)
-        scale(gradients, 1)  # only checks
+        distinct = distinct_memory(gradients)
+        scale(distinct, 1)  # only checks
     except Exception as error:  # all ranks raise it: they wait for this one
-        return partials, error
-    return partials, None
+        return partials, distinct, error
+    return partials, distinct, None
 
 
 def _collect_squares(

@@ -9,7 +9,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_torch, packed_array, refuse_masked
+from .._common.arrays import (
+    is_same_memory,
+    is_torch,
+    packed_array,
+    pairs_sharing_elements,
+    refuse_masked,
+)
 from ..collectives._arguments import dtype_name
 from ..errors import CompatibilityError
 
@@ -175,6 +181,23 @@ def clear(gradients: Mapping[str, Array]) -> None:
         _core.clear(list(host), list(host.values()))
     for target in device.values():
         target.zero_()
+
+
+def distinct_memory(gradients: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the gradients, each memory once, under its first name.
+
+    Raises ValueError for two that share only a part of their elements.
+    """
+    distinct = dict(gradients)
+    for first, other in pairs_sharing_elements(gradients):
+        one, two = gradients[first], gradients[other]
+        if not is_same_memory(one, two) or dtype_name(one) != dtype_name(two):
+            raise ValueError(
+                f"{first!r} and {other!r} share a part of their memory, which would be scaled "
+                "twice: pass a copy of one"
+            )
+        distinct.pop(other, None)
+    return distinct
 
 
 def scale(gradients: Mapping[str, object], factor: float) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from .. import _core
 from .._common.arrays import is_torch, refuse_masked
 from .._common.dtypes import as_numbers
-from .._common.text import table_html, table_text
+from .._common.text import names_hint, table_html, table_text
 from ._gradient_ops import packed
 
 if TYPE_CHECKING:
@@ -175,10 +175,27 @@ def compare(
 
     `gradients`: full gradients by parameter; units without one are not compared. `atol`: largest
     difference of an element. Returns the report, with the first differing element of each part.
+    Raises ValueError if a gradient has no unit while a unit has none: a name is misspelt.
     """
+    _check_names(units, gradients)
     names = [name for name in units if gradients.get(name) is not None]
     mismatches = (_find_mismatch(units[name], gradients[name], atol) for name in names)
     return GradientReport([m for m in mismatches if m is not None], len(names), atol)
+
+
+def _check_names(units: Mapping[str, object], gradients: Mapping[str, object]) -> None:
+    """Raise ValueError if both a gradient has no unit and a unit has no gradient.
+
+    One of them alone is a choice of the parameters to compare.
+    """
+    strange = [name for name, gradient in gradients.items() if gradient is not None]
+    strange = [name for name in strange if name not in units]
+    missing = [name for name in units if name not in gradients]
+    if strange and missing:
+        raise ValueError(
+            f"full_gradients[{strange[0]!r}] has no sharding unit, and the unit {missing[0]!r} no "
+            f"gradient{names_hint(str(strange[0]), missing, listed=False)}"
+        )
 
 
 # ---- without reduced full gradients ----

@@ -108,8 +108,8 @@ def transition_kv_state(
         Also if a token is NaN or out of range in a conversion from or to integers; nothing is
         written then.
     TypeError
-        `source_state` is neither a NumPy array nor a torch tensor, an array is masked, or a length
-        or `seq_axis` is not an integer.
+        `source_state` is neither a NumPy array nor a torch tensor, an array is masked, a tensor is
+        sparse, nested or quantized, or a length or `seq_axis` is not an integer.
     MemoryError
         The memory of the result cannot be allocated.
 

@@ -48,6 +48,37 @@ def test_objects_in_containers_are_restored_in_place(tmp_path, container):
     assert getattr(target["v"], "default_factory", list) is list
 
 
+def holds_itself(container):
+    container.append(container)
+    return container
+
+
+@pytest.mark.parametrize(
+    "target", [holds_itself([0]), holds_itself(deque([0])), holds_itself([[0], {"a": (1,)}])]
+)
+def test_a_target_that_contains_itself_takes_the_saved_values(tmp_path, target):
+    mlstate.save(tmp_path / "c", states={"x": type(target)([1, [2, 3]])})
+    mlstate.load(tmp_path / "c", into={"states": {"x": target}})
+    assert list(target) == [1, [2, 3]]
+
+
+def test_a_deep_dict_that_contains_itself_takes_the_saved_values(tmp_path):
+    mlstate.save(tmp_path / "c", states={"x": {"a": {"b": 1}}})
+    inner = {"b": 0}
+    inner["b"] = inner
+    target = {"a": [inner]}
+    mlstate.load(tmp_path / "c", into={"states": {"x": target}})
+    assert target == {"a": {"b": 1}}
+
+
+def test_a_target_with_objects_that_contains_itself_is_refused(tmp_path):
+    mlstate.save(tmp_path / "c", states={"x": [Position(1), 2]})
+    target = holds_itself([Position(5)])
+    with pytest.raises(CompatibilityError, match=r"\['x'\]\[1\]: the target is also that of"):
+        mlstate.load(tmp_path / "c", into={"states": {"x": target}})
+    assert target[0].value == 5 and target[1] is target
+
+
 @pytest.mark.parametrize(
     ("saved", "target", "text"),
     [

@@ -27,7 +27,7 @@ from tries import tries
 
 from mlstate import CollectiveError, CompatibilityError, FormatError
 from mlstate._common.dtypes import PACKED, name_of, stored_dtype
-from mlstate.collectives import LocalGroup, ProcessGroup
+from mlstate.collectives import LocalGroup, ProcessGroup, SingleGroup
 from mlstate.collectives._consensus import agree
 
 pytestmark = pytest.mark.timeout(120)
@@ -340,6 +340,19 @@ def test_empty_makes_tensors_for_dtypes_of_torch(torch):
 
 
 # ---- asynchronous operations ----
+
+
+@pytest.mark.torch
+def test_an_out_that_cannot_be_written_is_refused_by_the_call(torch):
+    (group,) = LocalGroup.threads(1)
+    source = torch.tensor([1 + 2j, 3 - 4j])
+    for operation in (group.all_gather, group.all_reduce, group.all_to_all):
+        text = "out: the tensor is a view that is conjugated"
+        raises(TypeError, text, operation, source, out=source.conj(), async_op=True)
+    out = torch.zeros(2, dtype=torch.complex64)
+    assert SingleGroup().all_gather(source, out=out.conj()).tolist() == source.tolist()
+    assert out.tolist() == source.conj().tolist()
+    group.close()
 
 
 def test_arrays_of_async_operations_are_let_go():

@@ -738,6 +738,40 @@ def test_merged_optimizers_have_the_groups_of_all_ranks():
     assert collector.merge_states([nameless, nameless]).param_groups == ({"lr": 1},)
 
 
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"lr": 0.5}, "the group of 'a' has 'lr' = 0.1 on rank 0, and 0.5 on rank 1"),
+        ({"lr": np.float64(0.5)}, "the group of 'a' has 'lr' = 0.1 on rank 0, and 0.5 on rank 1"),
+        ({"decay": 1}, "the group of 'a' has 'decay' = no value on rank 0, and 1 on rank 1"),
+        ({"step": 4}, "the optimizer has step 3 on rank 0, and 4 on rank 1"),
+    ],
+)
+def test_a_gathered_optimizer_has_the_values_of_every_rank(change, text):
+    states = [stage("a", 3), stage("a", **{"step": 3, **change})]
+
+    def gather(collector, verify=True):
+        state = states[collector.group.rank]
+        return collector.gather_full_state(state, root=1, verify_replicas=verify)
+
+    for error in run(gather, 2):
+        assert isinstance(error, CompatibilityError) and text in str(error)
+        assert "verify_replicas=False uses the values of the root" in str(error)
+    _, gathered = without_errors(run(lambda collector: gather(collector, verify=False), 2))
+    assert gathered.param_groups == states[1].param_groups and gathered.step == states[1].step
+
+
+def test_equal_values_of_optimizers_are_gathered():
+    values = {"betas": (0.9, 0.99), "limit": float("nan"), "rate": np.float32(0.1)}
+    states = [stage("a", 3, **values), stage("a", 3, **{**values, "betas": [0.9, 0.99]})]
+    states.append(OptimizerStateDict({"a.m": np.ones(2)}, step=3))  # its groups are not known
+
+    def gather(collector):
+        return collector.gather_full_state(states[collector.group.rank])
+
+    assert without_errors(run(gather, 3))[0].param_groups == states[0].param_groups
+
+
 def test_empty_parts_are_not_tied():
     """Each is a new array without memory, and may have the id of a deleted array."""
     layout = Layout.axis(0, 4)

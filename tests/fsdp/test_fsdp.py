@@ -76,6 +76,43 @@ def test_clipped_gradients_match_torch(torch):
     np.testing.assert_allclose(units["w"].local_gradient, parameter.grad.numpy(), rtol=3e-7)
 
 
+def units_with(gradients, rank=0, world=1):
+    return {name: unit_of(gradient, rank, world)["w"] for name, gradient in gradients.items()}
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor", "views", "three"])
+def test_a_gradient_of_several_units_is_scaled_once(torch, kind):
+    gradient = np.array([3.0, 4.0])
+    if kind != "array":
+        gradient = torch.from_numpy(gradient)
+    again = gradient.detach() if kind == "views" else gradient
+    units = units_with({"a": gradient, "b": again, **({"c": gradient} if kind == "three" else {})})
+    norm = clip_grad_norm(units, 1.0, SingleGroup())
+    assert norm == pytest.approx(5 * len(units) ** 0.5)  # each unit counts
+    assert clip_grad_norm(units, 9.0, SingleGroup()) == pytest.approx(1.0, rel=1e-6)
+
+
+def test_disjoint_views_of_one_array_are_scaled():
+    buffer = np.arange(1.0, 7.0)
+    for parts in ((buffer[:3], buffer[3:]), (buffer[::2], buffer[1::2])):
+        clip_grad_norm(units_with(dict(zip("ab", parts, strict=True))), 1.0, SingleGroup())
+        assert np.linalg.norm(buffer) == pytest.approx(1.0, rel=1e-6)
+        buffer *= 9
+
+
+def test_gradients_that_share_a_part_of_their_memory_are_refused_on_all_ranks():
+    def work(group):
+        buffer = np.arange(1.0, 7.0)
+        overlap = buffer[2:] if group.rank == 1 else buffer[2:].copy()
+        units = units_with({"a": buffer[:4], "b": overlap}, group.rank, 2)
+        own, text = (ValueError, "'a' and 'b' share") if group.rank == 1 else (CollectiveError, "1")
+        with pytest.raises(own, match=text):
+            clip_grad_norm(units, 1.0, group)
+        assert buffer.tolist() == [1, 2, 3, 4, 5, 6]
+
+    run(work, 2)
+
+
 def test_a_limit_of_zero_leaves_zeros():
     units = unit_of(np.array([3.0, -4.0]))
     assert clip_grad_norm(units, 0, SingleGroup()) == 5.0

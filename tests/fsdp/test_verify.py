@@ -130,6 +130,33 @@ def test_empty_comparison_passes(empty):
     assert report.compared == 0
 
 
+@pytest.mark.parametrize(
+    ("names", "hint"),
+    [
+        (["wieght"], "'weight' no gradient; did you mean 'weight'?"),
+        (["bias", "module.weight"], "'weight' no gradient; did you mean 'weight'?"),
+        (["bias", 1], "the unit 'weight' no gradient"),
+    ],
+)
+def test_a_misspelt_name_is_refused_with_the_nearest_one(names, hint):
+    units = {name: FSDPShardingUnit(name, (2,), "float64", 0) for name in ("weight", "bias")}
+    for unit in units.values():
+        unit.local_gradient = np.ones(2)
+    with pytest.raises(ValueError) as caught:
+        hook_of_one().verify_gradients(units, {name: np.ones(2) for name in names})
+    assert f"full_gradients[{names[-1]!r}] has no sharding unit" in str(caught.value)
+    assert str(caught.value).endswith(hint)
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b"], ["a", "b", "c"]])
+def test_gradients_of_fewer_or_more_parameters_are_compared(names):
+    units = {name: FSDPShardingUnit(name, (2,), "float64", 0) for name in ("a", "b")}
+    for unit in units.values():
+        unit.local_gradient = np.ones(2)
+    report = hook_of_one().verify_gradients(units, {name: np.ones(2) for name in names})
+    assert report and report.compared == min(len(names), 2)
+
+
 def test_incomparable_gradients_are_refused():
     unit = FSDPShardingUnit("w", (3,), "float64", 0)
     hook = hook_of_one()

@@ -264,6 +264,72 @@ def test_dropped_block_heals_when_it_is_stored_again(log):
     assert match(log, tokens).length == len(tokens)
 
 
+def store_sized(log, tokens, size, *, tails=(), max_bytes=None):
+    """Store the blocks of a prompt, and records of kind 1, as `size` bytes each."""
+    ends = [(end, 0) for end in range(BLOCK, len(tokens) + 1, BLOCK)] + [(end, 1) for end in tails]
+    records = [(kind, end, b"", [np.ones(size, np.uint8)]) for end, kind in sorted(ends)]
+    return log.put(FINGERPRINT, np.array(tokens), BLOCK, records, max_bytes, 1.0)
+
+
+@pytest.mark.parametrize("dropped", [0, 1])
+@pytest.mark.parametrize("reopens", [False, True])
+def test_a_pin_does_not_protect_a_record_behind_a_dropped_block(log, dropped, reopens):
+    """No match finds it, so that nothing could unpin or delete it."""
+    tokens = list(range(2 * BLOCK + 1))
+    assert store_sized(log, tokens, 20_000, tails=[len(tokens)]) == [1, 1, 1]
+    assert log.mark(match(log, tokens), [2], "pin", 1.0) == 1
+    log.mark(match(log, tokens), [dropped], "drop", 1.0)
+    if reopens:
+        log.prune(None, 1.0)  # writes the index
+        log = PromptLog(log.path, False)
+    for token in range(100, 106):
+        assert store_sized(log, [token] * BLOCK, 20_000, max_bytes=70_000) == [1]
+    assert log.stats()["pinned"] == 0 and log.stats()["live_bytes"] < 70_000
+    assert PromptLog(log.path, False).stats()["pinned"] == 0
+
+
+def test_pins_behind_a_dropped_block_stay_while_a_put_stores_it_again(log):
+    shared = [1] * BLOCK
+    pinned, other = shared + [2] * BLOCK, shared + [3] * BLOCK
+    for tokens in (pinned, other, *([token] * BLOCK for token in range(100, 106))):
+        store_sized(log, tokens, 20_000)
+    assert log.mark(match(log, pinned), [1], "pin", 1.0) == 1
+    log.prune(log.stats()["disk_bytes"], 1.0)
+    for token in range(100, 106):
+        assert match(log, [token] * BLOCK).length == BLOCK  # the pinned prompt is older
+    limit = log.stats()["disk_bytes"]
+    log.mark(match(log, other), [0], "drop", 1.0)
+    assert store_sized(log, other + [4] * BLOCK, 20_000, max_bytes=limit - 30_000) == [1, 0, 1]
+    assert log.stats()["pinned"] == 1 and match(log, pinned).length == len(pinned)
+
+
+def test_a_pinned_record_behind_blocks_that_another_process_evicted_stays(tmp_path):
+    """The eviction is known to one process only, and the bytes are in the segment."""
+    log, limit = PromptLog(tmp_path / "log", True), 1 << 20
+    other = PromptLog(tmp_path / "log", False)
+
+    def store(handle, tokens, size, max_bytes=None):
+        record = (0, len(tokens), b"", [np.ones(size, np.uint8)])
+        return handle.put(FINGERPRINT, np.array(tokens), BLOCK, [record], max_bytes, 1.0)
+
+    chain = list(range(100, 100 + 3 * BLOCK))
+    store(log, chain[:BLOCK], 2_000, limit)
+    store(log, chain[: 2 * BLOCK], 8_000, limit)
+    for token, size in enumerate((45_000, 45_000, 10_000, 10_000)):
+        store(log, [token] * BLOCK, size, limit)
+    assert match(log, [0] * BLOCK).length == BLOCK
+    assert other.stats()["records"] == 6
+    assert store(log, [9] * BLOCK, 20_000, log.stats()["disk_bytes"]) == [1]
+    assert match(log, chain).length == 0
+    assert store(other, chain, 3_000) == [1]
+    assert other.mark(match(other, chain), [2], "pin", 1.0) == 1
+    for token in range(50, 56):
+        store(log, [token] * BLOCK, 20_000, log.stats()["disk_bytes"])
+    for handle in (log, other, PromptLog(tmp_path / "log", False)):
+        assert match(handle, chain).length == len(chain)
+        assert handle.stats()["pinned"] == 1
+
+
 @pytest.mark.parametrize("saved", [False, True])
 def test_all_handles_see_the_tail_behind_a_block_that_was_stored_again(log, saved):
     tokens = list(range(2 * BLOCK + 2))

@@ -21,9 +21,9 @@ static size_t first_slot(const mls_prompt_index *index, const mls_prompt_key *ke
     return (size_t)mls_load_le64(key->bytes) & (index->slots - 1);
 }
 
-/* Return the number of the entry with `key`, removed or not, or MLS_PROMPT_NONE. Removed
- * entries stay in the table, so that chains of slots have no gaps. */
-static uint32_t find_any(const mls_prompt_index *index, const mls_prompt_key *key)
+/* Removed entries stay in the table, so that chains of slots have no gaps. */
+uint32_t mls_prompt_index_find_any(const mls_prompt_index *index,
+                                   const mls_prompt_key *key)
 {
     if (index->slots == 0) {
         return MLS_PROMPT_NONE;
@@ -45,7 +45,7 @@ static bool is_removed(const mls_prompt_index *index, uint32_t number)
 
 uint32_t mls_prompt_index_find(const mls_prompt_index *index, const mls_prompt_key *key)
 {
-    const uint32_t number = find_any(index, key);
+    const uint32_t number = mls_prompt_index_find_any(index, key);
     return number != MLS_PROMPT_NONE && is_removed(index, number) ? MLS_PROMPT_NONE
                                                                   : number;
 }
@@ -136,7 +136,7 @@ static void raise_used(mls_prompt_index *index, uint32_t number, uint32_t used)
  * that have it as parent are found, and it stays at least as recent as these. */
 uint32_t mls_prompt_index_add(mls_prompt_index *index, const mls_prompt_entry *entry)
 {
-    uint32_t number = find_any(index, &entry->key);
+    uint32_t number = mls_prompt_index_find_any(index, &entry->key);
     uint32_t used = 0;
     uint8_t branches = 0;
     if (number == MLS_PROMPT_NONE) {
@@ -164,7 +164,7 @@ uint32_t mls_prompt_index_add(mls_prompt_index *index, const mls_prompt_entry *e
 uint32_t mls_prompt_index_require(mls_prompt_index *index, const mls_prompt_key *key,
                                   uint32_t end)
 {
-    uint32_t number = find_any(index, key);
+    uint32_t number = mls_prompt_index_find_any(index, key);
     if (number == MLS_PROMPT_NONE) {
         const mls_prompt_entry entry = {
             .key = *key, .end = end, .parent = MLS_PROMPT_NONE};

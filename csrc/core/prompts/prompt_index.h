@@ -51,6 +51,10 @@ void mls_prompt_index_fini(mls_prompt_index *index); /* accepts a zeroed struct 
  * MLS_PROMPT_NONE. */
 uint32_t mls_prompt_index_find(const mls_prompt_index *index, const mls_prompt_key *key);
 
+/* Return the number of the entry with `key`, removed or not, or MLS_PROMPT_NONE. */
+uint32_t mls_prompt_index_find_any(const mls_prompt_index *index,
+                                   const mls_prompt_key *key);
+
 /* Provide room for `count` more entries. MLS_E_MEMORY; MLS_E_SIZE: the index would have
  * 2**31 - 1 entries or more. */
 mls_code mls_prompt_index_reserve(mls_prompt_index *index, size_t count, mls_status *st);

@@ -185,9 +185,9 @@ mls_code mls_prompt_mark(mls_prompt_log *log, const mls_prompt_match *match,
 
 /* Evict the least recently used records until the log has at most `max_bytes`
  * (UINT64_MAX: evict none), and compact it. Pinned records and their ancestors stay, even
- * if they exceed `max_bytes`; that is not an error. `*freed` receives the number of bytes
- * that the files have become shorter. MLS_E_IO; MLS_E_MEMORY; MLS_E_SIZE; MLS_E_FORMAT:
- * `index` is not a regular file. */
+ * if they exceed `max_bytes`, unless an ancestor was removed; that is not an error.
+ * `*freed` receives the number of bytes that the files have become shorter. MLS_E_IO;
+ * MLS_E_MEMORY; MLS_E_SIZE; MLS_E_FORMAT: `index` is not a regular file. */
 mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *freed,
                           mls_status *st);
 

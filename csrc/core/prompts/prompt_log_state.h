@@ -54,8 +54,9 @@ struct mls_prompt_log {
     pthread_mutex_t state, writer;
     /* is_locked: the writer has the lock of the file `store`. is_stale: the log must be
      * read anew before its next use. is_checked: the records of the last put before this
-     * process wrote were verified. lacks_pinned: a note pinned a record without an entry;
-     * this process, or the index file, may have evicted it while its bytes stayed. */
+     * process wrote were verified. lacks_pinned: a note pinned a record that has, or one
+     * of whose ancestors has, no entry; this process, or the index file, may have evicted
+     * it while its bytes stayed. */
     bool is_writing, is_locked, is_stale, is_checked, lacks_pinned;
     mls_prompt_index index;
     mls_prompt_segment *segments; /* sorted by number */
@@ -185,7 +186,8 @@ void mls_prompt_enter_header(mls_prompt_log *log, mls_prompt_segment *segment,
 void mls_prompt_forget_record(mls_prompt_log *log, uint32_t number);
 
 /* Pin, unpin or delete the entry of the note's key, as the note records. Without such an
- * entry a pin sets `lacks_pinned`, and other notes do nothing. */
+ * entry, or one of its ancestors, a pin sets `lacks_pinned`; other notes do nothing then.
+ */
 void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note);
 
 /* ---- prompt_index_file.c ---- */

@@ -148,11 +148,11 @@ static bool has_parent(const put_work *w, const mls_prompt_item *item)
                MLS_PROMPT_NONE;
 }
 
-/* Set the flag MLS_PROMPT_KEPT of the entry with `key`, if the index has one, to
- * `is_kept`. */
+/* Set the flag MLS_PROMPT_KEPT of the entry with `key`, removed or not, if the index has
+ * one, to `is_kept`. */
 static void set_kept(mls_prompt_index *index, const mls_prompt_key *key, bool is_kept)
 {
-    const uint32_t number = mls_prompt_index_find(index, key);
+    const uint32_t number = mls_prompt_index_find_any(index, key);
     if (number != MLS_PROMPT_NONE) {
         uint8_t *flags = &index->entries[number].flags;
         *flags &= (uint8_t)~MLS_PROMPT_KEPT;
@@ -161,7 +161,8 @@ static void set_kept(mls_prompt_index *index, const mls_prompt_key *key, bool is
 }
 
 /* Protect the stored part of the chain, and the stored items, from the eviction for the
- * others; or end the protection if not `is_protected`. */
+ * others; or end the protection if not `is_protected`. Removed entries are flagged too:
+ * this put stores them, so pinned records behind them can be found. */
 static void protect_stored(const put_work *w, bool is_protected)
 {
     for (size_t i = 1; i <= w->blocks; i++) {

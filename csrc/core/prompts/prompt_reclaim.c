@@ -412,20 +412,30 @@ static int compare_candidates(const void *a, const void *b)
     return x->number < y->number ? -1 : x->number > y->number;
 }
 
-/* Flag the ancestors of pinned records as MLS_PROMPT_KEPT: without them these cannot be
- * found. */
+/* Flag pinned records and their ancestors as MLS_PROMPT_KEPT, as far as they can be
+ * found: no record behind a removed one can, unless the present put stores that one. Ends
+ * decrease along a chain; in a forged store the loop ends where they do not. */
 static void keep_pinned(mls_prompt_index *index)
 {
-    for (size_t i = 0; i < index->count; i++) {
-        const uint8_t flags = index->entries[i].flags;
-        uint32_t number = index->entries[i].parent;
-        if ((flags & MLS_PROMPT_PINNED) == 0 || (flags & MLS_PROMPT_REMOVED) != 0) {
+    for (uint32_t i = 0; i < index->count; i++) {
+        uint32_t first = i; /* of those that can be found, the last one of the prompt */
+        const mls_prompt_entry *entry = &index->entries[i];
+        if ((entry->flags & MLS_PROMPT_PINNED) == 0) {
             continue;
         }
-        while (number != MLS_PROMPT_NONE &&
-               (index->entries[number].flags & MLS_PROMPT_KEPT) == 0) {
-            index->entries[number].flags |= MLS_PROMPT_KEPT;
-            number = index->entries[number].parent;
+        for (uint32_t next = entry->parent, end = UINT32_MAX;
+             next != MLS_PROMPT_NONE && index->entries[next].end < end &&
+             (index->entries[next].flags & MLS_PROMPT_KEPT) == 0;
+             next = index->entries[next].parent) {
+            end = index->entries[next].end;
+            if ((index->entries[next].flags & MLS_PROMPT_REMOVED) != 0) {
+                first = index->entries[next].parent;
+            }
+        }
+        while (first != MLS_PROMPT_NONE &&
+               (index->entries[first].flags & MLS_PROMPT_KEPT) == 0) {
+            index->entries[first].flags |= MLS_PROMPT_KEPT;
+            first = index->entries[first].parent;
         }
     }
 }
@@ -434,7 +444,7 @@ static void keep_pinned(mls_prompt_index *index)
  * clear all flags MLS_PROMPT_KEPT. The caller frees the list. NULL: memory ran out. */
 static candidate *list_candidates(mls_prompt_index *index, size_t *count)
 {
-    const uint8_t stays = MLS_PROMPT_REMOVED | MLS_PROMPT_PINNED | MLS_PROMPT_KEPT;
+    const uint8_t stays = MLS_PROMPT_REMOVED | MLS_PROMPT_KEPT;
     candidate *list = mls_alloc(index->count, sizeof *list);
     size_t listed = 0;
     if (list == NULL) {

@@ -83,6 +83,26 @@ static void enter_record(mls_prompt_log *log, const mls_prompt_segment *segment,
     }
 }
 
+/* Return whether an ancestor of entry `number` has no record, but its bytes may be in a
+ * segment: one whose segment is gone was moved, or is lost. A parent that is not known
+ * yet has no segment. Ends decrease along a chain; in a forged store the loop ends where
+ * they do not. */
+static bool lacks_ancestor(const mls_prompt_log *log, uint32_t number)
+{
+    uint32_t end = UINT32_MAX;
+    while ((number = log->index.entries[number].parent) != MLS_PROMPT_NONE &&
+           log->index.entries[number].end < end) {
+        const mls_prompt_entry *entry = &log->index.entries[number];
+        end = entry->end;
+        if ((entry->flags & MLS_PROMPT_REMOVED) != 0 &&
+            (entry->segment == 0 ||
+             mls_prompt_segment_find(log, entry->segment) != NULL)) {
+            return true;
+        }
+    }
+    return false;
+}
+
 /* Apply a note to the entry of its key. A deletion concerns the record in its segment and
  * older copies in segments before it; a later one is of a key that was stored again. */
 void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note)
@@ -98,6 +118,7 @@ void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note)
     mls_prompt_entry *entry = &log->index.entries[number];
     if (note->operation == MLS_PROMPT_PIN) {
         entry->flags |= MLS_PROMPT_PINNED;
+        log->lacks_pinned = log->lacks_pinned || lacks_ancestor(log, number);
     } else if (note->operation == MLS_PROMPT_UNPIN) {
         entry->flags &= (uint8_t)~MLS_PROMPT_PINNED;
     } else if (note->operation == MLS_PROMPT_DELETE && entry->segment <= note->segment) {

@@ -600,21 +600,28 @@ def _is_restorable(value: Any, *, tensors: bool = True) -> bool:
     Any other value is replaced, such as results of operations of torch. `tensors`: parameters are
     restored in place too. An object that can only be saved is refused by `add`.
     """
-    if isinstance(value, _PLAIN):
-        return False
-    if (
-        library_of(value) is not None
-        or is_cache(value)
-        or method_of(value, "load_state_dict") is not None
-        or method_of(value, "state_dict") is not None
-        or (tensors and is_torch(value) and value.requires_grad and value.is_leaf)
-    ):
-        return True
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif not isinstance(value, list | tuple | set | frozenset | deque):
-        return False
-    return any(_is_restorable(each, tensors=tensors) for each in value)
+    stack = [value]
+    seen: dict[int, Any] = {}  # containers by id: one may contain itself
+    while stack:
+        value = stack.pop()
+        if isinstance(value, _PLAIN):
+            continue
+        if (
+            library_of(value) is not None
+            or is_cache(value)
+            or method_of(value, "load_state_dict") is not None
+            or method_of(value, "state_dict") is not None
+            or (tensors and is_torch(value) and value.requires_grad and value.is_leaf)
+        ):
+            return True
+        is_mapping = isinstance(value, Mapping)
+        if id(value) in seen or not (
+            is_mapping or isinstance(value, list | tuple | set | frozenset | deque)
+        ):
+            continue
+        seen[id(value)] = value
+        stack += value.values() if is_mapping else value
+    return False
 
 
 def like_tensors(value: Any, like: Any) -> Any:

@@ -49,6 +49,26 @@ TEST(pins_stay_with_their_ancestors)
     mls_prompt_log_free(log);
 }
 
+TEST(pins_of_a_circular_chain_end)
+{
+    mls_prompt_log *log = open_log();
+    const prompt p = prompt_of(1);
+    size_t changed = 0, middle = 1;
+    bool busy = true;
+    CHECK(put_bytes(log, &p, 3, PAYLOAD, UINT64_MAX) == 3);
+    mls_prompt_match *match = match_tokens(log, &p, 12);
+    log->index.entries[0].parent = 2; /* forged: the last block */
+    REQUIRE(mls_prompt_lock(log, &busy, &status) == MLS_OK && !busy);
+    CHECK(mls_prompt_mark(log, match, &middle, 1, MLS_PROMPT_PIN, &changed, &status) ==
+          MLS_OK);
+    mls_prompt_unlock(log);
+    mls_prompt_match_free(match);
+    CHECK(changed == 1);
+    (void)prune(log, 1000);
+    CHECK(log->index.count == 3);
+    mls_prompt_log_free(log);
+}
+
 TEST(deleted_records_stay_deleted_without_the_index)
 {
     mls_prompt_log *log = open_log();

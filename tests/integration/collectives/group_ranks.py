@@ -149,6 +149,30 @@ def checked_group_names_mismatched_calls(group):
 
 
 @scenario
+def an_out_that_cannot_be_written_is_refused_before_anything_is_sent(group):
+    checked = TorchGroup(check=True)
+    source = torch.ones(2 * group.world_size, dtype=torch.complex64)
+    rows = torch.zeros(2, dtype=torch.complex64)
+    for name, out in (("all_reduce", source.conj()), ("reduce_scatter", rows.conj())):
+        raises(
+            TypeError,
+            "out: the tensor is a view that is conju",
+            getattr(checked, name),
+            source,
+            out=out,
+        )
+    imaginary = torch.zeros(len(source), dtype=torch.complex64).conj().imag
+    raises(
+        TypeError,
+        "out: the tensor is a view that is nega",
+        checked.all_reduce,
+        source.real,
+        out=imaginary,
+    )
+    checked.barrier()
+
+
+@scenario
 def a_dtype_that_torch_lacks_is_refused(group):
     if np.dtype(np.longdouble).itemsize > 8:
         array = np.zeros(2, np.longdouble)

@@ -549,6 +549,30 @@ def test_other_tensors_are_refused():
         transition_kv_state(torch, 4)
 
 
+@pytest.mark.parametrize(
+    ("convert", "text"),
+    [
+        (lambda tensor: tensor.to_sparse(), "sparse_coo"),
+        (lambda tensor: tensor.to_sparse_csr(), "sparse_csr"),
+        (lambda tensor: tensor.to_mkldnn(), "_mkldnn"),
+        (lambda tensor: torch.nested.nested_tensor([tensor]), "a nested tensor"),
+        (lambda tensor: torch.quantize_per_tensor(tensor, 0.1, 0, torch.qint8), "quantized"),
+        (lambda _: torch.nn.UninitializedParameter(), "without a shape yet"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # of torch, about prototypes
+def test_tensors_without_strides_are_refused(convert, text):
+    tensor = convert(torch.ones(4, 4))
+    for move in (
+        lambda: transition_kv_state(tensor, 8),
+        lambda: transition_kv_state(tensor, 4, 2, dtype=torch.float16),
+        lambda: compact_kv_state(tensor, 2, 1),
+        lambda: transition_kv_state(torch.ones(2, 4), 4, out=tensor),
+    ):
+        with pytest.raises(TypeError, match=f"(source_state|out): the tensor is .*{text}"):
+            move()
+
+
 # ---- with the rest of torch ----
 
 

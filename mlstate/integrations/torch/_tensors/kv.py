@@ -22,6 +22,7 @@ from .memory import (
     refuse_shared,
 )
 from .quantize_kv import kv_dequantize, kv_quantization_loss, kv_quantize, kv_zeros
+from .state import explain_unsupported_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -118,6 +119,22 @@ def _convert_tokens(tokens: torch.Tensor, target: str) -> torch.Tensor:
     return torch.from_numpy(convert_tokens(array, target))
 
 
+def _check_strided(label: str, tensor: torch.Tensor) -> None:
+    """Raise TypeError for a sparse, nested, quantized or uninitialized tensor.
+
+    `label`: of the argument, for the error. Tensors of other devices and subclasses pass.
+    """
+    import torch
+
+    if (
+        torch.nn.parameter.is_lazy(tensor)
+        or tensor.is_nested
+        or tensor.is_quantized
+        or tensor.layout != torch.strided
+    ):
+        raise TypeError(f"{label}: the tensor is {explain_unsupported_tensor(tensor)}")
+
+
 def move_kv(source: torch.Tensor, move: KVMove, out: Any) -> Any:
     """Move a torch KV cache; errors are as for `mlstate.kv.transition_kv_state`.
 
@@ -134,6 +151,10 @@ def move_kv(source: torch.Tensor, move: KVMove, out: Any) -> Any:
         if isinstance(out, torch.Tensor):
             note_written([out])
         return out
+    if not compiling:
+        _check_strided("source_state", source)
+        if isinstance(out, torch.Tensor):
+            _check_strided("out", out)
     axis = sequence_axis(source.shape, move.seq_axis)
     length, position = source.shape[axis], move.position
     if position is None:
