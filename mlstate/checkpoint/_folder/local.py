@@ -15,7 +15,7 @@ from ..._common.log import is_logged, log
 from ..._common.regular_file import check_regular, open_descriptor
 from ..._common.store_error import format_error, store_error
 from ...errors import StoreError
-from .names import MANIFEST, group_by_part
+from .names import FOLDERS, LOCK, MANIFEST, group_by_part, is_checkpoint_file
 from .protocol import FileInfo, NewFiles
 from .weight_names import INDEX, SINGLE, SUFFIX, TORCH_SUFFIX, weights_root
 from .writer_lock import WriterLock
@@ -287,14 +287,20 @@ class LocalFolder:
     def is_empty(self) -> bool:
         """Return whether the path is free to write to: it does not exist, or is an empty folder.
 
-        Raises StoreError if the folder cannot be listed.
+        What a first save that ended early leaves counts as empty. Raises StoreError if the folder
+        cannot be listed.
         """
         if not os.path.lexists(self.path):
             return True
         try:
-            return os.path.isdir(self.path) and not os.listdir(self.path)
+            names = set(os.listdir(self.path)) if os.path.isdir(self.path) else {MANIFEST}
         except OSError as error:
             raise store_error(error, "cannot list the folder", self.path) from None
+        if "roots" not in names or not names <= {LOCK, *FOLDERS}:
+            return not names
+        return not self.names("roots") and all(
+            is_checkpoint_file(part, name) for part in names - {LOCK} for name in self.names(part)
+        )
 
     def is_outage(self, error: Exception) -> bool:
         """Return False: an error of the disk is a problem of the checkpoint."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
 MANIFEST = "manifest.json"
+LOCK = "lock"
 SECTIONS = ("params", "optim_state", "states")
 FOLDERS = (*SECTIONS, "index", "roots")
 MOST_SEQUENCE = (1 << 63) - 1  # of a save
@@ -63,7 +64,7 @@ def is_checkpoint_file(part: str, name: str) -> bool:
     `part`: "" for the folder itself, in which any name counts except the lock.
     """
     if part == "":  # manifests, temporary files, units of tiers
-        return name not in {"", ".", "..", "lock"}
+        return name not in {"", ".", "..", LOCK}
     if part == "roots":
         name = name.removesuffix(_MARK) + ".json" if name.endswith(_MARK) else name
         return root_of(name) is not None or TEMPORARY.match(name) is not None

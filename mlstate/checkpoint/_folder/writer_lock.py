@@ -24,9 +24,8 @@ from ..._common.atomic_file import Target, change_mode, mode_within, replacing
 from ..._common.regular_file import NOT_REGULAR
 from ..._common.store_error import store_error
 from ...errors import StoreError
-from .names import MANIFEST
+from .names import LOCK, MANIFEST
 
-_NAME = "lock"
 _TRIES = 64  # attempts to lock the file while other writers replace it
 _PAUSE = 0.05  # seconds between two attempts; normally the first few attempts suffice
 _UNLOCKABLE = (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS)
@@ -157,7 +156,7 @@ class WriterLock:
         self._timeout = timeout
         self._subject = subject
         self._folder = folder
-        self._path = os.path.join(folder, _NAME)
+        self._path = os.path.join(folder, LOCK)
         self._manifest = os.path.join(folder, MANIFEST)
         self.holder = _core.Descriptor()  # dropping it closes and unlocks, too
         self._is_new = False

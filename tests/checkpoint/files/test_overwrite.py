@@ -100,6 +100,32 @@ def test_empty_folder_needs_no_overwrite(name):
     assert same(NEW, mlstate.load("empty").model)
 
 
+def stop(_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_what_a_stopped_first_save_left_needs_no_overwrite(name):
+    with pytest.raises(KeyboardInterrupt):
+        mlstate.save("stopped", {"w": np.ones(2)}, progress=stop)
+    Path("stopped/params/w.0123456789abcdef-0.safetensors").touch()  # of a killed save
+    WRITERS[name]("stopped")
+    assert same(NEW, mlstate.load("stopped").model)
+
+
+@pytest.mark.parametrize("other", ["params/letter", "letter", "roots/letter"])
+@pytest.mark.parametrize("name", WRITERS)
+def test_other_files_in_the_folders_of_a_save_need_overwrite(name, other):
+    path = Path("other") / other
+    path.parent.mkdir(parents=True)
+    path.write_text("dear")
+    for part in ("params", "roots", "index"):
+        Path("other", part).mkdir(exist_ok=True)
+    with pytest.raises(mlstate.StoreError, match="exists already"):
+        WRITERS[name]("other")
+    assert path.read_text() == "dear"
+
+
 @pytest.mark.parametrize("suffix", [".npz", ".safetensors", ".pt", ".dcp"])
 def test_files_of_other_formats_are_refused_and_replaced(suffix):
     if suffix in (".pt", ".dcp"):
