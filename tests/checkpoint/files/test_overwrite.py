@@ -105,7 +105,7 @@ def stop(_):
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_what_a_stopped_first_save_left_needs_no_overwrite(name):
+def test_the_folder_of_a_stopped_first_save_needs_no_overwrite(name):
     with pytest.raises(KeyboardInterrupt):
         mlstate.save("stopped", {"w": np.ones(2)}, progress=stop)
     Path("stopped/params/w.0123456789abcdef-0.safetensors").touch()  # of a killed save
