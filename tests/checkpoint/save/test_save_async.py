@@ -14,6 +14,7 @@ from pathlib import Path
 import child
 import numpy as np
 import pytest
+from interruption import raise_once
 from rank_threads import run_local
 from test_save import every_kind, native, random
 from thread_team import num_threads
@@ -474,13 +475,7 @@ def test_ctrl_c_ends_the_waiting_and_not_the_save(path, paused):
 
 def interrupt_once(monkeypatch, method):
     """Let the next call of a method of `SaveJob` raise KeyboardInterrupt."""
-    true = getattr(_save_async.SaveJob, method)
-
-    def interrupt(*_):
-        monkeypatch.setattr(_save_async.SaveJob, method, true)
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_save_async.SaveJob, method, interrupt)
+    raise_once(monkeypatch, _save_async.SaveJob, method)
 
 
 @pytest.fixture(params=["give_up", "end", "cancellation"])
@@ -530,6 +525,48 @@ def test_a_lost_save_without_a_thread_ends(path, monkeypatch, method):
             manager.save_async(2, {"w": np.ones(3)})
         manager.save_async(2, {"w": np.ones(3)})
     assert manager.steps() == [2]
+
+
+def test_a_signal_handler_cannot_wait_for_the_save_that_it_interrupts(path, monkeypatch):
+    manager = CheckpointManager(path)
+    start = _save_async.SaveJob.start
+
+    def save_and_start(job):
+        monkeypatch.setattr(_save_async.SaveJob, "start", start)
+        manager.save(2, {"w": np.ones(3)})  # as a handler would
+        start(job)
+
+    monkeypatch.setattr(_save_async.SaveJob, "start", save_and_start)
+    with pytest.raises(RuntimeError, match="cannot wait for itself, while it starts"):
+        manager.save_async(1, {"w": np.ones(3)})
+    manager.save(2, {"w": np.ones(3)})
+    assert manager.steps() == [2]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_fork_does_not_wait_for_a_lost_save(path, monkeypatch, paused):
+    staging, start, threads = Staging(24), _save_async.start_thread, []
+
+    def start_and_interrupt(thread):
+        start(thread)
+        threads.append(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_save_async, "start_thread", start_and_interrupt)
+    interrupt_once(monkeypatch, "reached")  # the wait of the clean-up
+    with pytest.raises(KeyboardInterrupt):
+        save_async(path, {"w": np.ones(3)}, staging=staging)
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)
+        try:
+            save_async(path, {"w": np.ones(3)}, staging=staging)
+        except ValueError as error:
+            os._exit("in use by another save" not in str(error))
+        os._exit(2)
+    assert os.waitpid(pid, 0)[1] == 0
+    paused.set()
+    threads[0].join()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
