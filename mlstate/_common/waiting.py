@@ -8,7 +8,7 @@ for that lock forever. `Lock` and `RLock` are implemented in C: an interrupt can
 from __future__ import annotations
 
 import time
-from _thread import allocate_lock, start_new_thread
+from _thread import RLock, allocate_lock, start_new_thread
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -79,3 +79,23 @@ class Waiters:
             with suppress(ValueError, IndexError):  # `wake` has removed it
                 self._locks.remove(lock)
         return True
+
+
+class Monitor(RLock):  # type: ignore[misc]
+    """A lock whose owner can wait for a change, as with a `Condition`."""
+
+    def __init__(self) -> None:
+        self._waiters = Waiters()
+
+    def wake(self) -> None:
+        """Wake the waiting threads; called after the change."""
+        self._waiters.wake()
+
+    def wait_for(self, has_changed: Callable[[], bool]) -> None:
+        """Release the lock, taken once, until `has_changed`, which is called without the lock."""
+        try:
+            self.release()
+            self._waiters.wait_for(has_changed)
+        finally:
+            if not self._is_owned():  # type: ignore[attr-defined]
+                self.acquire()
