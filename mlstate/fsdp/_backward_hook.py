@@ -263,11 +263,9 @@ class FSDPBackwardHook:
 
     def _abandon_if_idle(self) -> None:
         """Abandon an aborted pass, unless a thread holds the lock: then a pass is alive."""
-        if self._lock.acquire(blocking=False):
-            try:
+        if not self._lock.locked():
+            with self._lock:  # an interrupt can separate `acquire` and `release`
                 self._abandon_aborted()
-            finally:
-                self._lock.release()
 
     def _scatter_in_hook(self, name: str, gradient: Any) -> Any:
         """Scatter the gradient of parameter `name` of a model that is not a torch module.

@@ -2,7 +2,7 @@
 
     python interrupts.py lines CASE MOST
     python interrupts.py signals CASE TRIES SEED
-    python interrupts.py storms CASE TRIES SEED
+    python interrupts.py storms CASE TRIES SEED [SIGNALS]
 
 Each case runs in its own process, whose descriptors and threads are counted, and whose exit is part
 of the test. The output is one line of JSON. `MOST` is the number of lines to try (0: all).
@@ -34,6 +34,7 @@ import mlstate
 from mlstate import coreai, follow
 from mlstate.checkpoint import (
     CheckpointManager,
+    TieredState,
     export_huggingface,
     export_huggingface_async,
     prune,
@@ -42,6 +43,9 @@ from mlstate.checkpoint import (
 )
 from mlstate.checkpoint._files.convert import read_any, write_any
 from mlstate.checkpoint._files.safetensors_verify import verify_file
+from mlstate.collectives import LocalGroup, SingleGroup
+from mlstate.errors import CollectiveError
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
 
 PACKAGE = str(Path(mlstate.__file__).parent) + os.sep
 SECONDS = 20  # limit for threads to end
@@ -65,6 +69,7 @@ class Save:
 
     files = (PACKAGE,)
     options = MappingProxyType({})
+    kept = error = None  # the interrupt; another exception that followed it
 
     def prepare(self, folder):
         """Prepare the inputs of the call."""
@@ -431,6 +436,100 @@ class Follow(Save):
             assert same(follower.state, NEAR)
 
 
+class Tiers(Save):
+    """Units that are used and moved, within a budget."""
+
+    tiers = None
+
+    def prepare(self, folder):
+        """Prepare nothing."""
+
+    def call(self, folder):
+        weights = {name: np.full(8, number, np.float32) for number, name in enumerate("abc")}
+        self.tiers = TieredState(weights, {}, folder / "tiers", warm_budget_bytes=70)
+        for name in "abc":
+            with self.tiers.use(name):
+                pass
+        self.tiers.demote("c", to="cold")
+        self.tiers.promote("c")
+        self.tiers.state_dicts()
+        self.tiers.rebalance()
+
+    def check(self, folder):
+        if self.tiers is None:
+            self.kept = None  # drops the object, which holds the lock
+            gc.collect()
+            shutil.rmtree(folder / "tiers", ignore_errors=True)
+            self.call(folder)
+        for number, name in enumerate("abc"):
+            with self.tiers.use(name) as unit:
+                assert (unit.parameter == number).all()
+            self.tiers.demote(name, to="cold")
+        self.tiers.close()
+        assert len(list((folder / "tiers").glob("*.safetensors"))) == 3
+        shutil.rmtree(folder / "tiers")
+
+
+class Group(Save):
+    """Asynchronous operations of a group."""
+
+    group = None
+
+    def prepare(self, folder):
+        """Prepare nothing."""
+
+    def call(self, folder):
+        (self.group,) = LocalGroup.threads(1)
+        works = [self.group.all_reduce(np.ones(3), async_op=True) for _ in range(3)]
+        for work in works:
+            work.wait()
+        self.group.barrier()
+
+    def check(self, folder):
+        group = self.group or LocalGroup.threads(1)[0]
+        for wait in (True, False):
+            try:
+                group.all_reduce(np.ones(3), async_op=wait, timeout=5)
+            except CollectiveError as error:  # the interrupt came in an operation
+                assert "not done" not in str(error), error
+        group.close()
+
+
+class Reductions(Save):
+    """Gradients that are reduced in a backward pass and without one."""
+
+    hook = None
+
+    def prepare(self, folder):
+        """Prepare nothing."""
+
+    def call(self, folder):
+        hook = FSDPBackwardHook(FSDP(SingleGroup()))
+        self.units = {name: FSDPShardingUnit(name, (2,), "float64", 0) for name in "ab"}
+        hook.use_units(self.units)
+        self.hook = hook
+        for _ in range(2):
+            self.reduce()
+
+    def reduce(self):
+        """Reduce gradients in a pass and without one."""
+        for name in self.units:
+            self.hook.add_gradient(name, np.full(2, 3.0))
+        self.hook.finish()
+        self.hook.scatter_gradient(self.units["a"], np.full(2, 4.0))
+
+    def check(self, folder):
+        if self.hook is None:
+            return
+        try:
+            self.hook.finish()  # a pass that has begun continues
+        except CollectiveError as error:
+            assert "under way" not in str(error), error
+        self.reduce()
+        parts = [unit.local_gradient.tolist() for unit in self.units.values()]
+        assert parts == [[4.0, 4.0], [3.0, 3.0]], parts
+
+
 CASES = {
     "save": Save,
     "new": New,
@@ -452,6 +551,9 @@ CASES = {
     "store": Store,
     "publish": Publish,
     "follow": Follow,
+    "tiers": Tiers,
+    "group": Group,
+    "reductions": Reductions,
 }
 
 
@@ -587,12 +689,14 @@ class Bench:
         result = call(case, folder)
         wrong = None
         try:
+            if case.error is not None:
+                raise case.error
             threads_end()
             case.check(folder)
-            case.manager = case.kept = None
+            case.manager = case.kept = case.tiers = None
             gc.collect()
             left = descriptors()
-            open_before = getattr(self, "open", left)
+            open_before, self.open = getattr(self, "open", left), left
             assert left == open_before, f"open: {set(left) - set(open_before)}"
             threads_end()
         except Exception as error:
@@ -647,6 +751,8 @@ def run_signalled(case, folder, delay, later=()):
             came = True
             case.kept = error
             signal.setitimer(signal.ITIMER_REAL, 0)
+        except Exception as error:
+            case.error = error
         pending.clear()
     except KeyboardInterrupt as error:  # the next one came here
         case.kept = error
@@ -684,10 +790,14 @@ def try_signals(name, tries, seed, signals=1):
     return {"tried": tries, "came": came, "failures": bench.failures}
 
 
+def try_storms(name, tries, seed, signals=3):
+    """Interrupt a case at random moments, and its clean-up."""
+    return try_signals(name, tries, seed, signals)
+
+
 def main(kind, name, *numbers):
     """Print the result as JSON."""
-    kinds = {"lines": try_lines, "signals": try_signals}
-    kinds["storms"] = functools.partial(try_signals, signals=3)
+    kinds = {"lines": try_lines, "signals": try_signals, "storms": try_storms}
     result = kinds[kind](name, *map(int, numbers))
     print(json.dumps(result))
 

@@ -260,11 +260,13 @@ class TierMoves:
 
         Further errors are ignored, so that the first one is raised.
         """
-        written = [unit for unit in self._units.values() if unit.tier == Tier.COLD]
         with suppress(Exception):  # the first error is raised; remaining files stay
-            for unit in written:
-                self._move(unit, Tier.WARM)
-                self._folder.remove([unit.file])
+            for unit in self._units.values():
+                with self._changed:
+                    is_cold = self._unit_at_rest(unit.name).tier == Tier.COLD
+                if is_cold:
+                    self._move(unit, Tier.WARM)
+                self._folder.remove([unit.file])  # also of a move that was interrupted
         self._close()
 
     def _insert(self, unit: Unit) -> None:

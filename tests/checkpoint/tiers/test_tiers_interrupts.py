@@ -90,3 +90,18 @@ def test_a_signal_handler_cannot_wait_for_the_move_that_it_interrupts(tiers, mon
     assert errors == ["unit 'a' is moving in this thread"] * 2
     monkeypatch.undo()
     check(tiers)
+
+
+def test_an_interrupted_constructor_leaves_no_file(tmp_path, monkeypatch):
+    arrays_in = moves.arrays_in
+
+    def write_and_interrupt(*arguments):
+        arrays_in(*arguments)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(moves, "arrays_in", write_and_interrupt)
+    weights = {name: np.ones(8) for name in "abc"}
+    with pytest.raises(KeyboardInterrupt):
+        TieredState(weights, {}, tmp_path, warm_budget_bytes=100)
+    assert not list(tmp_path.glob("*.safetensors"))
