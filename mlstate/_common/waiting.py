@@ -49,6 +49,31 @@ def start_thread(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
 
+def remove_folder(path: str) -> None:
+    """Delete a folder; ignore errors, as if it is missing.
+
+    An interrupt ends the call, but the deletion continues in another thread. In this one it could
+    make `shutil.rmtree` close a descriptor twice, which another file may have by then.
+    """
+    import shutil
+
+    ended = allocate_lock()
+    ended.acquire()
+
+    def remove() -> None:
+        """Delete the folder, then wake the caller."""
+        try:
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            ended.release()
+
+    try:
+        start_new_thread(remove, ())
+    except (RuntimeError, MemoryError):  # no thread left
+        remove()
+    ended.acquire()
+
+
 class Waiters:
     """The threads that wait for a change; each has a lock, so an interrupt affects no other."""
 

@@ -1,6 +1,7 @@
 """Threads and waits that interrupts do not lock."""
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -8,7 +9,7 @@ import time
 import pytest
 from interruption import raise_once, split_condition
 
-from mlstate._common.waiting import Waiters, start_thread
+from mlstate._common.waiting import Waiters, remove_folder, start_thread
 from mlstate.collectives import _engine
 
 SECONDS = 20
@@ -37,6 +38,23 @@ def test_a_waiting_thread_sees_a_change_after_an_interrupted_wake():
     changed.append(True)  # no wake follows
     thread.join()
     assert not waiters.wait_for(lambda: False, 0.01)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_folder_is_deleted_although_its_deletion_is_interrupted(tmp_path, monkeypatch):
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    delete, has_ended = shutil.rmtree, threading.Event()
+
+    def interrupt_and_delete(path, **options):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.05)
+        delete(path, **options)
+        has_ended.set()
+
+    monkeypatch.setattr(shutil, "rmtree", interrupt_and_delete)
+    with pytest.raises(KeyboardInterrupt):
+        remove_folder(tmp_path / "folder")
+    assert has_ended.wait(SECONDS) and not list(tmp_path.iterdir())
 
 
 def test_operations_run_after_an_interrupted_wait(monkeypatch):

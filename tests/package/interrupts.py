@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from types import MappingProxyType
 
@@ -57,8 +58,22 @@ LITTER = "0123456789abcdef"
 
 # Lines at which Python itself allows no cleanup, by reason. The first set is found from the source.
 WITH_EXIT = "the tracer is called between a `with` block and __exit__; no signal handler is"
+TRY = "the line of a `try` has no instruction that can raise, so a `with` around it does not end"
 # function -> reason; the state is not checked after an interrupt there
-NO_WAY = {}
+NO_CALL = "it makes no call between two changes, so that no signal handler runs between them"
+NO_WAY = dict.fromkeys(
+    (
+        "TierMoves._move",
+        "TierMoves._end_move",
+        "TierMoves._hold",
+        "TierMoves._release",
+        "TierPolicy.begin",
+        "TierPolicy.end",
+        "TierPolicy.hold",
+        "TierPolicy.release",
+    ),
+    NO_CALL,
+)
 
 
 # ---- cases: prepare a folder, then the call that is interrupted ----
@@ -70,6 +85,7 @@ class Save:
     files = (PACKAGE,)
     options = MappingProxyType({})
     kept = error = None  # the interrupt; another exception that followed it
+    is_storm = False  # then temporary files may stay, because their deletion was interrupted
 
     def prepare(self, folder):
         """Prepare the inputs of the call."""
@@ -250,7 +266,7 @@ class Convert(Save):
 
     def check(self, folder):
         self.call(folder)
-        assert not list(folder.glob("*.tmp"))
+        assert self.is_storm or not list(folder.glob("*.tmp"))
 
 
 class Export(Save):
@@ -270,6 +286,7 @@ class Export(Save):
         self.call(folder)
         assert same(mlstate.load(folder / "hf").model, NEW)
         left = {path.name for path in folder.iterdir()}
+        left = {name for name in left if not (self.is_storm and name.endswith(".tmp"))}
         assert left == {"hf", "source"}, left
 
 
@@ -379,8 +396,8 @@ class Store(Save):
         options = self.options(folder)
         model = mlstate.load("gs://bucket/run", storage_options=options).model
         assert same(model, OLD) or same(model, NEW)
-        assert not list((folder / "scratch").iterdir()), list((folder / "scratch").iterdir())
-        assert not list((folder / "cache").rglob("*.tmp"))
+        left = [*(folder / "scratch").iterdir(), *(folder / "cache").rglob("*.tmp")]
+        assert self.is_storm or not left, left
         self.call(folder)
 
 
@@ -593,6 +610,13 @@ def with_blocks(file):
     return blocks
 
 
+@functools.cache
+def try_statements(file):
+    """Return the lines of the word `try`."""
+    tree = ast.parse(Path(file).read_text())
+    return {node.lineno for node in ast.walk(tree) if isinstance(node, ast.Try)}
+
+
 class Tracer:
     """Raises KeyboardInterrupt at one line event of this thread; 0: only counts them."""
 
@@ -618,7 +642,9 @@ class Tracer:
             if self.count >= self.at > 0:
                 leaves = end is not None and line < before <= end
                 name = f"{Path(code.co_filename).name}:{line} {code.co_qualname}"
-                self.where = (name, WITH_EXIT if leaves else NO_WAY.get(code.co_qualname))
+                reason = WITH_EXIT if leaves else NO_WAY.get(code.co_qualname)
+                reason = TRY if line in try_statements(code.co_filename) else reason
+                self.where = (name, reason)
                 self.at = 0
                 if not self.where[1]:
                     raise KeyboardInterrupt
@@ -697,7 +723,10 @@ class Bench:
             gc.collect()
             left = descriptors()
             open_before, self.open = getattr(self, "open", left), left
-            assert left == open_before, f"open: {set(left) - set(open_before)}"
+            new = Counter(left) - Counter(open_before)
+            if case.is_storm:  # `shutil.rmtree` was interrupted
+                new = [name for name in new if "mlstate-" not in name]
+            assert not new, f"open: {new}"
             threads_end()
         except Exception as error:
             wrong = f"{type(error).__name__}: {error}"[:400]
@@ -733,6 +762,7 @@ def run_signalled(case, folder, delay, later=()):
     The exceptions are kept until the end, with the frames of their tracebacks.
     """
     pending = list(later)
+    case.is_storm = bool(pending)
 
     def interrupt(number, frame):
         if pending:
