@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias
@@ -17,6 +16,7 @@ from .. import _core
 from ..errors import StoreError
 from .local_path import local_path
 from .store_error import store_error
+from .waiting import remove_folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,7 +71,7 @@ def _remove(path: str) -> None:
     """Delete a file or folder as far as possible; errors are ignored."""
     with suppress(OSError):
         if stat.S_ISDIR(os.lstat(path).st_mode):
-            shutil.rmtree(path, ignore_errors=True)
+            remove_folder(path)
         else:
             os.unlink(path)
 

@@ -17,13 +17,12 @@ import errno
 import os
 import sys
 import time
-from collections import deque
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from .._common.budget import parse_budget
 from .._common.store_error import store_error
+from .._common.waiting import Waiters, start_thread
 from .._sharding.layout import Shard
 from ..errors import StoreError
 from ._commit import write_and_commit
@@ -136,8 +135,9 @@ class SaveJob:
         # moment in any thread. RLock is implemented in C, so an interrupt cannot split `with`;
         # it can split the methods of a Condition, which then stays locked.
         self.guard = threading.RLock()
-        self.wake_locks: deque[Any] = deque()  # one for each waiting thread; released on a change
+        self.waiters = Waiters()
         self.starting = threading.Lock()  # held by the call that starts the job
+        self.starter = threading.get_ident()  # the thread of that call
         self.started = self.begun = self.staged = self.ended = False
         # `asked`: an error needs no report, as a call raised it; `abandoned`: the handle is gone
         self.cancelled = self.asked = self.abandoned = False
@@ -149,34 +149,15 @@ class SaveJob:
     # -- start
 
     def start(self) -> None:
-        """Start the save in a thread; if the system has no thread left, run it in this one.
-
-        An interrupt of `Thread.start` can leave its Condition locked, and the new thread would
-        wait forever. Interrupts are raised only in the main thread, so another thread calls it.
-        """
-        import _thread
+        """Start the save in a thread; if the system has no thread left, run it in this one."""
         import threading
 
         name = f"mlstate save {os.path.basename(self.path)}"
         self.thread = threading.Thread(target=self.run, name=name, daemon=False)
-        attempted = threading.Lock()
-        attempted.acquire()
         try:
-            _thread.start_new_thread(self.start_thread, (attempted,))
-            attempted.acquire()
-        except (RuntimeError, MemoryError):
-            pass
-        if self.thread.ident is None:
+            start_thread(self.thread)
+        except RuntimeError:
             self.run()
-
-    def start_thread(self, attempted: Any) -> None:
-        """Start the save's thread if the system can; then release the lock `attempted`."""
-        try:
-            self.thread.start()
-        except (RuntimeError, MemoryError):
-            pass
-        finally:
-            attempted.release()
 
     def give_up(self) -> None:
         """Stop a save whose handle did not reach the caller, for example after an interrupt.
@@ -193,7 +174,7 @@ class SaveJob:
 
     def end_if_lost(self) -> None:
         """End a save that will never run, as interrupts stopped its start and its `give_up`."""
-        if not self.starting.locked() and not self.started:
+        if not self.starting.locked() and not self.started and self.pid == os.getpid():
             self.give_up()
 
     # -- this rank's shards
@@ -256,7 +237,7 @@ class SaveJob:
             self.staged_at = self.staged_at or self.ended_at
             self.begun = self.staged = self.ended = True
             must_report = error is not None and self.abandoned and not self.asked
-        self.wake_waiters()
+        self.waiters.wake()
         if must_report:
             self.report()
 
@@ -319,12 +300,7 @@ class SaveJob:
         """Mark the job as staged: the state may change."""
         self.staged_at = time.perf_counter()
         self.staged = True
-        self.wake_waiters()
-
-    def wake_waiters(self) -> None:
-        """Wake the threads that wait."""
-        while self.wake_locks:
-            self.wake_locks.pop().release()
+        self.waiters.wake()
 
     def cancellation(self) -> StoreError:
         """Return the error of a cancelled save."""
@@ -374,32 +350,11 @@ class SaveJob:
         self.refuse_own_thread()
         start = time.perf_counter()
         try:
-            return self.wait_until(event, timeout)
+            return self.waiters.wait_for(lambda: getattr(self, event), timeout)
         finally:
             now = time.perf_counter()
             with self.guard:
                 add_wait(self.waits, start, now)
-
-    def wait_until(self, event: str, timeout: float | None) -> bool:
-        """Wait for "staged" or "ended"; return False after `timeout`.
-
-        `timeout`: seconds, None for no limit. Each waiting thread has a lock of its own, which
-        `wake_waiters` releases, so an interrupt affects no other thread.
-        """
-        import threading
-
-        end = None if timeout is None else time.monotonic() + timeout
-        while True:
-            wake_lock = threading.Lock()
-            wake_lock.acquire()
-            self.wake_locks.append(wake_lock)  # before the test, so that no change is missed
-            if getattr(self, event):
-                return True
-            left = -1.0 if end is None else max(0.0, end - time.monotonic())
-            if not wake_lock.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
-                with suppress(ValueError, IndexError):  # already released, or about to be
-                    self.wake_locks.remove(wake_lock)
-                return bool(getattr(self, event))
 
     def wait_for(self, event: str, timeout: float | None) -> None:
         """Wait until the job is "staged" or "ended"; raise its error if it failed.
@@ -670,11 +625,16 @@ class SaveHandle:
     def _settle(self) -> None:
         """Wait until the save has ended; raise its error unless the user has seen it.
 
-        Do nothing in a forked child, which has no such save.
+        Do nothing in a forked child, which has no such save. Raises RuntimeError in a signal
+        handler, or `progress`, that the start of the save calls.
         """
+        import threading
+
         job = self._job
         if job.pid != os.getpid():
             return
+        if job.starting.locked() and job.starter == threading.get_ident() and not job.started:
+            raise RuntimeError(f"the save of {job.path} cannot wait for itself, while it starts")
         job.end_if_lost()
         job.reached("ended")
         if not job.asked:

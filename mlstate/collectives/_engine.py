@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from .._common.arguments import check_flags
 from .._common.arrays import is_torch
 from .._common.streams import on_current_stream
+from .._common.waiting import start_thread
 from ._arguments import (
     ReduceOp,
     check_array,
@@ -95,15 +96,22 @@ class OperationQueue:
 
         The task runs on the CUDA stream of the caller. `operation`: its name, for errors.
         """
-        import threading
-
         work, task = Work(operation, self._rank), on_current_stream(task)
         with self._lock:
             self._queue.append((work, task))
-            if self._worker is None:
-                self._worker = threading.Thread(target=self._drain, name=self._name)
-                self._worker.start()
+            self._start_worker()
         return work
+
+    def _start_worker(self) -> None:
+        """Start the thread, unless it runs; the caller holds the lock.
+
+        An interrupt can stop the start. A second thread would do no harm: one at a time runs tasks.
+        """
+        import threading
+
+        if self._worker is None or self._worker.ident is None:
+            self._worker = threading.Thread(target=self._drain, name=self._name)
+            start_thread(self._worker)
 
     def _drain(self) -> None:
         """Run queued operations until none is left, then end; the main function of the thread.
@@ -130,6 +138,8 @@ class OperationQueue:
     def join(self) -> None:
         """Wait until all queued operations have ended."""
         with self._lock:
+            if self._queue:
+                self._start_worker()
             worker = self._worker
         if worker is not None:
             worker.join()

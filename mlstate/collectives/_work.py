@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._common.waiting import Waiters
 from ._arguments import check_timeout, failed
 
 
@@ -31,15 +32,14 @@ class Work:
     (array([1., 1.]), True)
     """
 
-    __slots__ = ("_error", "_finished", "_result", "operation", "rank")
+    __slots__ = ("_error", "_is_done", "_result", "_waiters", "operation", "rank")
 
     def __init__(self, operation: str, rank: int) -> None:
         """Create the handle of an operation that has not ended yet; parameters as for the class."""
-        import threading  # keeps threading out of `import mlstate`
-
         self.operation: str = operation
         self.rank: int = rank
-        self._finished = threading.Event()
+        self._waiters = Waiters()
+        self._is_done = False
         self._result: Any = None
         self._error: BaseException | None = None
 
@@ -68,7 +68,7 @@ class Work:
         >>> from mlstate.collectives import SingleGroup
         >>> SingleGroup().barrier(async_op=True).wait()
         """
-        if not self._finished.wait(check_timeout(timeout)):
+        if not self._waiters.wait_for(self.done, check_timeout(timeout)):
             raise failed(
                 self.operation,
                 self.rank,
@@ -96,7 +96,7 @@ class Work:
         >>> SingleGroup().barrier(async_op=True).done()
         True
         """
-        return self._finished.is_set()
+        return self._is_done
 
     def set_result(self, result: object) -> None:
         """Complete the operation with a result, which `wait` returns.
@@ -115,7 +115,8 @@ class Work:
         True
         """
         self._result = result
-        self._finished.set()
+        self._is_done = True
+        self._waiters.wake()
 
     def set_error(self, error: BaseException) -> None:
         """Complete the operation with an error, which `wait` raises.
@@ -136,4 +137,5 @@ class Work:
         mlstate.errors.CollectiveError: rank 1 is gone
         """
         self._error = error
-        self._finished.set()
+        self._is_done = True
+        self._waiters.wake()

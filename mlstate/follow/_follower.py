@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
@@ -173,6 +174,7 @@ class Follower:
                 raise named_error(name, "into= gives a copy of the tensor: pass the tensor")
         # state before a change that has begun, or None, and the elements that it overwrote
         self._undo: tuple[_State | None, UndoLog] = (None, [])
+        self._changing = Lock()  # held while arrays change
 
     @property
     def path(self) -> str:
@@ -192,6 +194,7 @@ class Follower:
         With ``double_buffer=True`` no later call changes these arrays. Without it they are the
         arrays of `into`.
         """
+        self._undo_lost()
         return dict(self._state.arrays)
 
     def __repr__(self) -> str:
@@ -214,7 +217,7 @@ class Follower:
         >>> Follower(tempfile.mkdtemp(), into={"w": np.zeros(2)}).poll() is None
         True
         """
-        self._undo_interrupted()
+        self._undo_lost()
         manifest = self._find_newest()
         if manifest is None:
             return None
@@ -269,7 +272,7 @@ class Follower:
         """
         if step is not None:
             step = check_int("step", step, 0)
-        self._undo_interrupted()
+        self._undo_lost()
         self._use_present_arrays()
         for attempt in range(_TRIES):
             manifest = self._find_newest()
@@ -305,7 +308,7 @@ class Follower:
         >>> _ = follower.advance()
         >>> follower.verify()
         """
-        self._undo_interrupted()
+        self._undo_lost()
         state, arrays = self._state, self._present_arrays()
         if state.version is not None:
             refuse_other_names(arrays, state.parts, self.path)
@@ -410,7 +413,8 @@ class Follower:
         for is_anchor, versions in _ways(lineage.versions[: end + 1], current):
             reason = "" if first is None else str(first)
             try:
-                self._apply_versions(is_anchor, versions, lineage.name, manifest, reason)
+                with self._changing:
+                    self._apply_versions(is_anchor, versions, lineage.name, manifest, reason)
                 return
             except (FormatError, FileNotFoundError) as error:
                 write_log("WARNING", "%s: %s", self.path, error)
@@ -520,12 +524,19 @@ class Follower:
         is_turn = number % _SAMPLE == version.sequence % _SAMPLE
         return self._check == "all" or (is_turn and self._check == "sample")
 
+    def _undo_lost(self) -> None:
+        """Restore the elements if another exception ended an earlier restoration.
+
+        Each public method calls it first.
+        """
+        if not self._changing.locked():
+            self._undo_interrupted()
+
     def _undo_interrupted(self) -> None:
         """Restore the elements that an interrupted change overwrote.
 
         Does nothing if the change was committed. A KeyboardInterrupt is raised only after all
-        elements are restored. Each public method calls it first, because another exception may have
-        ended an earlier restoration.
+        elements are restored.
         """
         interrupt: KeyboardInterrupt | None = None
         while True:

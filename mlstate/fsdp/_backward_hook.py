@@ -236,27 +236,36 @@ class FSDPBackwardHook:
             problem = ""
             if self._pass is None:
                 _, problem = hooks.outdated()  # becomes an error on all ranks, which wait for it
-                self._pass = BackwardPass(self._plan, self._reducer)
-            self._pass.token = token
-            self._pass.add(name, gradient, on_failure, problem)
+            current = self._current_pass()
+            current.token = token
+            current.add(name, gradient, on_failure, problem)
+
+    def _current_pass(self) -> BackwardPass:
+        """Return the current pass, a new one if there is none; the caller holds the lock."""
+        if self._pass is None:
+            self._pass = BackwardPass(self._plan, self._reducer, self._lock)
+            self._pass.session.is_continued = True
+        return self._pass
 
     def _abandon_aborted(self) -> None:
         """Abandon a torch pass that an error ended before all gradients had arrived.
 
-        Such a pass never calls `finish`; its token, a weak reference, is dead.
+        Such a pass never calls `finish`; its token, a weak reference, is dead. Also abandon a pass
+        whose begin or end was interrupted. The caller holds the lock.
         """
         current = self._pass
-        if current is not None and current.token is not None and current.token() is None:
+        if current is None:
+            return
+        is_dead = current.token is not None and current.token() is None
+        if is_dead or not current.session.is_continued:
             self._pass = None
             current.abandon()
 
     def _abandon_if_idle(self) -> None:
         """Abandon an aborted pass, unless a thread holds the lock: then a pass is alive."""
-        if self._lock.acquire(blocking=False):
-            try:
+        if not self._lock.locked():
+            with self._lock:  # an interrupt can separate `acquire` and `release`
                 self._abandon_aborted()
-            finally:
-                self._lock.release()
 
     def _scatter_in_hook(self, name: str, gradient: Any) -> Any:
         """Scatter the gradient of parameter `name` of a model that is not a torch module.
@@ -367,9 +376,8 @@ class FSDPBackwardHook:
         if self._sums:
             gradient, problem = self._sums.take(name, gradient)
         with self._lock:
-            if self._pass is None:
-                self._pass = BackwardPass(self._plan, self._reducer)
-            self._pass.add(name, gradient, None, problem)
+            self._abandon_aborted()
+            self._current_pass().add(name, gradient, None, problem)
 
     def finish(self) -> None:
         """End a backward pass: wait until all gradients are scattered.
@@ -392,11 +400,10 @@ class FSDPBackwardHook:
         """
         with self._lock:
             self._abandon_aborted()
-            if self._pass is None:
-                if not self._is_synced:
-                    return
-                self._pass = BackwardPass(self._plan, self._reducer)
-            current, hooks = self._pass, self._module_hooks
+            if self._pass is None and not self._is_synced:
+                return
+            current, hooks = self._current_pass(), self._module_hooks
+            current.session.is_continued = False
             ended = perf_counter()  # of the computation, for the report
             try:
                 self._add_missing(current)

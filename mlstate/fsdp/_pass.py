@@ -15,6 +15,7 @@ from ._bucket import Entry, FullBucket
 from ._reducer import Session, plan_digest
 
 if TYPE_CHECKING:
+    import threading
     from collections.abc import Callable, Mapping
 
     from ..collectives._work import Work
@@ -63,12 +64,11 @@ class BackwardPass:
     The caller holds a lock during each call. A thread reduces full buckets meanwhile.
     """
 
-    def __init__(self, plan: BucketPlan, reducer: Reducer) -> None:
+    def __init__(self, plan: BucketPlan, reducer: Reducer, running: threading.Lock) -> None:
         """Start a pass without gradients; it locks the reductions of `reducer` until it ends.
 
-        Raises CollectiveError if that reducer runs another pass.
+        `running`: the caller's lock. Raises CollectiveError if that reducer runs another pass.
         """
-        self.session = Session(reducer)
         self.arrived: dict[str, Entry] = {}
         self.token: Callable[[], object] | None = (
             None  # weakref: dead once the torch pass has ended
@@ -81,6 +81,7 @@ class BackwardPass:
         self._submitted = 0  # number of buckets passed to the thread, or reduced by `finish`
         self._reduced = 0  # number of submitted buckets that are reduced
         self._works: list[Work] = []  # calls of `_reduce_submitted` in the thread
+        self.session = Session(reducer, running)
 
     def add(
         self,
@@ -153,6 +154,7 @@ class BackwardPass:
 
     def abandon(self) -> None:
         """End the pass without the remaining gradients; all local gradients become None."""
+        self.session.is_continued = False
         self._wait()
         self._fail_others()
         for unit in self._plan.units.values():

@@ -200,15 +200,14 @@ class Session:
     class of this rank's error before; an entry must then have a problem.
     """
 
-    def __init__(self, reducer: Reducer) -> None:
-        """Open a session of `reducer`; raise CollectiveError if it has one already."""
-        if not reducer.lock.acquire(blocking=False):
-            raise failed(
-                "reduce_scatter",
-                reducer.group.rank,
-                "another reduction of this FSDP is under way; wait for it, or let its backward "
-                "pass end",
-            )
+    def __init__(self, reducer: Reducer, running: threading.Lock) -> None:
+        """Open a session of `reducer`; raise CollectiveError if it has one already.
+
+        `running`: a lock that the caller holds while it uses the session. If no other caller holds
+        it and `is_continued` is False, an interrupt has stopped the caller: another may open one.
+        """
+        self._running = running
+        self.is_continued = False  # between two calls that hold the lock
         self._reducer = reducer
         self._check = ConsistencyCheck(reducer.group, reducer.timeout, reducer.settings)
         self._unused: list[Entry] = []  # reduced as zeros, because this rank did not use them
@@ -220,13 +219,29 @@ class Session:
         self._is_refused = False  # by any rank: the session has ended
         self._error: BaseException | None = None  # after it, ranks may be out of step
         self.events: list[Bucket] | None = [] if reducer.record else None
+        other = reducer.sessions.get("open")
+        if (
+            other is not None
+            and not other.is_continued
+            and (other._running is running or not other._running.locked())
+        ):
+            reducer.queue.join()  # its thread
+            other.close()
+        if reducer.sessions.setdefault("open", self) is not self:  # atomic
+            raise failed(
+                "reduce_scatter",
+                reducer.group.rank,
+                "another reduction of this FSDP is under way; wait for it, or let its backward "
+                "pass end",
+            )
 
     def close(self) -> None:
         """Release the reducer; sums that no header has confirmed fail."""
         for entry in self._pending:
             entry.fail()
         self._pending = []
-        self._reducer.lock.release()
+        if self._reducer.sessions.get("open") is self:
+            self._reducer.sessions.clear()
 
     # ---- buckets ----
 
@@ -451,8 +466,7 @@ class Reducer:
 
     `terms` apply to gradients of any dtype. `settings` must be equal on all ranks; their keys
     appear in errors. This class itself uses ``bucket_bytes`` and ``allow_unused``. A `timeout` of
-    None means the group's timeout. `record`: sessions record the times of buckets. The open session
-    holds `lock`.
+    None means the group's timeout. `record`: sessions record the times of buckets.
     """
 
     def __init__(
@@ -467,7 +481,7 @@ class Reducer:
         """Keep the arguments, which the class describes; sends nothing to other ranks."""
         self.rank, self.world_size = int(group.rank), int(group.world_size)
         self.group, self.timeout = group, timeout
-        self.lock = threading.Lock()
+        self.sessions: dict[str, Session] = {}  # "open": the open one, if any
         self.queue = OperationQueue("mlstate-fsdp", group.rank)  # its thread reduces during a pass
         self.settings = dict(settings)
         self.allow_unused = bool(settings.get("allow_unused"))
@@ -567,15 +581,18 @@ class Reducer:
         its name, for errors. `accumulate`: add to existing local gradients. `has_same_names`: False
         makes this rank's error a GradientNamesError.
         """
-        session = Session(self)
-        try:
-            if any(entry.problem for entry in entries):
-                session.refusal = GradientMismatchError if has_same_names else GradientNamesError
-            entries = sorted(entries, key=lambda entry: entry.unit.parameter_name)
-            self.reduce_entries(session, entries, accumulate=accumulate)
-            session.finish(operation)
-        finally:
-            session.close()
+        running = threading.Lock()
+        with running:
+            session = Session(self, running)
+            try:
+                if any(entry.problem for entry in entries):
+                    refusal = GradientMismatchError if has_same_names else GradientNamesError
+                    session.refusal = refusal
+                entries = sorted(entries, key=lambda entry: entry.unit.parameter_name)
+                self.reduce_entries(session, entries, accumulate=accumulate)
+                session.finish(operation)
+            finally:
+                session.close()
 
     def reduce_entries(self, session: Session, entries: list[Entry], *, accumulate: bool) -> None:
         """Divide the gradients `entries` into buckets and reduce them in the open `session`.

@@ -3,26 +3,36 @@
 from __future__ import annotations
 
 import os
-from threading import Condition
-from typing import TYPE_CHECKING, Any, NamedTuple
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .._common.log import log
+from .._common.waiting import Waiters
+from ..collectives._engine import OperationQueue
 from ._transfer import copied
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future, ThreadPoolExecutor
+    from concurrent.futures import Future
 
     from .._types import NDArray
 
 
-class _Put(NamedTuple):
+class _Put:
     """A put that is not written yet."""
 
-    tokens: NDArray
-    nbytes: int  # of the copies
+    def __init__(self, tokens: NDArray, nbytes: int) -> None:
+        """Describe the put of `tokens`, whose copies have `nbytes` bytes."""
+        self.tokens = tokens
+        self.nbytes = nbytes
+        self.starting = Lock()  # held by the call that submits the put
+        self.is_submitted = False
+
+    def is_lost(self) -> bool:
+        """Return whether interrupts stopped both the call and its clean-up."""
+        return not self.starting.locked() and not self.is_submitted
 
 
 class PendingPuts:
@@ -33,9 +43,14 @@ class PendingPuts:
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
-        self._changed = Condition()
+        self._start()
+
+    def _start(self) -> None:
+        """Start with an empty queue."""
+        self._lock = Lock()  # protects `_queue`
+        self._waiters = Waiters()
         self._queue: list[_Put] = []  # copied or being copied, and not written yet
-        self._executor: ThreadPoolExecutor | None = None
+        self._thread = OperationQueue("mlstate-prompts", 0)
         self._process = os.getpid()
 
     @property
@@ -46,8 +61,7 @@ class PendingPuts:
     def _check_process(self) -> None:
         """Forget the thread of the parent, which a forked process does not have."""
         if self._process != os.getpid():
-            self._changed = Condition()  # the thread may have held it
-            self._queue, self._executor, self._process = [], None, os.getpid()
+            self._start()  # the thread may have held the lock
 
     def common(self, ids: NDArray) -> int:
         """Return the largest number of first tokens that `ids` shares with a prompt in the queue.
@@ -55,7 +69,8 @@ class PendingPuts:
         0 for an empty queue. Blocks up to there need not be stored by the next put.
         """
         self._check_process()
-        with self._changed:
+        with self._lock:
+            self._drop_lost()
             return max((_common_tokens(ids, put.tokens) for put in self._queue), default=0)
 
     def submit(
@@ -68,56 +83,76 @@ class PendingPuts:
         room. A put that exceeds the whole budget is written here, without copies; its errors are
         raised here.
         """
-        from concurrent.futures import Future, ThreadPoolExecutor
+        from concurrent.futures import Future
 
         put = _Put(ids, sum(part.nbytes for *_, parts in records for part in parts))
-        try:
-            with self._changed:
-                self._changed.wait_for(lambda: self._has_room(put.nbytes))
-                if put.nbytes <= self._most:
-                    self._executor = self._executor or ThreadPoolExecutor(1, "mlstate-prompts")
-                    self._queue.append(put)
-            if put.nbytes <= self._most:
-                copies = [(*rest, [copied(part) for part in parts]) for *rest, parts in records]
-                assert self._executor is not None
-                return self._executor.submit(self._run_put, put, copies, write)
-        except BaseException:
-            self._forget(put)
-            raise
         done: Future[int] = Future()
+        with put.starting:
+            try:
+                self._waiters.wait_for(lambda: self._reserve(put))
+                if put.nbytes <= self._most:
+                    copies = [(*rest, [copied(part) for part in parts]) for *rest, parts in records]
+                    self._thread.run(
+                        "put", lambda: self._run_put(put, copies, write, done), async_op=True
+                    )
+                    put.is_submitted = True
+                    return done
+            except BaseException:
+                self._forget(put)
+                raise
         done.set_result(write(records))
         return done
 
-    def _has_room(self, nbytes: int) -> bool:
-        return not self._queue or self.nbytes + nbytes <= self._most
+    def _reserve(self, put: _Put) -> bool:
+        """Return whether there is room for a put, which is then queued unless it is too large."""
+        with self._lock:
+            self._drop_lost()
+            has_room = not self._queue or self.nbytes + put.nbytes <= self._most
+            if has_room and put.nbytes <= self._most:
+                self._queue.append(put)
+            return has_room
 
-    def _run_put(self, put: _Put, records: list[Any], write: Callable[[list[Any]], int]) -> int:
+    def _drop_lost(self) -> None:
+        """Take puts out of the queue that the thread will not write; the caller holds the lock."""
+        self._queue = [put for put in self._queue if not put.is_lost()]
+
+    def _run_put(
+        self,
+        put: _Put,
+        records: list[Any],
+        write: Callable[[list[Any]], int],
+        done: Future[int],
+    ) -> None:
         """Write a put in the thread, and take it out of the queue.
 
-        `records`: its copies; the list is emptied. Returns the result of `write`. An error is
-        logged, and raised by the future.
+        `records`: its copies; the list is emptied. `done`: gets the result of `write`, or its
+        error, which is also logged.
         """
+        written, failed = 0, None
         try:
-            return write(records)
-        except Exception as error:
+            if done.set_running_or_notify_cancel():
+                written = write(records)
+        except BaseException as error:
             log("ERROR", "a prompt of %d tokens is not stored: %s", len(put.tokens), error)
-            raise
-        finally:
-            records.clear()  # frees the copies before another put gets their room
-            self._forget(put)
+            failed = error
+        records.clear()  # frees the copies before another put gets their room
+        self._forget(put)
+        if failed is not None:
+            done.set_exception(failed)
+        elif not done.cancelled():
+            done.set_result(written)
+        del done, failed  # avoid a reference cycle between traceback and error
 
     def _forget(self, put: _Put) -> None:
         """Take a put out of the queue, if it is in it, and wake puts that wait for room."""
-        with self._changed:
+        with self._lock:
             self._queue = [each for each in self._queue if each is not put]
-            self._changed.notify_all()
+        self._waiters.wake()
 
     def close(self) -> None:
         """Wait until all puts are written, and end the thread; a later put starts another one."""
         self._check_process()
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.shutdown(wait=True)
+        self._thread.join()
 
 
 def _common_tokens(ids: NDArray, other: NDArray) -> int:

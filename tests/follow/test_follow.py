@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_model import flip
+from interruption import raise_once
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, Layout, Shard
@@ -396,6 +397,24 @@ def test_an_exception_between_two_tensors_restores_the_old_version(path, monkeyp
     assert same(into, models[1 if is_old else 2])
     follower.advance()
     assert same(into, models[2])
+
+
+def test_the_state_is_restored_after_an_interrupted_restoration(path, monkeypatch):
+    _, models = published(path, 3)
+    follower, into = follower_at(path, models, 1)
+    apply, states = _follower.apply_delta, []
+
+    def apply_and_interrupt(*arguments, **keywords):
+        apply(*arguments, **keywords)
+        states.append(copy(follower.state))  # a signal handler reads it, and restores nothing
+        raise_once(monkeypatch, _follower.Follower, "_undo_interrupted")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_follower, "apply_delta", apply_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        follower.advance()
+    assert not same(states[0], models[1])
+    assert same(follower.state, models[1]) and same(into, models[1])
 
 
 def test_an_interrupted_publication_starts_a_new_lineage(path, monkeypatch):

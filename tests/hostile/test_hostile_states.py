@@ -13,7 +13,7 @@ import weakref
 import numpy as np
 import pytest
 
-from mlstate import ModelStateDict, StateDict
+from mlstate import ModelStateDict, StateDict, _core
 from mlstate.errors import CompatibilityError
 from mlstate.state import check_compatibility, diff, load_into, rename, shapes_match
 
@@ -354,6 +354,18 @@ def test_interrupted_update_keeps_the_state():
     Key.armed = False
     assert list(state) == ["a", "odd"]
     assert state["a"] is first
+
+
+@pytest.mark.parametrize("attribute", ["__dlpack__", "__array_interface__"])
+def test_an_interrupt_of_an_arrays_attribute_is_raised(attribute):
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    value = type("Value", (), {attribute: property(interrupt)})()
+    with pytest.raises(KeyboardInterrupt):
+        StateDict(a=value)
+    with pytest.raises(KeyboardInterrupt):
+        _core.array_crc32c(value, 0)
 
 
 def test_updates_match_dict_for_any_names():

@@ -18,11 +18,12 @@ LINES = {"few": 8, "slice": 100, "all": 0}[AMOUNT]
 SIGNALS = {"few": 8, "slice": 100, "all": 1000}[AMOUNT]
 SECONDS = {"few": 100, "slice": 200, "all": 3000}[AMOUNT]
 CASES = ("save", "async", "prune", "manager_async", "export", "export_async", "files", "prompts")
-CASES += ("publish", "follow")
+CASES += ("publish", "follow", "tiers", "group", "reductions")
 MORE = ("new", "incremental", "load", "verify", "repair", "mend", "manager", "reshard", "convert")
 NEED_STORE = ("store",)
-STORMS = ("save", "async")
-MORE_STORMS = ("incremental", "manager", "manager_async", "prune")
+STORMS = ("save", "async", "prompts", "tiers", "group", "reductions")
+MORE_STORMS = ("incremental", "manager", "manager_async", "prune", "export", "export_async")
+MORE_STORMS += ("convert", "publish", "follow")
 
 
 def few_of(names, more):

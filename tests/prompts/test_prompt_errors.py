@@ -4,10 +4,12 @@ import contextlib
 import errno
 import os
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
+from interruption import raise_once, split_condition
 from toy_caches import (
     FULL,
     HYBRID,
@@ -20,7 +22,7 @@ from toy_caches import (
 )
 
 from mlstate.errors import StoreError
-from mlstate.prompts import _store
+from mlstate.prompts import _pending, _store
 
 
 @contextlib.contextmanager
@@ -106,3 +108,41 @@ def test_an_older_snapshot_that_does_not_fit_is_left_out_after_damage(store, tmp
         assert store.restore(match, into=target) == 0
     assert target.length == 0 and is_zero(target)
     assert "needs 16 tokens" in caplog.text and "damaged" in caplog.text
+
+
+@pytest.mark.timeout(20)
+def test_puts_continue_after_an_interrupted_put(store, monkeypatch):
+    state = prefilled(FULL, TOKENS)
+    with split_condition(monkeypatch):
+        store.put(TOKENS, state, asynchronous=True)
+    assert store.put(TOKENS, state, asynchronous=True).result(10) == len(TOKENS)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("step", ["copied", "put"])
+def test_an_interrupted_put_takes_no_room_of_the_queue(store, monkeypatch, step):
+    state = prefilled(FULL, TOKENS)
+    if step == "copied":
+        raise_once(monkeypatch, _pending, "copied")
+    else:
+        raise_once(monkeypatch, _pending.OperationQueue, "run")
+    raise_once(monkeypatch, _pending.PendingPuts, "_forget")  # the clean-up
+    with pytest.raises(KeyboardInterrupt):
+        store.put(TOKENS, state, asynchronous=True)
+    store._pending._most = store.stats()["pending_bytes"]  # full with one put
+    assert store.put(TOKENS, state, asynchronous=True).result(10) == len(TOKENS)
+    with store.match(TOKENS, full=True) as match:
+        assert match.length == len(TOKENS)
+
+
+def test_a_cancelled_put_takes_no_room_of_the_queue(store, monkeypatch):
+    begins, write = threading.Event(), store._write
+    monkeypatch.setattr(store, "_write", lambda *put: (begins.wait(10), write(*put))[1])
+    futures = [
+        store.put(TOKENS[:stop], prefilled(FULL, TOKENS[:stop]), asynchronous=True)
+        for stop in (50, 60)
+    ]
+    assert futures[1].cancel()
+    begins.set()
+    store._pending.close()
+    assert futures[0].result() == 50 and store.stats()["pending_bytes"] == 0

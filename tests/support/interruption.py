@@ -1,5 +1,6 @@
-"""Ctrl-C during a long call."""
+"""Ctrl-C during a long call, and in its clean-up."""
 
+import contextlib
 import signal
 import threading
 import time
@@ -24,3 +25,32 @@ def interrupt(call, *, after, within):
     finally:
         timer.cancel()
         timer.join()
+
+
+def raise_once(monkeypatch, owner, name):
+    """Let the next call of `owner.name` raise KeyboardInterrupt at its begin."""
+    function = getattr(owner, name)
+
+    def raise_interrupt(*_, **__):
+        monkeypatch.setattr(owner, name, function)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(owner, name, raise_interrupt)
+
+
+@contextlib.contextmanager
+def split_condition(monkeypatch):
+    """Let an interrupt split the next `with condition` of the main thread: its lock is held."""
+    enter = threading.Condition.__enter__
+    split = []
+
+    def enter_and_raise(condition):
+        entered = enter(condition)
+        if threading.get_ident() == threading.main_thread().ident and not split:
+            split.append(condition)
+            raise KeyboardInterrupt
+        return entered
+
+    with monkeypatch.context() as context, contextlib.suppress(KeyboardInterrupt):
+        context.setattr(threading.Condition, "__enter__", enter_and_raise)
+        yield

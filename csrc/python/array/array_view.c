@@ -711,6 +711,17 @@ static int view_of_part(const mlspy_state *state, PyObject *part, const char *la
     return failed;
 }
 
+int mlspy_has_attribute(PyObject *value, const char *name)
+{
+    PyObject *attribute = PyObject_GetAttrString(value, name);
+    if (attribute == NULL && !PyErr_ExceptionMatches(PyExc_Exception)) {
+        return -1;
+    }
+    PyErr_Clear();
+    Py_XDECREF(attribute);
+    return attribute != NULL;
+}
+
 /* Subclasses of ndarray are treated as arrays, whatever else they offer. DLPack comes
  * before the interface, because it has every type of the core and states the device. */
 int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *label,
@@ -723,8 +734,9 @@ int mlspy_view_of(const mlspy_state *state, PyObject *array, const char *label,
     if (mlspy_is_part(state, array)) {
         return view_of_part(state, array, label, out);
     }
-    if (PyObject_HasAttrString(array, "__dlpack__")) {
-        return view_of_dlpack(state, array, label, out);
+    const int has_dlpack = mlspy_has_attribute(array, "__dlpack__");
+    if (has_dlpack != 0) {
+        return has_dlpack < 0 ? -1 : view_of_dlpack(state, array, label, out);
     }
     return view_of_interface(state, array, label, out);
 }

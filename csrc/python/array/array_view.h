@@ -28,6 +28,10 @@ bool mlspy_is_masked(const mlspy_state *state, PyObject *array);
 
 int mlspy_refuse_masked(const char *label); /* Set TypeError, and return -1. */
 
+/* Return 1 if `value` has the attribute, else 0, or -1 with an exception set that is not
+ * an Exception, such as KeyboardInterrupt: the attribute may be a property in Python. */
+int mlspy_has_attribute(PyObject *value, const char *name);
+
 /* View an ndarray, or an object on the CPU with __dlpack__ (torch tensors, also bf16) or
  * __array_interface__ (NumPy's scalars too, which are copied and read-only). `label`
  * names the argument in errors. Returns -1 with TypeError or an mlstate exception set,

@@ -17,16 +17,17 @@
 
 /* ---- keys and values ---- */
 
-/* Return whether a value that is not an ndarray can be used as one. Classes are refused
- * although NumPy's scalar classes have the attribute; text is refused although NumPy's
- * text is a scalar. */
-static bool is_array_like(PyObject *value)
+/* Return 1 if a value that is not an ndarray can be used as one, else 0, or -1 with an
+ * exception set. Classes are refused although NumPy's scalar classes have the attribute;
+ * text is refused although NumPy's text is a scalar. */
+static int is_array_like(PyObject *value)
 {
     if (PyType_Check(value) || PyUnicode_Check(value) || PyBytes_Check(value)) {
-        return false;
+        return 0;
     }
-    return PyObject_HasAttrString(value, "__dlpack__") ||
-           PyObject_HasAttrString(value, "__array_interface__");
+    const int has_dlpack = mlspy_has_attribute(value, "__dlpack__");
+    return has_dlpack != 0 ? has_dlpack
+                           : mlspy_has_attribute(value, "__array_interface__");
 }
 
 /* Raise TypeError with the reason why `value`, under the name `key`, cannot be a tensor
@@ -73,11 +74,13 @@ PyObject *mlspy_check_entry(PyObject *key, PyObject *value)
             return NULL;
         }
     }
-    const bool good = PyArray_Check(value)
-                          ? !PyDataType_REFCHK(PyArray_DESCR((PyArrayObject *)value))
-                          : is_array_like(value);
-    if (!good) {
-        refuse_value(key, value);
+    const int good = PyArray_Check(value)
+                         ? !PyDataType_REFCHK(PyArray_DESCR((PyArrayObject *)value))
+                         : is_array_like(value);
+    if (good < 1) {
+        if (good == 0) {
+            refuse_value(key, value);
+        }
         return NULL;
     }
     return PyUnicode_FromObject(key);

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ... import _core
 from ..._common.log import is_logged, log
 from ..._common.store_error import format_error, store_error
+from ..._common.waiting import remove_folder
 from ...errors import FormatError, MLStateError, StoreError
 from .._remote.interrupted_uploads import INDEX_FOLDER, find_uploaded
 from .._remote.parallel_tasks import run_tasks
@@ -285,7 +286,6 @@ class ObjectFolder:
         Errors in the block name the URL instead of the path, because the user does not know the
         latter. Raises StoreError if the folder cannot be created.
         """
-        import shutil
         import tempfile
 
         try:
@@ -307,7 +307,7 @@ class ObjectFolder:
             _name_url(error, local, self.path)
             raise
         finally:
-            shutil.rmtree(local, ignore_errors=True)
+            remove_folder(local)
 
     def _copy_range(self, local: str, path: str, begin: int, end: int) -> None:
         """Copy bytes `begin` to `end` of the object `path` to the same file and offset in `local`.

@@ -31,6 +31,7 @@ from ..._common.file_checksums import NAME as CHECKSUMS
 from ..._common.local_path import local_path
 from ..._common.regular_file import check_regular, open_regular
 from ..._common.store_error import store_error
+from ..._common.waiting import remove_folder
 from ..._sharding.layout import Shard
 from ...collectives._consensus import agree
 from ...errors import CompatibilityError, StoreError
@@ -452,7 +453,7 @@ def write_folder(
         raise_together(group, error)
     except BaseException:
         if is_first and temporary:
-            shutil.rmtree(temporary, ignore_errors=True)
+            remove_folder(temporary)
         raise
 
 

@@ -21,6 +21,7 @@ from ..._common.budget import parse_budget
 from ..._common.local_path import local_folder
 from ..._common.store_error import store_error
 from ..._common.text import names_hint
+from ..._common.waiting import Monitor
 from ..._sharding.layout import TIERS, Shard, Tier
 from ...distributed._merge import like
 from ...errors import CapacityError, CheckpointWarning, FormatError, TensorNotFoundError
@@ -32,11 +33,11 @@ from .._store.checkpoint_files import CheckpointFiles
 from .backend import TierBackend
 from .policy import TierPolicy
 from .report import Traffic
-from .unit_file import SUFFIX, arrays_in, is_unit_file, open_unit, units_of
+from .unit_file import SUFFIX, Move, arrays_in, is_unit_file, open_unit, units_of
 from .unit_handle import parts_near, refuse_other_states, refuse_shared, take_back
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from ..._common.budget import MemorySize
     from .unit_file import Part, Unit
@@ -94,8 +95,8 @@ class TierMoves:
         self._policy = TierPolicy(limits.get(Tier.HOT), limits.get(Tier.WARM))
         self._directory: str = local_folder(directory)
         self._folder = CheckpointFiles(LocalFolder(self._directory))
-        self._changed = threading.Condition()  # guards the following; notified after a move
-        self._making_room = threading.Lock()  # one thread at a time plans moves of other units
+        self._changed = Monitor()  # guards the following; wakes threads after a move
+        self._making_room = threading.RLock()  # one thread at a time plans moves of other units
         self._units: dict[str, Unit] = {}
         self._traffic: dict[tuple[Tier, Tier], Traffic] = {}
         self._device: Any = None
@@ -259,11 +260,13 @@ class TierMoves:
 
         Further errors are ignored, so that the first one is raised.
         """
-        written = [unit for unit in self._units.values() if unit.tier == Tier.COLD]
         with suppress(Exception):  # the first error is raised; remaining files stay
-            for unit in written:
-                self._move(unit, Tier.WARM)
-                self._folder.remove([unit.file])
+            for unit in self._units.values():
+                with self._changed:
+                    is_cold = self._unit_at_rest(unit.name).tier == Tier.COLD
+                if is_cold:
+                    self._move(unit, Tier.WARM)
+                self._folder.remove([unit.file])  # also of a move that was interrupted
         self._close()
 
     def _insert(self, unit: Unit) -> None:
@@ -332,15 +335,41 @@ class TierMoves:
         """Return a unit by name, after its current move has ended; the caller holds the lock.
 
         The lock is released during the wait, so the unit may be another one of the same name.
+        Raises BufferError in a signal handler that interrupts the move.
         """
         unit = self._unit(name)
-        while unit.is_moving:
-            self._changed.wait()
+        while unit.move is not None:
+            self._await_move(unit, unit.move)
             unit = self._unit(name)
         return unit
 
+    def _await_move(self, unit: Unit, move: Move) -> None:
+        """Wait for a move, or end it if interrupts stopped its end; the caller holds the lock."""
+        if not move.running.locked():
+            self._end_move(unit, move)
+        elif move.thread == threading.get_ident():
+            raise BufferError(f"unit {unit.name!r} is moving in this thread")
+        else:
+            self._changed.wait_for(lambda: unit.move is not move or not move.running.locked())
+
+    def _release(self, unit: Unit, user: Any) -> None:
+        """End the use of a unit by `user`; do nothing if it has ended."""
+        with self._changed:
+            if user in unit.users:
+                # no other call between these two, so that no interrupt can separate them
+                self._policy.release(unit.name)
+                unit.users.remove(user)
+
+    def _release_lost(self, units: Iterable[Unit]) -> None:
+        """End uses whose end was interrupted; the caller holds the lock."""
+        for unit in units:
+            for user in list(unit.users):
+                if not user.locked():
+                    self._release(unit, user)
+
     def _refuse_used(self, unit: Unit) -> None:
         """Raise BufferError if a block uses the unit; the caller holds the lock."""
+        self._release_lost([unit])
         if self._policy[unit.name].pins:
             raise BufferError(f"unit {unit.name!r} is in use: move it after that use has ended")
 
@@ -364,41 +393,56 @@ class TierMoves:
         """Move a unit to the tier `to`; return False if this is its tier already.
 
         `checks`: raise CapacityError if it does not fit; otherwise the budget may be exceeded.
-        Raises BufferError if it is in use. After any error the unit is in its old tier.
+        Raises BufferError if it is in use. After any error the unit is in its old tier; after an
+        interrupt it may be in the new one.
+        """
+        move = Move(to)
+        with move.running:
+            with self._changed:
+                self._unit_at_rest(unit.name)
+                if unit.tier == to:
+                    return False
+                self._refuse_used(unit)
+                if checks:
+                    self._check_fits(unit, to)
+                self._policy.begin(unit.name, to)
+                unit.move = move
+            began = time.perf_counter()
+            try:
+                move.arrays = arrays_in(unit, to, self._path(unit), self._device)
+                move.is_ready = True
+            finally:
+                move.seconds = time.perf_counter() - began
+                self._end_move(unit, move)
+        return True
+
+    def _end_move(self, unit: Unit, move: Move) -> None:
+        """Give the parts their new arrays if these are ready, and end the move.
+
+        After an interrupt, `_await_move` repeats it.
         """
         with self._changed:
-            self._unit_at_rest(unit.name)
-            source = unit.tier
-            if source == to:
-                return False
-            self._refuse_used(unit)
-            if checks:
-                self._check_fits(unit, to)
-            self._policy.begin(unit.name, to)
-            unit.is_moving = True
-        moved = False
-        began = time.perf_counter()
-        try:
-            arrays = arrays_in(unit, to, self._path(unit), self._device)
-            # None: the parts keep their arrays
-            for part, array in zip(unit.parts, arrays or (), strict=arrays is not None):
-                part.put(array)
-            moved = True
-        finally:
-            seconds = time.perf_counter() - began
-            with self._changed:
-                self._policy.end(unit.name, to, moved=moved)
-                unit.is_moving = False
-                if moved:
-                    unit.tier = to
-                    before = self._traffic.get((source, to), Traffic(source, to, 0, 0, 0.0))
-                    self._traffic[source, to] = before._replace(
-                        moves=before.moves + 1,
-                        nbytes=before.nbytes + unit.nbytes,
-                        seconds=before.seconds + seconds,
-                    )
-                self._changed.notify_all()
-        return True
+            if unit.move is not move:
+                return
+            source, to = unit.tier, move.to
+            traffic = self._traffic.get((source, to), Traffic(source, to, 0, 0, 0.0))
+            if move.is_ready:
+                arrays = move.arrays
+                # None: the parts keep their arrays
+                for part, array in zip(unit.parts, arrays or (), strict=arrays is not None):
+                    part.put(array)
+                traffic = traffic._replace(
+                    moves=traffic.moves + 1,
+                    nbytes=traffic.nbytes + unit.nbytes,
+                    seconds=traffic.seconds + move.seconds,
+                )
+            # no other call from here on, so that no interrupt can separate these
+            self._policy.end(unit.name, to, moved=move.is_ready)
+            unit.move = None
+            if move.is_ready:
+                unit.tier = to
+                self._traffic[source, to] = traffic
+            self._changed.wake()
 
     def _make_room(self, unit: Unit, to: Tier) -> None:
         """Move the least used units out of the tier `to` until `unit` fits.
@@ -409,6 +453,7 @@ class TierMoves:
         with self._making_room:
             for _ in range(_TRIES):
                 with self._changed:
+                    self._release_lost(self._units.values())
                     try:
                         moves = self._policy.make_room(unit.name, to)
                     except CapacityError as error:
@@ -439,8 +484,17 @@ class TierMoves:
         self._move(unit, target, checks=True)
         return target
 
-    def _hold_unit(self, name: str, to: Tier | None) -> Unit:
-        """Bring a unit to `to` (None: a usable tier), and pin it there, until `TierPolicy.release`.
+    def _hold(self, unit: Unit, user: Any) -> None:
+        """Count a use of a unit, and pin it until `_release`; the caller holds the lock.
+
+        `user`: a lock that the caller of the use holds until it ends.
+        """
+        # no other call between these two, so that no interrupt can separate them
+        self._policy.hold(unit.name)
+        unit.users.append(user)
+
+    def _hold_unit(self, name: str, to: Tier | None, user: Any) -> Unit:
+        """Bring a unit to `to` (None: a usable tier), and pin it there, as `_hold`.
 
         Counts the use. Raises CapacityError if it does not fit, and BufferError if it is in use in
         another tier, or other threads move it away again and again.
@@ -450,7 +504,7 @@ class TierMoves:
                 unit = self._unit_at_rest(name)
                 target = to or self._usable_tier(unit)
                 if unit.tier == target:
-                    self._policy.hold(unit.name)
+                    self._hold(unit, user)
                     return unit
                 self._refuse_used(unit)
             self._make_room(unit, target)

@@ -6,6 +6,7 @@ Public through `mlstate.checkpoint`.
 from __future__ import annotations
 
 import os
+import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -490,15 +491,15 @@ class TieredState(TierMoves):
         """
         if to is not None and Tier(to) == Tier.COLD:
             raise ValueError("a cold unit cannot be used: to must be hot or warm")
-        unit = self._hold_unit(name, None if to is None else Tier(to))
-        try:
-            used = TieredUnit(unit)
-            yield used
-            self._take_back_arrays(unit, used)
-        finally:
-            with self._changed:
-                self._policy.release(unit.name)
-                self._changed.notify_all()
+        user = threading.Lock()
+        with user:
+            unit = self._hold_unit(name, None if to is None else Tier(to), user)
+            try:
+                used = TieredUnit(unit)
+                yield used
+                self._take_back_arrays(unit, used)
+            finally:
+                self._release(unit, user)
         with suppress(BufferError):  # another block uses it, and will check at its end
             self._enforce_budget(unit)
 
@@ -537,6 +538,7 @@ class TieredState(TierMoves):
             with self._changed:
                 if not self._close.alive:
                     raise ValueError("this TieredState is closed")
+                self._release_lost(self._units.values())
                 planned = [(self._units[name], tier) for name, tier in self._policy.rebalance()]
             moved = {}
             for unit, tier in planned:
@@ -590,19 +592,19 @@ class TieredState(TierMoves):
             states.optimizer.param_groups = groups["param_groups"]
             states.optimizer.learning_rate = groups["learning_rate"]
         for name in self:
-            with self._changed:
-                unit = self._unit_at_rest(name)
-                self._policy.hold(name)
-            try:
-                arrays = [part.elements for part in unit.parts]
-                if unit.tier == Tier.COLD:
-                    arrays = read_unit(self._path(unit), unit, mmap=True)
-                for part, array in zip(unit.parts, arrays, strict=True):
-                    states[part.section][part.key] = part.shard(array, unit.tier)
-            finally:
+            user = threading.Lock()
+            with user:
                 with self._changed:
-                    self._policy.release(unit.name)
-                    self._changed.notify_all()
+                    unit = self._unit_at_rest(name)
+                    self._hold(unit, user)
+                try:
+                    arrays = [part.elements for part in unit.parts]
+                    if unit.tier == Tier.COLD:
+                        arrays = read_unit(self._path(unit), unit, mmap=True)
+                    for part, array in zip(unit.parts, arrays, strict=True):
+                        states[part.section][part.key] = part.shard(array, unit.tier)
+                finally:
+                    self._release(unit, user)
         return states
 
     def report(self) -> TierReport:
@@ -653,8 +655,9 @@ class TieredState(TierMoves):
         >>> tiers.close()
         """
         with self._changed:
-            while any(unit.is_moving for unit in self._units.values()):
-                self._changed.wait()
+            for unit in list(self._units.values()):
+                while unit.move is not None:
+                    self._await_move(unit, unit.move)
             self._close()
 
     def __enter__(self) -> TieredState:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from contextlib import suppress
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -161,10 +162,25 @@ class Part:
         return about
 
 
+class Move:
+    """A move of a unit to another tier."""
+
+    __slots__ = ("arrays", "is_ready", "running", "seconds", "thread", "to")
+
+    def __init__(self, to: Tier) -> None:
+        """Prepare a move to the tier `to`."""
+        self.to = to
+        self.running = Lock()  # held by the call that moves the unit
+        self.thread = get_ident()
+        self.is_ready = False  # whether the parts can get `arrays`
+        self.arrays: list[Any] | None = None  # of the parts in the new tier; None: their own
+        self.seconds = 0.0
+
+
 class Unit:
     """Arrays that move together, and their tier."""
 
-    __slots__ = ("file", "is_durable", "is_moving", "name", "parts", "tier")
+    __slots__ = ("file", "is_durable", "move", "name", "parts", "tier", "users")
 
     def __init__(self, name: str, tier: Tier) -> None:
         """Create a unit without parts, in `tier`."""
@@ -172,7 +188,8 @@ class Unit:
         self.tier: Tier = tier
         self.parts: list[Part] = []
         self.file: str = file_of(name)
-        self.is_moving: bool = False
+        self.move: Move | None = None  # also one whose end was interrupted
+        self.users: list[Any] = []  # a lock for each use, held by the call
         self.is_durable: bool = False  # whether the file is known to be complete and on disk
 
     @property

@@ -14,6 +14,7 @@ from pathlib import Path
 import child
 import numpy as np
 import pytest
+from interruption import raise_once
 from rank_threads import run_local
 from test_save import every_kind, native, random
 from thread_team import num_threads
@@ -29,7 +30,7 @@ from mlstate.checkpoint import (
     inspect,
     save_async,
 )
-from mlstate.collectives import LocalGroup, SingleGroup
+from mlstate.collectives import LocalGroup
 
 SECONDS = 20
 pytestmark = [
@@ -472,64 +473,30 @@ def test_ctrl_c_ends_the_waiting_and_not_the_save(path, paused):
     assert handle.wait().load().model["w"].sum() == 3
 
 
-def interrupt_once(monkeypatch, method):
-    """Let the next call of a method of `SaveJob` raise KeyboardInterrupt."""
-    true = getattr(_save_async.SaveJob, method)
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_fork_does_not_wait_for_a_lost_save(path, monkeypatch, paused):
+    staging, start, threads = Staging(24), _save_async.start_thread, []
 
-    def interrupt(*_):
-        monkeypatch.setattr(_save_async.SaveJob, method, true)
+    def start_and_interrupt(thread):
+        start(thread)
+        threads.append(thread)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_save_async.SaveJob, method, interrupt)
-
-
-@pytest.fixture(params=["give_up", "end", "cancellation"])
-def lost_start(request, monkeypatch):
-    """One interrupt stops the start of the next save; the other, its clean-up."""
-    interrupt_once(monkeypatch, "start")
-    interrupt_once(monkeypatch, request.param)
-
-
-def test_a_manager_saves_after_a_lost_start(path, lost_start):
-    with CheckpointManager(path) as manager:
-        with pytest.raises(KeyboardInterrupt):
-            manager.save_async(1, {"w": np.ones(3)})
-        manager.save_async(2, {"w": np.ones(3)})
-    assert manager.steps() == [2]
-
-
-def test_staging_memory_is_free_after_a_lost_start(path, lost_start):
-    staging = Staging(24)
+    monkeypatch.setattr(_save_async, "start_thread", start_and_interrupt)
+    raise_once(monkeypatch, _save_async.SaveJob, "reached")  # the wait of the clean-up
     with pytest.raises(KeyboardInterrupt):
         save_async(path, {"w": np.ones(3)}, staging=staging)
-    save_async(path, {"w": np.full(3, 2.0)}, staging=staging).wait(SECONDS)
-    assert mlstate.load(path).model["w"].sum() == 6
-
-
-def test_a_group_is_free_after_a_lost_start(path, lost_start):
-    group = SingleGroup()
-    with pytest.raises(KeyboardInterrupt):
-        save_async(path, {"w": np.ones(3)}, group=group)
-    save_async(path, {"w": np.full(3, 2.0)}, group=group).wait(SECONDS)
-    assert mlstate.load(path).model["w"].sum() == 6
-
-
-@pytest.mark.parametrize("method", ["end", "give_up"])
-def test_a_lost_save_without_a_thread_ends(path, monkeypatch, method):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
-
-    with CheckpointManager(path) as manager:
-        with monkeypatch.context() as context:
-            context.setattr(threading.Thread, "start", refuse)
-            interrupt_once(context, "work")
-            interrupt_once(context, method)
-            with contextlib.suppress(KeyboardInterrupt):
-                manager.save_async(1, {"w": np.ones(3)})
-        with contextlib.suppress(KeyboardInterrupt):  # the interrupt may be the save's error
-            manager.save_async(2, {"w": np.ones(3)})
-        manager.save_async(2, {"w": np.ones(3)})
-    assert manager.steps() == [2]
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(10)
+        try:
+            save_async(path, {"w": np.ones(3)}, staging=staging)
+        except ValueError as error:
+            os._exit("in use by another save" not in str(error))
+        os._exit(2)
+    assert os.waitpid(pid, 0)[1] == 0
+    paused.set()
+    threads[0].join()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

@@ -1,6 +1,7 @@
 """Strategies on torch modules: which modules are recomputed, and gradients with the same bits."""
 
 import copy
+import importlib
 import pickle
 
 import pytest
@@ -172,6 +173,31 @@ def test_replaced_forward_is_restored():
     with ActivationManager(IntervalStrategy(1)).apply(model, "layers.*"):
         assert same_bits(step(model), expected)
     assert block.forward is replacement
+
+
+@pytest.mark.parametrize("step", ["start", "remove"])
+def test_a_strategy_is_applied_after_an_interrupted_one(monkeypatch, step):
+    strategies = importlib.import_module("mlstate.integrations.torch._activation.strategies")
+    owner, name = (strategies, "Buffers") if step == "start" else (strategies._Forward, "restore")
+    function, calls = getattr(owner, name), []
+
+    def call_and_interrupt(argument):
+        calls.append(argument)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return function(argument)
+
+    model, x, manager = Model(), torch.ones(2, 16), ActivationManager(IntervalStrategy(2))
+    expected = model(x)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(owner, name, call_and_interrupt)
+        manager.apply(model, "layers.*").remove()
+    model(x).sum().backward()
+    assert manager.dropped_bytes == 0
+    with manager.apply(model, "layers.*"):
+        assert torch.equal(model(x), expected)
+        assert manager.dropped_bytes > 0
+    assert all("forward" not in vars(layer) for layer in model.layers)
 
 
 def test_a_strategy_that_raises_stops_the_pass():

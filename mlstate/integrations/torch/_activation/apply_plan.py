@@ -82,12 +82,14 @@ def _children(module: torch.nn.Module, count: int | None) -> list[tuple[str, Any
 class _Entry(partial[Any]):
     """Replacement of a module's call."""
 
+    interceptor: Interceptor
+
 
 class Interceptor:
     """Intercepts the calls of modules, before their hooks, until `remove`.
 
     Calls `enter` with the positions of the called block (a tuple of its indexes in the list of
-    blocks), its original call, and the arguments.
+    blocks), its original call, and the arguments, once the caller has set `is_applied`.
     """
 
     def __init__(self, blocks: Sequence[tuple[str, Any]], enter: Callable[..., Any]) -> None:
@@ -96,6 +98,7 @@ class Interceptor:
         `blocks`: names and modules, or other callables, which cannot be intercepted. A module that
         is listed several times is replaced once. Raises ValueError for a module that has a plan.
         """
+        self.is_applied = False  # then entries, which an interrupt may leave, change no call
         self.calls: list[Callable[..., Any]] = []
         self._undo: list[tuple[Any, Any, Any, Any]] = []
         self._positions: dict[int, list[int]] = {}
@@ -123,10 +126,14 @@ class Interceptor:
             call: Callable[..., Any] = block
             return call
         before = block.__dict__.get(_HOOK)
+        if isinstance(before, _Entry) and not before.interceptor.is_applied:
+            before.interceptor.remove()
+            before = block.__dict__.get(_HOOK)
         if isinstance(before, _Entry):
             raise ValueError(f"{name} already has a plan: call remove() first")
         original: Callable[..., Any] = before or block._call_impl
-        hook = _Entry(enter, tuple(self._positions[id(block)]), original)
+        hook = _Entry(self._call, enter, tuple(self._positions[id(block)]), original)
+        hook.interceptor = self
         handle = None
         # not in a block that is compiled itself: this would break its own graph
         if not before and not isinstance(block, torch.jit.ScriptModule):
@@ -135,8 +142,23 @@ class Interceptor:
         block.__dict__[_HOOK] = hook
         return original
 
+    def _call(
+        self,
+        enter: Callable[..., Any],
+        positions: tuple[int, ...],
+        original: Callable[..., Any],
+        /,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Call `enter`, or the original if it is not applied; the parameters are of `enter`."""
+        if self.is_applied:
+            return enter(positions, original, *args, **kwargs)
+        return original(*args, **kwargs)
+
     def remove(self) -> None:
         """Restore the blocks' own calls; later calls do nothing."""
+        self.is_applied = False
         for block, before, hook, handle in reversed(self._undo):
             if block.__dict__.get(_HOOK) is hook:
                 del block.__dict__[_HOOK]
@@ -232,6 +254,7 @@ class PlannedModel:
             Block(name, call, block)
             for (name, block), call in zip(blocks, self._interceptor.calls, strict=True)
         ]
+        self._interceptor.is_applied = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, or the blocks in sequence.

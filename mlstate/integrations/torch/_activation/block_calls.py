@@ -158,8 +158,10 @@ class SampledModel:
 
         interceptor = Interceptor(self.named_blocks, enter)
         try:
+            interceptor.is_applied = True
             self.run(enter, *copy_objects((self.args, self.kwargs)))
         finally:
+            interceptor.is_applied = False  # before a call, which an interrupt can stop
             interceptor.remove()
         if reached < len(self.names):
             raise ValueError(f"the model did not call {self.names[reached]}")

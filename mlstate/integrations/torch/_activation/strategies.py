@@ -16,7 +16,7 @@ from .rng_and_buffers import Buffers, Surroundings, are_fake, refusal
 from .tensors import version_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
     import torch
 
@@ -32,21 +32,22 @@ class AppliedStrategy:
         `manager` decides at each call, and gets the block's index in this order.
         """
         self.blocks: tuple[str, ...] = tuple(blocks)
-        self._modules = list(blocks.values())
+        self._applied = [False]  # True between the last replacement and `remove`
+        self._forwards: list[_Forward] = []
         # Hooks of torch cannot replace a block's forward pass; its own `forward` can.
-        self._before = [vars(block).get("forward") for block in self._modules]
         warned: set[str] = set()
         for number, (name, block) in enumerate(blocks.items()):
-            block.forward = _Forward(manager, name, number, block, warned)
+            forward = _Forward(manager, name, number, block, self._applied, warned)
+            self._forwards.append(forward)
+            block.forward = forward
+        self._applied[0] = True
 
     def remove(self) -> None:
         """Restore the blocks' own forward; later calls do nothing."""
-        for block, before in zip(self._modules, self._before, strict=True):
-            if before is None:
-                del block.forward
-            else:
-                block.forward = before
-        self._modules, self._before = [], []
+        self._applied[0] = False
+        for forward in self._forwards:
+            forward.restore()
+        self._forwards = []
 
     def __enter__(self) -> AppliedStrategy:
         return self
@@ -58,8 +59,10 @@ class AppliedStrategy:
 class _Forward:
     """Replacement of a block's forward: plain or checkpointed, as the manager decides."""
 
-    # Older pickles lack it.
+    # Older pickles lack these.
     _is_scripted = False  # whether the block is, or contains, a module of TorchScript
+    _before: Any = None  # the attribute `forward` of the block itself, if it has one
+    applied: Sequence[bool] = (True,)  # if False, it runs the block as it is
 
     def __init__(
         self,
@@ -67,13 +70,23 @@ class _Forward:
         name: str,
         number: int,
         block: torch.nn.Module,
+        applied: list[bool],
         warned: set[str],
     ) -> None:
+        self.applied, self._before = applied, vars(block).get("forward")
         self.manager, self.name, self.number = manager, name, number
         self.plain = block.forward  # the block's own forward
         self._block, self._buffers = block, Buffers(block)
         self._is_scripted = _has_scripted(block)
         self._warned = warned  # changes of arguments that the blocks' warnings named
+
+    def restore(self) -> None:
+        """Restore the block's own forward, unless it has another one."""
+        if vars(self._block).get("forward") is self:
+            if self._before is None:
+                del self._block.forward
+            else:
+                self._block.forward = self._before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the block; under torch's checkpoint if the manager decides so.
@@ -84,7 +97,7 @@ class _Forward:
         import torch
         from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-        if not torch.is_grad_enabled():
+        if not (self.applied[0] and torch.is_grad_enabled()):
             return self.plain(*args, **kwargs)
         activation = next(_tensors((args, kwargs)), None)
         if not self.manager.decide(self.name, activation, self.number):
@@ -232,7 +245,10 @@ def apply_strategy(
         raise ValueError(f"{type(module).__name__} has no blocks below it")
     refuse_overlap(list(chosen.items()))
     for name, block in chosen.items():
-        if isinstance(vars(block).get("forward"), _Forward):
+        forward = vars(block).get("forward")
+        if isinstance(forward, _Forward) and not forward.applied[0]:
+            forward.restore()  # an interrupt stopped the start or `remove`
+        elif isinstance(forward, _Forward):
             raise ValueError(f"block {name!r} already has a manager: call remove() on that first")
         if isinstance(block, torch.nn.ModuleList | torch.nn.ModuleDict):
             raise ValueError(

@@ -80,19 +80,26 @@ class ModuleHooks(Hooks):
         self._earlier: dict[str, torch.Tensor] = {}  # gradients of earlier passes
         self._own: dict[str, Any] = {}  # gradients of the running pass
         self.bindings = Bindings(module, units)
+        self._is_complete = False  # hooks that an interrupt left do nothing
         _watch_steps()
         for name, parameter in self.parameters.items():
             units[name].like = parameter.detach()
             register: Any = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(partial(receive, name)))
+            self._handles.append(register(partial(self._run, partial(receive, name))))
             if self._reduces_alone:
                 from torch.autograd.graph import get_gradient_edge
 
                 node = get_gradient_edge(parameter).node
                 # before torch adds this pass's gradient to parameter.grad
-                before = partial(self._set_aside, name)
+                before = partial(self._run, partial(self._set_aside, name))
                 self._handles.append(_NodeHook(node, before))
         self._make_live()
+        self._is_complete = True
+
+    def _run(self, function: Callable[[Any], None], argument: object) -> None:
+        """Call a hook's function, if all hooks were registered."""
+        if self._is_complete:
+            function(argument)
 
     def begin_pass(self, on_end: Callable[[], None], rank: int) -> weakref.ref[object]:
         """Call `on_end` at the end of the running backward pass, unless an error aborts the pass.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -150,19 +151,21 @@ class _Reduction:
         unit.local_gradient = out
         entries: list[Entry] | None = [Entry(unit, source)]
         terms = self._terms._replace(divisor=divisor)
-        session = Session(self._reducer)
-        try:
-            while entries:  # again with the entries on which all ranks agree, if some differ
-                _, entries = session.reduce([FullBucket(entries, terms)], entries)
-            session.finish("backward pass")
-        except CollectiveError as error:
-            if error.name != name:  # the group is broken
-                raise
-            out.fill_(float("nan"))
-            self._raise_at_end(error)
-        finally:
-            session.close()
-            self._keep_buffer(source)
+        running = threading.Lock()
+        with running:
+            session = Session(self._reducer, running)
+            try:
+                while entries:  # again with the entries on which all ranks agree, if some differ
+                    _, entries = session.reduce([FullBucket(entries, terms)], entries)
+                session.finish("backward pass")
+            except CollectiveError as error:
+                if error.name != name:  # the group is broken
+                    raise
+                out.fill_(float("nan"))
+                self._raise_at_end(error)
+            finally:
+                session.close()
+                self._keep_buffer(source)
 
     def _raise_at_end(self, error: CollectiveError) -> None:
         """Raise at the end of the backward pass, so that other modules are still reduced."""

@@ -1,0 +1,126 @@
+"""Threads and waits that an interrupt cannot leave locked.
+
+KeyboardInterrupt is raised in the main thread, between any two calls. In the Python code of
+`Thread.start`, `Event` and `Condition` it can leave a lock locked, and another thread then waits
+for that lock forever. `Lock` and `RLock` are implemented in C: an interrupt cannot split `with`.
+"""
+
+from __future__ import annotations
+
+import time
+from _thread import RLock, allocate_lock, start_new_thread
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import threading
+    from collections.abc import Callable
+
+_RECHECK = 1.0  # seconds until a waiting thread tests again, if an interrupt stopped `wake`
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread; raise RuntimeError if the system has no thread left.
+
+    Interrupts are raised only in the main thread. It lets another thread start this one, which
+    starts even if the call is interrupted.
+    """
+    import threading  # keeps threading out of `import mlstate`
+
+    if threading.current_thread() is not threading.main_thread():
+        thread.start()
+        return
+    attempted = allocate_lock()
+    attempted.acquire()
+
+    def start() -> None:
+        """Start the thread if the system can."""
+        try:
+            with suppress(RuntimeError, MemoryError):
+                thread.start()
+        finally:
+            attempted.release()
+
+    with suppress(MemoryError):
+        start_new_thread(start, ())
+        attempted.acquire()
+    if thread.ident is None:
+        raise RuntimeError("can't start new thread")
+
+
+def remove_folder(path: str) -> None:
+    """Delete a folder; ignore errors, as if it is missing.
+
+    An interrupt ends the call, but the deletion continues in another thread. In this one it could
+    make `shutil.rmtree` close a descriptor twice, which another file may have by then.
+    """
+    import shutil
+
+    ended = allocate_lock()
+    ended.acquire()
+
+    def remove() -> None:
+        """Delete the folder, then wake the caller."""
+        try:
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            ended.release()
+
+    try:
+        start_new_thread(remove, ())
+    except (RuntimeError, MemoryError):  # no thread left
+        remove()
+    ended.acquire()
+
+
+class Waiters:
+    """The threads that wait for a change; each has a lock, so an interrupt affects no other."""
+
+    __slots__ = ("_locks",)
+
+    def __init__(self) -> None:
+        self._locks: deque[Any] = deque()  # held; released on a change
+
+    def wake(self) -> None:
+        """Wake the waiting threads; called after the change."""
+        with suppress(IndexError):
+            while True:
+                self._locks.pop().release()
+
+    def wait_for(self, has_changed: Callable[[], bool], timeout: float | None = None) -> bool:
+        """Wait until `has_changed` returns True; return False after `timeout` seconds."""
+        end = None if timeout is None else time.monotonic() + timeout
+        while not has_changed():
+            lock = allocate_lock()
+            lock.acquire()
+            self._locks.append(lock)  # before the test, so that no change is missed
+            if has_changed():
+                return True
+            left = _RECHECK if end is None else end - time.monotonic()
+            if left <= 0:
+                return False
+            lock.acquire(timeout=min(left, _RECHECK))
+            with suppress(ValueError, IndexError):  # `wake` has removed it
+                self._locks.remove(lock)
+        return True
+
+
+class Monitor(RLock):  # type: ignore[misc]
+    """A lock whose owner can wait for a change, as with a `Condition`."""
+
+    def __init__(self) -> None:
+        self._waiters = Waiters()
+
+    def wake(self) -> None:
+        """Wake the waiting threads; called after the change."""
+        self._waiters.wake()
+
+    def wait_for(self, has_changed: Callable[[], bool]) -> None:
+        """Release the lock, taken once, until `has_changed`, which is called without the lock."""
+        try:
+            self.release()
+            self._waiters.wait_for(has_changed)
+        finally:
+            if not self._is_owned():  # type: ignore[attr-defined]
+                self.acquire()

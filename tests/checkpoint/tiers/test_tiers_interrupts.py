@@ -1,0 +1,107 @@
+"""Interrupts of moves and uses of tiered states, and of their ends."""
+
+import contextlib
+import threading
+
+import numpy as np
+import pytest
+from interruption import raise_once, split_condition
+
+from mlstate.checkpoint import Tier, TieredState
+from mlstate.checkpoint._tiers import moves
+from mlstate.checkpoint._tiers.unit_file import Part
+
+pytestmark = pytest.mark.timeout(20)
+
+
+@pytest.fixture
+def tiers(tmp_path):
+    weights = {name: np.full(8, number, np.float32) for number, name in enumerate("abc")}
+    adam = {f"{name}.m": array + 1 for name, array in weights.items()}
+    with TieredState(weights, adam, tmp_path / "tiers", warm_budget_bytes=200) as state:
+        yield state
+
+
+def check(tiers):
+    """Use and move every unit; each has its values."""
+    for number, name in enumerate("abc"):
+        with tiers.use(name) as unit:
+            assert (unit.parameter == number).all() and (unit.states["m"] == number + 1).all()
+        tiers.demote(name, to=Tier.COLD)
+    assert [total for total, _ in tiers._policy.totals().values()] == [0, 0, 192]
+    tiers.close()
+
+
+@pytest.mark.parametrize("to", [Tier.COLD, Tier.WARM])
+@pytest.mark.parametrize("step", [(moves, "arrays_in"), (Part, "put"), (TieredState, "_end_move")])
+def test_a_unit_is_usable_after_its_move_was_interrupted_twice(tiers, monkeypatch, to, step):
+    if to == Tier.WARM:
+        tiers.demote("a", to=Tier.COLD)
+    raise_once(monkeypatch, *step)
+    if step[1] != "_end_move":
+        end = TieredState._end_move
+        raise_once(monkeypatch, TieredState, "_end_move")
+        if step[1] == "put":  # the second interrupt comes after the first array
+            monkeypatch.setattr(TieredState, "_end_move", end)
+    with pytest.raises(KeyboardInterrupt):
+        (tiers.demote if to == Tier.COLD else tiers.promote)("a", to=to)
+    check(tiers)
+
+
+@pytest.mark.parametrize("step", ["_release", "_take_back_arrays"])
+def test_a_unit_is_not_in_use_after_the_end_of_its_use_was_interrupted(tiers, monkeypatch, step):
+    raise_once(monkeypatch, TieredState, step)
+    with contextlib.suppress(KeyboardInterrupt), tiers.use("a"):
+        pass
+    tiers.demote("a", to=Tier.COLD)
+    check(tiers)
+
+
+def test_states_are_not_in_use_after_an_interrupt(tiers, monkeypatch):
+    raise_once(monkeypatch, TieredState, "_release")
+    with pytest.raises(KeyboardInterrupt):
+        tiers.state_dicts()
+    check(tiers)
+
+
+def test_other_threads_move_units_after_an_interrupted_call(tiers, monkeypatch):
+    with split_condition(monkeypatch):
+        tiers.tier("a")
+    thread = threading.Thread(target=tiers.demote, args=["a"], daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive()
+    check(tiers)
+
+
+def test_a_signal_handler_cannot_wait_for_the_move_that_it_interrupts(tiers, monkeypatch):
+    arrays_in, errors = moves.arrays_in, []
+
+    def move_again(*arguments):
+        for call in (tiers.demote, tiers.promote):
+            try:
+                call("a")
+            except BufferError as error:
+                errors.append(str(error))
+        return arrays_in(*arguments)
+
+    monkeypatch.setattr(moves, "arrays_in", move_again)
+    tiers.demote("a", to=Tier.COLD)
+    assert errors == ["unit 'a' is moving in this thread"] * 2
+    monkeypatch.undo()
+    check(tiers)
+
+
+def test_an_interrupted_constructor_leaves_no_file(tmp_path, monkeypatch):
+    arrays_in = moves.arrays_in
+
+    def write_and_interrupt(*arguments):
+        arrays_in(*arguments)
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(moves, "arrays_in", write_and_interrupt)
+    weights = {name: np.ones(8) for name in "abc"}
+    with pytest.raises(KeyboardInterrupt):
+        TieredState(weights, {}, tmp_path, warm_budget_bytes=100)
+    assert not list(tmp_path.glob("*.safetensors"))

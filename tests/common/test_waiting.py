@@ -1,0 +1,82 @@
+"""Threads and waits that interrupts do not lock."""
+
+import os
+import shutil
+import signal
+import threading
+import time
+
+import pytest
+from interruption import raise_once, split_condition
+
+from mlstate._common.waiting import Waiters, remove_folder, start_thread
+from mlstate.collectives import _engine
+
+SECONDS = 20
+pytestmark = pytest.mark.timeout(SECONDS)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_thread_starts_although_its_start_is_interrupted(monkeypatch):
+    start, has_run = threading.Thread.start, threading.Event()
+
+    def interrupt_and_start(thread):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.05)  # the main thread raises
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", interrupt_and_start)
+    with pytest.raises(KeyboardInterrupt):
+        start_thread(threading.Thread(target=has_run.set))
+    assert has_run.wait(SECONDS)
+
+
+def test_a_waiting_thread_sees_a_change_after_an_interrupted_wake():
+    waiters, changed = Waiters(), []
+    thread = threading.Thread(target=waiters.wait_for, args=[lambda: bool(changed)])
+    thread.start()
+    changed.append(True)  # no wake follows
+    thread.join()
+    assert not waiters.wait_for(lambda: False, 0.01)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_folder_is_deleted_although_its_deletion_is_interrupted(tmp_path, monkeypatch):
+    (tmp_path / "folder" / "inner").mkdir(parents=True)
+    delete, has_ended = shutil.rmtree, threading.Event()
+
+    def interrupt_and_delete(path, **options):
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        time.sleep(0.05)
+        delete(path, **options)
+        has_ended.set()
+
+    monkeypatch.setattr(shutil, "rmtree", interrupt_and_delete)
+    with pytest.raises(KeyboardInterrupt):
+        remove_folder(tmp_path / "folder")
+    assert has_ended.wait(SECONDS) and not list(tmp_path.iterdir())
+
+
+def test_operations_run_after_an_interrupted_wait(monkeypatch):
+    queue, begins = _engine.OperationQueue("queue", 0), threading.Event()
+    work = queue.run("first", lambda: begins.wait(SECONDS), async_op=True)
+    timer = threading.Timer(0.05, begins.set)
+    timer.start()
+    with split_condition(monkeypatch):
+        work.wait()
+    begins.set()
+    assert queue.run("second", lambda: 2, async_op=True).wait(5) == 2
+    queue.join()
+    timer.join()
+
+
+@pytest.mark.parametrize("ends_by", ["operation", "join"])
+def test_operations_run_after_an_interrupted_start_of_the_thread(monkeypatch, ends_by):
+    queue, results = _engine.OperationQueue("queue", 0), []
+    raise_once(monkeypatch, _engine, "start_thread")
+    with pytest.raises(KeyboardInterrupt):
+        queue.run("first", lambda: results.append(1), async_op=True)
+    if ends_by == "operation":
+        queue.run("second", lambda: results.append(2), async_op=True).wait(5)
+    queue.join()
+    assert results == ([1, 2] if ends_by == "operation" else [1])
