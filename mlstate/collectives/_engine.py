@@ -33,7 +33,7 @@ from ._arguments import (
     result_of,
     rows_text,
 )
-from ._memory import copy_back, flat_of, target_for
+from ._memory import copy_back, flat_of, inference_mode_of, target_for
 from ._process_group import ProcessGroup
 from ._work import Work
 
@@ -299,9 +299,10 @@ class Engine(ProcessGroup, ABC):
 
             Returns the caller's array, not the detached one.
             """
-            link.broadcast(memory, root_rank)
-            if not is_root:
-                self._put(memory, checked)
+            with inference_mode_of(checked):
+                link.broadcast(memory, root_rank)
+                if not is_root:
+                    self._put(memory, checked)
             return array
 
         text = f"{tuple(checked.shape)} {rows_text(checked)} from {root_rank}"
@@ -352,9 +353,10 @@ class Engine(ProcessGroup, ABC):
 
         def perform(link: Link) -> Any:
             """Run the operation in the group's memory, and return the result for the caller."""
-            target = self._target(call.name, result, reduced=reduced)
-            getattr(link, call.name)(memory, target, *arguments)
-            self._put(target, result)
+            with inference_mode_of(result):
+                target = self._target(call.name, result, reduced=reduced)
+                getattr(link, call.name)(memory, target, *arguments)
+                self._put(target, result)
             return result if out is None else out  # `result` is detached from autograd
 
         return self._submit(call._replace(device=_device_of(source)), perform)

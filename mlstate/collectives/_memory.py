@@ -6,6 +6,7 @@ over the same memory.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ._arguments import check_supported_tensor, dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from .._types import Array
 
@@ -71,6 +73,18 @@ def copy_back(flat: Any, place: Any) -> None:
         place.copy_(flat.view(place.shape))
     else:
         backend_of(place, TensorBackend).note_written([place])  # torch cannot know of it
+
+
+def inference_mode_of(place: Any) -> AbstractContextManager[Any]:
+    """Return the context in which torch writes into `place`: inference mode for its tensors.
+
+    The thread of asynchronous operations is not in the caller's inference mode.
+    """
+    if not (is_torch(place) and place.is_inference()):
+        return nullcontext()
+    import torch
+
+    return torch.inference_mode()
 
 
 def bytes_of(flat: Any) -> Any:

@@ -407,7 +407,8 @@ class DistributedStateCollector:
         verify_replicas : bool, default True
             Compare replicas by SHA-256, and raise if they differ. False uses the root's
             replica, or the first rank's that has one. Of an `mlstate.OptimizerStateDict`, also
-            compare the step, and the hyperparameters of each parameter's group.
+            compare the step, and the hyperparameters of each parameter's group; without groups,
+            the learning rate.
 
         Returns
         -------

@@ -380,8 +380,12 @@ def optimizer_values(state: Mapping[str, object]) -> dict[str, Any] | None:
     """
     if not isinstance(state, OptimizerStateDict):
         return None
+    # a group without names is compared with those at its position, as if it had one parameter
+    groups = [{"params": [f"group {i}"], **group} for i, group in enumerate(state.param_groups)]
+    if not groups:
+        groups = [{"params": ["any parameter"], "learning_rate": state.learning_rate}]
     try:
-        text = json.dumps(state.param_groups, default=_plain_value, skipkeys=True)
+        text = json.dumps(groups, default=_plain_value, skipkeys=True)
     except (ValueError, RecursionError):  # a value contains itself
         text = "[]"
     return {"step": state.step, "groups": json.loads(text)}

@@ -761,6 +761,24 @@ def test_a_gathered_optimizer_has_the_values_of_every_rank(change, text):
     assert gathered.param_groups == states[1].param_groups and gathered.step == states[1].step
 
 
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ([{"learning_rate": rate} for rate in (0.1, 0.2)], "has 'learning_rate' = 0.1 on rank 0"),
+        ([{"param_groups": [{"lr": rate}]} for rate in (0.1, 0.2)], "of 'group 0' has 'lr' = 0.1"),
+        ([{"param_groups": [{"lr": 0.1}]}, {"learning_rate": 0.1}], ""),
+    ],
+)
+def test_optimizers_without_names_of_parameters_are_compared(values, text):
+    states = [OptimizerStateDict({"a.m": np.ones(2)}, **each) for each in values]
+    results = run(lambda collector: collector.gather_full_state(states[collector.group.rank]), 2)
+    if text:
+        assert all(isinstance(error, CompatibilityError) for error in results)
+        assert text in str(results[1])
+    else:
+        assert without_errors(results)[0].param_groups == states[0].param_groups
+
+
 def test_equal_values_of_optimizers_are_gathered():
     values = {"betas": (0.9, 0.99), "limit": float("nan"), "rate": np.float32(0.1)}
     states = [stage("a", 3, **values), stage("a", 3, **{**values, "betas": [0.9, 0.99]})]

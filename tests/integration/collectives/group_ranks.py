@@ -173,6 +173,19 @@ def an_out_that_cannot_be_written_is_refused_before_anything_is_sent(group):
 
 
 @scenario
+def results_of_a_caller_in_inference_mode_are_written(group):
+    total, ones = [group.world_size] * 2, torch.ones(2 * group.world_size)
+    with torch.inference_mode():
+        tensor = torch.ones(4)
+        for out in (tensor[:2], tensor[::2]):
+            assert group.all_reduce(ones[:2], out=out, async_op=True).wait().tolist() == total
+        assert group.reduce_scatter(ones, async_op=True).wait().tolist() == total
+        assert group.broadcast(tensor[::2], async_op=True).wait().tolist() == total
+    assert group.all_reduce(ones[:2], out=tensor[1:3]).tolist() == total
+    group.barrier()
+
+
+@scenario
 def a_dtype_that_torch_lacks_is_refused(group):
     if np.dtype(np.longdouble).itemsize > 8:
         array = np.zeros(2, np.longdouble)
