@@ -677,8 +677,9 @@ class FSDPBackwardHook:
         sharding_units : dict of str to FSDPShardingUnit
             Units by parameter name.
         full_gradients : dict of str to array or torch.Tensor, optional
-            The reduced full gradients of the parameters to compare. Needs no communication. Units
-            without a gradient are left out, and so are gradients without a unit.
+            The reduced full gradients of the parameters to compare. Needs no communication. Either
+            units without a gradient are left out, or gradients without a unit; both together, as
+            after a misspelt name, raise ValueError.
         unreduced : dict of str to array or torch.Tensor, optional
             This rank's own full gradients before the reduction, instead of `full_gradients`.
             All ranks must make this call; no rank needs a reduced full gradient. Each rank

@@ -47,8 +47,8 @@ def clip_grad_norm(
     Raises
     ------
     ValueError
-        If `max_norm` is negative or NaN, a gradient is read-only, or two gradients share a part of
-        their memory.
+        If `max_norm` is negative or NaN, a gradient is read-only, or two gradients share
+        memory, but not as one array.
     TypeError
         If an argument has a wrong type.
     CompatibilityError

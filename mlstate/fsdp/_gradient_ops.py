@@ -186,15 +186,15 @@ def clear(gradients: Mapping[str, Array]) -> None:
 def distinct_memory(gradients: Mapping[str, Any]) -> dict[str, Any]:
     """Return the gradients, each memory once, under its first name.
 
-    Raises ValueError for two that share only a part of their elements.
+    Raises ValueError for two that share elements in another way.
     """
     distinct = dict(gradients)
     for first, other in pairs_sharing_elements(gradients):
-        one, two = gradients[first], gradients[other]
-        if not is_same_memory(one, two) or dtype_name(one) != dtype_name(two):
+        pair = gradients[first], gradients[other]
+        if not is_same_memory(*pair) or len(set(map(dtype_name, pair))) > 1:
             raise ValueError(
-                f"{first!r} and {other!r} share a part of their memory, which would be scaled "
-                "twice: pass a copy of one"
+                f"{first!r} and {other!r} share memory, but not as one array of the same shape, "
+                "strides and dtype, and it would be scaled twice: pass a copy of one"
             )
         distinct.pop(other, None)
     return distinct

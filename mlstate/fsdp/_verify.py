@@ -188,13 +188,12 @@ def _check_names(units: Mapping[str, object], gradients: Mapping[str, object]) -
 
     One of them alone is a choice of the parameters to compare.
     """
-    strange = [name for name, gradient in gradients.items() if gradient is not None]
-    strange = [name for name in strange if name not in units]
+    unknown = [name for name in gradients if name not in units and gradients[name] is not None]
     missing = [name for name in units if name not in gradients]
-    if strange and missing:
+    if unknown and missing:
         raise ValueError(
-            f"full_gradients[{strange[0]!r}] has no sharding unit, and the unit {missing[0]!r} no "
-            f"gradient{names_hint(str(strange[0]), missing, listed=False)}"
+            f"full_gradients[{unknown[0]!r}] has no sharding unit, and the unit {missing[0]!r} no "
+            f"gradient{names_hint(str(unknown[0]), missing, listed=False)}"
         )
 
 
