@@ -218,6 +218,7 @@ UNCHANGED = {
     "no methods are called": lambda: holder(value=Refuses(), items=RefusesAsList([1])),
     "contains itself": itself,
     "cached property": Masks,
+    "lazy property of torch": lambda: torch.distributions.Categorical(logits=torch.ones(4)),
     "batch norm": lambda: nn.BatchNorm1d(4),
     "threads": lambda: holder(lock=threading.Lock(), local=threading.local()),
     "many": lambda: {i: list(range(50)) for i in range(500)},
@@ -230,6 +231,8 @@ def test_unchanged_arguments_and_changed_modules_give_no_warning(arguments):
     def use(value, _):
         if isinstance(value, nn.Module):
             value(torch.ones(2, 4))
+        if isinstance(value, torch.distributions.Categorical):
+            return value.probs
         return value.mask if type(value) is Masks else 2
 
     train(managed(use), UNCHANGED[arguments]())
