@@ -9,7 +9,9 @@ from collections import OrderedDict, deque
 from contextlib import suppress
 from functools import cache, partial, partialmethod
 from itertools import compress, count
+from logging import Logger
 from operator import length_hint
+from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -40,7 +42,8 @@ _ITERABLES: tuple[Any, ...] = ([], (), range(0), {}, {}.values(), {}.items(), se
 _COUNTED = {type(reversed([])), *(type(iter(values)) for values in _ITERABLES)}  # iterators
 _NESTED = {enumerate, filter, map, zip}  # iterators over others
 
-_OPAQUE = (type, ModuleType, FunctionType, partial, enum.Enum, threading.local)
+_OPAQUE: tuple[type, ...] = (type, ModuleType, FunctionType, partial, enum.Enum, threading.local)
+_OPAQUE += (Logger, PurePath)  # they cache values when they are read
 
 _STATES: dict[type, Callable[[Any], Any]] = {  # of objects that are compared by one value
     # methods are new objects for each access
