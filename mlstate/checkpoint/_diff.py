@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
@@ -111,6 +112,20 @@ class Settings(NamedTuple):
         return cls(optimizer.param_groups, optimizer.learning_rate)
 
 
+def _read_forms(value: Any) -> Any:
+    """Return groups with arrays of NumPy instead of the stored forms of tensors."""
+    if isinstance(value, list | tuple):
+        return [_read_forms(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if value.get("$") == "tree" and "arrays" in value:
+        from ._states.tree import value_of_form
+
+        with suppress(AttributeError, LookupError, RecursionError, TypeError, ValueError):
+            return value_of_form(value)
+    return {key: _read_forms(each) for key, each in value.items()}
+
+
 def diff_settings(
     first: Mapping[str, Settings | None],
     second: Mapping[str, Settings | None],
@@ -130,7 +145,8 @@ def diff_settings(
             continue
         for entries, each in zip(sides, (left, right), strict=True):
             label = "param_groups" if each.param_groups else "learning_rate"
-            for keys, array, end in list_entries((), getattr(each, label)):
+            values = _read_forms(getattr(each, label))
+            for keys, array, end in list_entries((), values):
                 path = label + "".join(f"[{key!r}]" for key in keys)
                 entries[prefix + path + end] = array
     return diff_states(*sides, rtol=rtol, atol=atol)._replace(unchanged=0)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..._common.arrays import copy_of, is_cache, is_torch
+from ..._common.arrays import copy_of, is_cache, is_torch, overlaps_itself
 from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.dtypes import name_of
 from ..._common.text import count_text
@@ -472,6 +472,10 @@ class _Restorer:
         )
         if expected != got:
             raise _mismatch(where, expected, got)
+        if overlaps_itself(target):
+            raise ValueError(
+                f"the target {where} has elements that share memory: load into a copy of it"
+            )
         if is_array:
             value = _tensor_of(None)(value)
         fill, before = target.detach().copy_, target.detach().clone()

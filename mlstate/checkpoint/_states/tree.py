@@ -22,6 +22,7 @@ in the JSON text. Every other value is an object whose member ``"$"`` names its 
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -661,6 +662,18 @@ def unpacked(array: NDArray, where: str, tensor_of: Callable[[Any], Any] | None 
         return Decoder(arrays, tensor_of).value(node)
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise malformed(where, error) from None
+
+
+def value_of_form(form: Any, tensor_of: Callable[[Any], Any] | None = None) -> Any:
+    """Return the value of a form in an optimizer's group, which has its arrays in base64.
+
+    `tensor_of`: as for `Decoder`. Raises KeyError and other errors for a malformed form.
+    """
+    arrays = {
+        key: np.frombuffer(base64.b64decode(data), numpy_dtype(dtype)).reshape(shape).copy()
+        for key, (dtype, shape, data) in form.get("arrays", {}).items()
+    }
+    return Decoder(arrays, tensor_of).value(form["value"])
 
 
 def parse(text: bytes, where: str) -> Any:

@@ -1,11 +1,13 @@
 """Objects among a managed block's arguments that change before its recomputation."""
 
 import gc
+import logging
 import random
 import threading
 import weakref
 from collections import OrderedDict, deque
 from functools import cached_property
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -218,6 +220,8 @@ UNCHANGED = {
     "no methods are called": lambda: holder(value=Refuses(), items=RefusesAsList([1])),
     "contains itself": itself,
     "cached property": Masks,
+    "path": lambda: holder(path=Path("a"), logger=logging.getLogger("mlstate.example")),
+    "lazy property of torch": lambda: torch.distributions.Categorical(logits=torch.ones(4)),
     "batch norm": lambda: nn.BatchNorm1d(4),
     "threads": lambda: holder(lock=threading.Lock(), local=threading.local()),
     "many": lambda: {i: list(range(50)) for i in range(500)},
@@ -230,6 +234,10 @@ def test_unchanged_arguments_and_changed_modules_give_no_warning(arguments):
     def use(value, _):
         if isinstance(value, nn.Module):
             value(torch.ones(2, 4))
+        if isinstance(value, torch.distributions.Categorical):
+            return value.probs
+        if hasattr(value, "path"):
+            value.logger.debug(hash(value.path))
         return value.mask if type(value) is Masks else 2
 
     train(managed(use), UNCHANGED[arguments]())

@@ -286,3 +286,13 @@ def test_optimizer_of_some_parameters_loads_without_strict(tmp_path):
         assert optimizer.state[parameter]["momentum_buffer"].equal(
             saved.state[other]["momentum_buffer"]
         )
+
+
+def test_diff_compares_learning_rates_that_are_tensors_by_value(tmp_path):
+    for name, rate in {"a": 0.1, "b": 0.100001, "c": 0.2}.items():
+        source = trained(sgd)
+        source[1].param_groups[0]["lr"] = torch.tensor(rate)
+        mlstate.save(tmp_path / name, *source)
+    assert mlstate.diff(tmp_path / "a", tmp_path / "b", rtol=1e-3).identical
+    (change,) = mlstate.diff(tmp_path / "a", tmp_path / "c").changes
+    assert change.name == "optimizer.param_groups[0]['lr']" and abs(change.max_abs - 0.1) < 1e-6

@@ -294,3 +294,13 @@ def test_an_array_of_numpy_is_refused_for_a_meta_tensor(tmp_path):
     mlstate.save(tmp_path / "c", states={"s": np.ones(3, "f4")})
     with pytest.raises(CompatibilityError, match="the target is no tensor"):
         mlstate.load(tmp_path / "c", into={"states": {"s": torch.zeros(3, device="meta")}})
+
+
+@pytest.mark.parametrize("saved", [np.ones((2, 2), "f4"), torch.ones(2, 2)], ids=["numpy", "torch"])
+def test_a_tensor_whose_elements_share_memory_is_refused_in_a_list(tmp_path, saved):
+    mlstate.save(tmp_path / "c", states={"s": [torch.ones(3), saved]})
+    first, memory = torch.nn.Parameter(torch.zeros(3)), torch.zeros(3)
+    target = [first, memory.as_strided((2, 2), (1, 1)).requires_grad_()]
+    with pytest.raises(ValueError, match=r"states\['s'\]\[1\] has elements that share memory"):
+        mlstate.load(tmp_path / "c", into={"states": {"s": target}})
+    assert not first.any() and not memory.any()

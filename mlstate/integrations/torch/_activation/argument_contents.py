@@ -7,9 +7,11 @@ import random
 import threading
 from collections import OrderedDict, deque
 from contextlib import suppress
-from functools import cache, cached_property, partial
-from itertools import count
+from functools import cache, partial, partialmethod
+from itertools import compress, count
+from logging import Logger
 from operator import length_hint
+from pathlib import PurePath
 from types import (
     BuiltinFunctionType,
     FunctionType,
@@ -40,7 +42,8 @@ _ITERABLES: tuple[Any, ...] = ([], (), range(0), {}, {}.values(), {}.items(), se
 _COUNTED = {type(reversed([])), *(type(iter(values)) for values in _ITERABLES)}  # iterators
 _NESTED = {enumerate, filter, map, zip}  # iterators over others
 
-_OPAQUE = (type, ModuleType, FunctionType, partial, enum.Enum, threading.local)
+_OPAQUE: tuple[type, ...] = (type, ModuleType, FunctionType, partial, enum.Enum, threading.local)
+_OPAQUE += (Logger, PurePath)  # they cache values when they are read
 
 _STATES: dict[type, Callable[[Any], Any]] = {  # of objects that are compared by one value
     # methods are new objects for each access
@@ -65,6 +68,14 @@ def _value_types() -> frozenset[type]:
 
     builtins = (bool, int, float, complex, str, type(None), type(Ellipsis))
     return frozenset({*builtins, torch.device, torch.dtype})
+
+
+@cache
+def _stores_in_instance(cls: type) -> bool:
+    """Return whether descriptors of a class may store values as attributes: cached properties."""
+    names = set(dir(cls))
+    is_method = issubclass(cls, (classmethod, partialmethod)) or "__call__" in names
+    return "__get__" in names and "__set__" not in names and not is_method
 
 
 class ArgumentContents:
@@ -175,9 +186,7 @@ class _Reader:
             cached = {
                 name
                 for table in tables
-                if cached_property in map(type, table.values())
-                for name, value in table.items()
-                if type(value) is cached_property
+                for name in compress(table, map(_stores_in_instance, map(type, table.values())))
             }
             slots = slots_of(cls)
             if kind or table or slots:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...._common.dtypes import name_of, numpy_dtype
+from ...._common.dtypes import name_of
 from ...._sharding.layout import Shard
-from ....checkpoint._states.tree import Decoder, encode, malformed, whole_arrays
+from ....checkpoint._states.tree import encode, malformed, value_of_form, whole_arrays
 from ....state._compatibility import join
 from .._tensors.state import tensors_of
 
@@ -138,11 +138,7 @@ def decode_value(form: Any, where: str) -> Any:
     if not (isinstance(form, dict) and form.get("$") == "tree"):
         return _as_tuples(form)
     try:
-        arrays = {
-            key: np.frombuffer(base64.b64decode(data), numpy_dtype(dtype)).reshape(shape).copy()
-            for key, (dtype, shape, data) in form.get("arrays", {}).items()
-        }
-        return Decoder(arrays, tensor_of).value(form["value"])
+        return value_of_form(form, tensor_of)
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise malformed(where, error) from None
 
