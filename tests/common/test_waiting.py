@@ -9,7 +9,7 @@ import time
 import pytest
 from interruption import raise_once, split_condition
 
-from mlstate._common.waiting import Waiters, remove_folder, start_thread
+from mlstate._common.waiting import Monitor, Waiters, remove_folder, start_thread
 from mlstate.collectives import _engine
 
 SECONDS = 20
@@ -38,6 +38,34 @@ def test_a_waiting_thread_sees_a_change_after_an_interrupted_wake():
     changed.append(True)  # no wake follows
     thread.join()
     assert not waiters.wait_for(lambda: False, 0.01)
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), 0.001])
+def test_polls_keep_no_locks(timeout):
+    waiters = Waiters()
+    for _ in range(3):
+        assert not waiters.wait_for(lambda: False, timeout)
+    answers = iter([False, True])
+    assert waiters.wait_for(lambda: next(answers))
+    assert not waiters._locks
+
+
+def test_a_wait_in_a_signal_handler_releases_the_lock_of_the_interrupted_code():
+    monitor, changed = Monitor(), []
+
+    def change():
+        with monitor:
+            changed.append(True)
+            monitor.wake()
+
+    thread = threading.Thread(target=change)
+    with monitor:
+        thread.start()
+        with monitor:  # as in a signal handler
+            monitor.wait_for(lambda: bool(changed))
+        assert monitor._is_owned()
+    assert not monitor._is_owned()
+    thread.join()
 
 
 @pytest.mark.skipif(os.name != "posix", reason="signals")
