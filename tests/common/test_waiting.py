@@ -98,6 +98,19 @@ def test_operations_run_after_an_interrupted_wait(monkeypatch):
     timer.join()
 
 
+def test_an_operation_without_a_thread_does_not_run_later(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    queue, results = _engine.OperationQueue("queue", 0), []
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
+        patch.setattr(threading.Thread, "start", refuse)
+        queue.run("first", lambda: results.append(1), async_op=True)
+    assert queue.run("second", lambda: 2, async_op=True).wait(5) == 2
+    queue.join()
+    assert not results
+
+
 @pytest.mark.parametrize("ends_by", ["operation", "join"])
 def test_operations_run_after_an_interrupted_start_of_the_thread(monkeypatch, ends_by):
     queue, results = _engine.OperationQueue("queue", 0), []
