@@ -89,20 +89,25 @@ class Waiters:
                 self._locks.pop().release()
 
     def wait_for(self, has_changed: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until `has_changed` returns True; return False after `timeout` seconds."""
+        """Wait until `has_changed` returns True; return False after `timeout` seconds.
+
+        `has_changed` is not called again after it returned True.
+        """
         end = None if timeout is None else time.monotonic() + timeout
         while not has_changed():
+            left = _RECHECK if end is None else end - time.monotonic()
+            if not left > 0:  # also NaN
+                return False
             lock = allocate_lock()
             lock.acquire()
             self._locks.append(lock)  # before the test, so that no change is missed
-            if has_changed():
-                return True
-            left = _RECHECK if end is None else end - time.monotonic()
-            if left <= 0:
-                return False
-            lock.acquire(timeout=min(left, _RECHECK))
-            with suppress(ValueError, IndexError):  # `wake` has removed it
-                self._locks.remove(lock)
+            try:
+                if has_changed():
+                    return True
+                lock.acquire(timeout=min(left, _RECHECK))
+            finally:
+                with suppress(ValueError, IndexError):  # `wake` has removed it
+                    self._locks.remove(lock)
         return True
 
 
@@ -117,10 +122,16 @@ class Monitor(RLock):  # type: ignore[misc]
         self._waiters.wake()
 
     def wait_for(self, has_changed: Callable[[], bool]) -> None:
-        """Release the lock, taken once, until `has_changed`, which is called without the lock."""
+        """Release the lock until `has_changed`, which is called without the lock.
+
+        A signal handler can have taken it again.
+        """
+        count = 0
         try:
-            self.release()
+            while self._is_owned():  # type: ignore[attr-defined]
+                count += 1  # first, because an interrupt can follow the release
+                self.release()
             self._waiters.wait_for(has_changed)
         finally:
-            if not self._is_owned():  # type: ignore[attr-defined]
+            for _ in range(count):
                 self.acquire()

@@ -94,12 +94,17 @@ class OperationQueue:
     def _enqueue(self, operation: str, task: Task) -> Work:
         """Queue a task for the queue's thread, which is started if necessary; return its `Work`.
 
-        The task runs on the CUDA stream of the caller. `operation`: its name, for errors.
+        The task runs on the CUDA stream of the caller. `operation`: its name, for errors. Raises
+        RuntimeError if the system has no thread left.
         """
         work, task = Work(operation, self._rank), on_current_stream(task)
         with self._lock:
             self._queue.append((work, task))
-            self._start_worker()
+            try:
+                self._start_worker()
+            except RuntimeError:
+                self._queue.pop()
+                raise
         return work
 
     def _start_worker(self) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from threading import Lock
+from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
@@ -175,6 +175,7 @@ class Follower:
         # state before a change that has begun, or None, and the elements that it overwrote
         self._undo: tuple[_State | None, UndoLog] = (None, [])
         self._changing = Lock()  # held while arrays change
+        self._changer = 0  # the thread that holds it, or 0
 
     @property
     def path(self) -> str:
@@ -242,6 +243,8 @@ class Follower:
         ------
         TypeError, ValueError
             `step` is not an integer from 0.
+        RuntimeError
+            A signal handler called it during another call, in the same thread.
         FormatError, ChecksumError
             A version is damaged or does not belong to the arrays, and no later anchor exists.
         StoreError
@@ -272,6 +275,8 @@ class Follower:
         """
         if step is not None:
             step = check_int("step", step, 0)
+        if self._changer == get_ident():
+            raise RuntimeError(f"{self.path}: the arrays are changing in this thread")
         self._undo_lost()
         self._use_present_arrays()
         for attempt in range(_TRIES):
@@ -414,7 +419,11 @@ class Follower:
             reason = "" if first is None else str(first)
             try:
                 with self._changing:
-                    self._apply_versions(is_anchor, versions, lineage.name, manifest, reason)
+                    self._changer = get_ident()
+                    try:
+                        self._apply_versions(is_anchor, versions, lineage.name, manifest, reason)
+                    finally:
+                        self._changer = 0
                 return
             except (FormatError, FileNotFoundError) as error:
                 write_log("WARNING", "%s: %s", self.path, error)

@@ -9,7 +9,7 @@ import time
 import pytest
 from interruption import raise_once, split_condition
 
-from mlstate._common.waiting import Waiters, remove_folder, start_thread
+from mlstate._common.waiting import Monitor, Waiters, remove_folder, start_thread
 from mlstate.collectives import _engine
 
 SECONDS = 20
@@ -40,6 +40,34 @@ def test_a_waiting_thread_sees_a_change_after_an_interrupted_wake():
     assert not waiters.wait_for(lambda: False, 0.01)
 
 
+@pytest.mark.parametrize("timeout", [0, -1, float("nan"), 0.001])
+def test_polls_keep_no_locks(timeout):
+    waiters = Waiters()
+    for _ in range(3):
+        assert not waiters.wait_for(lambda: False, timeout)
+    answers = iter([False, True])
+    assert waiters.wait_for(lambda: next(answers))
+    assert not waiters._locks
+
+
+def test_a_wait_in_a_signal_handler_releases_the_lock_of_the_interrupted_code():
+    monitor, changed = Monitor(), []
+
+    def change():
+        with monitor:
+            changed.append(True)
+            monitor.wake()
+
+    thread = threading.Thread(target=change)
+    with monitor:
+        thread.start()
+        with monitor:  # as in a signal handler
+            monitor.wait_for(lambda: bool(changed))
+        assert monitor._is_owned()
+    assert not monitor._is_owned()
+    thread.join()
+
+
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_folder_is_deleted_although_its_deletion_is_interrupted(tmp_path, monkeypatch):
     (tmp_path / "folder" / "inner").mkdir(parents=True)
@@ -68,6 +96,19 @@ def test_operations_run_after_an_interrupted_wait(monkeypatch):
     assert queue.run("second", lambda: 2, async_op=True).wait(5) == 2
     queue.join()
     timer.join()
+
+
+def test_an_operation_without_a_thread_does_not_run_later(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    queue, results = _engine.OperationQueue("queue", 0), []
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="new thread"):
+        patch.setattr(threading.Thread, "start", refuse)
+        queue.run("first", lambda: results.append(1), async_op=True)
+    assert queue.run("second", lambda: 2, async_op=True).wait(5) == 2
+    queue.join()
+    assert not results
 
 
 @pytest.mark.parametrize("ends_by", ["operation", "join"])

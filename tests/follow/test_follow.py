@@ -417,6 +417,22 @@ def test_the_state_is_restored_after_an_interrupted_restoration(path, monkeypatc
     assert same(follower.state, models[1]) and same(into, models[1])
 
 
+def test_a_signal_handler_cannot_advance_arrays_that_change(path, monkeypatch):
+    _, models = published(path, 3)
+    follower, into = follower_at(path, models, 1)
+    apply = _follower.apply_delta
+
+    def handle_signal_and_apply(*arguments, **keywords):
+        with pytest.raises(RuntimeError, match="are changing in this thread"):
+            follower.advance()
+        return apply(*arguments, **keywords)
+
+    monkeypatch.setattr(_follower, "apply_delta", handle_signal_and_apply)
+    follower.advance()
+    assert same(into, models[2])
+    assert follower.advance() == 2
+
+
 def test_an_interrupted_publication_starts_a_new_lineage(path, monkeypatch):
     model = model_of()
     publisher, models = published(path, 2, model)

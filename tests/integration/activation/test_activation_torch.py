@@ -175,6 +175,23 @@ def test_a_plan_is_applied_after_an_interrupted_one(monkeypatch, steps):
     assert "_compiled_call_impl" not in model[0].__dict__ and not model[0]._forward_pre_hooks
 
 
+def test_a_plan_that_another_thread_or_handler_applies_is_refused(monkeypatch):
+    model, _ = perceptron()
+    plans = importlib.import_module("mlstate.integrations.torch._activation.apply_plan")
+    intercept = plans.Interceptor._intercept
+
+    def intercept_after_another_apply(interceptor, name, *arguments):
+        if name == "3":
+            with monkeypatch.context() as patch, pytest.raises(ValueError, match="already has a"):
+                patch.setattr(plans.Interceptor, "_intercept", intercept)
+                planned(segments(5, 1)).apply(model)
+        return intercept(interceptor, name, *arguments)
+
+    monkeypatch.setattr(plans.Interceptor, "_intercept", intercept_after_another_apply)
+    with planned(segments(5, 1)).apply(model):
+        assert all("_compiled_call_impl" in block.__dict__ for block in model)
+
+
 def test_a_plan_on_a_plan_is_refused():
     model, _ = perceptron()
     with (

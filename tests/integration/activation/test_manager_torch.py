@@ -200,6 +200,25 @@ def test_a_strategy_is_applied_after_an_interrupted_one(monkeypatch, step):
     assert all("forward" not in vars(layer) for layer in model.layers)
 
 
+def test_a_strategy_that_another_thread_or_handler_applies_is_refused(monkeypatch):
+    strategies = importlib.import_module("mlstate.integrations.torch._activation.strategies")
+    buffers, refused = strategies.Buffers, []
+    model, manager = Model(), ActivationManager(IntervalStrategy(1))
+
+    def apply_another(block):
+        if block is model.layers[3]:
+            with pytest.raises(ValueError, match="already has a manager"):
+                manager.apply(model, "layers.*")
+            refused.append(block)
+        return buffers(block)
+
+    monkeypatch.setattr(strategies, "Buffers", apply_another)
+    with manager.apply(model, "layers.*"):
+        assert refused
+        assert all("forward" in vars(layer) for layer in model.layers)
+    assert all("forward" not in vars(layer) for layer in model.layers)
+
+
 def test_a_strategy_that_raises_stops_the_pass():
     class Bad:
         def should_checkpoint(self, layer_id, activation, layer_index):

@@ -92,13 +92,20 @@ class Interceptor:
     blocks), its original call, and the arguments, once the caller has set `is_applied`.
     """
 
-    def __init__(self, blocks: Sequence[tuple[str, Any]], enter: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        blocks: Sequence[tuple[str, Any]],
+        enter: Callable[..., Any],
+        starting: threading.Lock,
+    ) -> None:
         """Make each call of a block call `enter` instead; `calls` has the blocks' own functions.
 
         `blocks`: names and modules, or other callables, which cannot be intercepted. A module that
         is listed several times is replaced once. Raises ValueError for a module that has a plan.
+        `starting`: a lock that the caller holds until it has set `is_applied`.
         """
         self.is_applied = False  # then entries, which an interrupt may leave, change no call
+        self.starting = starting
         self.calls: list[Callable[..., Any]] = []
         self._undo: list[tuple[Any, Any, Any, Any]] = []
         self._positions: dict[int, list[int]] = {}
@@ -126,8 +133,9 @@ class Interceptor:
             call: Callable[..., Any] = block
             return call
         before = block.__dict__.get(_HOOK)
-        if isinstance(before, _Entry) and not before.interceptor.is_applied:
-            before.interceptor.remove()
+        other = before.interceptor if isinstance(before, _Entry) else None
+        if other is not None and not other.starting.locked() and not other.is_applied:
+            other.remove()
             before = block.__dict__.get(_HOOK)
         if isinstance(before, _Entry):
             raise ValueError(f"{name} already has a plan: call remove() first")
@@ -249,12 +257,14 @@ class PlannedModel:
         self._local = threading.local()
         self._compiled: Callable[..., Any] | None = None
         refuse_overlap(blocks)
-        self._interceptor: Interceptor | None = Interceptor(blocks, self._enter)
-        self._blocks = [
-            Block(name, call, block)
-            for (name, block), call in zip(blocks, self._interceptor.calls, strict=True)
-        ]
-        self._interceptor.is_applied = True
+        starting = threading.Lock()
+        with starting:
+            self._interceptor: Interceptor | None = Interceptor(blocks, self._enter, starting)
+            self._blocks = [
+                Block(name, call, block)
+                for (name, block), call in zip(blocks, self._interceptor.calls, strict=True)
+            ]
+            self._interceptor.is_applied = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, or the blocks in sequence.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -156,13 +157,15 @@ class SampledModel:
             # detached, so that no block's saved tensors stay in memory
             return detach_all(call.bind(copies=False)())
 
-        interceptor = Interceptor(self.named_blocks, enter)
-        try:
-            interceptor.is_applied = True
-            self.run(enter, *copy_objects((self.args, self.kwargs)))
-        finally:
-            interceptor.is_applied = False  # before a call, which an interrupt can stop
-            interceptor.remove()
+        starting = threading.Lock()
+        with starting:
+            interceptor = Interceptor(self.named_blocks, enter, starting)
+            try:
+                interceptor.is_applied = True
+                self.run(enter, *copy_objects((self.args, self.kwargs)))
+            finally:
+                interceptor.is_applied = False  # before a call, which an interrupt can stop
+                interceptor.remove()
         if reached < len(self.names):
             raise ValueError(f"the model did not call {self.names[reached]}")
 

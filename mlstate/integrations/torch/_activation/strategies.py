@@ -32,15 +32,20 @@ class AppliedStrategy:
         `manager` decides at each call, and gets the block's index in this order.
         """
         self.blocks: tuple[str, ...] = tuple(blocks)
-        self._applied = [False]  # True between the last replacement and `remove`
         self._forwards: list[_Forward] = []
         # Hooks of torch cannot replace a block's forward pass; its own `forward` can.
         warned: set[str] = set()
-        for number, (name, block) in enumerate(blocks.items()):
-            forward = _Forward(manager, name, number, block, self._applied, warned)
-            self._forwards.append(forward)
-            block.forward = forward
-        self._applied[0] = True
+        # True between the last replacement and `remove`; None before
+        self._applied: list[bool | None] = [None]
+        try:
+            for number, (name, block) in enumerate(blocks.items()):
+                forward = _Forward(manager, name, number, block, self._applied, warned)
+                self._forwards.append(forward)
+                block.forward = forward
+            self._applied[0] = True
+        finally:
+            if self._applied[0] is None:  # no call, which an interrupt could stop
+                self._applied[0] = False
 
     def remove(self) -> None:
         """Restore the blocks' own forward; later calls do nothing."""
@@ -62,7 +67,7 @@ class _Forward:
     # Older pickles lack these.
     _is_scripted = False  # whether the block is, or contains, a module of TorchScript
     _before: Any = None  # the attribute `forward` of the block itself, if it has one
-    applied: Sequence[bool] = (True,)  # if False, it runs the block as it is
+    applied: Sequence[bool | None] = (True,)  # unless it is True, the block runs as it is
 
     def __init__(
         self,
@@ -70,7 +75,7 @@ class _Forward:
         name: str,
         number: int,
         block: torch.nn.Module,
-        applied: list[bool],
+        applied: list[bool | None],
         warned: set[str],
     ) -> None:
         self.applied, self._before = applied, vars(block).get("forward")
@@ -246,7 +251,7 @@ def apply_strategy(
     refuse_overlap(list(chosen.items()))
     for name, block in chosen.items():
         forward = vars(block).get("forward")
-        if isinstance(forward, _Forward) and not forward.applied[0]:
+        if isinstance(forward, _Forward) and forward.applied[0] is False:
             forward.restore()  # an interrupt stopped the start or `remove`
         elif isinstance(forward, _Forward):
             raise ValueError(f"block {name!r} already has a manager: call remove() on that first")
