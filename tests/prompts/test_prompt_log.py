@@ -6,7 +6,6 @@ import signal
 import struct
 import threading
 from pathlib import Path
-from time import perf_counter
 
 import numpy as np
 import pytest
@@ -287,16 +286,6 @@ def test_a_pin_does_not_protect_a_record_behind_a_dropped_block(log, dropped, re
         assert store_sized(log, [token] * BLOCK, 20_000, max_bytes=70_000) == [1]
     assert log.stats()["pinned"] == 0 and log.stats()["live_bytes"] < 70_000
     assert PromptLog(log.path, False).stats()["pinned"] == 0
-
-
-def test_pins_of_all_blocks_of_a_long_prompt_take_less_time_than_its_put(log):
-    """The ancestors of a pinned record are examined only if records were removed."""
-    tokens, started = list(range(30_000 * BLOCK)), perf_counter()
-    store_sized(log, tokens, 1)
-    put_seconds, prompt = perf_counter() - started, match(log, tokens)
-    started = perf_counter()
-    assert log.mark(prompt, range(30_000), "pin", 9.0) == 30_000
-    assert perf_counter() - started < put_seconds
 
 
 def test_pins_behind_a_dropped_block_stay_while_a_put_stores_it_again(log):
