@@ -118,8 +118,8 @@ void mls_prompt_note_apply(mls_prompt_log *log, const mls_prompt_note *note)
     mls_prompt_entry *entry = &log->index.entries[number];
     if (note->operation == MLS_PROMPT_PIN) {
         entry->flags |= MLS_PROMPT_PINNED;
-        log->lacks_pinned = log->lacks_pinned ||
-                            (log->index.removed > 0 && lacks_ancestor(log, number));
+        log->lacks_pinned =
+            log->lacks_pinned || (log->index.removed > 0 && lacks_ancestor(log, number));
     } else if (note->operation == MLS_PROMPT_UNPIN) {
         entry->flags &= (uint8_t)~MLS_PROMPT_PINNED;
     } else if (note->operation == MLS_PROMPT_DELETE && entry->segment <= note->segment) {
