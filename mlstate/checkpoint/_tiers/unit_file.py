@@ -169,12 +169,12 @@ class Move:
 
     def __init__(self, to: Tier) -> None:
         """Prepare a move to the tier `to`."""
-        self.to = to
-        self.running = Lock()  # held by the call that moves the unit
-        self.thread = get_ident()
-        self.is_ready = False  # whether the parts can get `arrays`
+        self.to: Tier = to
+        self.running: Lock = Lock()  # held by the call that moves the unit
+        self.thread: int = get_ident()
+        self.is_ready: bool = False  # whether the parts can get `arrays`
         self.arrays: list[Any] | None = None  # of the parts in the new tier; None: their own
-        self.seconds = 0.0
+        self.seconds: float = 0.0
 
 
 class Unit:
