@@ -687,7 +687,8 @@ def descriptors():
 def threads_end():
     """Wait until only this thread runs."""
     end = time.monotonic() + SECONDS
-    while _thread._count() > 0 and time.monotonic() < end:  # also threads that begin to run
+    time.sleep(0.005)  # a thread that begins to run is not counted yet
+    while _thread._count() > 0 and time.monotonic() < end:
         time.sleep(0.001)
     assert len(threading.enumerate()) == 1, threading.enumerate()
 

@@ -72,14 +72,16 @@ def write_npz(target: Target, arrays: Mapping[str, NDArray], record: Mapping[str
     dtypes = {name: name_of(a.dtype) for name, a in arrays.items() if _is_ml_dtype(a.dtype)}
     names = {member: name for name, member in members.items() if member != name}
     text = json.dumps({**record, "names": names, "dtypes": dtypes}, sort_keys=True)
-    with (
-        replacing(target.path, target) as file,
-        zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive,
-    ):
-        _write_member(archive, RECORD, np.array(text))
-        for name, array in arrays.items():
-            stored = array.view(f"u{array.dtype.itemsize}") if name in dtypes else array
-            _write_member(archive, members[name], stored)
+    with replacing(target.path, target) as file:
+        archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
+        try:
+            _write_member(archive, RECORD, np.array(text))
+            for name, array in arrays.items():
+                stored = array.view(f"u{array.dtype.itemsize}") if name in dtypes else array
+                _write_member(archive, members[name], stored)
+            archive.close()
+        finally:
+            archive.fp = None  # after an interrupt `close` would raise another error
 
 
 def _write_member(archive: zipfile.ZipFile, name: str, array: NDArray) -> None:

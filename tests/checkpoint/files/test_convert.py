@@ -337,6 +337,17 @@ def test_shards_are_refused(tmp_path, suffix):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_interrupt_of_an_npz_entry_is_raised_itself(tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(zipfile._ZipWriteFile, "close", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        write_any(tmp_path / "x.npz", {"w": np.ones(3)})
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
 # ---- paths ----
 
 
