@@ -414,7 +414,7 @@ static int compare_candidates(const void *a, const void *b)
 
 /* Flag pinned records and their ancestors as MLS_PROMPT_KEPT, as far as they can be
  * found: no record behind a removed one can, unless the present put stores that one. Ends
- * decrease along a chain; in a forged store the loop ends where they do not. */
+ * fall along a chain of parents; in a forged store the walk stops where they do not. */
 static void keep_pinned(mls_prompt_index *index)
 {
     for (uint32_t i = 0; i < index->count; i++) {

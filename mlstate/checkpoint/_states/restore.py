@@ -467,7 +467,9 @@ class _Restorer:
         expected, got = (
             f"{name_of(each.dtype)} of shape {tuple(each.shape)}"
             if (is_torch(each) and not each.is_meta) or (is_array and each is value)
-            else "no tensor"
+            else "a meta tensor, which has no memory"
+            if is_torch(each)
+            else f"a {type(each).__name__}, not a tensor"
             for each in (target, value)
         )
         if expected != got:

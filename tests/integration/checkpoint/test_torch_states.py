@@ -278,7 +278,7 @@ def test_an_array_of_numpy_fills_a_buffer_in_place(tmp_path):
     [
         (np.ones(3), "float64 of shape"),
         (np.ones((3, 1), "f4"), r"shape \(3, 1\)"),
-        ([1.0, 2.0, 3.0], "no tensor"),
+        ([1.0, 2.0, 3.0], "a list, not a tensor"),
     ],
     ids=["dtype", "shape", "list"],
 )
@@ -292,7 +292,7 @@ def test_another_array_of_numpy_is_refused_for_a_parameter(tmp_path, saved, got)
 
 def test_an_array_of_numpy_is_refused_for_a_meta_tensor(tmp_path):
     mlstate.save(tmp_path / "c", states={"s": np.ones(3, "f4")})
-    with pytest.raises(CompatibilityError, match="the target is no tensor"):
+    with pytest.raises(CompatibilityError, match="the target is a meta tensor, which"):
         mlstate.load(tmp_path / "c", into={"states": {"s": torch.zeros(3, device="meta")}})
 
 

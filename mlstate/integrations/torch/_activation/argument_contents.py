@@ -214,7 +214,7 @@ class _Reader:
         """Return the contents of a value's items and attributes.
 
         `kind`: its class of containers, or None. `table`: the descriptor of its ``__dict__``, or
-        None. `cached`: names of cached properties, which are no changes.
+        None. `cached`: names of cached properties, which are left out.
         """
         if depth == 0 or id(value) in self._seen:
             return self._identity(value, depth)
