@@ -33,6 +33,7 @@ from ._huggingface.export_async import export_huggingface_async
 from ._load import LoadedState, load
 from ._manager import CheckpointManager
 from ._prune import PruneReport, prune
+from ._report import Problem, VerifyReport
 from ._reshard import reshard
 from ._save import save
 from ._save_async import SaveHandle, SaveTimes, save_async
@@ -40,7 +41,7 @@ from ._staging import Staging
 from ._tiers.report import TierRecord, TierReport, Traffic
 from ._tiers.tiered_state import StateDicts, TieredState
 from ._tiers.unit_handle import TieredUnit
-from ._verify import Problem, VerifyReport, verify
+from ._verify import verify
 
 __all__ = [
     "Checkpoint",

@@ -13,10 +13,11 @@ from ._folder.names import SECTIONS
 from ._folder.weight_names import weights_root
 from ._load import LoadedState, find_whole, load
 from ._options import LOAD_DEFAULTS, show_options
+from ._report import VerifyReport
 from ._step_choice import choose_root
 from ._store.manifest import build, parse
 from ._store.open_path import RootPath, open_files, open_root_path
-from ._verify import VerifyReport, verify
+from ._verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

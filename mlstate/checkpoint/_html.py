@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
     from ._checkpoint import TensorRecord
     from ._load import LoadedState
+    from ._report import VerifyReport
     from ._save_async import SaveTimes
     from ._store.manifest import Manifest
     from ._table import Group, Parameter
-    from ._verify import VerifyReport
 
 MOST_BYTES = 30_000
 ROWS = 160  # of parameters, in total

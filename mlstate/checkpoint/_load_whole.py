@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from ._files.parts import Parts
     from ._folder.protocol import Folder
     from ._load import LoadedState, LoadRequest
-    from ._verify import VerifyReport
+    from ._report import VerifyReport
 
 _WHOLE = ("npz", "torch", "dcp", "lightning", "torch_checkpointing")
 _SECTIONS = ("model", "optimizer")
@@ -543,7 +543,7 @@ def verify_whole(
     are zip files, whose CRC-32 values were compared. Only without a problem so far, the content is
     also read as a load does. `progress` is called with the bytes of each block of a zip file.
     """
-    from ._verify import file_problem
+    from ._report import file_problem
 
     files = _files(source.path)
     checked = 0

@@ -15,9 +15,10 @@ from ..checkpoint._files.checksum import verify_foreign
 from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._folder.names import MANIFEST
 from ..checkpoint._load_whole import WholePath
+from ..checkpoint._report import VerifyReport
 from ..checkpoint._store.checkpoint_files import CheckpointFiles
 from ..checkpoint._store.open_path import RootPath, is_url
-from ..checkpoint._verify import VerifyReport, verify, verify_root
+from ..checkpoint._verify import verify, verify_root
 from ..errors import MLStateError
 from ._common import (
     PATH_HELP,

@@ -31,9 +31,9 @@ from ...errors import FormatError, MLStateError, StoreError
 from .._folder.local import LocalFolder
 from .._folder.names import MANIFEST, TEMPORARY
 from .._folder.weight_names import is_index
+from .._report import Problem, VerifyReport, file_problem
 from .._store.open_path import is_url
 from .._store.weight_checksums import changed_text, find_checksums
-from .._verify import Problem, VerifyReport, file_problem
 from .safetensors_verify import merge_ranges, read_header
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from ..._common.local_path import local_folder
 from ..._common.regular_file import open_regular
 from ..._common.store_error import store_error
 from ...errors import FormatError
-from .._verify import VerifyReport, file_problem
+from .._report import VerifyReport, file_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

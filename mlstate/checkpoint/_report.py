@@ -1,0 +1,176 @@
+"""`VerifyReport` and `Problem`: what a verification found."""
+
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any, NamedTuple
+
+from .._common.store_error import store_error
+from .._common.text import bytes_text, table_text
+from ..errors import ChecksumError, FormatError, StoreError
+
+_ROWS = 20
+_HEADERS = ["problem", "file", "tensor", "bytes", "what"]
+
+
+class Problem(NamedTuple):
+    """One problem that `verify` found.
+
+    Attributes
+    ----------
+    kind : str
+        ``"missing"``, ``"unreadable"``, ``"length"`` (truncated, or longer than written),
+        ``"foreign"`` (replaced by another file), ``"header"``, ``"altered"`` (changed bytes of
+        a tensor), ``"manifest"`` or ``"index"`` (this file is damaged), ``"changed"`` (a file of
+        another program differs from its checksums, or from the name of its blob in the Hub's
+        cache) or ``"checksums"`` (the file of these checksums is damaged).
+    path : str
+        The file, relative to the checkpoint's folder.
+    name : str or None
+        Key of the affected tensor. None if a whole file with several tensors is affected:
+        `text` names them.
+    part : int or None
+        Index of the part of the tensor.
+    rank : int
+        The rank that stored it.
+    offset, length : int
+        The affected byte range of the file.
+    text : str
+        Description.
+    """
+
+    kind: str
+    path: str
+    name: str | None
+    part: int | None
+    rank: int
+    offset: int
+    length: int
+    text: str
+
+    def as_error(self, folder: str) -> FormatError | StoreError:
+        """Return the problem as an exception, whose path is in `folder`.
+
+        A missing file is a `FileNotFoundError`, too.
+        """
+        where = f"bytes {self.offset} to {self.offset + self.length}"
+        of = f" of {self.name!r}" if self.name is not None else ""
+        text = f"{self.path}: {self.kind}: {where}{of}: {self.text}"
+        path = os.path.join(folder, self.path)
+        error: FormatError | StoreError
+        if self.kind == "missing":
+            reason = FileNotFoundError(errno.ENOENT, f"{where}{of}")
+            error = store_error(reason, f"{self.path}: missing", path)
+        elif self.kind in ("altered", "header"):
+            error = ChecksumError(text)
+        else:
+            error = FormatError(text)
+        error.path, error.name, error.offset = path, self.name, self.offset
+        return error
+
+
+def file_problem(
+    kind: str, path: str, text: str, *, name: str | None = None, offset: int = 0, length: int = 0
+) -> Problem:
+    """Return the problem of a file or a tensor in it that belongs to no rank of a save."""
+    return Problem(kind, path, name, None, 0, offset, length, text)
+
+
+class VerifyReport:
+    """The result of `verify`; it is true if the checkpoint is good.
+
+    Attributes
+    ----------
+    problems : list of Problem
+        Problems that prevent loading the state as it was saved.
+    leftover : list of str
+        Files of mlstate that no root needs; `prune` deletes them.
+    strange : list of str
+        Files that were not written by mlstate. Of a folder of another program, the files that its
+        index or its checksums do not list.
+    compared : list of str
+        For files of another program: descriptions of the checksums that their bytes were compared
+        with. Without any, only the structure was checked, or the files' own checksums.
+    bytes : int
+        Number of bytes read.
+    step : int or None
+        Step of the verified checkpoint.
+    checksums : bool
+        Whether all bytes were compared with checksums of mlstate, or the CRC-32 values of a
+        zip file, such as ``.npz``. If False, another program wrote the files without checksums, and
+        only their structure was checked.
+    repaired : str or None
+        With ``repair=True``: generation of the checkpoint that is now current and good. It is
+        unchanged if only headers were damaged; otherwise it names an older checkpoint.
+
+    Examples
+    --------
+    >>> import tempfile, numpy as np, mlstate
+    >>> path = tempfile.mkdtemp() + "/ckpt"
+    >>> _ = mlstate.save(path, {"w": np.arange(3.0)})
+    >>> bool(mlstate.verify(path))
+    True
+    """
+
+    __slots__ = (
+        "bytes",
+        "checksums",
+        "compared",
+        "leftover",
+        "path",
+        "problems",
+        "repaired",
+        "step",
+        "strange",
+    )
+
+    def __init__(self, path: str) -> None:
+        """Create a report without problems on the checkpoint at `path`; `verify` fills it."""
+        self.path: str = path
+        self.problems: list[Problem] = []
+        self.leftover: list[str] = []
+        self.strange: list[str] = []
+        self.compared: list[str] = []
+        self.bytes: int = 0
+        self.step: int | None = None
+        self.repaired: str | None = None
+        self.checksums: bool = True
+
+    def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
+        """Restore a pickled report from `state`: None, and the attributes by name."""
+        self.checksums, self.compared = True, []  # pickles of older versions lack them
+        for name, value in state[1].items():
+            setattr(self, name, value)
+
+    def __bool__(self) -> bool:
+        return not self.problems
+
+    def _rows(self) -> list[list[str]]:
+        """Return a row of texts for each problem, in `_HEADERS` columns."""
+        return [
+            [p.kind, p.path, p.name or "", f"{p.offset}-{p.offset + p.length}", p.text]
+            for p in self.problems
+        ]
+
+    def _title(self) -> str:
+        """Return one line: path, number of problems and leftover files, bytes read."""
+        count = len(self.problems)
+        state = "good" if not count else f"{count} problem{'' if count == 1 else 's'}"
+        extra = [f"{len(self.leftover)} files left over"] if self.leftover else []
+        extra += [f"{len(self.strange)} strange files"] if self.strange else []
+        extra += [f"repaired: generation {self.repaired}"] if self.repaired else []
+        read = f"{bytes_text(self.bytes)} read"
+        if not self.problems and not self.checksums:
+            read = "no checksums: only its structure was looked at"
+        return ", ".join([f"{self.path}: {state}", read, *extra])
+
+    def __repr__(self) -> str:
+        if not self.problems:
+            return self._title()
+        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS)}"
+
+    def _repr_html_(self) -> str:
+        from ._html import report_html
+
+        return report_html(self._title(), self)
