@@ -30,7 +30,8 @@ from ._dry_run import FileRead, LoadPlan, SavePlan, plan_load, plan_save
 from ._files.checksum import checksum
 from ._huggingface.export import export_huggingface
 from ._huggingface.export_async import export_huggingface_async
-from ._load import LoadedState, load
+from ._load import load
+from ._loaded_state import LoadedState
 from ._manager import CheckpointManager
 from ._prune import PruneReport, prune
 from ._report import Problem, VerifyReport

@@ -11,7 +11,8 @@ from .._sharding.layout import Layout
 from ..errors import FormatError, StoreError
 from ._folder.names import SECTIONS
 from ._folder.weight_names import weights_root
-from ._load import LoadedState, find_whole, load
+from ._load import find_whole, load
+from ._loaded_state import LoadedState
 from ._options import LOAD_DEFAULTS, show_options
 from ._report import VerifyReport
 from ._step_choice import choose_root

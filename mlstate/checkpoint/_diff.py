@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from typing import TypeAlias
 
-    from ._load import LoadedState
+    from ._loaded_state import LoadedState
 
     State: TypeAlias = Mapping[str, Any] | LoadedState | str | os.PathLike[str]
 
@@ -28,7 +28,8 @@ def _loaded(value: object, storage_options: Mapping[str, Any] | None) -> LoadedS
 
     `storage_options`: used if the path is a URL.
     """
-    from ._load import LoadedState, load
+    from ._load import load
+    from ._loaded_state import LoadedState
     from ._store.open_path import is_url
 
     if isinstance(value, str | os.PathLike):

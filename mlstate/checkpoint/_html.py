@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ._checkpoint import TensorRecord
-    from ._load import LoadedState
+    from ._loaded_state import LoadedState
     from ._report import VerifyReport
     from ._save_async import SaveTimes
     from ._store.manifest import Manifest

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
     from .._types import NDArray
     from ._files.parts import Parts
     from ._folder.protocol import Folder
-    from ._load import LoadedState, LoadRequest
+    from ._load import LoadRequest
+    from ._loaded_state import LoadedState
     from ._report import VerifyReport
 
 _WHOLE = ("npz", "torch", "dcp", "lightning", "torch_checkpointing")
@@ -420,7 +421,8 @@ def load_whole(source: WholePath, request: LoadRequest) -> LoadedState:
     for options that need an index, before anything is read.
     """
     from .._common.converted import converted_value
-    from ._load import LoadedState, chosen_names, expects_parts, warn_of_whole_tensors
+    from ._load import chosen_names, expects_parts, warn_of_whole_tensors
+    from ._loaded_state import LoadedState
     from ._quantized.pairs import refuse_quantized_state
 
     _refuse_options(source, request)

@@ -18,7 +18,8 @@ from ..collectives._arguments import optional_group
 from ..errors import CheckpointWarning, ChecksumError, FormatError, MLStateError
 from ._checkpoint import Checkpoint
 from ._folder.names import Root
-from ._load import LoadedState, load
+from ._load import load
+from ._loaded_state import LoadedState
 from ._options import (
     LOAD_DEFAULTS,
     SAVE_DEFAULTS,

@@ -50,7 +50,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..checkpoint._files.formats import Place
-    from ..checkpoint._load import LoadedState, Loader
+    from ..checkpoint._load import Loader
+    from ..checkpoint._loaded_state import LoadedState
     from ..checkpoint._options import LoadOptions
     from ..state import StateDict
 

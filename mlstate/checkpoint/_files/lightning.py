@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from ..._common.atomic_file import Target
     from .._checkpoint import Checkpoint
-    from .._load import LoadedState
+    from .._loaded_state import LoadedState
 
 SUFFIX = ".ckpt"
 STATE = "lightning"

@@ -52,7 +52,7 @@ from .torch_weights import (
 )
 
 if TYPE_CHECKING:
-    from .._load import LoadedState
+    from .._loaded_state import LoadedState
     from .._save import SaveFolder
     from .formats import Place
 
