@@ -235,17 +235,16 @@ class Checkpoint:
         """Open the checkpoint at `path`: read its root file and manifest, but no index or tensor.
 
         A `RootPath` is an internal caller's: a folder that is open, with its manifest if that was
-        read.
+        read, and the report of a save.
         """
         root_path = path if isinstance(path, RootPath) else open_root_path(path, storage_options)
-        self._files, self._root, manifest, _ = root_path
+        self._files, self._root, manifest, _, written = root_path.with_manifest()
+        assert manifest is not None
+        self._manifest = manifest
         self.path: str = self._files.path
-        if manifest is None:
-            self._root, manifest = self._files.open_root(self._root)
-        self._manifest = manifest or self._files.read_manifest(self._root)
         self._read_index: _core.MergedIndex | WholeIndex | None = None
         self._whole: WholePath | None = None  # of a format without an index, read as a whole
-        self.written: dict[str, Any] | None = None
+        self.written: dict[str, Any] | None = written
 
     # Copies and pickles carry the manifest's text, so that they describe this save forever.
     def __getstate__(self) -> dict[str, Any]:

@@ -58,13 +58,13 @@ from ._replica_assignment import check_copies
 from ._store.checkpoint_files import Generation, Replaced, generations_to_delete, root_path
 from ._store.index_patterns import pattern_of, with_patterns
 from ._store.manifest import IndexRecord, Manifest, build_checked
+from ._store.open_path import RootPath
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from contextlib import AbstractContextManager
 
     from ..collectives import ProcessGroup
-    from ._checkpoint import Checkpoint
     from ._folder.protocol import Claim
     from ._save import GatheredShards, SaveTarget
 
@@ -451,16 +451,12 @@ class Commit:
         if self._claim is not None and self._is_clean:
             self._claim.note(None)
 
-    def checkpoint(self) -> Checkpoint:
-        """Return the saved checkpoint, with what this rank wrote; warn if old files remain."""
-        from ._checkpoint import Checkpoint
-        from ._store.open_path import RootPath
-
+    def result(self) -> RootPath:
+        """Return the saved root, with what this rank wrote; warn if old files remain."""
         if self.warning is not None:
             self._target.caller.warn(self.warning)
-        checkpoint = Checkpoint(RootPath(self._files, manifest=self.manifest))
-        checkpoint.written = self._written
-        return checkpoint
+        root = RootPath(self._files, manifest=self.manifest, report=self._written)
+        return root.with_manifest()
 
 
 def write_and_commit(
@@ -468,11 +464,11 @@ def write_and_commit(
     gathered: GatheredShards,
     progress: Callable[[int], object] | None,
     freed: Callable[[], object] | None = None,
-) -> Checkpoint:
+) -> RootPath:
     """Write the gathered shards and commit them; every rank calls it, even after a failure.
 
     `progress` is called with numbers of bytes, `freed` when the arrays may change. Returns the
-    saved checkpoint. After an error in the commit or before, the old checkpoint is unchanged; if
+    saved root. After an error in the commit or before, the old checkpoint is unchanged; if
     replacing the manifest itself failed, either may be current. After a later one (a
     CollectiveError, or a warning that is raised) the new one is current.
     """
@@ -492,4 +488,4 @@ def write_and_commit(
         # No rank returns before rank 0 has released the lock, so that a save that follows can take
         # it.
         target.group.barrier()
-    return commit.checkpoint()
+    return commit.result()

@@ -551,7 +551,7 @@ def _check_request(
     check_flags(mmap=mmap, strict=options["strict"])
     group = optional_group(options["group"])
     cast, dtype = checked_cast(options["cast"], into, mmap=mmap)
-    files, root, manifest, written = open_root_path(path, options["storage_options"])
+    files, root, manifest, written, _ = open_root_path(path, options["storage_options"])
     if mmap:
         files.folder.require_local("mmap=True", "load without it")
     cutting = ranks_of(rank, world_size, layout, group)

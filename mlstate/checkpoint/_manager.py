@@ -247,8 +247,8 @@ class CheckpointManager:
             under_way._settle()
             self._under_way = None
             saved = under_way._job.result
-            if saved is not None:
-                self._warn_if_unchanged(saved, under_way._job.target.rank)
+            if saved is not None and saved.manifest is not None:
+                self._warn_if_unchanged(saved.manifest, under_way._job.target.rank)
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self.directory!r}, keep={self.keep}): steps {self.steps()}"
@@ -428,7 +428,7 @@ class CheckpointManager:
                 **options,
             )
             self._own.add(saved.step)
-            self._warn_if_unchanged(saved, 0 if group is None else group.rank)
+            self._warn_if_unchanged(saved._manifest, 0 if group is None else group.rank)
         return saved
 
     @show_options(SAVE_DEFAULTS)
@@ -596,7 +596,7 @@ class CheckpointManager:
         answers = gather_bytes(optional_group(group), b"1" if self._has_signal() else b"0")
         return any(answer == b"1" for answer in answers)
 
-    def _warn_if_unchanged(self, saved: Checkpoint, rank: int) -> None:
+    def _warn_if_unchanged(self, saved: Manifest, rank: int) -> None:
         """Warn once, on rank 0, if `saved` has no new file of the model: another may be trained.
 
         `rank`: of this process. Compares only local folders and two successive saves with a model.

@@ -16,7 +16,7 @@ from ._options import PACK_BELOW, complete_save_options
 from ._save import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
 from ._step_choice import choose_root
-from ._store.open_path import is_url, open_files, refuse_existing, refuse_file_name
+from ._store.open_path import RootPath, is_url, open_files, refuse_existing, refuse_file_name
 from ._store.rank_indexes import keep_nested_whole
 from ._verify import verify_files
 
@@ -69,7 +69,7 @@ def _write_all_ranks(
     states: Callable[[int], tuple[Any, Any, Any]],
     like: Manifest,
     progress: Callable[[int], object] | None,
-) -> Checkpoint:
+) -> RootPath:
     """Save all ranks of the new checkpoint, one after the other, and commit it.
 
     `states`: returns the dicts (model, optimizer, named states) of a rank. `like`: the old
@@ -98,7 +98,7 @@ def _write_all_ranks(
             raise
         finally:
             commit.close()
-    return commit.checkpoint()
+    return commit.result()
 
 
 def _folders(
@@ -235,7 +235,7 @@ def reshard(
     else:
         root = choose_root(old, MANIFEST, step, monitor, mode)
 
-    def write(manifest: Manifest) -> Checkpoint:
+    def write(manifest: Manifest) -> RootPath:
         """Verify the old checkpoint, and write it for the new ranks, one rank after the other.
 
         Raises the error of the first problem that the verification finds; nothing is written then.
@@ -289,4 +289,4 @@ def reshard(
         )
         return _write_all_ranks(saved, world_size, states, manifest, progress)
 
-    return old.read_root(root, write, read_manifest)
+    return Checkpoint(old.read_root(root, write, read_manifest))

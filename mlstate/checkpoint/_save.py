@@ -3,7 +3,7 @@
     save -> check_target       the arguments -> SaveTarget
          -> take_content       the states, checked but not copied -> SaveContent
          -> gather_shards      this rank's shards -> GatheredShards
-         -> write_and_commit   see _commit.py -> Checkpoint
+         -> write_and_commit   see _commit.py -> RootPath, of the saved root
 
 Each step takes the result of the step before. If several ranks save together, an error on one rank
 is carried to the next exchange of messages, where the other ranks wait.
@@ -33,20 +33,20 @@ from ..state._kind import kind_of
 from ..state._optimizer_state import OptimizerStateDict
 from ..state._state_dict import StateDict
 from ._backend import CheckpointBackend
+from ._checkpoint import Checkpoint
 from ._commit import write_and_commit
 from ._options import PACK_BELOW_MOST, SAVE_DEFAULTS, complete_save_options, show_options
 from ._replica_assignment import Assignment, assign_replicas
 from ._states.collect import NO_STATES, NamedStates, add_entries, take_states
 from ._states.modules import metadata_of
 from ._store.checkpoint_files import CheckpointFiles
-from ._store.open_path import open_target
+from ._store.open_path import RootPath, open_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from typing import Unpack
 
     from ..collectives import ProcessGroup
-    from ._checkpoint import Checkpoint
     from ._folder.protocol import Claim
     from ._options import SaveOptions
     from ._save_async import SaveHandle
@@ -547,6 +547,21 @@ def _copy_to_host(
 # ---- the whole save ----
 
 
+def save_root(
+    path: str | os.PathLike[str],
+    model: Any,
+    optimizer: Any,
+    step: int | None,
+    options: SaveOptions,
+    storage_options: Mapping[str, Any] | None = None,
+) -> RootPath:
+    """Save as `save` does, and return the saved root; `options` may lack keywords."""
+    options = {**SAVE_DEFAULTS, **options}
+    target = check_target(path, options, storage_options)
+    content = take_content(target, model, optimizer, step, options)
+    return write_and_commit(target, gather_shards(target, content), options["progress"])
+
+
 @show_options(SAVE_DEFAULTS)
 def save(
     path: str | os.PathLike[str],
@@ -691,6 +706,4 @@ def save(
     [2, 1]
     """
     options = complete_save_options(save, options)
-    target = check_target(path, options, storage_options)
-    content = take_content(target, model, optimizer, step, options)
-    return write_and_commit(target, gather_shards(target, content), options["progress"])
+    return Checkpoint(save_root(path, model, optimizer, step, options, storage_options))

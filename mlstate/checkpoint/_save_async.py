@@ -25,6 +25,7 @@ from .._common.store_error import store_error
 from .._common.waiting import Waiters, start_thread
 from .._sharding.layout import Shard
 from ..errors import StoreError
+from ._checkpoint import Checkpoint
 from ._commit import write_and_commit
 from ._options import SAVE_DEFAULTS, complete_save_options, show_options
 from ._save import check_target, gather_shards, is_on_device, take_content
@@ -36,10 +37,10 @@ if TYPE_CHECKING:
 
     from .._common.budget import Budget, MemorySize
     from ..collectives import ProcessGroup
-    from ._checkpoint import Checkpoint
     from ._options import SaveOptions
     from ._save import GatheredShards, SaveContent, SaveTarget
     from ._staging import Staging
+    from ._store.open_path import RootPath
 
 _APART = 1e-3  # seconds: waits with a smaller gap are merged
 _groups: dict[int, SaveJob] = {}  # running saves of several ranks, by the id of their group
@@ -143,7 +144,7 @@ class SaveJob:
         self.cancelled = self.asked = self.abandoned = False
         self.bytes_done = 0
         self.bytes_total = 0
-        self.result: Checkpoint | None = None
+        self.result: RootPath | None = None
         self.error: BaseException | None = None
 
     # -- start
@@ -210,7 +211,7 @@ class SaveJob:
             if self.begun:
                 return
             self.begun = True
-        result: Checkpoint | None = None
+        result: RootPath | None = None
         failed: BaseException | None = None
         try:
             result = self.work()
@@ -220,7 +221,7 @@ class SaveJob:
         finally:
             self.end(result, failed)
 
-    def end(self, result: Checkpoint | None, error: BaseException | None) -> None:
+    def end(self, result: RootPath | None, error: BaseException | None) -> None:
         """Record result or error, release all references and memory, and wake waiting threads.
 
         Called where the save ran, or by `give_up` if it never began; an interrupted call is
@@ -241,8 +242,8 @@ class SaveJob:
         if must_report:
             self.report()
 
-    def work(self) -> Checkpoint:
-        """Stage, write and commit the save; return the saved checkpoint.
+    def work(self) -> RootPath:
+        """Stage, write and commit the save; return the saved root.
 
         It runs in the save's thread. With a group, an error of staging is kept for `commit`,
         because other ranks wait.
@@ -264,8 +265,8 @@ class SaveJob:
             self.fail(error)
         return self.commit(gathered, freed)
 
-    def commit(self, gathered: GatheredShards, freed: Callable[[], object] | None) -> Checkpoint:
-        """Write and commit `gathered`; every rank calls it; return the saved checkpoint.
+    def commit(self, gathered: GatheredShards, freed: Callable[[], object] | None) -> RootPath:
+        """Write and commit `gathered`; every rank calls it; return the saved root.
 
         `freed`: called when the caller's arrays may change; None: they may already.
         """
@@ -483,6 +484,7 @@ class SaveHandle:
         if not isinstance(job, SaveJob):
             raise TypeError("a SaveHandle cannot be constructed: call save_async")
         self._job = job
+        self._saved: Checkpoint | None = None
         job.watch = weakref.finalize(self, job.abandon)
 
     def staged(self, timeout: float | None = None) -> None:
@@ -542,8 +544,11 @@ class SaveHandle:
         7
         """
         self._job.wait_for("ended", timeout)
-        assert self._job.result is not None
-        return self._job.result
+        with self._job.guard:
+            if self._saved is None:
+                assert self._job.result is not None
+                self._saved = Checkpoint(self._job.result)
+            return self._saved
 
     def done(self) -> bool:
         """Return whether the save has ended, successfully or not; `wait` returns or raises.

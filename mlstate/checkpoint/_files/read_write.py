@@ -320,13 +320,13 @@ def parts_of(loaded: LoadedState) -> Parts:
 
 def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
     """Save the parts as a checkpoint of mlstate, with the step of the target or else of theirs."""
-    from .._save import save
+    from .._save import save_root
 
     model, optimizer, metadata, named = parts
     states, entries = split_entries(named)
     folder = target._replace(entries=entries).save_folder()
     step = parts.step if target.step is None else target.step
-    save(folder, model, optimizer, step=step, metadata=metadata, states=states or None)
+    save_root(folder, model, optimizer, step, {"metadata": metadata, "states": states or None})
 
 
 def _read_huggingface(path: Place, checked: bool) -> Parts:

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from ..._common.local_path import local_folder
 from ...collectives._arguments import optional_group
-from .._checkpoint import inspect
 from .._save_async import SaveJob, devices_of, refuse_default_group, start_job
 from .._staging import staging_of
+from .._store.open_path import RootPath, open_files
 from .export import MAX_SHARD_BYTES, gather_parts, raise_together, take_export, write_folder
 
 if TYPE_CHECKING:
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ...collectives import ProcessGroup
-    from .._checkpoint import Checkpoint
     from .._save import GatheredShards
     from .._save_async import SaveHandle
     from .._staging import Staging
@@ -59,8 +58,8 @@ class _ExportJob(SaveJob):
             self.content.dicts = (None, None, None)  # after a failure it still has the arrays
         return gathered
 
-    def commit(self, gathered: GatheredShards, freed: Callable[[], object] | None) -> Checkpoint:
-        """Write the export's folder, and return it as `inspect` does.
+    def commit(self, gathered: GatheredShards, freed: Callable[[], object] | None) -> RootPath:
+        """Write the export's folder, and return its root.
 
         `freed`: called after the last read of the model's memory.
         """
@@ -80,7 +79,7 @@ class _ExportJob(SaveJob):
             progress=self.advance,
             written=written,
         )
-        return inspect(self.path)
+        return RootPath(open_files(self.path, reads=True)).with_manifest()
 
 
 def export_huggingface_async(

@@ -160,16 +160,24 @@ def open_target(
 
 
 class RootPath(NamedTuple):
-    """A root in a folder; also the path that internal callers pass to `load` and `verify`."""
+    """A root in a folder: the path of internal callers of `load` and `verify`; a save's result."""
 
     files: CheckpointFiles
     root: str = MANIFEST
     manifest: Manifest | None = None  # of the root, if already read
     # targets that an earlier, failed load has written in part: state and name
     written: set[tuple[str, str]] | None = None
+    report: dict[str, Any] | None = None  # of a save: what this rank wrote
 
     def __fspath__(self) -> str:
         return self.files.path
+
+    def with_manifest(self) -> RootPath:
+        """Return the root with its manifest, which is read now unless it was read before."""
+        if self.manifest is not None:
+            return self
+        root, manifest = self.files.open_root(self.root)
+        return self._replace(root=root, manifest=manifest or self.files.read_manifest(root))
 
 
 def open_root_path(
