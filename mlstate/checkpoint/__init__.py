@@ -32,8 +32,8 @@ from ._huggingface.export import export_huggingface
 from ._huggingface.export_async import export_huggingface_async
 from ._load import load
 from ._loaded_state import LoadedState
-from ._manager import CheckpointManager
-from ._prune import PruneReport, prune
+from ._manager.manager import CheckpointManager
+from ._manager.prune import PruneReport, prune
 from ._report import Problem, VerifyReport
 from ._reshard import reshard
 from ._save import save

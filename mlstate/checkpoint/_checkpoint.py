@@ -15,7 +15,7 @@ from ._load import find_whole, load
 from ._loaded_state import LoadedState
 from ._options import LOAD_DEFAULTS, show_options
 from ._report import VerifyReport
-from ._step_choice import choose_root
+from ._steps.step_choice import choose_root
 from ._store.manifest import build, parse
 from ._store.open_path import RootPath, open_files, open_root_path
 from ._verify import verify

@@ -18,7 +18,7 @@ from ._options import PACK_BELOW, PACK_BELOW_MOST
 from ._replica_assignment import by_section, whole_names
 from ._save import refuse_empty_save, states_of
 from ._sections import STATES
-from ._step_choice import choose_root
+from ._steps.step_choice import choose_root
 from ._store.checkpoint_files import patterns_of
 from ._store.name_globs import listed_names
 from ._store.open_path import open_files

@@ -34,7 +34,7 @@ from ._quantized.pairs import find_pairs
 from ._sections import OPTIMIZER, STATES, rename_sections, sections_of
 from ._states.modules import shown_states
 from ._states.restore import apply_all, load_tree, undo_all
-from ._step_choice import choose_root
+from ._steps.step_choice import choose_root
 from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.name_globs import Names, listed_names
 from ._store.open_path import RootPath, open_root_path

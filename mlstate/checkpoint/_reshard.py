@@ -15,7 +15,7 @@ from ._folder.protocol import TensorParts
 from ._options import PACK_BELOW, complete_save_options
 from ._save import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
 from ._sections import STATES
-from ._step_choice import choose_root
+from ._steps.step_choice import choose_root
 from ._store.open_path import RootPath, is_url, open_files, refuse_existing, refuse_file_name
 from ._store.rank_indexes import keep_nested_whole
 from ._verify import verify_files

@@ -17,7 +17,7 @@ from ._folder.protocol import TensorParts
 from ._folder.weight_names import is_index, is_weights_root
 from ._report import Problem, VerifyReport
 from ._sections import STATES
-from ._step_choice import choose_root
+from ._steps.step_choice import choose_root
 from ._store.checkpoint_files import TRIES, CheckpointFiles
 from ._store.name_globs import listed_names
 from ._store.open_path import RootPath, open_root_path

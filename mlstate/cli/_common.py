@@ -17,7 +17,7 @@ from ..checkpoint._folder.names import FOLDERS, MANIFEST
 from ..checkpoint._folder.weight_names import is_weights_root, weights_root
 from ..checkpoint._load import chosen_names
 from ..checkpoint._load_whole import WholePath, has_safetensors_header, whole_path
-from ..checkpoint._step_choice import find_best, find_root
+from ..checkpoint._steps.step_choice import find_best, find_root
 from ..checkpoint._store.open_path import RootPath, is_url, open_files, open_folder
 from ..errors import MLStateError
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from .._common.text import bytes_text, count_text, printable, steps_text
 from ..checkpoint import verify
 from ..checkpoint._folder.names import MANIFEST
+from ..checkpoint._manager.prune import delete_roots
 from ..checkpoint._options import check_timeout
-from ..checkpoint._prune import delete_roots
 from ..checkpoint._store.open_path import RootPath, open_files
 from ..errors import MLStateError
 from ..follow._version import lineage_of, trim_chain

@@ -12,9 +12,10 @@ from rank_threads import run_ranks as run
 import mlstate
 from mlstate import _core
 from mlstate._common.store_error import store_error
-from mlstate.checkpoint import CheckpointManager, Layout, Shard, _step_roots
+from mlstate.checkpoint import CheckpointManager, Layout, Shard
 from mlstate.checkpoint._folder import writer_lock as _lock
 from mlstate.checkpoint._folder.names import MANIFEST
+from mlstate.checkpoint._manager import step_roots
 from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
 from mlstate.checkpoint._store.open_path import open_files
 
@@ -276,7 +277,7 @@ def test_invalid_restore_on_one_rank_fails_all(manager):
 
 @pytest.mark.filterwarnings("ignore:keep=1 deletes")
 def test_restore_retries_if_steps_are_pruned(manager, monkeypatch):
-    load = _step_roots.load
+    load = step_roots.load
     pending = [4]
 
     def late(*arguments, **keywords):
@@ -285,7 +286,7 @@ def test_restore_retries_if_steps_are_pruned(manager, monkeypatch):
             newer.save(pending.pop(), model={"w": np.full(4, 4.0)})
         return load(*arguments, **keywords)
 
-    monkeypatch.setattr(_step_roots, "load", late)
+    monkeypatch.setattr(step_roots, "load", late)
     assert manager.restore_latest().step == 4
 
 

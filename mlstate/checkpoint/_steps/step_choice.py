@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from .._common.arguments import check_int
-from .._common.log import log
-from .._common.store_error import store_error
-from .._common.text import steps_text
-from ..errors import FormatError, MLStateError
-from ._folder.names import MANIFEST, Root
-from ._retention import check_retention
+from ..._common.arguments import check_int
+from ..._common.log import log
+from ..._common.store_error import store_error
+from ..._common.text import steps_text
+from ...errors import FormatError, MLStateError
+from .._folder.names import MANIFEST, Root
+from .retention import check_retention
 
 if TYPE_CHECKING:
-    from ._retention import Retention, Roots
-    from ._store.checkpoint_files import CheckpointFiles
-    from ._store.manifest import Manifest
+    from .._store.checkpoint_files import CheckpointFiles
+    from .._store.manifest import Manifest
+    from .retention import Retention, Roots
 
 OTHER = "the folder holds a checkpoint of mlstate.save, which is not a step"
 

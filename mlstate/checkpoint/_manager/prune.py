@@ -7,19 +7,19 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._common.arguments import check_flags, check_int
-from .._common.text import bytes_text, count_text
-from ..errors import FormatError, MLStateError
-from ._folder.protocol import NoExclusion
-from ._manager import CheckpointManager
-from ._options import check_timeout
-from ._store.open_path import open_files
+from ..._common.arguments import check_flags, check_int
+from ..._common.text import bytes_text, count_text
+from ...errors import FormatError, MLStateError
+from .._folder.protocol import NoExclusion
+from .._options import check_timeout
+from .._store.open_path import open_files
+from .manager import CheckpointManager
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ._folder.names import Root
-    from ._store.checkpoint_files import CheckpointFiles
+    from .._folder.names import Root
+    from .._store.checkpoint_files import CheckpointFiles
 
 
 class PruneReport(NamedTuple):

@@ -10,30 +10,37 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from .._common.arguments import check_flags, check_int
-from .._common.log import log
-from .._common.store_error import store_error
-from .._common.text import steps_text
-from ..collectives._arguments import optional_group
-from ..errors import CheckpointWarning, ChecksumError, FormatError, MLStateError
-from ._checkpoint import Checkpoint
-from ._folder.names import Root
-from ._load import load
-from ._loaded_state import LoadedState
-from ._options import (
+from ..._common.arguments import check_flags, check_int
+from ..._common.log import log
+from ..._common.store_error import store_error
+from ..._common.text import steps_text
+from ...collectives._arguments import optional_group
+from ...errors import CheckpointWarning, ChecksumError, FormatError, MLStateError
+from .._checkpoint import Checkpoint
+from .._folder.names import Root
+from .._load import load
+from .._loaded_state import LoadedState
+from .._options import (
     LOAD_DEFAULTS,
     SAVE_DEFAULTS,
     check_timeout,
     complete_options,
     show_options,
 )
-from ._rank_messages import gather_bytes
-from ._retention import NO_RULES, Retention, check_retention, count_old
-from ._save import SaveFolder, save
-from ._save_timing import SaveTimer, SignalWatch
-from ._step_choice import OTHER, best_of, holds_other_checkpoint, no_metric, read_roots, read_step
-from ._step_roots import agreed_roots, if_alone, try_root
-from ._store.open_path import RootPath, open_files
+from .._rank_messages import gather_bytes
+from .._save import SaveFolder, save
+from .._steps.retention import NO_RULES, Retention, check_retention, count_old
+from .._steps.save_timing import SaveTimer, SignalWatch
+from .._steps.step_choice import (
+    OTHER,
+    best_of,
+    holds_other_checkpoint,
+    no_metric,
+    read_roots,
+    read_step,
+)
+from .._store.open_path import RootPath, open_files
+from .step_roots import agreed_roots, if_alone, try_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,13 +48,13 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from typing import Unpack
 
-    from .._common.budget import MemorySize
-    from ..collectives import ProcessGroup
-    from ._options import LoadOptions, SaveOptions
-    from ._retention import Roots
-    from ._save_async import SaveHandle
-    from ._staging import Staging
-    from ._store.manifest import Manifest
+    from ..._common.budget import MemorySize
+    from ...collectives import ProcessGroup
+    from .._options import LoadOptions, SaveOptions
+    from .._save_async import SaveHandle
+    from .._staging import Staging
+    from .._steps.retention import Roots
+    from .._store.manifest import Manifest
 
 
 _SHOWN = 20  # steps in a warning
@@ -254,7 +261,7 @@ class CheckpointManager:
         return f"CheckpointManager({self.directory!r}, keep={self.keep}): steps {self.steps()}"
 
     def _repr_html_(self) -> str:
-        from ._html import manager_html
+        from .._html import manager_html
 
         manifests = [manifest for _, manifest in self._roots()]
         return manager_html(f"CheckpointManager({self.directory!r}, keep={self.keep})", manifests)
@@ -479,8 +486,8 @@ class CheckpointManager:
         >>> [manager.restore(step).model["w"][0].item() for step in manager.steps()]
         [1.0, 2.0, 3.0]
         """
-        from ._save_async import save_async
-        from ._staging import OwnStaging
+        from .._save_async import save_async
+        from .._staging import OwnStaging
 
         options = complete_options(CheckpointManager.save_async, options, SAVE_DEFAULTS)
         group = options["group"] = optional_group(options["group"])

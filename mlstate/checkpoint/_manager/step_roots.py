@@ -5,18 +5,18 @@ from __future__ import annotations
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from ..errors import CollectiveError, FormatError, MLStateError, StoreError
-from ._load import load
-from ._loaded_state import LoadedState
-from ._rank_messages import gather_bytes
-from ._store.open_path import RootPath
+from ...errors import CollectiveError, FormatError, MLStateError, StoreError
+from .._load import load
+from .._loaded_state import LoadedState
+from .._rank_messages import gather_bytes
+from .._store.open_path import RootPath
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from ..collectives import ProcessGroup
-    from ._options import LoadOptions
-    from ._store.checkpoint_files import CheckpointFiles
+    from ...collectives import ProcessGroup
+    from .._options import LoadOptions
+    from .._store.checkpoint_files import CheckpointFiles
 
 
 def if_alone(group: ProcessGroup | None) -> AbstractContextManager[None]:

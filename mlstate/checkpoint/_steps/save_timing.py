@@ -10,7 +10,7 @@ import time
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from .._common.arguments import check_int
+from ..._common.arguments import check_int
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from ._save_timing import number_of_steps, seconds_of
+from .save_timing import number_of_steps, seconds_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from datetime import datetime
 
-    from ._folder.names import Root
-    from ._store.manifest import Manifest
+    from .._folder.names import Root
+    from .._store.manifest import Manifest
 
     Roots: TypeAlias = list[tuple[Root, Manifest]]
 
