@@ -15,8 +15,8 @@ from ._folder.names import MANIFEST, SECTIONS
 from ._load import chosen_names
 from ._load_arguments import ranks_of
 from ._options import PACK_BELOW, PACK_BELOW_MOST
-from ._replica_assignment import by_section, whole_names
-from ._save import refuse_empty_save, states_of
+from ._save.content import refuse_empty_save, states_of
+from ._save.replica_assignment import by_section, whole_names
 from ._sections import STATES
 from ._steps.step_choice import choose_root
 from ._store.checkpoint_files import patterns_of

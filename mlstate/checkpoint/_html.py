@@ -11,10 +11,10 @@ from ._table import columns_of, groups_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ._checkpoint import TensorRecord
+    from ._checkpoint.checkpoint import TensorRecord
     from ._loaded_state import LoadedState
     from ._report import VerifyReport
-    from ._save_async import SaveTimes
+    from ._save.job import SaveTimes
     from ._store.manifest import Manifest
     from ._table import Group, Parameter
 

@@ -9,7 +9,7 @@ from .._common.text import number_order
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ._checkpoint import TensorRecord
+    from ._checkpoint.checkpoint import TensorRecord
 
 WEIGHTS, OTHER = "weights", "other states"
 _STATES = 5  # number of states with their own column

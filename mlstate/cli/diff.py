@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .._common.arrays import copy_of
 from .._common.local_path import local_folder, local_path
 from .._common.text import printable
-from ..checkpoint._checkpoint import TensorRecord
+from ..checkpoint._checkpoint.checkpoint import TensorRecord
 from ..checkpoint._diff import Settings, diff_settings, list_entries
 from ..checkpoint._files.flat_file import read_file
 from ..checkpoint._files.read_write import read_whole_lightning

@@ -11,7 +11,7 @@ from .._common.file_checksums import find_of_file
 from .._common.local_path import local_folder
 from .._common.text import bytes_text, count_text, number_order, printable, shorten, steps_text
 from ..checkpoint import CheckpointManager, inspect, load_metadata
-from ..checkpoint._checkpoint import in_order, stored_text
+from ..checkpoint._checkpoint.checkpoint import in_order, stored_text
 from ..checkpoint._files.flat_file import PARTS, has_prefixes
 from ..checkpoint._files.safetensors_verify import read_header
 from ..checkpoint._folder.names import SECTIONS

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.local_path import local_folder, local_path
 from .._common.text import bytes_text, count_text, printable, shorten
-from ..checkpoint._checkpoint import inspect
+from ..checkpoint._checkpoint.checkpoint import inspect
 from ..checkpoint._files.checksum import verify_foreign
 from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._folder.names import MANIFEST

@@ -27,7 +27,7 @@ from .._sharding.layout import Layout, Shard
 from ..checkpoint._folder.names import MANIFEST
 from ..checkpoint._load import Loader, LoadRequest
 from ..checkpoint._options import LOAD_DEFAULTS
-from ..checkpoint._save import states_of
+from ..checkpoint._save.content import states_of
 from ..checkpoint._states.restore import load_tree
 from ..errors import CompatibilityError, FormatError
 from ._delta import Delta

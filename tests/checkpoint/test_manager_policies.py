@@ -112,25 +112,25 @@ def test_multiples_of_the_period_are_kept(tmp_path):
     "interval", [timedelta(hours=1), np.float32(3600)], ids=["timedelta", "float32"]
 )
 def test_one_step_of_each_interval_is_kept(tmp_path, monkeypatch, interval):
-    from mlstate.checkpoint import _commit
+    from mlstate.checkpoint._save import commit
 
     times = iter(
         f"2026-01-01T{hour:02}:{minute:02}:00.000000Z"
         for hour in range(3)
         for minute in (0, 25, 50)
     )
-    monkeypatch.setattr(_commit, "creation_time", lambda: next(times))
+    monkeypatch.setattr(commit, "creation_time", lambda: next(times))
     manager = CheckpointManager(tmp_path, keep_time_interval=interval)
     assert save_all(manager, [None] * 9) == [0, 3, 6, 8]
 
 
 def test_steps_after_the_clock_was_set_back_are_kept(tmp_path, monkeypatch):
-    from mlstate.checkpoint import _commit
+    from mlstate.checkpoint._save import commit
 
     days = ["2036-01-01", "2036-01-02", "2026-01-01", "2026-01-02", "2026-01-03", "2026-01-04"]
     forms = "T00:00:00.000000Z", "T00:00:00"  # without a zone: UTC
     times = (day + forms[number % 2] for number, day in enumerate(days))
-    monkeypatch.setattr(_commit, "creation_time", lambda: next(times))
+    monkeypatch.setattr(commit, "creation_time", lambda: next(times))
     manager = CheckpointManager(tmp_path, keep_time_interval=timedelta(days=2))
     assert save_all(manager, [None] * 6) == [0, 2, 4, 5]
 

@@ -300,7 +300,7 @@ def test_of_two_exports_one_wins(tmp_path):
 
 def before_lock(monkeypatch, action):
     """Run an action once, when a save is about to take the lock."""
-    from mlstate.checkpoint._commit import Commit
+    from mlstate.checkpoint._save.commit import Commit
 
     begin, done = Commit.begin, []
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..._common.atomic_file import Target
-    from .._checkpoint import Checkpoint
+    from .._checkpoint.checkpoint import Checkpoint
     from .._loaded_state import LoadedState
 
 SUFFIX = ".ckpt"

@@ -1,6 +1,6 @@
 """`export_huggingface_async`: copies the model, exports it in a thread like `save_async`.
 
-The thread, the copies and the handle are those of `save_async`; see _save_async.py.
+The thread, the copies and the handle are those of `save_async`; see _save/job.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from ..._common.local_path import local_folder
 from ...collectives._arguments import optional_group
-from .._save_async import SaveJob, devices_of, refuse_default_group, start_job
-from .._staging import staging_of
+from .._save.job import SaveJob, devices_of, refuse_default_group, start_job
+from .._save.staging import staging_of
 from .._store.open_path import RootPath, open_files
 from .export import MAX_SHARD_BYTES, gather_parts, raise_together, take_export, write_folder
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ...collectives import ProcessGroup
-    from .._save import GatheredShards
-    from .._save_async import SaveHandle
-    from .._staging import Staging
+    from .._save.content import GatheredShards
+    from .._save.job import SaveHandle
+    from .._save.staging import Staging
     from .export import Export
     from .export_plan import ExportPlan
 

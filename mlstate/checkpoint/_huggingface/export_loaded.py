@@ -9,7 +9,7 @@ from ..._common.budget import parse_size
 from ..._common.dtypes import numpy_dtype
 from ..._common.local_path import local_path
 from .._options import SAVE_DEFAULTS
-from .._save import check_target, gather_shards, take_content
+from .._save.content import check_target, gather_shards, take_content
 from .export import MAX_SHARD_BYTES, write_folder
 from .export_plan import make_plan
 

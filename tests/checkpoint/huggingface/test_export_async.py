@@ -15,11 +15,12 @@ from mlstate import _core
 from mlstate.checkpoint import (
     Layout,
     Staging,
-    _save_async,
     export_huggingface,
     export_huggingface_async,
 )
 from mlstate.checkpoint._huggingface import export as export_module
+from mlstate.checkpoint._save import content
+from mlstate.checkpoint._save import job as save_job
 from mlstate.collectives import LocalGroup
 
 SECONDS = 20
@@ -144,9 +145,9 @@ def test_a_torch_module(path, write_gate):
 def test_tensors_as_on_a_device(path, write_gate, monkeypatch):
     """The code path for device copies, with tensors that are in fact on the host."""
     torch = pytest.importorskip("torch")
-    for module in (mlstate.checkpoint._save, _save_async):
+    for module in (content, save_job):
         monkeypatch.setattr(module, "is_on_device", lambda value: isinstance(value, torch.Tensor))
-    monkeypatch.setattr(_save_async, "_event", lambda device: None)
+    monkeypatch.setattr(save_job, "_event", lambda device: None)
     tensor = torch.arange(6000.0).reshape(60, 100)
     state = {"a": tensor, "b": tensor.to(torch.int16).T, "host": np.arange(10.0)}
     expected = {name: np.array(np.asarray(value)) for name, value in state.items()}
@@ -270,7 +271,7 @@ def test_cancelling_leaves_no_folder(tmp_path, path, write_gate):
 
 
 def test_ctrl_c_in_the_call_cancels_the_export(tmp_path, path, write_gate, monkeypatch):
-    reached = _save_async.SaveJob.reached
+    reached = save_job.SaveJob.reached
 
     def interrupt(job, event, timeout=None):
         if event == "staged":
@@ -280,7 +281,7 @@ def test_ctrl_c_in_the_call_cancels_the_export(tmp_path, path, write_gate, monke
 
     memory = Staging(1000)
     with monkeypatch.context() as patch:
-        patch.setattr(_save_async.SaveJob, "reached", interrupt)
+        patch.setattr(save_job.SaveJob, "reached", interrupt)
         with pytest.raises(KeyboardInterrupt):
             export_huggingface_async(path, {"w": np.ones(3)}, staging=memory)
     assert list(tmp_path.iterdir()) == []

@@ -26,10 +26,11 @@ from mlstate.checkpoint import (
     Layout,
     Shard,
     Staging,
-    _save_async,
     inspect,
     save_async,
 )
+from mlstate.checkpoint._save import content
+from mlstate.checkpoint._save import job as save_job
 from mlstate.collectives import LocalGroup
 
 SECONDS = 20
@@ -279,7 +280,7 @@ def test_memory_is_given_back_without_taking_any(path, paused, monkeypatch):
 
     handle = save_async(path, {"w": np.ones(3)})
     handle.staged()
-    monkeypatch.setattr(mlstate.checkpoint._staging, "np", Short)
+    monkeypatch.setattr("mlstate.checkpoint._save.staging.np", Short)
     paused.set()
     assert handle.wait(SECONDS).load().model["w"].sum() == 3
 
@@ -318,7 +319,7 @@ def test_wrong_arguments_are_refused_at_once(path):
         with pytest.raises(error):
             save_async(path, model)
     with pytest.raises(TypeError, match="call save_async"):
-        _save_async.SaveHandle(5)
+        save_job.SaveHandle(5)
     assert not path.exists()
 
 
@@ -475,15 +476,15 @@ def test_ctrl_c_ends_the_waiting_and_not_the_save(path, paused):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_fork_does_not_wait_for_a_lost_save(path, monkeypatch, paused):
-    staging, start, threads = Staging(24), _save_async.start_thread, []
+    staging, start, threads = Staging(24), save_job.start_thread, []
 
     def start_and_interrupt(thread):
         start(thread)
         threads.append(thread)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_save_async, "start_thread", start_and_interrupt)
-    raise_once(monkeypatch, _save_async.SaveJob, "reached")  # the wait of the clean-up
+    monkeypatch.setattr(save_job, "start_thread", start_and_interrupt)
+    raise_once(monkeypatch, save_job.SaveJob, "reached")  # the wait of the clean-up
     with pytest.raises(KeyboardInterrupt):
         save_async(path, {"w": np.ones(3)}, staging=staging)
     pid = os.fork()
@@ -678,8 +679,8 @@ def fail_as_rank(group, path, victim):
     if victim == "dtype" and group.rank == 1:
         state["more"], bad = np.array("text"), {}
     if victim == "cancelled" and group.rank == 1:  # before the ranks exchange their parts
-        check, bad = _save_async.SaveJob.check_cancelled, {}
-        _save_async.SaveJob.check_cancelled = lambda job: (
+        check, bad = save_job.SaveJob.check_cancelled, {}
+        save_job.SaveJob.check_cancelled = lambda job: (
             setattr(job, "cancelled", True),
             check(job),
         )
@@ -809,12 +810,12 @@ def test_tensors_as_on_a_device(path, monkeypatch):
     """The code path for device copies, with tensors that are in fact on the host."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("ml_dtypes")
-    for module in (mlstate.checkpoint._save, _save_async):
+    for module in (content, save_job):
         monkeypatch.setattr(
             module, "is_on_device",
             lambda value: isinstance(getattr(value, "array", value), torch.Tensor),
         )  # fmt: skip
-    monkeypatch.setattr(_save_async, "_event", lambda device: None)
+    monkeypatch.setattr(save_job, "_event", lambda device: None)
     for budget in (None, 200_000):
         state = device_state(torch, "cpu")
         check_device_state(torch, path, save_async(path, state, max_staging_bytes=budget), state)

@@ -8,7 +8,8 @@ import pytest
 from interruption import raise_once
 
 import mlstate
-from mlstate.checkpoint import CheckpointManager, Staging, _save_async, save_async
+from mlstate.checkpoint import CheckpointManager, Staging, save_async
+from mlstate.checkpoint._save import job as save_job
 from mlstate.collectives import SingleGroup
 
 SECONDS = 20
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.timeout(120)
 
 def interrupt_once(monkeypatch, method):
     """Let the next call of a method of `SaveJob` raise KeyboardInterrupt."""
-    raise_once(monkeypatch, _save_async.SaveJob, method)
+    raise_once(monkeypatch, save_job.SaveJob, method)
 
 
 @pytest.fixture(params=["give_up", "end", "cancellation"])
@@ -71,14 +72,14 @@ def test_a_lost_save_without_a_thread_ends(path, monkeypatch, method):
 
 def test_a_signal_handler_cannot_wait_for_the_save_that_it_interrupts(path, monkeypatch):
     manager = CheckpointManager(path)
-    start = _save_async.SaveJob.start
+    start = save_job.SaveJob.start
 
     def save_and_start(job):
-        monkeypatch.setattr(_save_async.SaveJob, "start", start)
+        monkeypatch.setattr(save_job.SaveJob, "start", start)
         manager.save(2, {"w": np.ones(3)})  # as a handler would
         start(job)
 
-    monkeypatch.setattr(_save_async.SaveJob, "start", save_and_start)
+    monkeypatch.setattr(save_job.SaveJob, "start", save_and_start)
     with pytest.raises(RuntimeError, match="cannot wait for itself, while it starts"):
         manager.save_async(1, {"w": np.ones(3)})
     manager.save(2, {"w": np.ones(3)})

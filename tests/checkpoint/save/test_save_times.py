@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mlstate import StoreError
 from mlstate.checkpoint import CheckpointManager, SaveTimes, save_async
-from mlstate.checkpoint._save_async import add_wait
+from mlstate.checkpoint._save.job import add_wait
 
 SECONDS = 20
 

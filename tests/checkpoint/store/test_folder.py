@@ -67,8 +67,8 @@ class _Replaced:
 @pytest.mark.parametrize("part", ["manifest", "index"])
 def test_save_never_commits_an_unreadable_checkpoint(tmp_path, monkeypatch, part):
     from mlstate import _core
-    from mlstate.checkpoint import _commit
     from mlstate.checkpoint._folder.names import MANIFEST
+    from mlstate.checkpoint._save import commit
     from mlstate.checkpoint._store import manifest as _manifest
 
     mlstate.save(tmp_path / "ckpt", {"w": np.zeros(3)})
@@ -86,7 +86,7 @@ def test_save_never_commits_an_unreadable_checkpoint(tmp_path, monkeypatch, part
             path.write_bytes(path.read_bytes()[:-1])
             return written
 
-        monkeypatch.setattr(_commit, "_core", _Replaced(_core, shards_write=write))
+        monkeypatch.setattr(commit, "_core", _Replaced(_core, shards_write=write))
     with pytest.raises(mlstate.MLStateError):
         mlstate.save(tmp_path / "ckpt", {"w": np.ones(3)})
     assert (tmp_path / "ckpt" / MANIFEST).read_bytes() == before

@@ -5,27 +5,27 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from .. import _core
-from .._common.arguments import check_callback, check_flags, check_int
-from .._sharding.layout import Layout, Shard, Steps, steps_of
-from ._checkpoint import Checkpoint, TensorRecord
-from ._commit import Commit
-from ._folder.names import MANIFEST, SECTIONS
-from ._folder.protocol import TensorParts
-from ._options import PACK_BELOW, complete_save_options
-from ._save import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
-from ._sections import STATES
-from ._steps.step_choice import choose_root
-from ._store.open_path import RootPath, is_url, open_files, refuse_existing, refuse_file_name
-from ._store.rank_indexes import keep_nested_whole
-from ._verify import verify_files
+from ... import _core
+from ..._common.arguments import check_callback, check_flags, check_int
+from ..._sharding.layout import Layout, Shard, Steps, steps_of
+from .._folder.names import MANIFEST, SECTIONS
+from .._folder.protocol import TensorParts
+from .._options import PACK_BELOW, complete_save_options
+from .._save.commit import Commit
+from .._save.content import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
+from .._sections import STATES
+from .._steps.step_choice import choose_root
+from .._store.open_path import RootPath, is_url, open_files, refuse_existing, refuse_file_name
+from .._store.rank_indexes import keep_nested_whole
+from .._verify import verify_files
+from .checkpoint import Checkpoint, TensorRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from ._options import SaveOptions
-    from ._store.checkpoint_files import CheckpointFiles
-    from ._store.manifest import Manifest
+    from .._options import SaveOptions
+    from .._store.checkpoint_files import CheckpointFiles
+    from .._store.manifest import Manifest
 
 _KEPT = ("step", "model", "optimizer", "metadata", "states")  # of the source's manifest
 

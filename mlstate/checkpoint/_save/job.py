@@ -1,10 +1,10 @@
 """`save_async`, `SaveHandle`: thread, copies within a budget, waits, cancel, errors, times.
 
-    save_async -> check_target, take_content   see _save.py
+    save_async -> check_target, take_content   see content.py
                -> SaveJob.work, in a thread
                     -> gather_shards     this rank's shards (ranks exchange names)
                     -> shards_stage      copies, within the budget: small shards first
-                    -> write_and_commit  see _commit.py
+                    -> write_and_commit  see commit.py
 
 Shards that were not copied are written first, from the caller's memory. The job is *staged* when
 nothing reads the caller's memory any more: then the state may change, and references to it are
@@ -19,28 +19,28 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .. import _core
-from .._common.budget import parse_budget
-from .._common.store_error import store_error
-from .._common.waiting import Waiters, start_thread
-from .._sharding.layout import Shard
-from ..errors import StoreError
-from ._checkpoint import Checkpoint
-from ._commit import write_and_commit
-from ._options import SAVE_DEFAULTS, complete_save_options, show_options
-from ._save import check_target, gather_shards, is_on_device, take_content
-from ._staging import staging_of
+from ... import _core
+from ..._common.budget import parse_budget
+from ..._common.store_error import store_error
+from ..._common.waiting import Waiters, start_thread
+from ..._sharding.layout import Shard
+from ...errors import StoreError
+from .._checkpoint.checkpoint import Checkpoint
+from .._options import SAVE_DEFAULTS, complete_save_options, show_options
+from .commit import write_and_commit
+from .content import check_target, gather_shards, is_on_device, take_content
+from .staging import staging_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from typing import Unpack
 
-    from .._common.budget import Budget, MemorySize
-    from ..collectives import ProcessGroup
-    from ._options import SaveOptions
-    from ._save import GatheredShards, SaveContent, SaveTarget
-    from ._staging import Staging
-    from ._store.open_path import RootPath
+    from ..._common.budget import Budget, MemorySize
+    from ...collectives import ProcessGroup
+    from .._options import SaveOptions
+    from .._store.open_path import RootPath
+    from .content import GatheredShards, SaveContent, SaveTarget
+    from .staging import Staging
 
 _APART = 1e-3  # seconds: waits with a smaller gap are merged
 _groups: dict[int, SaveJob] = {}  # running saves of several ranks, by the id of their group
@@ -686,7 +686,7 @@ class SaveHandle:
         return f"<SaveHandle of {job.path!r}: {state}>"
 
     def _repr_html_(self) -> str:
-        from ._html import save_html
+        from .._html import save_html
 
         job = self._job
         done = job.bytes_done, job.bytes_total

@@ -6,29 +6,29 @@ import os
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.text import bytes_text, count_text, number_order, table_text
-from .._sharding.layout import Layout
-from ..errors import FormatError, StoreError
-from ._folder.names import SECTIONS
-from ._folder.weight_names import weights_root
-from ._load import find_whole, load
-from ._loaded_state import LoadedState
-from ._options import LOAD_DEFAULTS, show_options
-from ._report import VerifyReport
-from ._steps.step_choice import choose_root
-from ._store.manifest import build, parse
-from ._store.open_path import RootPath, open_files, open_root_path
-from ._verify import verify
+from ..._common.text import bytes_text, count_text, number_order, table_text
+from ..._sharding.layout import Layout
+from ...errors import FormatError, StoreError
+from .._folder.names import SECTIONS
+from .._folder.weight_names import weights_root
+from .._load import find_whole, load
+from .._loaded_state import LoadedState
+from .._options import LOAD_DEFAULTS, show_options
+from .._report import VerifyReport
+from .._steps.step_choice import choose_root
+from .._store.manifest import build, parse
+from .._store.open_path import RootPath, open_files, open_root_path
+from .._verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Unpack
 
-    from .. import _core
-    from ._load_whole import WholeIndex, WholePath
-    from ._options import LoadOptions
-    from ._store.checkpoint_files import CheckpointFiles
-    from ._store.manifest import Manifest
+    from ... import _core
+    from .._load_whole import WholeIndex, WholePath
+    from .._options import LoadOptions
+    from .._store.checkpoint_files import CheckpointFiles
+    from .._store.manifest import Manifest
 
 _ROWS = 20
 _HEADERS = ["tensor", "state", "dtype", "shape", "shards", "bytes", "version"]
@@ -273,7 +273,7 @@ class Checkpoint:
     def _merged_index(self) -> _core.MergedIndex | WholeIndex:
         """The index of all ranks' shards, read at the first use and kept."""
         if self._read_index is None and self._whole is not None:
-            from ._load_whole import WholeIndex
+            from .._load_whole import WholeIndex
 
             self._read_index = WholeIndex(self._whole.path, self._whole.read())
         elif self._read_index is None:
@@ -469,7 +469,7 @@ class Checkpoint:
         return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS)}"
 
     def _repr_html_(self) -> str:
-        from ._html import checkpoint_html
+        from .._html import checkpoint_html
 
         return checkpoint_html(self._title(), self.tensors())
 
@@ -479,7 +479,7 @@ def _inspect_whole(files: CheckpointFiles, foreign: WholePath) -> Checkpoint:
 
     `files`: the opened folder of the path that the user passed, which `foreign` is in.
     """
-    from ._load_whole import WholeIndex, manifest_of
+    from .._load_whole import WholeIndex, manifest_of
 
     parts = foreign.read()
     manifest = manifest_of(foreign, parts)

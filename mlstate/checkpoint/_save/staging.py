@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .. import _core
-from .._common.arguments import check_int
+from ... import _core
+from ..._common.arguments import check_int
 
 if TYPE_CHECKING:
-    from ._save_async import SaveJob
+    from .job import SaveJob
 
 _NO_MEMORY = np.empty(0, np.uint8)  # created here, because freeing memory must not allocate
 

@@ -3,7 +3,7 @@
     save -> check_target       the arguments -> SaveTarget
          -> take_content       the states, checked but not copied -> SaveContent
          -> gather_shards      this rank's shards -> GatheredShards
-         -> write_and_commit   see _commit.py -> RootPath, of the saved root
+         -> write_and_commit   see commit.py -> RootPath, of the saved root
 
 Each step takes the result of the step before. If several ranks save together, an error on one rank
 is carried to the next exchange of messages, where the other ranks wait.
@@ -18,40 +18,40 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from .. import _core
-from .._common.arguments import check_int
-from .._common.arrays import is_cache, named_refusals, refuse_given_away, refuse_unstorable
-from .._common.backend import backend_of, is_module, is_optimizer
-from .._common.budget import parse_size
-from .._common.caller import Caller, find_caller
-from .._common.json_values import check_json_values
-from .._sharding.layout import Layout, Shard, Steps, steps_of
-from .._version import __version__
-from ..collectives._arguments import optional_group
-from ..errors import CollectiveError, StoreError
-from ..state._kind import kind_of
-from ..state._optimizer_state import OptimizerStateDict
-from ..state._state_dict import StateDict
-from ._backend import CheckpointBackend
-from ._checkpoint import Checkpoint
-from ._commit import write_and_commit
-from ._options import PACK_BELOW_MOST, SAVE_DEFAULTS, complete_save_options, show_options
-from ._replica_assignment import Assignment, assign_replicas
-from ._states.collect import NO_STATES, NamedStates, add_entries, take_states
-from ._states.modules import metadata_of
-from ._store.checkpoint_files import CheckpointFiles
-from ._store.open_path import RootPath, open_target
+from ... import _core
+from ..._common.arguments import check_int
+from ..._common.arrays import is_cache, named_refusals, refuse_given_away, refuse_unstorable
+from ..._common.backend import backend_of, is_module, is_optimizer
+from ..._common.budget import parse_size
+from ..._common.caller import Caller, find_caller
+from ..._common.json_values import check_json_values
+from ..._sharding.layout import Layout, Shard, Steps, steps_of
+from ..._version import __version__
+from ...collectives._arguments import optional_group
+from ...errors import CollectiveError, StoreError
+from ...state._kind import kind_of
+from ...state._optimizer_state import OptimizerStateDict
+from ...state._state_dict import StateDict
+from .._backend import CheckpointBackend
+from .._checkpoint.checkpoint import Checkpoint
+from .._options import PACK_BELOW_MOST, SAVE_DEFAULTS, complete_save_options, show_options
+from .._states.collect import NO_STATES, NamedStates, add_entries, take_states
+from .._states.modules import metadata_of
+from .._store.checkpoint_files import CheckpointFiles
+from .._store.open_path import RootPath, open_target
+from .commit import write_and_commit
+from .replica_assignment import Assignment, assign_replicas
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from typing import Unpack
 
-    from ..collectives import ProcessGroup
-    from ._folder.protocol import Claim
-    from ._options import SaveOptions
-    from ._save_async import SaveHandle
-    from ._store.checkpoint_files import FolderContent
-    from ._store.manifest import Manifest
+    from ...collectives import ProcessGroup
+    from .._folder.protocol import Claim
+    from .._options import SaveOptions
+    from .._store.checkpoint_files import FolderContent
+    from .._store.manifest import Manifest
+    from .job import SaveHandle
 
     _Dict: TypeAlias = dict[str, Any] | None
     _Dicts: TypeAlias = tuple[_Dict, _Dict, _Dict]

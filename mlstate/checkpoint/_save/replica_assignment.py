@@ -10,17 +10,17 @@ from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
-from .._common.dtypes import label_of, name_of
-from .._sharding.layout import Layout, Shard, Steps
-from ..errors import CollectiveError
-from ..state._group_merge import merge_groups
-from ._folder.names import SECTIONS
+from ..._common.dtypes import label_of, name_of
+from ..._sharding.layout import Layout, Shard, Steps
+from ...errors import CollectiveError
+from ...state._group_merge import merge_groups
+from .._folder.names import SECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from .. import _core
-    from ..collectives import ProcessGroup
+    from ... import _core
+    from ...collectives import ProcessGroup
 
     _Dicts: TypeAlias = "Sequence[dict[str, Any] | None]"
     _Summary: TypeAlias = dict[str, Any]

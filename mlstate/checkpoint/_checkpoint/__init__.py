@@ -1,0 +1,1 @@
+"""The class `Checkpoint`, and functions that return one."""
