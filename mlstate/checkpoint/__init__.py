@@ -27,6 +27,8 @@ from .._safetensors import load_file, load_metadata, save_file
 from .._sharding.layout import Layout, Shard, Tier
 from ._checkpoint.checkpoint import Checkpoint, LayerRecord, ShardRecord, TensorRecord, inspect
 from ._checkpoint.reshard import reshard
+from ._checkpoint.save import save
+from ._checkpoint.save_async import SaveHandle, SaveTimes, save_async
 from ._dry_run import FileRead, LoadPlan, SavePlan, plan_load, plan_save
 from ._files.checksum import checksum
 from ._huggingface.export import export_huggingface
@@ -36,8 +38,6 @@ from ._loaded_state import LoadedState
 from ._manager.manager import CheckpointManager
 from ._manager.prune import PruneReport, prune
 from ._report import Problem, VerifyReport
-from ._save.content import save
-from ._save.job import SaveHandle, SaveTimes, save_async
 from ._save.staging import Staging
 from ._tiers.report import TierRecord, TierReport, Traffic
 from ._tiers.tiered_state import StateDicts, TieredState

@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from ._checkpoint.checkpoint import TensorRecord
+    from ._checkpoint.save_async import SaveTimes
     from ._loaded_state import LoadedState
     from ._report import VerifyReport
-    from ._save.job import SaveTimes
     from ._store.manifest import Manifest
     from ._table import Group, Parameter
 

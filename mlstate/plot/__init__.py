@@ -230,7 +230,7 @@ def plot_saves(
     >>> len(plot_saves([handle]).axes)
     1
     """
-    from ..checkpoint._save.job import SaveTimes
+    from ..checkpoint._checkpoint.save_async import SaveTimes
 
     if not saves:
         raise ValueError("there are no saves to draw")

@@ -494,7 +494,9 @@ def test_save_into_a_managers_folder_is_refused(manager, save):
 def test_steps_found_under_the_lock_refuse_the_save(manager, tmp_path):
     from mlstate.checkpoint._options import SAVE_DEFAULTS
     from mlstate.checkpoint._save.commit import write_and_commit
-    from mlstate.checkpoint._save.content import check_target, gather_shards, take_content
+    from mlstate.checkpoint._save.content import take_content
+    from mlstate.checkpoint._save.shards import gather_shards
+    from mlstate.checkpoint._save.target import check_target
 
     target = check_target(manager.directory, SAVE_DEFAULTS)
     late = gather_shards(

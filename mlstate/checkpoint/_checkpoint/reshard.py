@@ -12,7 +12,9 @@ from .._folder.names import MANIFEST, SECTIONS
 from .._folder.protocol import TensorParts
 from .._options import PACK_BELOW, complete_save_options
 from .._save.commit import Commit
-from .._save.content import WRITER, GatheredShards, SaveFolder, SaveTarget, check_target
+from .._save.content import WRITER
+from .._save.shards import GatheredShards
+from .._save.target import SaveFolder, SaveTarget, check_target
 from .._sections import STATES
 from .._steps.step_choice import choose_root
 from .._store.open_path import RootPath, is_url, open_files, refuse_existing, refuse_file_name

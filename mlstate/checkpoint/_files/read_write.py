@@ -53,7 +53,7 @@ from .torch_weights import (
 
 if TYPE_CHECKING:
     from .._loaded_state import LoadedState
-    from .._save.content import SaveFolder
+    from .._save.target import SaveFolder
     from .formats import Place
 
 
@@ -72,7 +72,7 @@ class CheckpointTarget(NamedTuple):
 
     def save_folder(self) -> SaveFolder:
         """Return the path to pass to `save`, with what it may replace."""
-        from .._save.content import SaveFolder
+        from .._save.target import SaveFolder
 
         return SaveFolder(
             self.place,
@@ -320,7 +320,7 @@ def parts_of(loaded: LoadedState) -> Parts:
 
 def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
     """Save the parts as a checkpoint of mlstate, with the step of the target or else of theirs."""
-    from .._save.content import save_root
+    from .._save.save_root import save_root
 
     model, optimizer, metadata, named = parts
     states, entries = split_entries(named)

@@ -41,7 +41,9 @@ from .._folder.local import LocalFolder, make_path
 from .._folder.weight_names import index_of, is_index, stem_of
 from .._options import SAVE_DEFAULTS
 from .._quantized.pairs import refuse_quantized
-from .._save.content import SaveContent, check_target, gather_shards, take_content
+from .._save.content import SaveContent, take_content
+from .._save.shards import gather_shards
+from .._save.target import check_target
 from .._states.collect import NO_STATES
 from .._store.open_path import is_url, open_folder
 from .config import config_of_dtype, weights_dtype
@@ -53,7 +55,8 @@ if TYPE_CHECKING:
 
     from ...collectives import ProcessGroup
     from .._folder.protocol import Folder
-    from .._save.content import GatheredShards, SaveTarget
+    from .._save.shards import GatheredShards
+    from .._save.target import SaveTarget
     from .export_plan import ExportPlan
 
     _Opened: TypeAlias = dict[str, Callable[[], Any]]  # names of files, and how to open each

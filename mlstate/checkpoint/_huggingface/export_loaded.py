@@ -9,7 +9,9 @@ from ..._common.budget import parse_size
 from ..._common.dtypes import numpy_dtype
 from ..._common.local_path import local_path
 from .._options import SAVE_DEFAULTS
-from .._save.content import check_target, gather_shards, take_content
+from .._save.content import take_content
+from .._save.shards import gather_shards
+from .._save.target import check_target
 from .export import MAX_SHARD_BYTES, write_folder
 from .export_plan import make_plan
 

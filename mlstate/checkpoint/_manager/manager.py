@@ -17,6 +17,7 @@ from ..._common.text import steps_text
 from ...collectives._arguments import optional_group
 from ...errors import CheckpointWarning, ChecksumError, FormatError, MLStateError
 from .._checkpoint.checkpoint import Checkpoint
+from .._checkpoint.save import save
 from .._folder.names import Root
 from .._load import load
 from .._loaded_state import LoadedState
@@ -27,8 +28,8 @@ from .._options import (
     complete_options,
     show_options,
 )
-from .._save.content import SaveFolder, save
 from .._save.rank_messages import gather_bytes
+from .._save.target import SaveFolder
 from .._steps.retention import NO_RULES, Retention, check_retention, count_old
 from .._steps.save_timing import SaveTimer, SignalWatch
 from .._steps.step_choice import (
@@ -50,8 +51,8 @@ if TYPE_CHECKING:
 
     from ..._common.budget import MemorySize
     from ...collectives import ProcessGroup
+    from .._checkpoint.save_async import SaveHandle
     from .._options import LoadOptions, SaveOptions
-    from .._save.job import SaveHandle
     from .._save.staging import Staging
     from .._steps.retention import Roots
     from .._store.manifest import Manifest
@@ -486,7 +487,7 @@ class CheckpointManager:
         >>> [manager.restore(step).model["w"][0].item() for step in manager.steps()]
         [1.0, 2.0, 3.0]
         """
-        from .._save.job import save_async
+        from .._checkpoint.save_async import save_async
         from .._save.staging import OwnStaging
 
         options = complete_options(CheckpointManager.save_async, options, SAVE_DEFAULTS)

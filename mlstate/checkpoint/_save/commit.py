@@ -66,7 +66,8 @@ if TYPE_CHECKING:
 
     from ...collectives import ProcessGroup
     from .._folder.protocol import Claim
-    from .content import GatheredShards, SaveTarget
+    from .shards import GatheredShards
+    from .target import SaveTarget
 
 
 def creation_time() -> str:

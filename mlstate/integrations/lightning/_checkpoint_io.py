@@ -17,7 +17,7 @@ from ..._common.store_error import store_error
 from ...checkpoint import load
 from ...checkpoint._files.lightning import checkpoint_of, read_ckpt, save_checkpoint
 from ...checkpoint._folder.names import FOLDERS, MANIFEST, TEMPORARY
-from ...checkpoint._save.content import SaveFolder
+from ...checkpoint._save.target import SaveFolder
 from ...errors import CheckpointWarning, StoreError
 from ._errors import is_checkpoint, name_conversion_in_errors
 

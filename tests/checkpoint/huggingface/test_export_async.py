@@ -19,8 +19,8 @@ from mlstate.checkpoint import (
     export_huggingface_async,
 )
 from mlstate.checkpoint._huggingface import export as export_module
-from mlstate.checkpoint._save import content
 from mlstate.checkpoint._save import job as save_job
+from mlstate.checkpoint._save import shards as save_shards
 from mlstate.collectives import LocalGroup
 
 SECONDS = 20
@@ -145,7 +145,7 @@ def test_a_torch_module(path, write_gate):
 def test_tensors_as_on_a_device(path, write_gate, monkeypatch):
     """The code path for device copies, with tensors that are in fact on the host."""
     torch = pytest.importorskip("torch")
-    for module in (content, save_job):
+    for module in (save_shards, save_job):
         monkeypatch.setattr(module, "is_on_device", lambda value: isinstance(value, torch.Tensor))
     monkeypatch.setattr(save_job, "_event", lambda device: None)
     tensor = torch.arange(6000.0).reshape(60, 100)

@@ -24,13 +24,14 @@ from mlstate import CollectiveError, CompatibilityError, OptimizerStateDict, Sto
 from mlstate.checkpoint import (
     CheckpointManager,
     Layout,
+    SaveHandle,
     Shard,
     Staging,
     inspect,
     save_async,
 )
-from mlstate.checkpoint._save import content
 from mlstate.checkpoint._save import job as save_job
+from mlstate.checkpoint._save import shards as save_shards
 from mlstate.collectives import LocalGroup
 
 SECONDS = 20
@@ -319,7 +320,7 @@ def test_wrong_arguments_are_refused_at_once(path):
         with pytest.raises(error):
             save_async(path, model)
     with pytest.raises(TypeError, match="call save_async"):
-        save_job.SaveHandle(5)
+        SaveHandle(5)
     assert not path.exists()
 
 
@@ -810,7 +811,7 @@ def test_tensors_as_on_a_device(path, monkeypatch):
     """The code path for device copies, with tensors that are in fact on the host."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("ml_dtypes")
-    for module in (content, save_job):
+    for module in (save_shards, save_job):
         monkeypatch.setattr(
             module, "is_on_device",
             lambda value: isinstance(getattr(value, "array", value), torch.Tensor),

@@ -1,0 +1,130 @@
+"""Where and how to save: the checked arguments of a save, and options of internal callers."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..._common.budget import parse_size
+from ..._common.caller import Caller, find_caller
+from ..._sharding.layout import Layout
+from ...collectives._arguments import optional_group
+from .._options import PACK_BELOW_MOST
+from .._store.checkpoint_files import CheckpointFiles
+from .._store.open_path import open_target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ...collectives import ProcessGroup
+    from .._checkpoint.save_async import SaveHandle
+    from .._folder.protocol import Claim
+    from .._options import SaveOptions
+    from .._store.checkpoint_files import FolderContent
+    from .._store.manifest import Manifest
+
+
+class SaveFolder(NamedTuple):
+    """A folder with internal options; such callers pass it as the path of a save."""
+
+    folder: str | os.PathLike[str]
+    # Called after the commit with the new manifest. It deletes old roots and returns the
+    # manifests of the remaining roots, by their paths in the folder.
+    retain: Callable[[Manifest], Mapping[str, Manifest]] | None = None
+    replace_steps: bool = False  # replace all steps of a manager by this checkpoint
+    content: FolderContent | None = None  # if given, only this is replaced
+    any_suffix: bool = False  # the caller's program chooses the name
+    # entries of modules that are not tensors, and torch's metadata, by name of the state or None
+    entries: Mapping[str | None, tuple[Any, Any]] = MappingProxyType({})
+    started: Callable[[SaveHandle], object] | None = None  # called before `save_async` starts
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.folder)
+
+
+class WriteOptions(NamedTuple):
+    """The options of `save` that `_core.shards_write` takes."""
+
+    pack_below_bytes: int
+    sparse: bool
+    incremental: bool
+    compress: str | None  # name of a codec
+
+
+class SaveTarget(NamedTuple):
+    """The checked arguments of `save` that describe where and how to save."""
+
+    files: CheckpointFiles
+    claim: Claim  # not yet acquired; only rank 0 acquires it
+    group: ProcessGroup | None  # None if this process saves alone
+    rank: int
+    world_size: int
+    layout: Layout | str | None  # for arrays that are not a `Shard`
+    write_options: WriteOptions
+    keep_root: bool  # keep the root under roots/, as `CheckpointManager` does
+    replace_steps: bool
+    content: FolderContent | None  # as of `SaveFolder`
+    entries: Mapping[str | None, tuple[Any, Any]]  # as of `SaveFolder`
+    retain: Callable[[Manifest], Mapping[str, Manifest]] | None  # as of `SaveFolder`
+    started: Callable[[SaveHandle], object] | None
+    caller: Caller
+
+    @property
+    def path(self) -> str:
+        """Absolute path of the folder, or its URL."""
+        return self.files.path
+
+
+def delete_all_roots(files: CheckpointFiles, newest: Manifest) -> dict[str, Manifest]:
+    """Delete all steps of a manager's folder after `newest` has replaced them."""
+    files.delete_roots(files.list_roots())
+    return {}
+
+
+def check_target(
+    path: str | os.PathLike[str],
+    options: SaveOptions,
+    storage_options: Mapping[str, Any] | None = None,
+) -> SaveTarget:
+    """Check the arguments and return where and how to save; the claim is not acquired yet.
+
+    `path` may be a `SaveFolder`, of a manager. `options` has all keywords, as
+    `complete_save_options` returns them. Raises TypeError or ValueError for a wrong argument.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            "the path of a checkpoint must be a str or os.PathLike, got "
+            f"{type(path).__name__}; it comes first: save(path, model, optimizer)"
+        )
+    save_folder = path if isinstance(path, SaveFolder) else SaveFolder(path)
+    folder = open_target(save_folder.folder, storage_options, any_suffix=save_folder.any_suffix)
+    claim = folder.claim(options["lock_timeout"])
+    if options["incremental"]:
+        folder.require_local("incremental=True", "save whole shards")
+    files = CheckpointFiles(folder)
+    rank, world_size = 0, 1
+    group = optional_group(options["group"])
+    pack_below = parse_size("pack_below_bytes", options["pack_below_bytes"], 0, PACK_BELOW_MOST)
+    is_sparse, is_incremental = bool(options["sparse"]), bool(options["incremental"])
+    if group is not None:
+        rank, world_size = group.rank, group.world_size
+    return SaveTarget(
+        files=files,
+        claim=claim,
+        group=None if world_size == 1 else group,
+        rank=rank,
+        world_size=world_size,
+        layout=options["layout"],
+        write_options=WriteOptions(pack_below, is_sparse, is_incremental, options["compress"]),
+        keep_root=save_folder.retain is not None,
+        replace_steps=save_folder.replace_steps,
+        content=save_folder.content,
+        entries=save_folder.entries,
+        retain=partial(delete_all_roots, files)
+        if save_folder.replace_steps
+        else save_folder.retain,
+        started=save_folder.started,
+        caller=find_caller(),
+    )
