@@ -29,7 +29,6 @@ from ._checkpoint.checkpoint import Checkpoint, LayerRecord, ShardRecord, Tensor
 from ._checkpoint.reshard import reshard
 from ._checkpoint.save import save
 from ._checkpoint.save_async import SaveHandle, SaveTimes, save_async
-from ._dry_run import FileRead, LoadPlan, SavePlan, plan_load, plan_save
 from ._files.checksum import checksum
 from ._huggingface.export import export_huggingface
 from ._huggingface.export_async import export_huggingface_async
@@ -37,7 +36,9 @@ from ._load import load
 from ._loaded_state import LoadedState
 from ._manager.manager import CheckpointManager
 from ._manager.prune import PruneReport, prune
+from ._plan_load import FileRead, LoadPlan, plan_load
 from ._report import Problem, VerifyReport
+from ._save.plan_save import SavePlan, plan_save
 from ._save.staging import Staging
 from ._tiers.report import TierRecord, TierReport, Traffic
 from ._tiers.tiered_state import StateDicts, TieredState

@@ -1,7 +1,7 @@
 /* py_shard_write: writes the shards that py_shard_items.c listed (shards_write), or plans
  * their index (shards_plan).
  *
- * mlstate/checkpoint/_save/commit.py and _dry_run.py call it.
+ * mlstate/checkpoint/_save/commit.py and _save/plan_save.py call it.
  */
 #include "arguments/args.h"
 #include "arguments/progress.h"
