@@ -26,12 +26,12 @@ from .._exports import show_exports
 from .._safetensors import load_file, load_metadata, save_file
 from .._sharding.layout import Layout, Shard, Tier
 from ._checkpoint.checkpoint import Checkpoint, LayerRecord, ShardRecord, TensorRecord, inspect
+from ._checkpoint.export_async import export_huggingface_async
 from ._checkpoint.reshard import reshard
 from ._checkpoint.save import save
 from ._checkpoint.save_async import SaveHandle, SaveTimes, save_async
 from ._files.checksum import checksum
 from ._huggingface.export import export_huggingface
-from ._huggingface.export_async import export_huggingface_async
 from ._load import load
 from ._loaded_state import LoadedState
 from ._manager.manager import CheckpointManager

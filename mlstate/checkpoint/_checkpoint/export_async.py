@@ -10,22 +10,28 @@ from typing import TYPE_CHECKING
 
 from ..._common.local_path import local_folder
 from ...collectives._arguments import optional_group
-from .._checkpoint.save_async import start_job
+from .._huggingface.export import (
+    MAX_SHARD_BYTES,
+    gather_parts,
+    raise_together,
+    take_export,
+    write_folder,
+)
 from .._save.job import SaveJob, devices_of, refuse_default_group
 from .._save.staging import staging_of
 from .._store.open_path import RootPath, open_files
-from .export import MAX_SHARD_BYTES, gather_parts, raise_together, take_export, write_folder
+from .save_async import start_job
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Mapping
 
     from ...collectives import ProcessGroup
-    from .._checkpoint.save_async import SaveHandle
+    from .._huggingface.export import Export
+    from .._huggingface.export_plan import ExportPlan
     from .._save.shards import GatheredShards
     from .._save.staging import Staging
-    from .export import Export
-    from .export_plan import ExportPlan
+    from .save_async import SaveHandle
 
 
 class _ExportJob(SaveJob):
