@@ -92,7 +92,7 @@ def test_a_publisher_waits_for_a_command_that_deletes_versions(tmp_path):
     publisher = Publisher(path)
     publisher.publish(0, weights(0))
     thread = threading.Thread(target=publisher.publish, args=(1, weights(1)))
-    with LocalFolder(str(path)).exclusive(0):
+    with LocalFolder(str(path)).claim(0):
         thread.start()
         time.sleep(0.3)
         assert followed(path) == (0, 0.0)

@@ -115,7 +115,9 @@ def _folders(
     urls = [is_url(path) for path in (source, target)]
     options = [storage_options if url or not any(urls) else None for url in urls]
     files = (open_files(source, options[0], reads=True), open_files(target, options[1]))
-    if files[0].folder.is_same(files[1].folder):
+    places = [each.path for each in files]
+    can_be_same = all(each.folder.is_local and os.path.exists(each.path) for each in files)
+    if places[0] == places[1] or (can_be_same and os.path.samefile(*places)):
         raise ValueError("the target must be another folder than the source")
     return files
 

@@ -23,7 +23,7 @@ from .writer_lock import WriterLock
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
-    from .protocol import Folder, TensorParts
+    from .protocol import TensorParts
 
 _MOST_BYTES = 512 << 20  # of a manifest or an index
 _HUB_NAME = re.compile(r"(\w[\w.-]*)/(\w[\w.-]*)\Z", re.ASCII)
@@ -110,13 +110,6 @@ class LocalFolder:
     def require_local(self, action: str, remedy: str) -> None:
         """Do nothing: everything is possible."""
 
-    def is_same(self, other: Folder) -> bool:
-        """Return whether both are one folder, by any path."""
-        if self.path == other.path:
-            return True
-        exist = other.is_local and all(map(os.path.exists, (self.path, other.path)))
-        return exist and os.path.samefile(self.path, other.path)
-
     def _join(self, path: str) -> str:
         return os.path.join(self.path, path)
 
@@ -178,10 +171,6 @@ class LocalFolder:
             return []
         except OSError as error:
             raise store_error(error, "cannot list the folder", self._join(part)) from None
-
-    def list_links(self, parts: Iterable[str]) -> list[str]:
-        """Return the subfolders that are symbolic links."""
-        return [part for part in parts if os.path.islink(self._join(part))]
 
     def exists(self, path: str) -> bool:
         """Return whether a file exists, even as a broken link."""
@@ -342,10 +331,6 @@ class LocalFolder:
 
     def claim(self, timeout: float | None = None) -> WriterLock:
         """Return the writers' lock; `timeout` is None if the caller has no such parameter."""
-        return WriterLock(self.path, timeout=timeout)
-
-    def exclusive(self, timeout: float) -> WriterLock:
-        """Return the writers' lock."""
         return WriterLock(self.path, timeout=timeout)
 
     def create(self, parts: Iterable[str]) -> None:

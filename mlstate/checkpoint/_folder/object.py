@@ -20,7 +20,7 @@ from ...errors import FormatError, MLStateError, StoreError
 from .._remote.interrupted_uploads import INDEX_FOLDER, find_uploaded
 from .._remote.parallel_tasks import run_tasks
 from .names import MANIFEST, SECTIONS, root_of
-from .protocol import FileInfo, NewFiles, NoExclusion
+from .protocol import FileInfo, NewFiles
 from .range_load import LoadCall, load_units
 from .weight_names import weights_root
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .._remote.object_store import ObjectInfo, ObjectStore, Tag
     from .._remote.options import StoreOptions
     from .._remote.root_claim import RootClaim
-    from .protocol import Folder, TensorParts
+    from .protocol import TensorParts
     from .range_load import Answer, Range, Unit
 
 _MOST_BYTES = 512 << 20  # of a manifest or an index
@@ -105,10 +105,6 @@ class ObjectFolder:
     def require_local(self, action: str, remedy: str) -> None:
         """Raise ValueError: `action` needs local files."""
         raise ValueError(f"{self.path}: {action} is not possible in an object store: {remedy}")
-
-    def is_same(self, other: Folder) -> bool:
-        """Return whether both are the same URL."""
-        return self.path == other.path
 
     # ---- objects ----
 
@@ -213,10 +209,6 @@ class ObjectFolder:
             self._roots = {path: text for path, text in entries if path in existing}
         return names
 
-    def list_links(self, parts: Iterable[str]) -> list[str]:
-        """Return nothing: stores have no links."""
-        return []
-
     def exists(self, path: str) -> bool:
         """Return whether an object exists."""
         return self.store.info(path) is not None
@@ -233,10 +225,6 @@ class ObjectFolder:
         from .._remote.root_claim import RootClaim
 
         return RootClaim(self.store, MANIFEST)
-
-    def exclusive(self, timeout: float) -> NoExclusion:
-        """Exclude no writer: stores have no locks."""
-        return NoExclusion()
 
     def create(self, parts: Iterable[str]) -> None:
         """Do nothing: the names of objects need no folders."""

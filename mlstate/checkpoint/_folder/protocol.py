@@ -1,7 +1,8 @@
-"""`Folder`, the protocol of local folders and stores; a new kind of store implements it.
+"""`Files`, `Probe`, `Writers`: what is needed of a local folder or a store; `Folder` is all three.
 
-Paths are relative to the folder, with one subfolder at most. Errors are a `StoreError`; a missing
-file is a `FileNotFoundError` too.
+A function asks for the narrowest of them; a new kind of store implements `Folder`. Paths are
+relative to the folder, with one subfolder at most. Errors are a `StoreError`; a missing file is a
+`FileNotFoundError` too.
 
     LocalFolder     descriptors, permissions, links, ``flock``
     ObjectFolder    objects below a URL, through obstore
@@ -100,11 +101,10 @@ class Claim(Exclusion, Protocol):
         """
 
 
-class Folder(Protocol):
-    """The folder of one checkpoint, or of one `CheckpointManager`."""
+class Place(Protocol):
+    """Where the folder is."""
 
     is_local: bool  # its files can be mapped, compared and looked at without a request
-    excludes_writers: bool  # a claim keeps other writers out: no unknown file is in use
 
     @property
     def path(self) -> str:
@@ -117,13 +117,15 @@ class Folder(Protocol):
     def require_local(self, action: str, remedy: str) -> None:
         """Raise ValueError with the text `remedy` if `action` needs local files, unlike these."""
 
-    def is_same(self, other: Folder) -> bool:
-        """Return whether both are one folder."""
 
-    # ---- reading ----
+class Files(Place, Protocol):
+    """The files of a folder, to be read."""
 
-    def without_cache(self) -> Folder:
-        """Return the same folder, which keeps nothing that was read before."""
+    def names(self, part: str) -> list[str]:
+        """Return the names in the subfolder `part`, or in the folder itself for ``""``.
+
+        Nothing is returned for a subfolder that does not exist.
+        """
 
     def read(self, path: str, *, follow_links: bool = False) -> bytes:
         """Return the content of a manifest or an index, at most 512 MiB.
@@ -138,23 +140,8 @@ class Folder(Protocol):
         Never raises for a root that cannot be read: its `read` does.
         """
 
-    def names(self, part: str) -> list[str]:
-        """Return the names in the subfolder `part`, or in the folder itself for ``""``.
-
-        Nothing is returned for a subfolder that does not exist.
-        """
-
-    def list_links(self, parts: Iterable[str]) -> list[str]:
-        """Return those subfolders in `parts` that are links: their files are another folder's."""
-
-    def exists(self, path: str) -> bool:
-        """Return whether a file exists, even as a broken link."""
-
-    def has_files(self, sizes: Mapping[str, int]) -> bool:
-        """Return whether all files exist with these sizes (bytes by path); none is opened."""
-
-    def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
-        """Return size and time of each file by path, without those that do not exist."""
+    def without_cache(self) -> Folder:
+        """Return the same folder, which keeps nothing that was read before."""
 
     def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:
         """Return size and time of each file of another program by name; None for a missing file.
@@ -162,29 +149,20 @@ class Folder(Protocol):
         In a store, later reads of these names fail if the content was replaced since.
         """
 
-    def find_weights(self) -> str | None:
-        """Return the root of a Hugging Face folder's weights, None without weights.
+    def header_files(self, names: Iterable[str]) -> AbstractContextManager[str]:
+        """Return a context with the path of a local folder that has at least the headers of files.
 
-        weight_names.py describes this root: one file, an index, or a pattern.
+        `names`: safetensors files in this folder, without a subfolder.
         """
 
-    def missing_reason(self) -> str:
-        """Return why the folder has no manifest; "" if the error of `read` tells more."""
+    def file_to_verify(
+        self, name: str, has_checksums: Callable[[str], bool]
+    ) -> AbstractContextManager[str]:
+        """Return a context with the local path of the safetensors file `name`.
 
-    def has_checkpoint(self) -> bool:
-        """Return whether there may be a checkpoint.
-
-        A local folder must exist; in a store, which has no folders, the manifest must.
+        `has_checksums` is called with a local path that has at least the header. If it returns
+        False, the tensors' bytes at the path may be zeros instead of the content.
         """
-
-    def is_empty(self) -> bool:
-        """Return whether a new checkpoint would hide or replace nothing."""
-
-    def require_folder(self) -> None:
-        """Raise StoreError if there is no such folder, where folders exist."""
-
-    def is_outage(self, error: Exception) -> bool:
-        """Return whether an error tells nothing about the checkpoint: the store failed."""
 
     def load(
         self, parts: TensorParts, verify: bool, mmap: bool, progress: Callable[[int], object] | None
@@ -217,34 +195,54 @@ class Folder(Protocol):
         `progress` is called with numbers of bytes.
         """
 
-    def header_files(self, names: Iterable[str]) -> AbstractContextManager[str]:
-        """Return a context with the path of a local folder that has at least the headers of files.
 
-        `names`: safetensors files in this folder, without a subfolder.
+class Probe(Place, Protocol):
+    """What is in a folder, without reading files."""
+
+    def exists(self, path: str) -> bool:
+        """Return whether a file exists, even as a broken link."""
+
+    def has_files(self, sizes: Mapping[str, int]) -> bool:
+        """Return whether all files exist with these sizes (bytes by path); none is opened."""
+
+    def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
+        """Return size and time of each file by path, without those that do not exist."""
+
+    def find_weights(self) -> str | None:
+        """Return the root of a Hugging Face folder's weights, None without weights.
+
+        weight_names.py describes this root: one file, an index, or a pattern.
         """
 
-    def file_to_verify(
-        self, name: str, has_checksums: Callable[[str], bool]
-    ) -> AbstractContextManager[str]:
-        """Return a context with the local path of the safetensors file `name`.
+    def has_checkpoint(self) -> bool:
+        """Return whether there may be a checkpoint.
 
-        `has_checksums` is called with a local path that has at least the header. If it returns
-        False, the tensors' bytes at the path may be zeros instead of the content.
+        A local folder must exist; in a store, which has no folders, the manifest must.
         """
 
-    # ---- writing ----
+    def missing_reason(self) -> str:
+        """Return why the folder has no manifest; "" if the error of `read` tells more."""
+
+    def require_folder(self) -> None:
+        """Raise StoreError if there is no such folder, where folders exist."""
+
+    def is_empty(self) -> bool:
+        """Return whether a new checkpoint would hide or replace nothing."""
+
+    def is_outage(self, error: Exception) -> bool:
+        """Return whether an error tells nothing about the checkpoint: the store failed."""
+
+
+class Writers(Place, Protocol):
+    """Changes of a folder, and the exclusion of other writers."""
+
+    excludes_writers: bool  # a claim keeps other writers out: no unknown file is in use
 
     def claim(self, timeout: float | None = None) -> Claim:
         """Return a writer's claim, not yet acquired; raise if options of the folder are wrong.
 
         `timeout`: seconds that `acquire` waits for another writer; None: the caller has no such
         parameter, and `acquire` does not wait.
-        """
-
-    def exclusive(self, timeout: float) -> Exclusion:
-        """Return an exclusion of other writers, not yet acquired, for calls that only delete files.
-
-        `timeout`: seconds that `acquire` waits for another writer.
         """
 
     def create(self, parts: Iterable[str]) -> None:
@@ -281,3 +279,15 @@ class Folder(Protocol):
         that no unknown file may be deleted. `local_clock`: use this machine's clock, because
         reading a store's clock takes a write.
         """
+
+
+class Folder(Files, Probe, Writers, Protocol):
+    """The folder of one checkpoint, or of one `CheckpointManager`."""
+
+
+def exclusion_of(folder: Writers, timeout: float) -> Exclusion:
+    """Return an exclusion of other writers, not yet acquired, for calls that only delete files.
+
+    `timeout`: seconds that `acquire` waits for another writer.
+    """
+    return folder.claim(timeout) if folder.excludes_writers else NoExclusion()

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from ...collectives import ProcessGroup
-    from .._folder.protocol import Folder
+    from .._folder.protocol import Files
     from .._save.shards import GatheredShards
     from .._save.target import SaveTarget
     from .export_plan import ExportPlan
@@ -246,7 +246,7 @@ def _stem_of_folder(source: str | os.PathLike[str] | None) -> str:
     return stem_of(os.listdir(local_path(source)))
 
 
-def _open_object(folder: Folder, name: str) -> BytesIO:
+def _open_object(folder: Files, name: str) -> BytesIO:
     return BytesIO(folder.read(name))
 
 

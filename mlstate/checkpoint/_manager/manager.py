@@ -19,6 +19,7 @@ from ...errors import CheckpointWarning, ChecksumError, FormatError, MLStateErro
 from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.save import save
 from .._folder.names import Root
+from .._folder.protocol import exclusion_of
 from .._load import load
 from .._loaded_state import LoadedState
 from .._options import (
@@ -790,7 +791,7 @@ class CheckpointManager:
             self._settle()
             timeout = check_timeout(lock_timeout)
             files, checkpoint = self._checkpoints, self.checkpoint(step)
-            exclusion = files.folder.exclusive(timeout)
+            exclusion = exclusion_of(files.folder, timeout)
             with exclusion.holder:
                 exclusion.acquire()
                 if files.read_manifest().generation == checkpoint.generation:

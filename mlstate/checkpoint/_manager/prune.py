@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..._common.arguments import check_flags, check_int
 from ..._common.text import bytes_text, count_text
 from ...errors import FormatError, MLStateError
-from .._folder.protocol import NoExclusion
+from .._folder.protocol import NoExclusion, exclusion_of
 from .._options import check_timeout
 from .._store.open_path import open_files
 from .manager import CheckpointManager
@@ -195,7 +195,7 @@ def delete_roots(
     abandoned_before = folder.orphan_time(local_clock=dry_run)
     if abandoned_before is None:  # a writer may be running: no file is old enough
         abandoned_before = float("-inf")
-    exclusion = NoExclusion() if dry_run else folder.exclusive(timeout)
+    exclusion = NoExclusion() if dry_run else exclusion_of(folder, timeout)
     with exclusion.holder:
         exclusion.acquire()
         old, steps = choose(), _steps_of(files)

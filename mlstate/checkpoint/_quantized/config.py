@@ -21,7 +21,7 @@ from ..._common.text import shorten
 from ...errors import CompatibilityError, FormatError, StoreNotFoundError
 
 if TYPE_CHECKING:
-    from .._folder.protocol import Folder
+    from .._folder.protocol import Files
 
 CONFIG = "config.json"
 _MOST_BYTES = 16 << 20  # of the file
@@ -111,7 +111,7 @@ def _parse(path: str, config: dict[str, Any]) -> Quantization:
     raise _unsupported(path, f"quant_method {shorten(repr(method), _LONGEST)}")
 
 
-def read_quantization(folder: Folder) -> Quantization | None:
+def read_quantization(folder: Files) -> Quantization | None:
     """Return how a folder's weights are quantized; None if its config names no method.
 
     Raises FormatError for a malformed config, and CompatibilityError for a method that is not

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..._sharding.layout import Cutting
     from ..._types import NDArray
     from ...errors import FormatError
-    from .._folder.protocol import Folder
+    from .._folder.protocol import Files
     from .config import Block, Quantization
 
     Shape: TypeAlias = tuple[int, ...]
@@ -370,7 +370,7 @@ class _Finder:
         return (experts, groups * _GROUP, rows), ""
 
 
-def find_pairs(folder: Folder, tensors: Callable[[], dict[str, Stored]]) -> Pairs | None:
+def find_pairs(folder: Files, tensors: Callable[[], dict[str, Stored]]) -> Pairs | None:
     """Return the quantized weights of a Hugging Face folder, each paired with its scales.
 
     None if its config names no quantization. `tensors`: returns dtype and shape of all tensors by
@@ -388,7 +388,7 @@ def find_pairs(folder: Folder, tensors: Callable[[], dict[str, Stored]]) -> Pair
     return Pairs(finder.pairs, finder.hidden)
 
 
-def refuse_quantized(folder: Folder, tensors: dict[str, Stored]) -> None:
+def refuse_quantized(folder: Files, tensors: dict[str, Stored]) -> None:
     """Raise CompatibilityError if some tensors are quantized according to a folder's config.
 
     `tensors`: dtype and shape by key.

@@ -481,7 +481,8 @@ class CheckpointFiles:
 
     def foreign_files(self) -> list[str]:
         """Return the sorted paths of files that mlstate did not write, and of linked subfolders."""
-        linked = self.folder.list_links(FOLDERS)
+        links = filter(lambda part: os.path.islink(self.join(part)), FOLDERS)
+        linked = [*links] if self.folder.is_local else []  # their files are another folder's
         foreign = [
             f"{part}/{name}"
             for part in FOLDERS

@@ -19,7 +19,7 @@ from .checkpoint_files import CheckpointFiles
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .._folder.protocol import Folder
+    from .._folder.protocol import Folder, Probe
     from .manifest import Manifest
 
 # ---- URLs ----
@@ -216,7 +216,7 @@ _FILE_SUFFIXES = frozenset(
 )
 
 
-def refuse_file_name(folder: Folder) -> None:
+def refuse_file_name(folder: Probe) -> None:
     """Raise ValueError for a new folder whose name has the suffix of another format's files.
 
     A folder that has a checkpoint already may have such a name.
@@ -235,7 +235,7 @@ def refuse_file_name(folder: Folder) -> None:
     )
 
 
-def refuse_existing(folder: Folder, overwrite: bool) -> None:
+def refuse_existing(folder: Probe, overwrite: bool) -> None:
     """Raise StoreError (EEXIST) if a path exists; an empty folder, or `overwrite`, is accepted."""
     if not overwrite and not folder.is_empty():
         raise store_error(

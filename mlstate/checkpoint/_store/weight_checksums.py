@@ -24,10 +24,10 @@ from .._folder.weight_names import is_index
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .._folder.protocol import Folder
+    from .._folder.protocol import Files
 
 
-def find_checksums(folder: Folder) -> Checksums | None:
+def find_checksums(folder: Files) -> Checksums | None:
     """Return the checksums of a folder, or of the one file that the caller's path names.
 
     None if `checksum` was not called for it.
@@ -59,7 +59,7 @@ def changed_text(
     return f"bytes {begin} to {begin + nbytes} have changed"
 
 
-def require_index(folder: Folder, name: str, data: bytes) -> None:
+def require_index(folder: Files, name: str, data: bytes) -> None:
     """Raise ChecksumError if the index file `name` in `folder` differs from its checksum.
 
     `data`: its bytes. Nothing happens without a checksum.
@@ -73,7 +73,7 @@ def require_index(folder: Folder, name: str, data: bytes) -> None:
             raise error
 
 
-def records_of(folder: Folder, files: tuple[str, ...]) -> tuple[Record | None, ...]:
+def records_of(folder: Files, files: tuple[str, ...]) -> tuple[Record | None, ...]:
     """Return the checksums' record of each file; () if the folder has no checksums.
 
     A file that the checksums do not list has None, and causes a warning.

@@ -26,7 +26,7 @@ from .weight_checksums import records_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .._folder.protocol import FileInfo, Folder
+    from .._folder.protocol import FileInfo, Files
     from .manifest import Manifest
 
 WRITER = "a program that writes Hugging Face folders"
@@ -45,7 +45,7 @@ class WeightFiles(NamedTuple):
     total_bytes: Any = None  # the index's total_size, of any type
     missing: tuple[str, ...] = ()  # of `files`, those that do not exist
 
-    def missing_error(self, folder: Folder, text: str = "") -> StoreNotFoundError:
+    def missing_error(self, folder: Files, text: str = "") -> StoreNotFoundError:
         """Return the error for missing files; `text`, at its start, names the needed tensors."""
         first = os.path.join(folder.path, self.missing[0])
         count = f"{len(self.missing)} of the {len(self.files)} files of {self.root} do not exist: "
@@ -53,12 +53,12 @@ class WeightFiles(NamedTuple):
         return StoreNotFoundError(2, f"{text}{count}{listed(self.missing)}{remedy}", first)
 
 
-def _wrong(folder: Folder, root: str, text: str) -> FormatError:
+def _wrong(folder: Files, root: str, text: str) -> FormatError:
     """Return a FormatError about the file `root` of a folder."""
     return format_error(f"{root}: {text}", os.path.join(folder.path, root))
 
 
-def _warn(folder: Folder, root: str, text: str) -> None:
+def _warn(folder: Files, root: str, text: str) -> None:
     find_caller().warn(f"{os.path.join(folder.path, root)}: {text}")
 
 
@@ -71,7 +71,7 @@ def listed(names: tuple[str, ...] | list[str]) -> str:
 # ---- the index ----
 
 
-def _check_file_name(folder: Folder, root: str, tensor: str, name: Any, suffix: str) -> None:
+def _check_file_name(folder: Files, root: str, tensor: str, name: Any, suffix: str) -> None:
     """Raise FormatError unless `name`, the file of `tensor` in an index, is in the folder itself.
 
     `root`: the index. `suffix`: that files of the format have.
@@ -89,7 +89,7 @@ def _check_file_name(folder: Folder, root: str, tensor: str, name: Any, suffix: 
     raise error
 
 
-def parse_index(folder: Folder, root: str, data: bytes, suffix: str = SUFFIX) -> WeightFiles:
+def parse_index(folder: Files, root: str, data: bytes, suffix: str = SUFFIX) -> WeightFiles:
     """Return the files and tensors that an index lists; raise FormatError if it is malformed.
 
     `root`: its name. `data`: its bytes. `suffix`: that all its files must have.
@@ -114,7 +114,7 @@ def parse_index(folder: Folder, root: str, data: bytes, suffix: str = SUFFIX) ->
     return WeightFiles(root, tuple(sorted(named)), tensors, total)
 
 
-def list_set(folder: Folder, root: str) -> WeightFiles:
+def list_set(folder: Files, root: str) -> WeightFiles:
     """Return the numbered files of a folder without an index; warn that it has none.
 
     `root`: the name pattern of the set. The warning also names missing files; without any file,
@@ -133,7 +133,7 @@ def list_set(folder: Folder, root: str) -> WeightFiles:
     return WeightFiles(root, tuple(sorted(files + missing)), missing=tuple(missing))
 
 
-def _check_unlisted(folder: Folder, weights: WeightFiles) -> None:
+def _check_unlisted(folder: Files, weights: WeightFiles) -> None:
     """Raise FormatError if an index lists some files of a set, such as 1 of 3, but not all.
 
     `weights`: the files of the index.
@@ -149,7 +149,7 @@ def _check_unlisted(folder: Folder, weights: WeightFiles) -> None:
         )
 
 
-def unlisted_files(folder: Folder, weights: WeightFiles) -> list[str]:
+def unlisted_files(folder: Files, weights: WeightFiles) -> list[str]:
     """Return the safetensors files of the folder that the weights do not include, sorted.
 
     Without an index, returns [] if the caller named one file, or for a store: such a folder may
@@ -173,7 +173,7 @@ def _generation(infos: Mapping[str, FileInfo]) -> tuple[str, float]:
     return digest[:16], max((info.changed for info in infos.values()), default=0.0)
 
 
-def _read_texts(folder: Folder, name: str) -> dict[str, str]:
+def _read_texts(folder: Files, name: str) -> dict[str, str]:
     """Return the metadata in a safetensors file's header; {} if it is damaged or was replaced.
 
     Reading its tensors reports the damage.
@@ -185,7 +185,7 @@ def _read_texts(folder: Folder, name: str) -> dict[str, str]:
         return {}
 
 
-def read_weights(folder: Folder, root: str, data: bytes | None) -> Manifest:
+def read_weights(folder: Files, root: str, data: bytes | None) -> Manifest:
     """Return a manifest that describes files of another program, as if `save` had written them.
 
     `root`: a file, an index, or a pattern of numbered files. `data`: the bytes of the index, None
@@ -242,7 +242,7 @@ def read_weights(folder: Folder, root: str, data: bytes | None) -> Manifest:
     )
 
 
-def without_missing(folder: Folder, manifest: Manifest, names: list[str] | None) -> Manifest:
+def without_missing(folder: Files, manifest: Manifest, names: list[str] | None) -> Manifest:
     """Return the manifest without missing files; raise if a load of `names` needs one of them.
 
     None as `names` (all tensors) changes nothing. So a partial download can be read: its index
@@ -265,7 +265,7 @@ def without_missing(folder: Folder, manifest: Manifest, names: list[str] | None)
     return manifest._replace(weights=kept)
 
 
-def read_merged_index(folder: Folder, manifest: Manifest, checked: bool) -> _core.MergedIndex:
+def read_merged_index(folder: Files, manifest: Manifest, checked: bool) -> _core.MergedIndex:
     """Read the headers of all files, and return them as a merged index.
 
     `checked`: compare the headers with the checksums of `checksum`, and include the checksums of
@@ -288,7 +288,7 @@ def read_merged_index(folder: Folder, manifest: Manifest, checked: bool) -> _cor
     return merged
 
 
-def _compare_copies(folder: Folder, merged: _core.MergedIndex) -> None:
+def _compare_copies(folder: Files, merged: _core.MergedIndex) -> None:
     """Raise FormatError if several files hold a tensor with different bytes.
 
     A tensor of an unknown dtype is not compared: only loading it is an error. This needs memory for
@@ -319,7 +319,7 @@ def bytes_of(array: Any) -> memoryview:
     return memoryview(array.reshape(-1).view("u1"))
 
 
-def _copy_error(folder: Folder, key: str, file: str, first_file: str) -> FormatError:
+def _copy_error(folder: Files, key: str, file: str, first_file: str) -> FormatError:
     """Return the FormatError for a tensor that `file` and `first_file` hold with other bytes."""
     text = f"{key!r} has other bytes than in {first_file}: parts of a tensor are not joined; move "
     error = _wrong(folder, file, text + "one of the files away")
@@ -328,7 +328,7 @@ def _copy_error(folder: Folder, key: str, file: str, first_file: str) -> FormatE
 
 
 def warn_of_differences(
-    folder: Folder,
+    folder: Files,
     weights: WeightFiles,
     files_by_name: dict[str, str],
     copies: set[tuple[str, str]],
@@ -383,7 +383,7 @@ def listed_only_error(weights: WeightFiles | None, name: str, folder: str) -> Ex
     return error
 
 
-def warn_of_total(folder: Folder, manifest: Manifest, merged: _core.MergedIndex) -> None:
+def warn_of_total(folder: Files, manifest: Manifest, merged: _core.MergedIndex) -> None:
     """Warn the user if the index of weights records another total size than its tensors have."""
     weights = manifest.weights
     if weights is None or weights.total_bytes is None:

@@ -268,7 +268,7 @@ def _restore_best(output: Path, manager: CheckpointManager, position: str) -> st
 def _exclude_ranks(output: Path, manager: CheckpointManager) -> Iterator[None]:
     """Exclude other ranks on this machine by a lock; a store's is a temporary file in `output`."""
     place = manager._checkpoints.folder
-    exclusion = (place if place.is_local else LocalFolder(str(output))).exclusive(_LOCK_SECONDS)
+    exclusion = (place if place.is_local else LocalFolder(str(output))).claim(_LOCK_SECONDS)
     with exclusion.holder:
         exclusion.acquire()
         try:
