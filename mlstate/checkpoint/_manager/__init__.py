@@ -1,1 +1,1 @@
-"""Managers of the steps of a run: saves, restores, deletion of steps that nobody needs."""
+"""Managers of the steps of a run: saves, restores, deletion of old steps and files."""

@@ -18,18 +18,14 @@ from ...collectives._arguments import optional_group
 from ...errors import CheckpointWarning, ChecksumError, FormatError, MLStateError
 from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.save import save
+from .._checkpoint.save_async import SaveHandle, save_async
 from .._folder.names import Root
 from .._folder.protocol import exclusion_of
 from .._load import load
 from .._loaded_state import LoadedState
-from .._options import (
-    LOAD_DEFAULTS,
-    SAVE_DEFAULTS,
-    check_timeout,
-    complete_options,
-    show_options,
-)
+from .._options import LOAD_DEFAULTS, SAVE_DEFAULTS, check_timeout, complete_options, show_options
 from .._save.rank_messages import gather_bytes
+from .._save.staging import OwnStaging, Staging
 from .._save.target import SaveFolder
 from .._steps.retention import NO_RULES, Retention, check_retention, count_old
 from .._steps.save_timing import SaveTimer, SignalWatch
@@ -52,12 +48,9 @@ if TYPE_CHECKING:
 
     from ..._common.budget import MemorySize
     from ...collectives import ProcessGroup
-    from .._checkpoint.save_async import SaveHandle
     from .._options import LoadOptions, SaveOptions
-    from .._save.staging import Staging
     from .._steps.retention import Roots
     from .._store.manifest import Manifest
-
 
 _SHOWN = 20  # steps in a warning
 
@@ -488,9 +481,6 @@ class CheckpointManager:
         >>> [manager.restore(step).model["w"][0].item() for step in manager.steps()]
         [1.0, 2.0, 3.0]
         """
-        from .._checkpoint.save_async import save_async
-        from .._save.staging import OwnStaging
-
         options = complete_options(CheckpointManager.save_async, options, SAVE_DEFAULTS)
         group = options["group"] = optional_group(options["group"])
         with self._turn(group):
@@ -898,12 +888,10 @@ class CheckpointManager:
                     self._last_restored = state.step
                     return state
                 self._note_damage(root.split(".")[-2], root, error)  # roots/STEP.GENERATION.json
-                is_there = self._checkpoints.folder.exists(root)
-                if error is not None and is_there:  # else a writer has deleted it
+                if self._checkpoints.folder.exists(root):  # else a writer has deleted it
                     log("WARNING", "%s: %s cannot be restored: %s", self.directory, root, error)
-                    warnings.warn(
-                        f"{root} cannot be restored: {error}", CheckpointWarning, stacklevel=2
-                    )
+                    text = f"{root} cannot be restored: {error}"
+                    warnings.warn(text, CheckpointWarning, stacklevel=2)
                 newest_error = newest_error or error
         if newest_error is not None:
             raise newest_error

@@ -60,7 +60,7 @@ class PruneReport(NamedTuple):
         return sum(self.files.values())
 
     def _title(self) -> str:
-        """Return one line: what was or would be deleted, and its bytes."""
+        """Return one line: the files that were or would be deleted, and their bytes."""
         done = "would delete" if self.dry_run else "deleted"
         count = len(self.files)
         amount = f"{count_text(count, 'file')}, {bytes_text(self.nbytes)}"
@@ -218,5 +218,5 @@ def delete_roots(
         if name in infos
     }
     deleted = [steps.get(root) for root in old]
-    kept = [step for root, step in steps.items() if root not in old]
-    return PruneReport(files.path, dry_run, deleted, kept, sizes)
+    kept_steps = [step for root, step in steps.items() if root not in old]
+    return PruneReport(files.path, dry_run, deleted, kept_steps, sizes)

@@ -59,7 +59,7 @@ def try_root(
 ) -> tuple[LoadedState | None, MLStateError | None]:
     """Load the manifest `root`, of a step, on all ranks; return (state, None) or (None, error).
 
-    `written`: targets that earlier tries have written in part; those of this one are added.
+    `written`: targets that earlier tries have written in part; this one adds its own.
     The error is this rank's, or CollectiveError if only another rank cannot read the step. An
     exception other than FormatError and StoreError is raised, and then every rank raises.
     """
