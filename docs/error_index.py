@@ -18,7 +18,7 @@ PAGES = {
     "mlstate/integrations/torch": "state",
     "mlstate/activation": "activation",
     "mlstate/checkpoint/_huggingface": "huggingface",
-    "mlstate/checkpoint/_remote": "object_stores",
+    "mlstate/checkpoint/_folder/_remote": "object_stores",
     "mlstate/checkpoint/_tiers": "tiers",
     "mlstate/checkpoint": "checkpoints",
     "mlstate/cli": "commands",

@@ -23,8 +23,8 @@ from .._common.dtypes import name_of, numpy_dtype
 from .._common.store_error import store_error
 from .._sharding.layout import Shard
 from ..checkpoint._checkpoint.save import save
+from ..checkpoint._folder._remote.parallel_tasks import run_tasks
 from ..checkpoint._folder.names import MANIFEST
-from ..checkpoint._remote.parallel_tasks import run_tasks
 from ..checkpoint._save.rank_messages import error_text, gather_bytes, pack_message, unpack_message
 from ..checkpoint._save.replica_assignment import assign_replicas
 from ..checkpoint._save.shards import is_on_device

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from mlstate.checkpoint._remote.parallel_tasks import run_tasks
+from mlstate.checkpoint._folder._remote.parallel_tasks import run_tasks
 
 
 @pytest.mark.parametrize("most", [0, 1, 2])

@@ -54,7 +54,7 @@ PACKAGE_ORDER = (
     ("_sharding",),
     ("threads", "state", "kv", "activation", "collectives", "_info"),
     ("coreai", "coreml", "fsdp", "_safetensors"),
-    ("checkpoint/_remote",),
+    ("checkpoint/_folder/_remote",),
     ("checkpoint/_folder",),
     ("checkpoint/_store",),
     ("distributed",),

@@ -11,7 +11,7 @@ from thread_team import thread_outcomes
 import mlstate
 from mlstate import checkpoint
 from mlstate.checkpoint import CheckpointManager
-from mlstate.checkpoint._remote.object_store import engine_reason
+from mlstate.checkpoint._folder._remote.object_store import engine_reason
 from mlstate.checkpoint._store.open_path import open_folder
 from mlstate.errors import StoreError, StoreNotFoundError, StorePermissionError
 

@@ -12,7 +12,7 @@ from checkpoint_model import same
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, inspect
-from mlstate.checkpoint._remote import read_cache
+from mlstate.checkpoint._folder._remote import read_cache
 from mlstate.errors import ChecksumError
 
 STATE = {"w": np.random.default_rng(0).normal(size=(4000, 50)), "v": np.arange(9)}
@@ -249,7 +249,7 @@ def test_names_and_entries_have_no_credentials(url, store, options):
 PUT_AND_GET = """
 import sys, time
 import numpy as np
-from mlstate.checkpoint._remote import read_cache
+from mlstate.checkpoint._folder._remote import read_cache
 
 read_cache._LEAST_FREE = 0
 folder, seed, path = sys.argv[1], int(sys.argv[2]), "params/0.0123456789abcdef-0.safetensors"

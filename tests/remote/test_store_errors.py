@@ -4,7 +4,7 @@ import errno
 
 import pytest
 
-from mlstate.checkpoint._remote.object_store import RETRIED, engine_reason
+from mlstate.checkpoint._folder._remote.object_store import RETRIED, engine_reason
 
 SECRETS = "AKIAHIDDEN sig=hidden"
 

@@ -14,8 +14,8 @@ from slow_link import SlowLink
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, inspect, prune
-from mlstate.checkpoint._remote.object_store import upload_class, upload_seconds
-from mlstate.checkpoint._remote.options import take_options
+from mlstate.checkpoint._folder._remote.object_store import upload_class, upload_seconds
+from mlstate.checkpoint._folder._remote.options import take_options
 from mlstate.errors import StoreError
 
 pytest.importorskip("obstore", reason="needs obstore: mlstate[remote]")

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from ... import _core
 from ...errors import CheckpointWarning, ChecksumError, FormatError
-from .._remote.read_cache import ReadCache
+from ._remote.read_cache import ReadCache
 from .object import ObjectFolder
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .._remote.options import StoreOptions
+    from ._remote.options import StoreOptions
     from .range_load import Answer, LoadCall, Unit
 
 

@@ -17,8 +17,8 @@ from ..._common.log import is_logged, log
 from ..._common.store_error import format_error, store_error
 from ..._common.waiting import remove_folder
 from ...errors import FormatError, MLStateError, StoreError
-from .._remote.interrupted_uploads import INDEX_FOLDER, find_uploaded
-from .._remote.parallel_tasks import run_tasks
+from ._remote.interrupted_uploads import INDEX_FOLDER, find_uploaded
+from ._remote.parallel_tasks import run_tasks
 from .names import MANIFEST, SECTIONS, root_of
 from .protocol import FileInfo, NewFiles
 from .range_load import LoadCall, load_units
@@ -27,9 +27,9 @@ from .weight_names import weights_root
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
-    from .._remote.object_store import ObjectInfo, ObjectStore, Tag
-    from .._remote.options import StoreOptions
-    from .._remote.root_claim import RootClaim
+    from ._remote.object_store import ObjectInfo, ObjectStore, Tag
+    from ._remote.options import StoreOptions
+    from ._remote.root_claim import RootClaim
     from .protocol import TensorParts
     from .range_load import Answer, Range, Unit
 
@@ -83,7 +83,7 @@ class ObjectFolder:
         return url
 
     def __reduce__(self) -> Any:  # without options, which hold credentials
-        from .._remote.options import take_options
+        from ._remote.options import take_options
 
         return ObjectFolder, (self._url, take_options(None), self.file)
 
@@ -97,7 +97,7 @@ class ObjectFolder:
     def store(self) -> ObjectStore:
         """The store's connection, opened at the first use; raises for wrong options."""
         if self._store is None:
-            from .._remote.object_store import ObjectStore
+            from ._remote.object_store import ObjectStore
 
             self._store = ObjectStore(str(self.path), self._options)
         return self._store
@@ -222,7 +222,7 @@ class ObjectFolder:
 
     def claim(self, timeout: float | None = None) -> RootClaim:
         """Return a writer's claim; `timeout` is unused, because a store has no locks."""
-        from .._remote.root_claim import RootClaim
+        from ._remote.root_claim import RootClaim
 
         return RootClaim(self.store, MANIFEST)
 

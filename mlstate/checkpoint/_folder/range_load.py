@@ -15,7 +15,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..._common.store_error import format_error
-from .._remote.parallel_tasks import run_tasks
+from ._remote.parallel_tasks import run_tasks
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator

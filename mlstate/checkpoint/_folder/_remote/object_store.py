@@ -17,8 +17,8 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._common.store_error import store_error
-from ...errors import StoreError
+from ...._common.store_error import store_error
+from ....errors import StoreError
 from .options import CLIENT_KEYS
 
 if TYPE_CHECKING:

@@ -13,8 +13,8 @@ import json
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
-from ..._common.store_error import store_error
-from ...errors import StoreError
+from ...._common.store_error import store_error
+from ....errors import StoreError
 from .object_store import RETRIED, Attempts
 
 if TYPE_CHECKING:

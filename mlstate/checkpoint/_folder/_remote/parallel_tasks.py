@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from ..._common.waiting import Waiters, start_thread
+from ...._common.waiting import Waiters, start_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -19,9 +19,9 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ... import _core
-from ..._common.regular_file import open_regular
-from ...errors import FormatError
+from .... import _core
+from ...._common.regular_file import open_regular
+from ....errors import FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._common.budget import parse_size
-from ..._common.local_path import local_folder
+from ...._common.budget import parse_size
+from ...._common.local_path import local_folder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
