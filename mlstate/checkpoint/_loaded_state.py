@@ -88,6 +88,6 @@ class LoadedState:
         )
 
     def _repr_html_(self) -> str:
-        from ._html import loaded_html
+        from ._pages.html import loaded_html
 
         return loaded_html(self)

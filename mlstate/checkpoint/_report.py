@@ -171,6 +171,6 @@ class VerifyReport:
         return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS)}"
 
     def _repr_html_(self) -> str:
-        from ._html import report_html
+        from ._pages.html import report_html
 
         return report_html(self._title(), self)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .._types import NDArray
     from ..activation import CheckpointStrategy, Pareto, Plan
     from ..checkpoint import Checkpoint, SaveHandle, SaveTimes
-    from ..checkpoint._table import Group
+    from ..checkpoint._pages.table import Group
     from ..fsdp import BackwardReport, FSDPShardingUnit
 
 __all__ = [
@@ -172,7 +172,7 @@ def plot_checkpoint(checkpoint: Checkpoint | str | os.PathLike[str]) -> Figure:
     2
     """
     from ..checkpoint import Checkpoint, inspect
-    from ..checkpoint._table import Group, column_of, columns_of, groups_of
+    from ..checkpoint._pages.table import Group, column_of, columns_of, groups_of
 
     if isinstance(checkpoint, str | os.PathLike):
         checkpoint = inspect(checkpoint)
@@ -395,7 +395,7 @@ def plot_shards(sharding_units: Mapping[str, FSDPShardingUnit]) -> Figure:
     >>> len(plot_shards({"w": unit}).axes)
     1
     """
-    from ..checkpoint._table import Group
+    from ..checkpoint._pages.table import Group
 
     units = sorted(sharding_units.values(), key=lambda unit: -unit.full_bytes)
     columns = [unit.parameter_name for unit in units[: len(STATES) - 1]]

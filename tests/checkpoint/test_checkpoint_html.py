@@ -11,8 +11,8 @@ from html_page import Page
 import mlstate
 from mlstate import StoreError
 from mlstate.checkpoint import LoadedState, Problem, VerifyReport, save_async
-from mlstate.checkpoint._html import manager_html, report_html
-from mlstate.checkpoint._table import OTHER, WEIGHTS, columns_of, groups_of, layer_of
+from mlstate.checkpoint._pages.html import manager_html, report_html
+from mlstate.checkpoint._pages.table import OTHER, WEIGHTS, columns_of, groups_of, layer_of
 
 MOST_BYTES = 30_000
 

@@ -469,7 +469,7 @@ class Checkpoint:
         return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS)}"
 
     def _repr_html_(self) -> str:
-        from .._html import checkpoint_html
+        from .._pages.html import checkpoint_html
 
         return checkpoint_html(self._title(), self.tensors())
 

@@ -299,7 +299,7 @@ class SaveHandle:
         return f"<SaveHandle of {job.path!r}: {state}>"
 
     def _repr_html_(self) -> str:
-        from .._html import save_html
+        from .._pages.html import save_html
 
         job = self._job
         done = job.bytes_done, job.bytes_total

@@ -256,7 +256,7 @@ class CheckpointManager:
         return f"CheckpointManager({self.directory!r}, keep={self.keep}): steps {self.steps()}"
 
     def _repr_html_(self) -> str:
-        from .._html import manager_html
+        from .._pages.html import manager_html
 
         manifests = [manifest for _, manifest in self._roots()]
         return manager_html(f"CheckpointManager({self.directory!r}, keep={self.keep})", manifests)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ..._common.text import bytes_text, count_text, shorten, table_text
 from ..._sharding.layout import Tier
-from .._html import fit_page
+from .._pages.html import fit_page
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .._common.text import number_order
+from ..._common.text import number_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ._checkpoint.checkpoint import TensorRecord
+    from .._checkpoint.checkpoint import TensorRecord
 
 WEIGHTS, OTHER = "weights", "other states"
 _STATES = 5  # number of states with their own column

@@ -5,18 +5,18 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from .._common.text import bytes_text, count_text, shorten, table_html
-from ._table import columns_of, groups_of
+from ..._common.text import bytes_text, count_text, shorten, table_html
+from .table import columns_of, groups_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from ._checkpoint.checkpoint import TensorRecord
-    from ._checkpoint.save_async import SaveTimes
-    from ._loaded_state import LoadedState
-    from ._report import VerifyReport
-    from ._store.manifest import Manifest
-    from ._table import Group, Parameter
+    from .._checkpoint.checkpoint import TensorRecord
+    from .._checkpoint.save_async import SaveTimes
+    from .._loaded_state import LoadedState
+    from .._report import VerifyReport
+    from .._store.manifest import Manifest
+    from .table import Group, Parameter
 
 MOST_BYTES = 30_000
 ROWS = 160  # of parameters, in total

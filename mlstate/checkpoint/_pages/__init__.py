@@ -1,0 +1,1 @@
+"""Pages and tables of checkpoints, as notebooks and plots show them."""
