@@ -28,23 +28,22 @@ from ..state._load_into import check_load, load_into
 from ..state._optimizer_state import OptimizerStateDict
 from ._backend import CheckpointBackend, OptimizerRecord, OptimizerRequest
 from ._folder.names import SECTIONS
-from ._folder.protocol import TensorParts
 from ._sections import OPTIMIZER
 from ._states.collect import modules_of, owner_of
 from ._states.modules import prepare_units, stored_entries, text_of_section
 from ._states.restore import Sources, prepare_object, prepare_tree
-from ._store.name_globs import Names
+from ._store.name_globs import ALL_NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ._load import Loader
+    from ._loader import Loader
     from ._sections import Section
     from ._states.modules import StoredEntries
     from ._states.restore import Action
+    from ._store.name_globs import Names
 
 _NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer saved without its module
-ALL_NAMES = Names(None)
 
 
 class _Ready(NamedTuple):
@@ -331,9 +330,14 @@ def _fill(loader: Loader, ready_target: _Ready) -> None:
         section.keys(ready_target.names),
         section.by_key(filling.arrays, ready_target.names),
     )
-    parts = TensorParts(loader.merged_index, section.number, keys, ready_target.cuts)
-    folder, progress = loader.request.files.folder, loader.options["progress"]
-    folder.load_into(parts, arrays, loader.verify, progress)
+    loader.source.read_into(
+        section.number,
+        keys,
+        ready_target.cuts,
+        arrays,
+        verify=loader.verify,
+        progress=loader.options["progress"],
+    )
     if ready_target.casts:
         was_read = set(ready_target.names)
         casts = {name: each for name, each in ready_target.casts.items() if name in was_read}

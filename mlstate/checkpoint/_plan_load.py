@@ -9,19 +9,15 @@ from .._common.arguments import check_flags
 from .._common.text import count_text
 from .._sharding.layout import Layout
 from ._folder.names import MANIFEST, SECTIONS
-from ._load import chosen_names
 from ._load_arguments import ranks_of
 from ._sections import STATES
-from ._steps.step_choice import choose_root
+from ._sources.indexed import IndexedSource
+from ._sources.open_source import open_source
+from ._store.chosen_names import chosen_names
 from ._store.name_globs import listed_names
-from ._store.open_path import open_files
-from ._store.rank_indexes import Indexes
-from ._store.weight_files import without_missing
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
-
-    from ._store.manifest import Manifest
 
 
 class FileRead(NamedTuple):
@@ -156,38 +152,41 @@ def plan_load(
     check_flags(verify=verify)
     if not isinstance(root, str):
         raise TypeError(f"root must be a str, got {type(root).__name__}")
-    files = open_files(path, storage_options, reads=True)
     cutting = ranks_of(rank, world_size, layout, None)
     listed = listed_names(names)
     if step is not None and root != MANIFEST:
         raise ValueError("step= and root= both choose the checkpoint: pass only one of them")
-    root = choose_root(files, root, step, monitor, mode)
-    root, read_manifest = files.open_root(root)
+    source = open_source(path, storage_options, (step, monitor, mode))
+    if not isinstance(source, IndexedSource):
+        raise ValueError(f"{source.path}: a load of the format {source.format} reads all of it")
+    if root != MANIFEST:
+        source = IndexedSource(source.files, root)
 
-    def plan(manifest: Manifest) -> LoadPlan:
+    def plan() -> LoadPlan:
         """Return the files and byte ranges that a load reads with this manifest; reads indexes."""
-        manifest = without_missing(files.folder, manifest, listed)
-        indexes = Indexes(files, manifest, rank)
-        sections = [indexes.merged_index.keys(section) for section in range(len(SECTIONS))]
+        source.begin(listed, rank)
+        manifest = source.manifest
+        sections = [source.index.keys(section) for section in range(len(SECTIONS))]
         chosen = list(  # number and keys of each section
-            enumerate(chosen_names(sections[:2], listed, files.path, manifest.weights)[1])
+            enumerate(chosen_names(sections[:STATES], listed, source.path, manifest.weights)[1])
         )
         if listed is None:
             chosen.append((STATES, sections[STATES]))
         # the load reads some indexes to learn the names, and then those that list the parts
-        ranks_read = set(indexes.ranks)
-        indexes.need((section, keys, cutting) for section, keys in chosen)
-        ranks_read.update(indexes.ranks)
+        ranks_read = set(source.ranks_read)
+        source.need((section, keys, cutting) for section, keys in chosen)
+        ranks_read.update(source.ranks_read)
+        folder = source.files.folder
         reads = [
             FileRead(*read_range[:4])
             for section, keys in chosen
-            for read_range in indexes.merged_index.reads(files.path, section, keys, cutting, verify)
+            for read_range in source.index.reads(folder.path, section, keys, cutting, verify)
         ]
         records = [manifest.indexes[number] for number in sorted(ranks_read)]
         return LoadPlan(
-            len(files.folder.read(root)) if manifest.weights is None else 0,
+            len(folder.read(source.root)) if manifest.weights is None else 0,
             {record.path: record.bytes for record in records},
             reads,
         )
 
-    return files.read_root(root, plan, read_manifest)
+    return source.attempt(plan)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from .._common.store_error import store_error
 from .._common.text import bytes_text, table_text
-from ..errors import ChecksumError, FormatError, StoreError
+from ..errors import ChecksumError, CompatibilityError, FormatError, MLStateError, StoreError
 
 _ROWS = 20
 _HEADERS = ["problem", "file", "tensor", "bytes", "what"]
@@ -78,7 +78,7 @@ def file_problem(
 
 
 class VerifyReport:
-    """The result of `verify`; it is true if the checkpoint is good.
+    """The result of `verify`; it is true if nothing is damaged.
 
     Attributes
     ----------
@@ -92,6 +92,9 @@ class VerifyReport:
     compared : list of str
         For files of another program: descriptions of the checksums that their bytes were compared
         with. Without any, only the structure was checked, or the files' own checksums.
+    refusal : str
+        Why `load` refuses an intact file, such as one that holds a pickled object; "" if it does
+        not.
     bytes : int
         Number of bytes read.
     step : int or None
@@ -120,6 +123,7 @@ class VerifyReport:
         "leftover",
         "path",
         "problems",
+        "refusal",
         "repaired",
         "step",
         "strange",
@@ -135,16 +139,57 @@ class VerifyReport:
         self.bytes: int = 0
         self.step: int | None = None
         self.repaired: str | None = None
+        self.refusal: str = ""
         self.checksums: bool = True
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         """Restore a pickled report from `state`: None, and the attributes by name."""
-        self.checksums, self.compared = True, []  # pickles of older versions lack them
+        self.checksums, self.compared, self.refusal = True, [], ""  # older pickles lack them
         for name, value in state[1].items():
             setattr(self, name, value)
 
     def __bool__(self) -> bool:
         return not self.problems
+
+    @property
+    def is_loadable(self) -> bool:
+        """Whether `load` can read it: nothing is damaged, and it holds nothing that is refused.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np, mlstate
+        >>> path = tempfile.mkdtemp() + "/a.npz"
+        >>> np.savez(path, w=np.array([{}]))  # a pickled object
+        >>> report = mlstate.verify(path)
+        >>> bool(report), report.is_loadable
+        (True, False)
+        """
+        return not self.problems and not self.refusal
+
+    @property
+    def good(self) -> bool:
+        """Whether it is intact and can be loaded; the same as `is_loadable`.
+
+        Examples
+        --------
+        >>> import tempfile, numpy as np, mlstate
+        >>> path = tempfile.mkdtemp() + "/ckpt"
+        >>> _ = mlstate.save(path, {"w": np.arange(3.0)})
+        >>> mlstate.verify(path).good
+        True
+        """
+        return self.is_loadable
+
+    def refuse(self, error: MLStateError, name: str) -> None:
+        """Note that a load of the file `name` raises `error`.
+
+        It is damage, unless all bytes match the file's own checksums, or the error is that the
+        content is of a kind that `load` refuses.
+        """
+        if self.checksums or isinstance(error, CompatibilityError):
+            self.refusal = str(error)
+        else:
+            self.problems.append(file_problem("unreadable", name, str(error)))
 
     def _rows(self) -> list[list[str]]:
         """Return a row of texts for each problem, in `_HEADERS` columns."""
@@ -157,6 +202,7 @@ class VerifyReport:
         """Return one line: path, number of problems and leftover files, bytes read."""
         count = len(self.problems)
         state = "good" if not count else f"{count} problem{'' if count == 1 else 's'}"
+        state = f"intact, but load refuses it: {self.refusal}" if self.refusal else state
         extra = [f"{len(self.leftover)} files left over"] if self.leftover else []
         extra += [f"{len(self.strange)} strange files"] if self.strange else []
         extra += [f"repaired: generation {self.repaired}"] if self.repaired else []

@@ -5,6 +5,7 @@ The names are the stored keys, except after a rename, and without the prefix of 
 
 from __future__ import annotations
 
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
@@ -15,7 +16,7 @@ from ..state._load_into import check_rules, unused_rules
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ..state._state_dict import StateDict
+    from ._sources.protocol import Index
     from ._store.manifest import Manifest
 
 OPTIMIZER = 1  # number of the optimizer's section
@@ -43,6 +44,7 @@ class Section:
         self.kind = kind  # description in the manifest; None if it was not saved
         self.names = [key[len(prefix) :] for key in keys]
         self.state = prefix[:-1] or None  # name of the named state
+        self.saved: Any = None  # the whole state, of a source that is in memory
         self._prefix = prefix
         self._stored: dict[str, str] = {}  # stored names by names, if they differ
 
@@ -71,12 +73,23 @@ class Section:
         """Return the names by their keys in the index."""
         return dict(zip(self.keys(self.names), self.names, strict=True))
 
-    def restore(self, arrays: dict[str, Any], folder: str) -> StateDict | None:
+    def restore(self, arrays: dict[str, Any], folder: str) -> Any:
         """Return a state of the saved class with these arrays; None if it was not saved.
 
         `folder`: for errors.
         """
-        return None if self.kind is None else restore_kind(arrays, self.kind, folder)
+        if self.saved is None:
+            return None if self.kind is None else restore_kind(arrays, self.kind, folder)
+        state = copy(self.saved)
+        state.clear()
+        state.update(arrays)
+        if self._stored and self.kind is not None and "param_groups" in self.kind:
+            state.param_groups = self.kind["param_groups"]  # with the new names
+        return state
+
+    def old_names(self) -> dict[str, str]:
+        """Return the stored name of each tensor, by its name."""
+        return {name: self._stored.get(name, name) for name in self.names}
 
     def replace(self, keys: Mapping[str, str]) -> None:
         """Replace all tensors; `keys` has the index key of each new name."""
@@ -121,7 +134,7 @@ class Section:
         return set(unused)
 
 
-def sections_of(merged: _core.MergedIndex, manifest: Manifest) -> list[Section]:
+def sections_of(merged: Index, manifest: Manifest) -> list[Section]:
     """Return the sections of model and optimizer, and of each named state that has tensors.
 
     Nested values have no section.

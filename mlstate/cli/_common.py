@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import argparse
-from contextlib import suppress
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from .._common.local_path import local_path
-from .._common.store_error import store_error
 from .._common.text import table_text
-from ..checkpoint._files.formats import SUFFIXES
-from ..checkpoint._files.lightning import SUFFIX as LIGHTNING
 from ..checkpoint._folder.local import hub_hint
-from ..checkpoint._folder.names import FOLDERS, MANIFEST
-from ..checkpoint._folder.weight_names import is_weights_root, weights_root
-from ..checkpoint._load import chosen_names
-from ..checkpoint._load_whole import WholePath, has_safetensors_header, whole_path
-from ..checkpoint._steps.step_choice import find_best, find_root
-from ..checkpoint._store.open_path import RootPath, is_url, open_files, open_folder
-from ..errors import MLStateError
+from ..checkpoint._sources.open_source import open_source
+from ..checkpoint._steps.step_choice import find_best
+from ..checkpoint._store.chosen_names import chosen_names
+from ..checkpoint._store.open_path import is_url, open_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from ..checkpoint._sources.protocol import Source
+
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
-EPILOG = "exit status: 0 good, {status_1}2 wrong usage or an error"
+EPILOG = "exit status: 0 good, {status_1}2 wrong usage or an error{status_3}"
 PATH_HELP = "a checkpoint, a run, a Hugging Face model, a folder or file of torch, or a .npz file"
 FORCE_HELP = "replace an existing target, all steps of a run included"
 _WIDTH = 120  # characters of a cell
@@ -39,13 +35,17 @@ def add_command(
     help_text: str,
     run: Callable[[argparse.Namespace], int],
     status_1: str | None = None,
+    status_3: str | None = None,
 ) -> argparse.ArgumentParser:
     """Add the parser of the command `name` to `commands`, with the option ``--json``; return it.
 
-    `run`: called with the parsed arguments; returns the exit status. `status_1`: meaning of exit
-    status 1 in the help; None: it does not occur.
+    `run`: called with the parsed arguments; returns the exit status. `status_1`, `status_3`:
+    meaning of these exit statuses in the help; None: they do not occur.
     """
-    epilog = EPILOG.format(status_1="" if status_1 is None else f"1 {status_1}, ")
+    epilog = EPILOG.format(
+        status_1="" if status_1 is None else f"1 {status_1}, ",
+        status_3="" if status_3 is None else f", 3 {status_3}",
+    )
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=help_text, description=help_text, epilog=epilog
     )
@@ -133,17 +133,7 @@ def number_of_step(path: str, step: int | str | None, arguments: argparse.Namesp
     return find_best(files, arguments.monitor, arguments.mode)[1].step
 
 
-# ---- finding the checkpoint ----
-
-
-def kind_of(root: str) -> str:
-    """Return the format of a root: ``checkpoint``, ``huggingface`` or ``safetensors``.
-
-    `root`: path in its folder. The last format is one file in a store.
-    """
-    if weights_root([root]) is not None:
-        return "huggingface"
-    return "safetensors" if is_weights_root(root) else "checkpoint"
+# ---- finding the source ----
 
 
 def stat_path(path: str) -> None:
@@ -158,94 +148,21 @@ def stat_path(path: str) -> None:
         raise FileNotFoundError(error.errno, text, path) from None
 
 
-def find(path: str, step: int | None) -> RootPath | None:
-    """Return the root of the checkpoint at a path; None if `path` is a file.
+def find(path: str, step: int | None, format: str | None = None) -> Source:
+    """Return what commands read at a path or URL; nothing but the kind of it is read.
 
-    `step`: number; None: the newest. Raises StoreError if the folder has no checkpoint, ValueError
-    for a `step` of a path without steps.
+    `step`: number; None: the newest. `format`: read the path as this format; None: by its content.
+    Raises StoreError or FormatError if nothing can be read, ValueError for a `step` of a path
+    without steps.
     """
-    location = _find(path, step, reads_whole=False)
-    assert not isinstance(location, WholePath)
-    return location
-
-
-def find_any(path: str, step: int | None) -> RootPath | WholePath | None:
-    """Return what `find` does, or the path of another program's file or folder.
-
-    None if `path` is a plain safetensors file, or a file of no known format.
-    """
-    return _find(path, step, reads_whole=True)
-
-
-def _find(path: str, step: int | None, *, reads_whole: bool) -> RootPath | WholePath | None:
-    """Return the checkpoint or file that commands read at `path`.
-
-    A RootPath for a checkpoint (a run, a step, a URL, a Hugging Face folder), a WholePath for a
-    file or folder without an index, such as a ``.npz``, if `reads_whole`, and None for any other
-    file, such as a safetensors file. `step`: number; None: the newest. Raises StoreError if nothing
-    can be read, and ValueError for a `step` of one file or of a Hugging Face folder.
-    """
-    if is_url(path):
-        store = open_files(path, reads=True)
-        root = MANIFEST
-        with suppress(MLStateError):  # reading the checkpoint reports the reason
-            root = store.open_root()[0]
-        return RootPath(store, root if step is None else find_root(store, step))
-    place = Path(local_path(path))
-    is_folder = place.is_dir()
-    if not is_folder:
+    if not is_url(path) and not os.path.islink(local_path(path)):
         stat_path(path)
-    files = open_files(path)
-    # another root than MANIFEST: the folder holds weights of Hugging Face, which have no steps
-    root = files.current_root() if is_folder else MANIFEST
-    if step is not None and (root != MANIFEST or not is_folder):
-        kind = "a Hugging Face folder" if is_folder else "one file"
-        raise ValueError(f"{path} is {kind}: it has no steps; leave the step out")
-    if root != MANIFEST:
-        return RootPath(files, root)
-    if is_folder and any((place / name).exists() for name in (MANIFEST, *FOLDERS)):
-        return RootPath(files, MANIFEST if step is None else find_root(files, step))
-    foreign = whole_path(open_folder(path)) if reads_whole else None
-    if foreign is not None and (is_folder or foreign.format != "safetensors"):
-        return foreign
-    if is_folder:
-        hint = _reader_hint(place)
-        text = "no checkpoint of mlstate in this folder" + (f"; {hint}" if hint else "")
-        raise store_error(FileNotFoundError(2, text), "cannot read", path)
-    return None
+    return open_source(path, choice=(step, None, None), format=format)
 
 
-# ---- files and folders of other programs ----
-
-
-def _reader_hint(place: Path) -> str | None:
-    """Return a text with the command that reads another program's file or folder, or None.
-
-    `place`: its path.
-    """
-    suffix = place.suffix.lower()
-    if suffix in (".mlpackage", ".mlmodel"):
-        return f"mlstate coreml states reads a {suffix}"
-    if suffix == ".aimodel":
-        return "mlstate coreai reads an .aimodel"
-    if place.is_dir():
-        is_dcp = (place / ".metadata").exists()
-        return "mlstate convert reads a torch distributed checkpoint" if is_dcp else None
-    name = "lightning" if suffix == LIGHTNING else SUFFIXES.get(suffix)
-    return name and f"mlstate convert reads a {suffix} file (format {name})"
-
-
-def check_is_safetensors(path: str) -> None:
-    """Raise ValueError for a file of another kind, with the command that reads it.
-
-    A damaged ``.safetensors`` file, and a path without a file, pass: the caller reports the reason.
-    """
-    place = Path(local_path(path))
-    if place.suffix.lower() == ".safetensors" or not place.is_file():
-        return
-    if not has_safetensors_header(str(place)):
-        hint = f"mlstate convert reads {' '.join(SUFFIXES)}, and with --from any suffix"
-        raise ValueError(f"{path} is not a .safetensors file: {_reader_hint(place) or hint}")
+def kind_of(source: Source) -> str:
+    """Return the name of a source's format in the output of commands."""
+    return "checkpoint" if source.format == "mlstate" else source.format
 
 
 # ---- text ----

@@ -12,7 +12,7 @@ from .._common.dtypes import name_of
 from .._common.local_path import local_path
 from .._common.text import bytes_text, count_text, printable, shorten
 from .._safetensors import save_file
-from ..checkpoint._files.read_write import begin_write
+from ..checkpoint._convert.read_write import begin_write
 from ..checkpoint._files.safetensors_verify import read_header
 from ..integrations.mlx._prompt_caches import read_prompt
 from ..integrations.mlx._prompt_file import GENERATIONS, flatten_prompt

@@ -7,31 +7,23 @@ import json
 import warnings
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from .._common.atomic_file import Target
 from .._common.converted import float_name, is_converted
 from .._common.dtypes import NAMES, name_of, numpy_dtype
 from .._common.text import bytes_text, count_text, printable
-from ..checkpoint._files.changes import Changes
-from ..checkpoint._files.formats import FLAT, SUFFIXES, check_format, format_of, place_of
+from ..checkpoint._convert.formats import FLAT, check_format, format_of, place_of
+from ..checkpoint._convert.formats import NAMES as FORMATS
+from ..checkpoint._convert.lightning import convert_lightning
+from ..checkpoint._convert.read_write import begin_write, read_parts, write_any
 from ..checkpoint._files.parts import Parts, Selection
-from ..checkpoint._files.read_write import (
-    FORMATS,
-    begin_write,
-    convert_lightning,
-    parts_of,
-    read_any,
-    write_any,
-)
-from ..checkpoint._files.torch_weights import torch_weights_root
 from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._huggingface.export_loaded import export_loaded
 from ..checkpoint._load import load, open_loader
 from ..checkpoint._quantized.config import read_quantization
-from ..checkpoint._quantized.pairs import refuse_quantized_state
-from ..checkpoint._states.modules import all_entries, split_entries
-from ..checkpoint._store.open_path import open_folder
+from ..checkpoint._sources.indexed import IndexedSource
+from ..checkpoint._states.modules import split_entries
 from ..errors import CheckpointWarning
 from ._common import (
     FORCE_HELP,
@@ -40,9 +32,7 @@ from ._common import (
     add_monitor,
     add_step,
     find,
-    kind_of,
     number_of_step,
-    stat_path,
 )
 from ._progress import progress_of
 
@@ -52,7 +42,7 @@ if TYPE_CHECKING:
     from ..checkpoint._files.formats import Place
     from ..checkpoint._load import Loader
     from ..checkpoint._loaded_state import LoadedState
-    from ..checkpoint._options import LoadOptions
+    from ..checkpoint._sources.protocol import Source
     from ..state import StateDict
 
 __all__ = ["add"]
@@ -62,11 +52,13 @@ def add(commands: Commands) -> None:
     """Add the parser of ``mlstate convert`` to `commands`; it sets ``run``."""
     help_text = "convert between checkpoints and files of torch, Lightning, Hugging Face, NumPy"
     parser = add_command(commands, "convert", help_text, run_convert)
-    parser.add_argument("source", help=f"a folder, a URL, or a file: {' '.join(SUFFIXES)}")
+    parser.add_argument("source", help="a folder, a URL, or a file of any name")
     parser.add_argument("target", help="target; its suffix selects the format (none: a checkpoint)")
-    names = tuple(FORMATS)
-    parser.add_argument("--from", dest="source_format", choices=names, help="whatever the suffix")
-    parser.add_argument("--to", dest="target_format", choices=names, help="whatever the suffix")
+    text = "read the source as this format, whatever its content"
+    parser.add_argument("--from", dest="source_format", choices=FORMATS, help=text)
+    parser.add_argument(
+        "--to", dest="target_format", choices=FORMATS, help="whatever the suffix of the target"
+    )
     add_step(parser)
     add_monitor(parser)
     parser.add_argument("--force", action="store_true", help=FORCE_HELP)
@@ -125,7 +117,7 @@ def _export_options(arguments: argparse.Namespace, target_format: str) -> dict[s
 
 
 def _export_model(
-    arguments: argparse.Namespace, source_format: str, options: dict[str, Any], start: Target
+    arguments: argparse.Namespace, source: Source, options: dict[str, Any], start: Target
 ) -> dict[str, int]:
     """Export the model of the source to a Hugging Face folder.
 
@@ -134,42 +126,45 @@ def _export_model(
     are not quantized are verified, then mapped; others are read one tensor at a time if possible.
     Raises ValueError without a model.
     """
-    source = open_folder(arguments.source, reads=True)
-    is_torch = source_format == "huggingface" and _is_torch(arguments.source)
-    location = None  # of the checkpoint; None: a file or folder that is read whole
-    if source_format in ("mlstate", "huggingface") and not is_torch:
-        location = find(arguments.source, arguments.step)
-    changes = _changes(arguments)
-    if is_torch or (location is not None and kind_of(location.root) == "huggingface"):
-        options.setdefault("files_from", source.path)
+    if source.format == "huggingface":
+        options.setdefault("files_from", _folder_of(source))
+    changes, chosen = _changes(arguments), _selection(arguments)
     parts: Parts | LoadedState
-    if location is None:
-        parts = _read_source(arguments, source_format)[0]
-    elif (chosen := _selection(arguments)) is not None:
-        parts = chosen.apply(parts_of(load(location, **changes.load_options())), arguments.source)
-    elif source.is_local and not (changes.dtype and read_quantization(source)):
-        stored = changes._replace(dtype=None)
-        parts = load(location, mmap=True, verify="first", **stored.load_options())
+    if not isinstance(source, IndexedSource) or chosen is not None:
+        parts = read_parts(source, chosen, changes)
+    elif source.files.folder.is_local and not (
+        changes["cast"] and read_quantization(source.files.folder)
+    ):
+        parts = load(source, mmap=True, verify="first", **{**changes, "cast": False})
     else:
-        loader = open_loader(location, cast("LoadOptions", changes.load_options()))
-        parts = Parts(model=None, optimizer=None, metadata={}, states={})
-        if loader.manifest.model is not None:
-            with progress_of("convert", lambda: _model_bytes(loader)) as progress:
-                size = export_loaded(
-                    arguments.target, loader, start=start, progress=progress, **options
-                )
-            _warn_of_rest(loader.manifest.optimizer, loader.manifest.states)
-            return size
+        loader = open_loader(source, changes)
+        if loader.manifest.model is None:
+            raise ValueError(f"{arguments.source} holds no model to export")
+        with progress_of("convert", lambda: _model_bytes(loader)) as progress:
+            size = export_loaded(
+                arguments.target, loader, start=start, progress=progress, **options
+            )
+        _warn_of_rest(loader.manifest.optimizer, loader.manifest.states)
+        return size
     if parts.model is None:
         raise ValueError(f"{arguments.source} holds no model to export")
     files_from = options.pop("files_from", None)
-    request = take_export(arguments.target, parts.model, dtype=changes.dtype, **options)
-    model_size = _part_data(parts.model, changes.dtype)
+    dtype = changes["cast"] or None
+    request = take_export(arguments.target, parts.model, dtype=dtype, **options)
+    model_size = _part_data(parts.model, dtype)
     assert model_size is not None
     with progress_of("convert", lambda: model_size["bytes"]) as progress:
         export(request, files_from, start, progress)
     _warn_of_rest(parts.optimizer, parts.states)
     return model_size
+
+
+def _folder_of(source: Source) -> Any:
+    """Return the folder of a Hugging Face model, whose config and tokenizer files are copied."""
+    if isinstance(source, IndexedSource):
+        return source.files.path
+    place = Path(source.path)
+    return place if place.is_dir() else place.parent
 
 
 def _model_bytes(loader: Loader) -> int:
@@ -195,45 +190,6 @@ def _warn_of_rest(
         )
 
 
-def _is_torch(path: str) -> bool:
-    """Return whether a Hugging Face folder has files of torch."""
-    return torch_weights_root(open_folder(path, reads=True)) is not None
-
-
-def _read_source(arguments: argparse.Namespace, source_format: str) -> tuple[Parts, int | None]:
-    """Return the parts of the source that the user chose, with changed tensors, and its step.
-
-    The step is of a checkpoint's root, or of another file as `Parts.step` finds it; it may be None.
-    Raises ValueError for ``--step`` if the source has no steps.
-    """
-    path, chosen, changes = arguments.source, _selection(arguments), _changes(arguments)
-    location = None
-    # `load` makes the changes while it reads; torch's files are read whole before
-    if source_format == "mlstate" or (
-        source_format == "huggingface" and any(changes) and not _is_torch(path)
-    ):
-        location = find(path, arguments.step)
-    if location is not None:
-        loaded = load(location, **changes.load_options())
-        parts = parts_of(loaded)
-        states, _ = split_entries(parts.states)
-        # Entries of torch modules that are not tensors: `load` does not rename them, and hides
-        # those that have only metadata.
-        if changes.names is None:
-            options = cast("LoadOptions", changes.load_options())
-            states |= all_entries(open_loader(location, options))
-        parts = parts._replace(states=states)
-        return (parts if chosen is None else chosen.apply(parts, path)), loaded.step
-    if arguments.step is not None:
-        raise ValueError(f"{path} is not an mlstate checkpoint: it has no steps")
-    parts = read_any(path, format=source_format, selection=chosen)
-    may_be_quantized = source_format in ("safetensors", "huggingface")
-    if changes.dtype and may_be_quantized and parts.model is not None:
-        refuse_quantized_state(path, parts.model)
-    parts = changes.apply(parts, path)
-    return parts, parts.step
-
-
 def _selection(arguments: argparse.Namespace) -> Selection | None:
     """Return the entries to convert; None for all."""
     only, skip = (
@@ -243,8 +199,8 @@ def _selection(arguments: argparse.Namespace) -> Selection | None:
     return Selection(only, skip) if only or skip else None
 
 
-def _changes(arguments: argparse.Namespace) -> Changes:
-    """Return the changes to tensors that the options describe.
+def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a load that makes the changes to tensors of the command's options.
 
     Raises ValueError or TypeError for malformed options.
     """
@@ -257,18 +213,7 @@ def _changes(arguments: argparse.Namespace) -> Changes:
         if rules.setdefault(old, new) != new:
             raise ValueError(f"--rename {old}= is given twice, with {rules[old]!r} and {new!r}")
     dtype = arguments.dtype and float_name(arguments.dtype, "--dtype")
-    return Changes(dtype, arguments.names, rules)
-
-
-def _load_folder(arguments: argparse.Namespace) -> Any:
-    """Return the checkpoint of the source with tensors of torch, for Lightning.
-
-    Raises ValueError if the source is a file.
-    """
-    location = find(arguments.source, arguments.step)
-    if location is None:
-        raise ValueError(f"{arguments.source} is not an mlstate checkpoint")
-    return load(location, device="cpu")
+    return {"cast": dtype or False, "names": arguments.names, "rename": rules}
 
 
 def _part_data(state: StateDict | None, dtype: str | None = None) -> dict[str, int] | None:
@@ -295,10 +240,13 @@ def _is_same(source: Place, target: Place) -> bool:
 
 
 def _absolute_path(place: Place) -> str:
-    """Return the absolute path of a source or target, or its URL, for the JSON output."""
-    if isinstance(place, Path):
-        return str(place.absolute())
-    return f"{place}/{place.folder.file}" if place.folder.file else str(place)
+    """Return the absolute path of a target, or its URL, for the JSON output."""
+    return str(place.absolute()) if isinstance(place, Path) else str(place)
+
+
+def _is_lightning(source: Source, target_format: str) -> bool:
+    """Return whether the conversion is of a whole checkpoint of Lightning, from or to a folder."""
+    return {source.format, target_format} == {"mlstate", "lightning"}
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
@@ -306,20 +254,15 @@ def run_convert(arguments: argparse.Namespace) -> int:
 
     Raises ValueError if formats, options or paths do not fit, before anything is written.
     """
-    source, target = place_of(arguments.source, reads=True), place_of(arguments.target)
-    if isinstance(source, Path):
-        stat_path(arguments.source)
-    arguments.step = number_of_step(arguments.source, arguments.step, arguments)
-    if _is_same(source, target):
+    place, target = place_of(arguments.source, reads=True), place_of(arguments.target)
+    step = number_of_step(arguments.source, arguments.step, arguments)
+    if _is_same(place, target):
         raise ValueError("the target must be another path than the source")
-    source_format = arguments.source_format or format_of(source)
+    source = find(arguments.source, step, arguments.source_format)
     target_format = arguments.target_format or format_of(target)
-    check_format(source, source_format)
     check_format(target, target_format)
-    chosen = _selection(arguments)
-    changes = _changes(arguments)
-    is_whole = {source_format, target_format} == {"mlstate", "lightning"}
-    is_whole = is_whole and chosen is None and not any(changes)
+    chosen, changes = _selection(arguments), _changes(arguments)
+    is_whole = _is_lightning(source, target_format) and chosen is None and not any(changes.values())
     # any suffix: Lightning also names folders .ckpt
     start = begin_write(target, target_format, arguments.force, any_suffix=is_whole)
     options = _export_options(arguments, target_format)
@@ -328,17 +271,18 @@ def run_convert(arguments: argparse.Namespace) -> int:
     optimizer: StateDict | None
     model, optimizer, states = None, None, dict[str, Any]()
     if is_whole:
-        is_folder = source_format == "mlstate"
-        origin = _load_folder(arguments) if is_folder else Path(arguments.source)
+        is_folder = source.format == "mlstate"
+        origin = load(source, device="cpu") if is_folder else Path(source.path)
         sizes["model"] = convert_lightning(origin, start)
     elif target_format == "huggingface":
         assert isinstance(start, Target)
-        sizes["model"] = _export_model(arguments, source_format, options, start)
+        sizes["model"] = _export_model(arguments, source, options, start)
     else:
-        parts, step = _read_source(arguments, source_format)
-        if changes.names is not None:  # they may choose tensors of one part only
+        parts = read_parts(source, chosen, changes)
+        step = source.manifest.step
+        if changes["names"] is not None:  # they may choose tensors of one part only
             parts = parts.without_empty()
-        model, optimizer, metadata, named = parts
+        model, optimizer, metadata, named, *_ = parts
         states, _ = split_entries(named)
         write_any(
             target,
@@ -353,8 +297,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
         sizes = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
         data = {
-            "source": _absolute_path(source),
-            "source_format": source_format,
+            "source": source.path,
+            "source_format": source.format,
             "target": _absolute_path(target),
             "target_format": target_format,
             **sizes,

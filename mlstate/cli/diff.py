@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arrays import copy_of
-from .._common.local_path import local_folder, local_path
 from .._common.text import printable
 from ..checkpoint._checkpoint.checkpoint import TensorRecord
+from ..checkpoint._convert.lightning import read_whole_lightning
 from ..checkpoint._diff import Settings, diff_settings, list_entries
-from ..checkpoint._files.flat_file import read_file
-from ..checkpoint._files.read_write import read_whole_lightning
 from ..checkpoint._folder.names import SECTIONS
-from ..checkpoint._folder.protocol import TensorParts
-from ..checkpoint._load_whole import WholePath
+from ..checkpoint._sources.indexed import IndexedSource
+from ..checkpoint._sources.whole import WholeSource
 from ..checkpoint._states.collect import take_states
 from ..checkpoint._states.tree import encode
 from ..checkpoint._store.checkpoint_files import TRIES
@@ -32,9 +30,8 @@ from ._common import (
     add_monitor,
     add_names,
     add_step,
-    check_is_safetensors,
     chosen_keys,
-    find_any,
+    find,
     number_of_step,
     print_table,
 )
@@ -45,7 +42,6 @@ if TYPE_CHECKING:
 
     from .._types import NDArray
     from ..checkpoint._files.parts import Parts
-    from ..checkpoint._store.open_path import RootPath
 
 __all__ = ["add"]
 
@@ -94,33 +90,28 @@ def _settings_of(kind: Mapping[str, Any] | None) -> Settings | None:
 class _CheckpointSide:
     """A checkpoint with mapped tensors; sharded, sparse or compressed ones take memory."""
 
-    def __init__(self, location: RootPath) -> None:
-        """Read the index of a checkpoint to compare; no tensor is read.
-
-        `location`: its folder, and the path of its root there.
-        """
-        self._files, self._root = location.files, location.root
-        files = self._files
-        self.path = files.path
-        manifest, self._merged_index = files.read_root(
-            location.root, lambda manifest: (manifest, files.load_merged_index(manifest))
-        )
+    def __init__(self, source: IndexedSource) -> None:
+        """Read the index of a checkpoint to compare; no tensor is read."""
+        self._source = source
+        self.path = source.path
+        self._index = source.attempt(lambda: source.index)
+        manifest = source.manifest
         self.step, self._generation = manifest.step, manifest.generation
         self._optimizer, self._states = manifest.optimizer, manifest.states or {}
         self._sizes: dict[tuple[str, str], _TensorSize] = {}  # by section and name
-        self._mmap = files.folder.is_local
-        for record in map(TensorRecord._make, self._merged_index.tensors()):
+        self._mmap = source.files.folder.is_local
+        for record in map(TensorRecord._make, self._index.tensors()):
             in_memory = record.shards > 1 or record.sparse_shards or record.codec or not self._mmap
             size = _TensorSize(record.nbytes, record.nbytes if in_memory else 0)
             self._sizes[record.section, record.key] = size
 
     def is_replaced(self) -> bool:
         """Return whether a writer has replaced the checkpoint since it was opened."""
-        return self._files.is_replaced(self._root, self._generation)
+        return self._source.reopen(self._generation)
 
     def keys(self, section: int) -> list[str]:
         """Return the names of the tensors of the model (0), the optimizer (1) or the states (2)."""
-        return self._merged_index.keys(section)
+        return self._index.keys(section)
 
     def settings(self) -> list[dict[str, Settings | None]]:
         """Return the settings of the optimizers in each section, by prefix of their names."""
@@ -134,9 +125,8 @@ class _CheckpointSide:
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
         """Return the existing tensors among `keys`, by name: mapped if possible."""
         have = [key for key in keys if (SECTIONS[section], key) in self._sizes]
-        parts = TensorParts(self._merged_index, section, have, _WHOLE)
         verify = not self._mmap  # mapped arrays are not verified
-        return self._files.folder.load(parts, verify, self._mmap, progress=None)
+        return self._source.read(section, have, _WHOLE, verify=verify, mmap=self._mmap)
 
 
 def _is_comparable(array: Any) -> bool:
@@ -188,14 +178,14 @@ def _storable_value(value: Any, path: str, refused: list[str]) -> Any:
 
 
 class _FileSide:
-    """A plain file, memory-mapped, or the parts of a format without an index, in memory."""
+    """The parts of a format without an index, in memory."""
 
     step = None
 
-    def __init__(self, path: str, parts: Parts | None = None) -> None:
-        """Map the file at `path`, or use the `parts` that were read from it."""
-        self.path = local_folder(path)
-        model, optimizer, _, states = parts or read_file(Path(self.path), mmap=True)
+    def __init__(self, path: str, parts: Parts) -> None:
+        """Keep the `parts` that were read from `path`."""
+        self.path = path
+        model, optimizer, _, states, *_ = parts
         self._states = states
         named = {f"{name}/": Settings.of(state) for name, state in (states or {}).items()}
         self._settings: list[dict[str, Settings | None]] = [
@@ -232,7 +222,7 @@ class _FileSide:
             )
 
     def is_replaced(self) -> bool:
-        """Return False: a mapped file cannot be replaced."""
+        """Return False: the file is in memory."""
         return False
 
     def keys(self, section: int) -> list[str]:
@@ -244,7 +234,7 @@ class _FileSide:
         return self._settings
 
     def size(self, section: int, key: str) -> _TensorSize:
-        """Return the size of a tensor; no memory, because it is mapped or was read already."""
+        """Return the size of a tensor; no memory, because it was read already."""
         array = self._parts[section].get(key)
         return _TensorSize(0 if array is None else array.nbytes, 0)
 
@@ -260,15 +250,13 @@ def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
     `step`: of a manager's folder; None: the newest. Raises MLStateError or ValueError for other
     paths.
     """
-    location = find_any(path, step)
-    if location is None:
-        check_is_safetensors(path)
-        return _FileSide(path)
-    if isinstance(location, WholePath):
-        is_lightning = location.format == "lightning"
-        parts = read_whole_lightning(Path(local_path(path))) if is_lightning else location.read()
-        return _FileSide(location.path, parts)
-    return _CheckpointSide(location)
+    source = find(path, step)
+    if isinstance(source, IndexedSource):
+        return _CheckpointSide(source)
+    assert isinstance(source, WholeSource)
+    is_lightning = source.format == "lightning"
+    parts = read_whole_lightning(Path(source.path)) if is_lightning else source.parts
+    return _FileSide(source.path, parts.refuse_unreadable())
 
 
 def _sides(first: tuple[str, int | None], second: tuple[str, int | None]) -> list[Any]:

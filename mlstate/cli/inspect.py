@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from math import prod
 from typing import TYPE_CHECKING, Any
 
-from .._common.file_checksums import find_of_file
-from .._common.local_path import local_folder
-from .._common.text import bytes_text, count_text, number_order, printable, shorten, steps_text
-from ..checkpoint import CheckpointManager, inspect, load_metadata
+from .._common.text import bytes_text, count_text, printable, shorten, steps_text
+from ..checkpoint import CheckpointManager, inspect
 from ..checkpoint._checkpoint.checkpoint import in_order, stored_text
-from ..checkpoint._files.flat_file import PARTS, has_prefixes
-from ..checkpoint._files.safetensors_verify import read_header
 from ..checkpoint._folder.names import SECTIONS
-from ..checkpoint._load_whole import WholePath
 from ._common import (
     PATH_HELP,
     Commands,
@@ -23,9 +17,8 @@ from ._common import (
     add_monitor,
     add_names,
     add_step,
-    check_is_safetensors,
     chosen_keys,
-    find_any,
+    find,
     kind_of,
     number_of_step,
     print_table,
@@ -107,18 +100,14 @@ def _shard_rows(record: ShardRecord) -> list[list[str]]:
 
 
 def _steps(checkpoint: Checkpoint) -> list[int]:
-    is_run = _kind(checkpoint) == "checkpoint"
+    is_run = kind_of(checkpoint._source) == "checkpoint"
     return sorted(CheckpointManager(checkpoint.path).steps()) if is_run else []
 
 
 def _has_checksums(checkpoint: Checkpoint) -> bool:
-    """Return whether all bytes have checksums, in the files or next to them."""
-    return all(shard.crc32c is not None or shard.layers for shard in checkpoint.shards())
-
-
-def _kind(checkpoint: Checkpoint) -> str:
-    foreign = checkpoint._whole
-    return kind_of(checkpoint._root) if foreign is None else foreign.format
+    """Return whether all bytes have checksums of mlstate, in the files or next to them."""
+    shards = checkpoint.shards()
+    return bool(shards) and all(shard.crc32c is not None or shard.layers for shard in shards)
 
 
 def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[TensorRecord]:
@@ -143,7 +132,7 @@ def _checkpoint_data(checkpoint: Checkpoint, arguments: argparse.Namespace) -> d
     tensors = _tensors(checkpoint, arguments)
     data = {
         "path": checkpoint.path,
-        "format": _kind(checkpoint),
+        "format": kind_of(checkpoint._source),
         "parameters": checkpoint.parameters,
         "bytes": checkpoint.nbytes,
         "stored_bytes": checkpoint.stored_nbytes,
@@ -184,7 +173,7 @@ def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> 
     With ``--shards``, also print a table of the shards of these tensors.
     """
     tensors = _tensors(checkpoint, arguments)
-    kind = _kind(checkpoint)
+    kind = kind_of(checkpoint._source)
     label = {"huggingface": "Hugging Face folder", "safetensors": "file"}.get(kind, kind)
     parts = [
         label if checkpoint.step is None else f"step {checkpoint.step}",
@@ -194,7 +183,7 @@ def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> 
         f"{count_text(len(checkpoint.files()), 'file')}",
         count_text(checkpoint.world_size, "rank"),
     ]
-    if kind != "checkpoint" and checkpoint._whole is None:
+    if kind in ("huggingface", "safetensors"):
         parts.append("with checksums" if _has_checksums(checkpoint) else "no checksums")
     print(f"{printable(arguments.path)}: {', '.join(parts)}")
     if kind == "checkpoint":
@@ -221,67 +210,10 @@ def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> 
         print_table(_SHARDS, [row for shard in shards for row in _shard_rows(shard)])
 
 
-def _inspect_file(arguments: argparse.Namespace) -> None:
-    """Print one safetensors file, as text or as JSON; no tensor is read.
-
-    States of an optimizer do not count as parameters.
-    """
-    path = arguments.path
-    place = local_folder(path)
-    header = read_header(place)
-    texts = load_metadata(place)
-    metadata = {key: text for key, text in texts.items() if key != PARTS}
-    has_checksums = header.has_checksums or find_of_file(place) is not None
-    states = "optimizer." if has_prefixes(texts) else ()
-    parameters = sum(prod(t.shape) for t in header.tensors if not t.key.startswith(states))
-    [chosen] = chosen_keys(arguments.names, [[t.key for t in header.tensors]])
-    listed = [t for t in header.tensors if t.key in chosen and not arguments.summary]
-    if arguments.json:
-        tensors = [
-            {
-                "key": t.key,
-                "dtype": t.dtype,
-                "shape": t.shape,
-                "offset": t.offset,
-                "bytes": t.nbytes,
-            }
-            for t in listed
-        ]
-        data = {
-            "path": place,
-            "format": "safetensors",
-            "parameters": parameters,
-            "bytes": header.nbytes,
-            "checksums": has_checksums,
-            "metadata": metadata,
-            "tensors": tensors,
-        }
-        print(json.dumps(data, indent=2))
-        return
-    checksums = "with checksums" if has_checksums else "no checksums"
-    tensors_text = count_text(len(header.tensors), "tensor")
-    parts = [
-        tensors_text,
-        count_text(parameters, "parameter"),
-        bytes_text(header.nbytes),
-        checksums,
-    ]
-    print(f"{printable(path)}: file, {', '.join(parts)}")
-    _print_value("metadata", metadata)
-    listed.sort(key=lambda t: number_order(t.key))
-    rows = [[t.key, t.dtype, str(t.shape), bytes_text(t.nbytes)] for t in listed]
-    print_table(("tensor", "dtype", "shape", "bytes"), rows)
-
-
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Print the contents of the user's checkpoint or file; return 0."""
     step = number_of_step(arguments.path, arguments.step, arguments)
-    location = find_any(arguments.path, step)
-    if location is None:
-        check_is_safetensors(arguments.path)
-        _inspect_file(arguments)
-        return 0
-    checkpoint = inspect(location.path if isinstance(location, WholePath) else location)
+    checkpoint = inspect(find(arguments.path, step))
     if arguments.json:
         print(json.dumps(_checkpoint_data(checkpoint, arguments), indent=2))
     else:

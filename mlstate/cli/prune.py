@@ -39,8 +39,11 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
     Raises ValueError for a file, and for a URL without an option that makes deletion safe.
     """
-    if find(arguments.path, None) is None:
-        raise ValueError(f"{arguments.path} is a file: there is nothing to prune")
+    source = find(arguments.path, None)
+    if source.format != "mlstate":
+        raise ValueError(
+            f"{arguments.path} has the format {source.format}: there is nothing to prune"
+        )
     if arguments.keep is not None and arguments.keep < 1:
         raise ValueError(f"--keep must be 1 or more, got {arguments.keep}")
     if is_url(arguments.path) and arguments.keep is None and arguments.orphan_seconds is None:

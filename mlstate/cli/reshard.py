@@ -85,18 +85,13 @@ def run_reshard(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--world-size must be 1 or more, got {arguments.world_size}")
     layout = _layout(arguments.layout, arguments.world_size)
     arguments.step = number_of_step(arguments.source, arguments.step, arguments)
-    location = find(arguments.source, arguments.step)
-    if location is None:
-        raise ValueError(
-            f"{arguments.source} is a file: use mlstate convert to create a checkpoint from it"
-        )
-    with progress_of("reshard", lambda: inspect(location).nbytes) as progress:
+    source = find(arguments.source, arguments.step)
+    with progress_of("reshard", lambda: inspect(source.fresh()).nbytes) as progress:
         resharded = reshard(
-            location.files.path,
+            source,
             arguments.target,
             layout=layout,
             world_size=arguments.world_size or layout.parts,
-            step=arguments.step,
             overwrite=arguments.force,
             progress=progress,
             lock_timeout=arguments.lock_timeout,
@@ -104,7 +99,7 @@ def run_reshard(arguments: argparse.Namespace) -> int:
     files = resharded.files()
     if arguments.json:
         data = {
-            "source": location.files.path,
+            "source": source.path,
             "target": resharded.path,
             "step": resharded.step,
             "layout": layout.steps,

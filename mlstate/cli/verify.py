@@ -8,18 +8,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.local_path import local_folder, local_path
+from .._common.local_path import local_folder
 from .._common.text import bytes_text, count_text, printable, shorten
-from ..checkpoint._checkpoint.checkpoint import inspect
-from ..checkpoint._files.checksum import verify_foreign
-from ..checkpoint._files.safetensors_verify import read_header, verify_file
 from ..checkpoint._folder.names import MANIFEST
-from ..checkpoint._load_whole import WholePath
 from ..checkpoint._report import VerifyReport
+from ..checkpoint._sources.indexed import IndexedSource
+from ..checkpoint._sources.verify_root import verify_root
 from ..checkpoint._store.checkpoint_files import CheckpointFiles
-from ..checkpoint._store.open_path import RootPath, is_url
-from ..checkpoint._verify import verify, verify_root
-from ..errors import MLStateError
+from ..checkpoint._verify import verify
+from ..errors import FormatError, MLStateError
 from ._common import (
     PATH_HELP,
     Commands,
@@ -27,8 +24,7 @@ from ._common import (
     add_monitor,
     add_names,
     add_step,
-    check_is_safetensors,
-    find_any,
+    find,
     kind_of,
     number_of_step,
     print_table,
@@ -37,6 +33,7 @@ from ._progress import progress_of
 
 if TYPE_CHECKING:
     from ..checkpoint import Problem
+    from ..checkpoint._sources.protocol import Source
 
 __all__ = ["add"]
 
@@ -58,7 +55,6 @@ class _Outcome(NamedTuple):
     items: list[_Verified]  # one for each checkpoint
     folder_report: VerifyReport  # on the whole folder; of one checkpoint, that report again
     kind: str  # name of the format
-    has_checksums: bool  # whether the format has checksums
 
 
 def add(commands: Commands) -> None:
@@ -67,7 +63,14 @@ def add(commands: Commands) -> None:
     Parsed arguments have the function of the command as ``run``.
     """
     help_text = "read every byte of a checkpoint, and report damage"
-    parser = add_command(commands, "verify", help_text, run_verify, status_1="damaged")
+    parser = add_command(
+        commands,
+        "verify",
+        help_text,
+        run_verify,
+        status_1="damaged, or not a checkpoint",
+        status_3="load refuses it",
+    )
     parser.add_argument("path", help=PATH_HELP)
     which = parser.add_mutually_exclusive_group()
     add_step(which)
@@ -134,50 +137,15 @@ def _verify_all(files: CheckpointFiles) -> tuple[list[_Verified], VerifyReport]:
     return verified, folder_report
 
 
-def _verify_one(location: RootPath, repair: bool) -> tuple[list[_Verified], VerifyReport]:
-    """Verify one root, and repair it if `repair`.
-
-    Return its report twice: as the report on the only checkpoint, and on the whole folder.
-    """
-    with progress_of("verify", lambda: _bytes_to_read(location.files, [location.root])) as progress:
-        report = verify(location, repair=repair, progress=progress)
-    return [_Verified(location.root, report)], report
-
-
-def _has_checksums(location: RootPath) -> bool:
-    """Return whether all weights of a Hugging Face folder have checksums of mlstate."""
-    with suppress(MLStateError):  # verification reports the reason
-        shards = inspect(location).shards()
-        return all(shard.crc32c is not None for shard in shards)
-    return False
-
-
-def _verify_file(path: str) -> tuple[_Verified, bool]:
-    """Verify one safetensors file; return its report, and whether it has checksums."""
-
-    def size() -> int:
-        return sum(tensor.nbytes for tensor in read_header(local_path(path)).tensors)
-
-    with progress_of("verify", size) as progress:
-        report, has_checksums = verify_file(path, progress)
-    return _Verified(None, report), has_checksums
-
-
-def _verify_foreign(path: str) -> VerifyReport | None:
-    """Return the report on files with checksums next to them, or in the Hub's cache.
-
-    None without such checksums, for a URL, and for a path that does not exist.
-    """
-    place = None if is_url(path) else Path(local_folder(path))
-    if place is None or not place.exists():
-        return None
-
-    def size() -> int:
+def _bytes_of(path: str, source: Source | None) -> int:
+    """Return the number of bytes that a verification reads, for the progress; 0 if unknown."""
+    with suppress(MLStateError, OSError):
+        if isinstance(source, IndexedSource):
+            return sum(source.fresh().index.files().values())
+        place = Path(local_folder(path))
         files = [place, *place.rglob("*")]
         return sum(file.stat().st_size for file in files if file.is_file())
-
-    with progress_of("verify", size) as progress:
-        return verify_foreign(str(place), progress)
+    return 0
 
 
 # ---- output ----
@@ -185,12 +153,14 @@ def _verify_foreign(path: str) -> VerifyReport | None:
 
 def _json_data(outcome: _Outcome, good: bool) -> dict[str, Any]:
     """Return the reports as JSON values; `good`: the result of the command."""
-    items, folder_report, kind, has_checksums = outcome
+    items, folder_report, kind = outcome
     return {
         "path": folder_report.path,
         "format": kind,
         "good": good,
-        "checksums": has_checksums,
+        "loadable": all(verified.report.is_loadable for verified in items),
+        "refusal": folder_report.refusal,
+        "checksums": all(verified.report.checksums for verified in items),
         "compared": folder_report.compared,
         "bytes": sum(verified.report.bytes for verified in items),
         "repaired": folder_report.repaired,
@@ -210,7 +180,9 @@ def _json_data(outcome: _Outcome, good: bool) -> dict[str, Any]:
 
 
 def _result_text(report: VerifyReport) -> str:
-    return count_text(len(report.problems), "problem") if report.problems else "good"
+    if report.problems:
+        return count_text(len(report.problems), "problem")
+    return "intact, but load refuses it" if report.refusal else "good"
 
 
 def _step_text(report: VerifyReport) -> str:
@@ -228,11 +200,8 @@ def _problem_row(problem: Problem, folder: str) -> list[str]:
     return [problem.kind, problem.path, problem.name or "", span, text]
 
 
-def _print_one(path: str, verified: _Verified, has_checksums: bool) -> None:
-    """Print a line about one checkpoint and a table of its problems.
-
-    `path`: as the user gave it. `has_checksums`: whether the format has checksums.
-    """
+def _print_one(path: str, verified: _Verified) -> None:
+    """Print a line about one checkpoint, and its problems; `path`: as the user gave it."""
     report = verified.report
     problems = report.problems
     parts = [_result_text(report)]
@@ -241,9 +210,11 @@ def _print_one(path: str, verified: _Verified, has_checksums: bool) -> None:
     parts.append(f"{bytes_text(report.bytes)} read")
     if report.compared:
         parts.append(f"compared with {' and '.join(report.compared)}")
-    elif not problems and not has_checksums:
+    elif not problems and not report.checksums:
         parts[-1] = "no checksums: only its structure was looked at"
     print(f"{printable(path)}: {', '.join(parts)}")
+    if report.refusal:
+        print(printable(report.refusal))
     print_table(_HEADERS, [_problem_row(problem, report.path) for problem in problems])
 
 
@@ -283,76 +254,52 @@ def _reason_not_repaired(report: VerifyReport) -> str:
     return "there is no older step that is good"
 
 
-def _verify_chosen(arguments: argparse.Namespace) -> _Outcome:
-    """Verify the tensors that ``--names`` chooses.
+def _verify(arguments: argparse.Namespace) -> _Outcome:
+    """Verify the user's path: one checkpoint, or all steps of a run.
 
-    Raises ValueError for options that concern whole steps.
+    Raises ValueError for options that do not fit each other or the path.
     """
-    if arguments.repair or arguments.all_steps:
+    path = arguments.path
+    if arguments.names and (arguments.repair or arguments.all_steps):
         raise ValueError("--names cannot be used with --repair or --all-steps")
-    number = number_of_step(arguments.path, arguments.step, arguments)
-    location = find_any(arguments.path, number)
-    root = location.root if isinstance(location, RootPath) else None
-    report = verify(
-        location if isinstance(location, RootPath) else arguments.path, names=arguments.names
-    )
-    kind = "safetensors" if root is None else kind_of(root)
-    return _Outcome([_Verified(root, report)], report, kind, report.checksums)
-
-
-def _verify_any(arguments: argparse.Namespace) -> _Outcome:
-    """Verify the user's path, and repair it if the options ask for that.
-
-    Raises ValueError for options that need steps if the path has none.
-    """
-    number = number_of_step(arguments.path, arguments.step, arguments)
-    is_plain = arguments.step is None and not (arguments.repair or arguments.all_steps)
-    foreign = _verify_foreign(arguments.path) if is_plain else None
-    if foreign is not None:
-        return _Outcome([_Verified(None, foreign)], foreign, "files", has_checksums=True)
-    location = find_any(arguments.path, number)
-    has_checksums = True
-    if location is None or isinstance(location, WholePath):
-        kind = "safetensors" if location is None else location.format
-        if arguments.repair or arguments.all_steps:
-            raise ValueError(f"{arguments.path} is one file: it has no steps")
-    else:
-        kind = kind_of(location.root)
-    if isinstance(location, WholePath):
-        folder_report = verify(location.path)
-        items, has_checksums = [_Verified(None, folder_report)], folder_report.checksums
-    elif location is None:
-        check_is_safetensors(arguments.path)
-        item, has_checksums = _verify_file(arguments.path)
-        items, folder_report = [item], item.report
-    elif kind != "checkpoint":
-        if arguments.all_steps:
-            format_name = "a Hugging Face folder" if kind == "huggingface" else "one file"
-            raise ValueError(f"{arguments.path} is {format_name}: it has no steps")
-        has_checksums = _has_checksums(location)
-        items, folder_report = _verify_one(location, arguments.repair)
-    elif arguments.all_steps:
-        items, folder_report = _verify_all(location.files)
-    else:
-        items, folder_report = _verify_one(location, arguments.repair)
-    return _Outcome(items, folder_report, kind, has_checksums)
+    number = number_of_step(path, arguments.step, arguments)
+    source = None
+    with suppress(FormatError):  # what is not recognized may have checksums, and be verified
+        source = find(path, number)
+    if arguments.all_steps:
+        if not isinstance(source, IndexedSource) or source.format != "mlstate":
+            raise ValueError(f"{path} is not a run of mlstate: it has no steps")
+        items, folder_report = _verify_all(source.files)
+        return _Outcome(items, folder_report, kind_of(source))
+    is_step = number is not None and source is not None
+    with progress_of("verify", lambda: _bytes_of(path, source)) as progress:
+        report = verify(
+            source if is_step else path,
+            repair=arguments.repair,
+            progress=progress,
+            names=arguments.names,
+        )
+    root = getattr(source, "root", None) if source and source.format == "mlstate" else None
+    kind = "files" if source is None else kind_of(source)
+    return _Outcome([_Verified(root, report)], report, kind)
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
     """Verify the user's path and print its problems.
 
-    Return 1 if it has any and they were not repaired, else 0.
+    Return 1 if it has any and they were not repaired, 3 if a load refuses it, else 0.
     """
-    outcome = _verify_chosen(arguments) if arguments.names else _verify_any(arguments)
-    items, folder_report, kind, has_checksums = outcome
+    outcome = _verify(arguments)
+    items, folder_report, kind = outcome
     good = all(verified.report for verified in items) or folder_report.repaired is not None
+    status = 1 if not good else 3 if folder_report.refusal else 0
     if arguments.json:
-        print(json.dumps(_json_data(outcome, good), indent=2))
-        return 0 if good else 1
+        print(json.dumps(_json_data(outcome, status == 0), indent=2))
+        return status
     if arguments.all_steps:
         _print_all(arguments.path, items)
     else:
-        _print_one(arguments.path, items[0], has_checksums)
+        _print_one(arguments.path, items[0])
     _print_files("left over, which mlstate prune deletes", folder_report.leftover)
     text = {
         "checkpoint": "of another program",
@@ -365,4 +312,4 @@ def run_verify(arguments: argparse.Namespace) -> int:
         print(f"repaired: {step}generation {generation}, is the newest good one, and in place")
     elif arguments.repair and not good:
         print(f"not repaired: {_reason_not_repaired(folder_report)}")
-    return 0 if good else 1
+    return status

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
 
-    from ..checkpoint._load import Loader
+    from ..checkpoint._loader import Loader
     from ..checkpoint._store.manifest import Manifest
     from ._delta import Delta, UndoLog
     from ._version import Change, Lineage

@@ -25,9 +25,10 @@ from .._common.dtypes import NAMES, name_of, numpy_dtype
 from .._common.store_error import format_error
 from .._sharding.layout import Layout, Shard
 from ..checkpoint._folder.names import MANIFEST
-from ..checkpoint._load import Loader, LoadRequest
+from ..checkpoint._loader import Loader, LoadRequest
 from ..checkpoint._options import LOAD_DEFAULTS
 from ..checkpoint._save.content import states_of
+from ..checkpoint._sources.indexed import IndexedSource
 from ..checkpoint._states.restore import load_tree
 from ..errors import CompatibilityError, FormatError
 from ._delta import Delta
@@ -265,8 +266,6 @@ def _vector(facts: Any, name: str) -> NDArray:
 def open_version(files: CheckpointFiles, root: str, manifest: Manifest) -> Loader:
     """Return a loader of the whole checkpoint at `root`, whose manifest was read already."""
     request = LoadRequest(
-        files,
-        root,
         names=None,
         rank=None,
         world_size=None,
@@ -276,7 +275,7 @@ def open_version(files: CheckpointFiles, root: str, manifest: Manifest) -> Loade
         dtype="",
         options=LOAD_DEFAULTS,
     )
-    return Loader(request, manifest)
+    return Loader(request, IndexedSource(files, root, manifest))
 
 
 def read_version(files: CheckpointFiles, version: Version, newest: Manifest) -> Loader:

@@ -17,7 +17,7 @@ import pytest
 from command_table import COMMANDS, call_of
 
 import mlstate
-from mlstate.checkpoint._files.read_write import read_any
+from mlstate.checkpoint._convert.read_write import read_any
 
 ROOT = Path(mlstate.__file__).parents[1]
 COMMAND = [sys.executable, "-m", "mlstate"]

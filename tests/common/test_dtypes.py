@@ -25,7 +25,7 @@ from mlstate._common.dtypes import (
     text_of,
 )
 from mlstate.checkpoint import CheckpointManager, Layout, Shard, save_async
-from mlstate.checkpoint._files.read_write import read_any, write_any
+from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.cli import main
 from mlstate.collectives import SingleGroup
 from mlstate.collectives._memory import reduce_parts

@@ -19,7 +19,7 @@ from mlstate.checkpoint import (
     load_metadata,
     verify,
 )
-from mlstate.checkpoint._files.read_write import read_any, write_any
+from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.cli import main
 from mlstate.coreai import verify as verify_asset
 from mlstate.coreml import state_specs

@@ -42,7 +42,7 @@ from mlstate.checkpoint import (
     reshard,
     save_async,
 )
-from mlstate.checkpoint._files.read_write import read_any, write_any
+from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.checkpoint._files.safetensors_verify import verify_file
 from mlstate.collectives import LocalGroup, SingleGroup
 from mlstate.errors import CollectiveError

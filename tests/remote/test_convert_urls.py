@@ -9,8 +9,8 @@ from checkpoint_model import same
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, export_huggingface
-from mlstate.checkpoint._files.formats import format_of
-from mlstate.checkpoint._files.read_write import read_any, write_any
+from mlstate.checkpoint._convert.formats import format_of
+from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.cli import main
 from mlstate.errors import StoreError, StoreNotFoundError
 

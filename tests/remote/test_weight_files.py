@@ -13,7 +13,7 @@ import mlstate
 from mlstate import checkpoint
 from mlstate._common.dtypes import PACKED, name_of, stored_dtype
 from mlstate.checkpoint import CheckpointManager, export_huggingface
-from mlstate.checkpoint._files.read_write import read_any, write_any
+from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.cli import main
 from mlstate.errors import (
     ChecksumError,

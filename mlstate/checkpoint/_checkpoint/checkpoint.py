@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,25 +11,21 @@ from ..._common.text import bytes_text, count_text, number_order, table_text
 from ..._sharding.layout import Layout
 from ...errors import FormatError, StoreError
 from .._folder.names import SECTIONS
-from .._folder.weight_names import weights_root
-from .._load import find_whole, load
+from .._load import load
 from .._loaded_state import LoadedState
 from .._options import LOAD_DEFAULTS, show_options
 from .._report import VerifyReport
-from .._steps.step_choice import choose_root
+from .._sources.open_source import SOURCES, known_source, open_source
 from .._store.manifest import build, parse
-from .._store.open_path import RootPath, open_files, open_root_path
+from .._store.open_path import RootPath
 from .._verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Unpack
 
-    from ... import _core
-    from .._load_whole import WholeIndex, WholePath
     from .._options import LoadOptions
-    from .._store.checkpoint_files import CheckpointFiles
-    from .._store.manifest import Manifest
+    from .._sources.protocol import Index
 
 _ROWS = 20
 _HEADERS = ["tensor", "state", "dtype", "shape", "shards", "bytes", "version"]
@@ -234,17 +231,14 @@ class Checkpoint:
     ) -> None:
         """Open the checkpoint at `path`: read its root file and manifest, but no index or tensor.
 
-        A `RootPath` is an internal caller's: a folder that is open, with its manifest if that was
-        read, and the report of a save.
+        A `RootPath` or a source is an internal caller's: a folder that is open, with its manifest
+        if that was read, and the report of a save.
         """
-        root_path = path if isinstance(path, RootPath) else open_root_path(path, storage_options)
-        self._files, self._root, manifest, _, written = root_path.with_manifest()
-        assert manifest is not None
-        self._manifest = manifest
-        self.path: str = self._files.path
-        self._read_index: _core.MergedIndex | WholeIndex | None = None
-        self._whole: WholePath | None = None  # of a format without an index, read as a whole
-        self.written: dict[str, Any] | None = written
+        is_open = isinstance(path, SOURCES)
+        self._source: Any = path if is_open else open_source(path, storage_options)
+        self._manifest = self._source.manifest
+        self.path: str = self._source.path
+        self.written: dict[str, Any] | None = path.report if isinstance(path, RootPath) else None
 
     # Copies and pickles carry the manifest's text, so that they describe this save forever.
     def __getstate__(self) -> dict[str, Any]:
@@ -252,10 +246,10 @@ class Checkpoint:
         is_text = self._manifest.weights is None  # weights of another program have no such text
         return {
             "path": self.path,
-            "root": self._root,
+            "root": getattr(self._source, "root", ""),
             "manifest": build(self._manifest) if is_text else self._manifest,
             "written": self.written,
-            "whole": self._whole,
+            "format": self._source.format,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -263,27 +257,14 @@ class Checkpoint:
         manifest = state["manifest"]
         if isinstance(manifest, bytes):
             manifest = parse(manifest, state["root"])
-        Checkpoint.__init__(
-            self, RootPath(open_files(state["path"], reads=True), state["root"], manifest)
-        )
-        self.written = state["written"]
-        self._whole = state.get("whole")
+        self.path, self.written, self._manifest = state["path"], state["written"], manifest
+        name = state.get("format", "mlstate" if manifest.weights is None else "huggingface")
+        self._source = known_source(self.path, name, state["root"], manifest)
 
     @property
-    def _merged_index(self) -> _core.MergedIndex | WholeIndex:
+    def _index(self) -> Index:
         """The index of all ranks' shards, read at the first use and kept."""
-        if self._read_index is None and self._whole is not None:
-            from .._load_whole import WholeIndex
-
-            self._read_index = WholeIndex(self._whole.path, self._whole.read())
-        elif self._read_index is None:
-            self._read_index = self._files.load_merged_index(self._manifest)
-        return self._read_index
-
-    @property
-    def _target(self) -> str | RootPath:
-        """The path for `load` and `verify`."""
-        return RootPath(self._files, self._root) if self._whole is None else self._whole.path
+        return self._source.index
 
     @property
     def generation(self) -> str:
@@ -339,19 +320,19 @@ class Checkpoint:
     def nbytes(self) -> int:
         """Bytes of all shards."""
         if self._manifest.weights is not None:
-            *_, data_bytes, _ = self._merged_index.heads()[0]
+            *_, data_bytes, _ = self._index.heads()[0]
             return int(data_bytes)
         return sum(record.data_bytes for record in self._manifest.indexes)
 
     @property
     def stored_nbytes(self) -> int:
         """Bytes of all shards in files; differs from `nbytes` if some are sparse or compressed."""
-        return sum(stored for *_, stored in self._merged_index.heads())
+        return sum(stored for *_, stored in self._index.heads())
 
     @property
     def parameters(self) -> int:
         """Number of elements of the model's tensors."""
-        tensors = self._merged_index.tensors()
+        tensors = self._index.tensors()
         params = SECTIONS[0]
         return sum(prod(shape) for section, _, _, _, _, shape, *_ in tensors if section == params)
 
@@ -372,7 +353,7 @@ class Checkpoint:
         """
         return [
             TensorRecord._make((*record[:6], Layout(record[6]), *record[7:]))
-            for record in self._merged_index.tensors()
+            for record in self._index.tensors()
         ]
 
     def shards(self) -> list[ShardRecord]:
@@ -393,7 +374,7 @@ class Checkpoint:
         """
         return [
             ShardRecord._make((*record, layers and tuple(map(LayerRecord._make, layers))))
-            for *record, layers in self._merged_index.shards()
+            for *record, layers in self._index.shards()
         ]
 
     def files(self) -> dict[str, int]:
@@ -406,7 +387,7 @@ class Checkpoint:
         >>> len(mlstate.save(path, {"a": np.ones(3), "b": np.ones(3)}).files())
         1
         """
-        return dict(self._merged_index.files())
+        return dict(self._index.files())
 
     @show_options(LOAD_DEFAULTS)
     def load(self, **options: Unpack[LoadOptions]) -> LoadedState:
@@ -419,7 +400,7 @@ class Checkpoint:
         >>> mlstate.save(path, {"w": np.ones(2)}).load().model["w"]
         array([1., 1.])
         """
-        return load(self._target, **options)
+        return load(self._source, **options)
 
     def verify(self, **keywords: Any) -> VerifyReport:
         """Read and verify all of it; takes the keywords of `mlstate.verify`.
@@ -431,15 +412,15 @@ class Checkpoint:
         >>> mlstate.save(path, {"w": np.ones(2)}).verify().problems
         []
         """
-        return verify(self._target, **keywords)
+        return verify(self._source, **keywords)
 
     def _title(self) -> str:
         """Return the first line of `repr` and HTML: kind, counts, sizes, ranks, step, date."""
-        tensors = sum(len(self._merged_index.keys(number)) for number in range(len(SECTIONS)))
+        tensors = sum(len(self._index.keys(number)) for number in range(len(SECTIONS)))
         label = "Checkpoint"
         if self._manifest.weights is not None:
-            is_folder = weights_root([self._root]) is not None
-            label = "Hugging Face folder" if is_folder else self._root
+            is_folder = self._source.format == "huggingface"
+            label = "Hugging Face folder" if is_folder else os.path.basename(self.path)
         parts = [
             f"{label}: {count_text(tensors, 'tensor')}",
             count_text(self.parameters, "parameter"),
@@ -472,23 +453,6 @@ class Checkpoint:
         from .._pages.html import checkpoint_html
 
         return checkpoint_html(self._title(), self.tensors())
-
-
-def _inspect_whole(files: CheckpointFiles, foreign: WholePath) -> Checkpoint:
-    """Return the Checkpoint of another program's file or folder, `foreign`; reads all of it.
-
-    `files`: the opened folder of the path that the user passed, which `foreign` is in.
-    """
-    from .._load_whole import WholeIndex, manifest_of
-
-    parts = foreign.read()
-    manifest = manifest_of(foreign, parts)
-    assert manifest.weights is not None
-    checkpoint = Checkpoint(RootPath(files, manifest.weights.root, manifest))
-    checkpoint.path = foreign.path
-    checkpoint._read_index = WholeIndex(foreign.path, parts)
-    checkpoint._whole = foreign
-    return checkpoint
 
 
 def inspect(
@@ -535,24 +499,11 @@ def inspect(
     tensor  state  dtype    shape   shards  bytes  version
     w              float32  (4, 2)  1       32 B   1
     """
-    files, root, *_ = open_root_path(path, storage_options)
-    read_manifest = None
-    root = choose_root(files, root, step, monitor, mode)
-    foreign = find_whole(path, files)
-    if foreign is None:
-        try:
-            root, read_manifest = files.open_root(root)
-        except StoreError as error:
-            foreign = find_whole(path, files, error)
-    if foreign is not None:
-        return _inspect_whole(files, foreign)
+    source = open_source(path, storage_options, (step, monitor, mode))
 
-    def read(manifest: Manifest) -> Checkpoint:
-        checkpoint = Checkpoint(RootPath(files, root, manifest))
-        _ = checkpoint._merged_index  # now: a writer may delete the indexes before their first use
-        return checkpoint
+    def read() -> None:
+        _ = source.index  # now: a writer may delete the indexes before their first use
 
-    try:
-        return files.read_root(root, read, read_manifest)
-    except (FormatError, StoreError):  # of an index; the manifest may be readable
-        return Checkpoint(RootPath(files, root))
+    with suppress(FormatError, StoreError):  # of an index; the manifest may be readable
+        source.attempt(read)
+    return Checkpoint(source)

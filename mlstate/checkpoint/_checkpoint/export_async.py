@@ -19,7 +19,7 @@ from .._huggingface.export import (
 )
 from .._save.job import SaveJob, devices_of, refuse_default_group
 from .._save.staging import staging_of
-from .._store.open_path import RootPath, open_files
+from .._sources.open_source import open_source
 from .save_async import start_job
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from .._huggingface.export_plan import ExportPlan
     from .._save.shards import GatheredShards
     from .._save.staging import Staging
+    from .._sources.protocol import Source
     from .save_async import SaveHandle
 
 
@@ -65,8 +66,8 @@ class _ExportJob(SaveJob):
             self.content.dicts = (None, None, None)  # after a failure it still has the arrays
         return gathered
 
-    def commit(self, gathered: GatheredShards, freed: Callable[[], object] | None) -> RootPath:
-        """Write the export's folder, and return its root.
+    def commit(self, gathered: GatheredShards, freed: Callable[[], object] | None) -> Source:
+        """Write the export's folder, and return it as a source.
 
         `freed`: called after the last read of the model's memory.
         """
@@ -86,7 +87,7 @@ class _ExportJob(SaveJob):
             progress=self.advance,
             written=written,
         )
-        return RootPath(open_files(self.path, reads=True)).with_manifest()
+        return open_source(self.path)
 
 
 def export_huggingface_async(

@@ -8,24 +8,24 @@ from typing import TYPE_CHECKING, Any
 from ... import _core
 from ..._common.arguments import check_callback, check_flags, check_int
 from ..._sharding.layout import Layout, Shard, Steps, steps_of
-from .._folder.names import MANIFEST, SECTIONS
-from .._folder.protocol import TensorParts
+from .._folder.names import SECTIONS
 from .._options import PACK_BELOW, complete_save_options
 from .._save.commit import Commit
 from .._save.content import WRITER
 from .._save.shards import GatheredShards
 from .._save.target import SaveFolder, SaveTarget, check_target
 from .._sections import STATES
-from .._steps.step_choice import choose_root
+from .._sources.indexed import IndexedSource
+from .._sources.open_source import open_source
 from .._store.open_path import RootPath, is_url, open_files, refuse_existing, refuse_file_name
 from .._store.rank_indexes import keep_nested_whole
-from .._verify import verify_files
 from .checkpoint import Checkpoint, TensorRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from .._options import SaveOptions
+    from .._sources.open_source import Choice
     from .._store.checkpoint_files import CheckpointFiles
     from .._store.manifest import Manifest
 
@@ -103,30 +103,36 @@ def _write_all_ranks(
     return commit.result()
 
 
-def _folders(
+def _open_both(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],
     storage_options: Mapping[str, object] | None,
-) -> tuple[CheckpointFiles, CheckpointFiles]:
-    """Return the files of source and target; `storage_options` are for those that are URLs.
+    choice: Choice,
+) -> tuple[IndexedSource, CheckpointFiles]:
+    """Return the source, and the files of the target; `storage_options`: for those that are URLs.
 
-    Raises ValueError if both are one folder.
+    Raises ValueError if both are one folder, or if the source is read as a whole.
     """
     urls = [is_url(path) for path in (source, target)]
     options = [storage_options if url or not any(urls) else None for url in urls]
-    files = (open_files(source, options[0], reads=True), open_files(target, options[1]))
-    places = [each.path for each in files]
-    can_be_same = all(each.folder.is_local and os.path.exists(each.path) for each in files)
+    old, new = open_source(source, options[0], choice), open_files(target, options[1])
+    if not isinstance(old, IndexedSource):
+        raise ValueError(
+            f"{old.path}: the format {old.format} has no index of its tensors: convert it by "
+            "mlstate convert first, and reshard the result"
+        )
+    places = old.files.path, new.path
+    can_be_same = all(each.folder.is_local and os.path.exists(each.path) for each in (old.files, new))
     if places[0] == places[1] or (can_be_same and os.path.samefile(*places)):
         raise ValueError("the target must be another folder than the source")
-    return files
+    return old, new
 
 
-def _load(files: CheckpointFiles, parts: TensorParts) -> dict[str, Any]:
+def _read(source: IndexedSource, section: int, keys: list[str], cutting: Any) -> dict[str, Any]:
     """Return parts of tensors that were verified; local ones are views of mapped files."""
-    mmap = files.folder.is_local
+    mmap = source.files.folder.is_local
     # objects may be replaced after the verification, so their checksums are compared again
-    return files.folder.load(parts, not mmap, mmap, None)
+    return source.read(section, keys, cutting, verify=not mmap, mmap=mmap)
 
 
 def reshard(
@@ -228,27 +234,20 @@ def reshard(
             f"layout={layout!r} has 1 part for world_size={world_size}: pass world_size=1, or a "
             "layout that cuts, such as 'rows'"
         )
-    old, new = _folders(source, target, storage_options)
+    old, new = _open_both(source, target, storage_options, (step, monitor, mode))
     content = new.content()
     refuse_existing(new.folder, overwrite)
     new.refuse_others(content)
     refuse_file_name(new.folder)
-    read_manifest: Manifest | None = None
-    if (step, monitor, mode) == (None, None, None):
-        root, read_manifest = old.open_root()
-    else:
-        root = choose_root(old, MANIFEST, step, monitor, mode)
 
-    def write(manifest: Manifest) -> RootPath:
+    def write() -> RootPath:
         """Verify the old checkpoint, and write it for the new ranks, one rank after the other.
 
         Raises the error of the first problem that the verification finds; nothing is written then.
         """
-        merged = old.load_merged_index(manifest)
+        manifest, merged = old.manifest, old.index
         keep_nested_whole(merged, manifest)
-        _, problems = verify_files(old, manifest, merged, None)
-        if problems:
-            raise problems[0].as_error(old.path)
+        old.require_good()
         assigner = _ShardAssigner(merged, steps)
         listed = manifest.states or {}
         trees = tuple(f"{name}/" for name, kind in listed.items() if kind["kind"] == "tree")
@@ -265,7 +264,7 @@ def reshard(
             cutting = (steps, rank, world_size) if steps else (None, 0, 0)
 
             def shards(section: int, keys: list[str]) -> dict[str, Shard]:
-                arrays = _load(old, TensorParts(merged, section, keys, cutting))
+                arrays = _read(old, section, keys, cutting)
                 return assigner.shards(SECTIONS[section], arrays, rank)
 
             # of each section; None if it was not saved
@@ -275,7 +274,7 @@ def reshard(
                 for section, kind in enumerate(kinds)
             ]
             if tree_keys and rank == 0:
-                whole_arrays = _load(old, TensorParts(merged, STATES, tree_keys, (None, 0, 0)))
+                whole_arrays = _read(old, STATES, tree_keys, (None, 0, 0))
                 whole_shards = {key: Shard(array) for key, array in whole_arrays.items()}
                 section_shards[STATES] = {**(section_shards[STATES] or {}), **whole_shards}
             return section_shards[0], section_shards[1], section_shards[2]
@@ -293,4 +292,4 @@ def reshard(
         )
         return _write_all_ranks(saved, world_size, states, manifest, progress)
 
-    return Checkpoint(old.read_root(root, write, read_manifest))
+    return Checkpoint(old.attempt(write))

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
     from ..._common.atomic_file import Target
+    from ...state._optimizer_state import OptimizerStateDict
     from .parts import Parts, Selection
 
 
@@ -26,14 +28,19 @@ class PtBackend(Protocol):
     def read_tree(self, path: Path) -> Any:
         """Read any value from a ``torch.save`` file without running code from it."""
 
-    def read_ranks(self, paths: list[Path]) -> Any:
+    def read_ranks(self, paths: list[Path], *, keeps_differences: bool = False) -> Any:
         """Return the value that the ranks of a job saved, each to one of `paths`.
 
-        Parts of tensors are joined. Raises CompatibilityError if the values differ otherwise.
+        Parts of tensors are joined. Raises CompatibilityError if the values differ otherwise;
+        `keeps_differences`: then an entry of a dict becomes a list with one item for each rank.
         """
 
-    def parts_of(self, tree: Any, path: Path) -> Parts:
-        """Split a tree into model, optimizer, plain values, and named states."""
+    def optimizer_of(self, tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
+        """Return the optimizer in a tree, in a form of the framework, as a state.
+
+        `path`: of the file, for errors. Raises CompatibilityError for values that mlstate cannot
+        hold, FormatError for a malformed optimizer.
+        """
 
     def write_tree(self, tree: Any, file: IO[bytes]) -> None:
         """Write any value with ``torch.save``."""

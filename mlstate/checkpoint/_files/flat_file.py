@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.atomic_file import Target, new_file
 from ..._common.backend import TensorBackend
+from ..._safetensors import load_file, load_metadata, save_file
 from ...errors import FormatError
 from ...state._kind import describe, restore
 from ...state._optimizer_state import OptimizerStateDict
@@ -22,7 +23,6 @@ from .parts import Parts
 
 if TYPE_CHECKING:
     from ..._types import NDArray
-    from .formats import Place
 
 # Metadata entry that describes the parts of a flat file; it is not part of the user's metadata.
 PARTS = "mlstate_parts"
@@ -109,9 +109,7 @@ def write_safetensors_parts(target: Target, parts: Parts) -> None:
     The record in the metadata, under `PARTS`, lists the keys of these. Raises ValueError if the
     metadata has this key already.
     """
-    from .. import save_file
-
-    model, optimizer, metadata, _ = parts
+    model, optimizer, metadata, *_ = parts
     state, record = _join_states(model, optimizer)
     json_values = {key: value for key, value in metadata.items() if not isinstance(value, str)}
     if json_values:
@@ -125,33 +123,16 @@ def write_safetensors_parts(target: Target, parts: Parts) -> None:
         save_file(state, temporary, texts)
 
 
-def read_safetensors_parts(path: Place, checked: bool) -> Parts:
-    """Return the content (`Parts`) of a safetensors file, on this machine or in a store.
-
-    `checked`: compare it with its checksums, if there are any.
-    """
-    if isinstance(path, Path):
-        return read_file(path, mmap=False, checked=checked)
-    from ... import checkpoint
-
-    loaded = checkpoint.load(path, verify=checked)
-    texts = dict(loaded.metadata or {})
-    assert loaded.model is not None
-    return _parts_of_texts(Path(path.folder.file), loaded.model, texts)
-
-
 def read_file(path: Path, *, mmap: bool, checked: bool = True) -> Parts:
     """Return the content (`Parts`) of a safetensors file.
 
     `mmap`: with views of the mapped file. `checked`: compare it with its checksums, if any.
     """
-    from .. import load_file, load_metadata
-
     metadata: dict[str, Any] = dict(load_metadata(path))
-    return _parts_of_texts(path, load_file(path, mmap=mmap, verify=checked), metadata)
+    return split_texts(path, load_file(path, mmap=mmap, verify=checked), metadata)
 
 
-def _parts_of_texts(path: Path, state: StateDict, metadata: dict[str, Any]) -> Parts:
+def split_texts(path: Path | str, state: StateDict, metadata: dict[str, Any]) -> Parts:
     """Return the content (`Parts`) of a safetensors file from its tensors and its metadata.
 
     `state`: the tensors by name. `metadata`: the header's texts by key; the texts of mlstate are
@@ -204,7 +185,7 @@ def write_npz_parts(target: Target, parts: Parts) -> None:
     """Write a state to an .npz file, whose record has the kind of state and the metadata."""
     from .npz import write_npz
 
-    model, optimizer, metadata, _ = parts
+    model, optimizer, metadata, *_ = parts
     state, record = _join_states(model, optimizer)
     kind = describe(state)
     write_npz(target, as_arrays(state), {**record, "kind": kind, "metadata": metadata})

@@ -1,8 +1,13 @@
-"""`Parts`, the content of any file: model, optimizer, metadata, others; choice by ``--only``."""
+"""`Parts`, the content of any file: model, optimizer, metadata, others; choice by ``--only``.
+
+An entry that mlstate does not read is listed with its error, which is raised only for who asks for
+the entry.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.arrays import is_torch
@@ -12,9 +17,19 @@ from ...state._state_dict import StateDict
 from .._states.modules import entries_name, split_entries
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
-MODEL, OPTIMIZER = "model", "optimizer"
+    from ...errors import MLStateError
+
+MODEL, OPTIMIZER, STATES = "model", "optimizer", "states"
+
+
+class Unreadable:
+    """A value in a file that cannot be created without its class, in place of this value."""
+
+    def __init__(self, reason: str) -> None:
+        """Keep the text "a <class>, which is ..." for errors."""
+        self.reason = reason
 
 
 class Parts(NamedTuple):
@@ -24,6 +39,11 @@ class Parts(NamedTuple):
     optimizer: OptimizerStateDict | None
     metadata: dict[str, Any]
     states: dict[str, Any]
+    # plain values among the model's tensors, by their names there; they are metadata too
+    numbers: Mapping[str, Any] = MappingProxyType({})
+    # errors of the entries that cannot be read, by name, for `MODEL` (its tensors), `OPTIMIZER`
+    # (the name is "": an optimizer is read as a whole) and `STATES`
+    unreadable: Mapping[str, Mapping[str, MLStateError]] = MappingProxyType({})
 
     @property
     def step(self) -> int | None:
@@ -31,7 +51,7 @@ class Parts(NamedTuple):
 
         Of several values, the first that is an int from 0 to 2**63 - 1 is used.
         """
-        own = self.metadata.get("step"), self.metadata.get("global_step")
+        own = map(self.metadata.get, ("step", "global_step", "global_steps"))
         for step in (*own, getattr(self.optimizer, "step", 0) or None):
             if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 63:
                 return step
@@ -40,6 +60,23 @@ class Parts(NamedTuple):
     def without_empty(self) -> Parts:
         """Return the parts with None for a model or an optimizer that has no tensors."""
         return self._replace(model=self.model or None, optimizer=self.optimizer or None)
+
+    def refuse_unreadable(self) -> Parts:
+        """Return the parts; raise the error of the first entry that cannot be read."""
+        for errors in self.unreadable.values():
+            for error in errors.values():
+                raise error
+        return self
+
+    def module_entries(self, names: Collection[str]) -> dict[str, Any]:
+        """Return the model's entries that are not tensors, for a module to load.
+
+        These are extra states, and the plain values that the module has too: `names` are those of
+        its ``state_dict()``.
+        """
+        _, entries = split_entries(self.states)
+        extra, _ = entries.get(None, ({}, {}))
+        return {**{name: self.numbers[name] for name in names if name in self.numbers}, **extra}
 
 
 class Selection:
@@ -66,10 +103,12 @@ class Selection:
         that is of such a part and of a named state.
         """
         takes = self.takes
-        model = parts.model if parts.model is not None and takes(MODEL) else None
-        optimizer = parts.optimizer if parts.optimizer is not None and takes(OPTIMIZER) else None
-        states_of_parts = {MODEL: parts.model, OPTIMIZER: parts.optimizer}
-        part_names = {name for name, state in states_of_parts.items() if state is not None}
+        part_names = {MODEL} if parts.model is not None else set()
+        if parts.optimizer is not None or OPTIMIZER in parts.unreadable:
+            part_names.add(OPTIMIZER)
+        taken = {name for name in sorted(part_names) if takes(name)}
+        model = parts.model if MODEL in taken else None
+        optimizer = parts.optimizer if OPTIMIZER in taken else None
         if both := sorted(part_names & parts.states.keys() & (self.only | self.skip)):
             raise ValueError(f"{path} has the {both[0]} and a named state of the name {both[0]!r}")
         metadata = {
@@ -84,6 +123,9 @@ class Selection:
             state: each for state, each in entries.items() if entries_name(state) not in self.skip
         }
         states = {name: value for name, value in others.items() if takes(name)}
+        errors = {name: each for name, each in parts.unreadable.items() if name in taken}
+        left = {name: e for name, e in parts.unreadable.get(STATES, {}).items() if takes(name)}
+        errors |= {STATES: left} if left else {}
         unknown = sorted((self.only | self.skip) - self._seen)
         if unknown:
             names = sorted(self._seen)
@@ -94,7 +136,7 @@ class Selection:
         if self.only and model is None and optimizer is None and len(states) == 1:
             [value] = states.values()
             if isinstance(value, OptimizerStateDict):
-                return Parts(None, value, metadata, {})
+                return Parts(None, value, metadata, {}, unreadable=errors)
             if is_flat(value):
                 stored = [parts.states[entries_name(name)] for name in entries.keys() & {*states}]
                 return Parts(
@@ -102,11 +144,13 @@ class Selection:
                     None,
                     metadata,
                     {entries_name(None): stored[0]} if stored else {},
+                    unreadable=errors,
                 )
         owners = {*states, *([None] if model is not None else [])}
         for state in entries.keys() & owners:
             states[entries_name(state)] = parts.states[entries_name(state)]
-        return Parts(model, optimizer, metadata, states)
+        numbers = parts.numbers if MODEL in taken else {}
+        return Parts(model, optimizer, metadata, states, numbers, errors)
 
 
 def is_flat(value: Any) -> bool:

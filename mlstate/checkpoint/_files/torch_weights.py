@@ -17,6 +17,7 @@ from ..._common.store_error import format_error
 from ...errors import CompatibilityError
 from ...state._state_dict import StateDict
 from .._folder.weight_names import TORCH_SUFFIX, is_index, is_set, weights_root
+from .._layouts.entries import sort_entries
 from .._store.weight_files import (
     WeightFiles,
     bytes_of,
@@ -137,4 +138,4 @@ def read_entries(folder: Folder, selection: Selection) -> Parts:
                 "folder of torch_checkpointing is read with the files of all ranks"
             )
         tree[name] = backend.read_ranks([path / files[rank] for rank in ranks])
-    return backend.parts_of(tree, path)
+    return sort_entries(tree, path)

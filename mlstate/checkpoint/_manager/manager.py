@@ -831,12 +831,12 @@ class CheckpointManager:
         """
         checkpoint = self.checkpoint(step)
         try:
-            path = RootPath(self._checkpoints, checkpoint._root, checkpoint._manifest)
+            path = RootPath(self._checkpoints, checkpoint._source.root, checkpoint._manifest)
             state = load(path, **options)
             self._last_restored = state.step
             return state
         except FormatError as error:
-            self._note_damage(checkpoint.generation, checkpoint._root, error)
+            self._note_damage(checkpoint.generation, checkpoint._source.root, error)
             raise
 
     @show_options(LOAD_DEFAULTS)

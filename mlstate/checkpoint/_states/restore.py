@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
     from ..._sharding.layout import Cuts, Cutting
     from ..._types import Array
-    from .._load import Loader
+    from .._loader import Loader
 
 _WHOLE_TENSOR: Any = (None, 0, 0)
 _PLAIN = (bool, int, float, str, bytes, np.ndarray)

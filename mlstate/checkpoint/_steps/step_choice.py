@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from ..._common.arguments import check_int
@@ -83,11 +82,10 @@ def find_best(files: CheckpointFiles, monitor: str, mode: str | None) -> tuple[R
     the path cannot have steps.
     """
     rules = check_retention(None, monitor, mode, None, None)
-    root = _current_root_of_steps(files)
     roots = read_roots(files)
     if not roots:
-        manifest = files.read_manifest(root)
-        roots = [(Root(0, manifest.generation, root), manifest)]  # 0: not compared with others
+        manifest = files.read_manifest()
+        roots = [(Root(0, manifest.generation, MANIFEST), manifest)]  # 0: not compared with others
     best = best_of(roots, rules)
     if best is None:
         raise no_metric(files.path, monitor)
@@ -135,20 +133,9 @@ def find_root(files: CheckpointFiles, step: int | str) -> str:
     """
     if isinstance(step, str) and step != "latest":
         raise ValueError(f"step must be an int, 'latest' or 'best', got {step!r}")
-    root = _current_root_of_steps(files)
     if step == "latest":
-        return root
+        return MANIFEST
     step = check_int("step", step, -1 << 63)  # a negative step does not exist: a clearer error
     if not files.list_roots() and files.read_manifest().step == step:
         return MANIFEST
     return read_step(files, step)[0].path
-
-
-def _current_root_of_steps(files: CheckpointFiles) -> str:
-    """Return the newest checkpoint's root; raise ValueError if the path cannot have steps."""
-    if files.folder.is_local and os.path.isfile(files.path):
-        raise ValueError(f"{files.path} is one file: it has no steps; leave the step out")
-    root = files.current_root()
-    if root != MANIFEST:
-        raise ValueError(f"{files.path} holds weights of another program: it has no steps")
-    return root

@@ -23,10 +23,7 @@ from .._folder.names import (
     orphaned_marks,
     root_of,
 )
-from .._folder.weight_names import is_index, is_weights_root
 from .manifest import IndexRecord, Manifest, parse
-from .weight_checksums import require_index
-from .weight_files import read_merged_index, read_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -120,9 +117,8 @@ class CheckpointFiles:
     changed. All other files with names of a save are garbage, unless a writer is running.
     """
 
-    def __init__(self, folder: Folder, *, checked: bool = True) -> None:
+    def __init__(self, folder: Folder) -> None:
         self.folder = folder
-        self.checked = checked  # files of another program, with checksums that `checksum` wrote
         self.path = folder.path
 
     def join(self, path: str) -> str:
@@ -135,50 +131,12 @@ class CheckpointFiles:
         """Return the roots under ``roots/``, oldest first."""
         return sorted(filter(None, map(root_of, self.folder.names("roots"))))
 
-    def current_root(self, root: str = MANIFEST) -> str:
-        """Return the path of the manifest, or file of weights, to read for `root`.
-
-        For the default it is the file that the caller's path names, or in a Hugging Face folder
-        without a manifest the file that describes the weights. No file is read.
-        """
-        folder = self.folder
-        if root != MANIFEST or folder.file:
-            return root if root != MANIFEST else folder.file
-        return root if folder.exists(root) else folder.find_weights() or root
-
-    def open_root(self, root: str = MANIFEST) -> tuple[str, Manifest | None]:
-        """Return the path of the manifest to read, as `current_root`, and the manifest or None.
-
-        If reading it at once saves a request to a store, it is read. Raises StoreError without a
-        checkpoint.
-        """
-        if root != MANIFEST or self.folder.file:
-            return self.current_root(root), None
-        try:
-            return root, self.read_manifest(root)
-        except FileNotFoundError:
-            with suppress(StoreError):
-                weights = self.folder.find_weights()
-                if weights is not None:
-                    return weights, None
-            raise
-
     def read_manifest(self, name: str = MANIFEST) -> Manifest:
         """Return the manifest in the file `name`, ``manifest.json`` or a step's under ``roots/``.
 
         Raises FormatError if it is malformed or does not match its file name, and StoreError, which
-        describes the folder, if it is missing. For weights of another program, a manifest is made
-        up.
+        describes the folder, if it is missing.
         """
-        if is_weights_root(name):
-            try:
-                # the index in a download cache is a link
-                data = self.folder.read(name, follow_links=True) if is_index(name) else None
-                if data is not None and self.checked:
-                    require_index(self.folder, name, data)
-                return read_weights(self.folder, name, data)
-            except OSError as error:
-                raise store_error(error, "cannot read the folder", self.path) from None
         path = self.join(name)
         try:
             data = self.folder.read(name)
@@ -383,8 +341,6 @@ class CheckpointFiles:
         `texts`: bytes of indexes by rank that were read before; replaced by the ones of this call.
         Raises FormatError for an index that is damaged or of another checkpoint.
         """
-        if manifest.weights is not None:
-            return read_merged_index(self.folder, manifest, self.checked)
         chosen = list(range(len(manifest.indexes)) if ranks is None else ranks)
         records = [manifest.indexes[rank] for rank in chosen]
         before = {} if texts is None else dict(texts)

@@ -87,3 +87,6 @@ class Names:
                 used.add(name)
                 chosen.update(matches)
         return list(filter(chosen.__contains__, keys)), used
+
+
+ALL_NAMES = Names(None)

@@ -95,7 +95,7 @@ def open_folder(
 ) -> Folder:
     """Return the folder of a checkpoint, by a local path or a URL; no file is opened.
 
-    With `reads`, the path may name a safetensors file, or the index of a Hugging Face folder; the
+    With `reads`, a URL may name a safetensors file, or the index of a Hugging Face folder; the
     folder's attribute `file` is then this name. Raises ValueError for an invalid URL, or for
     options of a local path.
     """
@@ -123,9 +123,6 @@ def open_folder(
             f"{place}: storage_options are for URLs such as s3://bucket/run, and this is a "
             "local folder"
         )
-    folder_name, name = os.path.split(place)
-    if reads and is_weights_root(name) and os.path.exists(place) and not os.path.isdir(place):
-        return LocalFolder(folder_name, name)
     return LocalFolder(place)
 
 
@@ -176,22 +173,7 @@ class RootPath(NamedTuple):
         """Return the root with its manifest, which is read now unless it was read before."""
         if self.manifest is not None:
             return self
-        root, manifest = self.files.open_root(self.root)
-        return self._replace(root=root, manifest=manifest or self.files.read_manifest(root))
-
-
-def open_root_path(
-    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
-) -> RootPath:
-    """Return the open folder and root for a path.
-
-    A `RootPath` is returned as it is, or with other `storage_options` opened again.
-    """
-    if not isinstance(path, RootPath):
-        return RootPath(open_files(path, storage_options, reads=True))
-    if storage_options is None:
-        return path
-    return path._replace(files=open_files(path.files.path, storage_options, reads=True))
+        return self._replace(manifest=self.files.read_manifest(self.root))
 
 
 # Suffixes of files that other programs, or `save_file`, read and write.

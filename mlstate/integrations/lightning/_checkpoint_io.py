@@ -15,8 +15,9 @@ from ..._common.local_path import local_folder
 from ..._common.set_module import set_module
 from ..._common.store_error import store_error
 from ...checkpoint import load
-from ...checkpoint._files.lightning import checkpoint_of, read_ckpt, save_checkpoint
+from ...checkpoint._convert.lightning import save_checkpoint
 from ...checkpoint._folder.names import FOLDERS, MANIFEST, TEMPORARY
+from ...checkpoint._layouts.lightning import checkpoint_of, read_ckpt
 from ...checkpoint._save.target import SaveFolder
 from ...errors import CheckpointWarning, StoreError
 from ._errors import is_checkpoint, name_conversion_in_errors

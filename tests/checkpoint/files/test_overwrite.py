@@ -11,7 +11,7 @@ import mlstate
 from mlstate import _core
 from mlstate._common.store_error import store_error
 from mlstate.checkpoint import CheckpointManager, reshard
-from mlstate.checkpoint._files.read_write import read_any, write_any
+from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.cli import main
 
 NEW = {"w": np.arange(6.0)}

@@ -12,7 +12,7 @@ import mlstate
 from mlstate import _core
 from mlstate._common.dtypes import name_of, stored_dtype
 from mlstate.checkpoint import Layout, Shard, export_huggingface, reshard
-from mlstate.checkpoint._files.read_write import read_any, write_any
+from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.checkpoint._files.safetensors_verify import verify_file
 from mlstate.cli import main
 from mlstate.collectives import LocalGroup

@@ -7,8 +7,8 @@ import pytest
 from weight_folder import write_folder
 
 import mlstate
-from mlstate.checkpoint._files.formats import format_of
-from mlstate.checkpoint._files.read_write import read_any
+from mlstate.checkpoint._convert.formats import format_of
+from mlstate.checkpoint._convert.read_write import read_any
 from mlstate.cli import main
 
 torch = pytest.importorskip("torch", reason="it writes the files")

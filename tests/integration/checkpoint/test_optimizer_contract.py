@@ -11,7 +11,7 @@ import pytest
 import mlstate
 from mlstate import CompatibilityError, OptimizerStateDict
 from mlstate.checkpoint import inspect
-from mlstate.checkpoint._files.read_write import read_any, write_any
+from mlstate.checkpoint._convert.read_write import read_any, write_any
 
 pytestmark = pytest.mark.torch
 

@@ -6,6 +6,7 @@ the classes that such checkpoints consist of. The tree in a directory is as in `
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import warnings
@@ -16,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from .... import _core
 from ...._common.atomic_file import new_path
 from ...._common.regular_file import open_regular
-from ....errors import FormatError
-from .file_parts import Choice, choose_keys, format_error, parts_of, record_empty, restore_empty
-from .pt_file import first_line, harmless_globals, read_tree, tree_of
+from ....checkpoint._layouts.chosen_keys import Choice, choose_keys
+from ....checkpoint._layouts.entries import RECORD, is_recorded, malformed, sort_entries
+from ....errors import CompatibilityError, FormatError
+from .pt_file import first_line, load_value, read_tree, tree_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
 # Lightning stores the entries other than model and optimizers in this file of the folder.
 _LIGHTNING_REST = "meta.pt"
+_EMPTY = "empty"  # in the entry `RECORD`: paths of empty dicts, which torch leaves out
 _CHECKPOINT = "torch.distributed.checkpoint"
 # Classes allowed in `.metadata`, in addition to torch.distributed.checkpoint.metadata.
 _ALLOWED = {
@@ -51,15 +54,15 @@ def read_dcp(path: Path, selection: Selection) -> Parts:
     tree: dict[str, Any] = {}
     choices: list[Choice] = []
 
-    def choose(paths: dict[str, tuple[Any, ...]]) -> set[str]:
-        choices.append(choose_keys(paths, selection))
+    def choose(paths: dict[str, tuple[Any, ...]], axes: dict[str, int]) -> set[str]:
+        choices.append(choose_keys(paths, axes, selection))
         return choices[-1].keys
 
     reader = _Reader(path, choose)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that there is only one process
-            _load_state_dict(tree, storage_reader=reader, planner=_planner(), no_dist=True)
+            _load_state_dict(tree, storage_reader=reader, planner=_planner(path), no_dist=True)
     except FormatError as error:
         error.path = str(path)
         raise
@@ -77,14 +80,15 @@ def read_dcp(path: Path, selection: Selection) -> Parts:
         if isinstance(cause, FormatError):
             cause.path = str(path)
             raise cause from None
-        raise format_error(path, f"torch cannot read it: {first_line(cause)}") from None
-    restore_empty(tree, path)
+        raise malformed(path, f"torch cannot read it: {first_line(cause)}") from None
+    _restore_empty(tree, path)
     entries = choices[-1].complete(tree)
     rest = path / _LIGHTNING_REST
     if os.path.lexists(rest):
         others = read_tree(rest)
-        entries = {**others, **entries} if isinstance(others, Mapping) else entries
-    return parts_of(entries, path)
+        others = others if isinstance(others, Mapping) else {_LIGHTNING_REST: others}
+        entries = {**others, **entries}
+    return sort_entries(entries, path)
 
 
 def write_dcp(target: Target, parts: Parts) -> None:
@@ -96,7 +100,7 @@ def write_dcp(target: Target, parts: Parts) -> None:
     import torch.distributed.checkpoint as dcp
 
     tree = tree_of(parts)
-    record_empty(tree)
+    _record_empty(tree)
     if not (target.is_vacant or os.path.isfile(os.path.join(target.path, ".metadata"))):
         raise ValueError(
             f"{target.path}: exists already and is not a torch checkpoint; delete it first: a "
@@ -107,6 +111,50 @@ def write_dcp(target: Target, parts: Parts) -> None:
             warnings.simplefilter("ignore")  # torch warns that there is only one process
             dcp.save(tree, checkpoint_id=temporary, no_dist=True)  # type: ignore[attr-defined]
         _core.folder_sync(temporary)
+
+
+def _record_empty(tree: dict[str, Any]) -> None:
+    """Record the paths of the empty dicts of a tree in its entry `RECORD`, if it has both.
+
+    torch leaves these dicts out of distributed checkpoints. Raises CompatibilityError for one in a
+    list, because torch cannot read a list that lacks an item.
+    """
+    paths: list[list[str]] = []
+
+    def add_paths(value: Any, path: list[str], is_listed: bool) -> None:
+        if isinstance(value, list):
+            for each in value:
+                add_paths(each, path, True)
+        elif isinstance(value, Mapping):
+            for key, each in value.items():
+                add_paths(each, [*path, str(key)], is_listed)
+            if not value and is_listed:
+                raise CompatibilityError(
+                    f"{'.'.join(path)} is a list with an empty dict, which torch's distributed "
+                    "checkpoints cannot hold: convert to a checkpoint of mlstate or a .pt file, or "
+                    "leave it out (--skip)"
+                )
+            if not value:
+                paths.append(path)
+
+    add_paths(tree, [], False)
+    if paths and RECORD in tree:
+        tree[RECORD][_EMPTY] = json.dumps(paths)
+
+
+def _restore_empty(tree: dict[str, Any], path: Path) -> None:
+    """Add the empty dicts that `_record_empty` recorded in a tree that torch read.
+
+    `path`: of the file, for the FormatError if the record is malformed.
+    """
+    text = tree[RECORD].get(_EMPTY, "[]") if is_recorded(tree) else "[]"
+    try:
+        for keys in json.loads(text):
+            level: Any = tree
+            for key in keys:
+                level = level.setdefault(key, {})
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise malformed(path, f"entry {RECORD!r} does not describe the file") from None
 
 
 # ---- the restricted reader ----
@@ -197,10 +245,11 @@ def _paths_of(metadata: Any) -> dict[str, tuple[Any, ...]]:
     return paths
 
 
-def _Reader(path: str | os.PathLike[str], choose: Callable[[Any], set[str]]) -> Any:  # noqa: N802
+def _Reader(path: str | os.PathLike[str], choose: Callable[[Any, Any], set[str]]) -> Any:  # noqa: N802
     """Return torch's reader of a directory, with restricted pickles.
 
-    `choose`: called with the paths of all keys in the tree; returns the keys to read.
+    `choose`: called with the paths of all keys in the tree, and the numbers of axes of the tensors;
+    returns the keys to read.
     """
     from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
     from torch.distributed.checkpoint.metadata import StorageMeta
@@ -226,8 +275,9 @@ def _Reader(path: str | os.PathLike[str], choose: Callable[[Any], set[str]]) -> 
                 metadata = _read_metadata(file)
             files = [entry for entry in Path(path).rglob("*") if entry.is_file()]
             _check_metadata(metadata, sum(entry.stat().st_size for entry in files))
-            chosen = choose(_paths_of(metadata))
             entries = metadata.state_dict_metadata
+            axes = {key: len(each.size) for key, each in entries.items() if hasattr(each, "size")}
+            chosen = choose(_paths_of(metadata), axes)
             metadata.state_dict_metadata = {key: entries[key] for key in entries if key in chosen}
             if getattr(metadata, "storage_meta", None) is None:
                 metadata.storage_meta = StorageMeta()
@@ -237,12 +287,8 @@ def _Reader(path: str | os.PathLike[str], choose: Callable[[Any], set[str]]) -> 
     return RestrictedReader()
 
 
-def _planner() -> Any:
-    """Return a plan for torch's loader: it loads all that the reader lists.
-
-    Values other than tensors and plain ones raise FormatError.
-    """
-    import torch
+def _planner(path: Path) -> Any:
+    """Return a plan for torch's loader: it loads all that the reader lists."""
     from torch.distributed.checkpoint._traverse import set_element
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
 
@@ -250,22 +296,11 @@ def _planner() -> Any:
         def load_bytes(self, read_item: Any, value: Any) -> None:
             """Put a value that is not a tensor into the state dict.
 
-            `read_item`: torch's, with the name. `value`: stream of the bytes that torch saved.
-            Raises FormatError if the value needs other classes than plain ones.
+            `read_item`: torch's, with the name. `value`: stream of the bytes that torch saved. A
+            value of another class becomes `Unreadable`.
             """
             name = read_item.dest_index.fqn
-            try:
-                allowed = harmless_globals(value)
-                value.seek(0)
-                with torch.serialization.safe_globals(allowed):
-                    content = torch.load(value, map_location="cpu", weights_only=True)
-            except pickle.UnpicklingError as error:
-                format_error = FormatError(
-                    f"{name!r} is neither a tensor nor a plain value: "
-                    f"{str(error).splitlines()[0][:200]}; leave it out of a conversion by --skip"
-                )
-                format_error.name = name
-                raise format_error from None
+            content = load_value(value, f"{path}: {name!r}")
             if self.flatten_state_dict:
                 set_element(self.original_state_dict, self.mappings[name], content)
             else:

@@ -8,26 +8,28 @@ values, so that torch can read the files without mlstate.
 from __future__ import annotations
 
 import errno
+import re
 import struct
 import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import cache
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...._common.atomic_file import Target, replacing
 from ...._common.regular_file import open_regular
-from ....checkpoint._files.parts import Parts, is_flat
+from ....checkpoint._files.parts import Parts, Unreadable, is_flat
+from ....checkpoint._layouts.entries import RECORD, malformed, sort_entries
 from ....checkpoint._states.modules import split_entries
 from ....errors import CompatibilityError
 from ....state._compatibility import join
 from ....state._kind import describe
 from ....state._optimizer_state import OptimizerStateDict
 from .._tensors.state import tensors_of
-from .file_parts import RECORD, format_error
-from .file_parts import parts_of as parts_of
+from .file_optimizer import optimizer_of as optimizer_of
 from .optimizer import number_states, packed_states, unpack_state
 from .optimizer_values import NOT_VALUES, decode_value
 
@@ -156,7 +158,7 @@ def tree_of(parts: Parts) -> dict[str, Any]:
     the classes of the states. Raises ValueError if a state has the name of another entry, and
     CompatibilityError for a value that torch's files cannot hold without pickle.
     """
-    model, optimizer, metadata, named = parts
+    model, optimizer, metadata, named, *_ = parts
     states, entries = split_entries(named)
     kinds = {"model": describe(model), "optimizer": describe(optimizer)}
     texts = {kind: text for kind, text in kinds.items() if text is not None}
@@ -187,27 +189,27 @@ def read_pt(path: Path) -> Parts:
     """Read a ``torch.save`` file without running code from it, and divide it into parts.
 
     Files in the zip format are memory-mapped, and the arrays share this memory. Raises FormatError
-    for damage, and for objects that are not plain.
+    for damage; objects that are not plain are listed as unreadable.
     """
-    return parts_of(_load_pickle(path, maps=True), path)
+    return sort_entries(_load_pickle(path, maps=True), path)
 
 
 def read_tree(path: Path) -> Any:
     """Read any value from a ``torch.save`` file without running code from it.
 
     Beyond tensors and plain values, it may hold NumPy arrays and scalars, paths, namespaces of
-    argparse, and members of enums that the program has imported. Raises FormatError for other
-    objects.
+    argparse, and members of enums that the program has imported. Other objects become `Unreadable`.
+    Raises FormatError for damage.
     """
     return _load_pickle(path, maps=False)
 
 
-def read_ranks(paths: list[Path]) -> Any:
+def read_ranks(paths: list[Path], *, keeps_differences: bool = False) -> Any:
     """Read the value that each rank of a job saved to one of `paths`, in rank order, as one value.
 
     Files are read as by `read_tree`. Parts of a DTensor are joined to whole tensors; all other
     values must be equal. Raises CompatibilityError if they differ or a part is missing, FormatError
-    for damage.
+    for damage. `keeps_differences`: entries of a dict that differ become lists by rank instead.
     """
     import logging
 
@@ -219,7 +221,8 @@ def read_ranks(paths: list[Path]) -> Any:
     logger = logging.getLogger("torch.distributed.device_mesh")
     logger.addFilter(is_logged)  # it warns that the groups of the mesh do not exist here
     try:
-        return join_ranks([_load_pickle(path, maps=len(paths) > 1) for path in paths], paths[0])
+        trees = [_load_pickle(path, maps=len(paths) > 1) for path in paths]
+        return join_ranks(trees, paths[0], keeps_differences=keeps_differences)
     finally:
         logger.removeFilter(is_logged)
 
@@ -255,9 +258,46 @@ _DAMAGE = (
 )  # fmt: skip
 
 
-def harmless_globals(path: Path | IO[bytes]) -> list[Any]:
-    """Return the classes that `read_tree` accepts, for ``torch.serialization.safe_globals``.
+def _reason_of(name: str) -> str:
+    """Return why an object of the class `name` is not read."""
+    return (
+        f"a {name}, which is neither a tensor nor a plain value: save the tensors alone, or, if "
+        "you trust who made the file, open it by torch.load(..., weights_only=False) and save its "
+        "state_dict()"
+    )
 
+
+@cache
+def _placeholder(name: str) -> type:
+    """Return a class in place of the one that a pickle names: it has no content, and runs no code.
+
+    It is a class of tensors, because pickles of subclasses of tensors pass it to torch's functions.
+    """
+    import torch
+
+    def create(cls: Any, *_arguments: Any, **_keywords: Any) -> Any:
+        return torch.empty(0).as_subclass(cls)
+
+    def ignore(self: Any, *_arguments: Any, **_keywords: Any) -> None:
+        pass
+
+    def dispatch(_cls: Any, *_arguments: Any, **_keywords: Any) -> Any:
+        raise TypeError(f"{name} is not read")
+
+    content = {
+        "__new__": create,
+        "__init__": ignore,
+        "__setstate__": ignore,
+        "__torch_dispatch__": classmethod(dispatch),
+        "reason": _reason_of(name),
+    }
+    return type(torch.Tensor)("Unreadable", (Unreadable, torch.Tensor), content)
+
+
+def _allowed_globals(path: Path | IO[bytes]) -> tuple[list[Any], list[str]]:
+    """Return the classes that torch's reader may use, and the names of those it has no access to.
+
+    The first are for ``torch.serialization.safe_globals``, with placeholders for the others.
     `path`: the file, which decides on enums and DTensors: only those that it names are accepted.
     """
     import pathlib
@@ -270,74 +310,76 @@ def harmless_globals(path: Path | IO[bytes]) -> list[Any]:
 
     scalar = np._core.multiarray.scalar  # type: ignore[attr-defined]
     dtypes = {type(np.dtype(code)) for code in np.typecodes["AllInteger"] + "?efdFD"}
-    allowed: list[Any] = [np.dtype, *dtypes, np.ndarray, Namespace]
+    classes: list[Any] = [np.dtype, *dtypes, np.ndarray, Namespace]
+    allowed = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in classes}
     for core in ("numpy.core.multiarray", "numpy._core.multiarray"):
-        allowed += [(scalar, f"{core}.scalar"), (_empty_array, f"{core}._reconstruct")]
+        allowed |= {f"{core}.scalar": scalar, f"{core}._reconstruct": _empty_array}
     for name in ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"):
         cls = getattr(pathlib, name)
-        allowed += [(cls, f"pathlib.{name}"), (cls, f"pathlib._local.{name}")]
-    try:
+        allowed |= {f"pathlib.{name}": cls, f"pathlib._local.{name}": cls}
+    names: list[str] = []
+    with suppress(Exception):  # not in the zip format, or damaged: `torch.load` tells how
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # not in the zip format, or damaged: `torch.load` tells how
-        return allowed
     if any(name.startswith("torch.distributed.tensor.") for name in names):
         import torch.distributed.tensor  # makes DTensors loadable
+
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     for name in names:
         module, _, attribute = name.rpartition(".")
         with suppress(AttributeError):
             cls = attrgetter(attribute)(sys.modules.get(module))
             if isinstance(cls, type) and issubclass(cls, Enum):
-                allowed.append(cls)
-    return allowed
+                allowed[name] = cls
+    unknown = sorted(set(names) - allowed.keys())
+    allowed |= {name: _placeholder(name) for name in unknown}
+    return [(cls, name) for name, cls in allowed.items()], unknown
 
 
-def _load_pickle(path: Path, *, maps: bool) -> Any:
-    """Return the content of the torch file at `path`, read without running code in it.
+def load_value(file: Path | IO[bytes], where: object, *, maps: bool = False) -> Any:
+    """Return the content of a file of torch, read without running code in it.
 
-    `maps`: map the tensors into memory instead of reading them, if the file is in the zip format.
-    Raises FormatError for damage and for objects that are not plain.
+    Objects that are neither tensors nor plain values become `Unreadable`, or the whole content does
+    if an object cannot be replaced. `where`: name of the file in errors. `maps`: map the tensors
+    into memory instead of reading them. Raises FormatError for damage.
     """
     from pickle import UnpicklingError
 
     import torch
 
-    with open_regular(path) as file:
-        zipped = file.read(4) == b"PK\x03\x04"
-    allowed = harmless_globals(path)
+    allowed, unknown = _allowed_globals(file)
+    if not hasattr(file, "suffix"):
+        file.seek(0)  # type: ignore[union-attr]
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
             warnings.simplefilter("ignore")  # torch's warnings about its storage classes
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=maps and zipped)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=maps)
     except UnpicklingError as error:
-        raise format_error(path, _describe_refusal(str(error))) from None
+        match = re.search(r"GLOBAL ([\w.]+)", str(error))
+        names = [match[1]] if match else unknown
+        if names:
+            return Unreadable(_reason_of(names[0]))
+        raise malformed(where, f"torch cannot read it: {first_line(error)}") from None
     except OSError as error:
         if error.errno != errno.EINVAL:  # torch's error for a truncated archive
             raise
-        raise format_error(path, "torch cannot read it: it ends too early") from None
+        raise malformed(where, "torch cannot read it: it ends too early") from None
     except _DAMAGE as error:
-        raise format_error(path, f"torch cannot read it: {first_line(error)}") from None
+        raise malformed(where, f"torch cannot read it: {first_line(error)}") from None
+
+
+def _load_pickle(path: Path, *, maps: bool) -> Any:
+    """Return the content of the torch file at `path`, as `load_value` reads it.
+
+    `maps`: map the tensors into memory instead of reading them, if the file is in the zip format.
+    """
+    with open_regular(path) as file:
+        zipped = file.read(4) == b"PK\x03\x04"
+    return load_value(path, path, maps=maps and zipped)
 
 
 def first_line(error: object) -> str:
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
-
-
-def _describe_refusal(text: str) -> str:
-    """Return the text for a user whose file has an object that torch's reader refused.
-
-    `text`: torch's message, which names the class of the object, unless the file is damaged.
-    """
-    import re
-
-    match = re.search(r"GLOBAL ([\w.]+)", text)
-    if match is None:
-        return f"torch cannot read it: {first_line(text)}"
-    return (
-        f"holds a {match[1]}, which is neither a tensor nor a plain value: save the tensors alone, "
-        "or, if you trust who made the file, load it with weights_only=False and save its "
-        "state_dict()"
-    )
 
 
 def write_pt(target: Target, parts: Parts) -> None:

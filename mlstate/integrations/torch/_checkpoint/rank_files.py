@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...._sharding.layout import Shard
+from ....checkpoint._files.parts import Unreadable
+from ....checkpoint._layouts.entries import malformed
 from ....errors import CompatibilityError
 from .._tensors.memory import as_bytes
+from .._tensors.state import explain_unsupported_tensor
 from .dtensor_shards import part_of
-from .file_parts import format_error
 from .optimizer import is_tensor
 
 if TYPE_CHECKING:
@@ -20,20 +22,37 @@ if TYPE_CHECKING:
     import torch
 
 
-def join_ranks(trees: list[Any], path: Path) -> Any:
+def join_ranks(trees: list[Any], path: Path, *, keeps_differences: bool = False) -> Any:
     """Return one tree with whole tensors, from the `trees` of all ranks in rank order.
 
-    Parts of a DTensor are joined. All other values must be equal on all ranks. `path`: the first
-    rank's file, for errors. Raises CompatibilityError if values differ or a part is missing, and
-    FormatError for damaged parts.
+    Parts of a DTensor are joined. All other values must be equal on all ranks, or with
+    `keeps_differences`, an entry of a dict that differs becomes a list with one item for each rank.
+    `path`: the first rank's file, for errors. Raises CompatibilityError if values differ or a part
+    is missing, and FormatError for damaged parts.
     """
+    if keeps_differences and all(isinstance(tree, Mapping) for tree in trees):
+        by_key = {key: [tree.get(key) for tree in trees] for tree in trees for key in tree}
+        return {key: _join_or_list(values, (key,), path) for key, values in by_key.items()}
+    return _join_all(trees, (), path)
+
+
+def _join_or_list(values: list[Any], keys: tuple[Any, ...], path: Path) -> Any:
+    """Return the `values` of all ranks as one, or as they are if they differ."""
     try:
-        return _join(trees, (), path)
+        return _join_all(values, keys, path)
+    except CompatibilityError:
+        return values
+
+
+def _join_all(values: list[Any], keys: tuple[Any, ...], path: Path) -> Any:
+    """Return the `values` of all ranks as one; raise FormatError for damaged parts."""
+    try:
+        return _join(values, keys, path)
     except CompatibilityError:
         raise
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as e:
         text = str(e).partition("\n")[0][:300] or type(e).__name__
-        raise format_error(path, f"its values cannot be joined: {text}") from None
+        raise malformed(path, f"its values cannot be joined: {text}") from None
 
 
 def _join(values: list[Any], keys: tuple[Any, ...], path: Path) -> Any:
@@ -42,6 +61,8 @@ def _join(values: list[Any], keys: tuple[Any, ...], path: Path) -> Any:
     `path`: the first rank's file, for errors. Raises CompatibilityError as `join_ranks` does.
     """
     first = values[0]
+    if isinstance(first, Unreadable) or (is_tensor(first) and _is_special(first)):
+        return first  # an error about it has its name
     if any(type(value) is not type(first) for value in values):
         raise _difference(keys, path)
     if isinstance(first, Mapping) and type(first).__module__ in ("builtins", "collections"):
@@ -95,6 +116,13 @@ def _join_parts(values: list[Any], keys: tuple[Any, ...], path: Path) -> torch.T
     for index, part in parts.items():
         layout.take(whole, index).copy_(part)
     return whole
+
+
+def _is_special(tensor: Any) -> bool:
+    """Return whether a tensor has no bytes to compare: a sparse or quantized one, or on meta."""
+    if hasattr(tensor, "device_mesh"):
+        return False
+    return getattr(tensor, "is_meta", False) or bool(explain_unsupported_tensor(tensor))
 
 
 def _is_equal(first: Any, second: Any) -> bool:

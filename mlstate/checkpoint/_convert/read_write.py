@@ -1,63 +1,47 @@
-"""Read, write any format, for `load` and ``mlstate convert``; refuses what a format cannot hold."""
+"""Read any source as `Parts`; write parts in any format, or refuse what it cannot hold."""
 
 from __future__ import annotations
 
-import errno
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.arrays import refuse_unstorable
 from ..._common.atomic_file import Target
-from ..._common.backend import TensorBackend, torch_backend
+from ..._common.backend import torch_backend
 from ..._common.caller import find_caller
-from ..._common.file_checksums import require_unchanged
 from ..._common.json_values import check_json_values
-from ...errors import (
-    CompatibilityError,
-    MLStateError,
-    StoreError,
-    StoreNotFoundError,
-)
+from ...errors import CompatibilityError
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
-from .._folder.local import LocalFolder
-from .._states.modules import is_entries, split_entries
+from .._files.backend import DcpBackend, PtBackend
+from .._files.flat_file import split_texts, write_npz_parts, write_safetensors_parts
+from .._files.parts import Parts, Selection
+from .._huggingface.export import export, take_export
+from .._load import check_request, load_source
+from .._loader import Loader
+from .._options import LOAD_DEFAULTS, complete_options
+from .._save.save_root import save_root
+from .._save.target import SaveFolder
+from .._sources.open_source import open_source
+from .._sources.readers import store_errors
+from .._sources.weights import SafetensorsSource
+from .._sources.whole import WholeSource
+from .._states.modules import all_entries, is_entries, split_entries
 from .._store.checkpoint_files import CheckpointFiles, FolderContent
 from .._store.open_path import refuse_existing, refuse_file_name
-from .backend import DcpBackend, PtBackend
-from .flat_file import (
-    read_npz_parts,
-    read_safetensors_parts,
-    write_npz_parts,
-    write_safetensors_parts,
-)
-from .formats import find_format, folder_of, place_of
-from .lightning import (
-    checkpoint_of,
-    read_ckpt,
-    save_checkpoint,
-    split_checkpoint,
-    warn_of_other_entries,
-    write_ckpt,
-)
-from .parts import Parts, Selection
-from .torch_weights import (
-    read_entries,
-    read_torch_weights,
-    torch_weights_root,
-)
+from .formats import NAMES, find_format, folder_of, place_of
 
 if TYPE_CHECKING:
     from .._loaded_state import LoadedState
-    from .._save.target import SaveFolder
+    from .._options import LoadOptions
+    from .._sources.protocol import Source
     from .formats import Place
 
 
-# ---- formats ----
+# ---- targets ----
 
 
 class CheckpointTarget(NamedTuple):
@@ -72,8 +56,6 @@ class CheckpointTarget(NamedTuple):
 
     def save_folder(self) -> SaveFolder:
         """Return the path to pass to `save`, with what it may replace."""
-        from .._save.target import SaveFolder
-
         return SaveFolder(
             self.place,
             replace_steps=self.overwrite,
@@ -83,31 +65,51 @@ class CheckpointTarget(NamedTuple):
         )
 
 
-class Format(NamedTuple):
-    """Reader and writer of one format."""
-
-    read: Callable[..., Parts]  # of a place; with `checked` too in formats of `_COMPARED_BY_LOAD`
-    write: Callable[[Any, Parts], None]  # to a `CheckpointTarget` or a `Target`
+# ---- reading ----
 
 
-# ---- reading and writing ----
+def parts_of(loaded: LoadedState) -> Parts:
+    """Return the content (`Parts`) of a loaded checkpoint.
 
-
-@contextmanager
-def _store_errors(path: Place) -> Iterator[None]:
-    """Raise an OSError of the block as StoreError, which all of mlstate raises.
-
-    `path`: named in the error if the OSError names none. ENOENT becomes StoreNotFoundError.
+    The step is in the optimizer, or without one in the metadata.
     """
-    try:
-        yield
-    except MLStateError:
-        raise
-    except OSError as error:
-        kind = StoreNotFoundError if error.errno == errno.ENOENT else StoreError
-        # filename2 is the target of a failed rename of a temporary file
-        named_path = error.filename2 or error.filename or path
-        raise kind(error.errno, error.strerror, str(named_path)) from error
+    metadata = dict(loaded.metadata or {})
+    optimizer = loaded.optimizer
+    if optimizer is None and loaded.step is not None:
+        metadata.setdefault("step", loaded.step)
+    if not (optimizer is None or isinstance(optimizer, OptimizerStateDict)):
+        optimizer = OptimizerStateDict(optimizer, step=loaded.step or 0)
+    return Parts(loaded.model, optimizer, metadata, dict(loaded.states))
+
+
+def read_parts(
+    source: Source, selection: Selection | None = None, options: LoadOptions | None = None
+) -> Parts:
+    """Return the content of a source, of the entries in `selection` (None: all).
+
+    `options`: of a load that changes the tensors. Arrays of torch files may be views of mapped
+    files.
+    """
+    changes: LoadOptions = {} if options is None else options
+    chosen = selection or Selection()
+    request = check_request(complete_options(read_parts, changes, LOAD_DEFAULTS))
+    if isinstance(source, WholeSource):
+        source.select(chosen)
+        source.check(request.options)
+        if not changes.keys() - {"verify"}:
+            return source.parts.refuse_unreadable()
+    loaded = load_source(source, request)
+    if isinstance(source, WholeSource):
+        states = {**source.parts.states, **loaded.states} if request.names is None else {}
+        return Parts(loaded.model, loaded.optimizer, loaded.metadata, states)
+    parts = parts_of(loaded)
+    if isinstance(source, SafetensorsSource) and parts.model is not None:
+        parts = split_texts(source.path, parts.model, parts.metadata)
+    # Entries of torch modules that are not tensors: `load` hides those that have only metadata.
+    states, _ = split_entries(parts.states)
+    if request.names is None:
+        states |= all_entries(Loader(request, source))
+    return chosen.apply(parts._replace(states=states), source.path)
 
 
 def read_any(
@@ -118,40 +120,18 @@ def read_any(
     selection: Selection | None = None,
     checked: bool = True,
 ) -> Parts:
-    """Read a state from a file or directory of any known format, or a checkpoint at a URL.
+    """Return the content of a path of any format, or of a checkpoint at a URL.
 
-    `format`: its name; None: by `format_of`. Arrays of torch files may be views of the
-    memory-mapped file. If a file numbers the parameters of an optimizer, as
-    ``optimizer.state_dict()`` does, the names are the ``param_names`` of its groups, else
-    ``param_0``, ``param_1``, ... Metadata are the other plain values in the file, and states are
-    all other entries; of Lightning only the model is read without `selection`, with a warning. Only
-    the entries of `selection` are returned, and of a distributed checkpoint only these are read.
-    `checked`: compare elements with their checksums, or files with the checksums of `checksum`.
+    `format`: its name; None: by the content. `checked`: compare elements with their checksums, or
+    files with the checksums of `checksum`.
     """
-    chosen = selection or Selection()
-    place = place_of(path, storage_options, reads=True)
-    name = find_format(format, place)
-    with _store_errors(place):
-        if isinstance(place, Path):
-            place.stat()  # a missing path raises FileNotFoundError for every format
-            if checked and (name not in _COMPARED_BY_LOAD or _is_torch_folder(name, place)):
-                require_unchanged(str(place))
-        if name == "dcp":
-            assert isinstance(place, Path)
-            parts = torch_backend("files of torch", DcpBackend).read_dcp(place, chosen)
-        elif name == "torch_checkpointing":
-            parts = read_entries(folder_of(place), chosen)
-        else:
-            # the reader for torch returns all entries of Lightning
-            is_part = selection is not None and name == "lightning"
-            options = (checked,) if name in _COMPARED_BY_LOAD else ()
-            parts = FORMATS["torch" if is_part else name].read(place, *options)
-        return chosen.apply(parts, place)
+    if format is not None and format not in NAMES:
+        raise ValueError(f"format must be one of {', '.join(NAMES)}, got {format!r}")
+    source = open_source(path, storage_options, format=format)
+    return read_parts(source, selection, {} if checked else {"verify": False})
 
 
-def _is_torch_folder(name: str, place: Path) -> bool:
-    """Return whether a Hugging Face folder has files of torch only."""
-    return name == "huggingface" and LocalFolder(str(place)).find_weights() is None
+# ---- writing ----
 
 
 def begin_write(
@@ -214,7 +194,7 @@ def write_any(
     target = target or begin_write(place, name, overwrite)
     if name != "mlstate":
         _refuse_parts(weights, moments)
-    with _store_errors(place):
+    with store_errors(place):
         values, named = dict(metadata or {}), dict(states or {})
         if name not in _WITH_STATES:
             texts = _take_json_states(named)
@@ -233,7 +213,7 @@ def write_any(
                 find_caller().warn(
                     f"step {step} is not converted: the metadata have the step {other}"
                 )
-        FORMATS[name].write(target, parts)
+        _WRITERS[name](target, parts)
 
 
 # Formats that can hold named states.
@@ -295,50 +275,16 @@ def _checked_metadata(metadata: Mapping[str, object] | None) -> dict[str, Any]:
     return copied
 
 
-# ---- mlstate checkpoints and torch files ----
-
-
-def _read_mlstate(path: Place, checked: bool) -> Parts:
-    from ... import checkpoint
-
-    return parts_of(checkpoint.load(path, verify=checked))
-
-
-def parts_of(loaded: LoadedState) -> Parts:
-    """Return the content (`Parts`) of a loaded checkpoint, in the form of `read_any`.
-
-    The step is in the optimizer, or without one in the metadata.
-    """
-    metadata = dict(loaded.metadata or {})
-    optimizer = loaded.optimizer
-    if optimizer is None and loaded.step is not None:
-        metadata.setdefault("step", loaded.step)
-    if not (optimizer is None or isinstance(optimizer, OptimizerStateDict)):
-        optimizer = OptimizerStateDict(optimizer, step=loaded.step or 0)
-    return Parts(loaded.model, optimizer, metadata, dict(loaded.states))
+# ---- writers ----
 
 
 def _write_mlstate(target: CheckpointTarget, parts: Parts) -> None:
     """Save the parts as a checkpoint of mlstate, with the step of the target or else of theirs."""
-    from .._save.save_root import save_root
-
-    model, optimizer, metadata, named = parts
+    model, optimizer, metadata, named, *_ = parts
     states, entries = split_entries(named)
     folder = target._replace(entries=entries).save_folder()
     step = parts.step if target.step is None else target.step
     save_root(folder, model, optimizer, step, {"metadata": metadata, "states": states or None})
-
-
-def _read_huggingface(path: Place, checked: bool) -> Parts:
-    """Read the weights of a Hugging Face folder, in safetensors or in files of torch.
-
-    `checked`: compare files of safetensors with their checksums, if there are any.
-    """
-    folder = folder_of(path)
-    root = torch_weights_root(folder)
-    if root is None:
-        return _read_mlstate(path, checked)
-    return Parts(read_torch_weights(folder, root), None, {}, {})
 
 
 def _write_huggingface(target: Target, parts: Parts) -> None:
@@ -346,8 +292,6 @@ def _write_huggingface(target: Target, parts: Parts) -> None:
 
     Raises CompatibilityError for an optimizer, and without a model.
     """
-    from .._huggingface.export import export, take_export
-
     model, optimizer, *_ = parts
     if optimizer is not None or model is None:
         raise CompatibilityError(
@@ -357,24 +301,12 @@ def _write_huggingface(target: Target, parts: Parts) -> None:
     export(take_export(target.path, model), start=target)
 
 
-def _read_torch(path: Path) -> Parts:
-    return torch_backend("files of torch", PtBackend).read_pt(path)
-
-
 def _write_torch(target: Target, parts: Parts) -> None:
     torch_backend("files of torch", PtBackend).write_pt(target, parts)
 
 
-def _read_dcp(path: Path) -> Parts:
-    return torch_backend("files of torch", DcpBackend).read_dcp(path, Selection())
-
-
 def _write_dcp(target: Target, parts: Parts) -> None:
     torch_backend("files of torch", DcpBackend).write_dcp(target, parts)
-
-
-def _read_entries(path: Path) -> Parts:
-    return read_entries(folder_of(path), Selection())
 
 
 def _write_entries(target: Target, _parts: Parts) -> None:
@@ -385,58 +317,6 @@ def _write_entries(target: Target, _parts: Parts) -> None:
     )
 
 
-def _read_lightning(path: Path) -> Parts:
-    """Return the model of a checkpoint of Lightning; `convert_lightning` converts all of it.
-
-    A warning lists the entries that are left out.
-    """
-    from ..._common.arrays import is_torch
-
-    checkpoint = read_ckpt(path)
-    warn_of_other_entries(checkpoint)
-    model = {key: value for key, value in checkpoint["state_dict"].items() if is_torch(value)}
-    arrays = torch_backend("files of Lightning", TensorBackend).arrays_of(model)
-    return Parts(StateDict(arrays), None, {}, {})
-
-
-def read_whole_lightning(path: Path) -> Parts:
-    """Return the model of a checkpoint of Lightning, and its other entries as its folder has them.
-
-    The file is compared with its checksums, if there are any. Values that a folder cannot have are
-    returned too.
-    """
-    with _store_errors(path):
-        require_unchanged(str(path))
-        model, states = split_checkpoint(read_ckpt(path), exact=False)
-    arrays = torch_backend("files of Lightning", TensorBackend).arrays_of(model)
-    return Parts(StateDict(arrays), None, {}, states)
-
-
-def convert_lightning(
-    source: LoadedState | Path, target: CheckpointTarget | Target
-) -> dict[str, int]:
-    """Convert a whole checkpoint: a loaded folder to a file, or a file (a path) to a folder.
-
-    `target`: a `CheckpointTarget` for a folder, a `Target` for a file. Returns ``tensors`` and
-    ``bytes``: the number of tensors of the model, and their bytes.
-    """
-    from ..._common.arrays import is_torch
-
-    if isinstance(target, CheckpointTarget):
-        with _store_errors(target.place):
-            assert isinstance(source, Path)
-            require_unchanged(str(source))
-            checkpoint = read_ckpt(source)
-            save_checkpoint(checkpoint, target.save_folder())
-    else:
-        with _store_errors(Path(target.path)):
-            assert not isinstance(source, Path)
-            checkpoint = checkpoint_of(source, "the source")
-            write_ckpt(target, checkpoint)
-    tensors = [value for value in checkpoint.get("state_dict", {}).values() if is_torch(value)]
-    return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
-
-
 def _write_lightning(target: Target, _parts: Parts) -> None:
     """Raise CompatibilityError: `convert_lightning` writes these files, from a folder only."""
     raise CompatibilityError(
@@ -445,14 +325,12 @@ def _write_lightning(target: Target, _parts: Parts) -> None:
     )
 
 
-_COMPARED_BY_LOAD = ("mlstate", "safetensors", "huggingface")  # with checksums, while they are read
-FORMATS = {
-    "mlstate": Format(_read_mlstate, _write_mlstate),
-    "safetensors": Format(read_safetensors_parts, write_safetensors_parts),
-    "npz": Format(read_npz_parts, write_npz_parts),
-    "torch": Format(_read_torch, _write_torch),
-    "dcp": Format(_read_dcp, _write_dcp),
-    "huggingface": Format(_read_huggingface, _write_huggingface),
-    "torch_checkpointing": Format(_read_entries, _write_entries),
-    "lightning": Format(_read_lightning, _write_lightning),
+_WRITERS: dict[str, Callable[[Any, Parts], None]] = {  # of a `CheckpointTarget` or a `Target`
+    "mlstate": _write_mlstate,
+    "safetensors": write_safetensors_parts,
+    "npz": write_npz_parts,
+    "torch": _write_torch,
+    "dcp": _write_dcp,
+    "huggingface": _write_huggingface,
+    "lightning": _write_lightning,
 }

@@ -8,7 +8,6 @@ tensors.
 
 from __future__ import annotations
 
-import os
 from collections import Counter, OrderedDict, deque
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,20 +15,20 @@ from typing import TYPE_CHECKING, Any
 from ..._common.arrays import is_torch
 from ..._common.atomic_file import replacing
 from ..._common.backend import torch_backend
-from ...errors import CheckpointWarning, CompatibilityError
+from ...errors import CompatibilityError
+from .._files.backend import PtBackend
 from .._states.generators import library_of
-from .backend import PtBackend
+from .entries import find_unreadable, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..._common.atomic_file import Target
-    from .._checkpoint.checkpoint import Checkpoint
     from .._loaded_state import LoadedState
 
-SUFFIX = ".ckpt"
 STATE = "lightning"
 _MODULE = "lightning_module"
+_VERSION = "2.0.0"  # of Lightning, whose entries `_weights_only` has
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _EXACT = (*_CONTAINERS, OrderedDict, Counter)
 
@@ -83,31 +82,16 @@ def split_checkpoint(
     return model, states
 
 
-def save_checkpoint(
-    checkpoint: Mapping[str, Any], path: str | os.PathLike[str], **options: Any
-) -> Checkpoint:
-    """Save a checkpoint of Lightning, a dict, as a folder of mlstate at `path`.
-
-    `options` are keywords of `mlstate.save`. Raises as `split_checkpoint` does.
-    """
-    from .. import save
-
-    model, states = split_checkpoint(checkpoint)
-    return save(path, model, states=states, step=checkpoint.get("global_step"), **options)
-
-
 def checkpoint_of(loaded: LoadedState, where: str) -> dict[str, Any]:
     """Return Lightning's checkpoint, a dict, from a loaded folder.
 
-    Its ``state_dict`` has the names in the order that `save_checkpoint` recorded. `where`: text
-    that names the folder, for the CompatibilityError if it was not written by `save_checkpoint`.
+    Its ``state_dict`` has the names in the order that `save_checkpoint` recorded. Of another folder
+    it has the weights only, for ``load_from_checkpoint``. `where`: text that names the folder, for
+    the CompatibilityError if it has no model.
     """
-    if STATE not in loaded.states:
-        raise CompatibilityError(
-            f"{where} holds no checkpoint of Lightning: it was not written by MLStateCheckpointIO "
-            "or mlstate convert"
-        )
-    checkpoint = dict(loaded.states[STATE])
+    if STATE not in loaded.states and loaded.model is None:
+        raise CompatibilityError(f"{where} holds no model, and no checkpoint of Lightning")
+    checkpoint = dict(loaded.states.get(STATE) or _weights_only(loaded.step))
     if loaded.model is None:
         return checkpoint
     tensors = dict(loaded.model)
@@ -121,12 +105,21 @@ def checkpoint_of(loaded: LoadedState, where: str) -> dict[str, Any]:
     return {**checkpoint, "state_dict": model}
 
 
-def read_ckpt(path: Path) -> dict[str, Any]:
+def _weights_only(step: int | None) -> dict[str, Any]:
+    """Return the entries that Lightning requires beside the weights, at a step."""
+    return {"pytorch-lightning_version": _VERSION, "epoch": 0, "global_step": step or 0}
+
+
+def read_ckpt(path: Path, *, is_whole: bool = True) -> dict[str, Any]:
     """Read a ``.ckpt`` file of Lightning without running code from it.
 
-    Raises CompatibilityError if it has no ``state_dict``.
+    Raises CompatibilityError if it has no ``state_dict``, or, if `is_whole`, a value of another
+    class than plain ones.
     """
     checkpoint = torch_backend("files of Lightning", PtBackend).read_tree(path)
+    is_needed = is_whole or not isinstance(checkpoint, dict)
+    if is_needed and (reason := find_unreadable(checkpoint)):
+        raise refusal(path, f"holds {reason}")
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         raise CompatibilityError(f"{path} holds no checkpoint of Lightning: it has no 'state_dict'")
     return checkpoint
@@ -139,17 +132,16 @@ def write_ckpt(target: Target, checkpoint: dict[str, object]) -> None:
         backend.write_tree(checkpoint, file)
 
 
-def warn_of_other_entries(checkpoint: Mapping[str, Any]) -> None:
-    """Warn that entries of a checkpoint other than the model's tensors are not converted."""
-    import warnings
+def is_lightning(path: str) -> bool:
+    """Return whether a zip file of torch is a checkpoint of Lightning, which records its version.
 
-    others = sorted(key for key in checkpoint if key != "state_dict")
-    model = checkpoint["state_dict"]
-    others += sorted(f"state_dict[{name!r}]" for name in model if not is_torch(model[name]))
-    if others:
-        warnings.warn(
-            f"only the model of the checkpoint of Lightning is converted, without {others}: a "
-            "folder (--to mlstate) holds all of it",
-            CheckpointWarning,
-            stacklevel=3,
-        )
+    False for damaged files: reading them reports this.
+    """
+    import zipfile
+
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            return bool(names) and b"pytorch-lightning_version" in archive.read(names[0])
+    except Exception:  # each codec raises its own class, such as zlib.error
+        return False

@@ -1,6 +1,6 @@
-"""Which format a path has: by suffix, by the content of a folder; names of all formats.
+"""Formats by name, and the format of a path to write: by its suffix, or an existing folder's.
 
-The suffix of a path determines the format. For a directory, its content does.
+The content decides about a path to read: see `open_source`.
 
 The format ``torch_checkpointing`` is a directory of that package; it is only read.
 
@@ -16,28 +16,27 @@ format          path                        holds
 ``lightning``   ``.ckpt``                   a checkpoint of Lightning
 ==============  ==========================  ====================================================
 
-A URL of an object store is a checkpoint of mlstate. As a source, it may also be a ``.safetensors``
-file, or the index file of a Hugging Face folder.
+A URL of an object store is a checkpoint of mlstate.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..._common.local_path import local_path
 from ..._common.text import names_hint
+from ...errors import MLStateError
 from .._folder.local import LocalFolder
-from .._folder.names import MANIFEST
 from .._folder.object import StoreURL
 from .._folder.weight_names import is_index
+from .._sources.open_source import open_source
 from .._store.open_path import is_url, open_folder
-from .lightning import SUFFIX
-from .torch_weights import entry_files, torch_weights_root
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import TypeAlias
 
     from .._folder.protocol import Folder
@@ -54,12 +53,13 @@ NAMES = (
     "torch_checkpointing",
     "lightning",
 )
-SUFFIXES = {  # `format_of` decides about ".ckpt" itself
+SUFFIXES = {
     ".safetensors": "safetensors",
     ".npz": "npz",
     ".pt": "torch",
     ".pth": "torch",
     ".bin": "torch",
+    ".ckpt": "lightning",
     ".dcp": "dcp",
 }
 FLAT = ("safetensors", "npz")  # formats with one level of names
@@ -89,40 +89,27 @@ def folder_of(place: Place) -> Folder:
 
 
 def format_of(path: str | os.PathLike[str]) -> str:
-    """Return the name of a path's format, from an existing directory's content or the suffix.
+    """Return the name of the format to write at a path.
 
-    If a directory has files of several formats, the one that `load` reads counts.
-    A path without suffix is an mlstate checkpoint, and so is a URL without a suffix of another
-    format. The index file of a Hugging Face folder at a URL is the folder. Raises ValueError for an
-    unknown suffix.
+    It is that of an existing folder's content, or else of the suffix; a path without suffix is a
+    checkpoint of mlstate, and so is a URL without a suffix of another format. Raises ValueError for
+    an unknown suffix.
     """
-    place = place_of(path, reads=True)
+    place = place_of(path)
+    suffix = os.path.splitext(place)[1].lower()
     if not isinstance(place, Path):
-        if place.folder.file:
-            return "huggingface" if is_index(place.folder.file) else "safetensors"
-        return SUFFIXES.get(os.path.splitext(place)[1].lower(), "mlstate")
+        return SUFFIXES.get(suffix, "mlstate")
     if place.is_dir():
-        folder = folder_of(place)
-        if folder.exists(MANIFEST):
-            return "mlstate"
-        if folder.find_weights() is not None:
-            return "huggingface"
-        if (place / ".metadata").exists():
-            return "dcp"
-        if torch_weights_root(folder) is not None:
-            return "huggingface"
-        if entry_files(folder):
-            return "torch_checkpointing"
-    elif is_index(place.name):
+        with suppress(MLStateError):
+            return open_source(place).format
+        return "dcp" if suffix == ".dcp" else "mlstate"
+    if is_index(place.name):
         return "huggingface"
-    suffix = place.suffix.lower()
-    if suffix == SUFFIX and not place.is_dir():  # a folder of MLStateCheckpointIO has it too
-        return "lightning"
-    if suffix and suffix not in SUFFIXES and not place.is_dir():
+    if suffix and suffix not in SUFFIXES:
         raise ValueError(
             f"{place}: the suffix {place.suffix!r} belongs to no known format; known are "
             f"{' '.join(SUFFIXES)}, and folders of mlstate and torch. Otherwise pass format= "
-            f"(--from or --to on the command line){names_hint(suffix, SUFFIXES, listed=False)}"
+            f"(--to on the command line){names_hint(suffix, SUFFIXES, listed=False)}"
         )
     return SUFFIXES.get(suffix, "mlstate")
 

@@ -1,0 +1,456 @@
+"""Which entries of another program's tree are the model, the optimizer, named states, metadata.
+
+==========================================================  ==================================
+entry                                                       is
+==========================================================  ==================================
+`_MODEL_KEYS`: a dict; ``module`` beside DeepSpeed's marks  the model
+`_OPTIMIZER_KEYS`, one ``optimizer_N`` or list of one       the optimizer
+tensors beside an optimizer without a model                 the model
+without model and optimizer: all tensors, at any level      the model
+a dict that alone holds model and optimizer                 as if its entries were at the top
+numbers, bool, str and None, among tensors or at the top    metadata
+``_extra_state`` of a module that is not a tensor           an entry of the model's module
+all others                                                  named states
+==========================================================  ==================================
+
+Values that mlstate cannot hold are left out with an error each, which the caller raises if they
+are asked for.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from collections.abc import Mapping
+from io import BytesIO
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..._common.arrays import is_torch
+from ..._common.backend import TensorBackend, backend_of, torch_backend
+from ...errors import CompatibilityError, FormatError
+from ...state._kind import restore
+from ...state._optimizer_state import OptimizerStateDict
+from ...state._state_dict import StateDict
+from .._files.backend import PtBackend
+from .._files.parts import MODEL, OPTIMIZER, STATES, Parts, Unreadable
+from .._states.modules import entries_name, metadata_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from ...errors import MLStateError
+
+_MODEL_KEYS = ("model", "state_dict", "model_state_dict")
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
+_DEEPSPEED_MODEL, _DEEPSPEED_MARKS = "module", ("buffer_names", "param_shapes", "ds_version")
+LISTED = "optimizer_states"  # key of Lightning: a list, with an item for each optimizer
+FLAT = ("state.", "param_groups.")  # prefixes of keys in an optimizer that torch has flattened
+_EXTRA = "_extra_state"  # last part of the name of a module's own state
+# Key of the entry with the classes of the state dicts, which mlstate adds to its torch files.
+RECORD = "mlstate"
+# Deeper trees are not state dicts, but dicts that contain themselves.
+DEEPEST = 64
+_MOST_VALUES = 10_000_000
+
+
+class Found(NamedTuple):
+    """The keys of a tree's model and optimizer; None without one."""
+
+    model: Any = None
+    optimizer: Any = None
+    at_top: frozenset[Any] = frozenset()  # keys that are entries of the model themselves
+
+    def part_names(self) -> dict[Any, str]:
+        """Return the name of the part by key."""
+        names = dict.fromkeys(self.at_top, MODEL)
+        if self.model is not None:
+            names[self.model] = MODEL
+        if self.optimizer is not None:
+            names[self.optimizer] = OPTIMIZER
+        return names
+
+
+# ---- errors ----
+
+
+def malformed(path: object, reason: str) -> FormatError:
+    """Return the error for a file whose content is damaged or malformed."""
+    error = FormatError(f"{path}: {reason}")
+    error.path = str(path)
+    return error
+
+
+def refusal(path: object, reason: str, name: str | None = None) -> CompatibilityError:
+    """Return the error for an intact file with a value, of this `name`, that mlstate cannot hold."""
+    error = CompatibilityError(f"{path}: {reason}")
+    error.path, error.name = str(path), name
+    return error
+
+
+# ---- the rules ----
+
+
+def is_tensor(value: object) -> bool:
+    """Return whether a value of a tree is a tensor or array."""
+    return is_torch(value) or isinstance(value, np.ndarray)
+
+
+def _is_extra(name: object) -> bool:
+    return str(name).rpartition(".")[2] == _EXTRA
+
+
+def is_flat_optimizer(value: Any) -> bool:
+    """Return whether a value is an optimizer of torch's ``flatten_optimizer_state_dict``."""
+    return (
+        isinstance(value, Mapping)
+        and all(isinstance(key, str) and key.startswith(FLAT) for key in value)
+        and any(key.startswith(FLAT[1]) for key in value)
+    )
+
+
+def is_optimizer(value: Any) -> bool:
+    """Return whether a value is an optimizer, in a form of torch or of mlstate."""
+    return (
+        isinstance(value, OptimizerStateDict)
+        or is_flat_optimizer(value)
+        or (isinstance(value, Mapping) and isinstance(value.get("param_groups"), list))
+    )
+
+
+def is_recorded(tree: Mapping[Any, Any]) -> bool:
+    """Return whether mlstate wrote a tree, so that its entries have the names of the parts."""
+    record = tree.get(RECORD)
+    return isinstance(record, Mapping) and "version" in record
+
+
+def _parameter_count(optimizer: Any) -> int:
+    """Return the number of parameters that have states in an optimizer."""
+    if is_flat_optimizer(optimizer):
+        return len({key.rpartition(".")[0] for key in optimizer if key.startswith(FLAT[1])})
+    states = optimizer[0] if isinstance(optimizer, list) else optimizer
+    return len(states.get("state") or ()) if isinstance(states, Mapping) else 0
+
+
+def find_parts(tree: Mapping[Any, Any]) -> Found:
+    """Return the keys of a tree's model and optimizer.
+
+    Only keys that programs commonly use are recognized; several optimizers with numbers are not.
+    Tensors at the top are a model if the optimizer has no more parameters than these: otherwise
+    they are other values of the program, such as the state of a generator.
+    """
+    if is_recorded(tree):
+        return Found(*(key if key in tree else None for key in (MODEL, OPTIMIZER)))
+    models = [key for key in _MODEL_KEYS if isinstance(tree.get(key), Mapping)]
+    if isinstance(tree.get(_DEEPSPEED_MODEL), Mapping) and any(m in tree for m in _DEEPSPEED_MARKS):
+        models.append(_DEEPSPEED_MODEL)
+    numbered = [key for key in tree if isinstance(key, str) and re.match(r"optimizer_\d+\Z", key)]
+    optimizers = [*_OPTIMIZER_KEYS, *(numbered if len(numbered) == 1 else [])]
+    optimizers = [key for key in optimizers if is_optimizer(tree.get(key))]
+    listed = tree.get(LISTED)
+    if isinstance(listed, list) and len(listed) == 1 and is_optimizer(listed[0]):
+        optimizers.append(LISTED)
+    model, optimizer = (next(iter(keys), None) for keys in (models, optimizers))
+    if model is not None or optimizer is None:
+        return Found(model, optimizer)
+    tensors = {key for key, value in tree.items() if is_tensor(value)}
+    is_model = any(tree[key].ndim for key in tensors)
+    if not is_model or len(tensors) < _parameter_count(tree[optimizer]):
+        return Found(None, optimizer)
+    return Found(None, optimizer, frozenset(tensors | {key for key in tree if _is_extra(key)}))
+
+
+def wrapper_of(tree: Mapping[Any, Any]) -> Any:
+    """Return the key of the entry that holds model and optimizer, or None.
+
+    torch's tutorials wrap both in one entry, as in ``{"app": AppState(…)}``. With several such
+    entries, or equal keys inside and outside, no entry is chosen.
+    """
+    if is_recorded(tree) or any(find_parts(tree).part_names()):
+        return None
+    wrappers = [
+        key
+        for key, value in tree.items()
+        if isinstance(value, Mapping) and not is_optimizer(value) and find_parts(value).part_names()
+    ]
+    if len(wrappers) != 1 or tree.keys() & tree[wrappers[0]].keys():
+        return None
+    return wrappers[0]
+
+
+def unwrap(tree: Mapping[Any, Any], wrapper: Any) -> Mapping[Any, Any]:
+    """Return a copy of `tree` with the entries inside its entry `wrapper` instead of that entry.
+
+    The tree itself is returned if it lacks the entry. Of a key that both have, the inner value is
+    taken.
+    """
+    if wrapper not in tree:
+        return tree
+    return {**{key: value for key, value in tree.items() if key != wrapper}, **tree[wrapper]}
+
+
+# ---- values ----
+
+
+def _check_size(tree: Mapping[Any, Any], path: Path) -> None:
+    """Raise FormatError for a tree with too many levels or values.
+
+    Values that are in it many times count each time: a small file can hold a large tree. `path`: of
+    the file, for the error.
+    """
+    left = _MOST_VALUES
+    stack = [(value, str(key), 1) for key, value in tree.items()]
+    while stack:
+        value, name, depth = stack.pop()
+        left -= 1
+        if depth > DEEPEST or left < 0:
+            limit = f"{DEEPEST} levels deep" if left >= 0 else f"{_MOST_VALUES:,} values"
+            raise malformed(path, f"{name[:60]!r} is nested more than {limit}")
+        stack += [(each, name, depth + 1) for each in _items(value)]
+
+
+def _items(value: Any) -> Any:
+    """Return the values inside a container; () for other values."""
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return value.values()
+    return value if isinstance(value, list | tuple | set | frozenset) else ()
+
+
+def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of the leaves of a tree; names are keys joined by dots.
+
+    An extra state is a leaf. `prefix`: name of the tree itself, or "".
+    """
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree)
+    for key, value in items:
+        name = f"{prefix}.{key}" if prefix else str(key)
+        if isinstance(value, Mapping | list | tuple) and not _is_extra(name):
+            yield from _leaves(value, name)
+        else:
+            yield name, value
+
+
+def find_unreadable(value: Any) -> str:
+    """Return why a nested value cannot be read: the class of an object in it; "" if it can."""
+    if isinstance(value, Unreadable):
+        return value.reason
+    return next((reason for each in _items(value) if (reason := find_unreadable(each))), "")
+
+
+def json_value(value: Any) -> Any:
+    """Return a value as JSON can store it, or NotImplemented.
+
+    Tensors without axes become numbers, keys str.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if is_torch(value) and value.dim() == 0 and not value.is_complex() and not value.is_meta:
+        return NotImplemented if isinstance(value, Unreadable) else value.item()
+    if isinstance(value, list | tuple):
+        items = [json_value(item) for item in value]
+        return NotImplemented if any(item is NotImplemented for item in items) else items
+    if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
+        pairs = {str(key): json_value(item) for key, item in value.items()}
+        return NotImplemented if any(v is NotImplemented for v in pairs.values()) else pairs
+    return NotImplemented
+
+
+def _state_value(value: Any) -> Any:
+    """Return a value for a named state, with namespaces as dicts."""
+    if isinstance(value, Namespace):
+        value = vars(value)
+    if type(value) is dict:
+        return {key: _state_value(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_state_value(each) for each in value)
+    return value
+
+
+# ---- sorting ----
+
+
+class _Sorter:
+    """The parts of one file, while its entries are sorted."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.metadata: dict[str, Any] = {}
+        self.states: dict[str, Any] = {}
+        self.numbers: dict[str, Any] = {}
+        self.unreadable: dict[str, dict[str, MLStateError]] = {MODEL: {}, OPTIMIZER: {}, STATES: {}}
+
+    def parts(self, model: StateDict | None, optimizer: OptimizerStateDict | None) -> Parts:
+        """Return all that was sorted."""
+        errors = {name: each for name, each in self.unreadable.items() if each}
+        return Parts(model, optimizer, self.metadata, self.states, self.numbers, errors)
+
+    def _note_unreadable(self, part: str, name: str, reason: str) -> None:
+        """Note that an entry cannot be read, and why."""
+        remedy = "names=, or --skip of mlstate convert, read the others without it"
+        text = f"{name!r} is {reason}; {remedy}"
+        self.unreadable[part][name] = refusal(self.path, text, name)
+
+    def _twice(self, name: str) -> CompatibilityError:
+        return refusal(self.path, f"two entries have the name {name!r}", name)
+
+    def model_of(self, tree: Mapping[Any, Any], text: Any) -> tuple[StateDict, dict[str, Any]]:
+        """Return a model, and its plain values, which are not weights.
+
+        `tree`: its tensors, at any level. `text`: mlstate's description of its class, or None.
+        """
+        if isinstance(tree, StateDict):
+            return tree, {}
+        tensors: dict[str, Any] = {}
+        others: dict[str, Any] = {}
+        extra: dict[str, Any] = {}
+        for name, value in _leaves(tree, ""):
+            if name in tensors or name in others or name in extra:
+                raise self._twice(name)
+            if reason := find_unreadable(value) or _reason_of(name, value):
+                self._note_unreadable(MODEL, name, reason)
+            elif is_tensor(value):
+                tensors[name] = value
+            elif _is_extra(name):
+                extra[name] = _state_value(value)
+            else:
+                others[name] = value
+        self.numbers = {n: v for n, v in others.items() if json_value(v) is not NotImplemented}
+        if extra:
+            metadata = metadata_of(getattr(tree, "_metadata", None))
+            self.states[entries_name(None)] = {"entries": extra, "metadata": metadata}
+        if any(map(is_torch, tensors.values())):
+            tensors = torch_backend("files of torch", TensorBackend).arrays_of(tensors)
+        return restore(tensors, text, str(self.path)), others
+
+    def optimizer_of(
+        self, value: Any, text: Any, part: str, name: str
+    ) -> OptimizerStateDict | None:
+        """Return an optimizer as a state; None if mlstate cannot hold it.
+
+        `text`: mlstate's description of its type and step, or None. `part`, `name`: where the error
+        of an optimizer that cannot be read is noted.
+        """
+        if isinstance(value, OptimizerStateDict):
+            return value
+        try:
+            optimizer = torch_backend("files of torch", PtBackend).optimizer_of(value, self.path)
+        except CompatibilityError as error:
+            self.unreadable[part][name] = error
+            return None
+        described = restore({}, text, str(self.path))
+        if isinstance(described, OptimizerStateDict):
+            optimizer.optimizer_type, optimizer.step = described.optimizer_type, described.step
+            optimizer.learning_rate = described.learning_rate
+            optimizer.param_groups = described.param_groups
+        return optimizer
+
+    def add_rest(self, rest: Mapping[Any, Any]) -> None:
+        """Add the entries that are neither model nor optimizer: metadata, and named states.
+
+        Optimizers become `OptimizerStateDict`; a list of several gets names with numbers.
+        """
+        for key, value in rest.items():
+            name = str(key)
+            plain = json_value(value)
+            is_nested = isinstance(value, list | tuple | Mapping | np.generic)
+            if plain is not NotImplemented and not is_nested and name not in self.metadata:
+                self.metadata[name] = plain
+                continue
+            numbered = {name: value}
+            if key == LISTED and value and all(map(is_optimizer, value)):
+                by_number = {f"optimizer_{number}": each for number, each in enumerate(value)}
+                numbered = numbered if rest.keys() & by_number else by_number
+            for own_name, each in numbered.items():
+                self._add_state(own_name, each)
+
+    def _add_state(self, name: str, value: Any) -> None:
+        if name in self.states:
+            raise self._twice(name)
+        if reason := find_unreadable(value):
+            self._note_unreadable(STATES, name, reason)
+        elif is_optimizer(value):
+            optimizer = self.optimizer_of(value, None, STATES, name)
+            if optimizer is not None:
+                self.states[name] = optimizer
+        else:
+            self.states[name] = _state_value(value)
+
+
+def _reason_of(name: str, value: Any) -> str:
+    """Return why a leaf of a model cannot be read; "" if it can: a tensor, or a plain value."""
+    if is_torch(value):
+        try:
+            backend_of(value, TensorBackend).refuse_unstorable(name, value)
+        except CompatibilityError as error:
+            return str(error).removeprefix(f"{name!r} is ")
+        return ""
+    plain = str | bytes | bytearray | BytesIO | bool | int | float | complex | np.generic
+    if value is None or isinstance(value, plain) or is_tensor(value) or _is_extra(name):
+        return ""
+    return f"a {type(value).__name__}, which is neither a tensor nor a plain value"
+
+
+def sort_entries(tree: Any, path: Path) -> Parts:
+    """Divide a file's content into model, optimizer, metadata and named states.
+
+    Model and optimizer are None if the file has none, or several models with optimizers. `path`: of
+    the file, for errors. Raises CompatibilityError if the content is not a dict of tensors, and
+    FormatError if it is malformed.
+    """
+    sorter = _Sorter(path)
+    if isinstance(tree, StateDict):
+        is_moments = isinstance(tree, OptimizerStateDict)
+        return sorter.parts(*((None, tree) if is_moments else (tree, None)))
+    if not isinstance(tree, Mapping):
+        kind = getattr(tree, "reason", f"a {type(tree).__name__}, not a dict of tensors")
+        raise refusal(path, f"holds {kind}")
+    _check_size(tree, path)
+    if is_optimizer(tree):
+        return sorter.parts(None, sorter.optimizer_of(tree, None, OPTIMIZER, ""))
+    tree = unwrap(tree, wrapper_of(tree))
+    found = find_parts(tree)
+    if not found.part_names() and not is_recorded(tree):
+        if any(
+            isinstance(v, Mapping) and find_parts(v).optimizer is not None for v in tree.values()
+        ):
+            # several models with their optimizers: none of them is the model
+            sorter.add_rest(tree)
+            return sorter.parts(None, None)
+        model, others = sorter.model_of(tree, None)
+        sorter.add_rest(others)
+        return sorter.parts(model, None)
+    names = found.part_names()
+    rest = {key: value for key, value in tree.items() if key not in names}
+    texts = rest.pop(RECORD, {})
+    if not isinstance(texts, Mapping) or not all(isinstance(v, str) for v in texts.values()):
+        raise malformed(path, f"entry {RECORD!r} does not describe the file")
+    if texts and "metadata" in rest:
+        sorter.metadata = _metadata_from(rest.pop("metadata"), path)
+    model = optimizer = None
+    if MODEL in names.values():
+        inner = tree[found.model] if found.model is not None else None
+        top = {key: value for key, value in tree.items() if key in found.at_top}
+        model, others = sorter.model_of(top if inner is None else inner, texts.get(MODEL))
+        for name, value in others.items():  # beside the model's tensors, below its key
+            key = f"{found.model}.{name}" if inner is not None else name
+            if key in rest:
+                raise sorter._twice(key)
+            rest[key] = value
+    if found.optimizer is not None:
+        value = tree[found.optimizer]
+        value = value[0] if isinstance(value, list) else value
+        optimizer = sorter.optimizer_of(value, texts.get(OPTIMIZER), OPTIMIZER, "")
+    sorter.add_rest(rest)
+    return sorter.parts(model, optimizer)
+
+
+def _metadata_from(values: Any, path: Path) -> dict[str, Any]:
+    """Return the metadata that mlstate stored; raise FormatError if they are not plain."""
+    metadata = json_value(values) if isinstance(values, Mapping) else NotImplemented
+    if metadata is NotImplemented:
+        raise malformed(path, "entry 'metadata' does not hold plain values")
+    return dict(metadata)

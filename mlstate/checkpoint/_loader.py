@@ -1,0 +1,343 @@
+"""`Loader`: one source, its sections of tensors, and reads of them, with `cast=`, `missing=`."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .._common.arrays import is_torch
+from .._common.backend import TensorBackend, backend_of, torch_backend
+from .._common.converted import converted, converted_value, is_converted
+from .._common.dtypes import numpy_dtype
+from ..state._state_dict import StateDict
+from ._folder.names import SECTIONS
+from ._load_targets import names_error
+from ._sections import OPTIMIZER, STATES, rename_sections, sections_of
+from ._sources.indexed import IndexedSource
+from ._states.restore import load_tree
+from ._store.chosen_names import chosen_names
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from .._sharding.layout import Cuts, Cutting
+    from ._options import LoadOptions
+    from ._quantized.pairs import Pairs
+    from ._sections import Section
+    from ._sources.protocol import Index, Source
+    from ._store.manifest import Manifest
+    from ._store.name_globs import Names
+
+_CAST_BYTES = 64 << 20  # of the tensors that are converted at the same time
+
+
+class LoadRequest(NamedTuple):
+    """The arguments of a load, checked; the fields before `options` replace options."""
+
+    names: list[str] | None
+    rank: int | None  # its index is preferred if several list the same tensors
+    world_size: int | None  # if `rank` is given
+    cutting: Cutting  # as `ranks_of` returns it
+    by_target: bool  # torch objects determine which part of a tensor they receive
+    cast: bool  # to the dtypes of `into`
+    dtype: str  # of the floats of a new state; "" for the stored ones
+    options: LoadOptions
+    written: set[tuple[str, str]] | None = None  # targets that a failed load fills: state and name
+
+
+class Loader:
+    """Loads one source.
+
+    `sections` are model, optimizer, and the named states with tensors.
+    """
+
+    def __init__(self, request: LoadRequest, source: Source) -> None:
+        """Read what lists the tensors that `request` needs, and choose the names to load.
+
+        With `verify="first"`, all files are verified here; otherwise only sources that have no
+        index have read tensors.
+        """
+        options = request.options
+        self.request = request
+        self.options = options
+        self.source = source
+        self.folder = source.path  # for errors
+        self.verify = bool(options["verify"])
+        names = request.names if options["rename"] is None else None
+        source.begin(names, request.rank, options["into"])
+        self.sections = sections_of(source.index, self.manifest)
+        if source.saved:
+            for section in self.sections:
+                section.saved = source.saved.get(section.label)
+        self.pairs = self._find_pairs()
+        if options["rename"] is not None:
+            rename_sections(self.sections, options["rename"])
+        if options["verify"] == "first":
+            assert isinstance(source, IndexedSource)  # others refuse the option
+            source.require_good()
+            self.verify = False
+
+    @property
+    def manifest(self) -> Manifest:
+        """The description of what the source holds."""
+        return self.source.manifest
+
+    @property
+    def merged_index(self) -> Index:
+        """The table of the tensors read so far; call `need` before loading."""
+        return self.source.index
+
+    def _find_pairs(self) -> Pairs | None:
+        """Return the quantized weights that `cast` decodes, with their scales; None without such.
+
+        The model's codes get the names of their values, and the names of scales are removed.
+        """
+        pairs = self.source.find_pairs() if self.request.dtype else None
+        if pairs is not None:
+            self.sections[0].replace(pairs.renamed(self.sections[0].names))
+        return pairs
+
+    @property
+    def named(self) -> dict[str, Section]:
+        """The sections of the named states with tensors, by name; nested values have none."""
+        sections = self.sections[STATES:]
+        return {section.state: section for section in sections if section.state is not None}
+
+    @property
+    def states(self) -> dict[str, dict[str, Any]]:
+        """Descriptions of the named states."""
+        return self.manifest.states or {}
+
+    def chosen(self) -> tuple[Names, list[list[str]]]:
+        """Return the name matcher, and the selected names of the model and of the optimizer."""
+        names = [section.names for section in self.sections[:STATES]]
+        weights, is_renamed = self.manifest.weights, bool(self.options["rename"])
+        return chosen_names(names, self.request.names, self.folder, weights, is_renamed)
+
+    # ---- reading ----
+
+    def need(self, requests: Iterable[tuple[Section, list[str], Cuts]]) -> None:
+        """Read the indexes that list the requested parts, given as section, names and cutting."""
+        self.source.need((each.number, each.keys(names), cuts) for each, names, cuts in requests)
+
+    def load_keys(self, section: int, keys: list[str], cutting: Cutting) -> dict[str, Any]:
+        """Read the tensors `keys` into new arrays, by key, and first the indexes that list them."""
+        self.source.need([(section, keys, cutting)])
+        return self._read(section, keys, cutting)
+
+    def _read(
+        self, section: int, keys: list[str], cutting: Cutting, *, mmap: bool = False
+    ) -> dict[str, Any]:
+        """Read tensors into new arrays, by key; `mmap`: into views of the files."""
+        return self.source.read(
+            section,
+            keys,
+            cutting,
+            verify=self.verify,
+            mmap=mmap,
+            progress=self.options["progress"],
+        )
+
+    def dtypes_and_shapes(
+        self, section: Section, names: list[str]
+    ) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Return dtype and shape of the tensors `names` of a section, by name, after conversion.
+
+        Raises FormatError if the scales of a quantized weight are missing or do not fit.
+        """
+        label, dtype = SECTIONS[section.number], self.request.dtype
+        stored = {
+            key: (stored_dtype, shape)
+            for section_name, key, _, _, stored_dtype, shape, *_ in self.merged_index.tensors()
+            if section_name == label
+        }
+        by_codes = self.pairs.by_codes if self.pairs is not None and section.number == 0 else {}
+        converted_tensors = {}
+        for name, key in zip(names, section.keys(names), strict=True):
+            result_dtype, shape = stored[key]
+            if key in by_codes:
+                by_codes[key].check()
+                result_dtype, shape = dtype, by_codes[key].shape
+            elif dtype and not section.is_optimizer and is_converted(result_dtype, dtype):
+                result_dtype = dtype
+            converted_tensors[name] = result_dtype, shape
+        return converted_tensors
+
+    def load_state(self, section: Section, names: list[str], extra: dict[str, object]) -> Any:
+        """Return a new state of the class that was saved, of the tensors `names`.
+
+        `extra`: further arrays to add to it.
+        """
+        keys = section.keys(names)
+        arrays_loaded = self._pair_values(section, keys)
+        others = [key for key in keys if key not in arrays_loaded] if arrays_loaded else keys
+        for batch, dtype in self._batches(section, others):
+            loaded = self._read(
+                section.number, batch, self.request.cutting, mmap=self.options["mmap"]
+            )
+            while loaded:  # frees each array before the next one is converted
+                key, array = loaded.popitem()
+                arrays_loaded[key] = converted(array, dtype) if dtype else array
+        arrays = {name: arrays_loaded[key] for name, key in zip(names, keys, strict=True)} | extra
+        if (device := self.options["device"]) is not None:
+            tensors = torch_backend("tensors on a device=", TensorBackend).tensors_of(arrays)
+            arrays = {name: each.to(device) for name, each in tensors.items()}
+        return section.restore(arrays, self.folder)
+
+    def _pair_values(self, section: Section, keys: list[str]) -> dict[str, Any]:
+        """Return the values of those `keys` of a section that are quantized.
+
+        Each key is of the codes, the stored numbers that scales multiply. Raises FormatError if the
+        scales are missing or do not fit.
+        """
+        if self.pairs is None or section.number != 0:
+            return {}
+        chosen = [pair for key in keys if (pair := self.pairs.by_codes.get(key)) is not None]
+        for pair in chosen:
+            pair.check()
+
+        def read(key: str, cutting: Cutting) -> Any:
+            return self._read(section.number, [key], cutting)[key]
+
+        cutting, dtype = self.request.cutting, self.request.dtype
+        return {pair.codes: pair.load(read, cutting, dtype) for pair in chosen}
+
+    def _batches(self, section: Section, keys: list[str]) -> list[tuple[list[str], str]]:
+        """Return batches of keys to load at the same time, each with a dtype to convert to, or "".
+
+        A batch to convert has one tensor, or tensors of few bytes. Optimizers keep their dtypes:
+        their states are more precise than the weights, and count steps.
+        """
+        dtype = self.request.dtype
+        if not dtype or section.is_optimizer:
+            return [(keys, "")]
+        sizes: dict[str, int] = {}
+        for section_name, key, _, _, stored, shape, *_ in self.merged_index.tensors():
+            if section_name == SECTIONS[section.number] and is_converted(stored, dtype):
+                sizes[key] = prod(shape) * numpy_dtype(stored).itemsize
+        batches: list[tuple[list[str], str]] = [([key for key in keys if key not in sizes], "")]
+        room = 0
+        for key in filter(sizes.__contains__, keys):
+            if len(batches) == 1 or sizes[key] > room:
+                batches.append(([], dtype))
+                room = _CAST_BYTES
+            batches[-1][0].append(key)
+            room -= sizes[key]
+        return batches
+
+    # ---- named states ----
+
+    def load_named(self, name: str) -> Any:
+        """Return the named state `name`: of the saved class, with the changes of the load."""
+        section, label = self.named.get(name), f"states[{name!r}]"
+        if label in self.source.saved:
+            value = self.source.saved[label]
+            if section is not None:
+                value = self._changed_state(section)
+            value = deepcopy(value) if self.source.is_mapped else value
+            return _moved_to(self.options["device"], value)
+        if section is None:
+            return load_tree(self, name, self.states[name])
+        return self.load_state(section, section.names, {})
+
+    def _changed_state(self, section: Section) -> Any:
+        """Return a state of tensors that is in memory, renamed, cut and converted as requested.
+
+        A state that nothing changes is the saved one, and its tensors keep their kind.
+        """
+        names, request = section.old_names(), self.request
+        if not (request.cutting[0] or request.dtype):
+            is_renamed = any(name != old for name, old in names.items())
+            arrays = {name: section.saved[old] for name, old in names.items()}
+            return section.restore(arrays, self.folder) if is_renamed else section.saved
+        dtype = "" if section.is_optimizer else request.dtype
+        keys = section.keys(section.names)
+        loaded = self._read(section.number, keys, request.cutting)
+        arrays = {}
+        for (name, old), key in zip(names.items(), keys, strict=True):
+            array = converted_value(loaded[key], dtype) if dtype else loaded[key]
+            like = section.saved[old]
+            if is_torch(like):
+                array = backend_of(like, TensorBackend).tensors_of({name: array})[name]
+            arrays[name] = array
+        return section.restore(arrays, self.folder)
+
+    # ---- states that an optimizer lacks ----
+
+    def lacking(self, names: list[list[str]]) -> dict[str, tuple[str, str]]:
+        """Return the optimizer states that the checkpoint lacks: {key: (parameter, existing key)}.
+
+        A parameter lacks a state if another parameter has it, with that parameter's shape. The
+        existing key is of such a state. `names`: the loaded names of model and optimizer. If the
+        saved optimizer lists the parameters that it trains, only these are considered.
+        """
+        saved = self.sections[OPTIMIZER].restore({}, self.folder)
+        groups = getattr(saved, "param_groups", ())
+        trained = {str(name) for group in groups for name in group.get("params", ())}
+        chosen = set(names[OPTIMIZER])
+        names_by_key = [section.names_by_key() for section in self.sections[:STATES]]
+        shapes: dict[str, tuple[int, ...]] = {}
+        states: dict[str, str] = {}
+        for section, key, _, state, _, shape, _, axes, *_ in self.merged_index.tensors():
+            if section == "params" and key in names_by_key[0]:  # not a scale of quantized weights
+                shapes[names_by_key[0][key]] = shape
+            elif section == "optim_state" and state and axes is None:
+                name = names_by_key[OPTIMIZER][key]
+                if name in chosen and shapes.get(name.rpartition(".")[0]) == shape:
+                    states.setdefault(state, name)
+        parameters = [name for name in names[0] if shapes[name]]
+        # all of them, if the saved optimizer lists none of these
+        parameters = [name for name in parameters if name in trained] or parameters
+        return {
+            f"{name}.{state}": (name, like)
+            for name in parameters
+            for state, like in states.items()
+            if f"{name}.{state}" not in chosen
+        }
+
+    def refuse_lacking(self, names: list[list[str]]) -> None:
+        """With ``missing="error"``, raise if the checkpoint lacks optimizer states."""
+        lacking = list(self.lacking(names)) if self.options["missing"] == "error" else []
+        if lacking:
+            raise names_error(lacking, [], [], self.folder)
+
+    def zeros(self, names: list[list[str]], parameters: Any) -> dict[str, Any]:
+        """Return zeros for the optimizer states that parameters lack, by key.
+
+        `names`: the loaded ones of model and optimizer. `parameters`: the loaded model, for shapes.
+        """
+        import numpy as np
+
+        shapes = {name: tuple(parameters[name].shape) for name in names[0]}
+        dtypes = {}
+        by_key = self.sections[OPTIMIZER].names_by_key()
+        for section, key, _, _, dtype, *_ in self.merged_index.tensors():
+            if section == "optim_state":
+                dtypes[by_key[key]] = numpy_dtype(dtype)
+        return {
+            key: np.zeros(shapes[name], dtypes[like])
+            for key, (name, like) in self.lacking(names).items()
+        }
+
+
+def _moved_to(device: Any, value: Any) -> Any:
+    """Return a nested value with its tensors on `device`; dicts and lists in it are changed.
+
+    None as the device changes nothing.
+    """
+    if device is None:
+        return value
+    if is_torch(value):
+        return backend_of(value, TensorBackend).move_tensor(value, device)
+    if isinstance(value, StateDict):
+        backend = torch_backend("tensors on a device=", TensorBackend)
+        value.update(backend.tensors_of(value))
+    if isinstance(value, dict):
+        for key in value:  # `update` of a Counter would add
+            value[key] = _moved_to(device, value[key])
+    elif isinstance(value, list):
+        value[:] = [_moved_to(device, inner) for inner in value]
+    elif type(value) is tuple:
+        return tuple(_moved_to(device, inner) for inner in value)
+    return value

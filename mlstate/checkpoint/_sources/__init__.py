@@ -1,0 +1,1 @@
+"""What `load`, `verify`, `inspect`, `convert`, `reshard` and `diff` read: one `Source` per path."""

@@ -1,0 +1,114 @@
+"""`Source`, the protocol of everything that can be loaded; a new format implements it.
+
+    IndexedSource       a checkpoint of mlstate; versions, ranks and repair are its own
+    HuggingFaceSource   safetensors files that an index or their names describe
+    SafetensorsSource   one safetensors file
+    WholeSource         every other format: read as a whole, then cut
+
+`open_source` chooses the class for a path, by the content.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from typing import TypeVar
+
+    from ..._sharding.layout import Cuts
+    from .._options import LoadOptions
+    from .._quantized.pairs import Pairs
+    from .._report import VerifyReport
+    from .._store.manifest import Manifest
+
+    _Result = TypeVar("_Result")
+
+
+class Index(Protocol):
+    """The table of a source's tensors; `_core.MergedIndex` implements it."""
+
+    def keys(self, section: int, /) -> list[str]:
+        """Return the sorted keys of a section: 0 the model, 1 the optimizer, 2 named states."""
+
+    def tensors(self) -> list[tuple[Any, ...]]:
+        """Return the fields of a `TensorRecord` for each tensor."""
+
+    def shards(self) -> list[Any]:
+        """Return the fields of a `ShardRecord` for each stored shard; [] if they are unknown."""
+
+    def files(self) -> dict[str, int]:
+        """Return the sizes of the files with tensors, by path."""
+
+    def heads(self) -> list[tuple[Any, ...]]:
+        """Return facts about each index; the last two are the bytes of shards, and in files."""
+
+    def fits(
+        self, folder: str, section: int, keys: list[str], cuts: Any, targets: dict[str, Any], /
+    ) -> object:
+        """Raise if a target has another shape or dtype than its part, or cannot be written."""
+
+
+class Source(Protocol):
+    """A path that can be loaded. Nothing is read before `begin`, `manifest` or `index`."""
+
+    path: str  # absolute, or the URL
+    format: str  # name of the format
+    is_mapped: bool  # the arrays in `saved` are views of files that a writer may change
+
+    @property
+    def manifest(self) -> Manifest:
+        """The description: kinds of model, optimizer and named states, step, metadata."""
+
+    @property
+    def index(self) -> Index:
+        """The table of tensors; after `begin`, of those that were read or needed so far."""
+
+    @property
+    def saved(self) -> Mapping[str, Any]:
+        """States that are in memory, by label such as ``states['ema']``; {} if none are."""
+
+    def check(self, options: LoadOptions) -> None:
+        """Raise ValueError for options of a load that the format does not support."""
+
+    def begin(self, names: list[str] | None, rank: int | None, into: Any = None) -> None:
+        """Prepare a load of `names` (None: all) by a rank: read what lists these tensors.
+
+        `into`: the caller's targets; None: no target is given.
+        """
+
+    def need(self, requests: Iterable[tuple[int, list[str], Cuts]]) -> None:
+        """Read the indexes that list the requested parts: section, keys, and how they are cut."""
+
+    def read(
+        self,
+        section: int,
+        keys: list[str],
+        cuts: Any,
+        *,
+        verify: bool,
+        mmap: bool = False,
+        progress: Callable[[int], object] | None = None,
+    ) -> dict[str, Any]:
+        """Return parts of tensors as new arrays, by key; `mmap`: as views of the files."""
+
+    def read_into(
+        self,
+        section: int,
+        keys: list[str],
+        cuts: Any,
+        targets: dict[str, Any],
+        *,
+        verify: bool,
+        progress: Callable[[int], object] | None,
+    ) -> None:
+        """Read parts of tensors into existing arrays, by key, which `Index.fits` has accepted."""
+
+    def find_pairs(self) -> Pairs | None:
+        """Return the quantized weights of the model with their scales; None without such."""
+
+    def attempt(self, read: Callable[[], _Result]) -> _Result:
+        """Return ``read()``; repeat it if a writer replaces the content meanwhile."""
+
+    def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
+        """Read all of it, and add all problems to `report`."""

@@ -1,0 +1,102 @@
+"""Readers of the formats that are read as a whole, by name; checksums of `checksum` compared."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ... import _core
+from ..._common.backend import torch_backend
+from ..._common.file_checksums import require_unchanged
+from ...errors import MLStateError, StoreError, StoreNotFoundError
+from ...state._kind import KEY
+from .._files.backend import DcpBackend, PtBackend
+from .._files.flat_file import PARTS, read_file, read_npz_parts
+from .._files.parts import Parts, Selection
+from .._files.torch_weights import read_torch_weights, torch_weights_root
+from .._folder.local import LocalFolder
+from .._folder.weight_names import is_index
+from .._layouts.folders import LAYOUTS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextmanager
+def store_errors(path: object) -> Iterator[None]:
+    """Raise an OSError of the block as StoreError, which all of mlstate raises.
+
+    `path`: named in the error if the OSError names none. ENOENT becomes StoreNotFoundError.
+    """
+    try:
+        yield
+    except MLStateError:
+        raise
+    except OSError as error:
+        kind = StoreNotFoundError if error.errno == errno.ENOENT else StoreError
+        # filename2 is the target of a failed rename of a temporary file
+        named_path = error.filename2 or error.filename or path
+        raise kind(error.errno, error.strerror, str(named_path)) from error
+
+
+def has_optimizer(path: str) -> bool:
+    """Return whether the metadata of a safetensors file describe an optimizer in it.
+
+    False if the metadata cannot be read: reading the tensors reports this.
+    """
+    try:
+        texts = _core.file_metadata(path, True)
+    except MLStateError:
+        return False
+    return PARTS in texts or '"kind": "optimizer"' in texts.get(KEY, "")
+
+
+def _read_torch(path: Path, selection: Selection) -> Parts:
+    return torch_backend("files of torch", PtBackend).read_pt(path)
+
+
+def _read_dcp(path: Path, selection: Selection) -> Parts:
+    return torch_backend("files of torch", DcpBackend).read_dcp(path, selection)
+
+
+def _read_torch_weights(path: Path, selection: Selection) -> Parts:
+    """Read the ``.bin`` files of a Hugging Face folder, or of an index in one."""
+    folder = LocalFolder(str(path.parent if path.is_file() else path))
+    root = path.name if is_index(path.name) else torch_weights_root(folder)
+    assert root is not None
+    return Parts(read_torch_weights(folder, root), None, {}, {})
+
+
+_READERS = {
+    "npz": lambda path, selection: read_npz_parts(path),
+    "torch": _read_torch,
+    "lightning": _read_torch,
+    "dcp": _read_dcp,
+    "huggingface": _read_torch_weights,
+}
+
+
+def read_whole(path: str, name: str, checked: bool, selection: Selection | None = None) -> Parts:
+    """Return the content of a local file or folder of the format `name`.
+
+    Arrays of torch files may be views of the mapped file. If a file numbers the parameters of an
+    optimizer, as ``optimizer.state_dict()`` does, the names are the ``param_names`` of its groups,
+    else ``param_0``, ``param_1``, ... Metadata are the other plain values in the file, and states
+    are all other entries. `checked`: compare files with the checksums of `checksum`. `selection`:
+    entries to return; of a distributed checkpoint only these are read.
+    """
+    place, chosen = Path(path), selection or Selection()
+    with store_errors(path):
+        os.stat(path)  # a missing path raises FileNotFoundError for every format
+        if name == "safetensors":
+            return chosen.apply(read_file(place, mmap=False, checked=checked), place)
+        if checked:
+            require_unchanged(path)
+        if name in LAYOUTS:
+            parts = LAYOUTS[name].read(LocalFolder(path), chosen)
+        else:
+            parts = _READERS[name](place, chosen)
+        return chosen.apply(parts, place)

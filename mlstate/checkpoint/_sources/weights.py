@@ -1,0 +1,175 @@
+"""`HuggingFaceSource`, `SafetensorsSource`: safetensors files of any program, read by headers."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from ..._common.store_error import store_error
+from ...errors import FormatError, MLStateError, StoreNotFoundError
+from .._files.checksum import compare_weights, verify_weights_folder
+from .._files.safetensors_verify import read_header, verify_file
+from .._folder.weight_names import is_index
+from .._quantized.pairs import find_pairs
+from .._store.weight_checksums import require_index
+from .._store.weight_files import (
+    read_merged_index,
+    read_weights,
+    unlisted_files,
+    warn_of_total,
+    without_missing,
+)
+from .indexed import IndexedSource
+from .verify_root import root_problem
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from ... import _core
+    from ..._sharding.layout import Cuts
+    from .._quantized.pairs import Pairs
+    from .._report import Problem, VerifyReport
+    from .._store.checkpoint_files import CheckpointFiles
+    from .._store.manifest import Manifest
+    from .._store.weight_files import WeightFiles
+
+_CRC32C = -3  # index of this field in a row of `MergedIndex.shards`
+
+
+class HuggingFaceSource(IndexedSource):
+    """The safetensors files of a folder, which its index or their names describe; see `Source`.
+
+    `root` is the name that describes them: see weight_names.py.
+    """
+
+    format = "huggingface"
+
+    # ---- what is listed ----
+
+    @property
+    def _weights(self) -> WeightFiles:
+        weights = self.manifest.weights
+        assert weights is not None
+        return weights
+
+    def _read_manifest(self) -> Manifest:
+        """Return a manifest that describes the files; see `read_weights`."""
+        folder = self.files.folder
+        try:
+            # the index in a download cache is a link
+            data = folder.read(self.root, follow_links=True) if is_index(self.root) else None
+            if data is not None and self.checked:
+                require_index(folder, self.root, data)
+            return read_weights(folder, self.root, data)
+        except OSError as error:
+            raise store_error(error, "cannot read the folder", self.path) from None
+
+    def _read_index(self) -> _core.MergedIndex:
+        return read_merged_index(self.files.folder, self.manifest, self.checked)
+
+    def begin(self, names: list[str] | None, rank: int | None, into: Any = None) -> None:
+        """Leave out missing files that no name needs; raise if one needs a missing file."""
+        self._manifest = without_missing(self.files.folder, self.manifest, names)
+        self._merged = self._read_index()
+        if self.checked:
+            warn_of_total(self.files.folder, self._manifest, self._merged)
+
+    @property
+    def ranks_read(self) -> list[int]:
+        """The only rank."""
+        return [0]
+
+    def need(self, requests: Iterable[tuple[int, list[str], Cuts]]) -> None:
+        """Do nothing: the headers of all files were read."""
+
+    def find_pairs(self) -> Pairs | None:
+        """Return the quantized weights with their scales, if the folder's config names a method."""
+
+        def tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
+            """Return dtype and shape of each stored tensor, by key."""
+            rows = self.index.tensors()
+            return {key: (dtype, shape) for _, key, _, _, dtype, shape, *_ in rows}
+
+        return find_pairs(self.files.folder, tensors)
+
+    # ---- verifying ----
+
+    def find_problems(self, progress: Callable[[int], object] | None) -> tuple[int, list[Problem]]:
+        """Verify the files, and compare them with their checksums unless `verify` does that.
+
+        Of files without checksums of mlstate, only the structure is checked. A missing file is a
+        problem.
+        """
+        count, problems = self._verify_files(progress)
+        if self.checked:
+            recorded, more = compare_weights(self.files.folder, self._weights.files, progress)
+            count, problems = count + recorded, problems + more
+        warn_of_total(self.files.folder, self.manifest, self.index)
+        return count, problems
+
+    def _verify_files(self, progress: Callable[[int], object] | None) -> tuple[int, list[Problem]]:
+        """Verify the files one by one; return bytes read and problems."""
+
+        def has_checksums(path: str) -> bool:
+            with suppress(FormatError):
+                return read_header(path).has_checksums
+            return False
+
+        count, problems = 0, list[Any]()
+        for name in self._weights.files:
+            try:
+                with self.files.folder.file_to_verify(name, has_checksums) as path:
+                    report = verify_file(path, progress)[0]
+            except StoreNotFoundError as error:
+                problems.append(root_problem("unreadable", name, 0, error))
+                continue
+            count += report.bytes
+            local_folder = os.path.dirname(path)  # of a store's object, a temporary one
+            problems += [
+                problem._replace(text=problem.text.replace(local_folder, self.files.path))
+                for problem in report.problems
+            ]
+        return count, problems
+
+    def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
+        """Verify headers and checksums of all files; compare them with recorded checksums too."""
+        self.checked = False  # they are compared at the end, and changes are problems
+        report.checksums = False
+        try:
+            self._verify_weights(report, progress)
+        except MLStateError as error:
+            if self.files.folder.is_outage(error):
+                raise
+            report.problems.append(root_problem("manifest", self.root, 0, error))
+        verify_weights_folder(self.files.folder, report, progress)
+        report.strange = sorted(set(report.strange))
+
+    def _verify_weights(
+        self, report: VerifyReport, progress: Callable[[int], object] | None
+    ) -> None:
+        """Add the problems of the files to `report`, and the files that they do not include."""
+        report.strange = unlisted_files(self.files.folder, self._weights)
+        try:
+            shards = self.index.shards()
+        except MLStateError as error:
+            if self.files.folder.is_outage(error):
+                raise
+            problems = self._verify_files(None)[1]
+            report.problems += problems or [root_problem("index", self.root, 0, error)]
+            return
+        count, problems = self.find_problems(progress)
+        report.bytes += count + sum(record.bytes for record in self.manifest.indexes)
+        report.problems += problems
+        report.checksums = all(shard[_CRC32C] is not None for shard in shards)
+
+
+class SafetensorsSource(HuggingFaceSource):
+    """One safetensors file, whose name is `root`."""
+
+    format = "safetensors"
+
+    def __init__(self, files: CheckpointFiles, root: str, manifest: Manifest | None = None) -> None:
+        """Create the source of the file `root` in a folder; nothing is read."""
+        super().__init__(files, root, manifest)
+        self.path = files.join(root)

@@ -1,0 +1,434 @@
+"""`WholeSource`: formats that are read as a whole (torch, npz, DCP, Lightning), then cut."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ... import _core
+from ..._common.arrays import is_torch
+from ..._common.backend import TensorBackend, backend_of, is_module
+from ..._common.caller import find_caller
+from ..._common.dtypes import name_of
+from ..._sharding.layout import Layout
+from ...errors import CompatibilityError, MLStateError
+from ...state._kind import kind_of
+from ...state._load_into import check_load, load_into
+from ...state._optimizer_state import OptimizerStateDict
+from .._files.flat_file import as_arrays
+from .._files.parts import MODEL, is_flat
+from .._files.parts import OPTIMIZER as OPTIMIZER_PART
+from .._files.parts import STATES as STATES_PART
+from .._files.safetensors_verify import verify_file
+from .._folder.names import SECTIONS
+from .._quantized.pairs import refuse_quantized_state
+from .._sections import OPTIMIZER, STATES
+from .._states.collect import add_entries, take_states
+from .._states.modules import split_entries
+from .._store.manifest import Manifest
+from .._store.weight_files import WeightFiles
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+    from typing import TypeVar
+
+    from ..._sharding.layout import Cuts
+    from .._files.parts import Parts, Selection
+    from .._options import LoadOptions
+    from .._report import VerifyReport
+
+    _Result = TypeVar("_Result")
+
+# Formats whose arrays are views of mapped files: a load returns memory that no writer changes.
+_MAPPED = ("torch", "huggingface")
+
+
+_NBYTES = 9  # index of the bytes in a row of `tensors`
+
+
+class MemoryIndex:
+    """The tensors of parts in memory, with the methods of a merged index; see `Index`."""
+
+    def __init__(self, path: str, parts: Parts) -> None:
+        """List the tensors of `parts`, the content of the file or folder at `path`."""
+        self._path = path
+        states = {
+            f"{name}/{key}": value
+            for name, state in parts.states.items()
+            if is_flat(state)
+            for key, value in state.items()
+        }
+        self.sections = [dict(parts.model or {}), dict(parts.optimizer or {}), states]
+        # of the parameters of each optimizer, by the prefix of its keys
+        self._shapes: dict[str, dict[str, dict[tuple[int, ...], str]]] = {}
+        self._optimizers = {
+            name for name, state in parts.states.items() if isinstance(state, OptimizerStateDict)
+        }
+        self._unreadable = parts.unreadable.get(MODEL, {})
+
+    def keys(self, section: int) -> list[str]:
+        """Return the sorted keys of a section, also of tensors that cannot be read."""
+        return sorted([*self.sections[section], *([] if section else self._unreadable)])
+
+    def tensors(self) -> list[tuple[Any, ...]]:
+        """Return the fields of a `TensorRecord` for each tensor in memory."""
+        rows = []
+        for number, section in enumerate(SECTIONS):
+            for key in sorted(self.sections[number]):
+                array = self.sections[number][key]
+                parameter, state = key, None
+                if number == OPTIMIZER and "." in key:
+                    parameter, _, state = key.rpartition(".")
+                dtype, shape = name_of(array.dtype), tuple(array.shape)
+                nbytes = prod(shape) * array.dtype.itemsize  # a sparse tensor has no `nbytes`
+                # one whole shard of version 1: no layout, no tier, neither sparse nor compressed
+                row = (section, key, parameter, state, dtype, shape)
+                rows.append((*row, (), None, 1, nbytes, 1, None, nbytes, 0, None))
+        return rows
+
+    def shards(self) -> list[Any]:
+        """Return no shards: the format does not tell where the tensors are."""
+        return []
+
+    def files(self) -> dict[str, int]:
+        """Return the sizes of the files."""
+        return {name: os.path.getsize(path) for name, path in files_of(self._path).items()}
+
+    def heads(self) -> list[tuple[Any, ...]]:
+        """Return one head, as of one index file; its last two fields are the bytes of all tensors.
+
+        These are the bytes of the shards, and their bytes in files. The fields before, such as the
+        number of shards, are 0: unknown.
+        """
+        total = sum(row[_NBYTES] for row in self.tensors())
+        return [(0, 0, 0, 0, total, total)]
+
+    def fits(
+        self, folder: str, section: int, keys: list[str], cuts: Any, targets: dict[str, Any]
+    ) -> None:
+        """Raise as `check_load` if the parts do not fit `targets`, by key; nothing is changed."""
+        parts = self.parts(section, keys, cuts)
+        check_load({key: targets[key] for key in keys}, parts, strict=True, cast=False)
+
+    def parts(self, section: int, keys: list[str], cuts: Any) -> dict[str, Any]:
+        """Return parts of tensors by key, as views of the arrays in memory.
+
+        `cuts`: one cutting for all, or a place (shape, layout, index) for each. Raises
+        CompatibilityError for an optimizer's state of another shape than its parameter.
+        """
+        for key in keys if section == 0 else ():
+            if key in self._unreadable:
+                raise self._unreadable[key]
+        if isinstance(cuts, list):
+            places = zip(keys, cuts, strict=True)
+            arrays = self.sections[section]
+            return {key: Layout(steps).take(arrays[key], at) for key, (_, steps, at) in places}
+        steps, index, world = cuts
+        if not steps or not world:
+            return {key: self.sections[section][key] for key in keys}
+        return {key: self._cut(section, key, steps, index) for key in keys}
+
+    def _cut(self, section: int, key: str, steps: Any, index: int) -> Any:
+        """Return part `index` of a tensor.
+
+        States of an optimizer with one element or without axes stay whole. Raises
+        CompatibilityError for a state of any other shape than the parameter's, or for different
+        shapes if the parameter is unknown.
+        """
+        array = self.sections[section][key]
+        shape = tuple(array.shape)
+        prefix = key.partition("/")[0] + "/" if section == STATES else ""
+        expected: dict[tuple[int, ...], str] = {}
+        if section == OPTIMIZER or prefix[:-1] in self._optimizers:
+            expected = self._shapes_of_parameters(section, prefix).get(key.rpartition(".")[0], {})
+            if shape in ((), (1,)) and shape not in expected:
+                return array
+        for other, label in expected.items():
+            if other == shape:
+                continue
+            name = key.removeprefix(prefix)
+            error = CompatibilityError(
+                f"{name!r} has shape {shape}, and {label} {other}: the format does not tell how to "
+                "cut it; load it whole, or convert it by mlstate convert first"
+            )
+            error.name = name
+            raise error
+        projected, number = _core.layout_project(steps, index, len(shape), None)
+        return Layout(projected).take(array, number)
+
+    def _shapes_of_parameters(
+        self, section: int, prefix: str
+    ) -> dict[str, dict[tuple[int, ...], str]]:
+        """Return the shapes that an optimizer's states may have, by the keys of their parameters.
+
+        Each has its text for errors. It is the shape of the parameter in the model; if that lacks
+        it, the shapes of its states, except of single elements. `prefix`: of the keys of a named
+        optimizer.
+        """
+        if prefix in self._shapes:
+            return self._shapes[prefix]
+        model = self.sections[0]
+        shapes = self._shapes[prefix] = {}
+        for key, array in self.sections[section].items():
+            parameter, shape = key.rpartition(".")[0], tuple(array.shape)
+            name = parameter.removeprefix(prefix)
+            if not key.startswith(prefix):
+                continue
+            if name in model:
+                shapes[parameter] = {tuple(model[name].shape): "its parameter"}
+            elif name and shape not in ((), (1,)):
+                shapes.setdefault(parameter, {}).setdefault(shape, repr(key.removeprefix(prefix)))
+        return shapes
+
+
+def files_of(path: str) -> dict[str, str]:
+    """Return the paths of the regular files of a path, by their names in it.
+
+    A path that is a file is its only one; a path that does not exist has none.
+    """
+    if os.path.isfile(path):
+        return {os.path.basename(path): path}
+    if not os.path.isdir(path):
+        return {}
+    names = sorted(os.listdir(path))
+    return {name: os.path.join(path, name) for name in names if os.path.isfile(f"{path}/{name}")}
+
+
+def _kind_of(state: Any) -> dict[str, Any] | None:
+    """Return the manifest's description of a state; only its kind if JSON cannot hold the rest."""
+    if state is None:
+        return None
+    try:
+        return kind_of(state) or {"kind": "state"}
+    except (TypeError, ValueError):  # values that JSON cannot hold
+        return {"kind": "optimizer" if isinstance(state, OptimizerStateDict) else "state"}
+
+
+def _manifest_of(path: str, name: str, parts: Parts) -> Manifest:
+    """Return a manifest that describes a file or folder of another program, of the format `name`.
+
+    `parts`: its content. No save wrote it: the manifest has no generation, no indexes, and the time
+    of the last change as the time of the save.
+    """
+    changed = datetime.datetime.fromtimestamp(os.path.getmtime(path), datetime.UTC)
+    return Manifest(
+        generation="",
+        sequence=1,
+        created=changed.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        writer=f"a program that writes the format {name}",
+        step=parts.step,
+        world_size=1,
+        model=_kind_of(parts.model),
+        optimizer=_kind_of(parts.optimizer),
+        metadata=dict(parts.metadata),
+        states={
+            name: _kind_of(value) if is_flat(value) else {"kind": "tree"}
+            for name, value in parts.states.items()
+        },
+        indexes=(),
+        weights=WeightFiles(os.path.basename(path), tuple(files_of(path))),
+    )
+
+
+class WholeSource:
+    """A local file or folder that `read` reads as a whole; see `Source`."""
+
+    def __init__(
+        self,
+        path: str,
+        name: str,
+        read: Callable[[bool, Selection | None], Parts],
+        manifest: Manifest | None = None,
+    ) -> None:
+        """Create the source; nothing is read.
+
+        `name`: of the format. `read`: returns the content; its arguments tell whether to compare
+        files with the checksums of `checksum`, and which entries to read. `manifest`: the
+        description, if it is known.
+        """
+        self.path = path
+        self.format = name
+        self.is_mapped = name in _MAPPED
+        self._read_parts = read
+        self._checked = True
+        self._selection: Selection | None = None
+        self._parts: Parts | None = None
+        self._index: MemoryIndex | None = None
+        self._manifest = manifest
+
+    def fresh(self) -> WholeSource:
+        """Return a source of the same path, of which nothing was read."""
+        return WholeSource(self.path, self.format, self._read_parts)
+
+    def check(self, options: LoadOptions) -> None:
+        """Raise ValueError for options that need an index."""
+        group, into = options["group"], options["into"]
+        for text, is_given in (
+            ("mmap=True", options["mmap"]),
+            ("verify='first'", options["verify"] == "first"),
+            (f"missing={options['missing']!r}", options["missing"] != "skip"),
+            ("into= with a group", into is not None and group is not None and group.world_size > 1),
+        ):
+            if is_given:
+                raise ValueError(
+                    f"{self.path}: {text} is not possible for the format {self.format}: leave it "
+                    "out, or convert it by mlstate convert first"
+                )
+        self._checked = bool(options["verify"])
+
+    def select(self, selection: Selection) -> None:
+        """Read only these entries; call it before anything is read."""
+        self._selection = selection
+
+    # ---- what is listed ----
+
+    @property
+    def parts(self) -> Parts:
+        """The content, read at the first use."""
+        if self._parts is None:
+            self._parts = self._read_parts(self._checked, self._selection)
+        return self._parts
+
+    @property
+    def manifest(self) -> Manifest:
+        """A description of the content."""
+        if self._manifest is None:
+            self._manifest = _manifest_of(self.path, self.format, self.parts)
+        return self._manifest
+
+    @property
+    def index(self) -> MemoryIndex:
+        """The table of the tensors in memory."""
+        if self._index is None:
+            self._index = MemoryIndex(self.path, self.parts)
+        return self._index
+
+    @property
+    def saved(self) -> Mapping[str, Any]:
+        """The states in memory by label; arrays may be views of mapped files."""
+        parts = self.parts
+        named = {f"states[{name!r}]": value for name, value in parts.states.items()}
+        return {"model": parts.model, "optimizer": parts.optimizer, **named}
+
+    def begin(self, names: list[str] | None, rank: int | None, into: Any = None) -> None:
+        """Read everything; list the named states that `into` has as a save would store them.
+
+        Raises the error of an optimizer that cannot be read, unless a target or a name excludes it.
+        Warns of named states that cannot be read.
+        """
+        parts = self.parts
+        take = getattr(into, "get", lambda name: getattr(into, name, None))
+        error = parts.unreadable.get(OPTIMIZER_PART, {}).get("")
+        if error is not None and names is None and (into is None or take("optimizer") is not None):
+            raise error
+        if into is None:
+            unread = sorted(parts.unreadable.get(STATES_PART, ())) if names is None else ()
+            if unread:
+                find_caller().warn(f"{self.path}: these entries are not read: {', '.join(unread)}")
+            return
+        targets = take("states") or ()
+        for name in targets:
+            if name in parts.unreadable.get(STATES_PART, ()):
+                raise parts.unreadable[STATES_PART][name]
+        states, _ = split_entries(parts.states)
+        chosen = {name: state for name, state in states.items() if name in targets}
+        named = take_states(chosen, model=None, ranks=1)
+        model = take("model")
+        if is_module(model):
+            entries = parts.module_entries(model.state_dict())
+            named = add_entries(named, None, (entries, {})) if entries else named
+        named.add_trees(None, digests=())
+        arrays = {key: getattr(each, "array", each) for key, each in (named.arrays or {}).items()}
+        self.index.sections[STATES].update(arrays)
+        kinds = {n: kind for n, kind in (self.manifest.states or {}).items() if n[0] != "."}
+        self._manifest = self.manifest._replace(states={**kinds, **named.kinds})
+
+    def need(self, requests: Iterable[tuple[int, list[str], Cuts]]) -> None:
+        """Do nothing: everything was read."""
+
+    # ---- reading ----
+
+    def read(
+        self,
+        section: int,
+        keys: list[str],
+        cuts: Any,
+        *,
+        verify: bool,
+        mmap: bool = False,
+        progress: Callable[[int], object] | None = None,
+    ) -> dict[str, Any]:
+        """Return parts of tensors by key, in memory that no writer changes; see `Source`."""
+        whole = self.index.sections[section]
+        parts = self.index.parts(section, keys, cuts)
+        if section == STATES:
+            parts = {key: _array_of(key, part, self.path) for key, part in parts.items()}
+        parts = {
+            key: part if part is whole[key] and not self.is_mapped else part.copy()
+            for key, part in parts.items()
+        }
+        if progress is not None:
+            progress(sum(int(part.nbytes) for part in parts.values()))
+        return parts
+
+    def read_into(
+        self,
+        section: int,
+        keys: list[str],
+        cuts: Any,
+        targets: dict[str, Any],
+        *,
+        verify: bool,
+        progress: Callable[[int], object] | None,
+    ) -> None:
+        """Copy parts of tensors into `targets`; see `Source`."""
+        parts = self.index.parts(section, keys, cuts)
+        load_into({key: targets[key] for key in keys}, parts)
+        if progress is not None:
+            progress(sum(int(part.nbytes) for part in parts.values()))
+
+    def find_pairs(self) -> None:
+        """Raise CompatibilityError if the folder's config says that the model is quantized."""
+        if self.format == "huggingface" and self.parts.model is not None:
+            refuse_quantized_state(self.path, self.parts.model)
+
+    def attempt(self, read: Callable[[], _Result]) -> _Result:
+        """Return ``read()``: the content is in memory."""
+        return read()
+
+    # ---- verifying ----
+
+    def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
+        """Compare the CRC-32 of zip entries, then read the content as a load does."""
+        from .verify_zip import verify_files
+
+        if self.format == "safetensors":
+            found, report.checksums = verify_file(self.path, progress)
+            report.problems += found.problems
+            report.bytes += found.bytes
+        else:
+            verify_files(files_of(self.path), report, progress)
+        if report.problems:
+            return
+        try:
+            _ = self.index
+        except MLStateError as error:
+            report.refuse(error, os.path.basename(self.path))
+
+
+def _array_of(key: str, value: Any, path: str) -> Any:
+    """Return a tensor of a named state as an array; `path` starts the text of errors.
+
+    Raises UnstorableError for tensors without plain memory, TypeError for Python objects.
+    """
+    state, _, name = key.partition("/")
+    try:
+        if is_torch(value):
+            backend_of(value, TensorBackend).refuse_unstorable(name, value)
+        return as_arrays({name: value})[name]
+    except (CompatibilityError, TypeError) as error:
+        text = "leave out cast= and layout=, which need plain tensors, or choose others by names="
+        error.args = (f"{path}: states[{state!r}]: {error}; {text}",)
+        raise
