@@ -403,6 +403,20 @@ def test_metadata_kept_by_another_writer_is_explained(tmp_path):
 DESCRIPTORS = pathlib.Path("/proc/self/fd")
 
 
+def test_headers_of_every_length_are_read(tmp_path):
+    """The first read gets whole headers of up to a page; the rest of longer ones follows."""
+    path = tmp_path / "a.safetensors"
+    array = np.arange(5000, dtype=np.uint8)
+    lengths = set()
+    for length in (*range(3800, 4200, 8), 4096 * 2, 4096 * 5):
+        metadata = {"text": "x" * length}
+        mlstate.save_file({"w": array}, path, metadata)
+        lengths.add(8 + int.from_bytes(path.read_bytes()[:8], "little"))
+        assert same(mlstate.load_file(path)["w"], array)
+        assert load_metadata(path) == metadata
+    assert {4096 - 64, 4096, 4096 + 64} <= lengths
+
+
 def test_mapped_arrays_share_the_file_and_outlive_the_dict(tmp_path):
     path = tmp_path / "f"
     save_file({"a": np.arange(1000.0), "b": np.arange(5, dtype=np.int8)}, path)

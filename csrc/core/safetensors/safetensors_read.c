@@ -26,6 +26,7 @@
 
 enum {
     LENGTH_BYTES = 8,     /* before the header */
+    FIRST_READ = 4096,    /* from the start of a file: a page holds most small headers */
     HEADER_DEPTH = 16,    /* the format needs 3; other writers may nest deeper */
     SHOWN_NAME = 100,     /* bytes of a name in a message */
     SHOWN_DTYPE = 32,     /* the same for a dtype that is not known */
@@ -691,48 +692,46 @@ void mls_safetensors_fini(mls_safetensors *file)
     *file = (mls_safetensors){0};
 }
 
-/* Open a file and parse its header. Read the header in two steps: its length, and then as
- * many bytes, once the file is known to have them. */
+/* Open a file and parse its header. A header that is longer than the first read is
+ * completed in new memory, once the file is known to have it. */
 mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool verify,
                               int *fd, mls_safetensors *out, mls_status *st)
 {
-    unsigned char start[LENGTH_BYTES];
-    unsigned char *head = NULL;
+    unsigned char start[FIRST_READ], *head = start, *longer = NULL;
+    size_t length = 0, bytes = 0;
     int opened = -1;
-    uint64_t file_bytes;
-    size_t length = 0;
+    uint64_t file_bytes = 0;
     mls_code code = mls_file_open(path, &opened, &file_bytes, st);
-    if (code != MLS_OK) {
-        return code;
+    if (code == MLS_OK) {
+        bytes = file_bytes < FIRST_READ ? (size_t)file_bytes : FIRST_READ;
+        code = bytes < LENGTH_BYTES ? fail_too_short(file_bytes, st)
+                                    : mls_file_read_at(opened, start, bytes, 0, st);
     }
-    code = file_bytes < LENGTH_BYTES
-               ? fail_too_short(file_bytes, st)
-               : mls_file_read_at(opened, start, LENGTH_BYTES, 0, st);
     if (code == MLS_OK) {
         code = header_length(start, file_bytes, &length, st);
     }
-    if (code != MLS_OK) {
-        goto done;
+    if (code == MLS_OK && length > bytes - LENGTH_BYTES) {
+        const size_t rest = LENGTH_BYTES + length - bytes;
+        head = longer = mls_alloc(bytes + rest, 1);
+        if (longer == NULL) {
+            code =
+                mls_fail(st, MLS_E_MEMORY, "no memory for a header of %zu bytes", length);
+        } else {
+            memcpy(longer, start, bytes);
+            code = mls_file_read_at(opened, longer + bytes, rest, bytes, st);
+            bytes += rest;
+        }
     }
-    head = mls_alloc(LENGTH_BYTES + length, 1);
-    if (head == NULL) {
-        code = mls_fail(st, MLS_E_MEMORY, "no memory for a header of %zu bytes", length);
-        goto done;
-    }
-    memcpy(head, start, LENGTH_BYTES);
-    code = mls_file_read_at(opened, head + LENGTH_BYTES, length, LENGTH_BYTES, st);
     if (code == MLS_OK) {
-        code = mls_safetensors_parse(head, LENGTH_BYTES + length, file_bytes, crc, verify,
-                                     out, st);
+        code = mls_safetensors_parse(head, bytes, file_bytes, crc, verify, out, st);
     }
-done:
-    mls_free(head);
-    if (code != MLS_OK) {
+    mls_free(longer);
+    if (code == MLS_OK) {
+        *fd = opened;
+    } else if (opened >= 0) {
         (void)close(opened);
-        return code;
     }
-    *fd = opened;
-    return MLS_OK;
+    return code;
 }
 
 /* Fail with MLS_E_CHECKSUM, the tensor's name and the file offset, because the block at
