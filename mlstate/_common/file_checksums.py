@@ -7,7 +7,6 @@ CRC32C.
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from itertools import pairwise
@@ -184,19 +183,18 @@ def read_local(path: str) -> Checksums | None:
 
     Raises StoreError, and FormatError if it is malformed.
     """
+    if not _core.path_exists(path):  # most files have no checksums, and an open costs more
+        return None
     try:
-        os.lstat(path)  # most files have no checksums; a failing `open` takes three times as long
         with open_regular(path) as file:
             return parse(file.read(_MOST_BYTES + 1), path)  # `parse` refuses more bytes
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError):  # a dangling link
         return None
     except IsADirectoryError:
         raise format_error(
             f"{path}: a folder has the name of the file of checksums", path
         ) from None
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:  # no such file can exist
-            return None
         raise store_error(error, "cannot read the checksums", path) from None
 
 
@@ -218,12 +216,12 @@ def find_of_folder(folder: str) -> Checksums | None:
 
     None without such a file, or without permission to read the parent's. Raises as `read_local`.
     """
-    checksums = read_local(os.path.join(folder, NAME))
-    parent, name = os.path.split(os.path.abspath(folder))
+    checksums = read_local(f"{folder.rstrip('/')}/{NAME}")
+    parent, _, name = os.path.abspath(folder).rpartition("/")
     if checksums is not None or not name:
         return checksums
     try:
-        parent_checksums = read_local(os.path.join(parent, NAME))
+        parent_checksums = read_local(f"{parent}/{NAME}")
     except StorePermissionError:
         return None
     return None if parent_checksums is None else below(parent_checksums, f"{name}/")
@@ -235,9 +233,9 @@ def find_of_file(path: str) -> tuple[Record, str] | None:
     The latter is next to the file, for this file alone or for the whole folder, or in the parent
     folder. None without a record. Raises as `read_local`.
     """
-    folder, name = os.path.split(os.path.abspath(path))
-    checksums = read_local(f"{os.path.join(folder, name)}.{NAME}")
-    checksums = checksums or find_of_folder(folder)
+    path = os.path.abspath(path)
+    folder, _, name = path.rpartition("/")
+    checksums = read_local(f"{path}.{NAME}") or find_of_folder(f"{folder}/")
     if checksums is None or name not in checksums.records:
         return None
     return checksums.records[name], checksums.path

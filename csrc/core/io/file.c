@@ -257,6 +257,14 @@ static int rename_by_mode(const char *from, const char *to, mls_rename_mode mode
 #endif
 }
 
+/* Look a path up, without following a link as its last name. */
+bool mls_path_exists(const char *path)
+{
+    struct stat facts;
+    return lstat(path, &facts) == 0 ||
+           (errno != ENOENT && errno != ENOTDIR && errno != ENAMETOOLONG);
+}
+
 /* Rename without replacing anything; returns 0 or errno. Report all errors of a missing
  * operation as ENOTSUP. */
 int mls_path_rename(const char *from, const char *to, mls_rename_mode mode)

@@ -84,6 +84,11 @@ int mls_file_sync(int fd);
 /* mls_file_sync for a folder. Returns 0 on file systems that cannot sync folders. */
 int mls_folder_sync(int fd);
 
+/* Return whether a path has a file, folder or link. False only if the system has no such
+ * name, or no file can have it (ENAMETOOLONG); true after any other error, which an open
+ * of the path reports. Costs a third of an open that fails. */
+bool mls_path_exists(const char *path);
+
 /* What mls_path_rename does with the name `to`. */
 typedef enum mls_rename_mode {
     MLS_RENAME_NEW, /* it must not exist */

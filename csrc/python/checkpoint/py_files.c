@@ -1,5 +1,5 @@
-/* py_files: checks and checksums of JSON texts, CRC32C, durable files, renames, file
- * names.
+/* py_files: checks and checksums of JSON texts, CRC32C, durable files, paths, renames,
+ * file names.
  */
 #include "arguments/args.h"
 #include "checkpoint/checkpoint_folder.h"
@@ -139,6 +139,22 @@ PyObject *core_folder_sync(mlspy_state *state, PyObject *const *args)
         return mlspy_raise(state, &st, args[0]);
     }
     return Py_NewRef(Py_None);
+}
+
+/* path_exists(path) -> whether the path has a file, folder or link; True if that cannot
+ * be found out, so that an open of the path reports the error */
+PyObject *core_path_exists(mlspy_state *state, PyObject *const *args)
+{
+    (void)state;
+    bool exists;
+    PyObject *encoded = NULL;
+    if (!PyUnicode_FSConverter(args[0], &encoded)) {
+        return NULL;
+    }
+    const char *path = PyBytes_AS_STRING(encoded);
+    MLSPY_WITHOUT_GIL(exists = mls_path_exists(path));
+    Py_DECREF(encoded);
+    return PyBool_FromLong(exists);
 }
 
 /* path_rename(source, target, swap): renames without replacing anything, or swaps two

@@ -258,6 +258,23 @@ TEST(folder_sync_ignores_unsupported_file_systems)
 }
 #endif
 
+TEST(path_exists_unless_the_system_has_no_such_name)
+{
+    char link[PATH_ROOM], below[PATH_ROOM + 2], name[300] = "";
+    write_text(in_folder(path, "file"), "");
+    CHECK(mls_path_exists(path));
+    REQUIRE(symlink("nothing", in_folder(link, "link")) == 0);
+    CHECK(mls_path_exists(link));
+    CHECK(!mls_path_exists(path_of("nothing")));
+    snprintf(below, sizeof below, "%s/a", path);
+    CHECK(!mls_path_exists(below)); /* ENOTDIR */
+    memset(name, 'a', sizeof name - 1);
+    CHECK(!mls_path_exists(name)); /* ENAMETOOLONG */
+    REQUIRE(unlink(link) == 0 && symlink("link", link) == 0);
+    snprintf(below, sizeof below, "%s/a", link);
+    CHECK(mls_path_exists(below)); /* ELOOP, which an open reports */
+}
+
 TEST(rename_refuses_existing_target_or_swaps_both)
 {
     char other[PATH_ROOM];
