@@ -10,7 +10,7 @@ import numpy as np
 
 def is_flag(value: object) -> bool:
     """Return whether a value is True or False, of Python or NumPy."""
-    return isinstance(value, bool | np.bool_)
+    return value is True or value is False or isinstance(value, np.bool_)
 
 
 def check_flags(**flags: object) -> None:

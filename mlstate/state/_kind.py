@@ -69,6 +69,8 @@ def restore(arrays: dict[str, Any], text: str | None, path: object) -> StateDict
 
     `arrays`: its entries by name. `path`: for the FormatError if the text is malformed.
     """
+    if text is None:
+        return StateDict(arrays)
     return restore_kind(arrays, kind_of_text(text, path), path)
 
 
