@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from checkpoint_states import reload_page_cache, sync
-from guard_rows import GIB, MIB, SIZES, Arrays, Operation, state_of, touched_state
+from guard_rows import GIB, KIB, MIB, SIZES, Arrays, Operation, state_of, touched_state
 from optional import optional
 from paired import Case
 
@@ -153,7 +153,14 @@ def loading_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
     }
     if safetensors is not None:
         load = partial(mlstate.load_file, path)
+        foreign = folder / "foreign.safetensors"
+        safetensors.save_file(state, foreign)
         ways["safetensors"] = (partial(read_safetensors, path, sums), load)
+        ways["unchecked"] = (partial(safetensors.load_file, path), load)
+        ways["foreign"] = (
+            partial(safetensors.load_file, foreign),
+            partial(mlstate.load_file, foreign),
+        )
     simple, load = ways[how]
     return Case(simple, load, tensors, close=partial(shutil.rmtree, folder))
 
@@ -246,6 +253,7 @@ def operations(root: Path) -> tuple[Operation, ...]:
 
     save, load = partial(saving_file, root), partial(loading_file, root)
     tensors: dict[str, Any] = {"many": True, "needs": safetensors}
+    small: dict[str, Any] = {"sizes": (64 * KIB, MIB), "needs": safetensors}
     read_first = "commit record, index and manifest are read and checked"
     checked_targets = "the same, and the targets are checked against the manifest; threads start"
     return (
@@ -265,6 +273,20 @@ def operations(root: Path) -> tuple[Operation, ...]:
             load,
             "safetensors",
             **tensors,
+        ),
+        of_files(
+            "load_file, safetensors' file",
+            "safetensors.load_file, neither checks",
+            load,
+            "foreign",
+            **small,
+        ),
+        of_files(
+            "load_file, safetensors unchecked",
+            "safetensors.load_file, which ignores the checksums",
+            load,
+            "unchecked",
+            **small,
         ),
         of_files("load_file mmap=True", 'np.load(mmap_mode="r")', load, "mmap"),
         of_files(
