@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from math import prod
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -409,7 +408,7 @@ def refuse_quantized_state(path: str, state: Mapping[str, Any]) -> None:
 
     `path`: of the folder or file, or a URL.
     """
-    is_folder = is_url(path) or Path(path).is_dir()
-    folder = path if is_folder else str(Path(path).parent)
+    is_folder = is_url(path) or os.path.isdir(path)
+    folder = path if is_folder else os.path.dirname(os.path.abspath(path))
     tensors = {name: (name_of(each.dtype), tuple(each.shape)) for name, each in state.items()}
     refuse_quantized(open_folder(folder, reads=True), tensors)

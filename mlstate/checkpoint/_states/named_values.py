@@ -9,23 +9,34 @@ from __future__ import annotations
 
 import sys
 from enum import Enum, Flag
-from pathlib import Path, PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-_PATHS = {cls.__name__: cls for cls in (PosixPath, WindowsPath, PurePosixPath, PureWindowsPath)}
+if TYPE_CHECKING:
+    from pathlib import PurePath
+
+
+@cache
+def _path_classes() -> dict[str, type[PurePath]]:
+    """Return the classes of pathlib by name; few programs that load keep paths in their states."""
+    from pathlib import PosixPath, PurePosixPath, PureWindowsPath, WindowsPath
+
+    return {cls.__name__: cls for cls in (PosixPath, WindowsPath, PurePosixPath, PureWindowsPath)}
 
 
 def path_node(value: object) -> dict[str, Any] | None:
     """Return the JSON form of a path of pathlib; None for other values and for subclasses."""
-    name = type(value).__name__
-    if _PATHS.get(name) is not type(value):
+    cls = type(value)
+    if not cls.__module__.startswith("pathlib") or _path_classes().get(cls.__name__) is not cls:
         return None
-    return {"$": "path", "class": name, "value": str(value)}
+    return {"$": "path", "class": cls.__name__, "value": str(value)}
 
 
 def path_of(node: dict[str, Any]) -> Any:
     """Return a path; a concrete path of another system becomes one of this system."""
-    cls = _PATHS[node["class"]]
+    from pathlib import Path
+
+    cls = _path_classes()[node["class"]]
     return (Path if issubclass(cls, Path) else cls)(str(node["value"]))
 
 

@@ -9,7 +9,6 @@ An action changes one object, and can undo its change.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import deque
 from collections.abc import Mapping
@@ -125,6 +124,8 @@ def text_of_value(node: object, arrays: Mapping[str, Any]) -> str:
 
 def describe_array(array: Any) -> dict[str, Any]:
     """Return the JSON form of a contiguous array of NumPy, with dtype, shape and digest as key."""
+    import hashlib
+
     digest = hashlib.sha256(array.reshape(-1).view(np.uint8)).hexdigest()
     return {"$": "array", "key": [array.dtype.name, array.shape, digest], "form": "numpy"}
 

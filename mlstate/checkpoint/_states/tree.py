@@ -22,7 +22,6 @@ in the JSON text. Every other value is an object whose member ``"$"`` names its 
 
 from __future__ import annotations
 
-import base64
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
@@ -669,6 +668,8 @@ def value_of_form(form: Any, tensor_of: Callable[[Any], Any] | None = None) -> A
 
     `tensor_of`: as for `Decoder`. Raises KeyError and other errors for a malformed form.
     """
+    import base64
+
     arrays = {
         key: np.frombuffer(base64.b64decode(data), numpy_dtype(dtype)).reshape(shape).copy()
         for key, (dtype, shape, data) in form.get("arrays", {}).items()

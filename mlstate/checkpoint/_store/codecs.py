@@ -5,7 +5,6 @@ The C core calls these functions from several threads at once.
 
 from __future__ import annotations
 
-import zlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -45,6 +44,8 @@ def encode(name: str, data: Buffer, room: int) -> bytes:
     `room`: longest useful result; the caller discards a longer one.
     """
     if name == "zlib":
+        import zlib
+
         return zlib.compress(data, _LEVEL)
     result: bytes = _zstandard().ZstdCompressor(level=_LEVEL).compress(data)
     return result
@@ -60,6 +61,8 @@ def decode(name: str, data: Buffer, size: int) -> bytes:
 
 def _inflate(data: Buffer, size: int) -> bytes:
     """Decompress a zlib block to exactly `size` bytes; raise ValueError if it has more or fewer."""
+    import zlib
+
     stream = zlib.decompressobj()
     try:
         # One byte more than allowed shows that there are too many.

@@ -12,7 +12,6 @@ from ..._common.store_error import store_error
 from .._folder._remote.options import take_options
 from .._folder.local import LocalFolder
 from .._folder.names import MANIFEST
-from .._folder.object import ObjectFolder, StoreURL
 from .._folder.weight_names import is_weights_root
 from .checkpoint_files import CheckpointFiles
 
@@ -99,24 +98,8 @@ def open_folder(
     folder's attribute `file` is then this name. Raises ValueError for an invalid URL, or for
     options of a local path.
     """
-    if isinstance(path, StoreURL):
-        folder = path.folder
-        path = f"{path}/{folder.file}" if folder.file else str(path)
-        if storage_options is None and (reads or not folder.file):
-            return folder
     if is_url(path):
-        url, file = _check_url(path), ""
-        parent, _, name = url.rpartition("/")
-        if is_weights_root(name):
-            if not reads:
-                raise ValueError(f"{path}: {_ONLY_READ}")
-            url, file = parent, name
-        options = take_options(storage_options)
-        if options.cache_folder is None:
-            return ObjectFolder(url, options, file)
-        from .._folder.cached import CachedFolder
-
-        return CachedFolder(url, options, file)
+        return _open_url(path, storage_options, reads)
     place = local_folder(path)
     if storage_options is not None:
         raise ValueError(
@@ -124,6 +107,31 @@ def open_folder(
             "local folder"
         )
     return LocalFolder(place)
+
+
+def _open_url(url: str, storage_options: Mapping[str, Any] | None, reads: bool) -> Folder:
+    """Return the folder of a URL, as `open_folder`; a local load imports nothing of stores."""
+    from .._folder.object import ObjectFolder, StoreURL
+    from .._remote.options import take_options
+
+    file = ""
+    if isinstance(url, StoreURL):
+        folder = url.folder
+        url = f"{url}/{folder.file}" if folder.file else str(url)
+        if storage_options is None and (reads or not folder.file):
+            return folder
+    url = _check_url(url)
+    parent, _, name = url.rpartition("/")
+    if is_weights_root(name):
+        if not reads:
+            raise ValueError(f"{url}: {_ONLY_READ}")
+        url, file = parent, name
+    options = take_options(storage_options)
+    if options.cache_folder is None:
+        return ObjectFolder(url, options, file)
+    from .._folder.cached import CachedFolder
+
+    return CachedFolder(url, options, file)
 
 
 def open_files(
