@@ -122,7 +122,9 @@ def _open_both(
             "mlstate convert first, and reshard the result"
         )
     places = old.files.path, new.path
-    can_be_same = all(each.folder.is_local and os.path.exists(each.path) for each in (old.files, new))
+    can_be_same = all(
+        each.folder.is_local and os.path.exists(each.path) for each in (old.files, new)
+    )
     if places[0] == places[1] or (can_be_same and os.path.samefile(*places)):
         raise ValueError("the target must be another folder than the source")
     return old, new
