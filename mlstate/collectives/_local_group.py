@@ -399,7 +399,7 @@ class LocalGroup(Engine):
         from ._local_launch import run
 
         _core.local_measure(world_size)  # raises if world_size is out of range
-        return run(function, world_size, args, start_method, timeout)
+        return run(LocalGroup.join, function, world_size, args, start_method, timeout)
 
     # ---- description ----
 

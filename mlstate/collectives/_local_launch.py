@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from multiprocessing.connection import Connection
     from multiprocessing.process import BaseProcess
 
+    from ._local_group import LocalGroup
+
 GRACE_SECONDS = 3.0  # for the other ranks to end after one has failed
 MEET_SECONDS = 120.0  # for spawned processes to import their modules
 
@@ -50,6 +52,7 @@ def _end_with_parent() -> None:
 
 
 def _run_rank(
+    join: Callable[..., LocalGroup],
     name: str,
     rank: int,
     world_size: int,
@@ -59,15 +62,14 @@ def _run_rank(
 ) -> None:
     """Join the group as `rank`, call the user's function, and send its result to the parent.
 
-    Runs in the rank's process. `name`: of the group. `pipe`: to the parent. `function` is called
-    with the group and `args`. An exception is sent too, after the group is aborted.
+    Runs in the rank's process. `join`: `LocalGroup.join`. `name`: of the group. `pipe`: to the
+    parent. `function` is called with the group and `args`. An exception is sent too, after the
+    group is aborted.
     """
-    from ._local_group import LocalGroup
-
     group = None
     _end_with_parent()
     try:
-        group = LocalGroup.join(name, rank, world_size, timeout=MEET_SECONDS)
+        group = join(name, rank, world_size, timeout=MEET_SECONDS)
         message = ("result", function(group, *args), "")
     except KeyboardInterrupt:
         message = ("interrupted", None, "")
@@ -222,6 +224,7 @@ def _end_processes(processes: Iterable[BaseProcess]) -> None:
 
 
 def run(
+    join: Callable[..., LocalGroup],
     function: Callable[..., Any],
     world_size: int,
     args: tuple[Any, ...],
@@ -230,9 +233,9 @@ def run(
 ) -> list[Any]:
     """Implement `LocalGroup.run`: start a process for each rank, and return their results by rank.
 
-    Each process calls `function` with its group and `args`. `start_method`: None for Python's
-    default. `timeout`: seconds, None for no limit. All processes have ended afterwards. Raises the
-    error that `_find_error` chooses if a rank has no result.
+    Each process calls `function` with its group and `args`. `join`: `LocalGroup.join`.
+    `start_method`: None for Python's default. `timeout`: seconds, None for no limit. All processes
+    have ended afterwards. Raises the error that `_find_error` chooses if a rank has no result.
     """
     import multiprocessing
     import secrets
@@ -248,7 +251,7 @@ def run(
             parent_pipe, child_pipe = context.Pipe(duplex=False)
             process = context.Process(
                 target=_run_rank,
-                args=(name, rank, world_size, child_pipe, function, args),
+                args=(join, name, rank, world_size, child_pipe, function, args),
                 name=f"mlstate-rank-{rank}",
             )
             ranks.append(_Rank(rank, process, parent_pipe))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.store_error import format_error
 from ...errors import FormatError
 from .._folder.names import MANIFEST
-from .weight_files import WeightFiles
+
+if TYPE_CHECKING:
+    from .weight_files import WeightFiles
 
 FORMAT = "mlstate.manifest"
 VERSION = 2

@@ -20,6 +20,7 @@ from ...errors import FormatError, StoreNotFoundError, TensorNotFoundError
 from ...state._kind import KEY, kind_of_text
 from .._folder.protocol import TensorParts
 from .._folder.weight_names import SUFFIX, is_set, set_files, set_of
+from .manifest import IndexRecord, Manifest
 from .name_globs import Names
 from .weight_checksums import records_of
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .._folder.protocol import FileInfo, Files
-    from .manifest import Manifest
 
 WRITER = "a program that writes Hugging Face folders"
 _MOST_NAME = 240  # bytes of a file name, MLS_PATH_BYTES
@@ -193,8 +193,6 @@ def read_weights(folder: Files, root: str, data: bytes | None) -> Manifest:
     `weights.missing`; raises StoreError if the only file is missing.
     """
     import datetime
-
-    from .manifest import IndexRecord, Manifest
 
     # the name of one file, which the caller passed, may look like a pattern
     is_set_root = is_set(root) and root != folder.file
