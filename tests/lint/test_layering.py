@@ -4,6 +4,7 @@ Inside each, folders have an order too: `CORE_ORDER`, `BINDING_ORDER`, `PACKAGE_
 """
 
 import ast
+import graphlib
 import re
 
 import house
@@ -254,3 +255,71 @@ def test_packages_import_only_packages_above_them():
     assert len(arrows) > 500
     bad = arrows_back(arrows, PACKAGE_ORDER)
     assert not bad, "\n".join(bad)
+
+
+def runtime_imports():
+    """Return {module: modules of the package that it imports}, also inside functions.
+
+    A package loads the names on first use that its `__init__` imports for type checkers.
+    """
+    modules = {house.module_name(path): path for path in house.python_files()}
+    graph = {}
+    for module, path in modules.items():
+        targets = set()
+        for _, name, where in imports(path):
+            while name not in modules and name.startswith("mlstate.") and name != "mlstate._core":
+                name = name.rpartition(".")[0]
+            if name in modules and (where != "typing" or path.name == "__init__.py"):
+                targets.add(name)
+        graph[module] = targets - {module}
+    assert sum(map(len, graph.values())) > 500
+    return graph
+
+
+def cycles_of(graph):
+    """Return a text for each set of nodes that reach each other, with the arrows inside it."""
+    reached = {}
+    for start in graph:
+        reached[start], left = set(), [start]
+        while left:
+            new = graph[left.pop()] - reached[start]
+            reached[start] |= new
+            left.extend(new)
+    cycles = {frozenset(b for b in reached[a] if a in reached[b]) for a in graph} - {frozenset()}
+    return [
+        f"a cycle of {len(cycle)}:\n"
+        + "\n".join(
+            f"  {node} -> {', '.join(sorted(graph[node] & cycle))}" for node in sorted(cycle)
+        )
+        for cycle in sorted(cycles, key=sorted)
+    ]
+
+
+def test_modules_have_no_cycle_of_imports():
+    cycles = cycles_of(runtime_imports())
+    remedy = "move the code that both files need to a third one, or pass a function"
+    assert not cycles, "\n".join([f"{remedy}; imports inside functions count:", *cycles])
+
+
+MOST_FLOORS = 9
+
+
+def test_checkpoint_has_few_floors():
+    """Rooms are the files and folders directly in the folder; a room is above its imports."""
+    package = "mlstate.checkpoint"
+    graph = {}
+    for module, targets in runtime_imports().items():
+        if module.startswith(package):
+            room, *others = (".".join(name.split(".")[:3]) for name in (module, *targets))
+            inside = {other for other in others if other.startswith(package)}
+            graph[room] = graph.get(room, set()) | inside - {room}
+    cycles = cycles_of(graph)
+    assert not cycles, "\n".join(["rooms import each other:", *cycles])
+    floors = []
+    sorter = graphlib.TopologicalSorter(graph)
+    sorter.prepare()
+    while sorter.is_active():
+        floors.append(sorter.get_ready())
+        sorter.done(*floors[-1])
+    table = "\n".join(f"{n}: {', '.join(sorted(rooms))}" for n, rooms in enumerate(floors, 1))
+    assert len(floors) <= MOST_FLOORS, f"{len(floors)} floors, from below:\n{table}"
