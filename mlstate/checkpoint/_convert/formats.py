@@ -2,7 +2,7 @@
 
 The content decides about a path to read: see `open_source`.
 
-The format ``torch_checkpointing`` is a directory of that package; it is only read.
+The formats of `LAYOUTS`, such as ``torch_checkpointing``, are directories that are only read.
 
 ==============  ==========================  ====================================================
 format          path                        holds
@@ -32,6 +32,7 @@ from ...errors import MLStateError
 from .._folder.local import LocalFolder
 from .._folder.object import StoreURL
 from .._folder.weight_names import is_index
+from .._layouts.folders import LAYOUTS
 from .._sources.open_source import open_source
 from .._store.open_path import is_url, open_folder
 
@@ -50,7 +51,7 @@ NAMES = (
     "torch",
     "dcp",
     "huggingface",
-    "torch_checkpointing",
+    *(layout.name for layout in LAYOUTS),
     "lightning",
 )
 SUFFIXES = {

@@ -20,6 +20,7 @@ from .._files.backend import DcpBackend, PtBackend
 from .._files.flat_file import split_texts, write_npz_parts, write_safetensors_parts
 from .._files.parts import Parts, Selection
 from .._huggingface.export import export, take_export
+from .._layouts.folders import LAYOUTS
 from .._load import check_request, load_source
 from .._loader import Loader
 from .._options import LOAD_DEFAULTS, complete_options
@@ -309,11 +310,10 @@ def _write_dcp(target: Target, parts: Parts) -> None:
     torch_backend("files of torch", DcpBackend).write_dcp(target, parts)
 
 
-def _write_entries(target: Target, _parts: Parts) -> None:
-    """Raise CompatibilityError: the format torch_checkpointing is only read."""
+def _refuse_write(target: Target, _parts: Parts) -> None:
+    """Raise CompatibilityError: folders of other programs are only read."""
     raise CompatibilityError(
-        f"{target.path}: folders of torch_checkpointing are only read; choose another format, such "
-        "as .pt"
+        f"{target.path}: folders of this format are only read; choose another, such as .pt"
     )
 
 
@@ -333,4 +333,5 @@ _WRITERS: dict[str, Callable[[Any, Parts], None]] = {  # of a `CheckpointTarget`
     "dcp": _write_dcp,
     "huggingface": _write_huggingface,
     "lightning": _write_lightning,
+    **dict.fromkeys((layout.name for layout in LAYOUTS), _refuse_write),
 }

@@ -1,23 +1,16 @@
-"""Hugging Face folders of ``.bin`` files, and folders of torch_checkpointing, read whole.
-
-A Hugging Face folder has ``.bin`` files, one, or several with or without an index. A folder of
-torch_checkpointing 0.1 has a file ``ENTRY_RANK.pt`` for each entry and rank.
-"""
+"""Hugging Face folders of ``.bin`` files, read whole: one, or several with or without an index."""
 
 from __future__ import annotations
 
 import os
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._common.backend import torch_backend
 from ..._common.caller import find_caller
 from ..._common.store_error import format_error
-from ...errors import CompatibilityError
 from ...state._state_dict import StateDict
 from .._folder.weight_names import TORCH_SUFFIX, is_index, is_set, weights_root
-from .._layouts.entries import sort_entries
 from .._store.weight_files import (
     WeightFiles,
     bytes_of,
@@ -30,9 +23,6 @@ from .backend import PtBackend
 
 if TYPE_CHECKING:
     from .._folder.protocol import Folder
-    from .parts import Parts, Selection
-
-_ENTRY = re.compile(r"(.+)_(0|[1-9]\d{0,8})\.pt\Z", re.ASCII)
 
 
 def torch_weights_root(folder: Folder) -> str | None:
@@ -91,51 +81,3 @@ def _check_equal(path: str, name: str, array: Any, first: Any, first_file: str) 
         error = format_error(f"{path}: {name!r} has other bytes than in {first_file}", path)
         error.name = name
         raise error
-
-
-# ---- torch_checkpointing ----
-
-
-def entry_files(folder: Folder) -> dict[str, dict[int, str]]:
-    """Return {entry: {rank: file name}} of a local folder of torch_checkpointing.
-
-    The result is empty if the folder is of another kind.
-    """
-    names = [name for name in folder.names("") if name.endswith(".pt")]
-    entries: dict[str, dict[int, str]] = {}
-    for match in map(_ENTRY.match, sorted(names)):
-        if match is None:
-            return {}
-        entries.setdefault(match[1], {})[int(match[2])] = match[0]
-    return entries if any(0 in files for files in entries.values()) else {}
-
-
-def read_entries(folder: Folder, selection: Selection) -> Parts:
-    """Read a folder of torch_checkpointing, without running code from it.
-
-    `selection`: entries that it leaves out are not read. Raises CompatibilityError if a rank's file
-    is missing, or if ranks have different values other than parts of DTensors.
-    """
-    backend = torch_backend("files of torch", PtBackend)
-    path = Path(folder.path)
-    entries = entry_files(folder)
-    ranks = range(max(len(files) for files in entries.values()))
-    others = sorted(name for name in folder.names("") if not name.endswith((".pt", ".pkl")))
-    if others:
-        find_caller().warn(f"{path}: files beside the entries are left out: {listed(others)}")
-    # Other names may be of values inside an entry, so then all entries are read.
-    only = selection.only if selection.only <= entries.keys() else set()
-    left_out = selection.skip | (entries.keys() - only if only else set())
-    tree: dict[str, Any] = {}
-    for name, files in entries.items():
-        if name in left_out and not selection.takes(name):
-            continue
-        # `ranks` is as long as the most files of an entry: each entry must have just these ranks
-        missing = [rank for rank in (*ranks, *files) if rank not in files or rank not in ranks]
-        if missing:
-            raise CompatibilityError(
-                f"{path}: rank {missing[0]} has not saved each entry ({name}_{missing[0]}.pt); a "
-                "folder of torch_checkpointing is read with the files of all ranks"
-            )
-        tree[name] = backend.read_ranks([path / files[rank] for rank in ranks])
-    return sort_entries(tree, path)

@@ -84,7 +84,7 @@ def malformed(path: object, reason: str) -> FormatError:
 
 
 def refusal(path: object, reason: str, name: str | None = None) -> CompatibilityError:
-    """Return the error for an intact file with a value, of this `name`, that mlstate cannot hold."""
+    """Return the error for an intact file with a value that mlstate cannot hold, of this `name`."""
     error = CompatibilityError(f"{path}: {reason}")
     error.path, error.name = str(path), name
     return error

@@ -1,22 +1,39 @@
-"""Placeholder until the layouts are merged."""
+"""Which foreign layout a folder has, by the names in it, and the module that reads it."""
 
-import re
-from typing import Any, NamedTuple
+from __future__ import annotations
 
-from .._files.torch_weights import read_entries
+from typing import TYPE_CHECKING, NamedTuple
+
+from . import deepspeed, rank_files, sharded_safetensors, torch_checkpointing
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection
+
+    from .._files.parts import Parts, Selection
+    from .._folder.protocol import Folder
 
 
 class Layout(NamedTuple):
+    """The layout of a folder of another program, and its reader."""
+
     name: str
-    read: Any
+    recognizes: Callable[[Collection[str]], object]  # the names in a folder
+    read: Callable[[Folder, Selection], Parts]  # entries that the selection leaves out may be read
 
 
-LAYOUTS = {"torch_checkpointing": Layout("torch_checkpointing", read_entries)}
+# The first that recognizes a folder reads it.
+LAYOUTS = (
+    Layout("rank_files", rank_files.is_layout, rank_files.read),
+    Layout("deepspeed", deepspeed.is_layout, deepspeed.read),
+    Layout("sharded_safetensors", sharded_safetensors.is_layout, sharded_safetensors.read),
+    Layout("torch_checkpointing", torch_checkpointing.entry_files, torch_checkpointing.read),
+)
 
 
-def find_layout(names):
-    if ".metadata" in names:
-        return Layout("dcp", None)
-    if names and any(re.match(r"(.+)_0\.pt\Z", n) for n in names):
-        return LAYOUTS["torch_checkpointing"]
-    return None
+def find_layout(names: Collection[str]) -> Layout | None:
+    """Return the layout of a folder with these names; None for another folder.
+
+    Folders of mlstate, torch.distributed.checkpoint and Hugging Face come first: the caller has
+    excluded them.
+    """
+    return next((layout for layout in LAYOUTS if layout.recognizes(names)), None)

@@ -33,6 +33,7 @@ from .._store.checkpoint_files import CheckpointFiles
 from .._store.open_path import RootPath, open_folder
 from .indexed import IndexedSource
 from .readers import has_optimizer, read_whole
+from .training_step import StepSource, has_entries
 from .weights import HuggingFaceSource, SafetensorsSource
 from .whole import WholeSource
 
@@ -211,12 +212,13 @@ def _open_folder(path: str, format: str | None) -> Source:
         return IndexedSource(files)
     root = weights_root(names, folder=path) if format in (None, "huggingface") else None
     if root is not None:
-        return HuggingFaceSource(files, root)
+        return (StepSource if has_entries(names) else HuggingFaceSource)(files, root)
     if format in (None, "huggingface") and weights_root(names, TORCH_SUFFIX, folder=path):
         return _whole(path, "huggingface")
     layout = find_layout(names)
-    if format is not None or layout is not None:
-        return _whole(path, format or layout.name)  # type: ignore[union-attr]
+    known = format or ("dcp" if ".metadata" in names else layout and layout.name)
+    if known is not None:
+        return _whole(path, known)
     snapshot = hub_snapshot(path)
     if snapshot is not None:
         return _open_local(snapshot, format)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import _core
 from ..._common.backend import torch_backend
+from ..._common.caller import find_caller
 from ..._common.file_checksums import require_unchanged
 from ...errors import MLStateError, StoreError, StoreNotFoundError
 from ...state._kind import KEY
@@ -19,10 +21,13 @@ from .._files.parts import Parts, Selection
 from .._files.torch_weights import read_torch_weights, torch_weights_root
 from .._folder.local import LocalFolder
 from .._folder.weight_names import is_index
-from .._layouts.folders import LAYOUTS
+from .._layouts.folders import LAYOUTS, Layout
+from .._layouts.sharded_safetensors import refuse_part
+from .._layouts.training_step import beside_weights
+from .._store.weight_files import listed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @contextmanager
@@ -45,12 +50,14 @@ def store_errors(path: object) -> Iterator[None]:
 def has_optimizer(path: str) -> bool:
     """Return whether the metadata of a safetensors file describe an optimizer in it.
 
-    False if the metadata cannot be read: reading the tensors reports this.
+    False if the metadata cannot be read: reading the tensors reports this. Raises the error of a
+    file that holds only a rank's parts.
     """
     try:
         texts = _core.file_metadata(path, True)
     except MLStateError:
         return False
+    refuse_part(Path(path), texts)
     return PARTS in texts or '"kind": "optimizer"' in texts.get(KEY, "")
 
 
@@ -67,15 +74,35 @@ def _read_torch_weights(path: Path, selection: Selection) -> Parts:
     folder = LocalFolder(str(path.parent if path.is_file() else path))
     root = path.name if is_index(path.name) else torch_weights_root(folder)
     assert root is not None
-    return Parts(read_torch_weights(folder, root), None, {}, {})
+    model = read_torch_weights(folder, root)
+    return read_beside(str(path), selection)._replace(model=model)
 
 
-_READERS = {
+def read_beside(path: str, selection: Selection) -> Parts:
+    """Return the entries beside the weights of a local folder; the model is None.
+
+    They are those of accelerate or of a Trainer's step. A warning names files that are not read.
+    """
+    if not os.path.isdir(path):
+        return Parts(None, None, {}, {})
+    folder = LocalFolder(path)
+    parts, unread = beside_weights(folder, folder.names(""), selection)
+    if unread:
+        find_caller().warn(f"{path}: files that are not read: {listed(unread)}")
+    return parts
+
+
+def _read_layout(layout: Layout, path: Path, selection: Selection) -> Parts:
+    return layout.read(LocalFolder(str(path)), selection)
+
+
+_READERS: dict[str, Callable[[Path, Selection], Parts]] = {
     "npz": lambda path, selection: read_npz_parts(path),
     "torch": _read_torch,
     "lightning": _read_torch,
     "dcp": _read_dcp,
     "huggingface": _read_torch_weights,
+    **{layout.name: partial(_read_layout, layout) for layout in LAYOUTS},
 }
 
 
@@ -95,8 +122,4 @@ def read_whole(path: str, name: str, checked: bool, selection: Selection | None 
             return chosen.apply(read_file(place, mmap=False, checked=checked), place)
         if checked:
             require_unchanged(path)
-        if name in LAYOUTS:
-            parts = LAYOUTS[name].read(LocalFolder(path), chosen)
-        else:
-            parts = _READERS[name](place, chosen)
-        return chosen.apply(parts, place)
+        return chosen.apply(_READERS[name](place, chosen), place)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 from ..._common.local_path import local_folder
 from ..._common.store_error import store_error
-from .._folder._remote.options import take_options
 from .._folder.local import LocalFolder
 from .._folder.names import MANIFEST
 from .._folder.weight_names import is_weights_root

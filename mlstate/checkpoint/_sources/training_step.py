@@ -1,0 +1,153 @@
+"""`StepSource`: a step of a Trainer or accelerate: weights, with entries in files beside them.
+
+The weights are read by their headers, and the entries as a whole, but only if they are needed.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from ...errors import MLStateError
+from .._files.parts import Selection
+from .._layouts.training_step import METADATA, step_entries
+from .readers import read_beside
+from .verify_zip import verify_files
+from .weights import HuggingFaceSource
+from .whole import WholeSource
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping
+
+    from .._files.parts import Parts
+    from .._options import LoadOptions
+    from .._report import VerifyReport
+    from .._store.checkpoint_files import CheckpointFiles
+    from .._store.manifest import Manifest
+    from .protocol import Index
+
+
+def has_entries(names: Collection[str]) -> bool:
+    """Return whether a folder with these names has entries beside its weights."""
+    return METADATA in names or bool(step_entries(names))
+
+
+class StepIndex:
+    """The tensors of two sources: those of the model, and the others; see `Index`."""
+
+    def __init__(self, model: Any, others: Any) -> None:
+        self._by_section = (model, others, others)
+        self._indexes = (model, others)
+
+    def keys(self, section: int) -> list[str]:
+        """Return the sorted keys of a section."""
+        return self._by_section[section].keys(section)  # type: ignore[no-any-return]
+
+    def tensors(self) -> list[tuple[Any, ...]]:
+        """Return the fields of a `TensorRecord` for each tensor."""
+        return [row for index in self._indexes for row in index.tensors()]
+
+    def shards(self) -> list[Any]:
+        """Return the shards of the model; those of the others are unknown."""
+        return [row for index in self._indexes for row in index.shards()]
+
+    def files(self) -> dict[str, int]:
+        """Return the sizes of the files of weights."""
+        return dict(self._indexes[0].files())
+
+    def heads(self) -> list[tuple[Any, ...]]:
+        """Return one head with the bytes of all tensors."""
+        total = sum(index.heads()[0][-2] for index in self._indexes)
+        return [(0, 0, 0, 0, total, total)]
+
+    def fits(
+        self, folder: str, section: int, keys: list[str], cuts: Any, targets: dict[str, Any]
+    ) -> object:
+        """Raise if the parts do not fit `targets`, by key."""
+        return self._by_section[section].fits(folder, section, keys, cuts, targets)
+
+
+class StepSource(HuggingFaceSource):
+    """The weights of a folder, and its optimizer, named states and metadata; see `Source`."""
+
+    def __init__(self, files: CheckpointFiles, root: str, manifest: Manifest | None = None) -> None:
+        """Create the source of a local folder; nothing is read."""
+        super().__init__(files, root, manifest)
+        self._others = WholeSource(self.path, self.format, self._read_others)
+        self._needs_others = True
+
+    def _read_others(self, checked: bool, selection: Selection | None) -> Parts:
+        return read_beside(self.path, selection or Selection())
+
+    def check(self, options: LoadOptions) -> None:
+        """Raise ValueError for options that the entries beside the weights do not support."""
+        super().check(options)
+        into = options["into"]
+        take = getattr(into, "get", lambda name: getattr(into, name, None))
+        self._needs_others = into is None or any(map(take, ("optimizer", "states")))
+        if self._needs_others and not options["mmap"]:
+            self._others.check(options | {"verify": True})
+
+    @property
+    def saved(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """The states beside the weights, by label."""
+        return self._others.saved if self._needs_others else {}
+
+    @property
+    def is_mapped(self) -> bool:  # type: ignore[override]
+        """Whether they may be views of mapped files."""
+        return self._others.is_mapped
+
+    @property
+    def index(self) -> Index:  # type: ignore[override]
+        """The table of all tensors that a load needs."""
+        model = super().index
+        if not self._needs_others:
+            return model
+        others = self._others.manifest
+        self._manifest = self.manifest._replace(
+            optimizer=others.optimizer,
+            states=others.states,
+            step=others.step,
+            metadata={**self.manifest.metadata, **others.metadata},
+        )
+        return StepIndex(model, self._others.index)
+
+    def begin(self, names: list[str] | None, rank: int | None, into: Any = None) -> None:
+        """Read the headers of the weights, and the entries if the load needs them."""
+        super().begin(names, rank)
+        if self._needs_others:
+            self._others.begin(names, rank, into)
+        _ = self.index
+
+    def read(self, section: int, keys: list[str], cuts: Any, **options: Any) -> dict[str, Any]:
+        """Return parts of tensors by key; see `Source`."""
+        if section:
+            return self._others.read(section, keys, cuts, **options)
+        return super().read(section, keys, cuts, **options)
+
+    def read_into(
+        self, section: int, keys: list[str], cuts: Any, targets: dict[str, Any], **options: Any
+    ) -> None:
+        """Read parts of tensors into `targets`; see `Source`."""
+        read = self._others.read_into if section else super().read_into
+        read(section, keys, cuts, targets, **options)
+
+    def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
+        """Verify the weights, then the files of the entries beside them."""
+        self._needs_others = False
+        super().verify(report, progress)
+        folder = self.files.folder
+        files = {
+            name: os.path.join(folder.path, name)
+            for names in step_entries(folder.names("")).values()
+            for name in names
+        }
+        has_checksums = report.checksums
+        verify_files(files, report, progress)
+        report.checksums = report.checksums and has_checksums
+        if not report.problems:
+            try:
+                _ = self._others.index
+            except MLStateError as error:
+                report.refuse(error, self.root)
