@@ -19,7 +19,7 @@ from ...errors import FormatError
 from ...state._kind import describe, restore
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
-from .parts import Parts
+from .parts import MODEL, Parts
 
 if TYPE_CHECKING:
     from ..._types import NDArray
@@ -194,13 +194,16 @@ def write_npz_parts(target: Target, parts: Parts) -> None:
 def read_npz_parts(path: Path) -> Parts:
     """Return the content (`Parts`) of a .npz file of `write_npz` or of NumPy.
 
-    Raises FormatError for a damaged file.
+    An array whose dtype NumPy has lost is in the model, and also unreadable. Raises FormatError for
+    a damaged file.
     """
-    from .npz import read_npz
+    from .npz import find_lost_dtypes, read_npz
 
     arrays, record = read_npz(path)
     metadata = record.get("metadata", {})
     if not isinstance(metadata, dict):
         raise _description_error(path, "the metadata are not a JSON object")
     state = _restore_state(path, arrays, record.get("kind"))
-    return Parts(*_split_state(path, state, record), metadata, {})
+    errors = find_lost_dtypes(path, arrays)
+    unreadable = {MODEL: errors} if errors else {}
+    return Parts(*_split_state(path, state, record), metadata, {}, {}, unreadable)

@@ -18,17 +18,20 @@ import numpy as np
 from ..._common.atomic_file import Target, replacing
 from ..._common.dtypes import label_of, name_of, stored_dtype
 from ..._common.regular_file import open_regular
-from ...errors import FormatError
+from ...errors import CompatibilityError, FormatError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..._types import NDArray, NumpyDType
+    from ...errors import MLStateError
+    from .parts import Parts
 
 RECORD = "mlstate.json"
 _SUFFIX = ".npy"
 # Largest expansion ratio of deflate, plus a margin.
 _MOST_PER_BYTE = 1100
+_BFLOAT16_BYTES = 2  # no other dtype of ml_dtypes has as many
 # Zip archives store name lengths in 16 bits; NumPy's reader removes the suffix once.
 _LONGEST_NAME = 60_000
 
@@ -205,3 +208,43 @@ def _restore_dtype(path: str | os.PathLike[str], name: str, array: NDArray, dtyp
         return array.view(stored_dtype(dtype))
     except (AttributeError, KeyError, TypeError, ValueError):
         raise _damage_error(path, name, f"{array.dtype} does not hold {dtype!r}") from None
+
+
+# ---- lost dtypes ----
+
+
+def find_lost_dtypes(
+    path: str | os.PathLike[str], arrays: Mapping[str, NDArray]
+) -> dict[str, MLStateError]:
+    """Return the errors of arrays whose dtype ``numpy.savez`` has lost, by name.
+
+    It stores a dtype of ml_dtypes as bytes without a name, such as ``|V2``. `path`: for the errors.
+    """
+    errors: dict[str, MLStateError] = {}
+    for name, array in arrays.items():
+        if array.dtype.kind != "V" or array.dtype.names is not None or _is_ml_dtype(array.dtype):
+            continue
+        is_bfloat16 = array.dtype.itemsize == _BFLOAT16_BYTES
+        text = "pass cast='bfloat16' if it is that, or " if is_bfloat16 else ""
+        errors[name] = error = CompatibilityError(
+            f"{os.fspath(path)}: {name!r} is {array.dtype.str}, bytes without a dtype: numpy.savez "
+            f"loses those of ml_dtypes, such as bfloat16; {text}write the file by "
+            "mlstate.save_file, which keeps them"
+        )
+        error.name, error.path, error.got = name, os.fspath(path), array.dtype.str
+    return errors
+
+
+def restore_lost_dtypes(parts: Parts, dtype: str) -> Parts:
+    """Return the parts with arrays whose dtype was lost as `dtype`, if they can be of that.
+
+    Only bfloat16 can be told by the number of its bytes.
+    """
+    errors, model = dict(parts.unreadable.get("model", {})), parts.model
+    if dtype != "bfloat16" or model is None:
+        return parts
+    for name in list(errors):
+        if model[name].dtype.itemsize == _BFLOAT16_BYTES:
+            model[name] = model[name].view(stored_dtype(dtype))
+            del errors[name]
+    return parts._replace(unreadable={"model": errors} if errors else {})
