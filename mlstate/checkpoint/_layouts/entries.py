@@ -394,11 +394,12 @@ def _reason_of(name: str, value: Any) -> str:
     return f"a {type(value).__name__}, which is neither a tensor nor a plain value"
 
 
-def sort_entries(tree: Any, path: Path) -> Parts:
+def sort_entries(tree: Any, path: Path, *, is_divided: bool = False) -> Parts:
     """Divide a file's content into model, optimizer, metadata and named states.
 
     Model and optimizer are None if the file has none, or several models with optimizers. `path`: of
-    the file, for errors. Raises CompatibilityError if the content is not a dict of tensors, and
+    the file, for errors. `is_divided`: each entry is of its own file, so that entries without a
+    model are not one. Raises CompatibilityError if the content is not a dict of tensors, and
     FormatError if it is malformed.
     """
     sorter = _Sorter(path)
@@ -413,7 +414,7 @@ def sort_entries(tree: Any, path: Path) -> Parts:
         return sorter.parts(None, sorter.optimizer_of(tree, None, OPTIMIZER, ""))
     tree = unwrap(tree, wrapper_of(tree))
     found = find_parts(tree)
-    if not found.part_names() and not is_recorded(tree):
+    if not found.part_names() and not is_recorded(tree) and not is_divided:
         if any(
             isinstance(v, Mapping) and find_parts(v).optimizer is not None for v in tree.values()
         ):

@@ -63,6 +63,7 @@ def read(folder: Folder, selection: Selection) -> Parts:
         paths = [path / name for name in files]
         tree[part] = backend.read_ranks(paths, keeps_differences=part == _EXTRA)
     extra = tree.get(_EXTRA)
-    if isinstance(extra, dict) and not extra.keys() & {MODEL, OPTIMIZER}:
-        tree = {**tree, **tree.pop(_EXTRA)}
-    return sort_entries(tree, path)
+    if isinstance(extra, dict) and not extra.keys() & tree.keys():
+        del tree[_EXTRA]
+        tree |= extra
+    return sort_entries(tree, path, is_divided=True)

@@ -75,7 +75,7 @@ def beside_weights(
         for entry, files in entries.items()
         if selection.takes(entry)
     }
-    parts = sort_entries(tree, path) if tree else Parts(None, None, {}, {})
+    parts = sort_entries(tree, path, is_divided=True)
     if METADATA in names:
         parts = parts._replace(metadata={**_read_metadata(path / METADATA), **parts.metadata})
     used = {name for files in entries.values() for name in files}

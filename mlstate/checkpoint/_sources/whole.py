@@ -8,16 +8,18 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ... import _core
+from ..._common.arguments import is_flag
 from ..._common.arrays import is_torch
 from ..._common.backend import TensorBackend, backend_of, is_module
 from ..._common.caller import find_caller
-from ..._common.dtypes import name_of
+from ..._common.dtypes import dtype_name, name_of
 from ..._sharding.layout import Layout
 from ...errors import CompatibilityError, MLStateError
 from ...state._kind import kind_of
 from ...state._load_into import check_load, load_into
 from ...state._optimizer_state import OptimizerStateDict
 from .._files.flat_file import as_arrays
+from .._files.npz import restore_lost_dtypes
 from .._files.parts import MODEL, is_flat
 from .._files.parts import OPTIMIZER as OPTIMIZER_PART
 from .._files.parts import STATES as STATES_PART
@@ -253,6 +255,7 @@ class WholeSource:
         self.is_mapped = name in _MAPPED
         self._read_parts = read
         self._checked = True
+        self._dtype = ""  # of `cast=`
         self._selection: Selection | None = None
         self._parts: Parts | None = None
         self._index: MemoryIndex | None = None
@@ -277,6 +280,7 @@ class WholeSource:
                     "out, or convert it by mlstate convert first"
                 )
         self._checked = bool(options["verify"])
+        self._dtype = "" if is_flag(options["cast"]) else dtype_name(options["cast"])
 
     def select(self, selection: Selection) -> None:
         """Read only these entries; call it before anything is read."""
@@ -289,6 +293,8 @@ class WholeSource:
         """The content, read at the first use."""
         if self._parts is None:
             self._parts = self._read_parts(self._checked, self._selection)
+            if self.format == "npz" and self._parts.unreadable:
+                self._parts = restore_lost_dtypes(self._parts, self._dtype)
         return self._parts
 
     @property
