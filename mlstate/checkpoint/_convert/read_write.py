@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ..._common.arrays import refuse_unstorable
 from ..._common.atomic_file import Target
@@ -91,9 +91,12 @@ def read_parts(
     `options`: of a load that changes the tensors. Arrays of torch files may be views of mapped
     files.
     """
-    changes: LoadOptions = {} if options is None else options
+    changes = {name: value for name, value in (options or {}).items() if value not in (None, False)}
+    changes |= {"verify": (options or {}).get("verify", True)}
     chosen = selection or Selection()
-    request = check_request(complete_options(read_parts, changes, LOAD_DEFAULTS))
+    request = check_request(
+        complete_options(read_parts, cast("LoadOptions", changes), LOAD_DEFAULTS)
+    )
     if isinstance(source, WholeSource):
         source.select(chosen)
         source.check(request.options)

@@ -82,8 +82,13 @@ class IndexedSource:
         return self.files.read_manifest(self.root)
 
     @property
-    def index(self) -> _core.MergedIndex:
+    def index(self) -> Any:
         """The merged index of all ranks; after `begin`, of the ranks read so far."""
+        return self.merged
+
+    @property
+    def merged(self) -> _core.MergedIndex:
+        """The index from which tensors are read."""
         if self._indexes is not None:
             return self._indexes.merged_index
         if self._merged is None:
@@ -120,7 +125,7 @@ class IndexedSource:
         progress: Callable[[int], object] | None = None,
     ) -> dict[str, Any]:
         """Return parts of tensors by key; see `Source`."""
-        parts = TensorParts(self.index, section, keys, cuts)
+        parts = TensorParts(self.merged, section, keys, cuts)
         return self.files.folder.load(parts, verify, mmap, progress)
 
     def read_into(
@@ -134,7 +139,7 @@ class IndexedSource:
         progress: Callable[[int], object] | None,
     ) -> None:
         """Read parts of tensors into `targets`; see `Source`."""
-        parts = TensorParts(self.index, section, keys, cuts)
+        parts = TensorParts(self.merged, section, keys, cuts)
         self.files.folder.load_into(parts, targets, verify, progress)
 
     def find_pairs(self) -> Pairs | None:

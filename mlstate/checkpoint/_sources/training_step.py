@@ -101,7 +101,7 @@ class StepSource(HuggingFaceSource):
     @property
     def index(self) -> Index:  # type: ignore[override]
         """The table of all tensors that a load needs."""
-        model = super().index
+        model = self.merged
         if not self._needs_others:
             return model
         others = self._others.manifest

@@ -88,7 +88,7 @@ class HuggingFaceSource(IndexedSource):
 
         def tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
             """Return dtype and shape of each stored tensor, by key."""
-            rows = self.index.tensors()
+            rows = self.merged.tensors()
             return {key: (dtype, shape) for _, key, _, _, dtype, shape, *_ in rows}
 
         return find_pairs(self.files.folder, tensors)
@@ -105,7 +105,7 @@ class HuggingFaceSource(IndexedSource):
         if self.checked:
             recorded, more = compare_weights(self.files.folder, self._weights.files, progress)
             count, problems = count + recorded, problems + more
-        warn_of_total(self.files.folder, self.manifest, self.index)
+        warn_of_total(self.files.folder, self.manifest, self.merged)
         return count, problems
 
     def _verify_files(self, progress: Callable[[int], object] | None) -> tuple[int, list[Problem]]:
@@ -151,7 +151,7 @@ class HuggingFaceSource(IndexedSource):
         """Add the problems of the files to `report`, and the files that they do not include."""
         report.strange = unlisted_files(self.files.folder, self._weights)
         try:
-            shards = self.index.shards()
+            shards = self.merged.shards()
         except MLStateError as error:
             if self.files.folder.is_outage(error):
                 raise

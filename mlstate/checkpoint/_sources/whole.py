@@ -256,6 +256,7 @@ class WholeSource:
         self._read_parts = read
         self._checked = True
         self._dtype = ""  # of `cast=`
+        self._strict = True
         self._selection: Selection | None = None
         self._parts: Parts | None = None
         self._index: MemoryIndex | None = None
@@ -279,7 +280,7 @@ class WholeSource:
                     f"{self.path}: {text} is not possible for the format {self.format}: leave it "
                     "out, or convert it by mlstate convert first"
                 )
-        self._checked = bool(options["verify"])
+        self._checked, self._strict = bool(options["verify"]), bool(options["strict"])
         self._dtype = "" if is_flag(options["cast"]) else dtype_name(options["cast"])
 
     def select(self, selection: Selection) -> None:
@@ -321,14 +322,16 @@ class WholeSource:
     def begin(self, names: list[str] | None, rank: int | None, into: Any = None) -> None:
         """Read everything; list the named states that `into` has as a save would store them.
 
-        Raises the error of an optimizer that cannot be read, unless a target or a name excludes it.
-        Warns of named states that cannot be read.
+        Raises the error of a tensor or an optimizer that cannot be read, unless a target or a name
+        excludes it. Warns of named states that cannot be read.
         """
         parts = self.parts
         take = getattr(into, "get", lambda name: getattr(into, name, None))
-        error = parts.unreadable.get(OPTIMIZER_PART, {}).get("")
-        if error is not None and names is None and (into is None or take("optimizer") is not None):
-            raise error
+        for part, is_needed in ((MODEL, self._strict), (OPTIMIZER_PART, True)):
+            is_asked = into is None or (take(part) is not None and is_needed)
+            for error in parts.unreadable.get(part, {}).values() if names is None else ():
+                if is_asked:
+                    raise error
         if into is None:
             unread = sorted(parts.unreadable.get(STATES_PART, ())) if names is None else ()
             if unread:
@@ -369,8 +372,10 @@ class WholeSource:
         """Return parts of tensors by key, in memory that no writer changes; see `Source`."""
         whole = self.index.sections[section]
         parts = self.index.parts(section, keys, cuts)
-        if section == STATES:
-            parts = {key: _array_of(key, part, self.path) for key, part in parts.items()}
+        parts = {
+            key: _array_of(key, part, self.path) if is_torch(part) else part
+            for key, part in parts.items()
+        }
         parts = {
             key: part if part is whole[key] and not self.is_mapped else part.copy()
             for key, part in parts.items()

@@ -313,12 +313,15 @@ def test_a_tree_that_holds_itself_is_refused(tmp_path):
         read_any(tmp_path / "a.pt")
 
 
-@pytest.mark.parametrize("keep", [0, 3, 100, -20])
-def test_a_damaged_file_is_refused(tmp_path, keep):
+@pytest.mark.parametrize(
+    ("keep", "text"),
+    [(0, "it is empty"), (3, "starts with"), (100, "too early"), (-20, "too early")],
+)
+def test_a_damaged_file_is_refused(tmp_path, keep, text):
     path = tmp_path / "a.pt"
     torch.save({"w": torch.ones(1000)}, path)
     path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(FormatError, match=r"a\.pt: torch cannot read it"):
+    with pytest.raises(FormatError, match=text):
         read_any(path)
 
 
