@@ -29,7 +29,7 @@ class Index(Protocol):
     """The table of a source's tensors; `_core.MergedIndex` implements it."""
 
     def keys(self, section: int, /) -> list[str]:
-        """Return the sorted keys of a section: 0 the model, 1 the optimizer, 2 named states."""
+        """Return the keys of a section: 0 the model, 1 the optimizer, 2 named states."""
 
     def tensors(self) -> list[tuple[Any, ...]]:
         """Return the fields of a `TensorRecord` for each tensor."""

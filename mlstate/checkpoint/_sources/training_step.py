@@ -40,7 +40,7 @@ class StepIndex:
         self._indexes = (model, others)
 
     def keys(self, section: int) -> list[str]:
-        """Return the sorted keys of a section."""
+        """Return the keys of a section."""
         return self._by_section[section].keys(section)  # type: ignore[no-any-return]
 
     def tensors(self) -> list[tuple[Any, ...]]:

@@ -71,8 +71,8 @@ class MemoryIndex:
         self._unreadable = parts.unreadable.get(MODEL, {})
 
     def keys(self, section: int) -> list[str]:
-        """Return the sorted keys of a section, also of tensors that cannot be read."""
-        return sorted([*self.sections[section], *([] if section else self._unreadable)])
+        """Return the keys of a section in the file's order, then tensors that cannot be read."""
+        return [*self.sections[section], *([] if section else self._unreadable)]
 
     def tensors(self) -> list[tuple[Any, ...]]:
         """Return the fields of a `TensorRecord` for each tensor in memory."""
@@ -256,7 +256,7 @@ class WholeSource:
         self._read_parts = read
         self._checked = True
         self._dtype = ""  # of `cast=`
-        self._strict = True
+        self._strict = self._takes_all = True  # without `strict=False`, or `names=`
         self._selection: Selection | None = None
         self._parts: Parts | None = None
         self._index: MemoryIndex | None = None
@@ -281,6 +281,7 @@ class WholeSource:
                     "out, or convert it by mlstate convert first"
                 )
         self._checked, self._strict = bool(options["verify"]), bool(options["strict"])
+        self._takes_all = options["names"] is None
         self._dtype = "" if is_flag(options["cast"]) else dtype_name(options["cast"])
 
     def select(self, selection: Selection) -> None:
@@ -329,11 +330,11 @@ class WholeSource:
         take = getattr(into, "get", lambda name: getattr(into, name, None))
         for part, is_needed in ((MODEL, self._strict), (OPTIMIZER_PART, True)):
             is_asked = into is None or (take(part) is not None and is_needed)
-            for error in parts.unreadable.get(part, {}).values() if names is None else ():
+            for error in parts.unreadable.get(part, {}).values() if self._takes_all else ():
                 if is_asked:
                     raise error
         if into is None:
-            unread = sorted(parts.unreadable.get(STATES_PART, ())) if names is None else ()
+            unread = sorted(parts.unreadable.get(STATES_PART, ())) if self._takes_all else ()
             if unread:
                 find_caller().warn(f"{self.path}: these entries are not read: {', '.join(unread)}")
             return
