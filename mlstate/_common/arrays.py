@@ -163,6 +163,21 @@ def _range_of(memory: _Memory) -> tuple[int, int]:
     return low, address + item_bytes + sum(extent for extent in extents if extent > 0)
 
 
+def memory_image(array: Any, values: NDArray) -> NDArray:
+    """Return the bytes that the memory of `array` would have with other elements, by address.
+
+    `values`: the elements, packed, with the dtype and number of elements of `array`. Gaps between
+    the elements are zeros.
+    """
+    memory = _memory_of(array)
+    low, high = _range_of(memory)
+    raw = f"V{memory.item_bytes}"
+    image = np.zeros(high - low, np.uint8)
+    view = np.ndarray(memory.shape, raw, image.data, memory.address - low, memory.strides)
+    view[...] = values.reshape(memory.shape).view(raw)
+    return image
+
+
 def names_sharing_memory(arrays: Mapping[str, Any]) -> set[str]:
     """Return the names of arrays whose range of addresses meets the range of another array.
 

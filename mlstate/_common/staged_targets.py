@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ..errors import MLStateError
+from ..errors import CompatibilityError, MLStateError
 from .arrays import (
     is_on_device,
     memory_key,
@@ -103,18 +103,19 @@ class _NamedFailure:
 
 
 def refuse_overlaps_on_devices(
-    sections: Iterable[tuple[str, Iterable[str], Mapping[str, Any]]],
-) -> None:
+    sections: Iterable[tuple[str, Iterable[str], Mapping[str, Any]]], joint: int
+) -> bool:
     """Raise ValueError if targets on a device share memory, but are not the same elements.
 
-    Several names of one section may have the same elements, as tied weights do. `sections`: label,
-    names to fill, and targets by name. This is the rule of `_core.targets_tied`, which examines
-    targets in main memory.
+    Several names may have the same elements, as tied weights do: names of one section, or of any of
+    the first `joint` sections. Returns whether some do. `sections`: label, names to fill, and
+    targets by name. This is the rule of `_core.targets_tied`, which examines targets in main
+    memory.
     """
-    tensors: dict[
-        str, Any
-    ] = {}  # the first target of each section and memory, by its text in errors
-    seen = set()  # (number of the section, key of the memory)
+    # the first target of each kind of section and memory, by its text in errors
+    tensors: dict[str, Any] = {}
+    seen = set()  # (kind of the section, key of the memory)
+    is_tied = False
     for number, (label, names, by_name) in enumerate(sections):
         for name in names:
             target = by_name[name]
@@ -125,12 +126,27 @@ def refuse_overlaps_on_devices(
                 raise ValueError(
                     f"the target {where} has elements that share memory: load into a copy of it"
                 )
-            key = number, memory_key(target)
+            key = 0 if number < joint else number, memory_key(target)
+            is_tied |= key in seen
             if key not in seen:
                 seen.add(key)
                 tensors[where] = target
     for first, second in pairs_sharing_elements(tensors):
         raise ValueError(
-            f"the targets {first} and {second} share memory, but are not one tensor of one state: "
-            "load into a copy of one of them"
+            f"the targets {first} and {second} share memory, but are not one tensor: load into a "
+            "copy of one of them"
         )
+    return is_tied
+
+
+def tied_error(first: str, second: str, remedy: str) -> CompatibilityError:
+    """Return the error for targets of one memory whose stored tensors have different bytes.
+
+    `first`, `second`: their texts in errors, in the order of a load. `remedy`: what to do.
+    """
+    error = CompatibilityError(
+        f"the targets {first} and {second} share memory, as tied weights do, but their stored "
+        f"tensors have different bytes: {remedy}"
+    )
+    error.name = second
+    return error

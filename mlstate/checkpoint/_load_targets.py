@@ -17,11 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .. import _core
-from .._common.arrays import is_cache, is_on_device, is_torch, refuse_masked
+from .._common.arrays import (
+    is_cache,
+    is_on_device,
+    is_torch,
+    memory_key,
+    memory_range,
+    refuse_masked,
+)
 from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._common.staged_targets import StagedTargets, refuse_overlaps_on_devices
-from .._sharding.layout import Cuts, Layout, Shard, Steps
+from .._sharding.layout import Cuts, Layout, Shard, Steps, part_of_cutting
 from ..errors import CompatibilityError
 from ..state._compatibility import LISTED, join, rename_hint
 from ..state._load_into import check_load, load_into
@@ -33,6 +40,7 @@ from ._states.collect import modules_of, owner_of
 from ._states.modules import prepare_units, stored_entries, text_of_section
 from ._states.restore import Sources, prepare_object, prepare_tree
 from ._store.name_globs import ALL_NAMES
+from ._ties import TiedName, refuse_other_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,6 +65,20 @@ class _Ready(NamedTuple):
     names: list[str]
     cuts: Cuts
     casts: dict[str, Any]  # targets of another dtype, by name
+
+    def tied_name(self, position: int) -> TiedName:
+        """Return the name at a position, with the memory and the part that it receives."""
+        name, place = self.names[position], None
+        target = self.casts.get(name, self.filling.arrays[name])
+        if isinstance(self.cuts, list):
+            place = self.cuts[position]
+        array = target.array if isinstance(target, Shard) else target
+        return TiedName(self.section, name, array, place)
+
+    def of(self, positions: list[int]) -> _Ready:
+        """Return the target with the names at these positions alone."""
+        cuts = [self.cuts[i] for i in positions] if isinstance(self.cuts, list) else self.cuts
+        return self._replace(names=[self.names[i] for i in positions], cuts=cuts)
 
     def filled(self) -> set[tuple[str, str]]:
         """Return state and name of the targets that the load fills, if it may leave out some."""
@@ -199,7 +221,7 @@ def _without_tied(
         return unfilled
     arrays = filling.arrays
     order = [name for name in (*unfilled, *selected) if name in arrays]
-    [tied] = _core.targets_tied([(section.label, order, arrays)])
+    [tied] = _core.targets_tied([(section.label, order, arrays)], 1)
     left_out = set(tied) - set(selected)
     return [name for name in unfilled if name not in left_out]
 
@@ -212,15 +234,9 @@ def _shape_of(
     `shape`, `layout`, `axes`: of the stored tensor. `axes` has the parameter's axis for each axis
     of a state whose axes differ; None: the same axes.
     """
-    steps, index, world = loader.request.cutting
-    # The whole shape, if no part was requested, or if the stored layout does not have exactly one
-    # step, which can be divided anew for `world` ranks.
-    if loader.request.by_target or (steps is None and (world == 0 or len(layout) != 1)):
+    if loader.request.by_target:
         return shape
-    if steps is None:
-        steps = ((layout[0][0], world),)
-    else:
-        steps, index = _core.layout_project(steps, index, len(shape), axes)
+    steps, index = part_of_cutting(loader.request.cutting, len(shape), layout, axes)
     return Layout(steps).shape(shape, index)
 
 
@@ -505,39 +521,63 @@ def _has_known_memory(array: Any) -> bool:
     return isinstance(array, np.ndarray) or is_torch(array)
 
 
-def _drop_tied_names(
-    ready: list[_Ready], cache_arrays: Mapping[str, Mapping[str, Any]]
+def _join_tied_names(
+    loader: Loader, ready: list[_Ready], cache_arrays: Mapping[str, Mapping[str, Any]]
 ) -> list[_Ready]:
     """Return the targets without names whose memory a later name shares: one read fills both.
 
     `ready`: the targets in the order of the reads. `cache_arrays`: of caches among the targets, by
-    their names. Raises ValueError if targets share memory in any other way.
+    their names. Raises CompatibilityError if stored tensors for one memory have different bytes,
+    ValueError if targets share memory in any other way.
     """
     caches = [
         (label, {name: array for name, array in arrays.items() if _has_known_memory(array)})
         for label, arrays in cache_arrays.items()
     ]
-    refuse_overlaps_on_devices(
-        [(label, list(arrays), arrays) for label, arrays in caches]
-        + [(each.section.label, each.names, each.filling.targets) for each in ready]
+    memory = [{**each.filling.arrays, **each.casts} for each in ready]
+    is_tied = refuse_overlaps_on_devices(
+        [(each.section.label, each.names, each.filling.targets) for each in ready]
+        + [(label, list(arrays), arrays) for label, arrays in caches],
+        len(ready),
     )
     tied = _core.targets_tied(
-        [(each.section.label, each.names, {**each.filling.arrays, **each.casts}) for each in ready]
-        + [(label, [n for n in a if not is_on_device(a[n])], a) for label, a in caches]
+        [(e.section.label, e.names, arrays) for e, arrays in zip(ready, memory, strict=True)]
+        + [(label, [n for n in a if not is_on_device(a[n])], a) for label, a in caches],
+        len(ready),
     )
-    remaining = []
-    for ready_target, others in zip(ready, tied, strict=False):
-        left_out = set(others)
-        positions = [i for i, name in enumerate(ready_target.names) if name not in left_out]
-        cuts = (
-            [ready_target.cuts[i] for i in positions]
-            if isinstance(ready_target.cuts, list)
-            else ready_target.cuts
-        )
-        remaining.append(
-            ready_target._replace(names=[ready_target.names[i] for i in positions], cuts=cuts)
-        )
-    return remaining
+    if not is_tied and not any(tied):
+        return ready
+    names_of: dict[Any, list[tuple[int, int]]] = {}  # number of the target and of the name
+    for number, (ready_target, arrays) in enumerate(zip(ready, memory, strict=True)):
+        for position, name in enumerate(ready_target.names):
+            key = _memory_id(ready_target.filling.targets[name], arrays[name])
+            names_of.setdefault(key, []).append((number, position))
+    groups = [group for key, group in names_of.items() if key is not None and len(group) > 1]
+    refuse_other_bytes(
+        loader, [[ready[number].tied_name(position) for number, position in g] for g in groups]
+    )
+    # Several sections with one memory are read one after the other.
+    last = {(id(group), number): position for group in groups for number, position in group}
+    joined = {
+        (number, position)
+        for group in groups
+        for number, position in group
+        if last[id(group), number] != position
+    }
+    return [
+        each.of([i for i in range(len(each.names)) if (number, i) not in joined])
+        for number, each in enumerate(ready)
+    ]
+
+
+def _memory_id(target: Any, array: Any) -> object:
+    """Return a key that is equal for targets of one memory; None if it has no known address.
+
+    `array`: what a read fills instead of a `target` on a device. Overlaps were refused before.
+    """
+    if is_on_device(target):
+        return memory_key(target)
+    return memory_range(array.array if isinstance(array, Shard) else array)
 
 
 def _targets(loader: Loader) -> Prepared:
@@ -642,7 +682,8 @@ def prepare(loader: Loader) -> Prepared:
     _refuse_mixture(loader, prepared.ready)
     # actions without undo run last, when no other target can refuse any more
     prepared.actions.sort(key=lambda action: action.undo is None)
-    prepared.ready = _drop_tied_names(prepared.ready, prepared.sources.cache_arrays)
+    caches = prepared.sources.cache_arrays
+    prepared.ready = _join_tied_names(loader, prepared.ready, caches)
     return prepared
 
 

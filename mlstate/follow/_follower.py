@@ -21,10 +21,12 @@ from .._common.arrays import (
     is_torch,
     names_sharing_memory,
     overlaps_itself,
+    pairs_sharing_elements,
 )
 from .._common.backend import TensorBackend, backend_of
 from .._common.dtypes import name_of
 from .._common.log import log as write_log
+from .._common.staged_targets import tied_error
 from .._common.store_error import format_error, store_error
 from .._common.text import steps_text
 from .._sharding.layout import Layout, Shard
@@ -500,8 +502,8 @@ class Follower:
                 crc32c = _update_array(name, update, anchor, log, check=is_checked)
                 if crc32c is not None:
                     checksums[name] = crc32c
-            for name in sharing:
-                _refuse_other_content(name, arrays[name], checksums[name])
+            shared_arrays = {name: arrays[name] for name in parts if name in sharing}
+            _refuse_other_content(shared_arrays, checksums)
             if reason:  # before the commit: a filter may raise it
                 self._warn(
                     f"step {versions[0].step} was loaded whole, because of: {reason}", level=5
@@ -734,15 +736,14 @@ def _compare_checksum(name: str, array: Any, expected: int) -> None:
         raise error
 
 
-def _refuse_other_content(name: str, array: Any, expected: int) -> None:
-    """Raise CompatibilityError unless the array of the tensor `name` has the CRC32C `expected`.
+def _refuse_other_content(sharing: Mapping[str, Any], checksums: Mapping[str, int]) -> None:
+    """Raise CompatibilityError if an array lacks its CRC32C, because another one overwrote it.
 
-    It shares memory with another tensor of the follower, which was changed after it.
+    `sharing`: the arrays that may share memory, by name. `checksums`: of all arrays.
     """
-    if checksum_of(array) != expected:
-        error = CompatibilityError(
-            f"{name!r} shares memory with another tensor of the follower, but the published "
-            "tensors have different elements"
-        )
-        error.name = name
-        raise error
+    for name, array in sharing.items():
+        if checksum_of(array) != checksums[name]:
+            pairs = pairs_sharing_elements(sharing)
+            first, second = next(pair for pair in pairs if name in pair)
+            remedy = "pass an array for each, or publish equal ones"
+            raise tied_error(repr(first), repr(second), remedy)

@@ -1,29 +1,146 @@
 """Loading into new and existing arrays: selection by name, and arrays that share memory."""
 
+import re
 import sys
 
 import child
 import numpy as np
 import pytest
 from checkpoint_model import same
+from weight_folder import write_weight_file
 
 import mlstate
 from mlstate import CompatibilityError
-from mlstate.checkpoint import Layout, Shard
+from mlstate.checkpoint import Layout, Shard, _ties
 
 
 def random(shape, seed=0):
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
-def test_targets_that_are_one_array_are_filled_for_the_last_of_them(path):
+def test_targets_that_are_one_array_are_filled_by_equal_tensors(path):
     count = 3 << 20  # several threads read
-    mlstate.save(path, {"a": np.zeros(count), "b": np.arange(count) * 1.0})
+    mlstate.save(path, {"a": np.arange(count) * 1.0, "b": np.arange(count) * 1.0})
     tied = np.full(count, 7.0)
     for target in ({"a": tied, "b": tied}, {"b": tied.reshape(-1), "a": tied[:]}):
         mlstate.load(path, into={"model": target})
         assert np.array_equal(tied, np.arange(count))
         tied[:] = 7
+
+
+def unequal(first, second):
+    """The pattern of an error for two targets of one memory."""
+    both = rf"targets {re.escape(first)} and {re.escape(second)} share memory, as tied"
+    return pytest.raises(CompatibilityError, match=f"{both}.*different bytes: .*names=.*rename=")
+
+
+# each has a pair of targets of one memory, and the stored value of the second one that is equal
+VIEWS = {
+    "the same array": (lambda x: (x, x), lambda a: a),
+    "equal views": (lambda x: (x[:2], x[:2]), lambda a: a),
+    "columns of a matrix": (lambda x: (x[:, 1:3], x[:, 1:3]), lambda a: a),
+    "another shape": (lambda x: (x, x.reshape(6, 2)), lambda a: a.reshape(6, 2)),
+    "transposed": (lambda x: (x, x.T), lambda a: a.T),
+    "reversed": (lambda x: (x, x[::-1]), lambda a: a[::-1]),
+}
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("kind", VIEWS)
+def test_names_of_one_memory_need_bytes_that_are_equal_there(path, kind, cast):
+    room = np.full((4, 3), 7, np.float32)
+    views, equal = VIEWS[kind]
+    first, second = views(room)
+    value = random(first.shape).astype(np.float64 if cast else np.float32)
+    same_values = {"a": value, "b": np.ascontiguousarray(equal(value))}
+    other_values = same_values | {"b": same_values["b"] + np.eye(*second.shape, dtype=value.dtype)}
+    mlstate.save(path / "equal", same_values)
+    mlstate.save(path / "other", other_values)
+    mlstate.save_file(other_values, path / "other.safetensors")
+    into = {"model": {"a": first, "b": second}}
+    for name in ("other", "other.safetensors"):
+        with unequal("model['a']", "model['b']"):
+            mlstate.load(path / name, into=into, cast=cast)
+        assert (room == 7).all()
+    mlstate.load(path / "other", into=into, cast=cast, names="b")
+    assert np.array_equal(second, other_values["b"].astype(np.float32))
+    mlstate.load(path / "equal", into=into, cast=cast)
+    assert np.array_equal(first, value.astype(np.float32))
+
+
+def test_values_of_one_memory_are_compared_after_rename_and_cast(path):
+    single = np.array([1 / 3, 2 / 3], np.float32)
+    rounded = single.astype(np.float64) + 1e-12  # to `single`
+    mlstate.save(path, {"x.a": single, "x.b": rounded, "x.c": single + 1})
+    tied = np.zeros(2, np.float32)
+    into = {"model": {"a": tied, "b": tied, "c": np.zeros(2, np.float32)}}
+    mlstate.load(path, into=into, rename={"x.": ""}, cast=True)
+    assert np.array_equal(tied, single)
+    tied[:] = 7
+    with unequal("model['a']", "model['b']"):
+        mlstate.load(path, into=into, rename={"x.a": "a", "x.b": "c", "x.c": "b"}, cast=True)
+    assert (tied == 7).all()
+
+
+def test_tensors_of_one_memory_are_compared_in_pieces(path, monkeypatch):
+    monkeypatch.setattr(_ties, "_PIECE_BYTES", 1000)
+    wide = np.zeros((40, 30), np.float32)
+    for row, column in ((0, 0), (17, 29), (39, 29)):
+        other = wide.copy()
+        other[row, column] = -0.0
+        model = {"a": wide, "b": other}
+        name = f"{row}.safetensors"  # without checksums: of another program
+        mlstate.save(path / str(row), model)
+        write_weight_file(path / name, model)
+        for source, cut in (
+            (name, {}),
+            (str(row), {}),
+            (str(row), {"layout": Layout.axis(1, 2), "rank": int(column >= 15)}),
+            (str(row), {"layout": "rows", "world_size": 4, "rank": row // 10}),
+            (str(row), {"layout": "flat", "world_size": 4, "rank": row // 10}),
+        ):
+            shape = {"layout": (40, 30), "rows": (10, 30), "flat": (300,)}
+            kind = cut.get("layout", "layout")
+            tied = np.full(shape.get(kind, (40, 15)), 7.0)
+            with unequal("model['a']", "model['b']"):
+                mlstate.load(
+                    path / source, into={"model": {"a": tied, "b": tied}}, cast=True, **cut
+                )
+            assert (tied == 7).all()
+
+
+def test_equal_checksums_are_enough_for_one_memory(path, monkeypatch):
+    value = random((64, 8))
+    mlstate.save(path, {"a": value, "b": value.copy()})
+    monkeypatch.setattr(_ties, "_read", None)  # calling it would raise
+    tied = np.zeros_like(value)
+    mlstate.load(path, into={"model": {"a": tied, "b": tied}})
+    assert np.array_equal(tied, value)
+
+
+def test_a_comparison_of_tied_tensors_counts_no_progress(path):
+    mlstate.save(path, {"a": np.arange(1000.0), "b": np.arange(1000.0, dtype=np.float32)})
+    tied, counts = np.zeros(1000), []
+    into = {"model": {"a": tied, "b": tied}}
+    mlstate.load(path, into=into, cast=True, progress=counts.append)
+    assert sum(counts) == 4000 and tied[-1] == 999
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_one_array_may_be_the_target_of_two_sections(path, equal):
+    value = random(8)
+    mlstate.save(
+        path, {"w": value}, {"w.m": value if equal else value + 1}, states={"s": {"v": value}}
+    )
+    shared = np.full(8, 7, np.float32)
+    into = {"model": {"w": shared}, "optimizer": {"w.m": shared}, "states": {"s": {"v": shared}}}
+    if equal:
+        mlstate.load(path, into=into)
+        assert np.array_equal(shared, value)
+        return
+    with unequal("model['w']", "optimizer['w.m']"):
+        mlstate.load(path, into=into)
+    assert (shared == 7).all()
 
 
 def test_targets_sharing_memory_are_refused_before_writing(path):
@@ -50,7 +167,7 @@ def test_targets_sharing_memory_are_refused_before_writing(path):
         r"model\['a'\] and optimizer\['a.m'\] share",
         memory,
         model=model,
-        optimizer={"a.m": memory[:8]},
+        optimizer={"a.m": memory[1:9]},
     )
 
     columns = {"a": memory[::2], "b": memory[1::2]}  # the two share no byte
@@ -65,8 +182,10 @@ def test_targets_with_gaps_are_compared_element_by_element(path):
     mlstate.load(path, into={"model": {n: rows[:, k::4] for k, n in enumerate("abcd")}})
     assert all((rows[:, k::4] == model[n]).all() for k, n in enumerate("abcd"))
     same_part = {"a": rows[:, :3], "b": rows[:, :3], "c": rows[:, 3:6]}  # tied, as if packed
-    mlstate.load(path, into={"model": same_part}, names="[abc]")
-    assert (rows[:, :3] == model["b"]).all()
+    with unequal("model['a']", "model['b']"):
+        mlstate.load(path, into={"model": same_part}, names="[abc]")
+    mlstate.load(path, into={"model": same_part}, names="[bc]")
+    assert (rows[:, :3] == model["b"]).all() and (rows[:, 3:6] == model["c"]).all()
     before = rows.copy()
     for targets in (
         {"a": rows[:, :3], "b": rows[:, 2:5]},

@@ -351,14 +351,17 @@ def test_targets_that_do_not_fit_are_named(tmp_path):
     assert loaded.states == {}
 
 
-def test_error_for_one_target_of_two_states_names_both(tmp_path):
-    state = {"w": np.arange(3.0)}
-    mlstate.save(tmp_path / "a", states={"first": state, "second": state})
-    target = {"w": np.zeros(3)}
-    text = r"states\['first'\]\['w'\] and states\['second'\]\['w'\] share memory"
-    with pytest.raises(ValueError, match=text):
-        mlstate.load(tmp_path / "a", into={"states": {"first": target, "second": target}})
+def test_one_target_of_two_states_needs_equal_values(tmp_path):
+    state, target = {"w": np.arange(3.0)}, {"w": np.zeros(3)}
+    into = {"states": {"first": target, "second": target}}
+    mlstate.save(tmp_path / "b", states={"first": state, "second": {"w": np.arange(1.0, 4)}})
+    text = r"states\['first'\]\['w'\] and states\['second'\]\['w'\] share memory, as tied"
+    with pytest.raises(CompatibilityError, match=text):
+        mlstate.load(tmp_path / "b", into=into)
     assert not target["w"].any()
+    mlstate.save(tmp_path / "a", states={"first": state, "second": state})
+    mlstate.load(tmp_path / "a", into=into)
+    assert target["w"].tolist() == [0, 1, 2]
 
 
 def test_states_are_saved_in_the_background_and_by_steps(tmp_path):
@@ -617,17 +620,15 @@ def test_cast_converts_floats_only(tmp_path):
 
 
 def test_cast_fills_tied_arrays_and_parts(tmp_path):
-    mlstate.save(tmp_path / "c", {"a": np.arange(4.0), "b": np.arange(4.0) + 1})
+    mlstate.save(tmp_path / "c", {"a": np.arange(4.0), "b": np.array([1.0, 2, 2, 3])})
     shared = np.zeros(2, np.float32)
-    mlstate.load(
-        tmp_path / "c",
-        into={"model": {"a": shared, "b": shared}},
-        cast=True,
-        rank=1,
-        world_size=2,
-        layout="rows",
-    )
-    assert shared.tolist() == [3, 4]  # the last name wins, as without cast
+    into = {"model": {"a": shared, "b": shared}}
+    part = {"cast": True, "world_size": 2, "layout": "rows"}
+    mlstate.load(tmp_path / "c", into=into, rank=1, **part)
+    assert shared.tolist() == [2, 3]
+    with pytest.raises(CompatibilityError, match=r"'a'\] and .*'b'\] share memory, as tied"):
+        mlstate.load(tmp_path / "c", into=into, rank=0, **part)
+    assert shared.tolist() == [2, 3]
 
 
 def test_device_needs_torch_and_no_mapping(tmp_path):

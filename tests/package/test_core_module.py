@@ -319,4 +319,4 @@ def test_a_tuple_inside_an_argument_is_checked():
         with pytest.raises(TypeError, match="states must be a tuple"):
             _core.shards_collect((0, 1), wrong, checkpoint.Shard, None, ())
         with pytest.raises(TypeError, match="a section must be a tuple"):
-            _core.targets_tied([wrong])
+            _core.targets_tied([wrong], 1)

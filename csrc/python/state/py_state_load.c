@@ -178,6 +178,7 @@ typedef struct tied_target {
 
 /* All targets of all sections, and the address ranges of those with elements. */
 typedef struct tied_job {
+    Py_ssize_t joint; /* the first `joint` sections count as one */
     tied_target *targets;
     size_t *kinds;             /* for each target: section and dtype, as one number */
     mls_tensor **views;        /* for each target: the view if it has gaps, else NULL */
@@ -206,7 +207,8 @@ static int tied_add(const mlspy_state *state, tied_job *job, Py_ssize_t section,
         return -1;
     }
     job->kinds[job->count] =
-        (size_t)section * MLS_DTYPE_COUNT + (size_t)view.tensor.dtype;
+        (size_t)(section < job->joint ? 0 : section) * MLS_DTYPE_COUNT +
+        (size_t)view.tensor.dtype;
     job->targets[job->count++] = (tied_target){.key = key, .section = section};
     bool has_memory = true;
     if (mls_tensor_range(&view.tensor, &span.low, &span.high)) {
@@ -307,9 +309,9 @@ static int tied_view(const mlspy_state *state, PyObject *sections, tied_job *job
     return 0;
 }
 
-/* Sets `job->tied` for each target that has the memory of a later target of the same
- * section; only that one is filled. Returns -1 with ValueError set if targets overlap in
- * any other way. `sections`: their labels are named. */
+/* Sets `job->tied` for each target that has the memory of a later target of the same kind.
+ * Returns -1 with ValueError set if targets overlap in any other way. `sections`: their
+ * labels are named. */
 static int tied_find(PyObject *sections, tied_job *job)
 {
     size_t pair[2];
@@ -322,9 +324,8 @@ static int tied_find(PyObject *sections, tied_job *job)
     const tied_target *a = &job->targets[pair[0]], *b = &job->targets[pair[1]];
     return MLSPY_REFUSE(
         PyExc_ValueError,
-        "the targets %U[%R] and %U[%R] share memory, but are not one tensor of one "
-        "state: "
-        "load into a copy of one of them",
+        "the targets %U[%R] and %U[%R] share memory, but are not one tensor: load into "
+        "a copy of one of them",
         PyTuple_GET_ITEM(PyList_GET_ITEM(sections, a->section), 0), a->key,
         PyTuple_GET_ITEM(PyList_GET_ITEM(sections, b->section), 0), b->key);
 }
@@ -344,18 +345,24 @@ static PyObject *tied_result(const tied_job *job, Py_ssize_t sections)
     return result;
 }
 
-/* targets_tied([(label, keys, targets), ...]) -> [[key, ...], ...], one list for each
- * section
+/* targets_tied([(label, keys, targets), ...], joint) -> [[key, ...], ...], one list for
+ * each section
  *
  * A section is its name for errors, a list of keys to load, and a dict of the arrays to
- * fill by key. Returns the keys whose array also belongs to a later key, so that they
- * need no read. Raises ValueError if arrays share memory in any other way: they are
- * filled at the same time, and each would contain a part of the other.
+ * fill by key. Returns the keys whose array also belongs to a later key of the same
+ * section; the first `joint` sections count as one. Raises ValueError if arrays share
+ * memory in any other way: they are filled at the same time, and each would contain a part
+ * of the other.
  */
 PyObject *core_targets_tied(mlspy_state *state, PyObject *const *args)
 {
     tied_job job = {0};
     PyObject *result = NULL;
+    int64_t joint = 0;
+    if (mlspy_take_int64(state, args[1], "joint", &joint) < 0) {
+        return NULL;
+    }
+    job.joint = (Py_ssize_t)joint;
     if (tied_init(args[0], &job) == 0 && tied_view(state, args[0], &job) == 0 &&
         tied_find(args[0], &job) == 0) {
         result = tied_result(&job, PyList_GET_SIZE(args[0]));

@@ -82,12 +82,20 @@ def test_a_mapping_is_filled_with_its_strides_and_ties(tmp_path):
     assert all(torch.equal(each, wide) for each in into.values()) and zeros.stride() == (1, 3)
 
 
-def test_two_views_of_one_memory_receive_the_value_of_the_last_name(tmp_path, staged):
-    mlstate.save(tmp_path / "c", {name: torch.full((8,), ord(name)) for name in "abc"})
+@pytest.mark.parametrize("other", [7, 8])
+def test_views_of_one_memory_need_equal_stored_values(tmp_path, staged, other):
+    mlstate.save(tmp_path / "c", {"a": torch.full((8,), 7), "b": torch.full((8,), other)})
     tensor = torch.zeros(8, dtype=torch.int64)
-    views = {"c": tensor[:], "a": tensor[:], "b": tensor[:]}
-    mlstate.load(tmp_path / "c", into={"model": views})
-    assert (tensor == ord("c")).all() and len(staged) == 1
+    views = {"b": tensor[:], "a": tensor[:]}
+    if other == 7:
+        mlstate.load(tmp_path / "c", into={"model": views})
+        assert (tensor == 7).all() and len(staged) == 1
+        return
+    with pytest.raises(
+        mlstate.CompatibilityError, match=r"model\['a'\] and model\['b'\] share memory, as tied"
+    ):
+        mlstate.load(tmp_path / "c", into={"model": views})
+    assert not tensor.any()
 
 
 @pytest.mark.parametrize("kind", ["mapping", "module", "two states"])
@@ -101,7 +109,7 @@ def test_targets_that_overlap_are_refused_and_stay_unchanged(tmp_path, kind):
         into = {"model": torch.nn.ParameterDict(views)}
     elif kind == "two states":
         views["b"] = torch.zeros(8)
-        into["states"] = {"ema": {"a": torch.zeros(8), "b": tensor[:8]}}
+        into["states"] = {"ema": {"a": torch.zeros(8), "b": tensor[1:9]}}
     with pytest.raises(ValueError, match=r"'[ab]'.*'b'.*share memory, but are not one tensor"):
         mlstate.load(tmp_path / "c", into=into)
     assert not tensor.any()
