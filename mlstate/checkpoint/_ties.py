@@ -17,14 +17,13 @@ from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._common.staged_targets import tied_error
 from .._sharding.layout import Layout, part_of_cutting
 from ._folder.names import SECTIONS
-from ._folder.protocol import TensorParts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from .._sharding.layout import Steps
     from .._types import NDArray
-    from ._load import Loader
+    from ._loader import Loader
     from ._sections import Section
 
     # Shape of the whole tensor; then steps and index, or begin and end of a range of elements.
@@ -164,8 +163,10 @@ def _read(loader: Loader, each: TiedName, tensor: _Stored, place: Place) -> NDAr
     shape, cut, last = place
     part = (last - cut,) if isinstance(cut, int) else Layout(cut).shape(shape, last)
     array = np.empty(part, numpy_dtype(tensor.dtype))
-    parts = TensorParts(loader.merged_index, each.section.number, [tensor.key], [place])
-    loader.request.files.folder.load_into(parts, {tensor.key: array}, loader.verify, None)
+    number, targets = each.section.number, {tensor.key: array}
+    loader.source.read_into(
+        number, [tensor.key], [place], targets, verify=loader.verify, progress=None
+    )
     dtype = name_of(each.target.dtype)
     is_cast = dtype != tensor.dtype and {dtype, tensor.dtype} <= FLOATS
     return converted(array, dtype) if is_cast else array

@@ -124,9 +124,13 @@ class MemoryIndex:
             if key in self._unreadable:
                 raise self._unreadable[key]
         if isinstance(cuts, list):
-            places = zip(keys, cuts, strict=True)
-            arrays = self.sections[section]
-            return {key: Layout(steps).take(arrays[key], at) for key, (_, steps, at) in places}
+            places, arrays = zip(keys, cuts, strict=True), self.sections[section]
+            return {
+                key: arrays[key].reshape(-1)[cut:at]  # a range of elements
+                if isinstance(cut, int)
+                else Layout(cut).take(arrays[key], at)
+                for key, (_, cut, at) in places
+            }
         steps, index, world = cuts
         if not steps or not world:
             return {key: self.sections[section][key] for key in keys}
