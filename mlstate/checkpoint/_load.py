@@ -356,8 +356,8 @@ def load(
     CompatibilityError
         `into` has other names, shapes or dtypes, or an object refuses its state; or two names would
         become the same by `rename`; or an array or object of `into` has two names with different
-        values in the checkpoint, such as tied weights. `into` is unchanged. With a dtype as `cast`, a Hugging Face
-        folder is quantized by a method whose values mlstate cannot compute.
+        values in the checkpoint, such as tied weights. `into` is unchanged. With a dtype as `cast`,
+        a Hugging Face folder is quantized by a method whose values mlstate cannot compute.
     TypeError, ValueError
         A torch object in `into` is refused for one of the reasons of `save`, or arrays of `into`
         are read-only or overlap without being the same array. `into` is unchanged.
@@ -372,9 +372,9 @@ def load(
     found while reading: `into` then has undefined content, unless ``verify="first"``. If an
     array is in `into` under several names, such as tied weights, the bytes of these names, after
     `rename` and `cast`, must be equal: they are compared before anything is written, by checksums
-    or by reading the tensors in pieces. Non-contiguous targets are filled last, in their order. Objects
-    without ``state_dict()`` are restored after all others, as this cannot be undone. If a file is
-    truncated while it is mapped, access ends the process (SIGBUS), as with every mapping;
+    or by reading the tensors in pieces. Non-contiguous targets are filled last, in their order.
+    Objects without ``state_dict()`` are restored after all others, as this cannot be undone. If a
+    file is truncated while it is mapped, access ends the process (SIGBUS), as with every mapping;
     mlstate never truncates its files.
 
     Examples

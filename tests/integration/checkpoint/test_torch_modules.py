@@ -181,15 +181,53 @@ def test_optimizer_of_unregistered_parameters_is_restored(tmp_path, strict):
 # ---- order and errors ----
 
 
-def test_modules_that_share_memory_load_in_the_order_of_torch(tmp_path):
-    def tied():
-        module = nn.Sequential(nn.Linear(2, 3), Fused(True), nn.Linear(2, 6, bias=False))
-        module[2].weight = module[1].qkv
-        return module
+def fused():
+    """A layer whose weight is a parameter of a module that stores it as three entries."""
+    module = nn.Sequential(nn.Linear(2, 3), Fused(True), nn.Linear(2, 6, bias=False))
+    module[2].weight = module[1].qkv
+    return module
 
-    source = tied()
-    mlstate.save(tmp_path, {**source.state_dict(), "2.weight": torch.full((6, 2), 5.0)})
-    assert loaded(tmp_path, tied())[1].qkv.eq(5).all()
+
+def extra():
+    """A layer whose weight is that of a module with an extra state."""
+    module = nn.Sequential(nn.Linear(2, 3), Extra(1), nn.Linear(2, 3))
+    module[2].weight = module[1].weight
+    return module
+
+
+def transposed():
+    """As `extra`, with the transposed weight."""
+    module = nn.Sequential(nn.Linear(2, 3), Extra(1), nn.Linear(3, 2))
+    module[2].weight = nn.Parameter(module[1].weight.detach().t())
+    return module
+
+
+def whole():
+    """A module with hooks loads all, and two of its children are tied."""
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(2, 3), nn.Linear(2, 3))
+    module[2].weight = module[1].weight
+    module.register_load_state_dict_post_hook(lambda *_: None)
+    return module
+
+
+@pytest.mark.parametrize("tied", [fused, extra, transposed, whole])
+def test_modules_that_share_memory_need_equal_entries(tmp_path, tied):
+    source, target = tied(), tied()
+    mlstate.save(tmp_path / "equal", source)
+    state = loaded(tmp_path / "equal", target).state_dict()
+    assert all(same(state[name], value) for name, value in source.state_dict().items())
+    source[2].weight = nn.Parameter(source[2].weight.detach() + 1)
+    mlstate.save(tmp_path / "other", source)
+    before = content(target, calls=False)
+    with pytest.raises(CompatibilityError, match=r"'1\..*' and '2.weight' share memory"):
+        loaded(tmp_path / "other", target)
+    assert difference(content(target, calls=False), before) is None
+
+
+def test_an_entry_that_is_not_stored_does_not_count_for_tied_modules(tmp_path):
+    module = extra()
+    mlstate.save(tmp_path, {"1.bias": torch.ones(3), "2.weight": torch.full((3, 2), 5.0)})
+    assert loaded(tmp_path, module, strict=False)[1].weight.eq(5).all()
 
 
 @pytest.mark.parametrize("part", [False, True])

@@ -12,6 +12,7 @@ import copy
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from ...._common.staged_targets import tied_error
 from ....errors import CompatibilityError
 from .._tensors.state import refuse_unstorable, restore_table
 from .module_names import by_name, unwrapped_name, wrapped_attribute
@@ -27,6 +28,7 @@ _Problems: TypeAlias = "tuple[list[str], list[str], list[str]]"
 # Modules of the hooks of torch's wrappers. These hooks gather parameters and change names, which
 # `dtensor_shards` and `module_names` do too.
 _WRAPPER_HOOKS = ("torch.distributed.fsdp.", "torch.distributed.algorithms._checkpoint.")
+_REMEDY = "untie them, or load one of them by names="
 _HIDDEN = "_checkpoint_wrapped_module."  # a hook of the wrapper omits it from the keys
 
 
@@ -110,6 +112,11 @@ def _memory_of(value: Any) -> tuple[object, ...] | None:
     return storage, *view, value.dtype, value.is_conj(), value.is_neg()
 
 
+def _storage_of(tensor: torch.Tensor) -> object:
+    """Return a key that is equal for tensors of one storage."""
+    return (_memory_of(tensor) or (0,))[0]
+
+
 def _tensors_of(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the parameters and persistent buffers of one module."""
     for name, parameter in module._parameters.items():
@@ -144,7 +151,7 @@ def _with_tied(module: torch.nn.Module, chosen: set[int]) -> set[int]:
     """
     # storages of the tensors of each module, by the module's id
     storages = {
-        id(child): {(_memory_of(tensor) or (0,))[0] for _, tensor in _tensors_of(child)}
+        id(child): {_storage_of(tensor) for _, tensor in _tensors_of(child)}
         for child in module.modules()
     }
     count = -1
@@ -176,6 +183,17 @@ def _copy_of(name: str, value: Any) -> Any:
         raise _refusal(
             name, f"{name!r} cannot be copied, so its load could not be undone: {error}"
         ) from error
+
+
+def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Return whether two tensors of one shape have equal bits; of DTensors, this rank's part."""
+    import torch
+
+    left, right = (
+        getattr(each, "_local_tensor", each).detach().reshape(-1).view(torch.uint8)
+        for each in (first, second)
+    )
+    return torch.equal(left, right)
 
 
 def _refusal(name: str, text: str) -> CompatibilityError:
@@ -386,6 +404,27 @@ def refuse_units(module: torch.nn.Module, wrapper: str) -> None:
 # ---- loads by the modules' own methods ----
 
 
+def _refuse_other_bits(
+    contract: ModuleContract, units: Iterable[Unit], entries: Mapping[str, Any]
+) -> None:
+    """Raise CompatibilityError if entries of one parameter or buffer have other bits.
+
+    `entries`: the values to load into `units`, by name. They are compared in the dtype of the
+    parameter or buffer.
+    """
+    first_names: dict[Any, str] = {}
+    for unit in units:
+        for name, tensor in contract.memory(unit).items():
+            if name not in entries:
+                continue
+            first = first_names.setdefault(_memory_of(tensor), name)
+            if first == name:
+                continue
+            values = [entries[each].to(tensor.dtype) for each in (first, name)]
+            if values[0].shape == values[1].shape and not _same_bits(*values):
+                raise tied_error(repr(first), repr(name), _REMEDY)
+
+
 class OwnLoad:
     """A load of some units by their own methods, which `undo` reverts.
 
@@ -405,9 +444,12 @@ class OwnLoad:
         """Copy all entries and memory of the units' modules for `undo`; nothing is loaded yet.
 
         `metadata`: by prefix. `strict`: `apply` raises for missing and unexpected entries. Raises
-        CompatibilityError if an entry cannot be copied, and UnstorableError for meta tensors.
+        CompatibilityError if an entry cannot be copied, or entries of one memory have other bits,
+        and UnstorableError for meta tensors.
         """
         import torch
+
+        _refuse_other_bits(contract, units, entries)
 
         self.contract = contract
         self.units = units
@@ -432,6 +474,7 @@ class OwnLoad:
                         if memory not in clones:
                             clones[memory] = _copy_of(below + key, tensor)
                         self._memory.append((tensor, clones[memory]))
+        self._shared = self._tied_memory()
         copies = {}  # of the entries as they are now; memory is copied once
         for name, value in contract.entries.items():
             owner = contract.unit_of(name)
@@ -449,14 +492,47 @@ class OwnLoad:
             tables[id(unit)][self.contract.key_of(unit, name)] = value
         return [tables[id(unit)] for unit in self.units]
 
+    def _tied_memory(self) -> list[dict[str, torch.Tensor]]:
+        """Return for each unit its tensors, by name, whose storage another unit has too."""
+        tensors = [
+            {
+                below + key: tensor
+                for below, module in self.contract.modules_of(unit)
+                for key, tensor in _tensors_of(module)
+            }
+            for unit in self.units
+        ]
+        units_of: dict[object, set[int]] = {}
+        for number, named in enumerate(tensors):
+            for tensor in named.values():
+                units_of.setdefault(_storage_of(tensor), set()).add(number)
+        return [
+            {n: t for n, t in named.items() if len(units_of[_storage_of(t)]) > 1}
+            for named in tensors
+        ]
+
+    def _has_written(self, unit: Unit, name: str, tensor: torch.Tensor, state: Any) -> bool:
+        """Return whether the load of a unit's entries `state` wrote its tensor `name`.
+
+        A tensor that is not an entry itself is made of the unit's other entries.
+        """
+        if self.contract.key_of(unit, name) in state or name not in self.contract.memory(unit):
+            return bool(state)
+        return not any(t is tensor and _same_bits(t, clone) for t, clone in self._memory)
+
     def apply(self) -> None:
         """Load the entries of all units; raise CompatibilityError as ``load_state_dict`` would.
 
-        After an error, some units may be loaded: call `undo`.
+        It is also raised if a unit overwrites memory of an earlier one with other bits. After an
+        error, some units may be loaded: call `undo`.
         """
         problems: _Problems = ([], [], [])
-        for unit, state in zip(self.units, self._new, strict=True):
+        written: list[tuple[str, torch.Tensor, torch.Tensor]] = []  # with copies
+        for unit, state, shared in zip(self.units, self._new, self._shared, strict=True):
             self._load(unit, dict(state), self._metadata, problems)
+            for name, tensor in shared.items():
+                if self._has_written(unit, name, tensor, state):
+                    written.append((name, tensor, tensor.detach().clone()))
         missing, unexpected, errors = problems
         lines = list(errors)
         if self.strict and unexpected:
@@ -467,6 +543,12 @@ class OwnLoad:
             name = type(self.contract.module).__name__
             text = "\n    ".join([f"Error(s) in loading {name}:", *lines])
             raise _refusal((missing or unexpected or [name])[0], text)
+        for number, (name, tensor, clone) in enumerate(written):
+            if not _same_bits(tensor, clone):
+                others = [
+                    n for n, t, _ in written[number + 1 :] if _storage_of(t) == _storage_of(tensor)
+                ]
+                raise tied_error(repr(name), repr(others[-1] if others else name), _REMEDY)
 
     def undo(self) -> None:
         """Load the entries from before `apply` back, and restore parameters and buffers.
