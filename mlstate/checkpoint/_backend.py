@@ -32,6 +32,7 @@ class OptimizerRequest(NamedTuple):
     read: Callable[[list[str]], dict[str, Any]]  # returns stored arrays by key
     names: Any  # of the parameters in the optimizer's order, or the module that gives them
     meant: Callable[[list[str]], list[str]]  # returns the keys of a list that the user chose
+    elsewhere: frozenset[str]  # parameters that only optimizers of other ranks have
     shapes: Mapping[str, tuple[int, ...]]  # of the stored parameters, by name
     strict: bool
     complete: bool  # the user chose all names
@@ -81,6 +82,12 @@ class CheckpointBackend(Protocol):
         The result has `apply` and `undo`. `filling`: the target's memory. `entries`: values to load
         by name. `metadata`: of torch's modules, None if it was not saved. `units`: the submodules.
         `strict`: names must match, as in `load`.
+        """
+
+    def parameter_names(self, optimizer: Any, module: Any, names: Any) -> list[str]:
+        """Return the names of an optimizer's parameters.
+
+        `module`: has the parameters, or None. `names`: as in an `OptimizerRequest`.
         """
 
     def fill_optimizer(self, optimizer: Any, request: OptimizerRequest) -> Any:

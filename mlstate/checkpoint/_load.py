@@ -19,11 +19,13 @@ from ..collectives._arguments import optional_group
 from ..collectives._consensus import agree
 from ..errors import MLStateError, StoreError
 from ._folder.names import SECTIONS
+from ._group_names import names_elsewhere, target_names
 from ._load_arguments import checked_cast, checked_device, ranks_of
-from ._load_targets import check_into, needs_all_ranks, prepare
+from ._load_targets import check_into, find_targets, prepare
 from ._loaded_state import LoadedState
 from ._loader import Loader, LoadRequest
 from ._options import LOAD_DEFAULTS, complete_options, show_options
+from ._published import refuse_delta
 from ._sections import OPTIMIZER, STATES
 from ._sources.indexed import IndexedSource
 from ._sources.open_source import open_source
@@ -53,7 +55,8 @@ def _load_into_targets(request: LoadRequest, source: Source) -> LoadedState:
     the arrays is undefined.
     """
     loader = Loader(request, source)
-    prepared = prepare(loader)
+    prepared = find_targets(loader)
+    prepare(loader, prepared)
     apply_all(prepared.actions)
     try:
         prepared.fill(loader)
@@ -103,6 +106,7 @@ def _load_new_state(request: LoadRequest, source: Source) -> LoadedState:
     part if all tensors were saved whole.
     """
     loader = Loader(request, source)
+    refuse_delta(loader.manifest, loader.folder)
     if expects_parts(request.options) and _is_whole(loader):
         warn_of_whole_tensors(request.options, loader.folder)
     _, chosen = loader.chosen()
@@ -131,7 +135,7 @@ def _load_new_state(request: LoadRequest, source: Source) -> LoadedState:
 
 
 def _load_together(group: ProcessGroup, request: LoadRequest, source: IndexedSource) -> LoadedState:
-    """Fill the torch objects and named states of all ranks and return them, or raise on all ranks.
+    """Fill the targets of all ranks and return them, or raise on all ranks.
 
     No rank changes anything before every rank has checked its targets. If an object of one rank
     refuses its state, every rank undoes its changes. All begin again if the checkpoint is replaced,
@@ -155,7 +159,7 @@ def _load_together(group: ProcessGroup, request: LoadRequest, source: IndexedSou
 
     applied: list[Action] = []
     for attempt in range(TRIES):
-        loader = prepared = None
+        loader = prepared = own = None
         generation, error = "", None
         try:
             undo_all(applied, StoreError("the checkpoint was replaced"))  # of the last attempt
@@ -164,9 +168,17 @@ def _load_together(group: ProcessGroup, request: LoadRequest, source: IndexedSou
                 source.forget()
             generation = source.manifest.generation
             loader = Loader(request, source)
-            prepared = prepare(loader)
+            prepared = find_targets(loader)
+            own = target_names(loader, prepared)
         except BaseException as caught:
             error = caught
+        elsewhere = names_elsewhere(group, own)
+        if elsewhere is not None and loader is not None and prepared is not None:
+            prepared.elsewhere = elsewhere
+            try:
+                prepare(loader, prepared)
+            except BaseException as caught:
+                error = caught
         if not agree_on(generation, error, attempt):
             continue
         assert loader is not None
@@ -277,10 +289,10 @@ def load(
         Layout to load, independent of the saved layout. Optimizer states are cut along the same
         axes as their parameter, as far as they have these axes.
     group : ProcessGroup, optional
-        Alternative to `rank` and `world_size`. The ranks do not wait for each other, except if
-        `into` holds torch modules or optimizers. Then all ranks must call `load`; before anything
-        is changed, they check together that every target matches and that all read the same
-        checkpoint.
+        Alternative to `rank` and `world_size`. The ranks do not wait for each other, except with
+        `into`. Then all ranks must call `load`; before anything is changed, they check together
+        that every target matches and that all read the same checkpoint. The targets of all ranks
+        together must have the stored names, such as those of the stages of a pipeline.
     into : mapping or object, optional
         ``{"model": state, "optimizer": state, "states": {name: state}}``, an object with these
         attributes, or a torch module, which receives the model. Existing arrays of the right shape
@@ -311,8 +323,9 @@ def load(
         such arrays unchanged, and removes such states from a torch optimizer, which then creates
         them anew.
     strict : bool, default True
-        Require the same names in the checkpoint and in each target of `into`. If False, fill only
-        the tensors that both have. A shape mismatch always raises.
+        Require the same names in the checkpoint and in each target of `into`; with a group, stored
+        names that a target of any rank has. If False, fill only the tensors that both have. A shape
+        mismatch always raises, and so does a target without a name in common with the checkpoint.
     cast : bool or dtype, default False
         With True, convert between float16, bfloat16, float32 and float64 if a target of `into` has
         another dtype, rounding to nearest. This needs memory for these tensors. With one of these
@@ -396,11 +409,11 @@ def load(
 def load_source(source: Source, request: LoadRequest) -> LoadedState:
     """Load a source as `load` describes it.
 
-    Torch targets of a group are filled by all ranks together.
+    Targets of a group are filled by all ranks together.
     """
     group, into = request.options["group"], request.options["into"]
     source.check(request.options)
-    if group is not None and group.world_size > 1 and needs_all_ranks(into):
+    if group is not None and group.world_size > 1 and into is not None:
         assert isinstance(source, IndexedSource)  # others refuse the option
         return _load_together(group, request, source)
     load_state = _load_new_state if into is None else _load_into_targets

@@ -3,7 +3,8 @@
 A *filling* is the memory of one target, by name: an `_ArrayTarget`, or for torch the result of
 `fill_module` or `fill_optimizer` of the backend.
 
-prepare        checks all targets -> Prepared
+find_targets   -> Prepared, with the user's targets
+prepare        checks all targets
 apply_all      restores the objects; see _states/restore.py
 Prepared.fill  reads the tensors into their targets
 """
@@ -26,6 +27,7 @@ from .._common.arrays import (
     refuse_masked,
 )
 from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
+from .._common.caller import find_caller
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._common.staged_targets import StagedTargets, refuse_overlaps_on_devices
 from .._sharding.layout import Cuts, Layout, Shard, Steps, part_of_cutting
@@ -35,6 +37,7 @@ from ..state._load_into import check_load, load_into
 from ..state._optimizer_state import OptimizerStateDict
 from ._backend import CheckpointBackend, OptimizerRecord, OptimizerRequest
 from ._folder.names import SECTIONS
+from ._published import refuse_delta
 from ._sections import OPTIMIZER
 from ._states.collect import modules_of, owner_of
 from ._states.modules import prepare_units, stored_entries, text_of_section
@@ -43,7 +46,7 @@ from ._store.name_globs import ALL_NAMES
 from ._ties import TiedName, refuse_other_bytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from ._loader import Loader
     from ._sections import Section
@@ -98,6 +101,14 @@ class Prepared:
         self.actions: list[Action] = []
         self.sources = Sources()
         self.ready: list[_Ready] = []
+        self.elsewhere: Mapping[str, set[str]] = {}  # names that other ranks load, by section
+        self._modules: dict[str, Any] = {}
+
+    def fill_module(self, label: str, module: Any) -> Any:
+        """Return the filling of a module, the target of the section `label`."""
+        if label not in self._modules:
+            self._modules[label] = backend_of(module, CheckpointBackend).fill_module(module)
+        return self._modules[label]
 
     def fill(self, loader: Loader) -> None:
         """Read all tensors into their targets; after an error, their content is undefined."""
@@ -389,6 +400,17 @@ def _is_numbered(section: Section, folder: str, optimizer: Any, module: Any) -> 
     return False
 
 
+def _parameters_source(loader: Loader, section: Section, optimizer: Any, module: Any) -> Any:
+    """Return the source of the names of an optimizer's parameters: a module, None, or the names.
+
+    `module`: has the parameters, or None.
+    """
+    if not _is_numbered(section, loader.folder, optimizer, module):
+        return module
+    # torch numbers the parameters of all groups in their order.
+    return [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
+
+
 def _optimizer_target(
     loader: Loader,
     section: Section,
@@ -396,18 +418,16 @@ def _optimizer_target(
     optimizer: Any,
     module: Any,
     chosen_names: Names,
+    elsewhere: Collection[str],
 ) -> Any:
     """Return memory for the states of a torch optimizer; states that it lacks are created.
 
     `selected`: stored names. `module`: has the parameters, or None. `chosen_names`: the user's
-    choice. The saved param_groups, the dtype and shape of each selected state, and the shapes of
-    the model's parameters go to the backend, which fits them to `optimizer`. Raises
-    CompatibilityError if the stored states cannot be matched to parameters.
+    choice. `elsewhere`: parameters that only other ranks have. The saved param_groups, the dtype
+    and shape of each selected state, and the shapes of the model's parameters go to the backend,
+    which fits them to `optimizer`. Raises CompatibilityError if the stored states cannot be matched
+    to parameters.
     """
-    names = module  # the source of the parameters' names
-    if _is_numbered(section, loader.folder, optimizer, module):
-        # torch numbers the parameters of all groups in their order.
-        names = [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
     chosen = set(selected)
     by_key = section.names_by_key()
     selected_name = SECTIONS[section.number]
@@ -444,8 +464,9 @@ def _optimizer_target(
         records=records,
         saved=saved,
         read=read,
-        names=names,
+        names=_parameters_source(loader, section, optimizer, module),
         meant=meant,
+        elsewhere=frozenset(elsewhere),
         shapes=shapes,
         strict=request.options["strict"],
         complete=request.names is None,
@@ -457,15 +478,74 @@ def _optimizer_target(
 # ---- all targets ----
 
 
+def names_of_targets(loader: Loader, prepared: Prepared) -> dict[str, Collection[str] | None]:
+    """Return the names of each target, by label of its section; None: the target takes any name.
+
+    The names of a torch optimizer are those of its parameters.
+    """
+    modules = modules_of(prepared.model, prepared.states)
+    named = [(each, prepared.states[n]) for n, each in loader.named.items() if n in prepared.states]
+    targets = zip(loader.sections, (prepared.model, prepared.optimizer), strict=False)
+    names: dict[str, Collection[str] | None] = {}
+    for section, target in [*targets, *named]:
+        if target is None:
+            continue
+        if is_optimizer(target):
+            module = prepared.model if section.number == OPTIMIZER else owner_of(target, modules)
+            module = module if is_module(module) else None
+            source = _parameters_source(loader, section, target, module)
+            backend = backend_of(target, CheckpointBackend)
+            names[section.label] = set(backend.parameter_names(target, module, source))
+        elif is_module(target) and not section.is_optimizer:
+            names[section.label] = set(_known(prepared.fill_module(section.label, target)))
+        else:
+            names[section.label] = set(target) if hasattr(target, "keys") else None
+    return names
+
+
+def _known(filling: Any) -> list[str]:
+    """Return the names of a target, also of entries that are not tensors or are not its memory."""
+    contract = getattr(filling, "contract", None)
+    return list(dict.fromkeys([*filling.known, *(contract.entries if contract else ())]))
+
+
+def _refuse_unrelated(
+    loader: Loader, section: Section, filling: Any, selected: list[str], *, is_choice: bool
+) -> None:
+    """Raise CompatibilityError if a target has names, and none of them is one of `selected`.
+
+    `selected`: stored names. `is_choice`: the user chose names, which may all be of other targets.
+    A stored optimizer may have no states.
+    """
+    known = _known(filling)
+    have = set(known)
+    if not have.isdisjoint(selected):
+        return
+    is_optimizer_filling = hasattr(filling, "optimizer")
+    if not known and not is_optimizer_filling:
+        return
+    if selected or not (is_choice or is_optimizer_filling):
+        error = names_error(known, selected, known, loader.folder)
+        error.args = (
+            f"{section.label}: the target and the checkpoint have no name in common, and "
+            f"strict=False does not excuse a whole part: {error}",
+        )
+        raise error
+
+
 def _choose_entries(
-    loader: Loader, section: Section, target: Any, names: Names
+    loader: Loader, section: Section, target: Any, names: Names, elsewhere: Collection[str] = ()
 ) -> tuple[StoredEntries, list[str]]:
     """Return a module's stored entries that are not tensors, and the chosen names of these.
 
-    Raises CompatibilityError if `target` is not a module, and the load is strict or a chosen name
-    is one of its arrays.
+    `elsewhere`: names that only targets of other ranks have; these are left out. Raises
+    CompatibilityError if `target` is not a module, and the load is strict or a chosen name is one
+    of its arrays.
     """
     stored = stored_entries(loader, section)
+    if elsewhere:
+        entries = {name: each for name, each in stored.entries.items() if name not in elsewhere}
+        stored = stored._replace(entries=entries)
     chosen = names.select(list(stored.entries), section.number)[0]
     clash = [name for name in chosen if not is_module(target) and name in target]
     if clash or (chosen and not is_module(target) and loader.options["strict"]):
@@ -480,40 +560,47 @@ def _prepare_tensors(
     target: Any,
     module: Any,
     names: Names,
-    sources: Sources,
-) -> tuple[_Ready, list[Action]]:
-    """Return the checked target of a section's tensors, and actions; shapes are checked later.
+    prepared: Prepared,
+) -> None:
+    """Add the checked target of a section's tensors to `prepared`; shapes are checked later.
 
     `selected`: stored names. `module`: has the parameters of an optimizer, or None. `names`: the
-    user's choice. `sources`: of the targets so far; this one's is added. The actions
-    load the submodules that must load their own entries. Raises CompatibilityError if names do not
-    match.
+    user's choice. Also adds the actions that load the submodules that must load their own entries.
+    Raises CompatibilityError if names do not match.
     """
     filling: Any
-    actions: list[Action] = []
-    sources.add(
+    elsewhere = prepared.elsewhere.get(section.label, set())
+    if elsewhere:
+        section = section.without(elsewhere)
+        selected = [name for name in selected if name not in elsewhere]
+    prepared.sources.add(
         target,
         section.label,
         partial(text_of_section, loader, section),
         has_memory=not is_optimizer(target),
     )
-    stored, entries = _choose_entries(loader, section, target, names)
+    stored, entries = _choose_entries(loader, section, target, names, elsewhere)
+    chosen = [*selected, *entries]
     if is_module(target) and not section.is_optimizer:
-        filling = backend_of(target, CheckpointBackend).fill_module(target)
-        chosen = [*selected, *entries]
-        actions = prepare_units(loader, section, target, filling, chosen, stored, names, sources)
+        filling = prepared.fill_module(section.label, target)
+        prepared.actions += prepare_units(
+            loader, section, target, filling, chosen, stored, names, prepared.sources
+        )
         selected = [name for name in chosen if not filling.loads_itself(name)]
         clash = [name for name in entries if name in filling.arrays]
         if clash:
             raise names_error([], clash, [], loader.folder)
     elif is_optimizer(target):
-        filling = _optimizer_target(loader, section, selected, target, module, names)
+        filling = _optimizer_target(loader, section, selected, target, module, names, elsewhere)
     else:
         filling = _ArrayTarget(target)
+    if not loader.options["strict"]:
+        is_choice = names.listed is not None
+        _refuse_unrelated(loader, section, filling, chosen, is_choice=is_choice)
     names_to_read = _fit_names(loader, section, selected, filling, names)
     cuts = _cuts(loader, section, filling, names_to_read)
     casts = _casts(loader, section, filling, names_to_read)
-    return _Ready(section, filling, names_to_read, cuts, casts), actions
+    prepared.ready.append(_Ready(section, filling, names_to_read, cuts, casts))
 
 
 def _has_known_memory(array: Any) -> bool:
@@ -580,11 +667,12 @@ def _memory_id(target: Any, array: Any) -> object:
     return memory_range(array.array if isinstance(array, Shard) else array)
 
 
-def _targets(loader: Loader) -> Prepared:
+def find_targets(loader: Loader) -> Prepared:
     """Return the caller's targets of `into`; raise CompatibilityError if one was not saved.
 
-    Without `strict`, named states that were not saved are left out.
+    Named states that were not saved are left out, with a warning.
     """
+    refuse_delta(loader.manifest, loader.folder)
     into, folder = loader.options["into"], loader.folder
     states = _target(into, "states")
     if states is not None and not hasattr(states, "keys"):
@@ -599,16 +687,17 @@ def _targets(loader: Loader) -> Prepared:
         )
         if target is not None and section.kind is None
     ]
-    absent = [name for name in prepared.states if name not in loader.states]
-    if loader.options["strict"] and absent:
-        have = ", ".join(map(repr, loader.states)) or "none"
-        lacking.append(f"state {absent[0]!r} (named states: {have})")
     if lacking:
         error = CompatibilityError(f"{folder} holds no {lacking[0]}")
-        error.path, error.name = folder, absent[0] if absent else None
+        error.path = folder
         raise error
+    absent = [name for name in prepared.states if name not in loader.states]
     for name in absent:
         del prepared.states[name]
+    if absent:
+        have = ", ".join(repr(name) for name in loader.states if name[0] != ".") or "none"
+        text = ", ".join(map(repr, absent))
+        find_caller().warn(f"{folder} holds no state {text} (named states: {have}): not loaded")
     return prepared
 
 
@@ -635,14 +724,10 @@ def _prepare_state(
     if tensors:
         module = owner_of(target, modules) if is_optimizer(target) else None
         try:
-            ready_target, actions = _prepare_tensors(
-                loader, section, section.names, target, module, ALL_NAMES, prepared.sources
-            )
+            _prepare_tensors(loader, section, section.names, target, module, ALL_NAMES, prepared)
         except (CompatibilityError, TypeError, ValueError) as error:
             error.args = (f"{section.label}: {error}",)
             raise
-        prepared.ready.append(ready_target)
-        prepared.actions += actions
     else:
         _choose_entries(loader, section, {}, ALL_NAMES)
         prepared.sources.add(target, section.label, partial(text_of_section, loader, section))
@@ -651,22 +736,17 @@ def _prepare_state(
         prepared.actions.append(prepare_object(section.label, target, state))
 
 
-def prepare(loader: Loader) -> Prepared:
+def prepare(loader: Loader, prepared: Prepared) -> None:
     """Check all targets of ``into``; raise if one does not match. No target is changed yet.
 
     Nested values, and states of optimizers with their own load methods, are read to new memory.
     """
-    prepared = _targets(loader)
     names, chosen = loader.chosen()
     module = prepared.model if is_module(prepared.model) else None
     for section, target in zip(loader.sections, (prepared.model, prepared.optimizer), strict=False):
         if target is not None:
             selected = chosen[section.number]
-            ready_target, actions = _prepare_tensors(
-                loader, section, selected, target, module, names, prepared.sources
-            )
-            prepared.ready.append(ready_target)
-            prepared.actions += actions
+            _prepare_tensors(loader, section, selected, target, module, names, prepared)
     modules = modules_of(prepared.model, prepared.states)
     for name, target in prepared.states.items():
         _prepare_state(loader, prepared, name, target, modules)
@@ -684,7 +764,6 @@ def prepare(loader: Loader) -> Prepared:
     prepared.actions.sort(key=lambda action: action.undo is None)
     caches = prepared.sources.cache_arrays
     prepared.ready = _join_tied_names(loader, prepared.ready, caches)
-    return prepared
 
 
 def _refuse_mixture(loader: Loader, ready: list[_Ready]) -> None:
@@ -719,17 +798,3 @@ def _read_for_loaders(loader: Loader, prepared: Prepared) -> None:
     prepared.ready = [
         ready_target for ready_target in prepared.ready if ready_target not in own_loaders
     ]
-
-
-def needs_all_ranks(into: Any) -> bool:
-    """Return whether all ranks of a group must load together.
-
-    This is so if `into` has named states, or a torch module or optimizer, which can refuse to load.
-    """
-    if into is None:
-        return False
-    states = _target(into, "states")
-    return bool(states) or any(
-        is_module(target) or is_optimizer(target)
-        for target in (_target(into, "model"), _target(into, "optimizer"))
-    )

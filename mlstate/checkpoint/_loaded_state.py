@@ -73,11 +73,14 @@ class LoadedState:
         """Return the number of tensors of each state, the metadata and the step."""
 
         def shown(state: object) -> str:
-            """Return a state's short text: None, its tensor count, or "filled" for a module."""
+            """Return a state's short text: None, or its class with its number of tensors.
+
+            The number is left out for a module, whose ``len()`` counts modules.
+            """
             if state is None:
                 return "None"
             if not hasattr(state, "keys") or not hasattr(state, "__len__"):
-                return f"<{type(state).__name__}: filled>"  # len() of a module counts modules
+                return f"<{type(state).__name__}>"
             count = len(state)
             return f"<{type(state).__name__}: {count} tensor{'s' if count != 1 else ''}>"
 

@@ -14,7 +14,7 @@ from ..state._kind import restore_kind
 from ..state._load_into import check_rules, unused_rules
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Container, Iterable, Mapping
 
     from ._sources.protocol import Index
     from ._store.manifest import Manifest
@@ -72,6 +72,12 @@ class Section:
     def names_by_key(self) -> dict[str, str]:
         """Return the names by their keys in the index."""
         return dict(zip(self.keys(self.names), self.names, strict=True))
+
+    def without(self, names: Container[str]) -> Section:
+        """Return a copy of the section that lacks the tensors `names`."""
+        section = copy(self)
+        section.names = [name for name in self.names if name not in names]
+        return section
 
     def restore(self, arrays: dict[str, Any], folder: str) -> Any:
         """Return a state of the saved class with these arrays; None if it was not saved.

@@ -27,6 +27,7 @@ from .._sharding.layout import Layout, Shard
 from ..checkpoint._folder.names import MANIFEST
 from ..checkpoint._loader import Loader, LoadRequest
 from ..checkpoint._options import LOAD_DEFAULTS
+from ..checkpoint._published import DELTA, KEY
 from ..checkpoint._save.content import states_of
 from ..checkpoint._sources.indexed import IndexedSource
 from ..checkpoint._states.restore import load_tree
@@ -40,10 +41,9 @@ if TYPE_CHECKING:
     from ..checkpoint._store.checkpoint_files import CheckpointFiles
     from ..checkpoint._store.manifest import Manifest
 
-KEY = "mlstate.follow"  # in the metadata
 STATE = "follow"  # name of the state
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
-KINDS = ("anchor", "delta", "both")
+KINDS = ("anchor", DELTA, "both")
 
 
 class Version(NamedTuple):
@@ -57,7 +57,7 @@ class Version(NamedTuple):
     @property
     def has_model(self) -> bool:
         """Whether the version can be loaded without another one."""
-        return self.kind != "delta"
+        return self.kind != DELTA
 
     @property
     def has_delta(self) -> bool:

@@ -24,7 +24,7 @@ from .._folder.protocol import exclusion_of
 from .._load import load
 from .._loaded_state import LoadedState
 from .._options import LOAD_DEFAULTS, SAVE_DEFAULTS, check_timeout, complete_options, show_options
-from .._save.rank_messages import gather_bytes
+from .._rank_messages import gather_bytes
 from .._save.staging import OwnStaging, Staging
 from .._save.target import SaveFolder
 from .._steps.retention import NO_RULES, Retention, check_retention, count_old

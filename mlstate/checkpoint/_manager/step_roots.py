@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ...errors import CollectiveError, FormatError, MLStateError, StoreError
 from .._load import load
 from .._loaded_state import LoadedState
-from .._save.rank_messages import gather_bytes
+from .._rank_messages import gather_bytes
 from .._store.open_path import RootPath
 
 if TYPE_CHECKING:

@@ -316,6 +316,6 @@ def loaded_html(loaded: LoadedState) -> str:
             continue
         write = getattr(state, "_repr_html_", None)
         kind = escape(shorten(type(state).__name__, 80))
-        inner = write() if write else f"<p>{kind}, filled</p>"
+        inner = write() if write else f"<p>{kind}</p>"
         parts.append(f"<details open><summary>{name}<em>{kind}</em></summary>{inner}</details>")
     return _page("".join(parts))

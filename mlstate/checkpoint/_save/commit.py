@@ -53,11 +53,11 @@ from typing import TYPE_CHECKING, Any
 from ... import _core
 from ...errors import CollectiveError, MLStateError, StoreError
 from .._folder.names import FOLDERS, MANIFEST
+from .._rank_messages import broadcast_text, error_text, gather_bytes, pack_message, unpack_message
 from .._store.checkpoint_files import Generation, Replaced, generations_to_delete, root_path
 from .._store.index_patterns import pattern_of, with_patterns
 from .._store.manifest import IndexRecord, Manifest, build_checked
 from .._store.open_path import RootPath
-from .rank_messages import broadcast_text, error_text, gather_bytes, pack_message, unpack_message
 from .replica_assignment import check_copies
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from ..._common.local_path import local_path
 from ..._common.set_module import set_module
 from ..._common.text import steps_text
 from ...checkpoint import CheckpointManager
-from ...checkpoint._save.rank_messages import gather_bytes
+from ...checkpoint._rank_messages import gather_bytes
 from ...checkpoint._states.generators import library_of, restored, set_state, state_of
 from ...checkpoint._store.open_path import is_url
 from ...errors import CheckpointWarning, CompatibilityError, FormatError, StoreNotFoundError

@@ -399,7 +399,7 @@ class OptimizerFilling(Filling):
         have = {key: () if key in self.packed else r.shape for key, r in records.items()}
         refuse_unfit(have, shapes_needed, request.shapes)
         parameters = frozenset(r.parameter for r in records.values())
-        scope = Scope(request.strict, request.complete, parameters)
+        scope = Scope(request.strict, request.complete, parameters, request.elsewhere)
         self.groups = match_groups(
             saved.param_groups, saved.learning_rate, optimizer, members, scope
         )
@@ -755,6 +755,13 @@ class OptimizerFilling(Filling):
             other.owner is slot.owner and f"{name}.{state}" not in self.rest
             for name, other in self.slots.items()
         )
+
+
+def parameter_names(
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, names: Any
+) -> list[str]:
+    """Return the names of an optimizer's parameters; see `parameter_slots` for the arguments."""
+    return list(parameter_slots(optimizer, module, names)[0])
 
 
 fill_optimizer = OptimizerFilling

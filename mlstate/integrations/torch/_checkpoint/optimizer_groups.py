@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....errors import CheckpointWarning, CompatibilityError
@@ -28,6 +27,7 @@ class Scope(NamedTuple):
     strict: bool = True  # a group without saved values is an error
     complete: bool = True  # all parameters are loaded, not only chosen names
     recorded: frozenset[str] = frozenset()  # parameters that have saved states
+    elsewhere: frozenset[str] = frozenset()  # parameters that only other ranks have
 
 
 ALL = Scope()
@@ -139,7 +139,7 @@ def _by_name(
     instead, and the number is None.
     """
     groups_of = {str(name): i for i, group in enumerate(saved) for name in group["params"]}
-    present = set(chain.from_iterable(members))
+    present = scope.elsewhere.union(*members)
     absent = [name for name in groups_of if name not in present]
     if absent and scope.strict and scope.complete:
         raise _mismatch(f"the optimizer lacks {quoted(absent)}", absent[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ...collectives import ProcessGroup
+    from ..collectives import ProcessGroup
 
 _MESSAGE_BYTES = 1024  # largest fixed-size message between ranks
 

@@ -1,0 +1,233 @@
+"""Ranks whose modules have other names, in one checkpoint: stages of a pipeline, and experts."""
+
+import numpy as np
+import pytest
+import torch
+from rank_threads import run_local
+from torch import nn
+
+import mlstate
+from mlstate import CompatibilityError
+
+pytestmark = pytest.mark.torch
+
+
+class Tagged(nn.Linear):
+    """A layer with an extra state."""
+
+    tag = None
+
+    def get_extra_state(self):
+        return self.tag
+
+    def set_extra_state(self, state):
+        self.tag = state
+
+
+def part(names, seed, layer=nn.Linear):
+    """A model with these layers of one larger model, and an optimizer with steps of its own."""
+    torch.manual_seed(seed)
+    model = nn.Module()
+    for name in names:
+        model.add_module(name, layer(2, 3))
+        model.get_submodule(name).tag = seed
+        model.get_submodule(name).unused = nn.Parameter(torch.zeros(1))  # without states
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
+    for layer in names:
+        model.get_submodule(layer)(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def content(*parts):
+    """Tensors of the models and states of the optimizers, by name of the parameter."""
+    found = {}
+    for model, optimizer in parts:
+        found.update(model.state_dict())
+        for name, parameter in model.named_parameters():
+            states = optimizer.state.get(parameter, {})
+            found.update({f"{name}.{key}": value for key, value in states.items()})
+    return found
+
+
+def check_equal(found, expected):
+    assert found.keys() <= expected.keys()
+    for name, value in found.items():
+        same = torch.equal(value, expected[name]) if hasattr(value, "shape") else True
+        assert same and (hasattr(value, "shape") or value == expected[name]), name
+
+
+def saved(path, names_of_ranks, layer=nn.Linear):
+    """The content of a checkpoint that ranks with these layers saved together."""
+
+    def save(group):
+        pair = part(names_of_ranks[group.rank], 0, layer)
+        mlstate.save(path, *pair, group=group)
+        return content(pair)
+
+    contents = run_local(save, len(names_of_ranks))
+    return {name: value for each in contents for name, value in each.items()}
+
+
+def load_into(path, names_of_ranks, layer=nn.Linear, **options):
+    """Load on ranks with these layers; the content or the error of each, and the targets before."""
+
+    def load(group):
+        pair = part(names_of_ranks[group.rank], 5, layer)
+        before = {name: copy_of(value) for name, value in content(pair).items()}
+        into = dict(zip(("model", "optimizer"), pair, strict=True))
+        try:
+            mlstate.load(path, into=into, group=group, **options)
+        except CompatibilityError as error:
+            check_equal(content(pair), before)
+            return error
+        return content(pair)
+
+    return run_local(load, len(names_of_ranks))
+
+
+def copy_of(value):
+    return value.clone() if hasattr(value, "clone") else value
+
+
+STAGES = [["a"], ["b", "c"]]
+EXPERTS = [["gate", "e0", "e1"], ["gate", "e2", "e3"], ["gate"]]
+
+
+@pytest.mark.parametrize(
+    ("saved_names", "names"),
+    [
+        (STAGES, STAGES),
+        (STAGES, STAGES[::-1]),
+        (STAGES, [["a", "b"], ["c"]]),
+        (STAGES, [["a"], ["b"], ["c"]]),
+        (STAGES, [["a", "b", "c"], ["b"]]),
+        (STAGES, [["a", "b", "c"]]),
+        ([["a", "b", "c"]], STAGES),
+        (EXPERTS, EXPERTS),
+        (EXPERTS, [["gate", "e3"], ["gate", "e2", "e1", "e0"]]),
+    ],
+)
+def test_ranks_load_the_parts_of_a_checkpoint_that_they_have(tmp_path, saved_names, names):
+    expected = saved(tmp_path / "c", saved_names)
+    for found in load_into(tmp_path / "c", names):
+        check_equal(found, expected)
+
+
+def test_a_name_that_no_rank_has_is_an_error_of_all_ranks(tmp_path):
+    saved(tmp_path / "c", STAGES)
+    for error in load_into(tmp_path / "c", [["a"], ["b"]]):
+        assert isinstance(error, CompatibilityError)
+        assert '"c.weight"' in str(error) and "a.weight" not in str(error)
+        assert "b.weight" not in str(error)
+    found = load_into(tmp_path / "c", [["a"], ["b"]], strict=False)
+    assert [sorted(each)[0] for each in found] == ["a.bias", "b.bias"]
+
+
+def test_a_name_that_is_not_stored_is_an_error_of_all_ranks(tmp_path):
+    saved(tmp_path / "c", STAGES)
+    for error in load_into(tmp_path / "c", [["a"], ["b", "c", "d"]]):
+        assert 'Missing key(s) in checkpoint: "d.weight", "d.bias", "d.unused"' in str(error)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_stages_load_the_extra_states_that_they_have(tmp_path, whole):
+    names = [["a", "b", "c"]] if whole else STAGES
+    expected = saved(tmp_path / "c", names, Tagged)
+    for found in load_into(tmp_path / "c", STAGES, Tagged):
+        check_equal(found, expected)
+        assert {v for n, v in found.items() if n.endswith("_extra_state")} == {0}
+
+
+def test_a_stage_that_loads_itself_gets_only_its_entries(tmp_path):
+    expected = saved(tmp_path / "c", STAGES)
+
+    def load(group):
+        pair = part(STAGES[group.rank], 5)
+        pair[0].register_load_state_dict_post_hook(lambda *_: None)
+        mlstate.load(tmp_path / "c", into={"model": pair[0]}, group=group)
+        return pair[0].state_dict()
+
+    for found in run_local(load):
+        check_equal(found, expected)
+
+
+def test_ranks_may_rename_to_names_of_their_own(tmp_path):
+    expected = saved(tmp_path / "c", [["a"], ["b"]])
+
+    def load(group):
+        rules = {"ab"[group.rank] + ".": "layer."}
+        pair = part(["layer"], 5)
+        into = dict(zip(("model", "optimizer"), pair, strict=True))
+        mlstate.load(tmp_path / "c", into=into, group=group, rename=rules)
+        return content(pair)
+
+    for name, found in zip("ab", run_local(load), strict=True):
+        check_equal({n.replace("layer.", f"{name}."): v for n, v in found.items()}, expected)
+
+
+def test_chosen_names_must_be_those_of_some_rank(tmp_path):
+    expected = saved(tmp_path / "c", STAGES)
+
+    def load(group, names):
+        model = part([["a"], ["b"]][group.rank], 5)[0]
+        mlstate.load(tmp_path / "c", into={"model": model}, group=group, names=names)
+        return model.state_dict()
+
+    for found in run_local(lambda group: load(group, ["a", "b"])):
+        check_equal(found, expected)
+    for error in run_local(lambda group: load(group, ["a", "c"])):
+        assert isinstance(error, CompatibilityError) and '"c.bias"' in str(error)
+    # rank 1 has the name, but does not choose it
+    for error in run_local(lambda group: load(group, ["a", "b"] if group.rank == 0 else [])):
+        assert isinstance(error, CompatibilityError) and '"b.bias"' in str(error)
+
+
+def test_named_states_of_stages_are_loaded_together(tmp_path):
+    def save(group):
+        pair = part(STAGES[group.rank], 0)
+        mlstate.save(tmp_path, pair[0], states={"ema": pair[0], "optimizer": pair[1]}, group=group)
+        return content(pair)
+
+    expected = {name: value for each in run_local(save) for name, value in each.items()}
+
+    def load(group):
+        pair, ema = part(STAGES[group.rank], 5), part(STAGES[group.rank], 6)[0]
+        states = {"ema": ema, "optimizer": pair[1]}
+        mlstate.load(tmp_path, into={"model": pair[0], "states": states}, group=group)
+        check_equal(ema.state_dict(), expected)
+        return content(pair)
+
+    for found in run_local(load):
+        check_equal(found, expected)
+
+
+def test_arrays_of_ranks_are_filled_together_or_not_at_all(tmp_path):
+    arrays = {name: np.full(4, ord(name)) for name in "abc"}
+    mlstate.save(tmp_path, arrays)
+
+    def load(group, names):
+        into = {name: np.zeros_like(arrays[name]) for name in names[group.rank]}
+        try:
+            mlstate.load(tmp_path, into={"model": into}, group=group)
+        except CompatibilityError as error:
+            assert not any(array.any() for array in into.values())
+            return str(error)
+        return all(np.array_equal(array, arrays[name]) for name, array in into.items())
+
+    assert run_local(lambda group: load(group, ["ab", "bc"])) == [True, True]
+    for text in run_local(lambda group: load(group, ["a", "b"])):
+        assert '"c"' in text and '"b"' not in text
+
+
+def test_an_error_of_one_rank_is_that_of_all(tmp_path):
+    saved(tmp_path / "c", STAGES)
+
+    def load(group):
+        model = part(STAGES[group.rank], 5)[0]
+        into = {"model": model, "states": [] if group.rank else None}
+        mlstate.load(tmp_path / "c", into=into, group=group)
+
+    errors = run_local(load)
+    assert isinstance(errors[1], TypeError)
+    assert "rank 1: TypeError" in str(errors[0]) and "Unexpected" not in str(errors[0])
