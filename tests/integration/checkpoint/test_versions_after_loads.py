@@ -54,9 +54,9 @@ def test_aliased_states_of_an_optimizer_refuse_an_old_backward_pass(tmp_path):
     optimizer = torch.optim.Adam(module.parameters())
     module(torch.ones(4)).sum().backward()
     optimizer.step()
-    mlstate.save(tmp_path / "c", module, optimizer)
     states = optimizer.state[module.weight]
     states["exp_avg_sq"] = states["exp_avg"].data
+    mlstate.save(tmp_path / "c", module, optimizer)
     scale = torch.ones(4, 4, requires_grad=True)
     out = (states["exp_avg"] * scale).sum()
     mlstate.load(tmp_path / "c", into={"model": module, "optimizer": optimizer})
