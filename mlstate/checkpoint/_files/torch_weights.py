@@ -55,7 +55,7 @@ def read_torch_weights(folder: Folder, root: str) -> StateDict:
     copies: set[tuple[str, str]] = set()  # name and file of tensors that an earlier file has too
     for file in weights.files:
         path = os.path.join(folder.path, file)
-        parts = backend.read_pt(Path(path))
+        parts = backend.read_pt(Path(path)).refuse_unreadable()
         if parts.model is None or parts.optimizer is not None:
             raise format_error(f"{path}: holds an optimizer, not only weights", path)
         if others := sorted({**parts.metadata, **parts.states}):

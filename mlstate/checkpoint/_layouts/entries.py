@@ -5,8 +5,8 @@ entry                                                       is
 ==========================================================  ==================================
 `_MODEL_KEYS`: a dict; ``module`` beside DeepSpeed's marks  the model
 `_OPTIMIZER_KEYS`, one ``optimizer_N`` or list of one       the optimizer
-tensors beside an optimizer without a model                 the model
-without model and optimizer: all tensors, at any level      the model
+tensors beside optimizers without a model                   the model
+without a model and optimizers: all tensors, at any level   the model
 a dict that alone holds model and optimizer                 as if its entries were at the top
 numbers, bool, str and None, among tensors or at the top    metadata
 ``_extra_state`` of a module that is not a tensor           an entry of the model's module
@@ -45,7 +45,8 @@ if TYPE_CHECKING:
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
-_DEEPSPEED_MODEL, _DEEPSPEED_MARKS = "module", ("buffer_names", "param_shapes", "ds_version")
+_DEEPSPEED_MODEL, _DEEPSPEED = "module", ("buffer_names", "param_shapes", "ds_version")
+_NUMBERED = re.compile(r"optimizer_\d+\Z")
 LISTED = "optimizer_states"  # key of Lightning: a list, with an item for each optimizer
 FLAT = ("state.", "param_groups.")  # prefixes of keys in an optimizer that torch has flattened
 _EXTRA = "_extra_state"  # last part of the name of a module's own state
@@ -126,40 +127,64 @@ def is_recorded(tree: Mapping[Any, Any]) -> bool:
     return isinstance(record, Mapping) and "version" in record
 
 
+def _optimizers_in(value: Any) -> list[Any]:
+    """Return the optimizers in a nested value."""
+    if is_optimizer(value):
+        return [value]
+    inner = value.values() if isinstance(value, Mapping) else value
+    is_nested = isinstance(value, Mapping | list | tuple)
+    return [optimizer for each in inner for optimizer in _optimizers_in(each)] if is_nested else []
+
+
 def _parameter_count(optimizer: Any) -> int:
-    """Return the number of parameters that have states in an optimizer."""
+    """Return the number of parameters of an optimizer, of those with states if only these count."""
     if is_flat_optimizer(optimizer):
         return len({key.rpartition(".")[0] for key in optimizer if key.startswith(FLAT[1])})
-    states = optimizer[0] if isinstance(optimizer, list) else optimizer
-    return len(states.get("state") or ()) if isinstance(states, Mapping) else 0
+    groups = getattr(optimizer, "param_groups", None) or optimizer.get("param_groups", ())
+    listed = sum(len(group.get("params") or ()) for group in groups if isinstance(group, Mapping))
+    return max(listed, len(optimizer.get("state") or ()))
+
+
+def _model_key(tree: Mapping[Any, Any]) -> Any:
+    """Return the key of the model of a tree, None without one."""
+    keys = [key for key in _MODEL_KEYS if isinstance(tree.get(key), Mapping)]
+    if isinstance(tree.get(_DEEPSPEED_MODEL), Mapping) and not tree.keys().isdisjoint(_DEEPSPEED):
+        keys.append(_DEEPSPEED_MODEL)
+    return next(iter(keys), None)
+
+
+def _optimizer_key(tree: Mapping[Any, Any]) -> Any:
+    """Return the key of the optimizer of a tree; None without one, or with several by number."""
+    numbered = [key for key in tree if isinstance(key, str) and _NUMBERED.match(key)]
+    keys = [*_OPTIMIZER_KEYS, *(numbered if len(numbered) == 1 else [])]
+    keys = [key for key in keys if is_optimizer(tree.get(key))]
+    listed = tree.get(LISTED)
+    if isinstance(listed, list) and len(listed) == 1 and is_optimizer(listed[0]):
+        keys.append(LISTED)
+    return next(iter(keys), None)
+
+
+def _keys_at_top(tree: Mapping[Any, Any]) -> frozenset[Any]:
+    """Return the keys of a tree that are entries of the model of its optimizers.
+
+    Tensors are a model only if there are as many as the optimizers have parameters: otherwise they
+    are other values of the program, such as the state of a generator.
+    """
+    tensors = {key for key, value in tree.items() if is_tensor(value)}
+    has_axes = any(tree[key].ndim for key in tensors)
+    optimizers = _optimizers_in(tree) if has_axes else []
+    if not optimizers or len(tensors) < sum(map(_parameter_count, optimizers)):
+        return frozenset()
+    return frozenset(tensors | {key for key in tree if _is_extra(key)})
 
 
 def find_parts(tree: Mapping[Any, Any]) -> Found:
-    """Return the keys of a tree's model and optimizer.
-
-    Only keys that programs commonly use are recognized; several optimizers with numbers are not.
-    Tensors at the top are a model if the optimizer has no more parameters than these: otherwise
-    they are other values of the program, such as the state of a generator.
-    """
+    """Return the keys of a tree's model and optimizer; only those that programs commonly use."""
     if is_recorded(tree):
-        return Found(*(key if key in tree else None for key in (MODEL, OPTIMIZER)))
-    models = [key for key in _MODEL_KEYS if isinstance(tree.get(key), Mapping)]
-    if isinstance(tree.get(_DEEPSPEED_MODEL), Mapping) and any(m in tree for m in _DEEPSPEED_MARKS):
-        models.append(_DEEPSPEED_MODEL)
-    numbered = [key for key in tree if isinstance(key, str) and re.match(r"optimizer_\d+\Z", key)]
-    optimizers = [*_OPTIMIZER_KEYS, *(numbered if len(numbered) == 1 else [])]
-    optimizers = [key for key in optimizers if is_optimizer(tree.get(key))]
-    listed = tree.get(LISTED)
-    if isinstance(listed, list) and len(listed) == 1 and is_optimizer(listed[0]):
-        optimizers.append(LISTED)
-    model, optimizer = (next(iter(keys), None) for keys in (models, optimizers))
-    if model is not None or optimizer is None:
+        model, optimizer = (key if key in tree else None for key in (MODEL, OPTIMIZER))
         return Found(model, optimizer)
-    tensors = {key for key, value in tree.items() if is_tensor(value)}
-    is_model = any(tree[key].ndim for key in tensors)
-    if not is_model or len(tensors) < _parameter_count(tree[optimizer]):
-        return Found(None, optimizer)
-    return Found(None, optimizer, frozenset(tensors | {key for key in tree if _is_extra(key)}))
+    model, optimizer = _model_key(tree), _optimizer_key(tree)
+    return Found(model, optimizer, frozenset() if model is not None else _keys_at_top(tree))
 
 
 def wrapper_of(tree: Mapping[Any, Any]) -> Any:
@@ -294,7 +319,8 @@ class _Sorter:
         text = f"{name!r} is {reason}; {remedy}"
         self.unreadable[part][name] = refusal(self.path, text, name)
 
-    def _twice(self, name: str) -> CompatibilityError:
+    def twice(self, name: str) -> CompatibilityError:
+        """Return the error for two entries of one name."""
         return refusal(self.path, f"two entries have the name {name!r}", name)
 
     def model_of(self, tree: Mapping[Any, Any], text: Any) -> tuple[StateDict, dict[str, Any]]:
@@ -309,7 +335,7 @@ class _Sorter:
         extra: dict[str, Any] = {}
         for name, value in _leaves(tree, ""):
             if name in tensors or name in others or name in extra:
-                raise self._twice(name)
+                raise self.twice(name)
             if reason := find_unreadable(value) or _reason_of(name, value):
                 self._note_unreadable(MODEL, name, reason)
             elif is_tensor(value):
@@ -369,7 +395,7 @@ class _Sorter:
 
     def _add_state(self, name: str, value: Any) -> None:
         if name in self.states:
-            raise self._twice(name)
+            raise self.twice(name)
         if reason := find_unreadable(value):
             self._note_unreadable(STATES, name, reason)
         elif is_optimizer(value):
@@ -412,34 +438,37 @@ def sort_entries(tree: Any, path: Path, *, is_divided: bool = False) -> Parts:
     _check_size(tree, path)
     if is_optimizer(tree):
         return sorter.parts(None, sorter.optimizer_of(tree, None, OPTIMIZER, ""))
-    tree = unwrap(tree, wrapper_of(tree))
+    tree = tree if is_divided else unwrap(tree, wrapper_of(tree))
     found = find_parts(tree)
-    if not found.part_names() and not is_recorded(tree) and not is_divided:
-        if any(
-            isinstance(v, Mapping) and find_parts(v).optimizer is not None for v in tree.values()
-        ):
-            # several models with their optimizers: none of them is the model
-            sorter.add_rest(tree)
-            return sorter.parts(None, None)
-        model, others = sorter.model_of(tree, None)
-        sorter.add_rest(others)
-        return sorter.parts(model, None)
+    if found.part_names() or is_recorded(tree):
+        return _sort_parts(sorter, tree, found)
+    if is_divided or _optimizers_in(tree):
+        # of several models with their optimizers, none is the model
+        sorter.add_rest(tree)
+        return sorter.parts(None, None)
+    model, others = sorter.model_of(tree, None)
+    sorter.add_rest(others)
+    return sorter.parts(model, None)
+
+
+def _sort_parts(sorter: _Sorter, tree: Mapping[Any, Any], found: Found) -> Parts:
+    """Divide a tree with a model or optimizer, whose keys are `found`."""
     names = found.part_names()
     rest = {key: value for key, value in tree.items() if key not in names}
     texts = rest.pop(RECORD, {})
     if not isinstance(texts, Mapping) or not all(isinstance(v, str) for v in texts.values()):
-        raise malformed(path, f"entry {RECORD!r} does not describe the file")
+        raise malformed(sorter.path, f"entry {RECORD!r} does not describe the file")
     if texts and "metadata" in rest:
-        sorter.metadata = _metadata_from(rest.pop("metadata"), path)
+        sorter.metadata = _metadata_from(rest.pop("metadata"), sorter.path)
     model = optimizer = None
     if MODEL in names.values():
-        inner = tree[found.model] if found.model is not None else None
         top = {key: value for key, value in tree.items() if key in found.at_top}
-        model, others = sorter.model_of(top if inner is None else inner, texts.get(MODEL))
+        inner = top if found.model is None else tree[found.model]
+        model, others = sorter.model_of(inner, texts.get(MODEL))
         for name, value in others.items():  # beside the model's tensors, below its key
-            key = f"{found.model}.{name}" if inner is not None else name
+            key = name if found.model is None else f"{found.model}.{name}"
             if key in rest:
-                raise sorter._twice(key)
+                raise sorter.twice(key)
             rest[key] = value
     if found.optimizer is not None:
         value = tree[found.optimizer]

@@ -1,7 +1,6 @@
 """Files and folders as other trainers write them: what is the model, and what is beside it."""
 
 import json
-import os
 import warnings
 
 import numpy as np
@@ -23,6 +22,7 @@ from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 
 import mlstate  # noqa: E402
 from mlstate.checkpoint._convert.read_write import read_any  # noqa: E402
+from mlstate.checkpoint._layouts.entries import sort_entries  # noqa: E402
 from mlstate.checkpoint._layouts.training_step import step_entries  # noqa: E402
 from mlstate.cli import main  # noqa: E402
 
@@ -455,7 +455,7 @@ def test_generators_of_all_ranks_are_demanded(tmp_path):
 def test_a_plain_folder_of_weights_has_no_entries(tmp_path):
     mlstate.export_huggingface(tmp_path / "c", {"w": np.ones(2, np.float32)})
     torch.save({"w": torch.ones(2)}, tmp_path / "c/pytorch_model.bin")
-    assert step_entries(os.listdir(tmp_path / "c")) == {}
+    assert step_entries([path.name for path in (tmp_path / "c").iterdir()]) == {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         parts = read_any(tmp_path / "c")
@@ -536,3 +536,91 @@ def test_parts_that_overlap_or_leave_gaps_are_refused(tmp_path, offsets, text):
         mlstate.save_file(half, tmp_path / name, {"DCP_SHARDING_INFO": info})
     with pytest.raises(mlstate.FormatError, match=text):
         mlstate.load(tmp_path)
+
+
+# ---- nothing is silently missing ----
+
+
+def random_tree(draw):
+    """A random dict of entries as programs write them, and its tensors and numbers by value."""
+    values = iter(range(2, 1000))
+    tensors, numbers = [], []
+
+    def tensor():
+        tensors.append(next(values))
+        return torch.full(draw.choice([(), (1,), (2, 2)]), float(tensors[-1]))
+
+    def number():
+        numbers.append(next(values))
+        return numbers[-1]
+
+    def state_dict(depth=0):
+        kinds = [tensor, tensor, number, lambda: None, lambda: b"x", lambda: {"k": tensor()}]
+        kinds += [lambda: [tensor(), number()], lambda: state_dict(depth + 1)] if depth < 2 else []
+        return {f"n{i}": draw.choice(kinds)() for i in range(draw.randrange(1, 4))}
+
+    def optimizer():
+        names = draw.choice([["a.w", "b"], [0, 1]])
+        states = {name: {"m": tensor(), "step": number()} for name in names}
+        groups = [{"lr": 0.5, "params": names}]
+        if draw.random() < 0.3:
+            flat = {f"param_groups.{name}.lr": 0.5 for name in names}
+            for name, state in states.items():
+                flat |= {f"state.{name}.{key}": value for key, value in state.items()}
+            return flat
+        return {"state": states, "param_groups": groups}
+
+    entries = {
+        "model": state_dict, "state_dict": state_dict, "ema": state_dict, "w.a": tensor,
+        "v": tensor, "opt": lambda: {"inner": optimizer()}, "optimizer": optimizer,
+        "optim": optimizer, "optimizer_0": optimizer,
+        "optimizer_1": optimizer, "optimizer_states": lambda: [optimizer() for _ in range(2)],
+        "epoch": number, "rng": tensor, "sched": lambda: {"last": number()}, "module": state_dict,
+        "ds_version": lambda: "0.1", "_extra_state": lambda: {"t": tensor(), "n": number()},
+    }  # fmt: skip
+    names = draw.sample(sorted(entries), draw.randrange(1, 6))
+    tree = {name: entries[name]() for name in names}
+    return {"app": tree} if draw.random() < 0.2 else tree, tensors, numbers
+
+
+def values_in(value):
+    """Yield the values of all arrays and numbers inside loaded parts."""
+    if isinstance(value, dict):
+        for each in value.values():
+            yield from values_in(each)
+        for group in getattr(value, "param_groups", ()):
+            yield from values_in(group)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from values_in(each)
+    elif hasattr(value, "tolist") or isinstance(value, int | float):
+        yield from np.asarray(value).reshape(-1)[:1].tolist()
+
+
+def optimizers_in(value):
+    """Yield the optimizers in a random tree."""
+    if isinstance(value, dict) and any(key.startswith("param_groups") for key in value):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from optimizers_in(each)
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_no_entry_is_silently_missing(tmp_path, seed):
+    import random
+    from collections import Counter
+
+    tree, tensors, numbers = random_tree(random.Random(seed))
+    try:
+        parts = sort_entries(tree, tmp_path)
+    except mlstate.CompatibilityError as error:
+        assert "two entries have the name" in str(error)
+        return
+    assert parts.unreadable == {}
+    found = Counter(values_in(list(parts[:4])))
+    assert all(found[value] == 1 for value in tensors + numbers), (tree, parts)
+    flat = [each for value in (parts.model or {}).values() for each in values_in(value)]
+    assert not set(flat) & set(numbers)
+    moments = {each for value in optimizers_in(tree) for each in values_in(value)}
+    assert not set(flat) & moments & set(tensors)

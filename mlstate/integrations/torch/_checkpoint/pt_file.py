@@ -65,15 +65,8 @@ def _cpu_tensors(state: Mapping[str, object]) -> dict[str, torch.Tensor]:
     return _compact_tensors({name: tensor.cpu() for name, tensor in tensors.items()})
 
 
-def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
-    """Return an optimizer's state in the form of ``optimizer.state_dict()``.
-
-    Parameters are numbers if all names are numbered (``param_0`` and so on), else names. Raises
-    CompatibilityError if a parameter with states is in none of the groups, or if an array is not
-    the state of a parameter.
-    """
-    saved = state.param_groups or ({"lr": state.learning_rate, "params": list(state.parameters())},)
-    listed = [str(name) for group in saved for name in group.get("params", ())]
+def _check_names(state: OptimizerStateDict, listed: list[str]) -> None:
+    """Raise CompatibilityError unless all arrays are states of the parameters that groups list."""
     parameters = set(state.parameters())
     unknown = sorted(parameters - set(listed))
     others = [
@@ -92,6 +85,18 @@ def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
         )
         error.name = unknown[0]
         raise error
+
+
+def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
+    """Return an optimizer's state in the form of ``optimizer.state_dict()``.
+
+    Parameters are numbers if all names are numbered (``param_0`` and so on), else names. Raises
+    CompatibilityError if a parameter with states is in none of the groups, or if an array is not
+    the state of a parameter.
+    """
+    saved = state.param_groups or ({"lr": state.learning_rate, "params": list(state.parameters())},)
+    listed = [str(name) for group in saved for name in group.get("params", ())]
+    _check_names(state, listed)
     numbered = listed == [f"param_{i}" for i in range(len(listed))]
     # torch's key of each parameter
     keys: dict[str, Any] = {name: i if numbered else name for i, name in enumerate(listed)}
@@ -291,7 +296,9 @@ def _placeholder(name: str) -> type:
         "__torch_dispatch__": classmethod(dispatch),
         "reason": _reason_of(name),
     }
-    return type(torch.Tensor)("Unreadable", (Unreadable, torch.Tensor), content)
+    metaclass: Any = type(torch.Tensor)
+    cls: type = metaclass("Unreadable", (Unreadable, torch.Tensor), content)
+    return cls
 
 
 def _allowed_globals(path: Path | IO[bytes]) -> tuple[list[Any], list[str]]:
@@ -348,7 +355,7 @@ def load_value(file: Path | IO[bytes], where: object, *, maps: bool = False) -> 
 
     allowed, unknown = _allowed_globals(file)
     if not hasattr(file, "suffix"):
-        file.seek(0)  # type: ignore[union-attr]
+        file.seek(0)
     try:
         with warnings.catch_warnings(), torch.serialization.safe_globals(allowed):
             warnings.simplefilter("ignore")  # torch's warnings about its storage classes

@@ -63,15 +63,11 @@ def _join(values: list[Any], keys: tuple[Any, ...], path: Path) -> Any:
     first = values[0]
     if isinstance(first, Unreadable) or (is_tensor(first) and _is_special(first)):
         return first  # an error about it has its name
-    if any(type(value) is not type(first) for value in values):
+    if any(_form_of(value) != _form_of(first) for value in values[1:]):
         raise _difference(keys, path)
-    if isinstance(first, Mapping) and type(first).__module__ in ("builtins", "collections"):
-        if any(value.keys() != first.keys() for value in values):
-            raise _difference(keys, path)
+    if _is_dict(first):
         return {key: _join([each[key] for each in values], (*keys, key), path) for key in first}
     if type(first) in (list, tuple):
-        if any(len(value) != len(first) for value in values):
-            raise _difference(keys, path)
         rows = zip(*values, strict=True)
         return type(first)(_join([*row], (*keys, n), path) for n, row in enumerate(rows))
     if hasattr(first, "device_mesh"):
@@ -79,6 +75,16 @@ def _join(values: list[Any], keys: tuple[Any, ...], path: Path) -> Any:
     if not all(_is_equal(first, value) for value in values[1:]):
         raise _difference(keys, path)
     return first.clone() if is_tensor(first) and len(values) > 1 else first
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, Mapping) and type(value).__module__ in ("builtins", "collections")
+
+
+def _form_of(value: Any) -> tuple[Any, ...]:
+    """Return the class of a value, and the keys or the length of a container."""
+    inner = value.keys() if _is_dict(value) else type(value) in (list, tuple) and len(value)
+    return type(value), inner
 
 
 def _join_parts(values: list[Any], keys: tuple[Any, ...], path: Path) -> torch.Tensor:
