@@ -1,0 +1,323 @@
+"""What `load`, `inspect`, `verify` and `mlstate convert` do with files of other programs."""
+
+import contextlib
+import re
+import shutil
+import warnings
+
+import house
+import numpy as np
+import pytest
+from foreign_files import KINDS, VERIFIED, moments, network, table
+
+import mlstate
+from mlstate.cli import main
+from mlstate.errors import FormatError, MLStateError
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+]
+LOADED = [title for title, kind in KINDS.items() if kind.holds]
+REFUSED = [title for title, kind in KINDS.items() if not kind.holds]
+FILLED = [title for title in LOADED if "optimizer" in KINDS[title].holds]
+
+
+@pytest.fixture(scope="session")
+def samples(tmp_path_factory):
+    """A function that returns the sample of a kind, which is written once."""
+    written = {}
+
+    def sample(title):
+        if (missing := KINDS[title].missing()) is not None:
+            pytest.skip(f"{missing} is not installed")
+        if title not in written:
+            written[title] = KINDS[title].sample(tmp_path_factory.mktemp("foreign"))
+        return written[title]
+
+    return sample
+
+
+def bits(value):
+    """The dtype, shape and bytes of an array or a tensor."""
+    if hasattr(value, "detach"):
+        import torch
+
+        flat = value.detach().contiguous()
+        dtype = str(value.dtype).removeprefix("torch.")
+        return dtype, tuple(value.shape), flat.reshape(-1).view(torch.uint8).numpy().tobytes()
+    array = np.asarray(value)
+    return array.dtype.name, array.shape, array.tobytes()
+
+
+def is_array(value):
+    return hasattr(value, "detach") or isinstance(value, np.ndarray)
+
+
+def is_same(value, expected):
+    """Whether two trees are equal, bit for bit; lists and tuples are alike, as in JSON."""
+    if is_array(expected):
+        return is_array(value) and bits(value) == bits(expected)
+    if isinstance(expected, dict):
+        same = isinstance(value, dict) or hasattr(value, "keys")
+        return same and value.keys() == expected.keys() and all(
+            is_same(value[key], expected[key]) for key in expected
+        )  # fmt: skip
+    if isinstance(expected, list | tuple):
+        return len(value) == len(expected) and all(map(is_same, value, expected))
+    return type(value) is type(expected) and value == expected
+
+
+def arrays_of(tree):
+    """Return all arrays in a tree."""
+    if is_array(tree):
+        return [tree]
+    values = tree.values() if hasattr(tree, "values") else tree
+    return (
+        [a for v in values for a in arrays_of(v)] if isinstance(tree, dict | list | tuple) else []
+    )
+
+
+def names_of(loaded):
+    """Return what a loaded state holds, as in the table."""
+    parts = [part for part in ("model", "optimizer") if getattr(loaded, part)]
+    return ", ".join(
+        [*parts, *(["states " + ", ".join(sorted(loaded.states))] * bool(loaded.states))]
+    )
+
+
+def own_parameter_names(optimizer, sample):
+    """Return the states by the names of the model's parameters, if the file has only numbers."""
+    names = {f"param_{n}": name for n, name in enumerate(sample.model or ())}
+    return {f"{names.get(p, p)}.{s}": v for p, _, s in (k.rpartition(".") for k in optimizer)
+            for v in [optimizer[f"{p}.{s}"]]}  # fmt: skip
+
+
+def assert_equal(loaded, sample):
+    """The loaded state has the values that the program's own reader returns, bit for bit."""
+    tied = (sample.model or {}).keys() - (loaded.model or {}).keys()
+    stored = {bits(value) for value in (loaded.model or {}).values()}
+    assert {bits(sample.model[name]) for name in tied} <= stored  # stored once
+    for name, value in (loaded.model or {}).items():
+        assert bits(value) == bits(sample.model[name]), name
+    if sample.optimizer is not None:
+        expected = own_parameter_names(sample.optimizer, sample)
+        optimizer = own_parameter_names(loaded.optimizer or {}, sample)
+        assert optimizer.keys() == expected.keys()
+        for name, value in expected.items():
+            assert bits(optimizer[name])[::2] == bits(value)[::2], name
+    for name, state in sample.states.items():
+        assert is_same(loaded.states[name], state) or contains(loaded.states[name], state), name
+    for name, value in sample.metadata.items():
+        assert is_same(loaded.metadata[name], value), name
+    saved = [bits(array) for array in arrays_of(loaded.states)]
+    assert all(bits(value) in saved for value in sample.by_rank)
+
+
+def contains(state, expected):
+    """Whether a state has all entries that are expected, and others."""
+    return isinstance(expected, dict) and all(
+        key in state and is_same(state[key], value) for key, value in expected.items()
+    )
+
+
+def load(kind, path, **keywords):
+    """Load a path; all warnings of mlstate are errors, except the one that the kind has."""
+    if kind.warns is None:
+        return mlstate.load(path, **keywords)
+    with pytest.warns(UserWarning, match=kind.warns) as caught:
+        loaded = mlstate.load(path, **keywords)
+    assert len(caught) == 1
+    return loaded
+
+
+def quietly(kind):
+    return pytest.warns(UserWarning) if kind.warns else contextlib.nullcontext()
+
+
+@pytest.mark.parametrize("title", LOADED)
+def test_load_equals_the_own_reader(samples, title):
+    loaded = load(KINDS[title], samples(title).path)
+    assert_equal(loaded, samples(title))
+    assert names_of(loaded) == KINDS[title].holds
+
+
+@pytest.mark.parametrize("title", REFUSED)
+def test_a_refusal_names_the_file_and_the_remedy(samples, title):
+    path = samples(title).path
+    with pytest.raises(MLStateError) as raised:
+        mlstate.load(path)
+    text = str(raised.value)
+    assert path.name in text
+    assert [word for word in KINDS[title].words if word.lower() not in text.lower()] == []
+    assert "weights_only" not in text and "\n" not in text
+
+
+@pytest.mark.parametrize("title", KINDS)
+def test_inspect_lists_what_load_returns(samples, title, capsys):
+    path, kind = samples(title).path, KINDS[title]
+    if kind.holds:
+        with quietly(kind):
+            loaded = mlstate.load(path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            names = {tensor.key for tensor in mlstate.inspect(path).tensors()}
+            assert main(["inspect", str(path)]) == 0
+        assert {*(loaded.model or {}), *(loaded.optimizer or {})} <= names
+    else:
+        with pytest.raises(MLStateError) as raised:
+            mlstate.inspect(path)
+        assert all(word.lower() in str(raised.value).lower() for word in kind.words)
+        assert main(["inspect", str(path)]) == 2
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("title", KINDS)
+def test_verify_has_three_answers(samples, title, capsys):
+    path, verify = samples(title).path, KINDS[title].verify
+    status = {"good": 0, "structure": 0, "damaged": 1, "unparsed": 2, "intact": 3}[verify]
+    assert main(["verify", str(path)]) == status
+    capsys.readouterr()
+    if verify == "unparsed":
+        with pytest.raises(FormatError):
+            mlstate.verify(path)
+        return
+    report = mlstate.verify(path)
+    assert report.path == str(path)
+    assert report.good == (status == 0)
+    assert report.is_loadable == (status == 0)
+    assert bool(report) == (status != 1) == (not report.problems)
+    if status == 0:
+        assert report.checksums == (verify == "good")
+
+
+@pytest.mark.parametrize("title", LOADED)
+def test_a_converted_file_holds_the_same(samples, title, tmp_path, capsys):
+    sample = samples(title)
+    with quietly(KINDS[title]):
+        assert main(["convert", str(sample.path), str(tmp_path / "own")]) == 0
+    loaded = mlstate.load(tmp_path / "own")
+    assert_equal(loaded, sample)
+    assert names_of(loaded) == KINDS[title].holds
+    suffix = sample.path.suffix if sample.path.is_file() else ".dcp"
+    if suffix in (".pt", ".npz", ".safetensors", ".dcp") and sample.model:
+        back = tmp_path / f"back{suffix}"
+        assert main(["convert", str(tmp_path / "own"), str(back)]) == 0
+        assert_equal(mlstate.load(back), sample)
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize("title", REFUSED)
+def test_a_refused_file_is_not_converted(samples, title, tmp_path, capsys):
+    assert main(["convert", str(samples(title).path), str(tmp_path / "own")]) == 2
+    assert list(tmp_path.iterdir()) == []
+    error = capsys.readouterr().err.lower()
+    assert all(word.lower() in error for word in KINDS[title].words)
+
+
+@pytest.mark.parametrize("title", FILLED)
+def test_a_run_resumes_from_a_file(samples, title):
+    sample = samples(title)
+    if not sample.fills:
+        pytest.skip("it holds another model")
+    model, optimizer, scheduler = network(seed=1, steps=1)
+    saved_model, saved_optimizer, _ = network()
+    with quietly(KINDS[title]):
+        mlstate.load(sample.path, into={"model": model, "optimizer": optimizer})
+    assert is_same(model.state_dict(), sample.model)
+    loaded, saved = moments(optimizer.state_dict()), moments(saved_optimizer.state_dict())
+    assert is_same(model.state_dict(), saved_model.state_dict()) and is_same(loaded, saved)
+    groups = [each.state_dict()["param_groups"][0] for each in (optimizer, saved_optimizer)]
+    assert groups[0]["lr"] == groups[1]["lr"] and groups[0]["betas"] == groups[1]["betas"]
+    missing = next(name for name in ("other", "none") if name not in sample.states)
+    with pytest.warns(UserWarning, match=missing):
+        mlstate.load(sample.path, into={"model": model, "states": {missing: scheduler}})
+
+
+@pytest.mark.parametrize("title", [t for t in LOADED if t not in FILLED])
+def test_an_optimizer_that_is_not_stored_is_an_error(samples, title):
+    pytest.importorskip("torch")
+    sample = samples(title)
+    target = dict(mlstate.load(sample.path).model)
+    _, optimizer, _ = network()
+    before = moments(optimizer.state_dict())
+    for strict in (True, False):
+        with pytest.raises(MLStateError, match="optimizer"):
+            into = {"model": target, "optimizer": optimizer}
+            mlstate.load(sample.path, into=into, strict=strict)
+    assert is_same(moments(optimizer.state_dict()), before)
+
+
+# ---- any suffix ----
+
+SUFFIXES = (
+    "",
+    ".safetensors",
+    ".npz",
+    ".pt",
+    ".bin",
+    ".ckpt",
+    ".pth.tar",
+    ".th",
+    ".model",
+    ".h5",
+    ".json",
+)
+CONTENTS = [
+    "`torch.save` of a state dict",
+    "the same in the format before torch 1.6",
+    "`torch.save` of model, optimizer and numbers",
+    "tensors and numbers in one dict",
+    "`.ckpt` of Lightning",
+    "safetensors of torch",
+    "`numpy.savez`",
+    "a model of a meta tensor",
+    "TorchScript",
+    "GGUF",
+    "Keras `.keras`",
+    "Keras `.h5`",
+    "ONNX",
+    "a bare pickle",
+    "`.nemo` (a tar archive)",
+    "a pointer of git-LFS",
+    "a page of HTML",
+    "an error in JSON",
+    "a file of zeros",
+    "safetensors cut short",
+    "a file of `torch.save` cut short",
+]
+
+
+def outcome(path):
+    """Return the loaded values, or the error's text without the path, and verify's status."""
+    try:
+        loaded = mlstate.load(path)
+        result = [
+            {name: bits(value) for name, value in (part or {}).items()}
+            for part in (loaded.model, loaded.optimizer)
+        ]
+    except MLStateError as error:
+        result = type(error), re.sub(r"\S*\bcontent[\w.]*", "PATH", str(error))
+    return result, main(["verify", str(path)])
+
+
+@pytest.mark.parametrize("title", CONTENTS)
+def test_the_suffix_does_not_matter(samples, title, tmp_path, capsys):
+    source = samples(title).path
+    (tmp_path / "right").mkdir()
+    right = shutil.copy(source, tmp_path / "right" / f"content{''.join(source.suffixes)}")
+    expected = outcome(right)
+    for suffix in SUFFIXES:
+        path = shutil.copy(source, tmp_path / f"content{suffix}")
+        assert outcome(path) == expected, suffix
+    capsys.readouterr()
+
+
+# ---- the page ----
+
+
+def test_the_page_has_the_table():
+    text = (house.ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    assert table() in text, "python tests/support/foreign_files.py prints the table"
+    assert len(KINDS) >= 60 and {kind.verify for kind in KINDS.values()} == VERIFIED.keys()
