@@ -599,7 +599,8 @@ def _(folder):
 
 
 @loads("`.ckpt` of Lightning with two optimizers",
-       "model, states callbacks, loops, lr_schedulers, optimizer_0, optimizer_1", needs=("torch", "lightning"))  # fmt: skip
+       "model, states callbacks, loops, lr_schedulers, optimizer_0, optimizer_1",
+       needs=("torch", "lightning"))  # fmt: skip
 def _(folder):
     sample, optimizers = lightning_sample(folder / "a.ckpt", 2)
     return sample._replace(states={f"optimizer_{n}": each for n, each in enumerate(optimizers)})

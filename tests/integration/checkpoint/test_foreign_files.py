@@ -132,6 +132,11 @@ def load(kind, path, **keywords):
     return loaded
 
 
+def absent_words(kind, text):
+    """Return the words of a refusal that a text lacks."""
+    return [word for word in kind.words if word.lower() not in text.lower()]
+
+
 def quietly(kind):
     return pytest.warns(UserWarning) if kind.warns else contextlib.nullcontext()
 
@@ -149,9 +154,11 @@ def test_a_refusal_names_the_file_and_the_remedy(samples, title):
     with pytest.raises(MLStateError) as raised:
         mlstate.load(path)
     text = str(raised.value)
-    assert path.name in text
-    assert [word for word in KINDS[title].words if word.lower() not in text.lower()] == []
-    assert "weights_only" not in text and "\n" not in text
+    places = [path, *path.rglob("*")] if path.is_dir() else [path]
+    assert any(place.name in text for place in places), text
+    assert absent_words(KINDS[title], text) == []
+    assert "weights_only" not in text or "torch.load" in text  # it is no argument of mlstate
+    assert "\n" not in text
 
 
 @pytest.mark.parametrize("title", KINDS)
@@ -167,8 +174,8 @@ def test_inspect_lists_what_load_returns(samples, title, capsys):
         assert {*(loaded.model or {}), *(loaded.optimizer or {})} <= names
     else:
         with pytest.raises(MLStateError) as raised:
-            mlstate.inspect(path)
-        assert all(word.lower() in str(raised.value).lower() for word in kind.words)
+            mlstate.inspect(path).tensors()
+        assert absent_words(kind, str(raised.value)) == []
         assert main(["inspect", str(path)]) == 2
     capsys.readouterr()
 
@@ -184,7 +191,7 @@ def test_verify_has_three_answers(samples, title, capsys):
             mlstate.verify(path)
         return
     report = mlstate.verify(path)
-    assert report.path == str(path)
+    assert str(report.path) == str(path)
     assert report.good == (status == 0)
     assert report.is_loadable == (status == 0)
     assert bool(report) == (status != 1) == (not report.problems)
@@ -212,8 +219,7 @@ def test_a_converted_file_holds_the_same(samples, title, tmp_path, capsys):
 def test_a_refused_file_is_not_converted(samples, title, tmp_path, capsys):
     assert main(["convert", str(samples(title).path), str(tmp_path / "own")]) == 2
     assert list(tmp_path.iterdir()) == []
-    error = capsys.readouterr().err.lower()
-    assert all(word.lower() in error for word in KINDS[title].words)
+    assert absent_words(KINDS[title], capsys.readouterr().err) == []
 
 
 @pytest.mark.parametrize("title", FILLED)
