@@ -663,15 +663,15 @@ def accelerate_state(path, models=1, **options):
     accelerator.save_state(str(path), **options)
     model = read_safetensors(path / "model.safetensors") if not options else None
     model = model or read_torch(path / "pytorch_model.bin")
-    files = {"scheduler": "scheduler.bin", "random_states_0": "random_states_0.pkl"}
+    files = {"scheduler": "scheduler.bin", "random_states": "random_states_0.pkl"}
     files["custom_checkpoint_0"] = "custom_checkpoint_0.pkl"
     states = {name: read_torch(path / file) for name, file in files.items()}
-    states["random_states_0"].pop("random_state")
+    states["random_states"].pop("random_state")
     optimizer = moments(read_torch(path / "optimizer.bin"))
     return Sample(path, model, optimizer, states, fills=models == 1)
 
 
-ACCELERATE = "model, optimizer, states custom_checkpoint_0, random_states_0, scheduler"
+ACCELERATE = "model, optimizer, states custom_checkpoint_0, random_states, scheduler"
 
 
 @loads("`save_state` of accelerate", ACCELERATE, "structure", needs=("torch", "accelerate"))
@@ -684,10 +684,13 @@ def _(folder):
     return accelerate_state(folder / "state", safe_serialization=False)
 
 
-@refused("`save_state` of accelerate with two models", "intact", "model_1.safetensors",
-         needs=("torch", "accelerate"))  # fmt: skip
+@loads("`save_state` of accelerate with two models", f"{ACCELERATE}, model_1, optimizer_1, …",
+       "structure", needs=("torch", "accelerate"))  # fmt: skip
 def _(folder):
-    return accelerate_state(folder / "state", models=2).path
+    sample = accelerate_state(folder / "state", models=2)
+    second = {"model_1": read_safetensors(sample.path / "model_1.safetensors")}
+    second["optimizer_1"] = moments(read_torch(sample.path / "optimizer_1.bin"))
+    return sample._replace(states=sample.states | second)
 
 
 def deepspeed(folder, stage):
@@ -699,23 +702,23 @@ def deepspeed(folder, stage):
     return Sample(path, dict(tree["module"]), metadata=metadata), tree
 
 
-@loads("DeepSpeed without ZeRO", "model, optimizer")
+@loads("DeepSpeed without ZeRO", "model, optimizer, states ds_config, …")
 def _(folder):
     sample, tree = deepspeed(folder, 0)
     return sample._replace(optimizer=moments(tree["optimizer"]))
 
 
-@loads("DeepSpeed, ZeRO 1: the model", "model", warns="optim_states")
+@loads("DeepSpeed, ZeRO 1: the model", "model, states ds_config, …", warns="optim_states")
 def _(folder):
     return deepspeed(folder, 1)[0]
 
 
-@loads("DeepSpeed, ZeRO 2: the model", "model", warns="optim_states")
+@loads("DeepSpeed, ZeRO 2: the model", "model, states ds_config, …", warns="optim_states")
 def _(folder):
     return deepspeed(folder, 2)[0]
 
 
-@loads("`mp_rank_00_model_states.pt` of DeepSpeed", "model")
+@loads("`mp_rank_00_model_states.pt` of DeepSpeed", "model, states ds_config, …")
 def _(folder):
     sample, _ = deepspeed(folder, 2)
     return sample._replace(path=sample.path / "global_step2" / "mp_rank_00_model_states.pt")
@@ -881,7 +884,7 @@ def _(folder):
     return rank_files("verl/global_step_2/actor", folder)
 
 
-@loads("rank files of SkyRL", "model, optimizer, states client_state, lr_scheduler, rng")
+@loads("rank files of SkyRL", "model, optimizer, states client_state, lr_scheduler, rank, rng")
 def _(folder):
     return rank_files("skyrl", folder)
 
