@@ -328,6 +328,9 @@ mls_str mls_safetensors_branch(const mls_str_pair *metadata, size_t count)
 static mls_code read_metadata(header_reader *r, mls_json_node node)
 {
     const mls_json *json = r->file.json;
+    if (mls_json_type_of(json, node) == MLS_JSON_NULL) {
+        return MLS_OK; /* written by mlx for a file without metadata */
+    }
     if (mls_json_type_of(json, node) != MLS_JSON_OBJECT) {
         return fail_node(r, node, "\"__metadata__\" is not a JSON object");
     }

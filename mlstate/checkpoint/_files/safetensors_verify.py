@@ -84,7 +84,7 @@ def read_header(path: str, *, verify: bool = True) -> FileHeader:
         changed = FormatError(f"{path}: replaced while it was read; try again")
         changed.path = path
         raise changed from None
-    texts = entries.pop("__metadata__", {})
+    texts = entries.pop("__metadata__", None) or {}
     start = 8 + length
     tensors = [
         FileTensor(
