@@ -1,4 +1,4 @@
-"""Two ranks that write sharded checkpoints by torch, for tests/support/foreign_files.py."""
+"""Two ranks that write sharded checkpoints by torch, for tests/support/foreign_folders.py."""
 
 import pickle
 import random
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from foreign_files import network
+from foreign_kinds import network
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
