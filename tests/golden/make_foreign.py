@@ -1,8 +1,8 @@
 """Write tests/golden/foreign: files and folders of programs that the tests do not install.
 
 Run it in an environment of requirements/test.txt and requirements/foreign.txt, which needs no GPU:
-``python tests/golden/make_foreign.py [NAME...]``. It writes one zip file for each name, of what the
-program writes into an empty folder. The values are read by safetensors or torch, where the tests
+``python tests/golden/make_foreign.py [NAME...]``. It writes one zip file for each name, with
+the files that the program writes into an empty folder. The values are read by safetensors or torch, where the tests
 compare them.
 """
 
@@ -71,10 +71,10 @@ def write_bitsandbytes(name):
     options = {"load_in_8bit": True} if name.endswith("8") else {"load_in_4bit": True}
     if "load_in_4bit" in options:
         options |= {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
-    with tempfile.TemporaryDirectory() as plain:
-        tiny_llama().save_pretrained(plain)
+    with tempfile.TemporaryDirectory() as source:
+        tiny_llama().save_pretrained(source)
         config = BitsAndBytesConfig(**options)
-        model = LlamaForCausalLM.from_pretrained(plain, quantization_config=config)
+        model = LlamaForCausalLM.from_pretrained(source, quantization_config=config)
     model.save_pretrained("model")
 
 
@@ -107,11 +107,11 @@ def write_sentence_transformers(name):
 
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]
     sizes = {"hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
-    with tempfile.TemporaryDirectory() as plain:
-        (Path(plain) / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
-        BertModel(BertConfig(vocab_size=6, num_hidden_layers=1, **sizes)).save_pretrained(plain)
-        BertTokenizer(f"{plain}/vocab.txt").save_pretrained(plain)
-        modules = [models.Transformer(plain), models.Pooling(8), models.Dense(8, 4)]
+    with tempfile.TemporaryDirectory() as source:
+        (Path(source) / "vocab.txt").write_text("\n".join(words), encoding="utf-8")
+        BertModel(BertConfig(vocab_size=6, num_hidden_layers=1, **sizes)).save_pretrained(source)
+        BertTokenizer(f"{source}/vocab.txt").save_pretrained(source)
+        modules = [models.Transformer(source), models.Pooling(8), models.Dense(8, 4)]
         SentenceTransformer(modules=modules).save("model")
 
 

@@ -256,7 +256,7 @@ refused("the folder of a Trainer's steps", "unparsed", "checkpoint-1", "checkpoi
 
 
 class Counter:
-    """An object that accelerate saves beside model and optimizer."""
+    """An object that accelerate saves with model and optimizer."""
 
     def state_dict(self):
         return {"count": 5}
@@ -514,7 +514,7 @@ loads("rank files of SkyRL", "model, optimizer, states client_state, lr_schedule
 )
 
 
-@refused("rank files without those of one rank", "damaged", "rank_1")
+@refused("rank files of SkyRL, one missing", "damaged", "rank_1")
 def _(folder):
     path = of_ranks("skyrl", folder)[0]
     (path / "model_world_size_2_rank_1.pt").unlink()

@@ -32,7 +32,7 @@ class Sample(NamedTuple):
     """A written file or folder, and the tensors and values that its own reader returns.
 
     `optimizer` has keys ``"<parameter>.<state>"``. `states` and `metadata` may lack entries that do
-    not matter. `by_rank` are values of which each rank saved another. If `fills`, the file holds
+    not matter. `by_rank` are the values of an entry on each rank. If `fills`, the file holds
     the run of `network`.
     """
 

@@ -322,17 +322,15 @@ mls_str mls_safetensors_branch(const mls_str_pair *metadata, size_t count)
     return branch;
 }
 
-/* Read a map from strings to strings as the file's metadata. The two checksum entries are
- * kept apart from it, and keys of mlstate get the same name in every branch.
- * MLS_E_FORMAT, MLS_E_MEMORY. */
+/* Read a map of strings, or the null of mlx, as the file's metadata and checksums.
+ * Keys of mlstate get one name in every branch. MLS_E_FORMAT, MLS_E_MEMORY. */
 static mls_code read_metadata(header_reader *r, mls_json_node node)
 {
     const mls_json *json = r->file.json;
-    if (mls_json_type_of(json, node) == MLS_JSON_NULL) {
-        return MLS_OK; /* written by mlx for a file without metadata */
-    }
     if (mls_json_type_of(json, node) != MLS_JSON_OBJECT) {
-        return fail_node(r, node, "\"__metadata__\" is not a JSON object");
+        return mls_json_type_of(json, node) == MLS_JSON_NULL
+                   ? MLS_OK
+                   : fail_node(r, node, "\"__metadata__\" is not a JSON object");
     }
     r->file.metadata = mls_alloc(mls_json_size(json, node), sizeof *r->file.metadata);
     if (r->file.metadata == NULL) {
@@ -551,8 +549,7 @@ static size_t count_dims(const mls_json *json)
     return count;
 }
 
-/* Read all entries: tensors and metadata. The arrays are allocated for all entries at
- * once, since the parsed JSON has their number. MLS_E_FORMAT, MLS_E_MEMORY. */
+/* Read all entries: tensors and metadata. MLS_E_FORMAT, MLS_E_MEMORY. */
 static mls_code read_entries(header_reader *r)
 {
     const mls_json *json = r->file.json;

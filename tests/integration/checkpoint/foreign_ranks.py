@@ -23,12 +23,12 @@ FOLDER = Path(sys.argv[1]).parent
 RANK = int(sys.argv[2])
 
 
-def whole(tree):
+def join_shards(tree):
     """Return a tree whose DTensors are joined."""
     if isinstance(tree, dict):
-        return {key: whole(value) for key, value in tree.items()}
+        return {key: join_shards(value) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(whole(value) for value in tree)
+        return type(tree)(join_shards(value) for value in tree)
     return tree.full_tensor() if hasattr(tree, "full_tensor") else tree
 
 
@@ -37,7 +37,7 @@ def write_all(group):
     model, optimizer, scheduler = network(shard=fully_shard)
     state, moments = get_state_dict(model, optimizer)
     expected = {"model": state, "optimizer": optimizer.state_dict()}
-    expected = whole({**expected, "scheduler": scheduler.state_dict()})
+    expected = join_shards({**expected, "scheduler": scheduler.state_dict()})
     if RANK == 0:
         torch.save(expected, FOLDER / "expected.pt")
 
@@ -56,7 +56,7 @@ def write_all(group):
         "hf-consolidated": {"save_distributed": True, "enable_consolidation": True},
     }.items():
         dcp.save(state, storage_writer=HuggingFaceStorageWriter(FOLDER / name, **options))
-    full = whole(state)
+    full = join_shards(state)
     if RANK == 0:
         writer = HuggingFaceStorageWriter(FOLDER / "hf-whole")
         dcp.save(full, storage_writer=writer, no_dist=True)

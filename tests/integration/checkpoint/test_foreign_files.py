@@ -92,7 +92,7 @@ def assert_holds(loaded, kind):
     assert not others or kind.holds.endswith("…"), others
 
 
-def own_parameter_names(optimizer, sample):
+def by_parameter(optimizer, sample):
     """Return the states by the names of the model's parameters, if the file has only numbers."""
     names = {f"param_{n}": name for n, name in enumerate(sample.model or ())}
     return {f"{names.get(p, p)}.{s}": v for p, _, s in (k.rpartition(".") for k in optimizer)
@@ -107,8 +107,8 @@ def assert_equal(loaded, sample):
     for name, value in (loaded.model or {}).items():
         assert bits(value) == bits(sample.model[name]), name
     if sample.optimizer is not None:
-        expected = own_parameter_names(sample.optimizer, sample)
-        optimizer = own_parameter_names(loaded.optimizer or {}, sample)
+        expected = by_parameter(sample.optimizer, sample)
+        optimizer = by_parameter(loaded.optimizer or {}, sample)
         assert optimizer.keys() == expected.keys()
         for name, value in expected.items():
             assert bits(optimizer[name])[::2] == bits(value)[::2], name
@@ -147,7 +147,7 @@ def quietly(kind):
 
 
 @pytest.mark.parametrize("title", LOADED)
-def test_load_equals_the_own_reader(samples, title):
+def test_load_equals_the_reader_of_the_program(samples, title):
     loaded = load(KINDS[title], samples(title).path)
     assert_equal(loaded, samples(title))
     assert_holds(loaded, KINDS[title])
@@ -162,7 +162,7 @@ def test_a_refusal_names_the_file_and_the_remedy(samples, title):
     places = [path, *path.rglob("*")] if path.is_dir() else [path]
     assert any(place.name in text for place in places), text
     assert absent_words(KINDS[title], text) == []
-    assert "weights_only" not in text or "torch.load" in text  # it is no argument of mlstate
+    assert "weights_only" not in text or "torch.load" in text  # not an argument of mlstate
     assert "\n" not in text
 
 

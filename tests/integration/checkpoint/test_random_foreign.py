@@ -1,7 +1,7 @@
-"""Random files and folders: a load restores what torch restores, or names what is missing.
+"""Random files and folders: a load restores what torch restores, or names the missing part.
 
 Each seed writes a checkpoint of random parts in a random layout and loads random targets from it.
-torch loads the same into targets of its own.
+torch loads the same into other targets.
 """
 
 import copy
@@ -119,7 +119,7 @@ class Case:
         return getattr(self, f"write_{self.form}")(dict(self.parts))
 
     def tree(self, parts):
-        """Return the parts by the names of various programs, in any order, beside numbers."""
+        """Return the parts by the names of various programs, in any order, with numbers."""
         names = {
             "model": self.random.choice(("model", "state_dict", "model_state_dict")),
             "optimizer": self.random.choice(("optimizer", "optimizer_state_dict", "optim")),
@@ -145,7 +145,7 @@ class Case:
         return self.folder / "c"
 
     def write_titan(self, parts):
-        """The model's names at the top, beside a flattened optimizer."""
+        """Write the model's names at the top, and a flattened optimizer."""
         if "optimizer" in parts:
             options = StateDictOptions(flatten_optimizer_state_dict=True)
             run = self.saved.model, self.saved.optimizer
@@ -235,7 +235,7 @@ class Case:
             target.load_state_dict(value)
 
     def check_error(self, text, names):
-        """An error is right, and names what is absent or wrong."""
+        """An error is right, and names the absent or wrong part."""
         absent = [n for n in ("model", "optimizer") if n in names and n not in self.parts]
         wrong = [self.problem[1]] if self.problem and "model" in names else []
         assert not self.has_run() or any(reason in text for reason in absent + wrong), text
