@@ -1,9 +1,8 @@
 """Write tests/golden/foreign: files and folders of programs that the tests do not install.
 
 Run it in an environment of requirements/test.txt and requirements/foreign.txt, which needs no GPU:
-``python tests/golden/make_foreign.py [NAME...]``. It writes one zip file for each name, with
-the files that the program writes into an empty folder. The values are read by safetensors or torch, where the tests
-compare them.
+``python tests/golden/make_foreign.py [NAME...]``. It writes a zip file for each name, with the
+files that the program writes into an empty folder.
 """
 
 import io

@@ -167,7 +167,7 @@ def test_a_refusal_names_the_file_and_the_remedy(samples, title):
 
 
 @pytest.mark.parametrize("title", KINDS)
-def test_inspect_lists_what_load_returns(samples, title, capsys):
+def test_inspect_lists_the_loaded_tensors(samples, title, capsys):
     path, kind = samples(title).path, KINDS[title]
     if kind.holds:
         with quietly(kind):

@@ -257,7 +257,7 @@ def check_seeds(tmp_path, seeds):
     return outcomes
 
 
-def test_nothing_is_silently_missing(tmp_path):
+def test_missing_parts_are_named(tmp_path):
     outcomes = check_seeds(tmp_path, range(60))
     assert min(outcomes.get(name, 0) for name in ("refused", "warned", "restored")) >= 5, outcomes
 
@@ -265,5 +265,5 @@ def test_nothing_is_silently_missing(tmp_path):
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("start", range(60, 2060, 250))
-def test_nothing_is_silently_missing_in_2000(tmp_path, start):
+def test_missing_parts_are_named_in_2000_cases(tmp_path, start):
     check_seeds(tmp_path, range(start, start + 250))
