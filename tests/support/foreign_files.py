@@ -107,13 +107,13 @@ refused("a model quantized by torchao", "intact", "'0.weight'", "Int8Tensor")(
 )
 
 
-@refused("TorchScript", "intact", "TorchScript")
+@refused("TorchScript", "unparsed", "TorchScript")
 def _(folder):
     torch.jit.trace(network()[0], torch.ones(1, 3)).save(folder / "module.pt")
     return folder / "module.pt"
 
 
-@refused("`torch.export` (`.pt2`)", "intact", "torch.export")
+@refused("`torch.export` (`.pt2`)", "unparsed", "torch.export")
 def _(folder):
     torch.export.save(torch.export.export(network()[0], (torch.ones(1, 3),)), folder / "a.pt2")
     return folder / "a.pt2"
@@ -195,7 +195,7 @@ for _title, _name, _word in (
     ("msgpack of flax", "flax", "flax"),
     ("joblib of scikit-learn", "scikit-learn", "pickle"),
     ("orbax", "orbax", "orbax"),
-    ("the steps of orbax's manager", "orbax-manager", "orbax"),
+    ("the steps of orbax's manager", "orbax-manager", "steps 3"),
     ("Zarr 2", "zarr-2", "Zarr"),
     ("Zarr 3", "zarr-3", "Zarr"),
     ("a checkpoint of TensorFlow", "tensorflow-checkpoint", "TensorFlow"),
@@ -240,10 +240,10 @@ for _title, _name, _text, *_words in (
     ("a pointer of git-LFS", "a.safetensors", LFS, "git-lfs", "git lfs pull"),
     ("a pointer of Xet", "a.safetensors", XET, "Xet"),
     ("a page of HTML", "a.pt", HTML, "HTML"),
-    ("an error in XML", "a.npz", XML, "XML"),
-    ("an error in JSON", "a.bin", '{"error": "Repository not found"}\n', "JSON"),
+    ("an error in XML", "a.npz", XML, "AccessDenied"),
+    ("an error in JSON", "a.bin", '{"error": "Repository not found"}\n', "Repository not found"),
     ("an empty file", "a.safetensors", "", "empty"),
-    ("a file of zeros", "a.pt", "\0" * 4096, "zeros"),
+    ("a file of zeros", "a.pt", "\0" * 4096, "zero bytes"),
     ("a text", "a.ckpt", "these are not weights\n", "text"),
 ):
     refused(_title, "damaged", *_words)(
@@ -263,4 +263,4 @@ for _title, _whole in (
     ("a file of `torch.save` cut short", "`torch.save` of a state dict"),
     ("a file of torch before 1.6 cut short", "a state dict in the format before torch 1.6"),
 ):
-    refused(_title, "damaged", "truncated")(lambda folder, whole=_whole: half(whole, folder))
+    refused(_title, "damaged", "ends too early")(lambda folder, whole=_whole: half(whole, folder))

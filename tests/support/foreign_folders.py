@@ -489,7 +489,7 @@ loads("the same, and `enable_consolidation=True`", "model", "structure")(
 )
 
 
-refused("one file of `save_distributed=True`", "intact", "shard")(
+refused("one file of `save_distributed=True`", "unparsed", "all ranks")(
     lambda folder: min(of_ranks("hf-shards", folder)[0].glob("*.safetensors"))
 )
 

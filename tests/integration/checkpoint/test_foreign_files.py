@@ -15,7 +15,7 @@ from foreign_kinds import KINDS, VERIFIED, moments, network, table  # noqa: E402
 
 import mlstate  # noqa: E402
 from mlstate.cli import main  # noqa: E402
-from mlstate.errors import FormatError, MLStateError  # noqa: E402
+from mlstate.errors import MLStateError  # noqa: E402
 
 pytestmark = [
     pytest.mark.torch,
@@ -192,7 +192,7 @@ def test_verify_has_three_answers(samples, title, capsys):
     assert main(["verify", str(path)]) == status
     capsys.readouterr()
     if verify == "unparsed":
-        with pytest.raises(FormatError):
+        with pytest.raises(MLStateError):
             mlstate.verify(path)
         return
     report = mlstate.verify(path)
