@@ -463,8 +463,8 @@ def part_of_cutting(
 ) -> tuple[Steps, int]:
     """Return steps and index of the part of a stored tensor that `cutting` selects.
 
-    `rank`, `layout`, `axes`: number of dimensions, stored layout, and for each axis that of the
-    parameter, None for the same ones. A stored layout of one step is divided anew.
+    `rank`, `layout`: number of dimensions and stored layout. `axes`: the parameter's axis for each
+    axis, None for the same axes. A stored layout of one step is divided anew.
     """
     steps, index, world = cutting
     if steps is not None:

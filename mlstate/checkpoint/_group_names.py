@@ -51,12 +51,12 @@ def target_names(loader: Loader, prepared: Prepared) -> TargetNames:
     has: list[bool] = []
     lacks = False
     for section in loader.sections:
-        is_target, own = section.label in targets, targets.get(section.label)
+        is_target, target = section.label in targets, targets.get(section.label)
         choice = chosen_names if section.number < STATES else ALL_NAMES
         for text, name, is_chosen in _stored_names(loader, section, choice):
-            is_own = own is None or name in own
-            if not is_own and section.is_optimizer:  # the name of a state, or of its parameter
-                is_own = name.rpartition(".")[0] in own
+            is_own = target is None or name in target
+            if target is not None and section.is_optimizer:  # of a state, or of its parameter
+                is_own |= name.rpartition(".")[0] in target
             stored.append(text)
             names.append((section.label, name))
             has.append(is_target and is_chosen and is_own)
@@ -77,7 +77,8 @@ def _stored_names(
     chosen = set(choice.select(section.names, section.number)[0])
     for key, name in sorted(zip(section.keys(section.names), section.names, strict=True)):
         yield f"{section.number}/{key}", name, name in chosen
-    for number, group in enumerate((section.kind or {}).get("param_groups", ())):
+    groups = getattr(section.restore({}, loader.folder), "param_groups", ())
+    for number, group in enumerate(groups):
         for position, name in enumerate(group.get("params", ())):
             yield f"{section.label} group {number}, {position}", str(name), True
     kind = loader.states.get(entries_name(section.state))
@@ -88,29 +89,29 @@ def _stored_names(
             yield f"{section.label} entry {position}", name, name in chosen
 
 
-def names_elsewhere(group: ProcessGroup, own: TargetNames | None) -> dict[str, set[str]] | None:
+def names_elsewhere(group: ProcessGroup, names: TargetNames | None) -> dict[str, set[str]] | None:
     """Return the names that only targets of other ranks load, by label; every rank calls this.
 
-    `own`: None if this rank failed. Returns None if a rank failed or reads another checkpoint: all
-    ranks must then agree on that. Names are exchanged only if a target lacks one; a rank that reads
-    another choice of a folder's files takes no part in it.
+    `names`: None if this rank failed. Returns None if a rank failed or reads another checkpoint:
+    all ranks must then agree on that. Names are exchanged only if a target lacks one. A rank that
+    reads another choice of a folder's files is left out.
     """
-    status = b"" if own is None else f"{own.generation} {own.lacks:d}".encode()
+    status = b"" if names is None else f"{names.generation} {names.lacks:d}".encode()
     replies = gather_bytes(group, status)
-    if own is None or len({reply[:-1] for reply in replies}) > 1:
+    if names is None or len({reply[:-1] for reply in replies}) > 1:
         return None
     if not any(reply.endswith(b"1") for reply in replies):
         return {}
     digest = hashlib.blake2b(
-        "\0".join(own.stored).encode(), digest_size=_DIGEST_BYTES, usedforsecurity=False
+        "\0".join(names.stored).encode(), digest_size=_DIGEST_BYTES, usedforsecurity=False
     ).digest()
-    others = np.zeros_like(own.has)
-    for reply in gather_bytes(group, digest + np.packbits(own.has).tobytes()):
+    others = np.zeros_like(names.has)
+    for reply in gather_bytes(group, digest + np.packbits(names.has).tobytes()):
         if reply[:_DIGEST_BYTES] == digest:
             bits = np.frombuffer(reply, np.uint8, offset=_DIGEST_BYTES)
             others |= np.unpackbits(bits, count=others.size).astype(bool)
     elsewhere: dict[str, set[str]] = {}
-    for position in np.flatnonzero(others & ~own.has):
-        label, name = own.names[position]
+    for position in np.flatnonzero(others & ~names.has):
+        label, name = names.names[position]
         elsewhere.setdefault(label, set()).add(name)
     return elsewhere

@@ -481,7 +481,7 @@ def _optimizer_target(
 def names_of_targets(loader: Loader, prepared: Prepared) -> dict[str, Collection[str] | None]:
     """Return the names of each target, by label of its section; None: the target takes any name.
 
-    The names of a torch optimizer are those of its parameters.
+    For a torch optimizer, these are the names of its parameters.
     """
     modules = modules_of(prepared.model, prepared.states)
     named = [(each, prepared.states[n]) for n, each in loader.named.items() if n in prepared.states]
@@ -517,15 +517,15 @@ def _refuse_unrelated(
     `selected`: stored names. `is_choice`: the user chose names, which may all be of other targets.
     A stored optimizer may have no states.
     """
-    known = _known(filling)
-    have = set(known)
+    target_names = _known(filling)
+    have = set(target_names)
     if not have.isdisjoint(selected):
         return
     is_optimizer_filling = hasattr(filling, "optimizer")
-    if not known and not is_optimizer_filling:
+    if not target_names and not is_optimizer_filling:
         return
     if selected or not (is_choice or is_optimizer_filling):
-        error = names_error(known, selected, known, loader.folder)
+        error = names_error(target_names, selected, target_names, loader.folder)
         error.args = (
             f"{section.label}: the target and the checkpoint have no name in common, and "
             f"strict=False does not excuse a whole part: {error}",

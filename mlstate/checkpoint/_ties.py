@@ -48,7 +48,7 @@ class TiedName(NamedTuple):
 
 
 class _Stored(NamedTuple):
-    """What the index tells of a stored tensor."""
+    """The facts that the index has about a stored tensor."""
 
     key: str
     dtype: str
@@ -80,21 +80,21 @@ def refuse_other_bytes(loader: Loader, memories: list[list[TiedName]]) -> None:
 
 def _stored_tensors(loader: Loader, names: list[TiedName]) -> dict[tuple[int, str], _Stored]:
     """Return the stored tensors of `names` by section and name, as an id and a str."""
-    wanted = {}
+    names_by_key = {}
     for each in names:
         [key] = each.section.keys([each.name])
-        wanted[SECTIONS[each.section.number], key] = (id(each.section), each.name)
+        names_by_key[SECTIONS[each.section.number], key] = (id(each.section), each.name)
     checksums: dict[tuple[str, str], dict[int, str]] = {}
     for section, key, part, _, _, _, _, _, crc32c, *_ in loader.merged_index.shards():
-        if (section, key) in wanted and crc32c is not None:
+        if (section, key) in names_by_key and crc32c is not None:
             checksums.setdefault((section, key), {})[part] = crc32c
     stored = {}
     for section, key, _, _, dtype, shape, layout, axes, *_ in loader.merged_index.tensors():
-        if (section, key) in wanted:
-            found = checksums.get((section, key), {})
-            is_complete = len(found) == prod(parts for _, parts in layout)
-            stored[wanted[section, key]] = _Stored(
-                key, dtype, tuple(shape), layout, axes, found if is_complete else {}
+        if (section, key) in names_by_key:
+            sums = checksums.get((section, key), {})
+            is_complete = len(sums) == prod(parts for _, parts in layout)
+            stored[names_by_key[section, key]] = _Stored(
+                key, dtype, tuple(shape), layout, axes, sums if is_complete else {}
             )
     return stored
 

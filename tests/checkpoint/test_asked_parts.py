@@ -65,8 +65,8 @@ def test_a_model_without_a_name_in_common_is_an_error(tmp_path, write):
     model["a.b"] = np.zeros(2, np.float32)
     assert mlstate.load(path, into={"model": model}, strict=False).model["a.b"].all()
     assert mlstate.load(path, into={"model": {}}, strict=False).model == {}
-    found = mlstate.load(path, into={"model": model}, strict=False, rename={"a": "net.a"})
-    assert found.model["net.a.w"].any()
+    loaded = mlstate.load(path, into={"model": model}, strict=False, rename={"a": "net.a"})
+    assert loaded.model["net.a.w"].any()
 
 
 def test_an_optimizer_or_state_without_a_name_in_common_is_an_error(tmp_path):

@@ -25,7 +25,7 @@ class Tagged(nn.Linear):
 
 
 def part(names, seed, layer=nn.Linear):
-    """A model with these layers of one larger model, and an optimizer with steps of its own."""
+    """A model with these layers of one larger model, and its optimizer after one step."""
     torch.manual_seed(seed)
     model = nn.Module()
     for name in names:
@@ -41,18 +41,18 @@ def part(names, seed, layer=nn.Linear):
 
 def content(*parts):
     """Tensors of the models and states of the optimizers, by name of the parameter."""
-    found = {}
+    loaded = {}
     for model, optimizer in parts:
-        found.update(model.state_dict())
+        loaded.update(model.state_dict())
         for name, parameter in model.named_parameters():
             states = optimizer.state.get(parameter, {})
-            found.update({f"{name}.{key}": value for key, value in states.items()})
-    return found
+            loaded.update({f"{name}.{key}": value for key, value in states.items()})
+    return loaded
 
 
-def check_equal(found, expected):
-    assert found.keys() <= expected.keys()
-    for name, value in found.items():
+def check_equal(loaded, expected):
+    assert loaded.keys() <= expected.keys()
+    for name, value in loaded.items():
         same = torch.equal(value, expected[name]) if hasattr(value, "shape") else True
         assert same and (hasattr(value, "shape") or value == expected[name]), name
 
@@ -110,8 +110,8 @@ EXPERTS = [["gate", "e0", "e1"], ["gate", "e2", "e3"], ["gate"]]
 )
 def test_ranks_load_the_parts_of_a_checkpoint_that_they_have(tmp_path, saved_names, names):
     expected = saved(tmp_path / "c", saved_names)
-    for found in load_into(tmp_path / "c", names):
-        check_equal(found, expected)
+    for loaded in load_into(tmp_path / "c", names):
+        check_equal(loaded, expected)
 
 
 def test_a_name_that_no_rank_has_is_an_error_of_all_ranks(tmp_path):
@@ -120,8 +120,8 @@ def test_a_name_that_no_rank_has_is_an_error_of_all_ranks(tmp_path):
         assert isinstance(error, CompatibilityError)
         assert '"c.weight"' in str(error) and "a.weight" not in str(error)
         assert "b.weight" not in str(error)
-    found = load_into(tmp_path / "c", [["a"], ["b"]], strict=False)
-    assert [sorted(each)[0] for each in found] == ["a.bias", "b.bias"]
+    loaded = load_into(tmp_path / "c", [["a"], ["b"]], strict=False)
+    assert [sorted(each)[0] for each in loaded] == ["a.bias", "b.bias"]
 
 
 def test_a_name_that_is_not_stored_is_an_error_of_all_ranks(tmp_path):
@@ -130,13 +130,13 @@ def test_a_name_that_is_not_stored_is_an_error_of_all_ranks(tmp_path):
         assert 'Missing key(s) in checkpoint: "d.weight", "d.bias", "d.unused"' in str(error)
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_stages_load_the_extra_states_that_they_have(tmp_path, whole):
-    names = [["a", "b", "c"]] if whole else STAGES
+@pytest.mark.parametrize("one_rank_saves", [False, True])
+def test_stages_load_the_extra_states_that_they_have(tmp_path, one_rank_saves):
+    names = [["a", "b", "c"]] if one_rank_saves else STAGES
     expected = saved(tmp_path / "c", names, Tagged)
-    for found in load_into(tmp_path / "c", STAGES, Tagged):
-        check_equal(found, expected)
-        assert {v for n, v in found.items() if n.endswith("_extra_state")} == {0}
+    for loaded in load_into(tmp_path / "c", STAGES, Tagged):
+        check_equal(loaded, expected)
+        assert {v for n, v in loaded.items() if n.endswith("_extra_state")} == {0}
 
 
 def test_a_stage_that_loads_itself_gets_only_its_entries(tmp_path):
@@ -148,11 +148,11 @@ def test_a_stage_that_loads_itself_gets_only_its_entries(tmp_path):
         mlstate.load(tmp_path / "c", into={"model": pair[0]}, group=group)
         return pair[0].state_dict()
 
-    for found in run_local(load):
-        check_equal(found, expected)
+    for loaded in run_local(load):
+        check_equal(loaded, expected)
 
 
-def test_ranks_may_rename_to_names_of_their_own(tmp_path):
+def test_each_rank_may_rename_tensors_differently(tmp_path):
     expected = saved(tmp_path / "c", [["a"], ["b"]])
 
     def load(group):
@@ -162,11 +162,11 @@ def test_ranks_may_rename_to_names_of_their_own(tmp_path):
         mlstate.load(tmp_path / "c", into=into, group=group, rename=rules)
         return content(pair)
 
-    for name, found in zip("ab", run_local(load), strict=True):
-        check_equal({n.replace("layer.", f"{name}."): v for n, v in found.items()}, expected)
+    for name, loaded in zip("ab", run_local(load), strict=True):
+        check_equal({n.replace("layer.", f"{name}."): v for n, v in loaded.items()}, expected)
 
 
-def test_chosen_names_must_be_those_of_some_rank(tmp_path):
+def test_chosen_names_need_a_rank_that_loads_them(tmp_path):
     expected = saved(tmp_path / "c", STAGES)
 
     def load(group, names):
@@ -174,8 +174,8 @@ def test_chosen_names_must_be_those_of_some_rank(tmp_path):
         mlstate.load(tmp_path / "c", into={"model": model}, group=group, names=names)
         return model.state_dict()
 
-    for found in run_local(lambda group: load(group, ["a", "b"])):
-        check_equal(found, expected)
+    for loaded in run_local(lambda group: load(group, ["a", "b"])):
+        check_equal(loaded, expected)
     for error in run_local(lambda group: load(group, ["a", "c"])):
         assert isinstance(error, CompatibilityError) and '"c.bias"' in str(error)
     # rank 1 has the name, but does not choose it
@@ -198,8 +198,8 @@ def test_named_states_of_stages_are_loaded_together(tmp_path):
         check_equal(ema.state_dict(), expected)
         return content(pair)
 
-    for found in run_local(load):
-        check_equal(found, expected)
+    for loaded in run_local(load):
+        check_equal(loaded, expected)
 
 
 def test_arrays_of_ranks_are_filled_together_or_not_at_all(tmp_path):
@@ -220,7 +220,7 @@ def test_arrays_of_ranks_are_filled_together_or_not_at_all(tmp_path):
         assert '"c"' in text and '"b"' not in text
 
 
-def test_an_error_of_one_rank_is_that_of_all(tmp_path):
+def test_all_ranks_raise_the_error_of_one(tmp_path):
     saved(tmp_path / "c", STAGES)
 
     def load(group):

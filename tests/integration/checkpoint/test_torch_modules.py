@@ -189,7 +189,7 @@ def fused():
 
 
 def extra():
-    """A layer whose weight is that of a module with an extra state."""
+    """A layer that shares the weight of a module with an extra state."""
     module = nn.Sequential(nn.Linear(2, 3), Extra(1), nn.Linear(2, 3))
     module[2].weight = module[1].weight
     return module

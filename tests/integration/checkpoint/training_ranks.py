@@ -147,17 +147,36 @@ def shards_are_stored_without_copies(group):
     assert again.written["new_bytes"] == 0  # the same bytes
 
 
+def tied(kind, seed):
+    torch.manual_seed(seed)
+    words, out = torch.nn.Embedding(7, 3), torch.nn.Linear(3, 7, bias=False)
+    out.weight = words.weight
+    module = torch.nn.Sequential(words, out)
+    if kind == "fsdp2":
+        return fully_shard(module)
+    return flat(module, kind == "fsdp1-orig")
+
+
+@scenario
+def other_bytes_of_tied_weights_are_an_error_of_all_ranks(group):
+    folder = folder_of("untied")
+    for row in (0, 6):  # of the first and the last rank
+        weight = torch.arange(21.0).reshape(7, 3)
+        other = weight.clone()
+        other[row] += 1
+        mlstate.save(folder, {"0.weight": weight, "1.weight": other}, group=group)
+        for kind in ("fsdp2", "fsdp1", "fsdp1-orig"):
+            module = tied(kind, 3)
+            before = [parameter.detach().clone() for parameter in module.parameters()]
+            into = {"into": {"model": module}, "group": group}
+            text = "'0.weight'] and model['1.weight']"
+            raises(CompatibilityError, text, mlstate.load, folder, **into)
+            for parameter, value in zip(module.parameters(), before, strict=True):
+                assert (parameter.detach() == value).all()
+
+
 @scenario
 def tied_weights_are_one_tensor_under_two_names(group):
-    def tied(kind, seed):
-        torch.manual_seed(seed)
-        words, out = torch.nn.Embedding(7, 3), torch.nn.Linear(3, 7, bias=False)
-        out.weight = words.weight
-        module = torch.nn.Sequential(words, out)
-        if kind == "fsdp2":
-            return fully_shard(module)
-        return flat(module, kind == "fsdp1-orig")
-
     for kind in ("fsdp2", "fsdp1", "fsdp1-orig"):
         module = tied(kind, 0)
         optimizer = torch.optim.Adam(module.parameters())
