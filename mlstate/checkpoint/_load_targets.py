@@ -69,6 +69,10 @@ class _Ready(NamedTuple):
     cuts: Cuts
     casts: dict[str, Any]  # targets of another dtype, by name
 
+    def memory(self) -> dict[str, Any]:
+        """Return the arrays that the load writes, by name: after conversion, or before a copy."""
+        return {**self.filling.arrays, **self.casts}
+
     def tied_name(self, position: int) -> TiedName:
         """Return the name at a position, with the memory and the part that it receives."""
         name, place = self.names[position], None
@@ -608,34 +612,43 @@ def _has_known_memory(array: Any) -> bool:
     return isinstance(array, np.ndarray) or is_torch(array)
 
 
-def _join_tied_names(
-    loader: Loader, ready: list[_Ready], cache_arrays: Mapping[str, Mapping[str, Any]]
-) -> list[_Ready]:
-    """Return the targets without names whose memory a later name shares: one read fills both.
+def _has_ties(ready: list[_Ready], cache_arrays: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Return whether several names of the targets `ready` share one memory, as tied weights do.
 
-    `ready`: the targets in the order of the reads. `cache_arrays`: of caches among the targets, by
-    their names. Raises CompatibilityError if stored tensors for one memory have different bytes,
-    ValueError if targets share memory in any other way.
+    `cache_arrays`: of caches among the targets, by their names. Raises ValueError if targets share
+    memory in any other way.
     """
     caches = [
         (label, {name: array for name, array in arrays.items() if _has_known_memory(array)})
         for label, arrays in cache_arrays.items()
     ]
-    memory = [{**each.filling.arrays, **each.casts} for each in ready]
     is_tied = refuse_overlaps_on_devices(
         [(each.section.label, each.names, each.filling.targets) for each in ready]
         + [(label, list(arrays), arrays) for label, arrays in caches],
         len(ready),
     )
     tied = _core.targets_tied(
-        [(e.section.label, e.names, arrays) for e, arrays in zip(ready, memory, strict=True)]
+        [(each.section.label, each.names, each.memory()) for each in ready]
         + [(label, [n for n in a if not is_on_device(a[n])], a) for label, a in caches],
         len(ready),
     )
-    if not is_tied and not any(tied):
+    return is_tied or any(tied)
+
+
+def _join_tied_names(
+    loader: Loader, ready: list[_Ready], cache_arrays: Mapping[str, Mapping[str, Any]]
+) -> list[_Ready]:
+    """Return the targets without names whose memory a later name shares: one read fills both.
+
+    `ready`: the targets in the order of the reads. `cache_arrays`: as for `_has_ties`. Raises
+    CompatibilityError if stored tensors for one memory have different bytes, ValueError if targets
+    share memory in any other way.
+    """
+    if not _has_ties(ready, cache_arrays):
         return ready
     names_of: dict[Any, list[tuple[int, int]]] = {}  # number of the target and of the name
-    for number, (ready_target, arrays) in enumerate(zip(ready, memory, strict=True)):
+    for number, ready_target in enumerate(ready):
+        arrays = ready_target.memory()
         for position, name in enumerate(ready_target.names):
             key = _memory_id(ready_target.filling.targets[name], arrays[name])
             names_of.setdefault(key, []).append((number, position))
@@ -643,14 +656,10 @@ def _join_tied_names(
     refuse_other_bytes(
         loader, [[ready[number].tied_name(position) for number, position in g] for g in groups]
     )
-    # Several sections with one memory are read one after the other.
-    last = {(id(group), number): position for group in groups for number, position in group}
-    joined = {
-        (number, position)
-        for group in groups
-        for number, position in group
-        if last[id(group), number] != position
-    }
+    joined = set()
+    for group in groups:  # several sections with one memory are read one after the other
+        last = dict(group)
+        joined |= {(number, position) for number, position in group if last[number] != position}
     return [
         each.of([i for i in range(len(each.names)) if (number, i) not in joined])
         for number, each in enumerate(ready)
