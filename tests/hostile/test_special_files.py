@@ -98,7 +98,7 @@ def dcp(folder):
 
 
 def convert(source, target, **keywords):
-    write_any(target, *read_any(source), **keywords)
+    write_any(target, *read_any(source)[:4], **keywords)
 
 
 def converted(folder):

@@ -261,8 +261,8 @@ class Convert(Save):
     """mlstate.convert to files of other formats."""
 
     def call(self, folder):
-        write_any(folder / "file.npz", *read_any(folder / "ckpt"), overwrite=True)
-        write_any(folder / "file.safetensors", *read_any(folder / "file.npz"), overwrite=True)
+        write_any(folder / "file.npz", *read_any(folder / "ckpt")[:4], overwrite=True)
+        write_any(folder / "file.safetensors", *read_any(folder / "file.npz")[:4], overwrite=True)
 
     def check(self, folder):
         self.call(folder)

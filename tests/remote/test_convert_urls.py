@@ -50,7 +50,7 @@ def test_the_command_converts_local_paths_to_a_url_and_back(url, environment, tm
 
 def test_both_states_and_the_metadata_pass_through_a_url(url, options):
     write_any(url, MODEL, MOMENTS, {"run": [1, None]}, storage_options=options)
-    model, optimizer, metadata, _ = read_any(url, storage_options=options)
+    model, optimizer, metadata, *_ = read_any(url, storage_options=options)
     assert same(model, MODEL)
     assert same(optimizer, MOMENTS)
     assert metadata == {"run": [1, None]}

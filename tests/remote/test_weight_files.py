@@ -239,7 +239,7 @@ def test_both_states_in_a_file_are_split_as_they_were_joined(url, store, options
     write_any(tmp_path / "both.safetensors", MODEL, moments, {"run": [1]})
     file_url = f"{url}/both.safetensors"
     store.put(file_url, (tmp_path / "both.safetensors").read_bytes())
-    model, optimizer, metadata, _ = read_any(file_url, storage_options=options)
+    model, optimizer, metadata, *_ = read_any(file_url, storage_options=options)
     assert same(model, MODEL)
     assert same(optimizer, moments)
     local = read_any(tmp_path / "both.safetensors")

@@ -238,7 +238,7 @@ def find_lost_dtypes(
 def restore_lost_dtypes(parts: Parts, dtype: str) -> Parts:
     """Return the parts with arrays whose dtype was lost as `dtype`, if they can be of that.
 
-    Only bfloat16 can be told by the number of its bytes.
+    Only bfloat16 is known from the number of its bytes.
     """
     errors, model = dict(parts.unreadable.get("model", {})), parts.model
     if dtype != "bfloat16" or model is None:

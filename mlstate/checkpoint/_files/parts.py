@@ -71,8 +71,8 @@ class Parts(NamedTuple):
     def module_entries(self, names: Collection[str]) -> dict[str, Any]:
         """Return the model's entries that are not tensors, for a module to load.
 
-        These are extra states, and the plain values that the module has too: `names` are those of
-        its ``state_dict()``.
+        These are extra states, and the plain values that the module has too; `names`: of the
+        entries of its ``state_dict()``.
         """
         _, entries = split_entries(self.states)
         extra, _ = entries.get(None, ({}, {}))
@@ -106,9 +106,9 @@ class Selection:
         part_names = {MODEL} if parts.model is not None else set()
         if parts.optimizer is not None or OPTIMIZER in parts.unreadable:
             part_names.add(OPTIMIZER)
-        taken = {name for name in sorted(part_names) if takes(name)}
-        model = parts.model if MODEL in taken else None
-        optimizer = parts.optimizer if OPTIMIZER in taken else None
+        chosen = {name for name in sorted(part_names) if takes(name)}
+        model = parts.model if MODEL in chosen else None
+        optimizer = parts.optimizer if OPTIMIZER in chosen else None
         if both := sorted(part_names & parts.states.keys() & (self.only | self.skip)):
             raise ValueError(f"{path} has the {both[0]} and a named state of the name {both[0]!r}")
         metadata = {
@@ -123,7 +123,7 @@ class Selection:
             state: each for state, each in entries.items() if entries_name(state) not in self.skip
         }
         states = {name: value for name, value in others.items() if takes(name)}
-        errors = {name: each for name, each in parts.unreadable.items() if name in taken}
+        errors = {name: each for name, each in parts.unreadable.items() if name in chosen}
         left = {name: e for name, e in parts.unreadable.get(STATES, {}).items() if takes(name)}
         errors |= {STATES: left} if left else {}
         unknown = sorted((self.only | self.skip) - self._seen)
@@ -149,7 +149,7 @@ class Selection:
         owners = {*states, *([None] if model is not None else [])}
         for state in entries.keys() & owners:
             states[entries_name(state)] = parts.states[entries_name(state)]
-        numbers = parts.numbers if MODEL in taken else {}
+        numbers = parts.numbers if MODEL in chosen else {}
         return Parts(model, optimizer, metadata, states, numbers, errors)
 
 

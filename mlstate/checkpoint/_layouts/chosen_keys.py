@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ...errors import FormatError
-from .entries import DEEPEST, LISTED, RECORD, Found, find_parts, is_optimizer, unwrap, wrapper_of
+from .entries import DEEPEST, LISTED, RECORD, PartKeys, find_parts, is_optimizer, unwrap, wrapper_of
 
 if TYPE_CHECKING:
     from .._files.parts import Selection
@@ -61,17 +61,17 @@ def choose_keys(
     if not isinstance(tree, Mapping) or is_optimizer(tree):
         return Choice(set(paths))
     wrapper = wrapper_of(tree)
-    found = find_parts(unwrap(tree, wrapper))
-    if found == Found():
+    keys = find_parts(unwrap(tree, wrapper))
+    if keys == PartKeys():
         return Choice(set(paths))
-    names = {**found.part_names(), RECORD: RECORD}
+    names = {**keys.part_names(), RECORD: RECORD}
     chosen = set()
     for key, path in paths.items():
         entry = path[1] if wrapper is not None and path[0] == wrapper else path[0]
         if entry == RECORD or selection.takes(names.get(entry, str(entry))):
             chosen.add(key)
-    empty: dict[Any, Any] = {} if found.model is None else {found.model: {}}
-    if found.optimizer is not None:
+    empty: dict[Any, Any] = {} if keys.model is None else {keys.model: {}}
+    if keys.optimizer is not None:
         no_optimizer: Any = {"state": {}, "param_groups": []}
-        empty[found.optimizer] = [no_optimizer] if found.optimizer == LISTED else no_optimizer
+        empty[keys.optimizer] = [no_optimizer] if keys.optimizer == LISTED else no_optimizer
     return Choice(chosen, wrapper, empty)

@@ -3,9 +3,9 @@
 ==========================================================  ==================================
 entry                                                       is
 ==========================================================  ==================================
-`_MODEL_KEYS`: a dict; ``module`` beside DeepSpeed's marks  the model
+`_MODEL_KEYS`: a dict; ``module`` with DeepSpeed's marks    the model
 `_OPTIMIZER_KEYS`, one ``optimizer_N`` or list of one       the optimizer
-tensors beside optimizers without a model                   the model
+tensors next to optimizers without a model                  the model
 without a model and optimizers: all tensors, at any level   the model
 a dict that alone holds model and optimizer                 as if its entries were at the top
 numbers, bool, str and None, among tensors or at the top    metadata
@@ -57,7 +57,7 @@ DEEPEST = 64
 _MOST_VALUES = 10_000_000
 
 
-class Found(NamedTuple):
+class PartKeys(NamedTuple):
     """The keys of a tree's model and optimizer; None without one."""
 
     model: Any = None
@@ -178,13 +178,13 @@ def _keys_at_top(tree: Mapping[Any, Any]) -> frozenset[Any]:
     return frozenset(tensors | {key for key in tree if _is_extra(key)})
 
 
-def find_parts(tree: Mapping[Any, Any]) -> Found:
+def find_parts(tree: Mapping[Any, Any]) -> PartKeys:
     """Return the keys of a tree's model and optimizer; only those that programs commonly use."""
     if is_recorded(tree):
         model, optimizer = (key if key in tree else None for key in (MODEL, OPTIMIZER))
-        return Found(model, optimizer)
+        return PartKeys(model, optimizer)
     model, optimizer = _model_key(tree), _optimizer_key(tree)
-    return Found(model, optimizer, frozenset() if model is not None else _keys_at_top(tree))
+    return PartKeys(model, optimizer, frozenset() if model is not None else _keys_at_top(tree))
 
 
 def wrapper_of(tree: Mapping[Any, Any]) -> Any:
@@ -381,17 +381,17 @@ class _Sorter:
         """
         for key, value in rest.items():
             name = str(key)
-            plain = json_value(value)
+            json_form = json_value(value)
             is_nested = isinstance(value, list | tuple | Mapping | np.generic)
-            if plain is not NotImplemented and not is_nested and name not in self.metadata:
-                self.metadata[name] = plain
+            if json_form is not NotImplemented and not is_nested and name not in self.metadata:
+                self.metadata[name] = json_form
                 continue
             numbered = {name: value}
             if key == LISTED and value and all(map(is_optimizer, value)):
                 by_number = {f"optimizer_{number}": each for number, each in enumerate(value)}
                 numbered = numbered if rest.keys() & by_number else by_number
-            for own_name, each in numbered.items():
-                self._add_state(own_name, each)
+            for numbered_name, each in numbered.items():
+                self._add_state(numbered_name, each)
 
     def _add_state(self, name: str, value: Any) -> None:
         if name in self.states:
@@ -414,8 +414,8 @@ def _reason_of(name: str, value: Any) -> str:
         except CompatibilityError as error:
             return str(error).removeprefix(f"{name!r} is ")
         return ""
-    plain = str | bytes | bytearray | BytesIO | bool | int | float | complex | np.generic
-    if value is None or isinstance(value, plain) or is_tensor(value) or _is_extra(name):
+    classes = str | bytes | bytearray | BytesIO | bool | int | float | complex | np.generic
+    if value is None or isinstance(value, classes) or is_tensor(value) or _is_extra(name):
         return ""
     return f"a {type(value).__name__}, which is neither a tensor nor a plain value"
 
@@ -424,8 +424,8 @@ def sort_entries(tree: Any, path: Path, *, is_divided: bool = False) -> Parts:
     """Divide a file's content into model, optimizer, metadata and named states.
 
     Model and optimizer are None if the file has none, or several models with optimizers. `path`: of
-    the file, for errors. `is_divided`: each entry is of its own file, so that entries without a
-    model are not one. Raises CompatibilityError if the content is not a dict of tensors, and
+    the file, for errors. `is_divided`: each entry has its own file, and only an entry named as a
+    model is one. Raises CompatibilityError if the content is not a dict of tensors, and
     FormatError if it is malformed.
     """
     sorter = _Sorter(path)
@@ -439,9 +439,9 @@ def sort_entries(tree: Any, path: Path, *, is_divided: bool = False) -> Parts:
     if is_optimizer(tree):
         return sorter.parts(None, sorter.optimizer_of(tree, None, OPTIMIZER, ""))
     tree = tree if is_divided else unwrap(tree, wrapper_of(tree))
-    found = find_parts(tree)
-    if found.part_names() or is_recorded(tree):
-        return _sort_parts(sorter, tree, found)
+    keys = find_parts(tree)
+    if keys.part_names() or is_recorded(tree):
+        return _sort_parts(sorter, tree, keys)
     if is_divided or _optimizers_in(tree):
         # of several models with their optimizers, none is the model
         sorter.add_rest(tree)
@@ -451,9 +451,9 @@ def sort_entries(tree: Any, path: Path, *, is_divided: bool = False) -> Parts:
     return sorter.parts(model, None)
 
 
-def _sort_parts(sorter: _Sorter, tree: Mapping[Any, Any], found: Found) -> Parts:
-    """Divide a tree with a model or optimizer, whose keys are `found`."""
-    names = found.part_names()
+def _sort_parts(sorter: _Sorter, tree: Mapping[Any, Any], keys: PartKeys) -> Parts:
+    """Divide a tree with a model or optimizer, whose keys are `keys`."""
+    names = keys.part_names()
     rest = {key: value for key, value in tree.items() if key not in names}
     texts = rest.pop(RECORD, {})
     if not isinstance(texts, Mapping) or not all(isinstance(v, str) for v in texts.values()):
@@ -462,16 +462,16 @@ def _sort_parts(sorter: _Sorter, tree: Mapping[Any, Any], found: Found) -> Parts
         sorter.metadata = _metadata_from(rest.pop("metadata"), sorter.path)
     model = optimizer = None
     if MODEL in names.values():
-        top = {key: value for key, value in tree.items() if key in found.at_top}
-        inner = top if found.model is None else tree[found.model]
+        top = {key: value for key, value in tree.items() if key in keys.at_top}
+        inner = top if keys.model is None else tree[keys.model]
         model, others = sorter.model_of(inner, texts.get(MODEL))
-        for name, value in others.items():  # beside the model's tensors, below its key
-            key = name if found.model is None else f"{found.model}.{name}"
+        for name, value in others.items():  # plain values below the model's key
+            key = name if keys.model is None else f"{keys.model}.{name}"
             if key in rest:
                 raise sorter.twice(key)
             rest[key] = value
-    if found.optimizer is not None:
-        value = tree[found.optimizer]
+    if keys.optimizer is not None:
+        value = tree[keys.optimizer]
         value = value[0] if isinstance(value, list) else value
         optimizer = sorter.optimizer_of(value, texts.get(OPTIMIZER), OPTIMIZER, "")
     sorter.add_rest(rest)

@@ -93,13 +93,13 @@ def _joined(path: Path, name: str, parts: list[tuple[list[int], Any]]) -> NDArra
     shape = tuple(map(max, zip(*ends, strict=True)))
     if math.prod(shape) != sum(array.size for _, array in parts):
         raise _cover_error(path, name, shape)
-    whole, covered = np.empty(shape, first.dtype), np.zeros(shape, bool)
+    joined, covered = np.empty(shape, first.dtype), np.zeros(shape, bool)
     for (start, array), end in zip(parts, ends, strict=True):
-        where = tuple(map(slice, start, end))
-        whole[where], covered[where] = array, True
+        box = tuple(map(slice, start, end))
+        joined[box], covered[box] = array, True
     if not covered.all():
         raise _cover_error(path, name, shape)
-    return whole
+    return joined
 
 
 def _cover_error(path: Path, name: str, shape: tuple[int, ...]) -> Exception:

@@ -1,8 +1,8 @@
-"""The entries beside the weights in a folder of accelerate's ``save_state`` or of a Trainer's step.
+"""Training entries of accelerate's ``save_state`` folders and of a Trainer's steps.
 
-The weights are those of a Hugging Face folder. Beside them are the optimizer, and, as named states,
-other optimizers and models, schedulers, samplers, scalers, registered objects, and the generators,
-one file for each rank. ``trainer_state.json`` is the metadata.
+The weights are a Hugging Face folder, which other modules read. Further files hold the optimizer,
+and, as named states, other optimizers and models, schedulers, samplers, scalers, registered
+objects, and the generators, one file for each rank. ``trainer_state.json`` is the metadata.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _STATE = re.compile(
 
 
 def step_entries(names: Collection[str]) -> dict[str, list[str]]:
-    """Return the files of each entry beside the weights, by its name; {} in other folders.
+    """Return the files of each training entry, by its name; {} in other folders.
 
     `names`: of all files. An entry has several files if each rank wrote one.
     """
@@ -57,10 +57,10 @@ def step_entries(names: Collection[str]) -> dict[str, list[str]]:
     return entries
 
 
-def beside_weights(
+def read_step_entries(
     folder: Folder, names: Collection[str], selection: Selection
 ) -> tuple[Parts, list[str]]:
-    """Read the entries beside the weights of a Hugging Face folder; the model is None.
+    """Read the training entries of a Hugging Face folder; the model is None.
 
     Also return the names of files that mlstate does not read. `names`: of all files of the folder.
     Only the entries of `selection` are read. Raises CompatibilityError if a rank's file is

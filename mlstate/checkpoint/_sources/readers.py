@@ -23,7 +23,7 @@ from .._folder.local import LocalFolder
 from .._folder.weight_names import is_index
 from .._layouts.folders import LAYOUTS, Layout
 from .._layouts.sharded_safetensors import refuse_part
-from .._layouts.training_step import beside_weights
+from .._layouts.training_step import read_step_entries
 from .._store.weight_files import listed
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def read_beside(path: str, selection: Selection) -> Parts:
     if not os.path.isdir(path):
         return Parts(None, None, {}, {})
     folder = LocalFolder(path)
-    parts, unread = beside_weights(folder, folder.names(""), selection)
+    parts, unread = read_step_entries(folder, folder.names(""), selection)
     if unread:
         find_caller().warn(f"{path}: files that are not read: {listed(unread)}")
     return parts

@@ -1,4 +1,4 @@
-"""Files and folders as other trainers write them: what is the model, and what is beside it."""
+"""Files and folders as other trainers write them: model, optimizer, states, metadata."""
 
 import json
 import warnings
@@ -59,7 +59,7 @@ def assert_equal(arrays, tensors):
 
 @pytest.mark.parametrize("form", ["pt", "dcp"])
 @pytest.mark.parametrize("is_flat", [True, False])
-def test_tensors_beside_an_optimizer_are_the_model(tmp_path, form, is_flat):
+def test_tensors_next_to_an_optimizer_are_the_model(tmp_path, form, is_flat):
     """As torchtitan stores them."""
     run = trained()
     options = StateDictOptions(flatten_optimizer_state_dict=is_flat)
@@ -88,7 +88,7 @@ def test_tensors_beside_an_optimizer_are_the_model(tmp_path, form, is_flat):
 
 
 @pytest.mark.parametrize("form", ["pt", "dcp"])
-def test_a_generator_beside_an_optimizer_is_not_a_model(tmp_path, form):
+def test_generator_state_is_not_a_model(tmp_path, form):
     _, optimizer = trained()
     state = {"optimizer": optimizer.state_dict(), "rng": torch.get_rng_state(), "epoch": 3}
     if form == "pt":
@@ -99,7 +99,7 @@ def test_a_generator_beside_an_optimizer_is_not_a_model(tmp_path, form):
     assert (loaded.model, loaded.metadata, list(loaded.states)) == (None, {"epoch": 3}, ["rng"])
 
 
-def test_a_model_beside_plain_values(tmp_path):
+def test_model_with_numbers_at_the_top(tmp_path):
     torch.save({"model": {"w": torch.ones(2)}, "epoch": 3, "lr": 0.5}, tmp_path / "a.pt")
     loaded = mlstate.load(tmp_path / "a.pt")
     assert (sorted(loaded.model), loaded.metadata) == (["w"], {"epoch": 3, "lr": 0.5})
@@ -152,7 +152,7 @@ def test_extra_states_and_numbers_of_a_module_load_as_torch_loads_them(tmp_path,
         assert target["a"].number == twin["a"].number == 7
 
 
-def test_plain_values_at_any_level_are_metadata(tmp_path):
+def test_numbers_at_any_level_are_metadata(tmp_path):
     tree = {"w": torch.ones(2), "epoch": 3, "lr": 0.5, "on": True, "deep": {"n": 2, "t": "x"}}
     torch.save(tree, tmp_path / "a.pt")
     loaded = mlstate.load(tmp_path / "a.pt")
@@ -179,7 +179,7 @@ NEIGHBOURS = {
 
 @pytest.mark.parametrize("kind", NEIGHBOURS)
 @pytest.mark.parametrize("reader", ["pt", "model", "ranks", "dcp"])
-def test_names_reads_beside_an_entry_that_cannot_be_read(tmp_path, kind, reader):
+def test_names_skips_unreadable_entries(tmp_path, kind, reader):
     tree = {"w": NEIGHBOURS[kind](), "v": torch.ones(2)}
     path = tmp_path / "a.pt"
     if reader == "ranks":
@@ -354,8 +354,8 @@ def test_files_of_ranks_are_joined(tmp_path):
     assert loaded.states["lr_scheduler"] == {"last_epoch": 3, "_last_lr": [0.5]}
     for rank, state in enumerate(generators):
         assert torch.equal(loaded.states["rng"][rank]["cpu"], state)
-    own = mlstate.load(convert(tmp_path / "c", tmp_path / "own"))
-    assert np.array_equal(own.states["rng"][1]["cpu"], generators[1])
+    converted = mlstate.load(convert(tmp_path / "c", tmp_path / "own"))
+    assert np.array_equal(converted.states["rng"][1]["cpu"], generators[1])
     part = mlstate.load(convert(tmp_path / "c", tmp_path / "part", "--skip", "rng"))
     assert list(part.states) == ["lr_scheduler"]
 
@@ -437,8 +437,8 @@ def test_a_step_of_a_trainer_is_read(tmp_path):
     assert parts.step == 2 and parts.metadata["max_steps"] == 2
     assert sorted(parts.states) == ["rng_state", "scheduler"]
     assert parts.states["scheduler"]["last_epoch"] == 2
-    own = mlstate.load(convert(folder, tmp_path / "own"))
-    assert own.step == 2 and sorted(own.states) == ["rng_state", "scheduler"]
+    converted = mlstate.load(convert(folder, tmp_path / "own"))
+    assert converted.step == 2 and sorted(converted.states) == ["rng_state", "scheduler"]
 
 
 def test_generators_of_all_ranks_are_demanded(tmp_path):
@@ -452,7 +452,7 @@ def test_generators_of_all_ranks_are_demanded(tmp_path):
     assert [int(state["cpu"][0]) for state in states] == [0, 10, 2]
 
 
-def test_a_plain_folder_of_weights_has_no_entries(tmp_path):
+def test_folder_of_weights_has_no_training_entries(tmp_path):
     mlstate.export_huggingface(tmp_path / "c", {"w": np.ones(2, np.float32)})
     torch.save({"w": torch.ones(2)}, tmp_path / "c/pytorch_model.bin")
     assert step_entries([path.name for path in (tmp_path / "c").iterdir()]) == {}
@@ -618,8 +618,8 @@ def test_no_entry_is_silently_missing(tmp_path, seed):
         assert "two entries have the name" in str(error)
         return
     assert parts.unreadable == {}
-    found = Counter(values_in(list(parts[:4])))
-    assert all(found[value] == 1 for value in tensors + numbers), (tree, parts)
+    counts = Counter(values_in(list(parts[:4])))
+    assert all(counts[value] == 1 for value in tensors + numbers), (tree, parts)
     flat = [each for value in (parts.model or {}).values() for each in values_in(value)]
     assert not set(flat) & set(numbers)
     moments = {each for value in optimizers_in(tree) for each in values_in(value)}

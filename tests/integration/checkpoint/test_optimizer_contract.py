@@ -259,8 +259,8 @@ def test_odd_values_and_nested_states_are_converted(tmp_path, suffix):
     optimizer.state[module.weight]["nested"] = [torch.ones(2), None]
     mlstate.save(tmp_path / "c", module, optimizer)
     form = "dcp" if suffix == "dcp" else None
-    write_any(tmp_path / f"a.{suffix}", *read_any(tmp_path / "c"), format=form)
-    write_any(tmp_path / "back", *read_any(tmp_path / f"a.{suffix}", format=form))
+    write_any(tmp_path / f"a.{suffix}", *read_any(tmp_path / "c")[:4], format=form)
+    write_any(tmp_path / "back", *read_any(tmp_path / f"a.{suffix}", format=form)[:4])
     fresh = trained(sgd, 1)
     mlstate.load(tmp_path / "back", into={"model": fresh[0], "optimizer": fresh[1]})
     (group,) = fresh[1].param_groups
