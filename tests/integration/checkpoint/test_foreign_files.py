@@ -213,8 +213,9 @@ def test_a_converted_file_holds_the_same(samples, title, tmp_path, capsys):
     loaded = mlstate.load(tmp_path / "own")
     assert_equal(loaded, sample)
     assert_holds(loaded, KINDS[title])
-    suffix = sample.path.suffix if sample.path.is_file() else ".dcp"
-    if suffix in (".pt", ".npz", ".safetensors", ".dcp") and sample.model:
+    suffix = ".dcp" if (sample.path / ".metadata").exists() else sample.path.suffix
+    can_hold = "…" not in KINDS[title].holds  # all entries of DeepSpeed: no
+    if suffix in (".pt", ".npz", ".safetensors", ".dcp") and can_hold:
         back = tmp_path / f"back{suffix}"
         assert main(["convert", str(tmp_path / "own"), str(back)]) == 0
         assert_equal(mlstate.load(back), sample)
