@@ -194,12 +194,6 @@ for _title, _name, _word in (
     ("ONNX", "onnx", "ONNX"),
     ("msgpack of flax", "flax", "flax"),
     ("joblib of scikit-learn", "scikit-learn", "pickle"),
-    ("orbax", "orbax", "orbax"),
-    ("the steps of orbax's manager", "orbax-manager", "steps 3"),
-    ("Zarr 2", "zarr-2", "Zarr"),
-    ("Zarr 3", "zarr-3", "Zarr"),
-    ("a checkpoint of TensorFlow", "tensorflow-checkpoint", "TensorFlow"),
-    ("a saved model of TensorFlow", "tensorflow-saved-model", "TensorFlow"),
 ):
     refused(_title, "unparsed", _word)(lambda folder, name=_name: stored(name, folder))
 
@@ -264,3 +258,5 @@ for _title, _whole in (
     ("a file of torch before 1.6 cut short", "a state dict in the format before torch 1.6"),
 ):
     refused(_title, "damaged", "ends too early")(lambda folder, whole=_whole: half(whole, folder))
+
+FILES = list(KINDS)  # titles

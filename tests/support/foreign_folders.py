@@ -521,6 +521,19 @@ def _(folder):
     return path
 
 
+# ---- formats that mlstate does not read ----
+
+for _title, _name, _word in (
+    ("orbax", "orbax", "orbax"),
+    ("the steps of orbax's manager", "orbax-manager", "steps 3"),
+    ("Zarr 2", "zarr-2", "Zarr"),
+    ("Zarr 3", "zarr-3", "Zarr"),
+    ("a checkpoint of TensorFlow", "tensorflow-checkpoint", "TensorFlow"),
+    ("a saved model of TensorFlow", "tensorflow-saved-model", "TensorFlow"),
+):
+    refused(_title, "unparsed", _word)(lambda folder, name=_name: stored(name, folder))
+
+
 # ---- not a checkpoint ----
 
 
