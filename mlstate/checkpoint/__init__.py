@@ -32,11 +32,11 @@ from ._checkpoint.save import save
 from ._checkpoint.save_async import SaveHandle, SaveTimes, save_async
 from ._files.checksum import checksum
 from ._huggingface.export import export_huggingface
-from ._load import load
+from ._load.load import load
+from ._load.plan_load import FileRead, LoadPlan, plan_load
 from ._loaded_state import LoadedState
 from ._manager.manager import CheckpointManager
 from ._manager.prune import PruneReport, prune
-from ._plan_load import FileRead, LoadPlan, plan_load
 from ._report import Problem, VerifyReport
 from ._save.plan_save import SavePlan, plan_save
 from ._save.staging import Staging

@@ -28,7 +28,7 @@ def _loaded(value: object, storage_options: Mapping[str, Any] | None) -> LoadedS
 
     `storage_options`: used if the path is a URL.
     """
-    from ._load import load
+    from ._load.load import load
     from ._loaded_state import LoadedState
     from ._store.open_path import is_url
 

@@ -1,6 +1,6 @@
 """Names of a load that fill one memory, such as tied weights: their stored bytes must be equal.
 
-Equal bytes need one read. Which names share memory is found by _load_targets.py.
+Equal bytes need one read. Which names share memory is found by _load/targets.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .._sharding.layout import Steps
     from .._types import NDArray
-    from ._loader import Loader
+    from ._load.loader import Loader
     from ._sections import Section
 
     # Shape of the whole tensor; then steps and index, or begin and end of a range of elements.

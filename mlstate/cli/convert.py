@@ -20,7 +20,7 @@ from ..checkpoint._convert.read_write import begin_write, read_parts, write_any
 from ..checkpoint._files.parts import Parts, Selection
 from ..checkpoint._huggingface.export import export, take_export
 from ..checkpoint._huggingface.export_loaded import export_loaded
-from ..checkpoint._load import load, open_loader
+from ..checkpoint._load.load import load, open_loader
 from ..checkpoint._quantized.config import read_quantization
 from ..checkpoint._sources.indexed import IndexedSource
 from ..checkpoint._states.modules import split_entries
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..checkpoint._files.formats import Place
-    from ..checkpoint._load import Loader
+    from ..checkpoint._load.loader import Loader
     from ..checkpoint._loaded_state import LoadedState
     from ..checkpoint._sources.protocol import Source
     from ..state import StateDict

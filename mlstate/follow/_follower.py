@@ -30,7 +30,7 @@ from .._common.staged_targets import tied_error
 from .._common.store_error import format_error, store_error
 from .._common.text import steps_text
 from .._sharding.layout import Layout, Shard
-from ..checkpoint._load_arguments import ranks_of
+from ..checkpoint._load.arguments import ranks_of
 from ..checkpoint._store.open_path import open_files
 from ..errors import (
     CheckpointWarning,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Mapping
 
-    from ..checkpoint._loader import Loader
+    from ..checkpoint._load.loader import Loader
     from ..checkpoint._store.manifest import Manifest
     from ._delta import Delta, UndoLog
     from ._version import Change, Lineage

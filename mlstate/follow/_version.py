@@ -25,7 +25,7 @@ from .._common.dtypes import NAMES, name_of, numpy_dtype
 from .._common.store_error import format_error
 from .._sharding.layout import Layout, Shard
 from ..checkpoint._folder.names import MANIFEST
-from ..checkpoint._loader import Loader, LoadRequest
+from ..checkpoint._load.loader import Loader, LoadRequest
 from ..checkpoint._options import LOAD_DEFAULTS
 from ..checkpoint._published import DELTA, KEY
 from ..checkpoint._save.content import states_of

@@ -11,7 +11,7 @@ from ..._common.text import bytes_text, count_text, number_order, table_text
 from ..._sharding.layout import Layout
 from ...errors import FormatError, StoreError
 from .._folder.names import SECTIONS
-from .._load import load
+from .._load.load import load
 from .._loaded_state import LoadedState
 from .._options import LOAD_DEFAULTS, show_options
 from .._report import VerifyReport

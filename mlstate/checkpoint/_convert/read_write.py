@@ -21,8 +21,8 @@ from .._files.flat_file import split_texts, write_npz_parts, write_safetensors_p
 from .._files.parts import Parts, Selection
 from .._huggingface.export import export, take_export
 from .._layouts.folders import LAYOUTS
-from .._load import check_request, load_source
-from .._loader import Loader
+from .._load.load import check_request, load_source
+from .._load.loader import Loader
 from .._options import LOAD_DEFAULTS, complete_options
 from .._save.save_root import save_root
 from .._save.target import SaveFolder

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from ... import _core
     from ..._common.atomic_file import Target
-    from .._loader import Loader
+    from .._load.loader import Loader
     from .export_plan import ExportPlan, Facts
 
 _BATCH_BYTES = 64 << 20  # of the tensors that are in memory at the same time

@@ -21,7 +21,7 @@ from .._checkpoint.save import save
 from .._checkpoint.save_async import SaveHandle, save_async
 from .._folder.names import Root
 from .._folder.protocol import exclusion_of
-from .._load import load
+from .._load.load import load
 from .._loaded_state import LoadedState
 from .._options import LOAD_DEFAULTS, SAVE_DEFAULTS, check_timeout, complete_options, show_options
 from .._rank_messages import gather_bytes

@@ -6,7 +6,7 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING
 
 from ...errors import CollectiveError, FormatError, MLStateError, StoreError
-from .._load import load
+from .._load.load import load
 from .._loaded_state import LoadedState
 from .._rank_messages import gather_bytes
 from .._store.open_path import RootPath

@@ -31,7 +31,7 @@ from .tree import Tree, encode, malformed, parse, whole_arrays
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from .._loader import Loader
+    from .._load.loader import Loader
     from .._sections import Section
     from .._store.name_globs import Names
     from .restore import Sources

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from ..._sharding.layout import Cuts, Cutting
     from ..._types import Array
-    from .._loader import Loader
+    from .._load.loader import Loader
 
 _WHOLE_TENSOR: Any = (None, 0, 0)
 _PLAIN = (bool, int, float, str, bytes, np.ndarray)

@@ -110,8 +110,8 @@ def open_folder(
 
 def _open_url(url: str, storage_options: Mapping[str, Any] | None, reads: bool) -> Folder:
     """Return the folder of a URL, as `open_folder`; a local load imports nothing of stores."""
-    from .._folder.object import ObjectFolder, StoreURL
     from .._folder._remote.options import take_options
+    from .._folder.object import ObjectFolder, StoreURL
 
     file = ""
     if isinstance(url, StoreURL):

@@ -9,7 +9,8 @@ import pytest
 from rank_threads import run_local
 
 import mlstate
-from mlstate.checkpoint import CheckpointManager, _load_targets, inspect, plan_load, prune, reshard
+from mlstate.checkpoint import CheckpointManager, inspect, plan_load, prune, reshard
+from mlstate.checkpoint._load.targets import Prepared
 from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
 from mlstate.cli import main
 from mlstate.errors import MLStateError
@@ -209,7 +210,7 @@ def test_ranks_that_begin_again_keep_the_state_from_before_the_first_attempt(tmp
                 mlstate.save(path, states={"counter": Counter(2)})
         raise FileNotFoundError("a file of the replaced checkpoint")
 
-    monkeypatch.setattr(_load_targets.Prepared, "fill", fill)
+    monkeypatch.setattr(Prepared, "fill", fill)
     counters = [Counter(7), Counter(8)]
 
     def load(group):

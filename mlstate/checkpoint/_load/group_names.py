@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ._load_targets import ALL_NAMES, names_of_targets
-from ._rank_messages import gather_bytes
-from ._sections import STATES
-from ._states.modules import entries_name, stored_entries
+from .._rank_messages import gather_bytes
+from .._sections import STATES
+from .._states.modules import entries_name, stored_entries
+from .targets import ALL_NAMES, names_of_targets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .._types import NDArray
-    from ..collectives import ProcessGroup
-    from ._load_targets import Prepared
-    from ._loader import Loader
-    from ._sections import Section
-    from ._store.name_globs import Names
+    from ..._types import NDArray
+    from ...collectives import ProcessGroup
+    from .._sections import Section
+    from .._store.name_globs import Names
+    from .loader import Loader
+    from .targets import Prepared
 
 _DIGEST_BYTES = 16
 

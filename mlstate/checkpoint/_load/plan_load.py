@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._common.arguments import check_flags
-from .._common.text import count_text
-from .._sharding.layout import Layout
-from ._folder.names import MANIFEST, SECTIONS
-from ._load_arguments import ranks_of
-from ._sections import STATES
-from ._sources.indexed import IndexedSource
-from ._sources.open_source import open_source
-from ._store.chosen_names import chosen_names
-from ._store.name_globs import listed_names
+from ..._common.arguments import check_flags
+from ..._common.text import count_text
+from ..._sharding.layout import Layout
+from .._folder.names import MANIFEST, SECTIONS
+from .._sections import STATES
+from .._sources.indexed import IndexedSource
+from .._sources.open_source import open_source
+from .._store.chosen_names import chosen_names
+from .._store.name_globs import listed_names
+from .arguments import ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

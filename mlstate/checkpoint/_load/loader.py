@@ -6,28 +6,28 @@ from copy import deepcopy
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.arrays import is_torch
-from .._common.backend import TensorBackend, backend_of, torch_backend
-from .._common.converted import converted, converted_value, is_converted
-from .._common.dtypes import numpy_dtype
-from ..state._state_dict import StateDict
-from ._folder.names import SECTIONS
-from ._load_targets import names_error
-from ._sections import OPTIMIZER, STATES, rename_sections, sections_of
-from ._sources.indexed import IndexedSource
-from ._states.restore import load_tree
-from ._store.chosen_names import chosen_names
+from ..._common.arrays import is_torch
+from ..._common.backend import TensorBackend, backend_of, torch_backend
+from ..._common.converted import converted, converted_value, is_converted
+from ..._common.dtypes import numpy_dtype
+from ...state._state_dict import StateDict
+from .._folder.names import SECTIONS
+from .._sections import OPTIMIZER, STATES, rename_sections, sections_of
+from .._sources.indexed import IndexedSource
+from .._states.restore import load_tree
+from .._store.chosen_names import chosen_names
+from .targets import names_error
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from .._sharding.layout import Cuts, Cutting
-    from ._options import LoadOptions
-    from ._quantized.pairs import Pairs
-    from ._sections import Section
-    from ._sources.protocol import Index, Source
-    from ._store.manifest import Manifest
-    from ._store.name_globs import Names
+    from ..._sharding.layout import Cuts, Cutting
+    from .._options import LoadOptions
+    from .._quantized.pairs import Pairs
+    from .._sections import Section
+    from .._sources.protocol import Index, Source
+    from .._store.manifest import Manifest
+    from .._store.name_globs import Names
 
 _CAST_BYTES = 64 << 20  # of the tensors that are converted at the same time
 

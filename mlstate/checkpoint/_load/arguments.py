@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .._common.arguments import check_int, is_flag
-from .._common.backend import TensorBackend, torch_backend
-from .._common.dtypes import FLOATS, dtype_name
-from .._sharding.layout import Cutting, Layout, steps_of
+from ..._common.arguments import check_int, is_flag
+from ..._common.backend import TensorBackend, torch_backend
+from ..._common.dtypes import FLOATS, dtype_name
+from ..._sharding.layout import Cutting, Layout, steps_of
 
 if TYPE_CHECKING:
-    from ..collectives import ProcessGroup
+    from ...collectives import ProcessGroup
 
 
 def ranks_of(

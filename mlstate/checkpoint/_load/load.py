@@ -3,7 +3,7 @@
 load -> LoadRequest   the arguments, checked
 -> open_source    the path, by its content
 -> Loader         the sections of tensors; then new arrays, or
-prepare, fill  targets; see _load_targets.py
+prepare, fill  targets; see targets.py
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ import os
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from .._common.arguments import check_flags, is_flag
-from .._common.backend import is_module
-from .._common.caller import find_caller
-from ..collectives._arguments import optional_group
-from ..collectives._consensus import agree
-from ..errors import MLStateError, StoreError
-from ._folder.names import SECTIONS
-from ._group_names import names_elsewhere, target_names
-from ._load_arguments import checked_cast, checked_device, ranks_of
-from ._load_targets import check_into, find_targets, prepare
-from ._loaded_state import LoadedState
-from ._loader import Loader, LoadRequest
-from ._options import LOAD_DEFAULTS, complete_options, show_options
-from ._published import refuse_delta
-from ._sections import OPTIMIZER, STATES
-from ._sources.indexed import IndexedSource
-from ._sources.open_source import open_source
-from ._states.modules import shown_states
-from ._states.restore import apply_all, undo_all
-from ._store.checkpoint_files import TRIES
-from ._store.name_globs import listed_names
-from ._store.open_path import RootPath
+from ..._common.arguments import check_flags, is_flag
+from ..._common.backend import is_module
+from ..._common.caller import find_caller
+from ...collectives._arguments import optional_group
+from ...collectives._consensus import agree
+from ...errors import MLStateError, StoreError
+from .._folder.names import SECTIONS
+from .._loaded_state import LoadedState
+from .._options import LOAD_DEFAULTS, complete_options, show_options
+from .._published import refuse_delta
+from .._sections import OPTIMIZER, STATES
+from .._sources.indexed import IndexedSource
+from .._sources.open_source import open_source
+from .._states.modules import shown_states
+from .._states.restore import apply_all, undo_all
+from .._store.checkpoint_files import TRIES
+from .._store.name_globs import listed_names
+from .._store.open_path import RootPath
+from .arguments import checked_cast, checked_device, ranks_of
+from .group_names import names_elsewhere, target_names
+from .loader import Loader, LoadRequest
+from .targets import check_into, find_targets, prepare
 
 if TYPE_CHECKING:
     from typing import Unpack
 
-    from ..collectives import ProcessGroup
-    from ._load_targets import Prepared
-    from ._options import LoadOptions
-    from ._sources.protocol import Source
-    from ._states.restore import Action
+    from ...collectives import ProcessGroup
+    from .._options import LoadOptions
+    from .._sources.protocol import Source
+    from .._states.restore import Action
+    from .targets import Prepared
 
 MISSING = ("skip", "zeros", "error")
 _LAYOUT = 6  # index of the layout's steps in a row of `MergedIndex.tensors`

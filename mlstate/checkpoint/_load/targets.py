@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .. import _core
-from .._common.arrays import (
+from ... import _core
+from ..._common.arrays import (
     is_cache,
     is_on_device,
     is_torch,
@@ -26,33 +26,33 @@ from .._common.arrays import (
     memory_range,
     refuse_masked,
 )
-from .._common.backend import TensorBackend, backend_of, is_module, is_optimizer
-from .._common.caller import find_caller
-from .._common.dtypes import FLOATS, name_of, numpy_dtype
-from .._common.staged_targets import StagedTargets, refuse_overlaps_on_devices
-from .._sharding.layout import Cuts, Layout, Shard, Steps, part_of_cutting
-from ..errors import CompatibilityError
-from ..state._compatibility import LISTED, join, rename_hint
-from ..state._load_into import check_load, load_into
-from ..state._optimizer_state import OptimizerStateDict
-from ._backend import CheckpointBackend, OptimizerRecord, OptimizerRequest
-from ._folder.names import SECTIONS
-from ._published import refuse_delta
-from ._sections import OPTIMIZER
-from ._states.collect import modules_of, owner_of
-from ._states.modules import prepare_units, stored_entries, text_of_section
-from ._states.restore import Sources, prepare_object, prepare_tree
-from ._store.name_globs import ALL_NAMES
-from ._ties import TiedName, refuse_other_bytes
+from ..._common.backend import TensorBackend, backend_of, is_module, is_optimizer
+from ..._common.caller import find_caller
+from ..._common.dtypes import FLOATS, name_of, numpy_dtype
+from ..._common.staged_targets import StagedTargets, refuse_overlaps_on_devices
+from ..._sharding.layout import Cuts, Layout, Shard, Steps, part_of_cutting
+from ...errors import CompatibilityError
+from ...state._compatibility import LISTED, join, rename_hint
+from ...state._load_into import check_load, load_into
+from ...state._optimizer_state import OptimizerStateDict
+from .._backend import CheckpointBackend, OptimizerRecord, OptimizerRequest
+from .._folder.names import SECTIONS
+from .._published import refuse_delta
+from .._sections import OPTIMIZER
+from .._states.collect import modules_of, owner_of
+from .._states.modules import prepare_units, stored_entries, text_of_section
+from .._states.restore import Sources, prepare_object, prepare_tree
+from .._store.name_globs import ALL_NAMES
+from .._ties import TiedName, refuse_other_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from ._loader import Loader
-    from ._sections import Section
-    from ._states.modules import StoredEntries
-    from ._states.restore import Action
-    from ._store.name_globs import Names
+    from .._sections import Section
+    from .._states.modules import StoredEntries
+    from .._states.restore import Action
+    from .._store.name_globs import Names
+    from .loader import Loader
 
 _NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer saved without its module
 

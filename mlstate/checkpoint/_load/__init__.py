@@ -1,0 +1,1 @@
+"""How a checkpoint is loaded: arguments, targets, a loader of sections; plans of loads."""
