@@ -11,7 +11,9 @@ from .._common.local_path import local_folder
 from .._common.log import log
 from ..errors import ChecksumError, FormatError, MLStateError, StoreError, StoreNotFoundError
 from ._files.checksum import checksums_problem, verify_foreign
+from ._folder.local import LocalFolder
 from ._folder.names import MANIFEST, SECTIONS, Root
+from ._folder.protocol import require_local
 from ._report import Problem, VerifyReport, file_problem
 from ._sections import STATES
 from ._sources.indexed import IndexedSource
@@ -166,7 +168,7 @@ def _mend_headers(files: CheckpointFiles, paths: set[str]) -> bool:
         for path in sorted(left):
             header = merged.header(path)
             if header is not None:
-                files.folder.overwrite_start(path, header)
+                LocalFolder(files.path).overwrite_start(path, header)
                 log("WARNING", "%s: repaired: the header of %s", files.path, path)
                 left.remove(path)
     return left != paths
@@ -343,7 +345,7 @@ def _verify_path(
         return report
     if repair:
         remedy = "copy the checkpoint to a local folder to repair it"
-        source.files.folder.require_local("repair=True", remedy)
+        require_local(source.files.folder, "repair=True", remedy)
     source.uncached()
     report = VerifyReport(source.files.path)
     if listed is not None:

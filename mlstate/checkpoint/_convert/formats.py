@@ -31,6 +31,7 @@ from ..._common.text import names_hint
 from ...errors import MLStateError
 from .._folder.local import LocalFolder
 from .._folder.object import StoreURL
+from .._folder.protocol import require_local
 from .._folder.weight_names import is_index
 from .._layouts.folders import LAYOUTS
 from .._sources.open_source import open_source
@@ -132,4 +133,4 @@ def check_format(path: Place, name: str) -> None:
     folder = folder_of(path)
     if name != "mlstate" and not folder.file:
         remedy = "copy it from or to a local path by the store's own tool, and convert there"
-        folder.require_local(f"the format {name}", remedy)
+        require_local(folder, f"the format {name}", remedy)

@@ -30,7 +30,7 @@ from ..._common.store_error import store_error
 from ...errors import FormatError, MLStateError, StoreError
 from .._folder.local import LocalFolder
 from .._folder.names import MANIFEST, TEMPORARY
-from .._folder.weight_names import is_index
+from .._folder.weight_names import find_weights, is_index
 from .._report import Problem, VerifyReport, file_problem
 from .._store.open_path import is_url
 from .._store.weight_checksums import changed_text, find_checksums
@@ -476,7 +476,7 @@ def checksums_problem(error: FormatError | StoreError) -> Problem:
 def _has_weights(folder: Folder) -> bool:
     """Return whether `load` of the folder reads weights; False for several models or variants."""
     try:
-        return folder.find_weights() is not None
+        return find_weights(folder) is not None
     except FormatError:
         return False
 

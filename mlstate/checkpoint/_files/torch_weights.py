@@ -10,7 +10,7 @@ from ..._common.backend import torch_backend
 from ..._common.caller import find_caller
 from ..._common.store_error import format_error
 from ...state._state_dict import StateDict
-from .._folder.weight_names import TORCH_SUFFIX, is_index, is_set, weights_root
+from .._folder.weight_names import TORCH_SUFFIX, find_weights, is_index, is_set, weights_root
 from .._store.weight_files import (
     WeightFiles,
     bytes_of,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 def torch_weights_root(folder: Folder) -> str | None:
     """Return the root of a local folder's ``.bin`` files; None if it has safetensors or neither."""
-    if not (folder.is_local and folder.has_checkpoint()) or folder.find_weights() is not None:
+    if not (folder.is_local and folder.has_checkpoint()) or find_weights(folder) is not None:
         return None
     return weights_root(folder.names(""), TORCH_SUFFIX, folder=folder.path)
 

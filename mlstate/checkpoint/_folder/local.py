@@ -14,7 +14,6 @@ from ..._common.atomic_file import mode_within
 from ..._common.log import is_logged, log
 from ..._common.regular_file import check_regular, open_descriptor
 from ..._common.store_error import format_error, store_error
-from ...errors import StoreError
 from .names import FOLDERS, LOCK, MANIFEST, group_by_part, is_checkpoint_file
 from .protocol import FileInfo, NewFiles
 from .weight_names import INDEX, SINGLE, SUFFIX, TORCH_SUFFIX, weights_root
@@ -106,9 +105,6 @@ class LocalFolder:
         """
         self.path = path
         self.file = file
-
-    def require_local(self, action: str, remedy: str) -> None:
-        """Do nothing: everything is possible."""
 
     def _join(self, path: str) -> str:
         return os.path.join(self.path, path)
@@ -230,13 +226,6 @@ class LocalFolder:
                 raise store_error(error, "cannot find the file", path) from None
         return infos
 
-    def find_weights(self) -> str | None:
-        """Return the root of the weights of a Hugging Face folder; None if it has none."""
-        names: list[str] = []
-        with suppress(StoreError):  # reading the manifest reports the reason
-            names = self.names("")
-        return weights_root(names, folder=self.path)
-
     def _hint(self) -> str:
         """Return how to load this folder, whose files have unknown names, for an error; or ""."""
         names = self.names("")
@@ -261,17 +250,6 @@ class LocalFolder:
     def has_checkpoint(self) -> bool:
         """Return whether the folder exists."""
         return os.path.isdir(self.path)
-
-    def require_folder(self) -> None:
-        """Raise StoreError (ENOENT or ENOTDIR) if the folder to verify does not exist."""
-        if self.has_checkpoint():
-            return
-        reason: OSError = FileNotFoundError(errno.ENOENT, f"no such folder{hub_hint(self.path)}")
-        if os.path.isfile(self.path):
-            text = "it is a file, and a checkpoint is a folder; load_file compares what it "
-            text += "reads, mlstate verify reads files too"
-            reason = NotADirectoryError(errno.ENOTDIR, text)
-        raise store_error(reason, "cannot verify the checkpoint", self.path)
 
     def is_empty(self) -> bool:
         """Return whether the path is free to write to: it does not exist, or is an empty folder.

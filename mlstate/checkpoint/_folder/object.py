@@ -22,7 +22,6 @@ from ._remote.parallel_tasks import run_tasks
 from .names import MANIFEST, SECTIONS, root_of
 from .protocol import FileInfo, NewFiles
 from .range_load import LoadCall, load_units
-from .weight_names import weights_root
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -102,10 +101,6 @@ class ObjectFolder:
             self._store = ObjectStore(str(self.path), self._options)
         return self._store
 
-    def require_local(self, action: str, remedy: str) -> None:
-        """Raise ValueError: `action` needs local files."""
-        raise ValueError(f"{self.path}: {action} is not possible in an object store: {remedy}")
-
     # ---- objects ----
 
     def without_cache(self) -> ObjectFolder:
@@ -173,10 +168,6 @@ class ObjectFolder:
         self._tags = {name: info.tag for name, info in infos.items() if info is not None}
         return {name: info and _file_info(info) for name, info in infos.items()}
 
-    def find_weights(self) -> str | None:
-        """Return the root of the weights of a Hugging Face folder; None if it has none."""
-        return weights_root(self.names(""), folder=self.path)
-
     def missing_reason(self) -> str:
         """Return "": the store's own error names the missing object or bucket."""
         return ""
@@ -188,9 +179,6 @@ class ObjectFolder:
     def is_empty(self) -> bool:
         """Return whether there is neither a manifest nor a step; other objects stay."""
         return not self.exists(MANIFEST) and not any(map(root_of, self.names("roots")))
-
-    def require_folder(self) -> None:
-        """Do nothing: the names of objects need no folders."""
 
     def is_outage(self, error: Exception) -> bool:
         """Return whether an error means that the store failed: the checkpoint may be intact."""
@@ -232,10 +220,6 @@ class ObjectFolder:
     def add_empty(self, path: str) -> None:
         """Write an empty object."""
         self.store.put(path, b"")
-
-    def overwrite_start(self, path: str, data: bytes) -> None:
-        """Raise ValueError: an object is written as a whole."""
-        self.require_local("rewriting a header", "copy the checkpoint to a local folder")
 
     def remove(self, paths: Iterable[str]) -> list[str]:
         """Delete objects; return all paths, whether they existed or not."""

@@ -114,9 +114,6 @@ class Place(Protocol):
     def file(self) -> str:
         """Name of the only file that the caller's path names, to be read only; else empty."""
 
-    def require_local(self, action: str, remedy: str) -> None:
-        """Raise ValueError with the text `remedy` if `action` needs local files, unlike these."""
-
 
 class Files(Place, Protocol):
     """The files of a folder, to be read."""
@@ -208,12 +205,6 @@ class Probe(Place, Protocol):
     def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
         """Return size and time of each file by path, without those that do not exist."""
 
-    def find_weights(self) -> str | None:
-        """Return the root of a Hugging Face folder's weights, None without weights.
-
-        weight_names.py describes this root: one file, an index, or a pattern.
-        """
-
     def has_checkpoint(self) -> bool:
         """Return whether there may be a checkpoint.
 
@@ -222,9 +213,6 @@ class Probe(Place, Protocol):
 
     def missing_reason(self) -> str:
         """Return why the folder has no manifest; "" if the error of `read` tells more."""
-
-    def require_folder(self) -> None:
-        """Raise StoreError if there is no such folder, where folders exist."""
 
     def is_empty(self) -> bool:
         """Return whether a new checkpoint would hide or replace nothing."""
@@ -260,9 +248,6 @@ class Writers(Place, Protocol):
     def add_empty(self, path: str) -> None:
         """Create an empty file durably, unless it exists; nothing is opened or changed."""
 
-    def overwrite_start(self, path: str, data: bytes) -> None:
-        """Replace the first ``len(data)`` bytes of a file durably; needs local files."""
-
     def remove(self, paths: Iterable[str]) -> list[str]:
         """Delete the files at `paths`; return the paths of those that may have existed.
 
@@ -283,6 +268,12 @@ class Writers(Place, Protocol):
 
 class Folder(Files, Probe, Writers, Protocol):
     """The folder of one checkpoint, or of one `CheckpointManager`."""
+
+
+def require_local(folder: Place, action: str, remedy: str) -> None:
+    """Raise ValueError with the text `remedy` if `action` needs local files, unlike these."""
+    if not folder.is_local:
+        raise ValueError(f"{folder.path}: {action} is not possible in an object store: {remedy}")
 
 
 def exclusion_of(folder: Writers, timeout: float) -> Exclusion:

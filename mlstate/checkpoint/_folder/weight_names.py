@@ -11,10 +11,12 @@ import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..._common.store_error import format_error
-from ...errors import FormatError
+from ...errors import FormatError, StoreError
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
+
+    from .protocol import Files
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -154,6 +156,17 @@ def weights_root(names: Iterable[str], suffix: str = SUFFIX, *, folder: str = ""
             raise format_error(text, folder)
         return roots[0]
     return None
+
+
+def find_weights(folder: Files) -> str | None:
+    """Return the root of the weights in a folder, as `weights_root`; None without weights."""
+    try:
+        names = folder.names("")
+    except StoreError:
+        if folder.is_local:  # reading the manifest reports the reason
+            return None
+        raise
+    return weights_root(names, folder=folder.path)
 
 
 _REMEDY = "pass the path of one file or index, or move the others away"

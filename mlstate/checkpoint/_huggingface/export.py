@@ -38,7 +38,7 @@ from ...errors import CompatibilityError, StoreError
 from ...state import rename as rename_state
 from .._backend import CheckpointBackend
 from .._folder.local import LocalFolder, make_path
-from .._folder.weight_names import index_of, is_index, stem_of
+from .._folder.weight_names import find_weights, index_of, is_index, stem_of
 from .._options import SAVE_DEFAULTS
 from .._quantized.pairs import refuse_quantized
 from .._save.content import SaveContent, take_content
@@ -191,7 +191,7 @@ def _target_of(folder: str, replaced: Target | None) -> Target:
         target = Target.of(folder)
         if target.is_vacant:
             return target
-    elif replaced.is_vacant or (os.path.isdir(folder) and LocalFolder(folder).find_weights()):
+    elif replaced.is_vacant or (os.path.isdir(folder) and find_weights(LocalFolder(folder))):
         return replaced
     text = (
         "it exists already, and is not a Hugging Face folder"

@@ -11,6 +11,7 @@ from ..._common.budget import parse_size
 from ..._common.caller import Caller, find_caller
 from ..._sharding.layout import Layout
 from ...collectives._arguments import optional_group
+from .._folder.protocol import require_local
 from .._options import PACK_BELOW_MOST
 from .._store.checkpoint_files import CheckpointFiles
 from .._store.open_path import open_target
@@ -102,7 +103,7 @@ def check_target(
     folder = open_target(save_folder.folder, storage_options, any_suffix=save_folder.any_suffix)
     claim = folder.claim(options["lock_timeout"])
     if options["incremental"]:
-        folder.require_local("incremental=True", "save whole shards")
+        require_local(folder, "incremental=True", "save whole shards")
     files = CheckpointFiles(folder)
     rank, world_size = 0, 1
     group = optional_group(options["group"])

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .._folder.names import MANIFEST
-from .._folder.protocol import TensorParts
+from .._folder.protocol import TensorParts, require_local
 from .._report import Problem
 from .._store.checkpoint_files import TRIES, CheckpointFiles
 from .._store.rank_indexes import Indexes
@@ -65,7 +65,7 @@ class IndexedSource:
     def check(self, options: LoadOptions) -> None:
         """Raise ValueError for ``mmap=True`` of a store."""
         if options["mmap"]:
-            self.files.folder.require_local("mmap=True", "load without it")
+            require_local(self.files.folder, "mmap=True", "load without it")
         if not options["verify"]:
             self.checked = False
 

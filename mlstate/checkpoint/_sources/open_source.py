@@ -24,6 +24,7 @@ from .._folder.local import LocalFolder
 from .._folder.names import MANIFEST
 from .._folder.weight_names import (
     TORCH_SUFFIX,
+    find_weights,
     is_index,
     weights_root,
 )
@@ -137,7 +138,7 @@ def _open_store(files: CheckpointFiles, choice: Choice) -> IndexedSource:
         manifest = files.read_manifest()
     except FileNotFoundError:
         with suppress(StoreError):
-            root = folder.find_weights()
+            root = find_weights(folder)
             if root is not None:
                 return HuggingFaceSource(files, root)
         if not files.list_roots():  # else the manifest alone is missing: a repair restores it
