@@ -21,29 +21,33 @@ Examples
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from .._common.set_module import set_module_of_exports
 from .._exports import show_exports
 from .._safetensors import load_file, load_metadata, save_file
 from .._sharding.layout import Layout, Shard, Tier
 from ._checkpoint.checkpoint import Checkpoint, LayerRecord, ShardRecord, TensorRecord, inspect
-from ._checkpoint.export_async import export_huggingface_async
-from ._checkpoint.reshard import reshard
-from ._checkpoint.save import save
-from ._checkpoint.save_async import SaveHandle, SaveTimes, save_async
-from ._files.checksum import checksum
-from ._huggingface.export import export_huggingface
 from ._load.load import load
-from ._load.plan_load import FileRead, LoadPlan, plan_load
 from ._loaded_state import LoadedState
-from ._manager.manager import CheckpointManager
-from ._manager.prune import PruneReport, prune
 from ._report import Problem, VerifyReport
-from ._save.plan_save import SavePlan, plan_save
-from ._save.staging import Staging
-from ._tiers.report import TierRecord, TierReport, Traffic
-from ._tiers.tiered_state import StateDicts, TieredState
-from ._tiers.unit_handle import TieredUnit
 from ._verify import verify
+
+if TYPE_CHECKING:
+    from ._checkpoint.export_async import export_huggingface_async
+    from ._checkpoint.reshard import reshard
+    from ._checkpoint.save import save
+    from ._checkpoint.save_async import SaveHandle, SaveTimes, save_async
+    from ._files.checksum import checksum
+    from ._huggingface.export import export_huggingface
+    from ._load.plan_load import FileRead, LoadPlan, plan_load
+    from ._manager.manager import CheckpointManager
+    from ._manager.prune import PruneReport, prune
+    from ._save.plan_save import SavePlan, plan_save
+    from ._save.staging import Staging
+    from ._tiers.report import TierRecord, TierReport, Traffic
+    from ._tiers.tiered_state import StateDicts, TieredState
+    from ._tiers.unit_handle import TieredUnit
 
 __all__ = [
     "Checkpoint",
@@ -88,4 +92,44 @@ __all__ = [
 ]
 
 set_module_of_exports(globals())
-show_exports(globals())
+show_exports(
+    globals(),
+    {
+        # a load needs none of them
+        "._checkpoint.export_async": ("export_huggingface_async",),
+        "._checkpoint.reshard": ("reshard",),
+        "._checkpoint.save": ("save",),
+        "._checkpoint.save_async": (
+            "SaveHandle",
+            "SaveTimes",
+            "save_async",
+        ),
+        "._files.checksum": ("checksum",),
+        "._huggingface.export": ("export_huggingface",),
+        "._load.plan_load": (
+            "FileRead",
+            "LoadPlan",
+            "plan_load",
+        ),
+        "._manager.manager": ("CheckpointManager",),
+        "._manager.prune": (
+            "PruneReport",
+            "prune",
+        ),
+        "._save.plan_save": (
+            "SavePlan",
+            "plan_save",
+        ),
+        "._save.staging": ("Staging",),
+        "._tiers.report": (
+            "TierRecord",
+            "TierReport",
+            "Traffic",
+        ),
+        "._tiers.tiered_state": (
+            "StateDicts",
+            "TieredState",
+        ),
+        "._tiers.unit_handle": ("TieredUnit",),
+    },
+)

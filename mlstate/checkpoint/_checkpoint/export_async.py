@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from ..._common.local_path import local_folder
+from ..._common.set_module import set_module
 from ...collectives._arguments import optional_group
 from .._huggingface.export import (
     MAX_SHARD_BYTES,
@@ -90,6 +91,7 @@ class _ExportJob(SaveJob):
         return open_source(self.path)
 
 
+@set_module("mlstate.checkpoint")
 def export_huggingface_async(
     path: str | os.PathLike[str],
     model: object,

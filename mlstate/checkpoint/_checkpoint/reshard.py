@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import _core
 from ..._common.arguments import check_callback, check_flags, check_int
+from ..._common.set_module import set_module
 from ..._sharding.layout import Layout, Shard, Steps, steps_of
 from .._folder.names import SECTIONS
 from .._options import PACK_BELOW, complete_save_options
@@ -137,6 +138,7 @@ def _read(source: IndexedSource, section: int, keys: list[str], cutting: Any) ->
     return source.read(section, keys, cutting, verify=not mmap, mmap=mmap)
 
 
+@set_module("mlstate.checkpoint")
 def reshard(
     source: str | os.PathLike[str],
     target: str | os.PathLike[str],

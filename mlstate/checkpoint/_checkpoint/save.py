@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..._common.set_module import set_module
 from .._options import SAVE_DEFAULTS, complete_save_options, show_options
 from .._save.save_root import save_root
 from .checkpoint import Checkpoint
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from .._options import SaveOptions
 
 
+@set_module("mlstate.checkpoint")
 @show_options(SAVE_DEFAULTS)
 def save(
     path: str | os.PathLike[str],

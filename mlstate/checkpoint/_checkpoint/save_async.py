@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..._common.budget import parse_budget
+from ..._common.set_module import set_module
 from .._options import SAVE_DEFAULTS, complete_save_options, show_options
 from .._save.content import take_content
 from .._save.job import SaveJob, add_wait, devices_of, refuse_default_group
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from .._save.staging import Staging
 
 
+@set_module("mlstate.checkpoint")
 class SaveTimes(NamedTuple):
     """Times of an asynchronous save; see `SaveHandle.times`.
 
@@ -66,6 +68,7 @@ class SaveTimes(NamedTuple):
         return sum(end - start for start, end in self.waits)
 
 
+@set_module("mlstate.checkpoint")
 class SaveHandle:
     """A running save, returned by `save_async` or `export_huggingface_async`.
 
@@ -335,6 +338,7 @@ def start_job(job: SaveJob, devices: list[object], *, until_staged: bool = False
             raise
 
 
+@set_module("mlstate.checkpoint")
 @show_options(SAVE_DEFAULTS)
 def save_async(
     path: str | os.PathLike[str],

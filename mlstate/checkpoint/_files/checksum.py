@@ -26,6 +26,7 @@ from ..._common.file_checksums import (
 )
 from ..._common.local_path import local_folder
 from ..._common.regular_file import open_regular
+from ..._common.set_module import set_module
 from ..._common.store_error import store_error
 from ...errors import FormatError, MLStateError, StoreError
 from .._folder.local import LocalFolder
@@ -149,6 +150,7 @@ def _files_to_list(path: str | os.PathLike[str]) -> tuple[str, list[str], str]:
     return full_path, names, os.path.join(full_path, NAME)
 
 
+@set_module("mlstate.checkpoint")
 def checksum(
     path: str | os.PathLike[str],
     *,

@@ -30,6 +30,7 @@ from ..._common.converted import float_name
 from ..._common.file_checksums import NAME as CHECKSUMS
 from ..._common.local_path import local_path
 from ..._common.regular_file import check_regular, open_regular
+from ..._common.set_module import set_module
 from ..._common.store_error import store_error
 from ..._common.waiting import remove_folder
 from ..._sharding.layout import Shard
@@ -524,6 +525,7 @@ def export(
     )
 
 
+@set_module("mlstate.checkpoint")
 def export_huggingface(
     path: str | os.PathLike[str],
     model: Any,

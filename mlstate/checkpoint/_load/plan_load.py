@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..._common.arguments import check_flags
+from ..._common.set_module import set_module
 from ..._common.text import count_text
 from ..._sharding.layout import Layout
 from .._folder.names import MANIFEST, SECTIONS
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
+@set_module("mlstate.checkpoint")
 class FileRead(NamedTuple):
     """The bytes that a load would read of one shard.
 
@@ -45,6 +47,7 @@ class FileRead(NamedTuple):
     nbytes: int
 
 
+@set_module("mlstate.checkpoint")
 class LoadPlan(NamedTuple):
     """The files and bytes that a load would read.
 
@@ -89,6 +92,7 @@ class LoadPlan(NamedTuple):
         )
 
 
+@set_module("mlstate.checkpoint")
 def plan_load(
     path: str | os.PathLike[str],
     *,

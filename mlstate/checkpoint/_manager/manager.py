@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.arguments import check_flags, check_int
 from ..._common.log import log
+from ..._common.set_module import set_module
 from ..._common.store_error import store_error
 from ..._common.text import steps_text
 from ...collectives._arguments import optional_group
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
 _SHOWN = 20  # steps in a warning
 
 
+@set_module("mlstate.checkpoint")
 class CheckpointManager:
     """Checkpoints of a run, by step, in one folder.
 

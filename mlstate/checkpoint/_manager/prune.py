@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..._common.arguments import check_flags, check_int
+from ..._common.set_module import set_module
 from ..._common.text import bytes_text, count_text
 from ...errors import FormatError, MLStateError
 from .._folder.protocol import NoExclusion, exclusion_of
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .._store.checkpoint_files import CheckpointFiles
 
 
+@set_module("mlstate.checkpoint")
 class PruneReport(NamedTuple):
     """The steps and files that `prune` deleted, or would delete.
 
@@ -105,6 +107,7 @@ def _is_dead(name: str, changed: float, generations: set[str], abandoned_before:
     )
 
 
+@set_module("mlstate.checkpoint")
 def prune(
     path: str | os.PathLike[str],
     *,

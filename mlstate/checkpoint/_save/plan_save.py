@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from ... import _core
 from ..._common.arguments import check_int
 from ..._common.budget import parse_size
+from ..._common.set_module import set_module
 from ..._sharding.layout import Layout, Shard, steps_of
 from .._options import PACK_BELOW, PACK_BELOW_MOST
 from .._store.checkpoint_files import patterns_of
@@ -17,6 +18,7 @@ from .replica_assignment import by_section, whole_names
 _GENERATION = "0" * 16  # as long as a save's
 
 
+@set_module("mlstate.checkpoint")
 class SavePlan(NamedTuple):
     """The shards, files and bytes that one rank of a save would write.
 
@@ -82,6 +84,7 @@ def _shapes_only(state: Any) -> dict[str, Any] | None:
     return None if state is None else {name: _shape_only(v) for name, v in dict(state).items()}
 
 
+@set_module("mlstate.checkpoint")
 def plan_save(
     model: object = None,
     optimizer: object = None,

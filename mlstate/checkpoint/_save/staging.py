@@ -13,6 +13,7 @@ import numpy as np
 
 from ... import _core
 from ..._common.arguments import check_int
+from ..._common.set_module import set_module
 
 if TYPE_CHECKING:
     from .job import SaveJob
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 _NO_MEMORY = np.empty(0, np.uint8)  # created here, because freeing memory must not allocate
 
 
+@set_module("mlstate.checkpoint")
 class Staging:
     """Memory for the copies of `save_async`, kept for the next save.
 

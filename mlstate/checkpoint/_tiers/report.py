@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..._common.set_module import set_module
 from ..._common.text import bytes_text, count_text, shorten, table_text
 from ..._sharding.layout import Tier
 from .._pages.html import fit_page
@@ -31,6 +32,7 @@ _STYLE = (
 )
 
 
+@set_module("mlstate.checkpoint")
 class TierRecord(NamedTuple):
     """One unit of a `TierReport`.
 
@@ -66,6 +68,7 @@ class TierRecord(NamedTuple):
     lately: float
 
 
+@set_module("mlstate.checkpoint")
 class Traffic(NamedTuple):
     """Totals of all moves from one tier to another.
 
@@ -88,6 +91,7 @@ class Traffic(NamedTuple):
     seconds: float
 
 
+@set_module("mlstate.checkpoint")
 class TierReport:
     """Tiers, uses and moves of all units; see `TieredState.report`.
 

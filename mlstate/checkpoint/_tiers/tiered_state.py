@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.arguments import check_flags
 from ..._common.backend import backend_of
+from ..._common.set_module import set_module
 from ..._sharding.layout import Tier
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ..._common.budget import MemorySize
 
 
+@set_module("mlstate.checkpoint")
 class StateDicts(NamedTuple):
     """The two states of a `TieredState`, for `mlstate.save`.
 
@@ -51,6 +53,7 @@ class StateDicts(NamedTuple):
     optimizer: OptimizerStateDict
 
 
+@set_module("mlstate.checkpoint")
 class TieredState(TierMoves):
     """The state of a model and its optimizer, with each unit in a hot, warm or cold tier.
 

@@ -14,6 +14,7 @@ from ..._common.arrays import (
     refuse_masked,
 )
 from ..._common.dtypes import name_of
+from ..._common.set_module import set_module
 from ...distributed._byte_ranges import array_of
 from ...errors import CompatibilityError
 from .unit_file import SECTIONS, Part
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from .unit_file import Unit
 
 
+@set_module("mlstate.checkpoint")
 class TieredUnit:
     """A parameter and its optimizer states, provided by `TieredState.use`.
 
