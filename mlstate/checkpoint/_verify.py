@@ -17,9 +17,9 @@ from ._folder.protocol import require_local
 from ._report import Problem, VerifyReport, file_problem
 from ._sections import STATES
 from ._sources.indexed import IndexedSource
-from ._sources.open_source import SOURCES, kind_of_refused, open_source
+from ._sources.open_source import open_source
+from ._sources.protocol import is_source
 from ._sources.verify_root import index_problems, is_of_header, root_problem, verify_root
-from ._sources.whole import WholeSource
 from ._store.checkpoint_files import CheckpointFiles
 from ._store.chosen_names import chosen_names
 from ._store.name_globs import listed_names
@@ -326,7 +326,7 @@ def _verify_path(
     progress: Callable[[int], object] | None,
 ) -> VerifyReport:
     """Verify a path as `verify` does; `choice`: step, monitor and mode, `listed`: checked names."""
-    is_internal = isinstance(path, (RootPath, *SOURCES))
+    is_internal = isinstance(path, RootPath) or is_source(path)
     if not is_internal and not is_url(path) and choice == (None, None, None) and not repair:
         report = _verify_local(local_folder(path), progress) if listed is None else None
         if report is not None:
@@ -337,7 +337,7 @@ def _verify_path(
             f"{source.path} is of another program: it has no older step to return to; download or "
             "write the damaged files again"
         )
-    if isinstance(source, WholeSource):
+    if not isinstance(source, IndexedSource):
         report = VerifyReport(source.path)
         if listed is not None:
             raise ValueError(f"{source.path} is verified as a whole: leave out names")
@@ -365,6 +365,8 @@ def _verify_local(path: str, progress: Callable[[int], object] | None) -> Verify
     """
     report = verify_foreign(path, progress)
     if report is None:
+        from ._sources.open_foreign import kind_of_refused
+
         kind = kind_of_refused(path)
         if kind is not None and kind.is_damaged:
             report = VerifyReport(path)
@@ -375,7 +377,7 @@ def _verify_local(path: str, progress: Callable[[int], object] | None) -> Verify
     elif report and os.path.isfile(path):
         try:
             source = open_source(path)
-            _ = source.index if isinstance(source, WholeSource) else None
+            _ = None if isinstance(source, IndexedSource) else source.index
         except MLStateError as error:
             report.refusal = str(error)
     return report

@@ -1,9 +1,13 @@
 """`import mlstate` is nearly free; its modules cost little more than NumPy."""
 
 import statistics
+import sys
 
 import child
+import numpy as np
 import pytest
+
+import mlstate
 
 # The standard library's own costly ones, and all optional frameworks.
 # fmt: off
@@ -14,6 +18,23 @@ FORBIDDEN = [
     "scipy", "shtab", "torch", "tqdm",
 ]
 # fmt: on
+
+# Modules of the standard library that are used, those that NumPy imports excepted; `inspect` is
+# among them because it makes the signatures of `load` and `save`, and not every NumPy imports it.
+OF_IMPORT = {"__future__", "importlib", "importlib.machinery", "warnings"}
+OF_FIRST_LOAD = {"bisect", "copy", "errno", "inspect", "json"}
+
+IMPORTED = """
+import sys
+for name in sys.argv[1].split(","):
+    __import__(name)
+before = set(sys.modules)
+import mlstate
+for folder in sys.argv[2:]:
+    mlstate.load(folder)
+new = set(sys.modules) - before
+print(*sorted(name for name in new if name.split(".")[0] in sys.stdlib_module_names))
+"""
 
 MEASURE = """
 import time, numpy
@@ -34,6 +55,21 @@ def test_modules_load_only_numpy():
     names = child.run(loaded + "print(*(set(sys.modules) - before))").split()
     heavy = [n for n in names if any(n == f or n.startswith(f + ".") for f in FORBIDDEN)]
     assert not heavy, f"import these where they are used: {sorted(heavy)}"
+
+
+@pytest.mark.parametrize("loads", [False, True], ids=["import", "first load"])
+def test_no_unused_module_of_the_standard_library_is_imported(loads, tmp_path):
+    mlstate.save(tmp_path / "own", {"w": np.ones((2, 3), np.float32), "b": np.zeros(3)})
+    used = ["numpy", *OF_IMPORT, *OF_FIRST_LOAD] if loads else OF_IMPORT
+    # -S: the .pth files of an environment import modules too
+    command = [sys.executable, "-S", "-c", IMPORTED, ",".join(used)]
+    process = child.finished(command + [tmp_path / "own"] * loads, **child.PATHS)
+    assert process.returncode == 0, process.stderr
+    assert not process.stdout.split(), (
+        f"not used here: {process.stdout.strip()}; import them inside the functions that use them, "
+        "or the file that imports them where it is used (`python -X importtime` shows which); a "
+        "module that every call needs belongs in the list above"
+    )
 
 
 def test_demo_and_command_line_are_not_loaded():

@@ -15,7 +15,8 @@ from .._load.load import load
 from .._loaded_state import LoadedState
 from .._options import LOAD_DEFAULTS, show_options
 from .._report import VerifyReport
-from .._sources.open_source import SOURCES, known_source, open_source
+from .._sources.open_source import known_source, open_source
+from .._sources.protocol import is_source
 from .._store.manifest import build, parse
 from .._store.open_path import RootPath
 from .._verify import verify
@@ -234,8 +235,7 @@ class Checkpoint:
         A `RootPath` or a source is an internal caller's: a folder that is open, with its manifest
         if that was read, and the report of a save.
         """
-        is_open = isinstance(path, SOURCES)
-        self._source: Any = path if is_open else open_source(path, storage_options)
+        self._source: Any = path if is_source(path) else open_source(path, storage_options)
         self._manifest = self._source.manifest
         self.path: str = self._source.path
         self.written: dict[str, Any] | None = path.report if isinstance(path, RootPath) else None

@@ -6,7 +6,6 @@ unexpected only if no rank's target has it.
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -102,6 +101,8 @@ def names_elsewhere(group: ProcessGroup, names: TargetNames | None) -> dict[str,
         return None
     if not any(reply.endswith(b"1") for reply in replies):
         return {}
+    import hashlib
+
     digest = hashlib.blake2b(
         "\0".join(names.stored).encode(), digest_size=_DIGEST_BYTES, usedforsecurity=False
     ).digest()

@@ -29,7 +29,8 @@ from .._rank_messages import gather_bytes
 from .._save.staging import OwnStaging, Staging
 from .._save.target import SaveFolder
 from .._steps.retention import NO_RULES, Retention, check_retention, count_old
-from .._steps.save_timing import SaveTimer, SignalWatch
+from .._steps.save_timing import SaveTimer
+from .._steps.signal_watch import SignalWatch
 from .._steps.step_choice import (
     OTHER,
     best_of,
@@ -70,8 +71,7 @@ class CheckpointManager:
         Number of newest steps to keep; `save` and `save_async` delete older ones. None keeps
         every step, or with other `keep_` rules the newest one. A damaged step does not count:
         files are missing or have another length, `restore` or `restore_latest` of this manager
-        found damage, or `verify` did, in any process. It stays until `keep` newer steps can be
-        loaded.
+        found damage, or `verify` did, in any process. It stays until `keep` newer steps load.
     keep_best : int, optional
         Keep also this number of steps with the best metric. Steps without a metric, or with NaN,
         are not among the best.

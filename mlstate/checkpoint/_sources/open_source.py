@@ -11,32 +11,16 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..._common.file_kinds import (
-    FileKind,
-    dangling_blob,
-    hub_snapshot,
-    kind_of_file,
-    kind_of_folder,
-)
-from ..._common.store_error import format_error, store_error
 from ...errors import FormatError, StoreError
 from .._folder.local import LocalFolder
 from .._folder.names import MANIFEST
-from .._folder.weight_names import (
-    TORCH_SUFFIX,
-    find_weights,
-    is_index,
-    weights_root,
-)
-from .._layouts.folders import find_layout
+from .._folder.weight_names import find_weights
 from .._steps.step_choice import choose_root
 from .._store.checkpoint_files import CheckpointFiles
 from .._store.open_path import RootPath, open_folder
 from .indexed import IndexedSource
-from .readers import has_optimizer, read_whole
-from .training_step import StepSource, has_entries
-from .weights import HuggingFaceSource, SafetensorsSource
-from .whole import WholeSource
+from .protocol import is_source
+from .weights import HuggingFaceSource, SafetensorsSource, weights_source
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -44,7 +28,6 @@ if TYPE_CHECKING:
     from .._store.manifest import Manifest
     from .protocol import Source
 
-SOURCES = (IndexedSource, WholeSource)
 Choice = tuple[Any, Any, Any]  # step=, monitor=, mode=
 _NO_CHOICE: Choice = (None, None, None)
 
@@ -62,7 +45,7 @@ def open_source(
     StoreError if nothing is there, FormatError for content that mlstate does not read, and
     ValueError for a step of a path without steps.
     """
-    if isinstance(path, SOURCES):
+    if is_source(path):
         return path.fresh()
     if isinstance(path, RootPath) and storage_options is None:
         return _chosen(IndexedSource(path.files, path.root, path.manifest), choice)
@@ -90,7 +73,9 @@ def _chosen(source: IndexedSource, choice: Choice) -> IndexedSource:
 def known_source(path: str, format: str, root: str, manifest: Manifest) -> Source:
     """Return the source at a path whose format, root and manifest are known; nothing is read."""
     if format not in _INDEXED or not root:
-        return WholeSource(path, format, partial(read_whole, path, format), manifest)
+        from .open_foreign import whole_source
+
+        return whole_source(path, format, manifest)
     folder = open_folder(path, reads=True)
     if folder.is_local and root and format == "safetensors":
         folder = LocalFolder(os.path.dirname(folder.path), root)
@@ -104,22 +89,6 @@ _INDEXED = {
 }
 
 
-def kind_of_refused(path: str) -> FileKind | None:
-    """Return the kind of a local file or dangling link that `open_source` refuses, else None."""
-    if not os.path.exists(path):
-        sentence = dangling_blob(path)
-        return FileKind("link", sentence, is_damaged=True) if sentence else None
-    if os.path.isdir(path):
-        return None
-    try:
-        kind = kind_of_file(path)
-    except FormatError as error:  # a FIFO, socket or device
-        return FileKind("special file", str(error), is_damaged=True)
-    except OSError as error:
-        raise store_error(error, "cannot read the file", path) from None
-    return kind if kind.sentence else None
-
-
 # ---- stores ----
 
 
@@ -130,7 +99,7 @@ def _open_store(files: CheckpointFiles, choice: Choice) -> IndexedSource:
     """
     folder = files.folder
     if folder.file:
-        return _weights_source(files, folder.file)
+        return weights_source(files, folder.file)
     if choice != _NO_CHOICE:
         return _chosen(IndexedSource(files), choice)
     manifest = None
@@ -148,83 +117,10 @@ def _open_store(files: CheckpointFiles, choice: Choice) -> IndexedSource:
     return IndexedSource(files, MANIFEST, manifest)
 
 
-def _weights_source(files: CheckpointFiles, name: str) -> HuggingFaceSource:
-    """Return the source of the weights that the file `name` of a folder describes, or is."""
-    is_folder = weights_root([name]) is not None
-    return (HuggingFaceSource if is_folder else SafetensorsSource)(files, name)
-
-
-# ---- local paths ----
-
-
 def _open_local(path: str, format: str | None) -> Source:
     """Return the source of a local path; see `open_source`."""
     if format in (None, "mlstate") and os.path.lexists(os.path.join(path, MANIFEST)):
         return IndexedSource(CheckpointFiles(LocalFolder(path)))
-    if not os.path.exists(path):
-        if sentence := dangling_blob(path):
-            raise format_error(f"{path}: {sentence}", path)
-        CheckpointFiles(LocalFolder(path)).read_manifest()  # raises the error of a missing folder
-    if os.path.isdir(path):
-        return _open_folder(path, format)
-    return _open_file(path, format)
+    from .open_foreign import open_foreign  # most loads are of checkpoints of mlstate
 
-
-def _whole(path: str, name: str) -> WholeSource:
-    return WholeSource(path, name, partial(read_whole, path, name))
-
-
-def _refusal(path: str, kind: FileKind) -> FormatError:
-    """Return the error for content that mlstate does not read."""
-    error = format_error(f"{path}: {kind.sentence}", path)
-    error.expected, error.got = "a format that mlstate reads", kind.name
-    return error
-
-
-def _open_file(path: str, format: str | None) -> Source:
-    """Return the source of a local file, by its content; raise FormatError for other kinds."""
-    try:
-        name = format or kind_of_file(path).name
-    except OSError as error:
-        raise store_error(error, "cannot read the file", path) from None
-    folder_path, file = os.path.split(path)
-    files = CheckpointFiles(LocalFolder(folder_path, file))
-    if name == "weights index" or (format == "huggingface" and is_index(file)):
-        if f"{TORCH_SUFFIX}.index" in file:
-            return _whole(path, "huggingface")
-        return HuggingFaceSource(files, file)
-    if name == "safetensors" and not has_optimizer(path):
-        return _weights_source(files, file)
-    if name in ("safetensors", "torch", "lightning", "npz", *(() if format is None else (format,))):
-        return _whole(path, name)
-    raise _refusal(path, kind_of_file(path))
-
-
-def _open_folder(path: str, format: str | None) -> Source:
-    """Return the source of a local folder without a manifest, by the names in it.
-
-    Raises FormatError for a recognized format that mlstate does not read, StoreError for any other
-    folder.
-    """
-    folder = LocalFolder(path)
-    files = CheckpointFiles(folder)
-    names = folder.names("")
-    if format == "mlstate" or ("roots" in names and files.list_roots()):
-        return IndexedSource(files)
-    root = weights_root(names, folder=path) if format in (None, "huggingface") else None
-    if root is not None:
-        return (StepSource if has_entries(names) else HuggingFaceSource)(files, root)
-    if format in (None, "huggingface") and weights_root(names, TORCH_SUFFIX, folder=path):
-        return _whole(path, "huggingface")
-    layout = find_layout(names)
-    known = format or ("dcp" if ".metadata" in names else layout and layout.name)
-    if known is not None:
-        return _whole(path, known)
-    snapshot = hub_snapshot(path)
-    if snapshot is not None:
-        return _open_local(snapshot, format)
-    kind = kind_of_folder(names)
-    if kind is not None and kind.name != "unknown folder":
-        raise _refusal(path, kind)
-    text = "it is empty" if kind is None else kind.sentence
-    raise store_error(FileNotFoundError(2, text), "cannot read the checkpoint", path)
+    return open_foreign(path, format)

@@ -112,3 +112,8 @@ class Source(Protocol):
 
     def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
         """Read all of it, and add all problems to `report`."""
+
+
+def is_source(value: object) -> bool:
+    """Return whether an internal caller passes an opened source instead of a path."""
+    return hasattr(value, "fresh")

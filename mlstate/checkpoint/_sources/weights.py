@@ -10,7 +10,7 @@ from ..._common.store_error import store_error
 from ...errors import FormatError, MLStateError, StoreNotFoundError
 from .._files.checksum import compare_weights, verify_weights_folder
 from .._files.safetensors_verify import read_header, verify_file
-from .._folder.weight_names import is_index
+from .._folder.weight_names import is_index, weights_root
 from .._quantized.pairs import find_pairs
 from .._store.weight_checksums import require_index
 from .._store.weight_files import (
@@ -173,3 +173,9 @@ class SafetensorsSource(HuggingFaceSource):
         """Create the source of the file `root` in a folder; nothing is read."""
         super().__init__(files, root, manifest)
         self.path = files.join(root)
+
+
+def weights_source(files: CheckpointFiles, name: str) -> HuggingFaceSource:
+    """Return the source of the weights that the file `name` of a folder describes, or is."""
+    is_folder = weights_root([name]) is not None
+    return (HuggingFaceSource if is_folder else SafetensorsSource)(files, name)

@@ -1,0 +1,118 @@
+"""`open_foreign`: the source of a local path that has no manifest, decided by its content."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..._common.file_kinds import (
+    FileKind,
+    dangling_blob,
+    hub_snapshot,
+    kind_of_file,
+    kind_of_folder,
+)
+from ..._common.store_error import format_error, store_error
+from ...errors import FormatError
+from .._folder.local import LocalFolder
+from .._folder.weight_names import TORCH_SUFFIX, is_index, weights_root
+from .._layouts.folders import find_layout
+from .._store.checkpoint_files import CheckpointFiles
+from .indexed import IndexedSource
+from .readers import has_optimizer, read_whole
+from .training_step import StepSource, has_entries
+from .weights import HuggingFaceSource, weights_source
+from .whole import WholeSource
+
+if TYPE_CHECKING:
+    from .._store.manifest import Manifest
+    from .protocol import Source
+
+
+def open_foreign(path: str, format: str | None) -> Source:
+    """Return the source of a local path without a manifest; see `open_source`."""
+    if not os.path.exists(path):
+        if sentence := dangling_blob(path):
+            raise format_error(f"{path}: {sentence}", path)
+        CheckpointFiles(LocalFolder(path)).read_manifest()  # raises the error of a missing folder
+    if os.path.isdir(path):
+        return _open_folder(path, format)
+    return _open_file(path, format)
+
+
+def kind_of_refused(path: str) -> FileKind | None:
+    """Return the kind of a local file or dangling link that `open_source` refuses, else None."""
+    if not os.path.exists(path):
+        sentence = dangling_blob(path)
+        return FileKind("link", sentence, is_damaged=True) if sentence else None
+    if os.path.isdir(path):
+        return None
+    try:
+        kind = kind_of_file(path)
+    except FormatError as error:  # a FIFO, socket or device
+        return FileKind("special file", str(error), is_damaged=True)
+    except OSError as error:
+        raise store_error(error, "cannot read the file", path) from None
+    return kind if kind.sentence else None
+
+
+def whole_source(path: str, name: str, manifest: Manifest | None = None) -> WholeSource:
+    """Return the source of a path that is read as a whole, as the format `name`."""
+    return WholeSource(path, name, partial(read_whole, path, name), manifest)
+
+
+def _refusal(path: str, kind: FileKind) -> FormatError:
+    """Return the error for content that mlstate does not read."""
+    error = format_error(f"{path}: {kind.sentence}", path)
+    error.expected, error.got = "a format that mlstate reads", kind.name
+    return error
+
+
+def _open_file(path: str, format: str | None) -> Source:
+    """Return the source of a local file, by its content; raise FormatError for other kinds."""
+    try:
+        name = format or kind_of_file(path).name
+    except OSError as error:
+        raise store_error(error, "cannot read the file", path) from None
+    folder_path, file = os.path.split(path)
+    files = CheckpointFiles(LocalFolder(folder_path, file))
+    if name == "weights index" or (format == "huggingface" and is_index(file)):
+        if f"{TORCH_SUFFIX}.index" in file:
+            return whole_source(path, "huggingface")
+        return HuggingFaceSource(files, file)
+    if name == "safetensors" and not has_optimizer(path):
+        return weights_source(files, file)
+    if name in ("safetensors", "torch", "lightning", "npz", *(() if format is None else (format,))):
+        return whole_source(path, name)
+    raise _refusal(path, kind_of_file(path))
+
+
+def _open_folder(path: str, format: str | None) -> Source:
+    """Return the source of a local folder without a manifest, by the names in it.
+
+    Raises FormatError for a recognized format that mlstate does not read, StoreError for any other
+    folder.
+    """
+    folder = LocalFolder(path)
+    files = CheckpointFiles(folder)
+    names = folder.names("")
+    if format == "mlstate" or ("roots" in names and files.list_roots()):
+        return IndexedSource(files)
+    root = weights_root(names, folder=path) if format in (None, "huggingface") else None
+    if root is not None:
+        return (StepSource if has_entries(names) else HuggingFaceSource)(files, root)
+    if format in (None, "huggingface") and weights_root(names, TORCH_SUFFIX, folder=path):
+        return whole_source(path, "huggingface")
+    layout = find_layout(names)
+    known = format or ("dcp" if ".metadata" in names else layout and layout.name)
+    if known is not None:
+        return whole_source(path, known)
+    snapshot = hub_snapshot(path)
+    if snapshot is not None:
+        return _open_folder(snapshot, format)
+    kind = kind_of_folder(names)
+    if kind is not None and kind.name != "unknown folder":
+        raise _refusal(path, kind)
+    text = "it is empty" if kind is None else kind.sentence
+    raise store_error(FileNotFoundError(2, text), "cannot read the checkpoint", path)
