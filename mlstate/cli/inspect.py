@@ -179,10 +179,11 @@ def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> 
         label if checkpoint.step is None else f"step {checkpoint.step}",
         count_text(len(checkpoint.tensors()), "tensor"),
         count_text(checkpoint.parameters, "parameter"),
-        f"{stored_text(checkpoint.nbytes, checkpoint.stored_nbytes)} in "
-        f"{count_text(len(checkpoint.files()), 'file')}",
-        count_text(checkpoint.world_size, "rank"),
+        stored_text(checkpoint.nbytes, checkpoint.stored_nbytes),
     ]
+    if label != "file":
+        parts[-1] += f" in {count_text(len(checkpoint.files()), 'file')}"
+        parts.append(count_text(checkpoint.world_size, "rank"))
     if kind in ("huggingface", "safetensors"):
         parts.append("with checksums" if _has_checksums(checkpoint) else "no checksums")
     print(f"{printable(arguments.path)}: {', '.join(parts)}")

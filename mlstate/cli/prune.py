@@ -39,11 +39,6 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
     Raises ValueError for a file, and for a URL without an option that makes deletion safe.
     """
-    source = find(arguments.path, None)
-    if source.format != "mlstate":
-        raise ValueError(
-            f"{arguments.path} has the format {source.format}: there is nothing to prune"
-        )
     if arguments.keep is not None and arguments.keep < 1:
         raise ValueError(f"--keep must be 1 or more, got {arguments.keep}")
     if is_url(arguments.path) and arguments.keep is None and arguments.orphan_seconds is None:
@@ -51,6 +46,11 @@ def run_prune(arguments: argparse.Namespace) -> int:
             f"{arguments.path}: objects of a killed writer look like those of a running one: pass "
             "--orphan-seconds N to delete those older than the longest save, or --keep N to delete "
             "old steps"
+        )
+    source = find(arguments.path, None)
+    if source.format != "mlstate":
+        raise ValueError(
+            f"{arguments.path} has the format {source.format}: there is nothing to prune"
         )
     options = None
     if arguments.orphan_seconds is not None:

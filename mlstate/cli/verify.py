@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.local_path import local_folder
 from .._common.text import bytes_text, count_text, printable, shorten
+from ..checkpoint._checkpoint.checkpoint import inspect
 from ..checkpoint._folder.names import MANIFEST
 from ..checkpoint._report import VerifyReport
 from ..checkpoint._sources.indexed import IndexedSource
 from ..checkpoint._sources.verify_root import verify_root
 from ..checkpoint._store.checkpoint_files import CheckpointFiles
+from ..checkpoint._store.open_path import is_url
 from ..checkpoint._verify import verify
 from ..errors import FormatError, MLStateError
 from ._common import (
@@ -140,6 +142,8 @@ def _verify_all(files: CheckpointFiles) -> tuple[list[_Verified], VerifyReport]:
 def _bytes_of(path: str, source: Source | None) -> int:
     """Return the number of bytes that a verification reads, for the progress; 0 if unknown."""
     with suppress(MLStateError, OSError):
+        if source is not None and source.format in ("huggingface", "safetensors"):
+            return inspect(source.fresh()).nbytes
         if isinstance(source, IndexedSource):
             return sum(source.fresh().index.files().values())
         place = Path(local_folder(path))
@@ -189,12 +193,14 @@ def _step_text(report: VerifyReport) -> str:
     return "?" if report.step is None else str(report.step)
 
 
-def _problem_row(problem: Problem, folder: str) -> list[str]:
-    """Return a row of the table of problems; folder and file are removed from the text.
+def _problem_row(problem: Problem, path: str) -> list[str]:
+    """Return a row of the table of problems; the path of the file is removed from the text.
 
-    `folder`: of the checkpoint. The bytes are a range: begin and end in the file.
+    `path`: of the checkpoint or file. The bytes are a range: begin and end in the file.
     """
-    place = f"{folder}/{problem.path}"
+    place = path if is_url(path) else local_folder(path)
+    if not Path(place).is_file():
+        place = f"{place}/{problem.path}"
     text = problem.text.replace(place, problem.path).removeprefix(f"{problem.path}: ")
     span = f"{problem.offset}-{problem.offset + problem.length}" if problem.length else ""
     return [problem.kind, problem.path, problem.name or "", span, text]
@@ -215,7 +221,7 @@ def _print_one(path: str, verified: _Verified) -> None:
     print(f"{printable(path)}: {', '.join(parts)}")
     if report.refusal:
         print(printable(report.refusal))
-    print_table(_HEADERS, [_problem_row(problem, report.path) for problem in problems])
+    print_table(_HEADERS, [_problem_row(problem, path) for problem in problems])
 
 
 def _print_all(path: str, verified: list[_Verified]) -> None:
@@ -233,7 +239,7 @@ def _print_all(path: str, verified: list[_Verified]) -> None:
         for root, report in verified
     ])  # fmt: skip
     print_table(("step", *_HEADERS), [
-        [_step_text(report), *_problem_row(problem, report.path)]
+        [_step_text(report), *_problem_row(problem, path)]
         for _, report in verified
         for problem in report.problems
     ])  # fmt: skip

@@ -104,7 +104,8 @@ def format_of(path: str | os.PathLike[str]) -> str:
     if place.is_dir():
         with suppress(MLStateError):
             return open_source(place).format
-        return "dcp" if suffix == ".dcp" else "mlstate"
+        # a folder of MLStateCheckpointIO has the suffix of a file
+        return "mlstate" if suffix == ".ckpt" else SUFFIXES.get(suffix, "mlstate")
     if is_index(place.name):
         return "huggingface"
     if suffix and suffix not in SUFFIXES:

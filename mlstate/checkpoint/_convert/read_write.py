@@ -323,8 +323,8 @@ def _refuse_write(target: Target, _parts: Parts) -> None:
 def _write_lightning(target: Target, _parts: Parts) -> None:
     """Raise CompatibilityError: `convert_lightning` writes these files, from a folder only."""
     raise CompatibilityError(
-        f"{target.path}: only a folder of MLStateCheckpointIO can become a checkpoint of "
-        "Lightning, whose Trainer needs its own entries; choose another format, such as .pt"
+        f"{target.path}: only a checkpoint of mlstate can become a checkpoint of Lightning: "
+        "convert the source to a folder first, and that folder to a .ckpt file"
     )
 
 

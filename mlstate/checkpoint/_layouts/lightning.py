@@ -91,7 +91,7 @@ def checkpoint_of(loaded: LoadedState, where: str) -> dict[str, Any]:
     """
     if STATE not in loaded.states and loaded.model is None:
         raise CompatibilityError(f"{where} holds no model, and no checkpoint of Lightning")
-    checkpoint = dict(loaded.states.get(STATE) or _weights_only(loaded.step))
+    checkpoint = dict(loaded.states.get(STATE, _weights_only(loaded.step)))
     if loaded.model is None:
         return checkpoint
     tensors = dict(loaded.model)
@@ -133,15 +133,18 @@ def write_ckpt(target: Target, checkpoint: dict[str, object]) -> None:
 
 
 def is_lightning(path: str) -> bool:
-    """Return whether a zip file of torch is a checkpoint of Lightning, which records its version.
+    """Return whether a file of torch is a checkpoint of Lightning.
 
-    False for damaged files: reading them reports this.
+    Without Lightning's version, a ``.ckpt`` is one if it has a ``state_dict``. False for damaged
+    files: reading them reports this.
     """
     import zipfile
 
     try:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            return bool(names) and b"pytorch-lightning_version" in archive.read(names[0])
+            pickled = archive.read(names[0]) if names else b""
     except Exception:  # each codec raises its own class, such as zlib.error
         return False
+    is_named = path.endswith(".ckpt") and b"state_dict" in pickled
+    return is_named or b"pytorch-lightning_version" in pickled

@@ -16,8 +16,10 @@ from ..._common.file_kinds import (
 from ..._common.store_error import format_error, store_error
 from ...errors import FormatError
 from .._folder.local import LocalFolder
+from .._folder.names import SECTIONS
 from .._folder.weight_names import TORCH_SUFFIX, is_index, weights_root
 from .._layouts.folders import find_layout
+from .._layouts.lightning import is_lightning
 from .._store.checkpoint_files import CheckpointFiles
 from .indexed import IndexedSource
 from .readers import has_optimizer, read_whole
@@ -83,6 +85,8 @@ def _open_file(path: str, format: str | None) -> Source:
         return HuggingFaceSource(files, file)
     if name == "safetensors" and not has_optimizer(path):
         return weights_source(files, file)
+    if format is None and name == "torch" and is_lightning(path):
+        name = "lightning"
     if name in ("safetensors", "torch", "lightning", "npz", *(() if format is None else (format,))):
         return whole_source(path, name)
     raise _refusal(path, kind_of_file(path))
@@ -97,8 +101,9 @@ def _open_folder(path: str, format: str | None) -> Source:
     folder = LocalFolder(path)
     files = CheckpointFiles(folder)
     names = folder.names("")
-    if format == "mlstate" or ("roots" in names and files.list_roots()):
-        return IndexedSource(files)
+    is_own = "index" in names and not set(SECTIONS).isdisjoint(names)
+    if format == "mlstate" or is_own or ("roots" in names and files.list_roots()):
+        return IndexedSource(files)  # the manifest alone is missing
     root = weights_root(names, folder=path) if format in (None, "huggingface") else None
     if root is not None:
         return (StepSource if has_entries(names) else HuggingFaceSource)(files, root)
