@@ -12,6 +12,7 @@ from ._common.file_checksums import find_of_file
 from ._common.local_path import local_path
 from ._common.set_module import set_module
 from ._sharding.layout import Shard
+from .errors import FormatError
 from .state._compatibility import as_dict
 from .state._kind import KEY, describe, restore
 
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
 
     from ._common.file_checksums import Record
     from .state._state_dict import StateDict
+
+
+def _explain(error: FormatError, path: str | bytes) -> FormatError:
+    """Return the error of the core; its text names the format of a file that is not safetensors."""
+    from ._common.file_kinds import explain
+
+    return explain(error, path)
 
 
 def _require_array(name: object, value: object) -> object:
@@ -238,7 +246,10 @@ def load_file(
     file_path = local_path(path)
     recorded = find_of_file(os.fsdecode(file_path)) if verify else None
     if recorded is None:
-        arrays, texts = _core.file_load(file_path, mmap, verify)
+        try:
+            arrays, texts = _core.file_load(file_path, mmap, verify)
+        except FormatError as error:
+            raise _explain(error, file_path) from None
     else:
         arrays, texts = _load_recorded(os.fsdecode(file_path), recorded[0], mmap)
     return restore(arrays, texts.get(KEY), file_path)
@@ -282,6 +293,9 @@ def load_metadata(
     file_path = local_path(path)
     if verify and (recorded := find_of_file(os.fsdecode(file_path))) is not None:
         _recorded_index(os.fsdecode(file_path), recorded[0])  # which compares the header
-    texts = _core.file_metadata(file_path, verify)
+    try:
+        texts = _core.file_metadata(file_path, verify)
+    except FormatError as error:
+        raise _explain(error, file_path) from None
     texts.pop(KEY, None)
     return texts

@@ -1,6 +1,7 @@
 """What a file or folder is: by first bytes, by names of zip entries, by names in a folder.
 
 kind_of_file   -> by the content of a file, in two steps: kind_of_start, kind_of_zip
+explain        -> the error for a file that is not safetensors
 kind_of_folder -> by the names in a folder that mlstate does not read
 hub_snapshot   -> the folder with the files of a model in the cache of the Hugging Face Hub
 dangling_blob  -> the text for a link to a file that is missing
@@ -318,6 +319,21 @@ def kind_of_file(path: str | os.PathLike[str]) -> FileKind:
         suffix = os.path.splitext(path)[1]
         kind = kind_of_start(file.read(START_BYTES), size, suffix)
         return kind_of_zip(file, suffix) if kind.name == "zip" else kind
+
+
+def explain(error: FormatError, path: str | bytes | os.PathLike[str]) -> FormatError:
+    """Return the error of a reader of safetensors; its text names the format of another file.
+
+    The text stays if the file is safetensors or in no known format.
+    """
+    try:
+        kind = kind_of_file(os.fsdecode(path))
+    except (FormatError, OSError):
+        return error
+    if kind.name not in ("safetensors", "cut short", "unknown"):
+        sentence = kind.sentence or f"it is a file of {kind.name}, which mlstate.load reads"
+        error.args = (f"{os.fsdecode(path)}: {sentence}",)
+    return error
 
 
 # ---- folders ----

@@ -61,10 +61,13 @@ class Parts(NamedTuple):
         """Return the parts with None for a model or an optimizer that has no tensors."""
         return self._replace(model=self.model or None, optimizer=self.optimizer or None)
 
-    def refuse_unreadable(self) -> Parts:
-        """Return the parts; raise the error of the first entry that cannot be read."""
-        for errors in self.unreadable.values():
-            for error in errors.values():
+    def refuse_unreadable(self, *of: str) -> Parts:
+        """Return the parts; raise the error of the first entry of them that cannot be read.
+
+        `of`: parts of which entries count; default: all.
+        """
+        for part in of or self.unreadable:
+            for error in self.unreadable.get(part, {}).values():
                 raise error
         return self
 

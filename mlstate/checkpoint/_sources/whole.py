@@ -75,7 +75,9 @@ class MemoryIndex:
         return [*self.sections[section], *([] if section else self._unreadable)]
 
     def tensors(self) -> list[tuple[Any, ...]]:
-        """Return the fields of a `TensorRecord` for each tensor in memory."""
+        """Return the fields of a `TensorRecord` for each tensor; raise for one that is not read."""
+        for error in self._unreadable.values():
+            raise error
         rows = []
         for number, section in enumerate(SECTIONS):
             for key in sorted(self.sections[number]):
@@ -429,7 +431,7 @@ class WholeSource:
         if report.problems:
             return
         try:
-            _ = self.index
+            self.parts.refuse_unreadable(MODEL, OPTIMIZER_PART)
         except MLStateError as error:
             report.refuse(error, os.path.basename(self.path))
 

@@ -49,7 +49,11 @@ class WeightFiles(NamedTuple):
         """Return the error for missing files; `text`, at its start, names the needed tensors."""
         first = os.path.join(folder.path, self.missing[0])
         count = f"{len(self.missing)} of the {len(self.files)} files of {self.root} do not exist: "
+        from ..._common.file_kinds import dangling_blob
+
+        link = dangling_blob(first)
         remedy = "; download or copy the folder again, or load the tensors of the others by names="
+        remedy = f"; {self.missing[0]}: {link}" if link else remedy
         return StoreNotFoundError(2, f"{text}{count}{listed(self.missing)}{remedy}", first)
 
 
@@ -275,7 +279,12 @@ def read_merged_index(folder: Files, manifest: Manifest, checked: bool) -> _core
         raise weights.missing_error(folder)
     records = records_of(folder, weights.files) if checked else ()
     with folder.header_files(weights.files) as local:
-        merged = _core.MergedIndex.of_files(local, weights.files, records)
+        try:
+            merged = _core.MergedIndex.of_files(local, weights.files, records)
+        except FormatError as error:
+            from ..._common.file_kinds import explain
+
+            raise explain(error, error.path) if error.path else error from None
     _compare_copies(folder, merged)
     if weights.tensors is not None:
         # of a shard: section, key, number and shape of its part, rank, file, ...

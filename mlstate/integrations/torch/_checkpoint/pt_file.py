@@ -370,6 +370,8 @@ def load_value(file: Path | IO[bytes], where: object, *, maps: bool = False) -> 
         if error.errno != errno.EINVAL:  # torch's error for a truncated archive
             raise
         raise malformed(where, "torch cannot read it: it ends too early") from None
+    except EOFError:
+        raise malformed(where, "torch cannot read it: it ends too early") from None
     except _DAMAGE as error:
         raise malformed(where, f"torch cannot read it: {first_line(error)}") from None
 
@@ -380,6 +382,8 @@ def _load_pickle(path: Path, *, maps: bool) -> Any:
     `maps`: map the tensors into memory instead of reading them, if the file is in the zip format.
     """
     with open_regular(path) as file:
+        if path.suffix == ".safetensors":  # torch trusts this suffix of a path
+            return load_value(file, path)
         zipped = file.read(4) == b"PK\x03\x04"
     return load_value(path, path, maps=maps and zipped)
 
