@@ -23,13 +23,6 @@ if TYPE_CHECKING:
     from .state._state_dict import StateDict
 
 
-def _explain(error: FormatError, path: str | bytes) -> FormatError:
-    """Return the error of the core; its text names the format of a file that is not safetensors."""
-    from ._common.file_kinds import explain
-
-    return explain(error, path)
-
-
 def _require_array(name: object, value: object) -> object:
     """Return `value`; raise TypeError, with a hint, for a Shard, a number, a text or a list.
 
@@ -249,7 +242,9 @@ def load_file(
         try:
             arrays, texts = _core.file_load(file_path, mmap, verify)
         except FormatError as error:
-            raise _explain(error, file_path) from None
+            from ._common.file_kinds import explain
+
+            raise explain(error, file_path) from None
     else:
         arrays, texts = _load_recorded(os.fsdecode(file_path), recorded[0], mmap)
     return restore(arrays, texts.get(KEY), file_path)
@@ -296,6 +291,8 @@ def load_metadata(
     try:
         texts = _core.file_metadata(file_path, verify)
     except FormatError as error:
-        raise _explain(error, file_path) from None
+        from ._common.file_kinds import explain
+
+        raise explain(error, file_path) from None
     texts.pop(KEY, None)
     return texts

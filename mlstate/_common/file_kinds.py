@@ -17,7 +17,7 @@ import re
 from errno import EINVAL
 from typing import IO, TYPE_CHECKING, NamedTuple
 
-from ..errors import FormatError
+from ..errors import FormatError, StoreError
 from .regular_file import open_regular
 from .text import number_order, printable, shorten
 
@@ -321,11 +321,17 @@ def kind_of_file(path: str | os.PathLike[str]) -> FileKind:
         return kind_of_zip(file, suffix) if kind.name == "zip" else kind
 
 
-def explain(error: FormatError, path: str | bytes | os.PathLike[str]) -> FormatError:
+def explain(
+    error: FormatError | StoreError, path: str | bytes | os.PathLike[str]
+) -> FormatError | StoreError:
     """Return the error of a reader of safetensors; its text names the format of another file.
 
-    The text stays if the file is safetensors or in no known format.
+    The text stays if the file is safetensors or in no known format. The error of a missing file
+    tells if a link leads to it.
     """
+    if isinstance(error, StoreError):
+        error.strerror = dangling_blob(os.fsdecode(path)) or error.strerror
+        return error
     try:
         kind = kind_of_file(os.fsdecode(path))
     except (FormatError, OSError):

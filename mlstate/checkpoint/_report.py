@@ -183,10 +183,11 @@ class VerifyReport:
     def refuse(self, error: MLStateError, name: str) -> None:
         """Note that a load of the file `name` raises `error`.
 
-        It is damage, unless all bytes match the file's own checksums, or the error is that the
-        content is of a kind that `load` refuses.
+        It is damage if a file is missing, and else unless all bytes match the file's own checksums,
+        or the error is that the content is of a kind that `load` refuses.
         """
-        if self.checksums or isinstance(error, CompatibilityError):
+        is_intact = self.checksums and not isinstance(error, StoreError)
+        if is_intact or isinstance(error, CompatibilityError):
             self.refusal = str(error)
         else:
             self.problems.append(file_problem("unreadable", name, str(error)))

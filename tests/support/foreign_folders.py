@@ -544,13 +544,13 @@ def _(folder):
     return folder
 
 
-@refused("an empty folder", "damaged", "empty")
+@refused("an empty folder", "unparsed", "empty")
 def _(folder):
     (folder / "model").mkdir()
     return folder / "model"
 
 
-@refused("a folder of unknown files", "damaged", "tokens.arrow")
+@refused("a folder of unknown files", "unparsed", "tokens.arrow")
 def _(folder):
     (folder / "data").mkdir()
     (folder / "data" / "tokens.arrow").write_bytes(b"ARROW1\0\0" + bytes(range(64)))

@@ -33,20 +33,25 @@ def is_layout(names: Collection[str]) -> bool:
     return LATEST in names or any(_MODEL.match(name) or _PARTITION.match(name) for name in names)
 
 
+def step_folder(folder: Folder) -> Folder:
+    """Return the folder with the files of the newest step: this folder, or one in it."""
+    names = folder.names("")
+    if any(_MODEL.match(name) or _PARTITION.match(name) for name in names):
+        return folder
+    tag = folder.read(LATEST).decode("utf-8", "replace").strip()
+    if Path(tag).name != tag or not tag:
+        raise refusal(folder.path, f"the file {LATEST!r} names {tag[:80]!r}, not a subfolder")
+    return LocalFolder(f"{folder.path}/{tag}")
+
+
 def read(folder: Folder, _selection: Selection) -> Parts:
     """Read the model of a folder of DeepSpeed, and other entries of its file.
 
     A warning names the files that are not read. Raises CompatibilityError for the files of several
     ranks of a model, which DeepSpeed alone can join.
     """
-    names = folder.names("")
-    if not any(_MODEL.match(name) or _PARTITION.match(name) for name in names):
-        tag = folder.read(LATEST).decode("utf-8", "replace").strip()
-        if Path(tag).name != tag or not tag:
-            raise refusal(folder.path, f"the file {LATEST!r} names {tag[:80]!r}, not a subfolder")
-        folder = LocalFolder(f"{folder.path}/{tag}")
-        names = folder.names("")
-    path = Path(folder.path)
+    folder = step_folder(folder)
+    names, path = folder.names(""), Path(folder.path)
     models = sorted(filter(_MODEL.match, names))
     if partitions := sorted(filter(_PARTITION.match, names)):
         raise refusal(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.backend import torch_backend
 from ..._common.caller import find_caller
+from ...errors import StoreNotFoundError
 from .._files.backend import PtBackend
 from .._files.parts import MODEL, OPTIMIZER
 from .._store.weight_files import listed
@@ -36,9 +37,9 @@ def is_layout(names: Collection[str]) -> bool:
 def read(folder: Folder, selection: Selection) -> Parts:
     """Read the files of all ranks, without running code from them.
 
-    `selection`: a model or optimizer that it leaves out is not read. Raises CompatibilityError for
-    files of several numbers of ranks, if a rank's file is missing, or if ranks have different
-    values of a model or optimizer other than parts of DTensors.
+    `selection`: a model or optimizer that it leaves out is not read. Raises StoreNotFoundError if a
+    rank's file is missing, CompatibilityError for files of several numbers of ranks, or if ranks
+    have different values of a model or optimizer other than parts of DTensors.
     """
     backend = torch_backend("files of torch", PtBackend)
     path = Path(folder.path)
@@ -59,7 +60,8 @@ def read(folder: Folder, selection: Selection) -> Parts:
             continue
         files = [f"{kind}_world_size_{worlds[0]}_rank_{rank}.pt" for rank in range(worlds[0])]
         if missing := sorted(set(files) - set(names)):
-            raise refusal(path, f"lacks {listed(missing)}: the files of all ranks are needed")
+            text = f"the files of all ranks are needed: {listed(missing)} is missing"
+            raise StoreNotFoundError(2, text, str(path / missing[0]))
         paths = [path / name for name in files]
         tree[part] = backend.read_ranks(paths, keeps_differences=part == _EXTRA)
     extra = tree.get(_EXTRA)

@@ -6,6 +6,7 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ..._common.caller import find_caller
 from ..._common.store_error import store_error
 from ...errors import FormatError, MLStateError, StoreNotFoundError
 from .._files.checksum import compare_weights, verify_weights_folder
@@ -14,6 +15,7 @@ from .._folder.weight_names import is_index, weights_root
 from .._quantized.pairs import find_pairs
 from .._store.weight_checksums import require_index
 from .._store.weight_files import (
+    listed,
     read_merged_index,
     read_weights,
     unlisted_files,
@@ -74,6 +76,18 @@ class HuggingFaceSource(IndexedSource):
         self._merged = self._read_index()
         if self.checked:
             warn_of_total(self.files.folder, self._manifest, self._merged)
+        if names is None and self.files.folder.is_local:
+            self._warn_of_modules()
+
+    def _warn_of_modules(self) -> None:
+        """Warn that the other modules of a model of sentence-transformers are not read."""
+        path = self.path
+        if not os.path.isfile(os.path.join(path, "modules.json")):
+            return
+        folders = [entry for entry in os.scandir(path) if entry.is_dir()]
+        roots = ((entry.name, weights_root(os.listdir(entry.path))) for entry in folders)
+        if unread := sorted(f"{name}/{root}" for name, root in roots if root is not None):
+            find_caller().warn(f"{path}: weights in subfolders are not read: {listed(unread)}")
 
     @property
     def ranks_read(self) -> list[int]:

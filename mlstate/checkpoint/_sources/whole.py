@@ -24,7 +24,9 @@ from .._files.parts import MODEL, is_flat
 from .._files.parts import OPTIMIZER as OPTIMIZER_PART
 from .._files.parts import STATES as STATES_PART
 from .._files.safetensors_verify import verify_file
+from .._folder.local import LocalFolder
 from .._folder.names import SECTIONS
+from .._layouts.deepspeed import step_folder
 from .._quantized.pairs import refuse_quantized_state
 from .._sections import OPTIMIZER, STATES
 from .._states.collect import add_entries, take_states
@@ -422,16 +424,17 @@ class WholeSource:
         """Compare the CRC-32 of zip entries, then read the content as a load does."""
         from .verify_zip import verify_files
 
-        if self.format == "safetensors":
-            found, report.checksums = verify_file(self.path, progress)
-            report.problems += found.problems
-            report.bytes += found.bytes
-        else:
-            verify_files(files_of(self.path), report, progress)
-        if report.problems:
-            return
         try:
-            self.parts.refuse_unreadable(MODEL, OPTIMIZER_PART)
+            if self.format == "safetensors":
+                found, report.checksums = verify_file(self.path, progress)
+                report.problems += found.problems
+                report.bytes += found.bytes
+            else:
+                folder = LocalFolder(self.path)
+                place = step_folder(folder).path if self.format == "deepspeed" else self.path
+                verify_files(files_of(place), report, progress)
+            if not report.problems:
+                self.parts.refuse_unreadable(MODEL, OPTIMIZER_PART)
         except MLStateError as error:
             report.refuse(error, os.path.basename(self.path))
 

@@ -281,10 +281,11 @@ def read_merged_index(folder: Files, manifest: Manifest, checked: bool) -> _core
     with folder.header_files(weights.files) as local:
         try:
             merged = _core.MergedIndex.of_files(local, weights.files, records)
-        except FormatError as error:
+        except (FormatError, StoreNotFoundError) as error:
             from ..._common.file_kinds import explain
 
-            raise explain(error, error.path) if error.path else error from None
+            path = error.filename if isinstance(error, StoreNotFoundError) else error.path
+            raise explain(error, path) if path else error from None
     _compare_copies(folder, merged)
     if weights.tensors is not None:
         # of a shard: section, key, number and shape of its part, rank, file, ...
