@@ -211,7 +211,10 @@ def read_weights(folder: Files, root: str, data: bytes | None) -> Manifest:
     weights = weights._replace(missing=tuple(name for name in weights.files if noted[name] is None))
     if weights.missing == (root,):
         reason = FileNotFoundError(2, "no such file")
-        raise store_error(reason, "cannot read the file", os.path.join(folder.path, root))
+        from ..._common.file_kinds import explain
+
+        path = os.path.join(folder.path, root)
+        raise explain(store_error(reason, "cannot read the file", path), path)
     if weights.tensors is not None:
         _check_unlisted(folder, weights)
     infos = {name: info for name in names if (info := noted[name]) is not None}
