@@ -105,55 +105,73 @@ class Selection:
         of that name. Raises ValueError for a name of `only` or `skip` that the source lacks, or
         that is of such a part and of a named state.
         """
-        takes = self.takes
         part_names = {MODEL} if parts.model is not None else set()
         if parts.optimizer is not None or OPTIMIZER in parts.unreadable:
             part_names.add(OPTIMIZER)
-        chosen = {name for name in sorted(part_names) if takes(name)}
-        model = parts.model if MODEL in chosen else None
-        optimizer = parts.optimizer if OPTIMIZER in chosen else None
-        if both := sorted(part_names & parts.states.keys() & (self.only | self.skip)):
-            raise ValueError(f"{path} has the {both[0]} and a named state of the name {both[0]!r}")
+        unread_states = parts.unreadable.get(STATES, {})
+        self._seen |= {*part_names, *parts.metadata, *parts.states, *unread_states}
+        self._check_names(part_names & parts.states.keys(), path)
+        chosen = set(filter(self.takes, part_names))
         metadata = {
             name: value
             for name, value in parts.metadata.items()
-            if (not self.only if name in part_names else takes(name))
+            if (not self.only if name in part_names else self.takes(name))
         }
-        # a module's entries that are not tensors follow their module, unless `skip` has their name
-        others, entries = split_entries(parts.states)
-        self._seen |= parts.states.keys() - others.keys()
-        entries = {
-            state: each for state, each in entries.items() if entries_name(state) not in self.skip
-        }
-        states = {name: value for name, value in others.items() if takes(name)}
+        states, _ = split_entries(parts.states)
+        entries = {name: value for name, value in parts.states.items() if name not in states}
         errors = {name: each for name, each in parts.unreadable.items() if name in chosen}
-        left = {name: e for name, e in parts.unreadable.get(STATES, {}).items() if takes(name)}
-        errors |= {STATES: left} if left else {}
-        unknown = sorted((self.only | self.skip) - self._seen)
-        if unknown:
+        if left := self._chosen(unread_states):
+            errors[STATES] = left
+        selected = Parts(
+            parts.model if MODEL in chosen else None,
+            parts.optimizer if OPTIMIZER in chosen else None,
+            metadata,
+            self._chosen(states),
+            parts.numbers if MODEL in chosen else {},
+            errors,
+        )
+        return self._with_entries(selected, entries)
+
+    def _chosen(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in values.items() if self.takes(name)}
+
+    def _check_names(self, doubled: set[str], path: Any) -> None:
+        """Raise ValueError for a name to keep or to skip that the source lacks, or has twice.
+
+        `doubled`: names of such a part and of a named state.
+        """
+        wanted = self.only | self.skip
+        if both := sorted(doubled & wanted):
+            raise ValueError(f"{path} has the {both[0]} and a named state of the name {both[0]!r}")
+        if unknown := sorted(wanted - self._seen):
             names = sorted(self._seen)
             raise ValueError(
                 f"{path} has no entry {unknown[0]!r}; it has {', '.join(names)}"
                 f"{names_hint(unknown[0], names, listed=False)}"
             )
-        if self.only and model is None and optimizer is None and len(states) == 1:
-            [value] = states.values()
+
+    def _with_entries(self, selected: Parts, entries: Mapping[str, Any]) -> Parts:
+        """Return the `selected` parts, with those of the `entries` that are of their modules.
+
+        These are entries of modules that are not tensors, by `entries_name`. They follow their
+        module, unless `skip` has their name. A dict of tensors selected alone becomes the model.
+        """
+        owners: dict[str | None, str | None] = {name: name for name in selected.states}
+        if selected.model is not None:
+            owners[None] = None
+        elif self.only and selected.optimizer is None and len(owners) == 1:
+            [(name, value)] = selected.states.items()
             if isinstance(value, OptimizerStateDict):
-                return Parts(None, value, metadata, {}, unreadable=errors)
+                return selected._replace(optimizer=value, states={})
             if is_flat(value):
-                stored = [parts.states[entries_name(name)] for name in entries.keys() & {*states}]
-                return Parts(
-                    StateDict(value),
-                    None,
-                    metadata,
-                    {entries_name(None): stored[0]} if stored else {},
-                    unreadable=errors,
-                )
-        owners = {*states, *([None] if model is not None else [])}
-        for state in entries.keys() & owners:
-            states[entries_name(state)] = parts.states[entries_name(state)]
-        numbers = parts.numbers if MODEL in chosen else {}
-        return Parts(model, optimizer, metadata, states, numbers, errors)
+                selected = selected._replace(model=StateDict(value), states={})
+                owners = {name: None}
+        followed = {
+            entries_name(new): entries[old_name]
+            for old, new in owners.items()
+            if (old_name := entries_name(old)) in entries and old_name not in self.skip
+        }
+        return selected._replace(states={**selected.states, **followed})
 
 
 def is_flat(value: Any) -> bool:
