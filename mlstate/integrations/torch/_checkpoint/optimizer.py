@@ -380,6 +380,38 @@ def _is_valid_shape(
     return all(any(a == b for b in axes_left) for a in have)
 
 
+def _misfits(
+    states: Mapping[str, tuple[int, ...]],
+    named: Mapping[str, tuple[tuple[int, ...], Mapping[str, object]]],
+    saved: Mapping[str, tuple[int, ...]],
+) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """Return key, shape and parameter's shape of each state that does not fit its parameter.
+
+    The arguments are those of `refuse_unfit`. States of one element always fit. If a parameter has
+    its saved shape, a new state of it may have any shape. If the saved shape is unknown, a state
+    must have the parameter's shape (or one that `_is_valid_shape` allows) if the same state of
+    another parameter has that parameter's shape.
+    """
+    keys = [
+        (key, name, state)
+        for key, (name, _, state) in ((key, key.rpartition(".")) for key in states)
+        if name in named
+    ]
+    # names of states that have their parameter's shape for at least one parameter
+    full = {state for key, name, state in keys if named[name][0] and states[key] == named[name][0]}
+    misfits = []
+    for key, name, state in keys:
+        have, (want, present) = states[key], named[name]
+        if name in saved:
+            current_shape = tuple(getattr(present.get(state), "shape", ()))
+            fits = have in (want, (), (1,)) or (saved[name] == want and current_shape in ((), have))
+        else:
+            fits = state not in full or _is_valid_shape(state, have, want, present)
+        if not fits:
+            misfits.append((key, have, want))
+    return misfits
+
+
 def refuse_unfit(
     states: Mapping[str, tuple[int, ...]],
     named: Mapping[str, tuple[tuple[int, ...], Mapping[str, object]]],
@@ -388,40 +420,19 @@ def refuse_unfit(
     """Raise one CompatibilityError for all states that do not fit the optimizer's parameters.
 
     `states` has shapes by ``"<parameter>.<state name>"``, `named` the shape and the existing states
-    of each parameter, `saved` the shapes of saved parameters. States of one element always fit. If
-    a parameter has its saved shape, a new state of it may have any shape. If the saved shape is
-    unknown, a state must have the parameter's shape (or one that `_is_valid_shape` allows) if the
-    same state of another parameter has that parameter's shape.
+    of each parameter, `saved` the shapes of saved parameters.
     """
-    unknown: dict[str, None] = {}
-    shapes = []
-    # names of states that have their parameter's shape for at least one parameter
-    full = {
-        state
-        for name, _, state in (key.rpartition(".") for key in states)
-        if name in named and named[name][0] and states[f"{name}.{state}"] == named[name][0]
-    }
-    for key, have in states.items():
-        name, _, state = key.rpartition(".")
-        if name not in named:
-            unknown[name or key] = None
-            continue
-        want = named[name][0]
-        if name in saved:
-            current_shape = tuple(getattr(named[name][1].get(state), "shape", ()))
-            fits = have in (want, (), (1,)) or (saved[name] == want and current_shape in ((), have))
-        else:
-            fits = state not in full or _is_valid_shape(state, have, *named[name])
-        if not fits:
-            shapes.append((key, have, want))
+    names = {key: key.rpartition(".")[0] for key in states}
+    unknown = dict.fromkeys(name or key for key, name in names.items() if name not in named)
+    shapes = _misfits(states, named, saved)
     if not unknown and not shapes:
         return
     lines = ["Error(s) in loading the state of an optimizer:"]
     if unknown:
         lines.append(f"Unexpected parameter(s): {join([repr(name) for name in unknown])}.")
-        have_state = {key.rpartition(".")[0] for key in states}
+        have_state = dict.fromkeys(names.values())
         free = [name for name in named if name not in have_state]
-        _, hint = rename_hint(dict.fromkeys(have_state), dict.fromkeys(named), list(unknown), free)
+        _, hint = rename_hint(have_state, dict.fromkeys(named), list(unknown), free)
         lines += [f"{hint}."] if hint else []
     lines += [
         f"size mismatch for {key}: shape {have} in the state, the parameter has shape {want}."
