@@ -35,6 +35,22 @@ NOT_VALUES = frozenset({"params", "param_names", NUMBERS, PACKED, EXACT})
 _MOST_BYTES = 65536  # of arrays in a value of a group: the manifest contains them
 
 
+def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether tensors have equal elements, dtypes, shapes and flags; NaN equals NaN.
+
+    DTensors, sparse tensors and meta tensors are not equal to another object.
+    """
+    import torch
+
+    facts = [(t.dtype, t.shape, t.requires_grad) for t in (a, b)]
+    if facts[0] != facts[1] or hasattr(a, "device_mesh"):
+        return False
+    if any(t.layout != torch.strided or t.is_meta for t in (a, b)):
+        return False
+    a, b = a.detach().cpu(), b.detach().cpu()
+    return bool(torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True))
+
+
 def equal_values(a: Any, b: Any) -> bool:
     """Return whether nested values are equal and have equal types; NaN equals NaN.
 
@@ -47,13 +63,7 @@ def equal_values(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        facts = [(t.dtype, t.shape, t.requires_grad) for t in (a, b)]
-        if facts[0] != facts[1] or hasattr(a, "device_mesh"):
-            return False
-        if any(t.layout != torch.strided or t.is_meta for t in (a, b)):
-            return False
-        a, b = a.detach().cpu(), b.detach().cpu()
-        return bool(torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True))
+        return _equal_tensors(a, b)
     if isinstance(a, np.ndarray | np.generic):
         return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
     if isinstance(a, dict):
