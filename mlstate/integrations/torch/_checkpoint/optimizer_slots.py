@@ -20,6 +20,24 @@ class ParameterSlot(NamedTuple):
     run: FlatRun | None  # this rank's elements in FSDP1's flat parameter; None for others
 
 
+def _slots_of(
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, names: Any
+) -> dict[str, ParameterSlot]:
+    """Return the parameters by name: the optimizer's, or with FSDP1's flat ones all of `module`."""
+    wrappers = [] if module is None else flat_wrappers(module)
+    if module is None or not wrappers:
+        named = _name_parameters(optimizer, names)
+        if module is not None and names is module:
+            named = by_name(module, named)
+        return {name: ParameterSlot(p, tuple(p.shape), None) for name, p in named.items()}
+    runs = {n: run for n, run in flat_runs(module, wrappers).items() if not run.tied}
+    slots = {name: ParameterSlot(run.owner, run.shape, run) for name, run in runs.items()}
+    for name, p in module.named_parameters():
+        if not is_flattened(p):
+            slots[unwrapped_name(module, name)] = ParameterSlot(p, tuple(p.shape), None)
+    return slots
+
+
 def parameter_slots(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, names: Any
 ) -> tuple[dict[str, ParameterSlot], list[list[str]]]:
@@ -28,18 +46,7 @@ def parameter_slots(
     `names`: as of `_name_parameters`, for parameters that are not found in `module`. Raises
     ValueError if the module lacks a parameter of the optimizer.
     """
-    wrappers = [] if module is None else flat_wrappers(module)
-    if module is None or not wrappers:
-        named = _name_parameters(optimizer, names)
-        if module is not None and names is module:
-            named = by_name(module, named)
-        slots = {name: ParameterSlot(p, tuple(p.shape), None) for name, p in named.items()}
-    else:
-        runs = {n: run for n, run in flat_runs(module, wrappers).items() if not run.tied}
-        slots = {name: ParameterSlot(run.owner, run.shape, run) for name, run in runs.items()}
-        for name, p in module.named_parameters():
-            if not is_flattened(p):
-                slots[unwrapped_name(module, name)] = ParameterSlot(p, tuple(p.shape), None)
+    slots = _slots_of(optimizer, module, names)
     by_owner: dict[int, list[str]] = {}
     for name, slot in slots.items():
         by_owner.setdefault(id(slot.owner), []).append(name)
