@@ -385,24 +385,16 @@ class OptimizerFilling(Filling):
             records = {key: each for key, each in records.items() if each.parameter in self.slots}
         self.records = records
         self.own_loader = has_own_loader(optimizer)
-        if self.own_loader and any(slot.run for slot in self.slots.values()):
+        is_flat = any(slot.run for slot in self.slots.values())
+        if self.own_loader and is_flat:
             raise TypeError(
                 f"{type(optimizer).__name__} has its own load_state_dict or hooks, which cannot "
                 "load states of FSDP1's flat parameters: use fully_shard (FSDP2)"
             )
-        shapes_needed = {
-            name: (slot.shape, {} if slot.run else optimizer.state.get(slot.owner, {}))
-            for name, slot in self.slots.items()
-        }
         # keys of states that are stored as nested values
         self.packed = packed_states(saved.param_groups) & records.keys()
-        have = {key: () if key in self.packed else r.shape for key, r in records.items()}
-        refuse_unfit(have, shapes_needed, request.shapes)
-        parameters = frozenset(r.parameter for r in records.values())
-        scope = Scope(request.strict, request.complete, parameters, request.elsewhere)
-        self.groups = match_groups(
-            saved.param_groups, saved.learning_rate, optimizer, members, scope
-        )
+        self._check_shapes(request.shapes)
+        self.groups = self._match_groups(request, members)
         # values of the group of each parameter, by the parameter's name
         self.group_of = {
             name: group
@@ -422,8 +414,26 @@ class OptimizerFilling(Filling):
         # the unsaved states that the user chose: `zero` or `finish` resets them
         self.rest = {key: self.unsaved[key] for key in request.meant(list(self.unsaved))}
         self.known = {**records, **self.rest}.keys()
-        if not self.own_loader and not any(slot.run for slot in self.slots.values()):
+        if not self.own_loader and not is_flat:
             self._set_state(is_whole=request.strict and request.complete)
+
+    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise CompatibilityError for states that do not fit; `shapes`: of stored parameters."""
+        shapes_needed = {
+            name: (slot.shape, {} if slot.run else self.optimizer.state.get(slot.owner, {}))
+            for name, slot in self.slots.items()
+        }
+        have = {key: () if key in self.packed else r.shape for key, r in self.records.items()}
+        refuse_unfit(have, shapes_needed, shapes)
+
+    def _match_groups(
+        self, request: OptimizerRequest, members: list[list[str]]
+    ) -> list[dict[str, Any]]:
+        """Return the saved values of each group; `members`: its parameters' names."""
+        parameters = frozenset(record.parameter for record in self.records.values())
+        scope = Scope(request.strict, request.complete, parameters, request.elsewhere)
+        saved = request.saved
+        return match_groups(saved.param_groups, saved.learning_rate, self.optimizer, members, scope)
 
     def _find_state(
         self, key: str, slot: ParameterSlot, record: OptimizerRecord, like: torch.Tensor
