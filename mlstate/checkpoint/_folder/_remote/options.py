@@ -34,7 +34,14 @@ CLIENT_KEYS = (
     "user_agent",
 )
 _PASSED = ("client_options", "retry_config", "credential_provider")
-_LEAST_PART = 5 << 20  # of S3, except for the last part
+# The least value of each number, which has the number's type.
+_LEAST = {
+    "timeout_seconds": 0.0,
+    "part_bytes": 5 << 20,  # of S3, except for the last part
+    "max_concurrency": 1,
+    "orphan_seconds": 0.0,
+    "cache_bytes": 0,
+}
 
 
 class StoreOptions(NamedTuple):
@@ -54,21 +61,39 @@ class StoreOptions(NamedTuple):
         return f"StoreOptions(timeout_seconds={self.timeout_seconds}, ...)"
 
 
-def _number(options: dict[str, Any], name: str, least: float, default: Any) -> Any:
-    """Remove the number `name` from `options`, and return it, or `default` if it is missing.
+def _take_number(options: dict[str, Any], name: str, least: float) -> Any:
+    """Remove the number `name` from `options`, and return it, or its default if it is missing.
 
-    `default` has the required type. A number of bytes may be a text such as ``"8MiB"``. Raises
+    `least` has the required type. A number of bytes may be a text such as ``"8MiB"``. Raises
     ValueError if it is below `least`, TypeError for another type.
     """
+    default = StoreOptions._field_defaults[name]
     value = options.pop(name, default)
+    if value is None and default is None:
+        return None
     if isinstance(value, str) and name.endswith("_bytes"):
         value = parse_size(f"storage_options[{name!r}]", value)
-    if isinstance(value, bool) or not isinstance(value, type(default) | int):
-        kind = "an int" if isinstance(default, int) else "a number"
+    if isinstance(value, bool) or not isinstance(value, type(least) | int):
+        kind = "an int" if isinstance(least, int) else "a number"
         raise TypeError(f"storage_options[{name!r}] must be {kind}, got {type(value).__name__}")
     if not value >= least:
         raise ValueError(f"storage_options[{name!r}] must be {least} or more, got {value}")
     return value
+
+
+def _take_folder(options: dict[str, Any], name: str) -> str | None:
+    """Remove the local folder `name` from `options`, and return its path, or None without one."""
+    path = options.pop(name, None)
+    return None if path is None else local_folder(path)
+
+
+def _take_keywords(options: dict[str, Any]) -> dict[str, Any]:
+    """Remove the engine's keywords from `options`, and return them with those of its client."""
+    keywords = {name: options.pop(name) for name in _PASSED if name in options}
+    client = {name: options.pop(name) for name in CLIENT_KEYS if name in options}
+    if client and hasattr(keywords.setdefault("client_options", {}), "keys"):
+        keywords["client_options"] = {**client, **keywords["client_options"]}
+    return keywords
 
 
 def take_options(options: Mapping[str, Any] | None) -> StoreOptions:
@@ -83,32 +108,9 @@ def take_options(options: Mapping[str, Any] | None) -> StoreOptions:
     wrong = [key for key in left if not isinstance(key, str)]
     if wrong:
         raise TypeError(f"keys of storage_options must be str, got {type(wrong[0]).__name__}")
-    default = StoreOptions({}, {})
-    scratch = left.pop("scratch_folder", None)
-    numbers = {
-        name: _number(left, name, least, getattr(default, name))
-        for name, least in (
-            ("timeout_seconds", 0.0),
-            ("part_bytes", _LEAST_PART),
-            ("max_concurrency", 1),
-        )
-    }
-    for name, least in (("orphan_seconds", 0.0), ("cache_bytes", 0)):
-        if left.get(name, 0) is None:
-            del left[name]
-        if name in left:
-            numbers[name] = _number(left, name, least, least)
-    cache = left.pop("cache_folder", None)
-    if cache is None and "cache_bytes" in numbers:
+    taken = {name: _take_number(left, name, least) for name, least in _LEAST.items()}
+    taken |= {name: _take_folder(left, name) for name in ("scratch_folder", "cache_folder")}
+    if taken["cache_folder"] is None and taken["cache_bytes"] is not None:
         raise ValueError("storage_options['cache_bytes'] needs 'cache_folder'")
-    passed = {name: left.pop(name) for name in _PASSED if name in left}
-    client = {name: left.pop(name) for name in CLIENT_KEYS if name in left}
-    if client and hasattr(passed.setdefault("client_options", {}), "keys"):
-        passed["client_options"] = {**client, **passed["client_options"]}
-    return StoreOptions(
-        left,
-        passed,
-        scratch_folder=None if scratch is None else local_folder(scratch),
-        cache_folder=None if cache is None else local_folder(cache),
-        **numbers,
-    )
+    passed = _take_keywords(left)
+    return StoreOptions(left, passed, **taken)
