@@ -81,7 +81,7 @@ class TieredUnit:
         return ", ".join([f"TieredUnit: {self.name}", str(self.tier), *texts])
 
 
-def _replacing_part(unit: Unit, part: Part, array: Array) -> Part:
+def _replacing_part(part: Part, array: Array) -> Part:
     """Return a part that holds the user's replacement `array` for `part`.
 
     Raises CompatibilityError if shape, dtype or kind (array or tensor) differ.
@@ -137,6 +137,53 @@ def parts_near(parts: list[Part], others: list[Part]) -> list[Part]:
     return near
 
 
+def _updated_part(
+    unit: Unit, part: Part, used: TieredUnit, states: Mapping[str, object]
+) -> tuple[Part, Any] | None:
+    """Return a part of the unit from now on, and the array with its elements; None if removed.
+
+    The arguments are those of `take_back`.
+    """
+    parameter_before, states_before = used._before
+    if part.section == 0:
+        if used.parameter is None:
+            raise CompatibilityError(f"the parameter of unit {unit.name!r} was removed")
+        return part, part.array if used.parameter is parameter_before else used.parameter
+    state = part.state
+    if state in states_before and state not in {**states, **used.states}:
+        return None
+    optimizer_tensor: Any = states.get(state, part.array)
+    array = used.states.get(state, optimizer_tensor)
+    if array is states_before.get(state) or array is part.array:  # the user did not replace it
+        array = optimizer_tensor
+    if optimizer_tensor is not part.array:  # the optimizer refers to this tensor from now on
+        part = _replacing_part(part, optimizer_tensor)
+    return part, array
+
+
+def _added_parts(unit: Unit, used: TieredUnit, states: Mapping[str, object]) -> list[Part]:
+    """Return parts of the states that the unit lacks.
+
+    The arguments are those of `take_back`. Raises ValueError for an invalid name.
+    """
+    known = {part.state for part in unit.parts if part.section}
+    _, states_before = used._before
+    added: dict[str, Any] = dict(states)
+    added |= {
+        name: each for name, each in used.states.items() if each is not states_before.get(name)
+    }
+    parts = []
+    for name in [name for name in added if name not in known]:
+        if not isinstance(name, str) or not name or "." in name:
+            raise ValueError(
+                f"{name!r} is not a valid state name: it must be nonempty and contain no dot"
+            )
+        key, array = f"{unit.name}.{name}", added[name]
+        refuse_masked(key, array)
+        parts.append(Part(1, key, array if is_torch(array) else array_of(array)))
+    return parts
+
+
 def take_back(
     unit: Unit,
     used: TieredUnit,
@@ -155,41 +202,18 @@ def take_back(
     is not a tensor.
     """
     refuse_other_states({f"{unit.name}.{name}": value for name, value in states.items()})
-    parameter_before, states_before = used._before
-    changed = {
-        name: each for name, each in used.states.items() if each is not states_before.get(name)
-    }
-    arrays = {**states, **changed}  # by state; below, existing states are removed
-    parts: list[Part] = []  # of the unit from now on
-    replaced: list[tuple[Part, Any]] = []  # parts and their new arrays
-    for part in unit.parts:
-        if part.section == 0:
-            array = used.parameter
-            if array is None:
-                raise CompatibilityError(f"the parameter of unit {unit.name!r} was removed")
-            array = part.array if array is parameter_before else array
-        elif part.state in states_before and part.state not in {**states, **used.states}:
-            continue  # the user removed it
-        else:
-            array = arrays.pop(part.state, part.array)
-            optimizer_tensor: Any = states.get(part.state, part.array)
-            if optimizer_tensor is not part.array:
-                array = optimizer_tensor if array is part.array else array
-                # the optimizer refers to this tensor from now on
-                part = _replacing_part(unit, part, optimizer_tensor)
-        if array is not part.array:
-            replaced.append((part, _replacing_part(unit, part, array).elements))
-        parts.append(part)
-    for name, array in arrays.items():
-        if not isinstance(name, str) or not name or "." in name:
-            raise ValueError(
-                f"{name!r} is not a valid state name: it must be nonempty and contain no dot"
-            )
-        refuse_masked(f"{unit.name}.{name}", array)
-        if not is_torch(array):
-            array = array_of(array)
-        parts.append(Part(1, f"{unit.name}.{name}", array))
-    if replaced or arrays:  # now the new states
+    updated = [
+        each for part in unit.parts if (each := _updated_part(unit, part, used, states)) is not None
+    ]
+    parts = [part for part, _ in updated]  # of the unit from now on
+    replaced = [
+        (part, _replacing_part(part, array).elements)
+        for part, array in updated
+        if array is not part.array
+    ]
+    added = _added_parts(unit, used, states)
+    parts += added
+    if replaced or added:
         new_parts = {part.stored: part for part in parts}
         new_parts.update(
             {part.stored: Part(part.section, part.key, array) for part, array in replaced}
