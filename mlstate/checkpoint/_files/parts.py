@@ -61,13 +61,10 @@ class Parts(NamedTuple):
         """Return the parts with None for a model or an optimizer that has no tensors."""
         return self._replace(model=self.model or None, optimizer=self.optimizer or None)
 
-    def refuse_unreadable(self, *of: str) -> Parts:
-        """Return the parts; raise the error of the first entry of them that cannot be read.
-
-        `of`: parts of which entries count; default: all.
-        """
-        for part in of or self.unreadable:
-            for error in self.unreadable.get(part, {}).values():
+    def refuse_unreadable(self, kinds: Iterable[str] = (MODEL, OPTIMIZER, STATES)) -> Parts:
+        """Return the parts; raise the error of the first entry of `kinds` that cannot be read."""
+        for kind in kinds:
+            for error in self.unreadable.get(kind, {}).values():
                 raise error
         return self
 

@@ -35,7 +35,7 @@ from .._store.manifest import Manifest
 from .._store.weight_files import WeightFiles
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
     from typing import TypeVar
 
     from ..._sharding.layout import Cuts
@@ -336,26 +336,32 @@ class WholeSource:
         """
         parts = self.parts
         take = getattr(into, "get", lambda name: getattr(into, name, None))
-        for part, is_needed in ((MODEL, self._strict), (OPTIMIZER_PART, True)):
-            is_asked = into is None or (take(part) is not None and is_needed)
-            for error in parts.unreadable.get(part, {}).values() if self._takes_all else ():
-                if is_asked:
-                    raise error
+        if self._takes_all:
+            needed = ((MODEL, self._strict), (OPTIMIZER_PART, True))
+            parts.refuse_unreadable(
+                part
+                for part, is_needed in needed
+                if into is None or (take(part) is not None and is_needed)
+            )
+        unread = parts.unreadable.get(STATES_PART, {})
         if into is None:
-            unread = sorted(parts.unreadable.get(STATES_PART, ())) if self._takes_all else ()
-            if unread:
-                find_caller().warn(f"{self.path}: these entries are not read: {', '.join(unread)}")
+            if unread and self._takes_all:
+                names_unread = ", ".join(sorted(unread))
+                find_caller().warn(f"{self.path}: these entries are not read: {names_unread}")
             return
         targets = take("states") or ()
         for name in targets:
-            if name in parts.unreadable.get(STATES_PART, ()):
-                raise parts.unreadable[STATES_PART][name]
-        states, _ = split_entries(parts.states)
+            if name in unread:
+                raise unread[name]
+        self._list_targets(targets, take("model"))
+
+    def _list_targets(self, targets: Collection[str], model: Any) -> None:
+        """List the named states in `targets`, and the entries of the module `model`, as saved."""
+        states, _ = split_entries(self.parts.states)
         chosen = {name: state for name, state in states.items() if name in targets}
         named = take_states(chosen, model=None, ranks=1)
-        model = take("model")
         if is_module(model):
-            entries = parts.module_entries(model.state_dict())
+            entries = self.parts.module_entries(model.state_dict())
             named = add_entries(named, None, (entries, {})) if entries else named
         named.add_trees(None, digests=())
         arrays = {key: getattr(each, "array", each) for key, each in (named.arrays or {}).items()}
@@ -434,7 +440,7 @@ class WholeSource:
                 place = step_folder(folder).path if self.format == "deepspeed" else self.path
                 verify_files(files_of(place), report, progress)
             if not report.problems:
-                self.parts.refuse_unreadable(MODEL, OPTIMIZER_PART)
+                self.parts.refuse_unreadable((MODEL, OPTIMIZER_PART))
         except MLStateError as error:
             report.refuse(error, os.path.basename(self.path))
 
