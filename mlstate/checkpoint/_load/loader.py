@@ -139,6 +139,10 @@ class Loader:
             progress=self.options["progress"],
         )
 
+    def _records(self, number: int) -> list[tuple[Any, ...]]:
+        """Return the fields of a `TensorRecord` for each tensor of the section `number`."""
+        return [row for row in self.merged_index.tensors() if row[0] == SECTIONS[number]]
+
     def dtypes_and_shapes(
         self, section: Section, names: list[str]
     ) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -146,11 +150,10 @@ class Loader:
 
         Raises FormatError if the scales of a quantized weight are missing or do not fit.
         """
-        label, dtype = SECTIONS[section.number], self.request.dtype
+        dtype = self.request.dtype
         stored = {
             key: (stored_dtype, shape)
-            for section_name, key, _, _, stored_dtype, shape, *_ in self.merged_index.tensors()
-            if section_name == label
+            for _, key, _, _, stored_dtype, shape, *_ in self._records(section.number)
         }
         by_codes = self.pairs.by_codes if self.pairs is not None and section.number == 0 else {}
         converted_tensors = {}
@@ -212,10 +215,11 @@ class Loader:
         dtype = self.request.dtype
         if not dtype or section.is_optimizer:
             return [(keys, "")]
-        sizes: dict[str, int] = {}
-        for section_name, key, _, _, stored, shape, *_ in self.merged_index.tensors():
-            if section_name == SECTIONS[section.number] and is_converted(stored, dtype):
-                sizes[key] = prod(shape) * numpy_dtype(stored).itemsize
+        sizes = {
+            key: prod(shape) * numpy_dtype(stored).itemsize
+            for _, key, _, _, stored, shape, *_ in self._records(section.number)
+            if is_converted(stored, dtype)
+        }
         batches: list[tuple[list[str], str]] = [([key for key in keys if key not in sizes], "")]
         room = 0
         for key in filter(sizes.__contains__, keys):
@@ -272,21 +276,20 @@ class Loader:
         existing key is of such a state. `names`: the loaded names of model and optimizer. If the
         saved optimizer lists the parameters that it trains, only these are considered.
         """
-        saved = self.sections[OPTIMIZER].restore({}, self.folder)
-        groups = getattr(saved, "param_groups", ())
-        trained = {str(name) for group in groups for name in group.get("params", ())}
+        by_key = self.sections[0].names_by_key()  # without the scales of quantized weights
+        shapes: dict[str, tuple[int, ...]] = {
+            by_key[key]: shape for _, key, _, _, _, shape, *_ in self._records(0) if key in by_key
+        }
         chosen = set(names[OPTIMIZER])
-        names_by_key = [section.names_by_key() for section in self.sections[:STATES]]
-        shapes: dict[str, tuple[int, ...]] = {}
+        by_key = self.sections[OPTIMIZER].names_by_key()
         states: dict[str, str] = {}
-        for section, key, _, state, _, shape, _, axes, *_ in self.merged_index.tensors():
-            if section == "params" and key in names_by_key[0]:  # not a scale of quantized weights
-                shapes[names_by_key[0][key]] = shape
-            elif section == "optim_state" and state and axes is None:
-                name = names_by_key[OPTIMIZER][key]
-                if name in chosen and shapes.get(name.rpartition(".")[0]) == shape:
-                    states.setdefault(state, name)
+        for _, key, _, state, _, shape, _, axes, *_ in self._records(OPTIMIZER):
+            name = by_key[key]
+            is_full = axes is None and shapes.get(name.rpartition(".")[0]) == shape
+            if state and is_full and name in chosen:
+                states.setdefault(state, name)
         parameters = [name for name in names[0] if shapes[name]]
+        trained = self._trained()
         # all of them, if the saved optimizer lists none of these
         parameters = [name for name in parameters if name in trained] or parameters
         return {
@@ -295,6 +298,12 @@ class Loader:
             for state, like in states.items()
             if f"{name}.{state}" not in chosen
         }
+
+    def _trained(self) -> set[str]:
+        """Return the names of the parameters that the saved optimizer lists, if it lists any."""
+        saved = self.sections[OPTIMIZER].restore({}, self.folder)
+        groups = getattr(saved, "param_groups", ())
+        return {str(name) for group in groups for name in group.get("params", ())}
 
     def refuse_lacking(self, names: list[list[str]]) -> None:
         """With ``missing="error"``, raise if the checkpoint lacks optimizer states."""
@@ -310,11 +319,10 @@ class Loader:
         import numpy as np
 
         shapes = {name: tuple(parameters[name].shape) for name in names[0]}
-        dtypes = {}
         by_key = self.sections[OPTIMIZER].names_by_key()
-        for section, key, _, _, dtype, *_ in self.merged_index.tensors():
-            if section == "optim_state":
-                dtypes[by_key[key]] = numpy_dtype(dtype)
+        dtypes = {
+            by_key[key]: numpy_dtype(dtype) for _, key, _, _, dtype, *_ in self._records(OPTIMIZER)
+        }
         return {
             key: np.zeros(shapes[name], dtypes[like])
             for key, (name, like) in self.lacking(names).items()
