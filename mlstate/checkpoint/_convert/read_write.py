@@ -36,10 +36,14 @@ from .._store.open_path import refuse_existing, refuse_file_name
 from .formats import NAMES, find_format, folder_of, place_of
 
 if TYPE_CHECKING:
+    from typing import TypeVar
+
     from .._loaded_state import LoadedState
     from .._options import LoadOptions
     from .._sources.protocol import Source
     from .formats import Place
+
+    _State = TypeVar("_State", bound=StateDict)
 
 
 # ---- targets ----
@@ -189,34 +193,19 @@ def write_any(
     name = find_format(format, place)
     if model is None and optimizer is None and not (states and name in _WITH_STATES):
         raise ValueError(f"{path}: there is neither a model nor an optimizer to write")
-    weights = model if model is None or isinstance(model, StateDict) else StateDict(model)
-    moments = optimizer
-    if moments is not None and not isinstance(moments, OptimizerStateDict):
-        moments = OptimizerStateDict(moments)
-    for state in (weights, moments):
-        refuse_unstorable(state or {}, every=True)
+    weights, moments = _as_state(StateDict, model), _as_state(OptimizerStateDict, optimizer)
     target = target or begin_write(place, name, overwrite)
     if name != "mlstate":
         _refuse_parts(weights, moments)
     with store_errors(place):
         values, named = dict(metadata or {}), dict(states or {})
         if name not in _WITH_STATES:
-            texts = _take_json_states(named)
-            if both := sorted(values.keys() & texts.keys()):
-                raise ValueError(
-                    f"{place}: {both[0]!r} is metadata and a named state, and {name} has one place "
-                    "for both: rename one of them"
-                )
-            values |= texts
+            _move_json_states(named, values, place, name)
         parts = Parts(weights, moments, _checked_metadata(values), named)
         if isinstance(target, CheckpointTarget):
             target = target._replace(step=step)
-        elif step not in (None, parts.step or 0):
-            other = parts.metadata.setdefault("step", step)
-            if other != step:
-                find_caller().warn(
-                    f"step {step} is not converted: the metadata have the step {other}"
-                )
+        else:
+            _note_step(parts, step)
         _WRITERS[name](target, parts)
 
 
@@ -224,27 +213,49 @@ def write_any(
 _WITH_STATES = ("mlstate", "torch", "dcp")
 
 
-def _take_json_states(states: dict[str, Any]) -> dict[str, Any]:
-    """Remove the values that JSON can hold from `states`, and return them by name.
+def _as_state(cls: type[_State], state: Mapping[str, object] | None) -> _State | None:
+    """Return a state as one of the class `cls`, None for None; refuse what cannot be stored."""
+    converted = state if state is None or isinstance(state, cls) else cls(state)
+    refuse_unstorable(converted or {}, every=True)
+    return converted
 
-    A warning names the others, which the format cannot hold. Values that have only torch's metadata
-    of a module are removed without one.
+
+def _note_step(parts: Parts, step: int | None) -> None:
+    """Add the step to the metadata of `parts`, or warn if these have another one."""
+    if step not in (None, parts.step or 0):
+        other = parts.metadata.setdefault("step", step)
+        if other != step:
+            find_caller().warn(f"step {step} is not converted: the metadata have the step {other}")
+
+
+def _move_json_states(
+    states: dict[str, Any], metadata: dict[str, Any], place: Place, name: str
+) -> None:
+    """Move the values that JSON can hold from `states` to `metadata`.
+
+    A warning names the others, which the format `name` cannot hold. Values that have only torch's
+    metadata of a module are removed without one. Raises ValueError for a name in both.
     """
     json_states: dict[str, Any] = {}
-    for name, value in [*states.items()]:
-        if is_entries(name, value):
+    for key, value in [*states.items()]:
+        if is_entries(key, value):
             if not value["entries"]:
-                del states[name]  # only torch's metadata of a module
+                del states[key]  # only torch's metadata of a module
             continue
         with suppress(TypeError, ValueError):
-            check_json_values(value, name, finite=False)
-            json_states[name] = states.pop(name)
+            check_json_values(value, key, finite=False)
+            json_states[key] = states.pop(key)
     if states:
         find_caller().warn(
             f"named states are not converted: {', '.join(sorted(states))}; checkpoints of mlstate "
             "and files of torch can hold them, and --skip leaves them out without this warning"
         )
-    return json_states
+    if both := sorted(metadata.keys() & json_states.keys()):
+        raise ValueError(
+            f"{place}: {both[0]!r} is metadata and a named state, and {name} has one place "
+            "for both: rename one of them"
+        )
+    metadata |= json_states
 
 
 def _refuse_parts(*states: StateDict | None) -> None:
