@@ -39,7 +39,7 @@ from ._progress import progress_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..checkpoint._files.formats import Place
+    from ..checkpoint._convert.formats import Place
     from ..checkpoint._load.loader import Loader
     from ..checkpoint._loaded_state import LoadedState
     from ..checkpoint._sources.protocol import Source
