@@ -179,7 +179,7 @@ def load_file(
     Parameters
     ----------
     path : str, bytes or os.PathLike
-        File to read, from any program that writes safetensors.
+        Safetensors file of any program, with any suffix; `mlstate.load` reads other formats.
     mmap : bool, default False
         Return read-only arrays over the memory-mapped file. Nothing is copied, pages are read
         on first access, and the mapping exists as long as any of the arrays. Only the header's

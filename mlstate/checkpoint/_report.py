@@ -82,6 +82,8 @@ class VerifyReport:
 
     Attributes
     ----------
+    path : str
+        The path as it was passed to `verify`.
     problems : list of Problem
         Problems that prevent loading the state as it was saved.
     leftover : list of str

@@ -246,7 +246,8 @@ def verify(
     Parameters
     ----------
     path : str or os.PathLike
-        Anything that `load` reads. Of files that another program wrote without checksums, only the
+        Anything that `load` reads. A file that is not a checkpoint, such as an error page, or one
+        cut short, is damaged. Of files that another program wrote without checksums, only the
         structure is checked. Also any local file or folder that `mlstate.checkpoint.checksum` was
         called for: every file is compared with its checksums. In the cache of the Hugging Face Hub,
         files are compared with the SHA-256, or git's SHA-1, in the names of their blobs.
@@ -270,13 +271,16 @@ def verify(
     Returns
     -------
     VerifyReport
-        True if the checkpoint is good. Problems give the file, the byte range and the tensor.
+        True if nothing is damaged; `good` if `load` also reads it, else `refusal` is the reason.
+        Problems give the file, the byte range and the tensor.
 
     Raises
     ------
     ValueError
         `repair` is true for files of another program, which have no older step, or together with
         `names`; or `names` are given for a file that is read as a whole (``.npz``, ``.pt``).
+    FormatError
+        The file or folder is in a format that mlstate does not read.
     TensorNotFoundError
         The checkpoint does not hold one of the `names`.
     StoreError

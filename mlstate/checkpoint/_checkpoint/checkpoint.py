@@ -195,8 +195,7 @@ class Checkpoint:
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint, or its URL in an object store; there it may also be a
-        ``.safetensors`` file.
+        Anything that `load` reads. Formats without an index, such as ``.npz``, are read as a whole.
     storage_options : mapping, optional
         As for `save`. Copies by pickle do not have them: they may hold credentials.
 
@@ -205,12 +204,12 @@ class Checkpoint:
     StoreError
         The operating system refused. Also a `FileNotFoundError` if there is no checkpoint.
     FormatError, ChecksumError
-        The manifest or an index is malformed or damaged.
+        The manifest or an index is malformed or damaged, or the format is not read.
 
     Attributes
     ----------
     path : str
-        Absolute path of the folder, or its URL.
+        Absolute path of the folder or file, or its URL.
     written : dict or None
         For a checkpoint returned by `save`: what this rank wrote (``new_shards``,
         ``new_bytes``, ``new_files``), and ``shards`` and ``data_bytes``, the totals of this rank.
@@ -469,8 +468,8 @@ def inspect(
     Parameters
     ----------
     path : str or os.PathLike
-        Anything that `load` reads. Of a Hugging Face folder and of a ``.safetensors`` file the
-        headers are read; of formats without an index, such as ``.npz``, everything.
+        Anything that `load` reads. Of safetensors files, and folders of them, the headers are read;
+        of formats without an index, such as ``.npz``, everything.
     step : int, "latest" or "best", optional
         The step of a run. Default: the newest.
     monitor, mode

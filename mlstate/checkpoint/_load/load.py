@@ -263,13 +263,15 @@ def load(
     Parameters
     ----------
     path : str or os.PathLike
-        Folder of the checkpoint, or of a Hugging Face model (``model.safetensors``, or
-        ``model.safetensors.index.json`` with its files, or the names of PEFT, diffusers and
-        Mistral); or one ``.safetensors`` file or index; or the URL of one of these in an object
-        store. An index that differs from the headers of its files causes a warning. Or the path of
-        a file ``.safetensors``, ``.npz``, ``.pt`` (weights only: no code of it runs) or ``.ckpt``,
-        or of a folder of torch.distributed.checkpoint. All but the first are read whole; ``mmap``,
-        ``missing``, ``verify="first"`` and torch optimizers in ``into`` are refused for these.
+        Folder of a checkpoint or of a run, or a file or folder of another program; its content
+        decides what it is, and a suffix only breaks ties. Safetensors files, and folders of
+        Hugging Face models (also with the names of PEFT, diffusers and Mistral), are read by byte
+        ranges; an index that differs from the headers of its files causes a warning. All these may
+        be URLs in an object store. Other local formats are read as a whole and then cut: files of
+        `torch.save` (no code of them runs), ``.npz``, Lightning, and folders such as those of
+        torch.distributed.checkpoint and DeepSpeed. For these ``mmap=True``, ``verify="first"``,
+        ``missing``, and `into` with a group of several ranks are refused. Named states in them that
+        cannot be read cause a `CheckpointWarning`.
     step : int, "latest" or "best", optional
         The step of a run, the folder of a `CheckpointManager`. Default: the newest.
     monitor : str, optional
@@ -360,8 +362,9 @@ def load(
     StoreError
         The operating system refused. Also a `FileNotFoundError` if there is no checkpoint.
     FormatError
-        The manifest, an index or a file is malformed, or a part of a tensor was not stored. With a
-        dtype as `cast`, the scales of a quantized weight are missing or have a wrong shape.
+        The manifest, an index or a file is malformed, or in a format that is not read, or a part of
+        a tensor was not stored. With a dtype as `cast`, the scales of a quantized weight are
+        missing or have a wrong shape.
     ChecksumError
         Bytes changed since they were written. (A `FormatError`.)
     TensorNotFoundError
@@ -369,7 +372,8 @@ def load(
     CompatibilityError
         `into` has other names, shapes or dtypes, or an object refuses its state; or two names would
         become the same by `rename`; or an array or object of `into` has two names with different
-        values in the checkpoint, such as tied weights. `into` is unchanged. With a dtype as `cast`,
+        values in the checkpoint, such as tied weights. `into` is unchanged. The model or optimizer
+        of another program has a value that is neither a tensor nor plain. With a dtype as `cast`,
         a Hugging Face folder is quantized by a method whose values mlstate cannot compute.
     TypeError, ValueError
         A torch object in `into` is refused for one of the reasons of `save`, or arrays of `into`
