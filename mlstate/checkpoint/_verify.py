@@ -13,7 +13,6 @@ from ..errors import ChecksumError, FormatError, MLStateError, StoreError, Store
 from ._files.checksum import checksums_problem, verify_foreign
 from ._folder.local import LocalFolder
 from ._folder.names import MANIFEST, SECTIONS, Root
-from ._folder.protocol import require_local
 from ._report import Problem, VerifyReport, file_problem
 from ._sections import STATES
 from ._sources.indexed import IndexedSource
@@ -335,7 +334,10 @@ def _verify_path(
         report = _verify_local(local_folder(path), progress) if listed is None else None
         if report is not None:
             return report
-    source: Any = open_source(path, storage_options, choice)
+    only_local = ("repair=True", "copy the checkpoint to a local folder to repair it")
+    source: Any = open_source(
+        path, storage_options, choice, only_local=only_local if repair else None
+    )
     if repair and (source.format != "mlstate"):
         raise ValueError(
             f"{source.path} is of another program: it has no older step to return to; download or "
@@ -347,9 +349,6 @@ def _verify_path(
             raise ValueError(f"{source.path} is verified as a whole: leave out names")
         source.verify(report, progress)
         return report
-    if repair:
-        remedy = "copy the checkpoint to a local folder to repair it"
-        require_local(source.files.folder, "repair=True", remedy)
     source.uncached()
     report = VerifyReport(source.files.path)
     if listed is not None:

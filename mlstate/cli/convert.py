@@ -258,9 +258,9 @@ def run_convert(arguments: argparse.Namespace) -> int:
     step = number_of_step(arguments.source, arguments.step, arguments)
     if _is_same(place, target):
         raise ValueError("the target must be another path than the source")
-    source = find(arguments.source, step, arguments.source_format)
     target_format = arguments.target_format or format_of(target)
     check_format(target, target_format)
+    source = find(arguments.source, step, arguments.source_format)
     chosen, changes = _selection(arguments), _changes(arguments)
     is_whole = _is_lightning(source, target_format) and chosen is None and not any(changes.values())
     # any suffix: Lightning also names folders .ckpt

@@ -256,9 +256,10 @@ class Checkpoint:
         manifest = state["manifest"]
         if isinstance(manifest, bytes):
             manifest = parse(manifest, state["root"])
-        self.path, self.written, self._manifest = state["path"], state["written"], manifest
+        self.written, self._manifest = state["written"], manifest
         name = state.get("format", "mlstate" if manifest.weights is None else "huggingface")
-        self._source = known_source(self.path, name, state["root"], manifest)
+        self._source = known_source(state["path"], name, state["root"], manifest)
+        self.path = self._source.path  # of a URL, with the options of the environment
 
     @property
     def _index(self) -> Index:

@@ -31,11 +31,10 @@ from ..._common.text import names_hint
 from ...errors import MLStateError
 from .._folder.local import LocalFolder
 from .._folder.object import StoreURL
-from .._folder.protocol import require_local
 from .._folder.weight_names import is_index
 from .._layouts.folders import LAYOUTS
 from .._sources.open_source import open_source
-from .._store.open_path import is_url, open_folder
+from .._store.open_path import is_url, open_folder, refuse_format
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -133,5 +132,4 @@ def check_format(path: Place, name: str) -> None:
     """Raise ValueError if `path` is a URL and the format `name` cannot be in a store."""
     folder = folder_of(path)
     if name != "mlstate" and not folder.file:
-        remedy = "copy it from or to a local path by the store's own tool, and convert there"
-        require_local(folder, f"the format {name}", remedy)
+        refuse_format(folder, name)

@@ -105,6 +105,7 @@ class LocalFolder:
         """
         self.path = path
         self.file = file
+        self.named_path = os.path.join(path, file) if file else path
 
     def _join(self, path: str) -> str:
         return os.path.join(self.path, path)

@@ -38,16 +38,22 @@ _HEADER = 64 << 10  # bytes of a safetensors file that are read first
 
 
 class StoreURL(str):
-    """URL of a folder, which opens the same folder again, with its options.
+    """URL of a folder, or of its only file: opens the same folder again, with its options.
 
     Pickles have no options, because these may hold credentials.
     """
 
     folder: ObjectFolder
 
+    @classmethod
+    def of(cls, text: str, folder: ObjectFolder) -> StoreURL:
+        """Return the URL `text` that opens `folder`."""
+        url = cls(text)
+        url.folder = folder
+        return url
+
     def __reduce__(self) -> Any:
-        file = self.folder.file
-        return str, (f"{self}/{file}" if file else str(self),)
+        return str, (str(self.folder.named_path),)
 
     def __copy__(self) -> StoreURL:
         return self
@@ -77,9 +83,12 @@ class ObjectFolder:
     @property
     def path(self) -> StoreURL:
         """The URL as a new object: one kept here would refer back to this folder, a cycle."""
-        url = StoreURL(self._url)
-        url.folder = self
-        return url
+        return StoreURL.of(self._url, self)
+
+    @property
+    def named_path(self) -> StoreURL:
+        """The URL of `file`, or without one of the folder."""
+        return StoreURL.of(f"{self._url}/{self.file}" if self.file else self._url, self)
 
     def __reduce__(self) -> Any:  # without options, which hold credentials
         from ._remote.options import take_options

@@ -114,6 +114,10 @@ class Place(Protocol):
     def file(self) -> str:
         """Name of the only file that the caller's path names, to be read only; else empty."""
 
+    @property
+    def named_path(self) -> str:
+        """Path or URL of `file`, or without one of the folder; it opens the same again."""
+
 
 class Files(Place, Protocol):
     """The files of a folder, to be read."""

@@ -406,7 +406,9 @@ def load(
     request = check_request(complete_options(load, options, LOAD_DEFAULTS))
     if isinstance(path, RootPath):
         request = request._replace(written=path.written)
-    source = open_source(path, options.get("storage_options"), (step, monitor, mode))
+    only_local = ("mmap=True", "load without it") if request.options["mmap"] else None
+    choice, store = (step, monitor, mode), options.get("storage_options")
+    source = open_source(path, store, choice, only_local=only_local)
     return load_source(source, request)
 
 

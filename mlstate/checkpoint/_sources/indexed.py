@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from ...errors import FormatError
 from .._folder.names import MANIFEST
-from .._folder.protocol import TensorParts, require_local
+from .._folder.protocol import TensorParts
 from .._report import Problem
 from .._store.checkpoint_files import TRIES, CheckpointFiles
 from .._store.rank_indexes import Indexes
@@ -36,13 +37,13 @@ class IndexedSource:
         self,
         files: CheckpointFiles,
         root: str = MANIFEST,
-        manifest: Manifest | None = None,
+        manifest: Manifest | FormatError | None = None,
         choose: Callable[[], str] | None = None,
     ) -> None:
         """Create the source of the file `root` in a folder; nothing is read.
 
-        `manifest`: of the root, if it was read. `choose`: returns the root again if it was deleted,
-        as for ``step="best"``; None: the root is fixed.
+        `manifest`: of the root, if it was read, or the damage found in it. `choose`: returns the
+        root again if it was deleted, as for ``step="best"``; None: the root is fixed.
         """
         self.files = files
         self.path = files.path
@@ -63,9 +64,7 @@ class IndexedSource:
         self._manifest = self._merged = self._indexes = None
 
     def check(self, options: LoadOptions) -> None:
-        """Raise ValueError for ``mmap=True`` of a store."""
-        if options["mmap"]:
-            require_local(self.files.folder, "mmap=True", "load without it")
+        """Compare no checksums of other programs' files without ``verify``; see `Source`."""
         if not options["verify"]:
             self.checked = False
 
@@ -76,6 +75,8 @@ class IndexedSource:
         """The manifest, read at the first use."""
         if self._manifest is None:
             self._manifest = self._read_manifest()
+        if isinstance(self._manifest, FormatError):
+            raise self._manifest
         return self._manifest
 
     def _read_manifest(self) -> Manifest:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from ...errors import FormatError, StoreError
 from .._folder.local import LocalFolder
 from .._folder.names import MANIFEST
+from .._folder.protocol import require_local
 from .._folder.weight_names import find_weights
 from .._steps.step_choice import choose_root
 from .._store.checkpoint_files import CheckpointFiles
-from .._store.open_path import RootPath, open_folder
+from .._store.open_path import FILE_SUFFIXES, RootPath, open_folder, refuse_format
 from .indexed import IndexedSource
 from .protocol import is_source
 from .weights import HuggingFaceSource, SafetensorsSource, weights_source
@@ -38,24 +39,34 @@ def open_source(
     choice: Choice = _NO_CHOICE,
     *,
     format: str | None = None,
+    only_local: tuple[str, str] | None = None,
 ) -> Source:
     """Return the source of a local path, a URL, or an internal caller's `RootPath` or source.
 
-    `choice`: step, monitor and mode of a run. `format`: read the path as this format. Raises
-    StoreError if nothing is there, FormatError for content that mlstate does not read, and
-    ValueError for a step of a path without steps.
+    `choice`: step, monitor and mode of a run. `format`: read the path as this format. `only_local`:
+    what the caller does that needs local files, and the remedy. Raises StoreError if nothing is
+    there, FormatError for content that mlstate does not read, and ValueError for a step of a path
+    without steps, or a URL of what must be local.
     """
+    files = getattr(path, "files", None)  # of an internal caller's source or root
+    if files is not None and only_local is not None:
+        require_local(files.folder, *only_local)
     if is_source(path):
         return path.fresh()
     if isinstance(path, RootPath) and storage_options is None:
         return _chosen(IndexedSource(path.files, path.root, path.manifest), choice)
     folder = open_folder(path, storage_options, reads=True)
-    if not folder.is_local:
-        return _open_store(CheckpointFiles(folder), choice)
-    source = _open_local(folder.path, format)
+    if only_local is not None:
+        require_local(folder, *only_local)
+    source: Source
+    if folder.is_local:
+        source = _open_local(folder.path, format)
+    else:
+        source = _open_store(CheckpointFiles(folder), choice, format)
     if not isinstance(source, IndexedSource) or source.format != "mlstate":
         if choice != _NO_CHOICE:
-            what = "one file" if os.path.isfile(folder.path) else f"of the format {source.format}"
+            is_file = folder.file or os.path.isfile(folder.path)
+            what = "one file" if is_file else f"of the format {source.format}"
             raise ValueError(f"{path} is {what}: it has no steps; leave the step out")
         return source
     return _chosen(source, choice)
@@ -92,17 +103,20 @@ _INDEXED = {
 # ---- stores ----
 
 
-def _open_store(files: CheckpointFiles, choice: Choice) -> IndexedSource:
+def _open_store(files: CheckpointFiles, choice: Choice, format: str | None) -> IndexedSource:
     """Return the source of a URL; its manifest is read, unless a step is chosen.
 
-    Raises StoreError if there is neither a checkpoint nor weights.
+    Raises StoreError if there is neither a checkpoint nor weights, ValueError for a format whose
+    files must be local.
     """
     folder = files.folder
+    if format not in (None, *_INDEXED):
+        refuse_format(folder, format)
     if folder.file:
         return weights_source(files, folder.file)
     if choice != _NO_CHOICE:
-        return _chosen(IndexedSource(files), choice)
-    manifest = None
+        return IndexedSource(files)
+    manifest: Manifest | FormatError
     try:
         manifest = files.read_manifest()
     except FileNotFoundError:
@@ -110,10 +124,14 @@ def _open_store(files: CheckpointFiles, choice: Choice) -> IndexedSource:
             root = find_weights(folder)
             if root is not None:
                 return HuggingFaceSource(files, root)
-        if not files.list_roots():  # else the manifest alone is missing: a repair restores it
-            raise
-    except FormatError:  # damaged: a load raises this, and verify reports it
-        pass
+        if files.list_roots():  # the manifest alone is missing: a repair restores it
+            return IndexedSource(files)
+        suffix = os.path.splitext(folder.path)[1].lower()
+        if suffix in FILE_SUFFIXES:
+            refuse_format(folder, suffix[1:])
+        raise
+    except FormatError as error:  # a load raises this, and verify reports it
+        manifest = error
     return IndexedSource(files, MANIFEST, manifest)
 
 

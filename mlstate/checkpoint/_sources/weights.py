@@ -153,11 +153,17 @@ class HuggingFaceSource(IndexedSource):
         try:
             self._verify_weights(report, progress)
         except MLStateError as error:
-            if self.files.folder.is_outage(error):
+            if self._is_no_damage(error):
                 raise
             report.problems.append(root_problem("manifest", self.root, 0, error))
         verify_weights_folder(self.files.folder, report, progress)
         report.strange = sorted(set(report.strange))
+
+    def _is_no_damage(self, error: MLStateError) -> bool:
+        """Return whether a store failed, or the file that the caller named does not exist."""
+        folder = self.files.folder
+        is_gone = isinstance(error, StoreNotFoundError) and folder.file and self._manifest is None
+        return bool(is_gone) or folder.is_outage(error)
 
     def _verify_weights(
         self, report: VerifyReport, progress: Callable[[int], object] | None
@@ -167,7 +173,7 @@ class HuggingFaceSource(IndexedSource):
         try:
             shards = self.merged.shards()
         except MLStateError as error:
-            if self.files.folder.is_outage(error):
+            if self._is_no_damage(error):
                 raise
             problems = self._verify_files(None)[1]
             report.problems += problems or [root_problem("index", self.root, 0, error)]
@@ -186,7 +192,7 @@ class SafetensorsSource(HuggingFaceSource):
     def __init__(self, files: CheckpointFiles, root: str, manifest: Manifest | None = None) -> None:
         """Create the source of the file `root` in a folder; nothing is read."""
         super().__init__(files, root, manifest)
-        self.path = files.join(root)
+        self.path = files.folder.named_path
 
 
 def weights_source(files: CheckpointFiles, name: str) -> HuggingFaceSource:

@@ -11,6 +11,7 @@ from ..._common.local_path import local_folder
 from ..._common.store_error import store_error
 from .._folder.local import LocalFolder
 from .._folder.names import MANIFEST
+from .._folder.protocol import require_local
 from .._folder.weight_names import is_weights_root
 from .checkpoint_files import CheckpointFiles
 
@@ -116,7 +117,7 @@ def _open_url(url: str, storage_options: Mapping[str, Any] | None, reads: bool) 
     file = ""
     if isinstance(url, StoreURL):
         folder = url.folder
-        url = f"{url}/{folder.file}" if folder.file else str(url)
+        url = str(folder.named_path)
         if storage_options is None and (reads or not folder.file):
             return folder
     url = _check_url(url)
@@ -158,7 +159,7 @@ def open_target(
     """
     folder = open_folder(path, storage_options)
     suffix = os.path.splitext(folder.path)[1].lower()
-    if suffix in _FILE_SUFFIXES and not any_suffix:
+    if suffix in FILE_SUFFIXES and not any_suffix:
         refuse_file_name(folder)
     return folder
 
@@ -184,7 +185,7 @@ class RootPath(NamedTuple):
 
 
 # Suffixes of files that other programs, or `save_file`, read and write.
-_FILE_SUFFIXES = frozenset(
+FILE_SUFFIXES = frozenset(
     [
         ".safetensors",
         ".npz",
@@ -211,7 +212,7 @@ def refuse_file_name(folder: Probe) -> None:
     A folder that has a checkpoint already may have such a name.
     """
     suffix = os.path.splitext(folder.path)[1].lower()
-    if suffix not in _FILE_SUFFIXES or folder.has_checkpoint():
+    if suffix not in FILE_SUFFIXES or folder.has_checkpoint():
         return
     remedy = "mlstate convert writes files of other formats"
     if suffix == ".safetensors":
@@ -222,6 +223,12 @@ def refuse_file_name(folder: Probe) -> None:
         f"{folder.path}: a checkpoint is a folder, and {suffix} is the suffix of a file: "
         f"{remedy}; for a folder, pass a path without this suffix"
     )
+
+
+def refuse_format(folder: Folder, name: str) -> None:
+    """Raise ValueError for files of the format `name` in a store: these are only local."""
+    remedy = "copy it from or to a local path by the store's own tool, and convert there"
+    require_local(folder, f"the format {name}", remedy)
 
 
 def refuse_existing(folder: Probe, overwrite: bool) -> None:
