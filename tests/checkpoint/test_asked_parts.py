@@ -25,8 +25,6 @@ def weights_folder(path, model, optimizer):
 
 
 WRITERS = [own_folder, weights_file, weights_folder]
-# files that are read whole are filled by another way
-whole_file = pytest.mark.xfail(reason="`_load_whole._fill` does not check it", strict=True)
 
 
 def refused(path, text, strict, **into):
@@ -100,7 +98,7 @@ def write_whole(path, arrays, torch):
         mlstate.save_file(arrays, path)
 
 
-@pytest.mark.parametrize("strict", [True, pytest.param(False, marks=whole_file)])
+@pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize("suffix", [".npz", ".pt", ""])
 def test_a_part_that_a_file_lacks_is_an_error(tmp_path, torch, suffix, strict):
     path = tmp_path / f"model{suffix}"
@@ -108,7 +106,6 @@ def test_a_part_that_a_file_lacks_is_an_error(tmp_path, torch, suffix, strict):
     refused(path, "holds no optimizer", strict, optimizer=zeros(MOMENTS))
 
 
-@whole_file
 @pytest.mark.parametrize("suffix", [".npz", ".pt", ""])
 def test_a_file_without_a_name_in_common_is_an_error(tmp_path, torch, suffix):
     path = tmp_path / f"model{suffix}"
@@ -116,7 +113,6 @@ def test_a_file_without_a_name_in_common_is_an_error(tmp_path, torch, suffix):
     refused(path, "no name in common", False, model={"b": np.zeros(6)})
 
 
-@whole_file
 @pytest.mark.parametrize("suffix", [".npz", ".pt", ""])
 def test_names_of_one_memory_need_equal_tensors_in_a_file(tmp_path, torch, suffix):
     path = tmp_path / f"model{suffix}"

@@ -115,7 +115,7 @@ def test_reads_take_the_best_step_by_its_metric(tmp_path, scored):
 def test_a_best_step_that_is_deleted_before_it_is_read_gives_way_to_the_new_best(
     scored, monkeypatch, deleted
 ):
-    from mlstate.checkpoint import _load
+    from mlstate.checkpoint._sources import open_source
 
     run, choices = scored, []
     data = run / next(iter(mlstate.inspect(run, step=1).files()))
@@ -130,20 +130,20 @@ def test_a_best_step_that_is_deleted_before_it_is_read_gives_way_to_the_new_best
                 (run / root).unlink()
         return root
 
-    choose_root = _load.choose_root
-    monkeypatch.setattr(_load, "choose_root", choose)
+    choose_root = open_source.choose_root
+    monkeypatch.setattr(open_source, "choose_root", choose)
     if deleted == "data":  # it is still listed: damage, no retention
         with pytest.raises(mlstate.StoreError, match=r"params/segment"):
             mlstate.load(run, step="best", monitor="loss")
     else:
         loaded = mlstate.load(run, step="best", monitor="loss", names=iter(["w"]))
         assert loaded.step == 2 and list(loaded.model) == ["w"]
-    assert len(choices) == 2
+        assert len(choices) == 2
 
 
 @pytest.mark.parametrize("number", [1, 2])
 def test_ranks_together_choose_again_if_the_best_step_is_deleted(tmp_path, monkeypatch, number):
-    from mlstate.checkpoint import _load
+    from mlstate.checkpoint._sources import open_source
 
     with CheckpointManager(tmp_path / "run", keep=None) as manager:
         for step, loss in enumerate([0.5, 0.2, 0.4]):
@@ -167,8 +167,8 @@ def test_ranks_together_choose_again_if_the_best_step_is_deleted(tmp_path, monke
         loaded = mlstate.load(tmp_path / "run", **best, into={"states": {"seen": seen}})
         return loaded.step, seen
 
-    choose_root = _load.choose_root
-    monkeypatch.setattr(_load, "choose_root", choose)
+    choose_root = open_source.choose_root
+    monkeypatch.setattr(open_source, "choose_root", choose)
     assert run_local(load) == [(2, {"step": 2})] * 2
 
 
