@@ -702,10 +702,10 @@ def test_folder_created_concurrently_is_used(path, monkeypatch):
 def test_load_error_describes_other_paths(tmp_path):
     file = tmp_path / "w.txt"
     file.write_bytes(b"x")
-    for call in (mlstate.load, mlstate.verify):
-        with pytest.raises(mlstate.StoreError, match=r"it is a file, .*w\.txt'") as caught:
+    for call in (mlstate.load, mlstate.checkpoint.inspect):
+        with pytest.raises(mlstate.FormatError, match=r"w\.txt: it is the text 'x'.*download"):
             call(file)
-        assert caught.value.errno == errno.ENOTDIR
+    assert "it is the text 'x'" in mlstate.verify(file).problems[0].text
     for call in (mlstate.load, mlstate.checkpoint.inspect, mlstate.verify):
         with pytest.raises(FileNotFoundError, match=r"no such folder.*none") as caught:
             call(tmp_path / "none")

@@ -26,10 +26,12 @@ class Tagged(nn.Linear):
 
 def part(names, seed, layer=nn.Linear):
     """A model with these layers of one larger model, and its optimizer after one step."""
-    torch.manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)  # ranks are threads, which share torch's own
     model = nn.Module()
     for name in names:
         model.add_module(name, layer(2, 3))
+        for parameter in model.get_submodule(name).parameters():
+            nn.init.uniform_(parameter, generator=generator)
         model.get_submodule(name).tag = seed
         model.get_submodule(name).unused = nn.Parameter(torch.zeros(1))  # without states
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1 * (seed + 1))
