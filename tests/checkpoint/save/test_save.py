@@ -710,7 +710,7 @@ def test_load_error_describes_other_paths(tmp_path):
         with pytest.raises(FileNotFoundError, match=r"no such folder.*none") as caught:
             call(tmp_path / "none")
         assert isinstance(caught.value, mlstate.StoreError)
-    with pytest.raises(FileNotFoundError, match=r"the folder has no manifest\.json"):
+    with pytest.raises(FileNotFoundError, match=r"holds w\.txt: pass one of its files, or the fol"):
         mlstate.load(tmp_path)
     run = tmp_path / "run"
     CheckpointManager(run).save(1, {"w": np.ones(3)})
