@@ -796,7 +796,7 @@ enum {
 /* Bytes start .. start + length - 1 of a tensor. */
 typedef struct part {
     const mls_stored *tensor;
-    unsigned char *to; /* destination of byte `start` */
+    unsigned char *to; /* destination of byte `start`; NULL: none */
     size_t start, length;
 } part;
 
@@ -813,14 +813,21 @@ typedef struct read_job {
 static mls_code read_part(const read_job *r, const part *p, mls_status *st)
 {
     mls_code code = MLS_OK;
-    if (r->crc == NULL) {
+    unsigned char *buffer = NULL;
+    if (p->to == NULL) {
+        buffer = mls_realloc(NULL, MLS_SAFETENSORS_BLOCK, 1);
+        code = buffer == NULL ? mls_fail(st, MLS_E_MEMORY, "no memory to read a block")
+                              : MLS_OK;
+    } else if (r->crc == NULL) {
         code =
             mls_file_read_at(r->fd, p->to, p->length, p->tensor->offset + p->start, st);
     }
     for (size_t done = 0; r->crc != NULL && code == MLS_OK && done < p->length;
          done += MLS_SAFETENSORS_BLOCK) {
-        code = read_block(r->fd, p->tensor, p->start + done, r->crc, p->to + done, st);
+        unsigned char *to = buffer == NULL ? p->to + done : buffer;
+        code = read_block(r->fd, p->tensor, p->start + done, r->crc, to, st);
     }
+    mls_free(buffer);
     if (code != MLS_OK) {
         mls_status_name(st, p->tensor->name.data, p->tensor->name.length);
     }
@@ -854,8 +861,8 @@ static size_t count_parts(const mls_safetensors *file)
 }
 
 /* Divide all tensors into parts of at most PART bytes, one task each, and store them in
- * `parts`, which has room for count_parts. `places[i]` is the buffer of tensor i. Returns
- * the number of parts, and sets `*bytes` to their total size. */
+ * `parts`, which has room for count_parts. `places[i]` is the buffer of tensor i; NULL: there are none.
+ * Returns the number of parts, and sets `*bytes` to their total size. */
 static size_t make_parts(const mls_safetensors *file, void *const *places, part *parts,
                          uint64_t *bytes)
 {
@@ -866,7 +873,9 @@ static size_t make_parts(const mls_safetensors *file, void *const *places, part 
         for (size_t start = 0; start < tensor->bytes; start += PART) {
             const size_t left = tensor->bytes - start;
             parts[count++] = (part){.tensor = tensor,
-                                    .to = (unsigned char *)places[i] + start,
+                                    .to = places == NULL
+                                              ? NULL
+                                              : (unsigned char *)places[i] + start,
                                     .start = start,
                                     .length = left < PART ? left : PART};
         }

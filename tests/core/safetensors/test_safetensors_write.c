@@ -86,6 +86,11 @@ TEST(first_damage_is_reported_for_any_thread_count)
               MLS_E_CHECKSUM);
         CHECK(strcmp(status.name, "b") == 0);
         CHECK(status.offset == file.tensors[1].offset + ((COUNT * 4 - 9) >> 20 << 20));
+        /* without buffers, only compared */
+        mls_status compared;
+        CHECK(mls_safetensors_read(fd, &file, NULL, crc, pool, &compared) ==
+              MLS_E_CHECKSUM);
+        CHECK(compared.offset == status.offset && strcmp(compared.name, "b") == 0);
         CHECK(mls_safetensors_read(fd, &file, places, NULL, pool, &status) == MLS_OK);
         CHECK(memcmp(places[0], data, COUNT * sizeof *data) == 0);
         CHECK(((char *)places[3])[COUNT * 4 - 9] == 'x');

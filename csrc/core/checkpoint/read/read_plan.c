@@ -22,11 +22,17 @@ enum {
     CODED_COST = 8 /* cost of a compressed byte, relative to an uncompressed one */
 };
 
+/* Return whether a piece is zeros that are already in memory. */
+static bool is_zero_already(const mls_read_piece *piece)
+{
+    return piece->data == NULL && piece->shard->file == NULL;
+}
+
 /* Return the cost of a span in bytes: a fixed part, and the larger of the bytes read and
  * the bytes written. Compressed bytes count CODED_COST times. */
 static uint64_t span_cost(const mls_read_span *s)
 {
-    const uint64_t bytes = s->piece->data == NULL ? 0 : s->end - s->from;
+    const uint64_t bytes = is_zero_already(s->piece) ? 0 : s->end - s->from;
     const uint64_t all = s->zeros_end - s->zeros_from; /* zeros and read data */
     return SPAN_COST + (s->piece->shard->frames != NULL ? CODED_COST * bytes
                         : all > bytes                   ? all
@@ -139,7 +145,7 @@ static mls_code plan_spans(mls_read_plan *plan, const mls_read_piece *piece,
         /* a span also writes the zeros between its elements, perhaps far more bytes */
         const size_t most = fills ? MLS_SAFETENSORS_BLOCK : MLS_READ_SPAN;
         const size_t left = range.end - from, room = most - from % most;
-        const size_t length = left < room || piece->data == NULL ? left : room;
+        const size_t length = left < room || is_zero_already(piece) ? left : room;
         const size_t zeros_end = !fills ? 0
                                  : length == left
                                      ? zeros->end

@@ -21,9 +21,10 @@
 enum { MLS_READ_SPAN = 4 << 20 };
 
 /* A piece: read the common elements of the place `shard` and the requested part `to` into
- * `data`, which receives the packed part `to`. `data` NULL, only for places without a
- * file: the memory is already zero. Pieces may share a place. They may share `data` if
- * their places have different elements of the tensor. */
+ * `data`, which receives the packed part `to`. `data` NULL: nothing is written, because
+ * the place has no file and the memory is already zero, or because only the checksums of
+ * the place, which is not compressed, are compared. Pieces may share a place. They may
+ * share `data` if their places have different elements of the tensor. */
 typedef struct mls_read_piece {
     const mls_stored_shard *shard;
     const mls_part *to;

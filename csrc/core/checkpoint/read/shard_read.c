@@ -90,8 +90,8 @@ static void fill_zeros_to(run_reader *r, size_t end)
     }
 }
 
-/* Make `next` the current run, and fill the zeros before it if the span fills any. Memory
- * that is zero already has no destination (NULL). */
+/* Make `next` the current run, and fill the zeros before it if the span fills any. A
+ * piece that writes nothing has no destination (NULL). */
 static void set_run(run_reader *r, const mls_stored_run *next)
 {
     unsigned char *data = r->span->piece->data;
@@ -270,15 +270,17 @@ static mls_code borrow_buffer(read_worker *w, uint64_t offset, unsigned char **o
 
 /* ---- from a buffer to destinations ---- */
 
-/* Copy the requested bytes of a buffer to their destinations, run by run, and advance the
- * runs. `data` contains bytes `at` .. `at + bytes` of the place. */
+/* Copy the requested bytes of a buffer to their destinations, if any, run by run, and
+ * advance the runs. `data` contains bytes `at` .. `at + bytes` of the place. */
 static void scatter_bytes(read_worker *w, run_reader *r, const unsigned char *data,
                           size_t at, size_t bytes)
 {
     while (r->current.left > 0 && r->current.at < at + bytes) {
         const size_t room = at + bytes - r->current.at;
         const size_t length = r->current.left < room ? r->current.left : room;
-        memcpy(r->current.to, data + (r->current.at - at), length);
+        if (r->current.to != NULL) {
+            memcpy(r->current.to, data + (r->current.at - at), length);
+        }
         w->done += length;
         advance_run(r, length);
     }
@@ -349,7 +351,8 @@ static mls_code read_step(read_worker *w, run_reader *r, size_t at, size_t bytes
                           uint32_t *crc, mls_status *st)
 {
     const uint64_t offset = r->span->piece->shard->offset + at;
-    const bool is_unbuffered = r->current.at == at && r->current.left >= bytes &&
+    const bool is_unbuffered = r->current.to != NULL && r->current.at == at &&
+                               r->current.left >= bytes &&
                                !copies_slowly(r->current.to, offset);
     unsigned char *to = r->current.to;
     mls_code code = is_unbuffered ? MLS_OK : borrow_buffer(w, offset, &to, st);

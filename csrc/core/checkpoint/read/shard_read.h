@@ -53,7 +53,8 @@ typedef struct mls_read_request {
     size_t range_count;
     const mls_read_piece *pieces;
     size_t count;                 /* number of pieces */
-    const mls_crc_kernels *crc;   /* NULL: checksums are not verified */
+    const mls_crc_kernels *crc;   /* NULL: checksums are not verified; all pieces with
+                                     a file have `data` then */
     const mls_codecs *codecs;     /* NULL: compressed shards cannot be read */
     mls_pool *pool;               /* NULL: the calling thread reads */
     const mls_progress *progress; /* NULL: no reports */

@@ -550,6 +550,34 @@ TEST(damage_is_reported_with_its_offset)
     free(got);
 }
 
+/* Without a destination only the checksums are compared: of the blocks of the part, by
+ * one thread or several. */
+TEST(a_piece_without_a_destination_is_compared)
+{
+    enum { BYTES = 17 * BLOCK + 5000 };
+    unsigned char *data = noise(BYTES);
+    REQUIRE(data != NULL);
+    mls_stored_shard shard = store("damaged", data, BYTES);
+    const mls_part part = flat_part(BYTES, 4 * BLOCK, BYTES);
+    const mls_read_piece piece = {.shard = &shard, .to = &part};
+    for (int i = 0; i < 2; i++) {
+        size_t failed = 99;
+        uint64_t read = 0;
+        mls_read_request request = request_of(&piece, 1, i == 0 ? NULL : four_threads);
+        request.read = &read;
+        CHECK(mls_shards_read(&request, &failed, &status) == MLS_OK);
+        CHECK(read == BYTES - 4 * BLOCK);
+        CHECK(put(shard.file, "damage", 6, PAYLOAD + 3 * BLOCK));
+        CHECK(mls_shards_read(&request, &failed, &status) == MLS_OK);
+        CHECK(put(shard.file, "damage", 6, PAYLOAD + 16 * BLOCK));
+        CHECK(mls_shards_read(&request, &failed, &status) == MLS_E_CHECKSUM);
+        CHECK(failed == 0 && status.offset == PAYLOAD + 16 * BLOCK);
+        CHECK(put(shard.file, data, BYTES, PAYLOAD));
+    }
+    drop(&shard);
+    free(data);
+}
+
 /* Of two damaged blocks of one piece the first is reported, in any order of threads. */
 TEST(the_first_damaged_block_is_reported)
 {
