@@ -19,6 +19,15 @@ needs_status = pytest.mark.skipif(
     not Path("/proc/self/status").exists() or "MLSTATE_UNDER_SANITIZER" in os.environ,
     reason="measures resident memory, which only Linux reports and a sanitizer changes",
 )
+counts_reads = pytest.mark.skipif(
+    not Path("/proc/self/io").exists(), reason="counts bytes as Linux does"
+)
+
+
+def bytes_read():
+    """Return the number of bytes that this process has requested from the system by reads."""
+    text = Path("/proc/self/io").read_text(encoding="ascii")
+    return int(text.partition("rchar: ")[2].split()[0])
 
 
 def run(code, *arguments, timeout=120, **variables):

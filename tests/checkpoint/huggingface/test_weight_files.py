@@ -1,7 +1,6 @@
 """Folders of Hugging Face models are read as checkpoints, and a wrong index is refused."""
 
 import json
-import pathlib
 import pickle
 import shutil
 from contextlib import suppress
@@ -9,6 +8,7 @@ from contextlib import suppress
 import numpy as np
 import pytest
 from checkpoint_model import flip_shard, same
+from child import bytes_read, counts_reads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from weight_folder import write_folder, write_index, write_weight_file
@@ -20,7 +20,6 @@ from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.checkpoint._folder.weight_names import is_set, set_files, weights_root
 
 INDEX = "model.safetensors.index.json"
-COUNTS = pathlib.Path("/proc/self/io")
 
 
 def arrays_of(seed=0):
@@ -154,17 +153,13 @@ def test_a_single_file_wins_over_an_index(tmp_path):
 # ---- amounts read ----
 
 
-def read_bytes():
-    return int(COUNTS.read_text().split()[1])
-
-
-@pytest.mark.skipif(not COUNTS.exists(), reason="Linux counts bytes read")
+@counts_reads
 def test_a_rank_reads_little_more_than_its_rows(tmp_path):
     big = np.random.default_rng(0).random((4096, 1024), np.float32)
     folder = write_folder(tmp_path / "m", {"a": big, "b": big[:2048], "c": big[1]}, 2)
-    before = read_bytes()
+    before = bytes_read()
     loaded = mlstate.load(folder, rank=3, world_size=8, layout="rows")
-    count = read_bytes() - before
+    count = bytes_read() - before
     rank_bytes = sum(array.nbytes for array in loaded.model.values())
     assert rank_bytes <= count <= 1.1 * rank_bytes
     np.testing.assert_array_equal(loaded.model["a"], big[1536:2048])

@@ -434,22 +434,16 @@ def test_missing_part_fails_only_if_requested(path):
         mlstate.load(path)
 
 
-def bytes_read():
-    """The number of bytes that this process has requested from the system by reads."""
-    text = Path("/proc/self/io").read_text(encoding="ascii")
-    return int(text.partition("rchar: ")[2].split()[0])
-
-
-@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes as Linux does")
+@child.counts_reads
 @pytest.mark.parametrize("verify", [False, True])
 def test_load_reads_only_requested_bytes(path, verify):
     state = {f"w{i}": random((4096, 1024), seed=i) for i in range(2)}
     mlstate.save(path, state)
-    before = bytes_read()
+    before = child.bytes_read()
     part_of = mlstate.load(path, names="w1", layout=Layout.rows(16), rank=3, verify=verify).model[
         "w1"
     ]
-    read = bytes_read() - before
+    read = child.bytes_read() - before
     assert same({"w": part_of}, {"w": state["w1"][768:1024]})
     blocks = 2 << 20 if verify else 0  # blocks of 1 MiB, one at either end
     assert read <= part_of.nbytes + blocks + 64 * 1024
