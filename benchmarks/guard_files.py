@@ -149,7 +149,10 @@ def loading_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
             partial(mlstate.load_file, path),
         ),
         "verify=False": (partial(np.load, npy), partial(mlstate.load_file, path, verify=False)),
-        "mmap": (partial(np.load, npy, mmap_mode="r"), partial(mlstate.load_file, path, mmap=True)),
+        "mmap": (
+            partial(np.load, npy, mmap_mode="r"),
+            partial(mlstate.load_file, path, mmap=True, verify=False),
+        ),
     }
     if safetensors is not None:
         load = partial(mlstate.load_file, path)
@@ -199,7 +202,10 @@ def loading(root: Path, how: str, nbytes: int, tensors: int) -> Case:
             partial(read_each, simple),
             partial(mlstate.load, mlstate_folder, verify=False),
         ),
-        "mmap": (partial(map_each, simple), partial(mlstate.load, mlstate_folder, mmap=True)),
+        "mmap": (
+            partial(map_each, simple),
+            partial(mlstate.load, mlstate_folder, mmap=True, verify=False),
+        ),
     }
     if how == "into=":
         targets = [touched_state(state) for _ in range(2)]

@@ -181,12 +181,13 @@ def load_file(
     path : str, bytes or os.PathLike
         Safetensors file of any program, with any suffix; `mlstate.load` reads other formats.
     mmap : bool, default False
-        Return read-only arrays over the memory-mapped file. Nothing is copied, pages are read
-        on first access, and the mapping exists as long as any of the arrays. Only the header's
-        checksum is verified, because verifying the tensors would read all of them.
+        Return read-only arrays over the memory-mapped file, which exists as long as any of
+        them. Nothing is copied. With ``verify=False``, or without checksums, nothing but the
+        header is read, and pages are read on first access.
     verify : bool, default True
-        Verify the checksums that `save_file` stores, if the file has them. Pass False to read
-        the remains of a damaged file.
+        Verify the checksums that `save_file` or `checksum` stores, if the file has them, before
+        the arrays are returned. With ``mmap=True`` this reads the file once, in pieces. Pass
+        False to read the remains of a damaged file.
 
     Returns
     -------

@@ -237,13 +237,21 @@ const unsigned char *mlspy_mapping_data(PyObject *capsule)
 }
 
 /* Set `*arrays` to a new dict of read-only arrays over one mapping, which exists as long
- * as any of them. A failure of the core returns its code; after one of Python, returns
- * MLS_OK, and `*arrays` is NULL with an exception set. */
-static mls_code load_mapped(int fd, const mls_safetensors *file, PyObject **arrays,
-                            mls_status *st)
+ * as any of them. The elements are read and compared before, if the file has checksums. A
+ * failure of the core returns its code; after one of Python, returns MLS_OK, and
+ * `*arrays` is NULL with an exception set. */
+static mls_code load_mapped(const mlspy_state *state, int fd, const mls_safetensors *file,
+                            PyObject **arrays, mls_status *st)
 {
     mls_mapping mapping;
-    const mls_code code = mls_mapping_init(&mapping, fd, mls_safetensors_end(file), st);
+    mls_code code = MLS_OK;
+    if (file->has_crc) {
+        MLSPY_WITHOUT_GIL(code = mls_safetensors_read(fd, file, NULL, mlspy_crc(state),
+                                                      state->pool, st));
+    }
+    if (code == MLS_OK) {
+        code = mls_mapping_init(&mapping, fd, mls_safetensors_end(file), st);
+    }
     PyObject *capsule = code == MLS_OK ? mlspy_mapping_capsule(&mapping) : NULL;
     if (capsule != NULL) {
         *arrays = arrays_of(file, mlspy_mapping_data(capsule), capsule);
@@ -291,7 +299,7 @@ static mls_code load_copied(const mlspy_state *state, int fd, const mls_safetens
 
 /* Read a file: returns (arrays, metadata), or only the metadata if `mmap` is NULL; NULL
  * with an exception set. A true `mmap` maps the arrays. A true `verify` compares the
- * checksums of the header, and of elements that are read, if the file has checksums. */
+ * checksums of the header and of the elements, if the file has checksums. */
 static PyObject *load_file(const mlspy_state *state, PyObject *path, PyObject *mmap,
                            PyObject *verify)
 {
@@ -311,7 +319,7 @@ static PyObject *load_file(const mlspy_state *state, PyObject *path, PyObject *m
         code = mls_safetensors_open(text, mlspy_crc(state), verifies, &fd, &file, &st));
     code = code == MLS_OK && mmap != NULL ? mls_safetensors_check(&file, &st) : code;
     if (code == MLS_OK && mmap != NULL) {
-        code = maps ? load_mapped(fd, &file, &arrays, &st)
+        code = maps ? load_mapped(state, fd, &file, &arrays, &st)
                     : load_copied(state, fd, &file, &arrays, &st);
     }
     if (code != MLS_OK) {

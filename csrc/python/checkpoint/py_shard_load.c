@@ -279,8 +279,20 @@ static PyObject *mapped_array(load_job *job, const mls_load_item *item,
                             mlspy_mapping_data(capsule) + offset, capsule);
 }
 
+/* Keep the pieces of part `i`, which is mapped, to compare their checksums: they get no
+ * destination. Without `verify`, or without checksums, its pieces are dropped. */
+static void keep_mapped(load_job *job, size_t i, bool verify, size_t *used)
+{
+    const mls_load_item *item = &job->plan.items[i];
+    if (verify && item->count > 0 &&
+        job->plan.pieces[item->first].shard->crcs != NULL) {
+        mls_load_plan_place(&job->plan, i, NULL, true /* zeroed */);
+        mls_load_plan_keep(&job->plan, i, used);
+    }
+}
+
 /* Create all arrays and return {key: array}; NULL with an exception set. If `maps`,
- * arrays are mapped if possible; these need no reading, so their pieces are removed and
+ * arrays are mapped if possible; of their pieces only those to `verify` are kept, and
  * later ones move down.
  *
  * Each array is added to the dict at once, while both are in the cache. The job holds the
@@ -289,7 +301,8 @@ static PyObject *mapped_array(load_job *job, const mls_load_item *item,
  * read) with destinations after every 64th array; when this returns, the core releases
  * the waiting threads. NULL: no thread waits.
  */
-static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
+static PyObject *make_arrays(load_job *job, bool maps, bool verify,
+                             mls_ready_counter *ready)
 {
     size_t used = 0;
     PyObject *result = PyDict_New(), *capsules = maps ? PyDict_New() : NULL;
@@ -311,6 +324,8 @@ static PyObject *make_arrays(load_job *job, bool maps, mls_ready_counter *ready)
             mls_load_plan_place(&job->plan, i, PyArray_DATA((PyArrayObject *)array),
                                 true /* zeroed */);
             mls_load_plan_keep(&job->plan, i, &used);
+        } else if (array != NULL) {
+            keep_mapped(job, i, verify, &used);
         }
         good = array != NULL && PyDict_SetItem(result, entry->key, array) == 0;
         if (ready != NULL && i % ARRAYS_PER_UPDATE == 0) {
@@ -341,7 +356,7 @@ static bool make_during_read(void *context, mls_ready_counter *ready)
 {
     make_state *m = context;
     mlspy_progress_end(m->progress);
-    m->result = make_arrays(m->job, false, ready);
+    m->result = make_arrays(m->job, false, false, ready);
     mlspy_progress_begin(m->progress);
     return m->result != NULL;
 }
@@ -390,11 +405,12 @@ static int read_all(load_job *job, bool verify, PyObject *callback, PyObject **r
     return mlspy_progress_finish(&progress);
 }
 
-/* Return {key: array} with mapped arrays if possible, the others read by read_all; NULL
- * with an exception set. The arrays are created first, since mapped ones are not read. */
+/* Return {key: array} with mapped arrays if possible, the others read by read_all, which
+ * with `verify` also compares the checksums of the mapped ones; NULL with an exception
+ * set. The arrays are created first, since this decides what is read. */
 static PyObject *map_and_read(load_job *job, bool verify, PyObject *callback)
 {
-    PyObject *result = make_arrays(job, true, NULL);
+    PyObject *result = make_arrays(job, true, verify, NULL);
     if (result != NULL && read_all(job, verify, callback, NULL) < 0) {
         Py_CLEAR(result);
     }
@@ -515,7 +531,7 @@ PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *arg
     if (mlspy_take_count("load", 7, count) == 0 &&
         mlspy_take_bool(args[4], &verify) == 0 && mlspy_take_bool(args[5], &maps) == 0 &&
         load_init(&job, self, args[0], args[1], args[2], args[3]) == 0) {
-        result = job.in_memory ? make_arrays(&job, false, NULL)
+        result = job.in_memory ? make_arrays(&job, false, false, NULL)
                  : maps        ? map_and_read(&job, verify, args[6])
                                : make_and_read(&job, verify, args[6]);
     }

@@ -123,13 +123,13 @@ def write_safetensors_parts(target: Target, parts: Parts) -> None:
         save_file(state, temporary, texts)
 
 
-def read_file(path: Path, *, mmap: bool, checked: bool = True) -> Parts:
+def read_file(path: Path, *, checked: bool) -> Parts:
     """Return the content (`Parts`) of a safetensors file.
 
-    `mmap`: with views of the mapped file. `checked`: compare it with its checksums, if any.
+    `checked`: compare it with its checksums, if any.
     """
-    metadata: dict[str, Any] = dict(load_metadata(path))
-    return split_texts(path, load_file(path, mmap=mmap, verify=checked), metadata)
+    metadata: dict[str, Any] = dict(load_metadata(path, verify=checked))
+    return split_texts(path, load_file(path, verify=checked), metadata)
 
 
 def split_texts(path: Path | str, state: StateDict, metadata: dict[str, Any]) -> Parts:

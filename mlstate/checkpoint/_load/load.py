@@ -312,11 +312,13 @@ def load(
         must have the saved length. All objects are restored before the arrays, or none: if one
         refuses its state, those before it get their old states back, and no array is changed.
     mmap : bool, default False
-        Return read-only arrays over memory-mapped files: data is read on first access. Tensors
-        whose part spans several shards, or a sparse or compressed one, are assembled in new memory.
+        Return read-only arrays over memory-mapped files. Tensors whose part spans several shards,
+        or a sparse or compressed one, are assembled in new memory. With ``verify=False``, data is
+        read on first access.
     verify : bool or "first", default True
-        Verify checksums while reading. Mapped arrays are not verified. With ``"first"``, the whole
-        checkpoint is read and verified before anything is loaded.
+        Verify checksums while reading. With ``mmap=True``, the requested bytes are read once, in
+        pieces, and compared before the arrays are returned. With ``"first"``, the whole checkpoint
+        is read and verified before anything is loaded.
     missing : {"skip", "zeros", "error"}, default "skip"
         How to treat optimizer states that the checkpoint lacks: leave them out, make them zeros, or
         raise. A parameter lacks a state if another parameter has it with that parameter's shape. If

@@ -54,7 +54,7 @@ def has_optimizer(path: str) -> bool:
     file that holds only a rank's parts.
     """
     try:
-        texts = _core.file_metadata(path, True)
+        texts = _core.file_metadata(path, False)
     except MLStateError:
         return False
     refuse_part(Path(path), texts)
@@ -119,7 +119,7 @@ def read_whole(path: str, name: str, checked: bool, selection: Selection | None 
     with store_errors(path):
         os.stat(path)  # a missing path raises FileNotFoundError for every format
         if name == "safetensors":
-            return chosen.apply(read_file(place, mmap=False, checked=checked), place)
+            return chosen.apply(read_file(place, checked=checked), place)
         if checked:
             require_unchanged(path)
         return chosen.apply(_READERS[name](place, chosen), place)

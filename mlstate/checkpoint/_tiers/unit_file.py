@@ -24,7 +24,6 @@ from ..._sharding.layout import Layout, Shard, Tier
 from ...distributed._byte_ranges import array_of, dtype_of
 from ...errors import FormatError, MLStateError, StoreError
 from ...state._state_dict import StateDict
-from .._files.safetensors_verify import verify_file
 from .._folder.names import SECTIONS as ALL_SECTIONS
 from .backend import TierBackend
 
@@ -253,13 +252,19 @@ def _bytes_of(array: Any) -> Any:
     return array.reshape(-1).view(np.uint8)
 
 
+def _map_file(path: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the arrays of a unit's file as views of it, and its texts; the header is verified."""
+    texts = _core.file_metadata(path, True)
+    return _core.file_load(path, True, False)[0], texts
+
+
 def _is_stored(path: str, stored: Iterable[tuple[str, Any]], text: str) -> bool:
     """Return whether the unit's file `path` has the arrays `stored` and the description `text`.
 
     `stored`: pairs of name and array. Returns False if the file is damaged or cannot be read.
     """
     with suppress(MLStateError, ImportError):
-        arrays, texts = _core.file_load(path, True, True)  # mapped, verified
+        arrays, texts = _map_file(path)
         expected = {name: _bytes_of(array) for name, array in stored}
         if texts.get(KEY) == text and all(array is not None for array in expected.values()):
             actual = {name: _bytes_of(array) for name, array in arrays.items()}
@@ -283,8 +288,6 @@ def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
     have the unit's arrays, StoreError if it cannot be read; all have the unit's name.
     """
     try:
-        if mmap:
-            _verify(path)
         arrays, texts = _core.file_load(path, mmap, True)  # verified
         if _read_description(texts, path)["unit"] != unit.name:
             raise _format_error(path, "is the file of another unit")
@@ -305,17 +308,6 @@ def read_unit(path: str, unit: Unit, *, mmap: bool = False) -> list[Any]:
             )
         arrays_read.append(array)
     return arrays_read
-
-
-def _verify(path: str) -> None:
-    """Read all of a unit's file; raise ChecksumError for its first damaged block."""
-    report, _ = verify_file(path)
-    for problem in report.problems:
-        error = _core.ChecksumError(
-            f"{os.path.basename(path)}: {problem.name!r} at byte {problem.offset}: {problem.text}"
-        )
-        error.path, error.offset = path, problem.offset
-        raise error
 
 
 def _format_error(path: str, text: str) -> FormatError:
@@ -365,7 +357,7 @@ def open_unit(path: str) -> Unit:
 
     Raises FormatError if the file is not the one of its unit.
     """
-    arrays, texts = _core.file_load(path, True, True)  # mapped, verified
+    arrays, texts = _map_file(path)
     description = _read_description(texts, path)
     try:
         unit = Unit(description["unit"], Tier.COLD)

@@ -123,11 +123,12 @@ def read_prompt(
 ) -> PromptFile:
     """Return the content of the file at `path`, with arrays of NumPy.
 
-    `verify`: compare checksums. `mmap`: map the arrays instead of reading them. `remedy`: option of
-    the caller that reads a file without checking it, for the ChecksumError.
+    `verify`: compare checksums. `mmap`: map the arrays instead of reading them, and compare only
+    the header. `remedy`: option of the caller that reads a file without checking it, for the
+    ChecksumError.
     """
     try:
-        arrays = load_file(path, mmap=mmap, verify=verify)
+        arrays = load_file(path, mmap=mmap, verify=verify and not mmap)
         texts = load_metadata(path, verify=verify)
     except ChecksumError as error:
         if error.name is None:  # of the header; damaged arrays are no work of mlx-lm

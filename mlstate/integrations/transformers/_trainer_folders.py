@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.atomic_file import Target, new_path
 from ..._common.text import steps_text
-from ..._safetensors import load_file, save_file
+from ..._safetensors import load_metadata, save_file
 from ...checkpoint._folder.local import LocalFolder
 from ...errors import CheckpointWarning, MLStateError
 
@@ -100,7 +100,7 @@ def _has_weights(folder: Path) -> bool:
             names = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
             files += [folder / name for name in set(names.values())]
         for file in files:
-            load_file(file, mmap=True)
+            load_metadata(file)  # raises unless the header describes the whole file
     except (AttributeError, LookupError, MLStateError, OSError, TypeError, ValueError):
         return False
     return bool(files) or any(any(folder.glob(name)) for name in _OTHER_WEIGHTS)
