@@ -270,7 +270,7 @@ def _verify(arguments: argparse.Namespace) -> _Outcome:
         raise ValueError("--names cannot be used with --repair or --all-steps")
     number = number_of_step(path, arguments.step, arguments)
     source = None
-    with suppress(FormatError):  # what is not recognized may have checksums, and be verified
+    with suppress(FormatError):  # unrecognized content may have checksums, and be verified
         source = find(path, number)
     if arguments.all_steps:
         if not isinstance(source, IndexedSource) or source.format != "mlstate":
