@@ -14,7 +14,7 @@ from ..._common.file_kinds import (
     kind_of_folder,
 )
 from ..._common.store_error import format_error, store_error
-from ...errors import FormatError
+from ...errors import FormatError, MLStateError
 from .._folder.local import LocalFolder
 from .._folder.names import SECTIONS
 from .._folder.weight_names import TORCH_SUFFIX, is_index, weights_root
@@ -104,11 +104,10 @@ def _open_folder(path: str, format: str | None) -> Source:
     is_own = "index" in names and not set(SECTIONS).isdisjoint(names)
     if format == "mlstate" or is_own or ("roots" in names and files.list_roots()):
         return IndexedSource(files)  # the manifest alone is missing
-    root = weights_root(names, folder=path) if format in (None, "huggingface") else None
-    if root is not None:
-        return (StepSource if has_entries(names) else HuggingFaceSource)(files, root)
-    if format in (None, "huggingface") and weights_root(names, TORCH_SUFFIX, folder=path):
-        return whole_source(path, "huggingface")
+    if format in (None, "huggingface"):
+        source = _weights_in(files, names)
+        if source is not None:
+            return source
     layout = find_layout(names)
     known = format or ("dcp" if ".metadata" in names else layout and layout.name)
     if known is not None:
@@ -116,8 +115,23 @@ def _open_folder(path: str, format: str | None) -> Source:
     snapshot = hub_snapshot(path)
     if snapshot is not None:
         return _open_folder(snapshot, format)
+    raise _folder_refusal(path, names)
+
+
+def _weights_in(files: CheckpointFiles, names: list[str]) -> Source | None:
+    """Return the source of the weights in a Hugging Face folder with these names; None without."""
+    root = weights_root(names, folder=files.path)
+    if root is not None:
+        return (StepSource if has_entries(names) else HuggingFaceSource)(files, root)
+    if weights_root(names, TORCH_SUFFIX, folder=files.path):
+        return whole_source(files.path, "huggingface")
+    return None
+
+
+def _folder_refusal(path: str, names: list[str]) -> MLStateError:
+    """Return the error for a folder with these names, which mlstate does not read."""
     kind = kind_of_folder(names)
     if kind is not None and kind.name != "unknown folder":
-        raise _refusal(path, kind)
+        return _refusal(path, kind)
     text = "it is empty" if kind is None else kind.sentence
-    raise store_error(FileNotFoundError(2, text), "cannot read the checkpoint", path)
+    return store_error(FileNotFoundError(2, text), "cannot read the checkpoint", path)
