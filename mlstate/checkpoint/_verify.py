@@ -350,7 +350,7 @@ def _verify_path(
         source.verify(report, progress)
         return report
     source.uncached()
-    report = VerifyReport(source.files.path)
+    report = VerifyReport(source.path)
     if listed is not None:
         _verify_names(source, listed, report, progress)
         return report

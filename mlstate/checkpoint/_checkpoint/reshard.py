@@ -117,7 +117,7 @@ def _open_both(
     urls = [is_url(path) for path in (source, target)]
     options = [storage_options if url or not any(urls) else None for url in urls]
     old, new = open_source(source, options[0], choice), open_files(target, options[1])
-    if not isinstance(old, IndexedSource):
+    if not isinstance(old, IndexedSource) or not old.has_index:
         raise ValueError(
             f"{old.path}: the format {old.format} has no index of its tensors: convert it by "
             "mlstate convert first, and reshard the result"

@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.arrays import is_torch
 from ..._common.backend import TensorBackend, torch_backend
+from ..._common.caller import find_caller
 from ..._common.file_checksums import require_unchanged
 from ...state._state_dict import StateDict
 from .._files.parts import Parts
-from .._layouts.lightning import checkpoint_of, read_ckpt, split_checkpoint, write_ckpt
+from .._layouts.lightning import STATE, checkpoint_of, read_ckpt, split_checkpoint, write_ckpt
 from .._options import complete_save_options
 from .._save.save_root import save_root
 from .._sources.readers import store_errors
+from .._states.modules import split_entries
 from .read_write import CheckpointTarget
 
 if TYPE_CHECKING:
@@ -56,9 +58,20 @@ def convert_lightning(
         with store_errors(Path(target.path)):
             assert not isinstance(source, Path)
             checkpoint = checkpoint_of(source, "the source")
+            _warn_of_rest(source)
             write_ckpt(target, checkpoint)
     tensors = [value for value in checkpoint.get("state_dict", {}).values() if is_torch(value)]
     return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
+
+
+def _warn_of_rest(source: LoadedState) -> None:
+    """Warn of what a folder that Lightning did not save holds beside the weights."""
+    names = [*(["optimizer"] if source.optimizer else []), *sorted(split_entries(source.states)[0])]
+    if names and STATE not in source.states:
+        find_caller().warn(
+            f"not converted: {', '.join(names)}; only the weights of a folder that Lightning did "
+            "not save become a checkpoint of Lightning"
+        )
 
 
 def read_whole_lightning(path: Path) -> Parts:

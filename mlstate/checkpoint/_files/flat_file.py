@@ -199,11 +199,11 @@ def read_npz_parts(path: Path) -> Parts:
     """
     from .npz import find_lost_dtypes, read_npz
 
-    arrays, record = read_npz(path)
+    arrays, record, refused = read_npz(path)
     metadata = record.get("metadata", {})
     if not isinstance(metadata, dict):
         raise _description_error(path, "the metadata are not a JSON object")
     state = _restore_state(path, arrays, record.get("kind"))
-    errors = find_lost_dtypes(path, arrays)
+    errors = {**find_lost_dtypes(path, arrays), **refused}
     unreadable = {MODEL: errors} if errors else {}
     return Parts(*_split_state(path, state, record), metadata, {}, {}, unreadable)

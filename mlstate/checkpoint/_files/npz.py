@@ -95,20 +95,23 @@ def _write_member(archive: zipfile.ZipFile, name: str, array: NDArray) -> None:
         np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
 
 
-def read_npz(path: str | os.PathLike[str]) -> tuple[dict[str, NDArray], dict[str, Any]]:
+def read_npz(
+    path: str | os.PathLike[str],
+) -> tuple[dict[str, NDArray], dict[str, Any], dict[str, MLStateError]]:
     """Read arrays by name, and the record of `write_npz`, {} for files of other programs.
 
-    Object arrays are refused, because they are pickles. Raises FormatError for a damaged file.
+    The third result has the errors of arrays of objects, which are pickles. Raises FormatError for
+    a damaged file.
     """
     try:
         with open_regular(path) as file, zipfile.ZipFile(file) as archive:
-            arrays = _read_members(archive, path)
+            arrays, refused = _read_members(archive, path)
     except (zipfile.BadZipFile, NotImplementedError) as error:
         raise _damage_error(path, None, error) from None
     record: dict[str, object] = {}
     if RECORD in arrays:
         record = _parse_record(path, arrays.pop(RECORD))
-    return _restore_names(path, arrays, record), record
+    return _restore_names(path, arrays, record), record, refused
 
 
 def _damage_error(path: str | os.PathLike[str], name: str | None, reason: object) -> FormatError:
@@ -119,13 +122,20 @@ def _damage_error(path: str | os.PathLike[str], name: str | None, reason: object
     return error
 
 
-def _read_members(archive: zipfile.ZipFile, path: str | os.PathLike[str]) -> dict[str, NDArray]:
-    """Return the arrays of the archive by name, without ``.npy``.
+class _ObjectsError(Exception):
+    """An array holds Python objects, which are pickles."""
+
+
+def _read_members(
+    archive: zipfile.ZipFile, path: str | os.PathLike[str]
+) -> tuple[dict[str, NDArray], dict[str, MLStateError]]:
+    """Return the arrays of the archive by name, without ``.npy``, and errors of refused ones.
 
     Raises FormatError if one is damaged, appears twice, or claims more bytes than deflate could
     have compressed; `path` is for this error.
     """
     arrays: dict[str, NDArray] = {}
+    refused: dict[str, MLStateError] = {}
     for info in archive.infolist():
         name = info.filename.removesuffix(_SUFFIX)
         if name == info.filename:
@@ -140,11 +150,14 @@ def _read_members(archive: zipfile.ZipFile, path: str | os.PathLike[str]) -> dic
                 arrays[name] = _read_array(member, info.file_size)
         except MemoryError:
             raise
+        except _ObjectsError:
+            text = "holds Python objects, which mlstate does not load"
+            refused[name] = _damage_error(path, name, text)
         except Exception as error:  # each codec raises its own class, such as zlib.error
             if getattr(error, "errno", None) is not None:  # of the disk; bz2 raises one without
                 raise
             raise _damage_error(path, name, error) from None
-    return arrays
+    return arrays, refused
 
 
 def _read_array(member: IO[bytes], size: int) -> NDArray:
@@ -158,7 +171,7 @@ def _read_array(member: IO[bytes], size: int) -> NDArray:
         raise ValueError(f"version {version} of .npy is not known")
     shape, _, dtype = getattr(np.lib.format, readers[version])(member)
     if dtype.hasobject:
-        raise ValueError("holds Python objects, which mlstate does not load")
+        raise _ObjectsError
     if math.prod(shape) * dtype.itemsize > size - member.tell():
         raise ValueError(f"shape {shape} of {dtype} does not fit {size} bytes")
     member.seek(0)
@@ -243,7 +256,7 @@ def restore_lost_dtypes(parts: Parts, dtype: str) -> Parts:
     errors, model = dict(parts.unreadable.get("model", {})), parts.model
     if dtype != "bfloat16" or model is None:
         return parts
-    for name in list(errors):
+    for name in errors.keys() & model.keys():
         if model[name].dtype.itemsize == _BFLOAT16_BYTES:
             model[name] = model[name].view(stored_dtype(dtype))
             del errors[name]

@@ -161,7 +161,7 @@ def plan_load(
     if step is not None and root != MANIFEST:
         raise ValueError("step= and root= both choose the checkpoint: pass only one of them")
     source = open_source(path, storage_options, (step, monitor, mode))
-    if not isinstance(source, IndexedSource):
+    if not isinstance(source, IndexedSource) or not source.has_index:
         raise ValueError(f"{source.path}: a load of the format {source.format} reads all of it")
     if root != MANIFEST:
         source = IndexedSource(source.files, root)

@@ -31,6 +31,7 @@ class IndexedSource:
 
     format = "mlstate"
     is_mapped = False
+    has_index = True  # of all its tensors
     saved: Mapping[str, Any] = MappingProxyType({})  # nothing is in memory
 
     def __init__(

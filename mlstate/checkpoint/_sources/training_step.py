@@ -70,6 +70,8 @@ class StepIndex:
 class StepSource(HuggingFaceSource):
     """The weights of a folder, and its optimizer, named states and metadata; see `Source`."""
 
+    has_index = False
+
     def __init__(self, files: CheckpointFiles, root: str, manifest: Manifest | None = None) -> None:
         """Create the source of a local folder; nothing is read."""
         super().__init__(files, root, manifest)

@@ -204,7 +204,7 @@ def test_any_names_survive(tmp_path_factory, names):
     path = tmp_path_factory.mktemp("npz") / "x.npz"
     arrays = {name: np.full(1, i) for i, name in enumerate(names)}
     write_npz(Target.of(path), arrays, {})
-    loaded, record = read_npz(path)
+    loaded, record, _ = read_npz(path)
     assert {name: int(array[0]) for name, array in loaded.items()} == {
         name: int(array[0]) for name, array in arrays.items()
     }

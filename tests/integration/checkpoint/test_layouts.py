@@ -437,8 +437,13 @@ def test_a_step_of_a_trainer_is_read(tmp_path):
     assert parts.step == 2 and parts.metadata["max_steps"] == 2
     assert sorted(parts.states) == ["rng_state", "scheduler"]
     assert parts.states["scheduler"]["last_epoch"] == 2
+    with pytest.raises(ValueError, match="convert it"):
+        mlstate.checkpoint.reshard(folder, tmp_path / "cut", layout="rows", world_size=2)
+    with pytest.raises(ValueError, match="reads all of it"):
+        mlstate.checkpoint.plan_load(folder)
     converted = mlstate.load(convert(folder, tmp_path / "own"))
     assert converted.step == 2 and sorted(converted.states) == ["rng_state", "scheduler"]
+    assert main(["diff", str(folder), str(tmp_path / "own")]) == 0
 
 
 def test_generators_of_all_ranks_are_demanded(tmp_path):

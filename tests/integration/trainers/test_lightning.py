@@ -554,8 +554,10 @@ def test_checkpoints_convert_to_and_from_files(tmp_path, job, callbacks, capsys)
     assert main(["convert", str(tmp_path / "w.safetensors"), str(tmp_path / "w.ckpt")]) == 2
     assert "convert the source to a folder first" in capsys.readouterr().err
     # weights that Lightning did not save
-    mlstate.save(tmp_path / "other", dict(module.state_dict()), step=3)
+    moments = {"w.m": np.ones(2)}
+    mlstate.save(tmp_path / "other", dict(module.state_dict()), moments, step=3)
     assert main(["convert", str(tmp_path / "other"), str(tmp_path / "w.ckpt")]) == 0
+    assert "not converted: optimizer" in capsys.readouterr().err
     weights = job.Module.load_from_checkpoint(tmp_path / "w.ckpt").state_dict()
     assert all(map(torch.equal, weights.values(), module.state_dict().values()))
 
