@@ -182,18 +182,6 @@ class VerifyReport:
         """
         return self.is_loadable
 
-    def refuse(self, error: MLStateError, name: str) -> None:
-        """Note that a load of the file `name` raises `error`.
-
-        It is damage if a file is missing, and else unless all bytes match the file's own checksums,
-        or the error is that the content is of a kind that `load` refuses.
-        """
-        is_intact = self.checksums and not isinstance(error, StoreError)
-        if is_intact or isinstance(error, CompatibilityError):
-            self.refusal = str(error)
-        else:
-            self.problems.append(file_problem("unreadable", name, str(error)))
-
     def _rows(self) -> list[list[str]]:
         """Return a row of texts for each problem, in `_HEADERS` columns."""
         return [
@@ -223,3 +211,16 @@ class VerifyReport:
         from ._pages.html import report_html
 
         return report_html(self._title(), self)
+
+
+def note_refusal(report: VerifyReport, error: MLStateError, name: str) -> None:
+    """Note in `report` that a load of the file `name` raises `error`.
+
+    It is damage if a file is missing, and else unless all bytes match the file's own checksums,
+    or the error is that the content is of a kind that `load` refuses.
+    """
+    is_intact = report.checksums and not isinstance(error, StoreError)
+    if is_intact or isinstance(error, CompatibilityError):
+        report.refusal = str(error)
+    else:
+        report.problems.append(file_problem("unreadable", name, str(error)))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import MLStateError
 from .._files.parts import Selection
 from .._layouts.training_step import METADATA, step_entries
+from .._report import note_refusal
 from .readers import read_beside
 from .verify_zip import verify_files
 from .weights import HuggingFaceSource
@@ -152,4 +153,4 @@ class StepSource(HuggingFaceSource):
             try:
                 _ = self._others.index
             except MLStateError as error:
-                report.refuse(error, self.root)
+                note_refusal(report, error, self.root)

@@ -28,6 +28,7 @@ from .._folder.local import LocalFolder
 from .._folder.names import SECTIONS
 from .._layouts.deepspeed import step_folder
 from .._quantized.pairs import refuse_quantized_state
+from .._report import note_refusal
 from .._sections import OPTIMIZER, STATES
 from .._states.collect import add_entries, take_states
 from .._states.modules import split_entries
@@ -442,7 +443,7 @@ class WholeSource:
             if not report.problems:
                 self.parts.refuse_unreadable((MODEL, OPTIMIZER_PART))
         except MLStateError as error:
-            report.refuse(error, os.path.basename(self.path))
+            note_refusal(report, error, os.path.basename(self.path))
 
 
 def _array_of(key: str, value: Any, path: str) -> Any:
