@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._common.backend import torch_backend
+from ..._common.file_checksums import require_unchanged
 from ..._safetensors import load_file
 from .._files.backend import PtBackend
 from .._files.parts import STATES, Parts
@@ -58,25 +59,27 @@ def step_entries(names: Collection[str]) -> dict[str, list[str]]:
 
 
 def read_step_entries(
-    folder: Folder, names: Collection[str], selection: Selection
+    folder: Folder, names: Collection[str], selection: Selection, *, checked: bool
 ) -> tuple[Parts, list[str]]:
     """Read the training entries of a Hugging Face folder; the model is None.
 
     Also return the names of files that mlstate does not read. `names`: of all files of the folder.
-    Only the entries of `selection` are read. Raises CompatibilityError if a rank's file is
-    missing, FormatError for damage.
+    Only the entries of `selection` are read. `checked`: compare files with checksums. Raises
+    CompatibilityError if a rank's file is missing, FormatError for damage.
     """
     entries = step_entries(names)
     if not entries and METADATA not in names:
         return Parts(None, None, {}, {}), []
     path = Path(folder.path)
     tree = {
-        entry: _read_entry(path, entry, files)
+        entry: _read_entry(path, entry, files, checked)
         for entry, files in entries.items()
         if selection.takes(entry)
     }
     parts = sort_entries(tree, path, is_divided=True)
     if METADATA in names:
+        if checked:
+            require_unchanged(str(path / METADATA))
         parts = parts._replace(metadata={**_read_metadata(path / METADATA), **parts.metadata})
     used = {name for files in entries.values() for name in files}
     unread = [
@@ -91,7 +94,7 @@ def read_step_entries(
     return parts._replace(model=None, unreadable=errors), unread
 
 
-def _read_entry(path: Path, entry: str, files: list[str]) -> Any:
+def _read_entry(path: Path, entry: str, files: list[str], checked: bool) -> Any:
     """Return the value of an entry; of several ranks, a list with one item for each."""
     if entry in ("random_states", "rng_state") and len(files) > 1:
         for rank, name in enumerate(files):
@@ -101,12 +104,17 @@ def _read_entry(path: Path, entry: str, files: list[str]) -> Any:
                 )
     elif len(files) > 1:
         raise refusal(path, f"has {entry!r} twice: {', '.join(files)}")
-    backend = torch_backend("files of torch", PtBackend)
-    values = [
-        dict(load_file(path / name)) if name.endswith(SUFFIX) else backend.read_tree(path / name)
-        for name in files
-    ]
+    values = [_read_value(path / name, checked) for name in files]
     return values if len(values) > 1 else values[0]
+
+
+def _read_value(path: Path, checked: bool) -> Any:
+    """Return the content of one file; `checked`: compare it with its checksums, if any."""
+    if path.suffix == SUFFIX:
+        return dict(load_file(path, verify=checked))
+    if checked:
+        require_unchanged(str(path))
+    return torch_backend("files of torch", PtBackend).read_tree(path)
 
 
 def _read_metadata(path: Path) -> dict[str, Any]:

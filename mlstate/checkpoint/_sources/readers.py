@@ -75,18 +75,19 @@ def _read_torch_weights(path: Path, selection: Selection) -> Parts:
     root = path.name if is_index(path.name) else torch_weights_root(folder)
     assert root is not None
     model = read_torch_weights(folder, root)
-    return read_beside(str(path), selection)._replace(model=model)
+    return read_beside(str(path), selection, checked=False)._replace(model=model)
 
 
-def read_beside(path: str, selection: Selection) -> Parts:
+def read_beside(path: str, selection: Selection, *, checked: bool) -> Parts:
     """Return the entries beside the weights of a local folder; the model is None.
 
     They are those of accelerate or of a Trainer's step. A warning names files that are not read.
+    `checked`: compare their files with checksums; False: unverified, or compared before.
     """
     if not os.path.isdir(path):
         return Parts(None, None, {}, {})
     folder = LocalFolder(path)
-    parts, unread = read_step_entries(folder, folder.names(""), selection)
+    parts, unread = read_step_entries(folder, folder.names(""), selection, checked=checked)
     if unread:
         find_caller().warn(f"{path}: files that are not read: {listed(unread)}")
     return parts

@@ -80,7 +80,7 @@ class StepSource(HuggingFaceSource):
         self._needs_others = True
 
     def _read_others(self, checked: bool, selection: Selection | None) -> Parts:
-        return read_beside(self.path, selection or Selection())
+        return read_beside(self.path, selection or Selection(), checked=checked)
 
     def check(self, options: LoadOptions) -> None:
         """Raise ValueError for options that the entries beside the weights do not support."""
@@ -88,8 +88,9 @@ class StepSource(HuggingFaceSource):
         into = options["into"]
         take = getattr(into, "get", lambda name: getattr(into, name, None))
         self._needs_others = into is None or any(map(take, ("optimizer", "states")))
-        if self._needs_others and not options["mmap"]:
-            self._others.check(options | {"verify": True})
+        if self._needs_others:  # these are read into memory, and compared before, in any case
+            is_verified = bool(options["verify"])
+            self._others.check(options | {"mmap": False, "verify": is_verified})
 
     @property
     def saved(self) -> Mapping[str, Any]:  # type: ignore[override]
