@@ -277,7 +277,8 @@ def verify(
     ------
     ValueError
         `repair` is true for files of another program, which have no older step, or together with
-        `names`; or `names` are given for a file that is read as a whole (``.npz``, ``.pt``).
+        `names` or `step`; or `names` are given for a file that is read as a whole (``.npz``,
+        ``.pt``).
     FormatError
         The file or folder is in a format that mlstate does not read.
     TensorNotFoundError
@@ -330,7 +331,8 @@ def _verify_path(
 ) -> VerifyReport:
     """Verify a path as `verify` does; `choice`: step, monitor and mode, `listed`: checked names."""
     is_internal = isinstance(path, RootPath) or is_source(path)
-    if not is_internal and not is_url(path) and choice == (None, None, None) and not repair:
+    is_plain = choice == (None, None, None) and storage_options is None and not repair
+    if not is_internal and not is_url(path) and is_plain:
         report = _verify_local(local_folder(path), progress) if listed is None else None
         if report is not None:
             return report
@@ -349,6 +351,11 @@ def _verify_path(
             raise ValueError(f"{source.path} is verified as a whole: leave out names")
         source.verify(report, progress)
         return report
+    if repair and source.root != MANIFEST:
+        raise ValueError(
+            f"{source.path}: a repair is of the newest checkpoint, and a step was chosen: call "
+            "mlstate.verify with repair=True and the folder, without step="
+        )
     source.uncached()
     report = VerifyReport(source.path)
     if listed is not None:

@@ -1,4 +1,4 @@
-"""Checks of `rank=`, `world_size=`, `layout=`, `cast=`, `device=` of a load."""
+"""Checks of `rank=`, `world_size=`, `layout=`, `cast=`, `device=`, `strict=` of a load."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..._sharding.layout import Cutting, Layout, steps_of
 
 if TYPE_CHECKING:
     from ...collectives import ProcessGroup
+    from .._options import LoadOptions
 
 
 def ranks_of(
@@ -47,6 +48,21 @@ def ranks_of(
     if isinstance(layout, Layout) and layout.parts != world_size:
         raise ValueError(f"{layout!r} has {layout.parts} parts for {world_size} ranks")
     return steps, rank, world_size
+
+
+def refuse_without_target(options: LoadOptions) -> None:
+    """Raise ValueError for options about targets of ``into=`` that are not given."""
+    into, missing = options["into"], options["missing"]
+    if into is None and not options["strict"]:
+        raise ValueError(
+            "strict=False concerns the names of the targets in into=, which is not given: leave it "
+            "out"
+        )
+    take = getattr(into, "get", lambda name: getattr(into, name, None))
+    if into is not None and missing != "skip" and take("optimizer") is None:
+        raise ValueError(
+            f"missing={missing!r} concerns the optimizer in into=, which is not given: leave it out"
+        )
 
 
 def checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:

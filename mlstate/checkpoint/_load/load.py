@@ -30,7 +30,7 @@ from .._states.restore import apply_all, undo_all
 from .._store.checkpoint_files import TRIES
 from .._store.name_globs import listed_names
 from .._store.open_path import RootPath
-from .arguments import checked_cast, checked_device, ranks_of
+from .arguments import checked_cast, checked_device, ranks_of, refuse_without_target
 from .group_names import names_elsewhere, target_names
 from .loader import Loader, LoadRequest
 from .targets import check_into, find_targets, prepare
@@ -230,6 +230,7 @@ def check_request(options: LoadOptions) -> LoadRequest:
             raise ValueError(
                 "mmap=True returns views of the files and cannot fill into=: pass only one of them"
             )
+    refuse_without_target(options)
     # by the user's arguments: `group` sets rank and world size later
     by_target = layout is None and rank is None and world_size is None
     if group is not None:
@@ -282,7 +283,8 @@ def load(
     names : str or iterable of str, optional
         Tensors to load. Each name is a parameter (selects its optimizer states too), a layer
         (selects everything below it), or one tensor. An exact name wins, even ``"w[0]"``; any other
-        string is a glob such as ``"layers.*.weight"``.
+        string is a glob such as ``"layers.*.weight"``. Named states are then left out, except those
+        in `into`.
     rank, world_size : int, optional
         Load only the part of one rank. Without `layout`, tensors are cut as they were saved, for
         `world_size` ranks; tensors that were saved whole are loaded whole, with a
@@ -379,7 +381,8 @@ def load(
         a Hugging Face folder is quantized by a method whose values mlstate cannot compute.
     TypeError, ValueError
         A torch object in `into` is refused for one of the reasons of `save`, or arrays of `into`
-        are read-only or overlap without being the same array. `into` is unchanged.
+        are read-only or overlap without being the same array. `into` is unchanged. Or one argument
+        concerns another that is not given, or they exclude each other.
     MLStateError
         A device failed during the copy to a tensor of `into` on it; the message names the tensor.
         The content of `into` is then undefined, also with ``verify="first"``.

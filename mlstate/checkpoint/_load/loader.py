@@ -306,8 +306,17 @@ class Loader:
         return {str(name) for group in groups for name in group.get("params", ())}
 
     def refuse_lacking(self, names: list[list[str]]) -> None:
-        """With ``missing="error"``, raise if the checkpoint lacks optimizer states."""
-        lacking = list(self.lacking(names)) if self.options["missing"] == "error" else []
+        """With ``missing="error"``, raise if the checkpoint lacks optimizer states.
+
+        Raises ValueError for any ``missing=`` if it has no model, whose parameters tell this.
+        """
+        missing = self.options["missing"]
+        if missing != "skip" and self.manifest.model is None:
+            raise ValueError(
+                f"{self.folder}: missing={missing!r} concerns an optimizer's states of the model's "
+                "parameters, and no model is stored: leave it out"
+            )
+        lacking = list(self.lacking(names)) if missing == "error" else []
         if lacking:
             raise names_error(lacking, [], [], self.folder)
 

@@ -51,10 +51,15 @@ def open_source(
     files = getattr(path, "files", None)  # of an internal caller's source or root
     if files is not None and only_local is not None:
         require_local(files.folder, *only_local)
-    if is_source(path):
-        return path.fresh()
-    if isinstance(path, RootPath) and storage_options is None:
-        return _chosen(IndexedSource(path.files, path.root, path.manifest), choice)
+    is_root = isinstance(path, RootPath)
+    if is_root or is_source(path):
+        source = IndexedSource(path.files, path.root, path.manifest) if is_root else path.fresh()
+        if choice != _NO_CHOICE or storage_options is not None:
+            raise ValueError(
+                f"{source.path}: this checkpoint is open, and its step is chosen: pass step=, "
+                "monitor=, mode= and storage_options= with the path"
+            )
+        return source
     folder = open_folder(path, storage_options, reads=True)
     if only_local is not None:
         require_local(folder, *only_local)
