@@ -13,10 +13,10 @@ from .._common.arrays import copy_of
 from .._common.text import printable
 from ..checkpoint._checkpoint.checkpoint import TensorRecord
 from ..checkpoint._convert.lightning import read_whole_lightning
+from ..checkpoint._convert.read_write import read_parts
 from ..checkpoint._diff import Settings, diff_settings, list_entries
 from ..checkpoint._folder.names import SECTIONS
 from ..checkpoint._sources.indexed import IndexedSource
-from ..checkpoint._sources.whole import WholeSource
 from ..checkpoint._states.collect import take_states
 from ..checkpoint._states.tree import encode
 from ..checkpoint._store.checkpoint_files import TRIES
@@ -251,12 +251,11 @@ def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
     paths.
     """
     source = find(path, step)
-    if isinstance(source, IndexedSource):
+    if isinstance(source, IndexedSource) and source.has_index:
         return _CheckpointSide(source)
-    assert isinstance(source, WholeSource)
-    is_lightning = source.format == "lightning"
-    parts = read_whole_lightning(Path(source.path)) if is_lightning else source.parts
-    return _FileSide(source.path, parts.refuse_unreadable())
+    if source.format == "lightning":
+        return _FileSide(source.path, read_whole_lightning(Path(source.path)).refuse_unreadable())
+    return _FileSide(source.path, read_parts(source))
 
 
 def _sides(first: tuple[str, int | None], second: tuple[str, int | None]) -> list[Any]:
