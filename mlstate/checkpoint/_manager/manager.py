@@ -251,7 +251,7 @@ class CheckpointManager:
             under_way._settle()
             self._under_way = None
             saved = under_way._job.result
-            if saved is not None and saved.manifest is not None:
+            if isinstance(saved, RootPath) and saved.manifest is not None:
                 self._warn_if_unchanged(saved.manifest, under_way._job.target.rank)
 
     def __repr__(self) -> str:
@@ -831,14 +831,13 @@ class CheckpointManager:
         >>> manager.restore(1).model["w"]
         array([1., 1.])
         """
-        checkpoint = self.checkpoint(step)
+        root, manifest = read_step(self._checkpoints, self._number_of(step))
         try:
-            path = RootPath(self._checkpoints, checkpoint._source.root, checkpoint._manifest)
-            state = load(path, **options)
+            state = load(RootPath(self._checkpoints, root.path, manifest), **options)
             self._last_restored = state.step
             return state
         except FormatError as error:
-            self._note_damage(checkpoint.generation, checkpoint._source.root, error)
+            self._note_damage(manifest.generation, root.path, error)
             raise
 
     @show_options(LOAD_DEFAULTS)
