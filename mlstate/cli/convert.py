@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from ..checkpoint._convert.formats import Place
     from ..checkpoint._load.loader import Loader
     from ..checkpoint._loaded_state import LoadedState
+    from ..checkpoint._options import LoadOptions
     from ..checkpoint._sources.protocol import Source
     from ..state import StateDict
 
@@ -135,7 +136,8 @@ def _export_model(
     elif source.files.folder.is_local and not (
         changes["cast"] and read_quantization(source.files.folder)
     ):
-        parts = load(source, mmap=True, verify="first", **{**changes, "cast": False})
+        mapped: LoadOptions = {"mmap": True, "verify": "first", "cast": False}
+        parts = load(source, **(changes | mapped))
     else:
         loader = open_loader(source, changes)
         if loader.manifest.model is None:
@@ -149,7 +151,7 @@ def _export_model(
     if parts.model is None:
         raise ValueError(f"{arguments.source} holds no model to export")
     files_from = options.pop("files_from", None)
-    dtype = changes["cast"] or None
+    dtype = _dtype(arguments)
     request = take_export(arguments.target, parts.model, dtype=dtype, **options)
     model_size = _part_data(parts.model, dtype)
     assert model_size is not None
@@ -199,7 +201,7 @@ def _selection(arguments: argparse.Namespace) -> Selection | None:
     return Selection(only, skip) if only or skip else None
 
 
-def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
+def _changes(arguments: argparse.Namespace) -> LoadOptions:
     """Return the options of a load that makes the changes to tensors of the command's options.
 
     Raises ValueError or TypeError for malformed options.
@@ -212,8 +214,12 @@ def _changes(arguments: argparse.Namespace) -> dict[str, Any]:
         rules = rules or {}
         if rules.setdefault(old, new) != new:
             raise ValueError(f"--rename {old}= is given twice, with {rules[old]!r} and {new!r}")
-    dtype = arguments.dtype and float_name(arguments.dtype, "--dtype")
-    return {"cast": dtype or False, "names": arguments.names, "rename": rules}
+    return {"cast": _dtype(arguments) or False, "names": arguments.names, "rename": rules}
+
+
+def _dtype(arguments: argparse.Namespace) -> str | None:
+    """Return the name of the dtype for the model's floats, or None; TypeError for others."""
+    return float_name(arguments.dtype, "--dtype") if arguments.dtype else None
 
 
 def _part_data(state: StateDict | None, dtype: str | None = None) -> dict[str, int] | None:

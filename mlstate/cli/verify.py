@@ -277,10 +277,9 @@ def _verify(arguments: argparse.Namespace) -> _Outcome:
             raise ValueError(f"{path} is not a run of mlstate: it has no steps")
         items, folder_report = _verify_all(source.files)
         return _Outcome(items, folder_report, kind_of(source))
-    is_step = number is not None and source is not None
     with progress_of("verify", lambda: _bytes_of(path, source)) as progress:
         report = verify(
-            source if is_step else path,
+            path if number is None or source is None else source,
             repair=arguments.repair,
             progress=progress,
             names=arguments.names,
