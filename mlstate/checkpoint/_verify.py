@@ -337,7 +337,7 @@ def _verify_path(
         if report is not None:
             return report
     only_local = ("repair=True", "copy the checkpoint to a local folder to repair it")
-    source: Any = open_source(
+    source = open_source(
         path, storage_options, choice, only_local=only_local if repair else None
     )
     if repair and (source.format != "mlstate"):

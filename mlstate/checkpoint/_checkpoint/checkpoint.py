@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from .._options import LoadOptions
-    from .._sources.protocol import Index
+    from .._sources.protocol import Index, Source
 
 _ROWS = 20
 _HEADERS = ["tensor", "state", "dtype", "shape", "shards", "bytes", "version"]
@@ -234,7 +234,7 @@ class Checkpoint:
         A `RootPath` or a source is an internal caller's: a folder that is open, with its manifest
         if that was read, and the report of a save.
         """
-        self._source: Any = path if is_source(path) else open_source(path, storage_options)
+        self._source: Source = path if is_source(path) else open_source(path, storage_options)
         self._manifest = self._source.manifest
         self.path: str = self._source.path
         self.written: dict[str, Any] | None = path.report if isinstance(path, RootPath) else None

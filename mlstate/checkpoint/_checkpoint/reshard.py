@@ -249,7 +249,7 @@ def reshard(
 
         Raises the error of the first problem that the verification finds; nothing is written then.
         """
-        manifest, merged = old.manifest, old.index
+        manifest, merged = old.manifest, old.merged
         keep_nested_whole(merged, manifest)
         old.require_good()
         assigner = _ShardAssigner(merged, steps)

@@ -21,22 +21,24 @@ from .read_write import CheckpointTarget
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
+    from typing import Unpack
 
     from ..._common.atomic_file import Target
     from .._loaded_state import LoadedState
+    from .._options import SaveOptions
     from .._store.open_path import RootPath
 
 
 def save_checkpoint(
-    checkpoint: Mapping[str, Any], path: str | os.PathLike[str], **options: Any
+    checkpoint: Mapping[str, Any], path: str | os.PathLike[str], **options: Unpack[SaveOptions]
 ) -> RootPath:
     """Save a checkpoint of Lightning, a dict, as a folder of mlstate at `path`.
 
     `options` are keywords of `mlstate.save`. Raises as `split_checkpoint` does.
     """
     model, states = split_checkpoint(checkpoint)
-    options = {**options, "states": states}
-    complete = complete_save_options(save_checkpoint, options)  # type: ignore[type-var]
+    options["states"] = states
+    complete = complete_save_options(save_checkpoint, options)
     return save_root(path, model, None, checkpoint.get("global_step"), complete)
 
 

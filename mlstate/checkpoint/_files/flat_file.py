@@ -62,7 +62,7 @@ def has_prefixes(texts: Mapping[str, str]) -> bool:
 
 
 def _split_state(
-    path: Path, state: Mapping[str, object], record: Mapping[str, object]
+    path: Path | str, state: Mapping[str, object], record: Mapping[str, object]
 ) -> tuple[Any, Any]:
     """Return model and optimizer of a file's tensors; one of them may be None.
 
@@ -86,14 +86,14 @@ def _split_state(
     return states[0], states[1]
 
 
-def _restore_state(path: Path, arrays: dict[str, Any], text: object) -> StateDict:
+def _restore_state(path: Path | str, arrays: dict[str, Any], text: object) -> StateDict:
     """Return a state of the class that `text` describes; None: the file is of another program."""
     if not (text is None or isinstance(text, str)):
         raise _description_error(path, f"{text!r} does not describe a state")
     return restore(arrays, text, str(path))
 
 
-def _description_error(path: Path, reason: str) -> FormatError:
+def _description_error(path: Path | str, reason: str) -> FormatError:
     """Return the FormatError for a file whose description of its content is malformed."""
     error = FormatError(f"{path}: entry {PARTS!r} does not describe the file: {reason}")
     error.path, error.name = str(path), PARTS

@@ -13,7 +13,8 @@ import numpy as np
 from .._rank_messages import gather_bytes
 from .._sections import STATES
 from .._states.modules import entries_name, stored_entries
-from .targets import ALL_NAMES, names_of_targets
+from .._store.name_globs import ALL_NAMES
+from .targets import names_of_targets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

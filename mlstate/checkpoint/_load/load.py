@@ -218,7 +218,7 @@ def check_request(options: LoadOptions) -> LoadRequest:
     group = options["group"] = optional_group(options["group"])
     cast, dtype = checked_cast(options["cast"], into, mmap=mmap)
     cutting = ranks_of(rank, world_size, layout, group)
-    options["names"] = listed_names(options["names"])  # an iterator is read once
+    names = options["names"] = listed_names(options["names"])  # an iterator is read once
     if not is_flag(verify) and not (isinstance(verify, str) and verify == "first"):
         raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
     if not isinstance(missing, str) or missing not in MISSING:
@@ -235,7 +235,6 @@ def check_request(options: LoadOptions) -> LoadRequest:
     by_target = layout is None and rank is None and world_size is None
     if group is not None:
         rank, world_size = group.rank, group.world_size
-    names = options["names"]
     return LoadRequest(names, rank, world_size, cutting, by_target, cast, dtype, options)
 
 

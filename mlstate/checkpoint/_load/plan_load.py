@@ -184,7 +184,7 @@ def plan_load(
         reads = [
             FileRead(*read_range[:4])
             for section, keys in chosen
-            for read_range in source.index.reads(folder.path, section, keys, cutting, verify)
+            for read_range in source.merged.reads(folder.path, section, keys, cutting, verify)
         ]
         records = [manifest.indexes[number] for number in sorted(ranks_read)]
         return LoadPlan(

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from ..._common.budget import Budget
     from ...collectives import ProcessGroup
-    from .._store.open_path import RootPath
     from .content import SaveContent
     from .shards import GatheredShards
     from .staging import Staging
@@ -97,7 +96,7 @@ class SaveJob:
         self.cancelled = self.asked = self.abandoned = False
         self.bytes_done = 0
         self.bytes_total = 0
-        self.result: RootPath | None = None
+        self.result: os.PathLike[str] | None = None
         self.error: BaseException | None = None
 
     # -- start
@@ -173,7 +172,7 @@ class SaveJob:
             if self.begun:
                 return
             self.begun = True
-        result: RootPath | None = None
+        result: os.PathLike[str] | None = None
         failed: BaseException | None = None
         try:
             result = self.work()
@@ -183,7 +182,7 @@ class SaveJob:
         finally:
             self.end(result, failed)
 
-    def end(self, result: RootPath | None, error: BaseException | None) -> None:
+    def end(self, result: os.PathLike[str] | None, error: BaseException | None) -> None:
         """Record result or error, release all references and memory, and wake waiting threads.
 
         Called where the save ran, or by `give_up` if it never began; an interrupted call is
@@ -204,7 +203,7 @@ class SaveJob:
         if must_report:
             self.report()
 
-    def work(self) -> RootPath:
+    def work(self) -> os.PathLike[str]:
         """Stage, write and commit the save; return the saved root.
 
         It runs in the save's thread. With a group, an error of staging is kept for `commit`,
@@ -227,7 +226,9 @@ class SaveJob:
             self.fail(error)
         return self.commit(gathered, freed)
 
-    def commit(self, gathered: GatheredShards, freed: Callable[[], object] | None) -> RootPath:
+    def commit(
+        self, gathered: GatheredShards, freed: Callable[[], object] | None
+    ) -> os.PathLike[str]:
         """Write and commit `gathered`; every rank calls it; return the saved root.
 
         `freed`: called when the caller's arrays may change; None: they may already.

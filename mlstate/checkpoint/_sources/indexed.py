@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ...errors import FormatError
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from .._quantized.pairs import Pairs
     from .._report import VerifyReport
     from .._store.manifest import Manifest
+    from .protocol import Index
 
     _Result = TypeVar("_Result")
 
@@ -32,7 +32,6 @@ class IndexedSource:
     format = "mlstate"
     is_mapped = False
     has_index = True  # of all its tensors
-    saved: Mapping[str, Any] = MappingProxyType({})  # nothing is in memory
 
     def __init__(
         self,
@@ -54,6 +53,9 @@ class IndexedSource:
         self._manifest = manifest
         self._merged: _core.MergedIndex | None = None
         self._indexes: Indexes | None = None  # of a load
+
+    def __fspath__(self) -> str:
+        return self.path
 
     def fresh(self) -> IndexedSource:
         """Return a source of the same root, of which nothing was read."""
@@ -84,7 +86,12 @@ class IndexedSource:
         return self.files.read_manifest(self.root)
 
     @property
-    def index(self) -> Any:
+    def saved(self) -> Mapping[str, Any]:
+        """The empty dict: nothing is in memory."""
+        return {}
+
+    @property
+    def index(self) -> Index:
         """The merged index of all ranks; after `begin`, of the ranks read so far."""
         return self.merged
 
@@ -190,8 +197,8 @@ class IndexedSource:
             raise problem.as_error(self.files.path)
 
     def find_problems(self, progress: Callable[[int], object] | None) -> tuple[int, list[Problem]]:
-        """Verify all files that `index` lists; return the bytes read, and the problems."""
-        count, problems = self.files.folder.verify(self.index, progress)
+        """Verify all files that `merged` lists; return the bytes read, and the problems."""
+        count, problems = self.files.folder.verify(self.merged, progress)
         return count, [Problem(*problem) for problem in problems]
 
     def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:

@@ -98,7 +98,7 @@ def known_source(path: str, format: str, root: str, manifest: Manifest) -> Sourc
     return _INDEXED[format](CheckpointFiles(folder), root, manifest)
 
 
-_INDEXED = {
+_INDEXED: dict[str, type[IndexedSource]] = {
     "mlstate": IndexedSource,
     "huggingface": HuggingFaceSource,
     "safetensors": SafetensorsSource,
@@ -115,7 +115,7 @@ def _open_store(files: CheckpointFiles, choice: Choice, format: str | None) -> I
     files must be local.
     """
     folder = files.folder
-    if format not in (None, *_INDEXED):
+    if format is not None and format not in _INDEXED:
         refuse_format(folder, format)
     if folder.file:
         return weights_source(files, folder.file)

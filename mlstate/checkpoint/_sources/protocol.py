@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -55,6 +55,12 @@ class Source(Protocol):
     path: str  # absolute, or the URL
     format: str  # name of the format
     is_mapped: bool  # the arrays in `saved` are views of files that a writer may change
+
+    def __fspath__(self) -> str:
+        """Return `path`: functions that open a path also accept a source."""
+
+    def fresh(self) -> Source:
+        """Return a source of the same path, of which nothing was read."""
 
     @property
     def manifest(self) -> Manifest:
@@ -114,6 +120,6 @@ class Source(Protocol):
         """Read all of it, and add all problems to `report`."""
 
 
-def is_source(value: object) -> bool:
+def is_source(value: object) -> TypeGuard[Source]:
     """Return whether an internal caller passes an opened source instead of a path."""
     return hasattr(value, "fresh")

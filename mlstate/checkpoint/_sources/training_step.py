@@ -36,13 +36,13 @@ def has_entries(names: Collection[str]) -> bool:
 class StepIndex:
     """The tensors of two sources: those of the model, and the others; see `Index`."""
 
-    def __init__(self, model: Any, others: Any) -> None:
+    def __init__(self, model: Index, others: Index) -> None:
         self._by_section = (model, others, others)
         self._indexes = (model, others)
 
     def keys(self, section: int) -> list[str]:
         """Return the keys of a section."""
-        return self._by_section[section].keys(section)  # type: ignore[no-any-return]
+        return self._by_section[section].keys(section)
 
     def tensors(self) -> list[tuple[Any, ...]]:
         """Return the fields of a `TensorRecord` for each tensor."""
@@ -72,6 +72,7 @@ class StepSource(HuggingFaceSource):
     """The weights of a folder, and its optimizer, named states and metadata; see `Source`."""
 
     has_index = False
+    is_mapped = True  # the entries beside the weights are
 
     def __init__(self, files: CheckpointFiles, root: str, manifest: Manifest | None = None) -> None:
         """Create the source of a local folder; nothing is read."""
@@ -93,17 +94,12 @@ class StepSource(HuggingFaceSource):
             self._others.check(options | {"mmap": False, "verify": is_verified})
 
     @property
-    def saved(self) -> Mapping[str, Any]:  # type: ignore[override]
+    def saved(self) -> Mapping[str, Any]:
         """The states beside the weights, by label."""
         return self._others.saved if self._needs_others else {}
 
     @property
-    def is_mapped(self) -> bool:  # type: ignore[override]
-        """Whether they may be views of mapped files."""
-        return self._others.is_mapped
-
-    @property
-    def index(self) -> Index:  # type: ignore[override]
+    def index(self) -> Index:
         """The table of all tensors that a load needs."""
         model = self.merged
         if not self._needs_others:

@@ -207,10 +207,8 @@ def files_of(path: str) -> dict[str, str]:
     return {name: os.path.join(path, name) for name in names if os.path.isfile(f"{path}/{name}")}
 
 
-def _kind_of(state: Any) -> dict[str, Any] | None:
+def _kind_of(state: Any) -> dict[str, Any]:
     """Return the manifest's description of a state; only its kind if JSON cannot hold the rest."""
-    if state is None:
-        return None
     try:
         return kind_of(state) or {"kind": "state"}
     except (TypeError, ValueError):  # values that JSON cannot hold
@@ -231,8 +229,8 @@ def _manifest_of(path: str, name: str, parts: Parts) -> Manifest:
         writer=f"a program that writes the format {name}",
         step=parts.step,
         world_size=1,
-        model=_kind_of(parts.model),
-        optimizer=_kind_of(parts.optimizer),
+        model=None if parts.model is None else _kind_of(parts.model),
+        optimizer=None if parts.optimizer is None else _kind_of(parts.optimizer),
         metadata=dict(parts.metadata),
         states={
             name: _kind_of(value) if is_flat(value) else {"kind": "tree"}
@@ -270,6 +268,9 @@ class WholeSource:
         self._parts: Parts | None = None
         self._index: MemoryIndex | None = None
         self._manifest = manifest
+
+    def __fspath__(self) -> str:
+        return self.path
 
     def fresh(self) -> WholeSource:
         """Return a source of the same path, of which nothing was read."""
