@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from .. import _core
     from ._sources.open_source import Choice
+    from ._sources.protocol import Source
 
 _CRC32C, _LAYERS = -3, -1  # indices of these fields in a row of `MergedIndex.shards`
 _WHOLE = (None, 0, 0)  # the cutting of whole tensors
@@ -331,31 +332,21 @@ def _verify_path(
 ) -> VerifyReport:
     """Verify a path as `verify` does; `choice`: step, monitor and mode, `listed`: checked names."""
     is_internal = isinstance(path, RootPath) or is_source(path)
-    is_plain = choice == (None, None, None) and storage_options is None and not repair
-    if not is_internal and not is_url(path) and is_plain:
-        report = _verify_local(local_folder(path), progress) if listed is None else None
+    has_options = choice != (None, None, None) or storage_options is not None
+    if not (is_internal or is_url(path) or has_options or repair or listed is not None):
+        report = _verify_local(local_folder(path), progress)
         if report is not None:
             return report
     only_local = ("repair=True", "copy the checkpoint to a local folder to repair it")
-    source = open_source(
-        path, storage_options, choice, only_local=only_local if repair else None
-    )
-    if repair and (source.format != "mlstate"):
-        raise ValueError(
-            f"{source.path} is of another program: it has no older step to return to; download or "
-            "write the damaged files again"
-        )
+    source = open_source(path, storage_options, choice, only_local=only_local if repair else None)
+    if repair:
+        _refuse_repair(source)
     if not isinstance(source, IndexedSource):
         report = VerifyReport(source.path)
         if listed is not None:
             raise ValueError(f"{source.path} is verified as a whole: leave out names")
         source.verify(report, progress)
         return report
-    if repair and source.root != MANIFEST:
-        raise ValueError(
-            f"{source.path}: a repair is of the newest checkpoint, and a step was chosen: call "
-            "mlstate.verify with repair=True and the folder, without step="
-        )
     source.uncached()
     report = VerifyReport(source.path)
     if listed is not None:
@@ -365,6 +356,20 @@ def _verify_path(
     if repair and report.problems:
         _repair(source.files, report)
     return report
+
+
+def _refuse_repair(source: Source) -> None:
+    """Raise ValueError for a source of another program, and for a chosen step."""
+    if not isinstance(source, IndexedSource) or source.format != "mlstate":
+        raise ValueError(
+            f"{source.path} is of another program: it has no older step to return to; download or "
+            "write the damaged files again"
+        )
+    if source.root != MANIFEST:
+        raise ValueError(
+            f"{source.path}: a repair is of the newest checkpoint, and a step was chosen: call "
+            "mlstate.verify with repair=True and the folder, without step="
+        )
 
 
 def _verify_local(path: str, progress: Callable[[int], object] | None) -> VerifyReport | None:
