@@ -51,9 +51,12 @@ def open_source(
     files = getattr(path, "files", None)  # of an internal caller's source or root
     if files is not None and only_local is not None:
         require_local(files.folder, *only_local)
-    is_root = isinstance(path, RootPath)
-    if is_root or is_source(path):
-        source = IndexedSource(path.files, path.root, path.manifest) if is_root else path.fresh()
+    source: Source | None = None
+    if isinstance(path, RootPath):
+        source = IndexedSource(path.files, path.root, path.manifest)
+    elif is_source(path):
+        source = path.fresh()
+    if source is not None:
         if choice != _NO_CHOICE or storage_options is not None:
             raise ValueError(
                 f"{source.path}: this checkpoint is open, and its step is chosen: pass step=, "
@@ -63,7 +66,6 @@ def open_source(
     folder = open_folder(path, storage_options, reads=True)
     if only_local is not None:
         require_local(folder, *only_local)
-    source: Source
     if folder.is_local:
         source = _open_local(folder.path, format)
     else:
