@@ -15,7 +15,7 @@ from .._common.dtypes import NAMES, name_of, numpy_dtype
 from .._common.text import bytes_text, count_text, printable
 from ..checkpoint._convert.formats import FLAT, check_format, format_of, place_of
 from ..checkpoint._convert.formats import NAMES as FORMATS
-from ..checkpoint._convert.lightning import convert_lightning
+from ..checkpoint._convert.lightning import convert_lightning, is_saved
 from ..checkpoint._convert.read_write import begin_write, read_parts, write_any
 from ..checkpoint._files.parts import Parts, Selection
 from ..checkpoint._huggingface.export import export, take_export
@@ -252,7 +252,10 @@ def _absolute_path(place: Place) -> str:
 
 def _is_lightning(source: Source, target_format: str) -> bool:
     """Return whether the conversion is of a whole checkpoint of Lightning, from or to a folder."""
-    return {source.format, target_format} == {"mlstate", "lightning"}
+    formats = source.format, target_format
+    return formats == ("lightning", "mlstate") or (
+        formats == ("mlstate", "lightning") and is_saved(source)
+    )
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
@@ -277,9 +280,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
     optimizer: StateDict | None
     model, optimizer, states = None, None, dict[str, Any]()
     if is_whole:
-        is_folder = source.format == "mlstate"
-        origin = load(source, device="cpu") if is_folder else Path(source.path)
-        sizes["model"] = convert_lightning(origin, start)
+        sizes["model"] = convert_lightning(source, start)
     elif target_format == "huggingface":
         assert isinstance(start, Target)
         sizes["model"] = _export_model(arguments, source, options, start)
@@ -290,7 +291,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
             parts = parts.without_empty()
         model, optimizer, metadata, named, *_ = parts
         states, _ = split_entries(named)
-        write_any(
+        optimizer = write_any(
             target,
             model,
             optimizer,
@@ -299,7 +300,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
             format=target_format,
             target=start,
             step=step,
-        )
+        ).optimizer
         sizes = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
     if arguments.json:
         data = {

@@ -1,4 +1,4 @@
-"""A checkpoint of Lightning as a folder of mlstate, and a folder as a ``.ckpt`` file."""
+"""A checkpoint of Lightning as a folder of mlstate, and such a folder as a ``.ckpt`` file."""
 
 from __future__ import annotations
 
@@ -7,16 +7,24 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.arrays import is_torch
 from ..._common.backend import TensorBackend, torch_backend
-from ..._common.caller import find_caller
 from ..._common.file_checksums import require_unchanged
 from ...state._state_dict import StateDict
 from .._files.parts import Parts
-from .._layouts.lightning import STATE, checkpoint_of, read_ckpt, split_checkpoint, write_ckpt
+from .._layouts.lightning import (
+    STATE,
+    checkpoint_from,
+    checkpoint_of,
+    read_ckpt,
+    split_checkpoint,
+    with_order,
+    write_ckpt,
+)
+from .._load.load import load
 from .._options import complete_save_options
 from .._save.save_root import save_root
+from .._sources.open_source import open_source
 from .._sources.readers import store_errors
-from .._states.modules import split_entries
-from .read_write import CheckpointTarget
+from .read_write import CheckpointTarget, read_parts
 
 if TYPE_CHECKING:
     import os
@@ -24,8 +32,8 @@ if TYPE_CHECKING:
     from typing import Unpack
 
     from ..._common.atomic_file import Target
-    from .._loaded_state import LoadedState
     from .._options import SaveOptions
+    from .._sources.protocol import Source
     from .._store.open_path import RootPath
 
 
@@ -42,38 +50,44 @@ def save_checkpoint(
     return save_root(path, model, None, checkpoint.get("global_step"), complete)
 
 
-def convert_lightning(
-    source: LoadedState | Path, target: CheckpointTarget | Target
-) -> dict[str, int]:
-    """Convert a whole checkpoint: a loaded folder to a file, or a file (a path) to a folder.
+def read_checkpoint(
+    source: str | os.PathLike[str] | Source, device: object = "cpu"
+) -> dict[str, Any]:
+    """Return Lightning's checkpoint, a dict, from a folder: as `save_checkpoint` got it.
+
+    `device`: of its tensors. Of a folder that it did not save, returns what `checkpoint_from` does.
+    """
+    opened = open_source(source)
+    if is_saved(opened):
+        return checkpoint_of(load(opened, device=device))  # type: ignore[arg-type]
+    parts = with_order(read_parts(opened))
+    if opened.manifest.step is not None:
+        parts.metadata.setdefault("step", opened.manifest.step)
+    return checkpoint_from(parts, opened.path)
+
+
+def is_saved(source: Source) -> bool:
+    """Return whether a source has what `save_checkpoint` saves, so that it returns exactly."""
+    return STATE in (source.manifest.states or {})
+
+
+def convert_lightning(source: Source, target: CheckpointTarget | Target) -> dict[str, int]:
+    """Convert a whole checkpoint: a folder of `save_checkpoint` to a file, or a file to a folder.
 
     `target`: a `CheckpointTarget` for a folder, a `Target` for a file. Returns ``tensors`` and
     ``bytes``: the number of tensors of the model, and their bytes.
     """
     if isinstance(target, CheckpointTarget):
         with store_errors(target.place):
-            assert isinstance(source, Path)
-            require_unchanged(str(source))
-            checkpoint = read_ckpt(source)
+            require_unchanged(source.path)
+            checkpoint = read_ckpt(Path(source.path))
             save_checkpoint(checkpoint, target.save_folder())
     else:
         with store_errors(Path(target.path)):
-            assert not isinstance(source, Path)
-            checkpoint = checkpoint_of(source, "the source")
-            _warn_of_rest(source)
+            checkpoint = read_checkpoint(source)
             write_ckpt(target, checkpoint)
     tensors = [value for value in checkpoint.get("state_dict", {}).values() if is_torch(value)]
     return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
-
-
-def _warn_of_rest(source: LoadedState) -> None:
-    """Warn of what a folder that Lightning did not save holds beside the weights."""
-    names = [*(["optimizer"] if source.optimizer else []), *sorted(split_entries(source.states)[0])]
-    if names and STATE not in source.states:
-        find_caller().warn(
-            f"not converted: {', '.join(names)}; only the weights of a folder that Lightning did "
-            "not save become a checkpoint of Lightning"
-        )
 
 
 def read_whole_lightning(path: Path) -> Parts:

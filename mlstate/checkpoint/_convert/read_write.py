@@ -21,6 +21,7 @@ from .._files.flat_file import split_texts, write_npz_parts, write_safetensors_p
 from .._files.parts import Parts, Selection
 from .._huggingface.export import export, take_export
 from .._layouts.folders import LAYOUTS
+from .._layouts.lightning import checkpoint_from, with_order, write_ckpt
 from .._load.load import check_request, load_source
 from .._load.loader import Loader
 from .._options import LOAD_DEFAULTS, complete_options
@@ -178,12 +179,13 @@ def write_any(
     storage_options: Mapping[str, object] | None = None,
     target: CheckpointTarget | Target | None = None,
     step: int | None = None,
-) -> None:
+) -> Parts:
     """Write a state to a file or directory of any known format, or to a checkpoint at a URL.
 
-    The write is atomic. `overwrite` replaces an existing file, checkpoint or torch directory of the
-    same format, including all steps of a `CheckpointManager`. A caller that began earlier passes
-    the `target` of `begin_write` instead. A target that changed since then is left unchanged.
+    Returns what was written. The write is atomic. `overwrite` replaces an existing file, checkpoint
+    or torch directory of the same format, including all steps of a `CheckpointManager`. A caller
+    that began earlier passes the `target` of `begin_write` instead. A target that changed since
+    then is left unchanged.
     `step`: of a checkpoint; None: of the metadata or the optimizer. A warning tells if the metadata
     of another format have another step.
     Raises ValueError without a state, StoreError (EEXIST) for a target that must stay, and
@@ -202,15 +204,17 @@ def write_any(
         if name not in _WITH_STATES:
             _move_json_states(named, values, place, name)
         parts = Parts(weights, moments, _checked_metadata(values), named)
+        parts = with_order(parts) if name == "lightning" else parts
         if isinstance(target, CheckpointTarget):
             target = target._replace(step=step)
         else:
             _note_step(parts, step)
         _WRITERS[name](target, parts)
+    return parts
 
 
 # Formats that can hold named states.
-_WITH_STATES = ("mlstate", "torch", "dcp")
+_WITH_STATES = ("mlstate", "torch", "dcp", "lightning")
 
 
 def _as_state(cls: type[_State], state: Mapping[str, object] | None) -> _State | None:
@@ -331,12 +335,8 @@ def _refuse_write(target: Target, _parts: Parts) -> None:
     )
 
 
-def _write_lightning(target: Target, _parts: Parts) -> None:
-    """Raise CompatibilityError: `convert_lightning` writes these files, from a folder only."""
-    raise CompatibilityError(
-        f"{target.path}: only a checkpoint of mlstate can become a checkpoint of Lightning: "
-        "convert the source to a folder first, and that folder to a .ckpt file"
-    )
+def _write_lightning(target: Target, parts: Parts) -> None:
+    write_ckpt(target, checkpoint_from(parts, target.path))
 
 
 _WRITERS: dict[str, Callable[[Any, Parts], None]] = {  # of a `CheckpointTarget` or a `Target`

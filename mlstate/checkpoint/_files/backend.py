@@ -25,6 +25,12 @@ class PtBackend(Protocol):
         A model or an optimizer that is None is left out. The states are entries beside the two.
         """
 
+    def entries_of(self, parts: Parts, *, numbered: bool) -> dict[str, Any]:
+        """Return ``model``, ``optimizer`` and the named states as the framework stores them.
+
+        `numbered`: optimizers number their parameters, in the order of their groups.
+        """
+
     def read_tree(self, path: Path) -> Any:
         """Read any value from a ``torch.save`` file without running code from it."""
 

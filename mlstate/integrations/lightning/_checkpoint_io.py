@@ -14,10 +14,9 @@ from typing import Any
 from ..._common.local_path import local_folder
 from ..._common.set_module import set_module
 from ..._common.store_error import store_error
-from ...checkpoint import load
-from ...checkpoint._convert.lightning import save_checkpoint
+from ...checkpoint._convert.lightning import read_checkpoint, save_checkpoint
 from ...checkpoint._folder.names import FOLDERS, MANIFEST, TEMPORARY
-from ...checkpoint._layouts.lightning import checkpoint_of, read_ckpt
+from ...checkpoint._layouts.lightning import read_ckpt
 from ...checkpoint._save.target import SaveFolder
 from ...errors import CheckpointWarning, StoreError
 from ._errors import is_checkpoint, name_conversion_in_errors
@@ -227,8 +226,7 @@ class MLStateCheckpointIO:
             )
             return read_ckpt(Path(path))
         is_device = isinstance(map_location, str) or hasattr(map_location, "index")
-        loaded = load(path, device=map_location if is_device else "cpu")
-        return checkpoint_of(loaded, os.fspath(path))
+        return read_checkpoint(path, map_location if is_device else "cpu")
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Delete a checkpoint; a path that does not exist is ignored.

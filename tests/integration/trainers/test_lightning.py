@@ -551,15 +551,151 @@ def test_checkpoints_convert_to_and_from_files(tmp_path, job, callbacks, capsys)
     capsys.readouterr()
     assert main(["convert", file, str(tmp_path / "w.safetensors")]) == 0
     assert "loops, lr_schedulers\n" in capsys.readouterr().out
-    assert main(["convert", str(tmp_path / "w.safetensors"), str(tmp_path / "w.ckpt")]) == 2
-    assert "convert the source to a folder first" in capsys.readouterr().err
-    # weights that Lightning did not save
-    moments = {"w.m": np.ones(2)}
-    mlstate.save(tmp_path / "other", dict(module.state_dict()), moments, step=3)
-    assert main(["convert", str(tmp_path / "other"), str(tmp_path / "w.ckpt")]) == 0
-    assert "not converted: optimizer" in capsys.readouterr().err
-    weights = job.Module.load_from_checkpoint(tmp_path / "w.ckpt").state_dict()
-    assert all(map(torch.equal, weights.values(), module.state_dict().values()))
+
+
+# ---- files of Lightning from other sources ----
+
+
+def convert(capsys, *arguments):
+    """Run ``mlstate convert``; return its errors and warnings."""
+    assert main(["convert", *map(str, arguments)]) == 0
+    return capsys.readouterr().err
+
+
+def test_a_trainer_resumes_from_a_checkpoint_of_save(tmp_path, job, capsys):
+    expected = [digest(module, t.optimizers[0]) for t, module in [fit(job, [], [], max_epochs=2)]]
+    trainer, module = fit(job, [], [], max_epochs=1)
+    own = tmp_path / "own"
+    mlstate.save(
+        own,
+        module,
+        trainer.optimizers[0],
+        step=trainer.global_step,
+        states={"sched": trainer.lr_scheduler_configs[0].scheduler, "ema": {"w": np.ones(2)}},
+    )
+    warning = convert(capsys, own, tmp_path / "own.ckpt")
+    assert "does not restore these entries of the file itself: ema" in warning
+    assert torch.load(tmp_path / "own.ckpt")["ema"]["w"].tolist() == [1, 1]
+    for path, plugins in ((tmp_path / "own.ckpt", []), (own, [MLStateCheckpointIO()])):
+        resumed, again = fit(job, [], plugins, resume=path, max_epochs=-1, max_steps=24)
+        assert resumed.global_step == 24
+        expected.append(digest(again, resumed.optimizers[0]))
+    assert len(set(expected)) == 1
+
+
+def sources_of(folder, state):
+    """Write the weights `state` in each format; return the paths."""
+    import torch.distributed.checkpoint as dcp
+
+    arrays = {name: tensor.numpy() for name, tensor in state.items()}
+    mlstate.save(folder / "own", state, step=7)
+    mlstate.save_file(arrays, folder / "file.safetensors")
+    mlstate.checkpoint.export_huggingface(folder / "huggingface", arrays)
+    np.savez(folder / "file.npz", **arrays)
+    torch.save(state, folder / "file.pt")
+    dcp.save({"model": state}, checkpoint_id=folder / "file.dcp", no_dist=True)
+    return sorted(folder.iterdir())
+
+
+def boring_trainer(**options):
+    import lightning
+
+    return lightning.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        limit_train_batches=4,
+        limit_val_batches=1,
+        limit_test_batches=1,
+        **options,
+    )
+
+
+def test_weights_of_any_format_become_a_file_of_lightning(tmp_path, capsys):
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    state = BoringModel().state_dict()
+    for source in sources_of(tmp_path, state):
+        target = tmp_path / f"{source.name}.ckpt"
+        assert not convert(capsys, source, target)
+        loaded = BoringModel.load_from_checkpoint(target)
+        assert same(dict(loaded.state_dict()), dict(state))
+        assert torch.load(target)["global_step"] == (7 if source.name == "own" else 0)
+        for name in ("validate", "test"):
+            module = BoringModel()
+            getattr(boring_trainer(), name)(module, ckpt_path=target, verbose=False)
+            assert same(dict(module.state_dict()), dict(state))
+        with pytest.raises(KeyError, match="checkpoint contains only the model"):
+            boring_trainer(max_epochs=1).fit(BoringModel(), ckpt_path=target)
+
+
+def test_bfloat16_tied_and_extra_entries_become_a_file_of_lightning(tmp_path, capsys):
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.first = self.second = Counting(4, 4).to(torch.bfloat16)
+
+    module = Module()
+    mlstate.save(tmp_path / "own", module)
+    assert not convert(capsys, tmp_path / "own", tmp_path / "own.ckpt")
+    saved = torch.load(tmp_path / "own.ckpt", weights_only=False)["state_dict"]
+    assert saved["second.weight"].dtype == torch.bfloat16
+    loaded = Module()
+    loaded.load_state_dict(saved)
+    assert torch.equal(loaded.first.weight, module.first.weight)
+    assert loaded.first.version == 3 and loaded.first.extra["calls"] == 5
+
+
+def test_optimizers_of_other_files_resume(tmp_path, capsys):
+    from lightning.pytorch.demos.boring_classes import BoringModel
+
+    class Module(BoringModel):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.parameters())
+
+    module = Module()
+    optimizer = module.configure_optimizers()
+    module(torch.ones(1, 32)).sum().backward()
+    optimizer.step()
+    state = {"model": module.state_dict(), "optimizer": optimizer.state_dict(), "step": 11}
+    torch.save(state, tmp_path / "a.pt")
+    warning = convert(capsys, tmp_path / "a.pt", tmp_path / "a.ckpt")
+    assert "no state of a learning rate scheduler" in warning
+    assert same(torch.load(tmp_path / "a.ckpt")["optimizer_states"], [optimizer.state_dict()])
+    trainer = boring_trainer(max_steps=15, max_epochs=-1)
+    trainer.fit(Module(), ckpt_path=tmp_path / "a.ckpt")
+    assert trainer.global_step == 15
+    assert trainer.optimizers[0].state_dict()["state"][0]["step"] == 1 + 4
+    trainer.validate(Module(), ckpt_path=tmp_path / "a.ckpt", verbose=False)
+
+
+def test_a_changed_checkpoint_of_lightning_keeps_its_other_entries(tmp_path, capsys):
+    saved = checkpoint()
+    saved["optimizer_states"] *= 2
+    saved["callbacks"] = {"Best": {"path": "a"}}
+    torch.save(saved, tmp_path / "a.ckpt")
+    assert not convert(capsys, tmp_path / "a.ckpt", tmp_path / "b.ckpt", "--dtype", "bfloat16")
+    changed = torch.load(tmp_path / "b.ckpt")
+    assert changed["state_dict"].pop("w").dtype == torch.bfloat16
+    saved["state_dict"].pop("w")
+    assert same(changed, saved)
+
+
+def test_parts_that_a_file_of_lightning_cannot_have_are_named(tmp_path, capsys):
+    mlstate.save(tmp_path / "a", {"w": np.ones(2)}, {"w.m": np.ones(2)})
+    warning = convert(capsys, tmp_path / "a", tmp_path / "a.ckpt")
+    assert "the optimizer is not converted: Lightning numbers its parameters" in warning
+    assert "optimizer_states" not in torch.load(tmp_path / "a.ckpt")
+    mlstate.save(tmp_path / "b", {"w": np.ones(2)}, states={"state_dict": {"a": 1}})
+    mlstate.save(tmp_path / "c", optimizer={"w.m": np.ones(2)})
+    for name, words in (("b", "two entries have the name 'state_dict'"), ("c", "needs a model")):
+        assert main(["convert", str(tmp_path / name), str(tmp_path / "none.ckpt")]) == 2
+        assert words in capsys.readouterr().err
+    assert not (tmp_path / "none.ckpt").exists()
 
 
 CHECKPOINT_WITHOUT_PLUGIN = """

@@ -87,17 +87,17 @@ def _check_names(state: OptimizerStateDict, listed: list[str]) -> None:
         raise error
 
 
-def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
+def _optimizer_tree(state: OptimizerStateDict, *, numbered: bool = False) -> dict[str, Any]:
     """Return an optimizer's state in the form of ``optimizer.state_dict()``.
 
-    Parameters are numbers if all names are numbered (``param_0`` and so on), else names. Raises
-    CompatibilityError if a parameter with states is in none of the groups, or if an array is not
-    the state of a parameter.
+    Parameters are numbers if `numbered`, or if all names are (``param_0`` and so on), else names.
+    Raises CompatibilityError if a parameter with states is in none of the groups, or if an array is
+    not the state of a parameter.
     """
     saved = state.param_groups or ({"lr": state.learning_rate, "params": list(state.parameters())},)
     listed = [str(name) for group in saved for name in group.get("params", ())]
     _check_names(state, listed)
-    numbered = listed == [f"param_{i}" for i in range(len(listed))]
+    numbered = numbered or listed == [f"param_{i}" for i in range(len(listed))]
     # torch's key of each parameter
     keys: dict[str, Any] = {name: i if numbered else name for i, name in enumerate(listed)}
     numbers = number_states(saved)
@@ -118,13 +118,14 @@ def _optimizer_tree(state: OptimizerStateDict) -> dict[str, Any]:
     return {"state": states, "param_groups": groups}
 
 
-def _state_value(value: Any, where: str) -> Any:
+def _state_value(value: Any, where: str, *, numbered: bool = False) -> Any:
     """Return a named state as torch's reader accepts it: arrays become tensors.
 
-    `where`: name of the value in errors. Raises CompatibilityError for other objects.
+    `where`: name of the value in errors. `numbered`: of the parameters of an optimizer. Raises
+    CompatibilityError for other objects.
     """
     if isinstance(value, OptimizerStateDict):
-        return _optimizer_tree(value)
+        return _optimizer_tree(value, numbered=numbered)
     if is_flat(value):
         return _cpu_tensors(value)
     if isinstance(value, np.ndarray | np.generic) or hasattr(value, "data_ptr"):
@@ -163,24 +164,32 @@ def tree_of(parts: Parts) -> dict[str, Any]:
     the classes of the states. Raises ValueError if a state has the name of another entry, and
     CompatibilityError for a value that torch's files cannot hold without pickle.
     """
-    model, optimizer, metadata, named, *_ = parts
-    states, entries = split_entries(named)
-    kinds = {"model": describe(model), "optimizer": describe(optimizer)}
+    kinds = {"model": describe(parts.model), "optimizer": describe(parts.optimizer)}
     texts = {kind: text for kind, text in kinds.items() if text is not None}
-    if model is not None and optimizer is None and not metadata and not states and not texts:
-        return _module_tree(_cpu_tensors(model), *entries.get(None, ({}, {})))
+    tree = entries_of(parts)
+    if tree.keys() == {"model"} and not parts.metadata and not texts:
+        return tree["model"]  # type: ignore[no-any-return]
+    return {**tree, "metadata": dict(parts.metadata), RECORD: {"version": "1", **texts}}
+
+
+def entries_of(parts: Parts, *, numbered: bool = False) -> dict[str, Any]:
+    """Return ``model``, ``optimizer`` and each named state in the forms of torch, by name.
+
+    `numbered`: optimizers number their parameters, in the order of their groups. Raises as
+    `tree_of`.
+    """
+    states, entries = split_entries(parts.states)
     tree: dict[str, Any] = {}
-    if model is not None:
-        tree["model"] = _cpu_tensors(model)
-    if optimizer is not None:
-        tree["optimizer"] = _optimizer_tree(optimizer)
-    tree |= {"metadata": dict(metadata), RECORD: {"version": "1", **texts}}
+    if parts.model is not None:
+        tree["model"] = _cpu_tensors(parts.model)
+    if parts.optimizer is not None:
+        tree["optimizer"] = _optimizer_tree(parts.optimizer, numbered=numbered)
     for name, value in states.items():
-        if name in (*tree, "model", "optimizer"):
+        if name in ("model", "optimizer", "metadata", RECORD):
             raise ValueError(
                 f"a state has the name {name!r} of another entry: leave it out (--skip)"
             )
-        tree[name] = _state_value(value, f"states[{name!r}]")
+        tree[name] = _state_value(value, f"states[{name!r}]", numbered=numbered)
     for state, stored in entries.items():
         key = "model" if state is None else state
         tree[key] = _module_tree(tree[key], *stored)
