@@ -40,7 +40,7 @@ _WHOLE = (None, 0, 0)  # the cutting of whole tensors
 
 
 def _open_named(source: IndexedSource, report: VerifyReport) -> bool:
-    """Read the index, and what it is compared with; return False if damage prevents it.
+    """Read the index and recorded checksums; return False if damage prevents it.
 
     The damage is added to `report`.
     """
@@ -375,7 +375,7 @@ def _refuse_repair(source: Source) -> None:
 def _verify_local(path: str, progress: Callable[[int], object] | None) -> VerifyReport | None:
     """Return the report on a local file or folder that is compared with checksums, or unreadable.
 
-    Files that are no content of any format, such as a pointer of git-LFS, are damaged. Returns None
+    Files without content of any format, such as a pointer of git-LFS, are damaged. Returns None
     for all others.
     """
     report = verify_foreign(path, progress)

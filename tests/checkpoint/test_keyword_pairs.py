@@ -1,4 +1,4 @@
-"""Two keywords of which one limits the other: the loser is refused, or both are honoured."""
+"""Two keywords, one of which limits the other: the loser is refused, or both are honoured."""
 
 import json
 import pickle
@@ -320,7 +320,7 @@ def test_a_step_that_lacks_the_metric_of_keep_best_causes_a_warning(tmp_path):
         manager.save(1, MODEL)
 
 
-# ---- verify= and the entries beside weights ----
+# ---- verify= and training entries ----
 
 
 @pytest.mark.parametrize("keywords", [{}, {"mmap": True}, {"verify": "first"}])

@@ -1,4 +1,4 @@
-"""``mmap=True``: what is compared before the arrays are returned, and what is read."""
+"""``mmap=True``: the bytes that are compared before the arrays are returned, and read."""
 
 import os
 from pathlib import Path

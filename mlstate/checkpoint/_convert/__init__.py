@@ -1,1 +1,1 @@
-"""`mlstate convert`: formats by name, targets, and what is written to them."""
+"""`mlstate convert`: formats by name, targets, and writers."""

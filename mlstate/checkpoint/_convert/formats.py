@@ -92,9 +92,9 @@ def folder_of(place: Place) -> Folder:
 def format_of(path: str | os.PathLike[str]) -> str:
     """Return the name of the format to write at a path.
 
-    It is that of an existing folder's content, or else of the suffix; a path without suffix is a
-    checkpoint of mlstate, and so is a URL without a suffix of another format. Raises ValueError for
-    an unknown suffix.
+    An existing folder has the format of its content. Otherwise the suffix decides: a path without
+    one is a checkpoint of mlstate, and so is a URL without a suffix of another format. Raises
+    ValueError for an unknown suffix.
     """
     place = place_of(path)
     suffix = os.path.splitext(place)[1].lower()

@@ -1,4 +1,4 @@
-"""Read any source as `Parts`; write parts in any format, or refuse what it cannot hold."""
+"""Read any source as `Parts`; write parts in any format, or refuse values that it cannot hold."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class CheckpointTarget(NamedTuple):
     entries: Mapping[str | None, tuple[Any, Any]] = MappingProxyType({})  # as of `SaveFolder`
 
     def save_folder(self) -> SaveFolder:
-        """Return the path to pass to `save`, with what it may replace."""
+        """Return the path to pass to `save`, with the content that it may replace."""
         return SaveFolder(
             self.place,
             replace_steps=self.overwrite,

@@ -22,7 +22,7 @@ class PtBackend(Protocol):
     def write_pt(self, target: Target, parts: Parts) -> None:
         """Write a file that ``torch.load`` reads with ``weights_only``, atomically.
 
-        A model or an optimizer that is None is left out. The states are entries beside the two.
+        A model or an optimizer that is None is left out. Each state is a further entry.
         """
 
     def entries_of(self, parts: Parts, *, numbered: bool) -> dict[str, Any]:

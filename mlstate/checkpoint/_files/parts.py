@@ -51,8 +51,8 @@ class Parts(NamedTuple):
 
         Of several values, the first that is an int from 0 to 2**63 - 1 is used.
         """
-        own = map(self.metadata.get, ("step", "global_step", "global_steps"))
-        for step in (*own, getattr(self.optimizer, "step", 0) or None):
+        steps = map(self.metadata.get, ("step", "global_step", "global_steps"))
+        for step in (*steps, getattr(self.optimizer, "step", 0) or None):
             if isinstance(step, int) and not isinstance(step, bool) and 0 <= step < 1 << 63:
                 return step
         return None
@@ -137,10 +137,10 @@ class Selection:
 
         `doubled`: names of such a part and of a named state.
         """
-        wanted = self.only | self.skip
-        if both := sorted(doubled & wanted):
+        choice = self.only | self.skip
+        if both := sorted(doubled & choice):
             raise ValueError(f"{path} has the {both[0]} and a named state of the name {both[0]!r}")
-        if unknown := sorted(wanted - self._seen):
+        if unknown := sorted(choice - self._seen):
             names = sorted(self._seen)
             raise ValueError(
                 f"{path} has no entry {unknown[0]!r}; it has {', '.join(names)}"
@@ -148,7 +148,7 @@ class Selection:
             )
 
     def _with_entries(self, selected: Parts, entries: Mapping[str, Any]) -> Parts:
-        """Return the `selected` parts, with those of the `entries` that are of their modules.
+        """Return the `selected` parts, with the `entries` of their modules.
 
         These are entries of modules that are not tensors, by `entries_name`. They follow their
         module, unless `skip` has their name. A dict of tensors selected alone becomes the model.

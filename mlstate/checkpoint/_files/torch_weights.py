@@ -36,7 +36,7 @@ def read_torch_weights(folder: Folder, root: str) -> StateDict:
     """Return the tensors of a folder's ``.bin`` files by name, read without running their code.
 
     `root`: one file, an index, or a pattern of numbered files. Arrays may be views of mapped files.
-    Warns of entries beside the weights. Raises StoreNotFoundError if a file is missing, and
+    Warns of entries that are not weights. Raises StoreNotFoundError if a file is missing, and
     FormatError if one holds an optimizer, or a tensor in several files does not have the same bytes
     in each.
     """

@@ -58,7 +58,7 @@ class IndexedSource:
         return self.path
 
     def fresh(self) -> IndexedSource:
-        """Return a source of the same root, of which nothing was read."""
+        """Return an unread source of the same root."""
         return type(self)(CheckpointFiles(self.files.folder), self.root)
 
     def uncached(self) -> None:
@@ -71,7 +71,7 @@ class IndexedSource:
         if not options["verify"]:
             self.checked = False
 
-    # ---- what is listed ----
+    # ---- description ----
 
     @property
     def manifest(self) -> Manifest:
@@ -97,7 +97,7 @@ class IndexedSource:
 
     @property
     def merged(self) -> _core.MergedIndex:
-        """The index from which tensors are read."""
+        """The index that reads of tensors use."""
         if self._indexes is not None:
             return self._indexes.merged_index
         if self._merged is None:
@@ -171,7 +171,7 @@ class IndexedSource:
         raise AssertionError  # the last attempt returns or raises
 
     def reopen(self, generation: str) -> bool:
-        """Forget what was read if a writer has replaced `generation`; return whether it has.
+        """Forget manifest and indexes if a writer has replaced `generation`; return whether it has.
 
         If the root was deleted, and the source can choose, another root is chosen.
         """

@@ -109,9 +109,9 @@ def _open_folder(path: str, format: str | None) -> Source:
         if source is not None:
             return source
     layout = find_layout(names)
-    known = format or ("dcp" if ".metadata" in names else layout and layout.name)
-    if known is not None:
-        return whole_source(path, known)
+    name = format or ("dcp" if ".metadata" in names else layout and layout.name)
+    if name is not None:
+        return whole_source(path, name)
     snapshot = hub_snapshot(path)
     if snapshot is not None:
         return _open_folder(snapshot, format)

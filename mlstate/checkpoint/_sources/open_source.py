@@ -44,7 +44,7 @@ def open_source(
     """Return the source of a local path, a URL, or an internal caller's `RootPath` or source.
 
     `choice`: step, monitor and mode of a run. `format`: read the path as this format. `only_local`:
-    what the caller does that needs local files, and the remedy. Raises StoreError if nothing is
+    the caller's use that needs local files, and the remedy. Raises StoreError if nothing is
     there, FormatError for content that mlstate does not read, and ValueError for a step of a path
     without steps, or a URL of what must be local.
     """
@@ -73,8 +73,8 @@ def open_source(
     if not isinstance(source, IndexedSource) or source.format != "mlstate":
         if choice != _NO_CHOICE:
             is_file = folder.file or os.path.isfile(folder.path)
-            what = "one file" if is_file else f"of the format {source.format}"
-            raise ValueError(f"{path} is {what}: it has no steps; leave the step out")
+            content = "one file" if is_file else f"of the format {source.format}"
+            raise ValueError(f"{path} is {content}: it has no steps; leave the step out")
         return source
     return _chosen(source, choice)
 

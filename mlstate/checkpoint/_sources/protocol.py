@@ -60,7 +60,7 @@ class Source(Protocol):
         """Return `path`: functions that open a path also accept a source."""
 
     def fresh(self) -> Source:
-        """Return a source of the same path, of which nothing was read."""
+        """Return an unread source of the same path."""
 
     @property
     def manifest(self) -> Manifest:

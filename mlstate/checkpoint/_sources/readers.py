@@ -75,13 +75,13 @@ def _read_torch_weights(path: Path, selection: Selection) -> Parts:
     root = path.name if is_index(path.name) else torch_weights_root(folder)
     assert root is not None
     model = read_torch_weights(folder, root)
-    return read_beside(str(path), selection, checked=False)._replace(model=model)
+    return read_training_entries(str(path), selection, checked=False)._replace(model=model)
 
 
-def read_beside(path: str, selection: Selection, *, checked: bool) -> Parts:
-    """Return the entries beside the weights of a local folder; the model is None.
+def read_training_entries(path: str, selection: Selection, *, checked: bool) -> Parts:
+    """Return the training entries of a local folder; the model is None.
 
-    They are those of accelerate or of a Trainer's step. A warning names files that are not read.
+    These are files of accelerate or of a Trainer's step. A warning names files that are not read.
     `checked`: compare their files with checksums; False: unverified, or compared before.
     """
     if not os.path.isdir(path):

@@ -1,4 +1,4 @@
-"""`StepSource`: a step of a Trainer or accelerate: weights, with entries in files beside them.
+"""`StepSource`: a step of a Trainer or accelerate: weights, and training entries.
 
 The weights are read by their headers, and the entries as a whole, but only if they are needed.
 """
@@ -12,7 +12,7 @@ from ...errors import MLStateError
 from .._files.parts import Selection
 from .._layouts.training_step import METADATA, step_entries
 from .._report import note_refusal
-from .readers import read_beside
+from .readers import read_training_entries
 from .verify_zip import verify_files
 from .weights import HuggingFaceSource
 from .whole import WholeSource
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 def has_entries(names: Collection[str]) -> bool:
-    """Return whether a folder with these names has entries beside its weights."""
+    """Return whether a folder with these names has training entries."""
     return METADATA in names or bool(step_entries(names))
 
 
 class StepIndex:
-    """The tensors of two sources: those of the model, and the others; see `Index`."""
+    """The tensors of the model's source, and of a source for all others; see `Index`."""
 
     def __init__(self, model: Index, others: Index) -> None:
         self._by_section = (model, others, others)
@@ -49,7 +49,7 @@ class StepIndex:
         return [row for index in self._indexes for row in index.tensors()]
 
     def shards(self) -> list[Any]:
-        """Return the shards of the model; those of the others are unknown."""
+        """Return the shards of the model; shards of other tensors are unknown."""
         return [row for index in self._indexes for row in index.shards()]
 
     def files(self) -> dict[str, int]:
@@ -72,7 +72,7 @@ class StepSource(HuggingFaceSource):
     """The weights of a folder, and its optimizer, named states and metadata; see `Source`."""
 
     has_index = False
-    is_mapped = True  # the entries beside the weights are
+    is_mapped = True  # the training entries are
 
     def __init__(self, files: CheckpointFiles, root: str, manifest: Manifest | None = None) -> None:
         """Create the source of a local folder; nothing is read."""
@@ -81,10 +81,10 @@ class StepSource(HuggingFaceSource):
         self._needs_others = True
 
     def _read_others(self, checked: bool, selection: Selection | None) -> Parts:
-        return read_beside(self.path, selection or Selection(), checked=checked)
+        return read_training_entries(self.path, selection or Selection(), checked=checked)
 
     def check(self, options: LoadOptions) -> None:
-        """Raise ValueError for options that the entries beside the weights do not support."""
+        """Raise ValueError for options that the training entries do not support."""
         super().check(options)
         into = options["into"]
         take = getattr(into, "get", lambda name: getattr(into, name, None))
@@ -95,7 +95,7 @@ class StepSource(HuggingFaceSource):
 
     @property
     def saved(self) -> Mapping[str, Any]:
-        """The states beside the weights, by label."""
+        """The states of the training entries, by label."""
         return self._others.saved if self._needs_others else {}
 
     @property
@@ -134,7 +134,7 @@ class StepSource(HuggingFaceSource):
         read(section, keys, cuts, targets, **options)
 
     def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
-        """Verify the weights, then the files of the entries beside them."""
+        """Verify the weights, then the files of the training entries."""
         self._needs_others = False
         super().verify(report, progress)
         folder = self.files.folder

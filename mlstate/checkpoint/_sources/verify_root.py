@@ -101,9 +101,9 @@ def _verify_once(
         report.problems += problems or [root_problem("index", name, 0, error)]
         return manifest
     indexes[manifest.generation] = merged
-    count, found = files.folder.verify(merged, progress)
+    count, rows = files.folder.verify(merged, progress)
     report.bytes += count + sum(record.bytes for record in manifest.indexes)
-    report.problems += _with_tensors([Problem(*problem) for problem in found], merged)
+    report.problems += _with_tensors([Problem(*problem) for problem in rows], merged)
     return manifest
 
 
@@ -185,7 +185,7 @@ def _note_result(
 def list_others(
     files: CheckpointFiles, report: VerifyReport, indexes: dict[str, _core.MergedIndex]
 ) -> None:
-    """List the files that no root needs, and those of other programs, in `report`.
+    """List the files that no root needs, and files of other programs, in `report`.
 
     `indexes`: that were read, by generation. Nothing is listed if the problems give the reason.
     """

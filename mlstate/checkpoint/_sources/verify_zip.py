@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from .._report import VerifyReport
 
 _BLOCK = 1 << 20
-# Kinds of files that may hold tensors; those of text, such as a config, are not compared.
+# Kinds of files that may hold tensors; texts, such as a config, are not compared.
 _OF_TENSORS = ("torch", "safetensors", "npy", "pickle", "DCP metadata", "DCP data", "unknown")
 
 

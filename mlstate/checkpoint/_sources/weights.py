@@ -47,7 +47,7 @@ class HuggingFaceSource(IndexedSource):
 
     format = "huggingface"
 
-    # ---- what is listed ----
+    # ---- description ----
 
     @property
     def _weights(self) -> WeightFiles:
@@ -153,13 +153,13 @@ class HuggingFaceSource(IndexedSource):
         try:
             self._verify_weights(report, progress)
         except MLStateError as error:
-            if self._is_no_damage(error):
+            if self._is_unreachable(error):
                 raise
             report.problems.append(root_problem("manifest", self.root, 0, error))
         verify_weights_folder(self.files.folder, report, progress)
         report.strange = sorted(set(report.strange))
 
-    def _is_no_damage(self, error: MLStateError) -> bool:
+    def _is_unreachable(self, error: MLStateError) -> bool:
         """Return whether a store failed, or the file that the caller named does not exist."""
         folder = self.files.folder
         is_gone = isinstance(error, StoreNotFoundError) and folder.file and self._manifest is None
@@ -173,7 +173,7 @@ class HuggingFaceSource(IndexedSource):
         try:
             shards = self.merged.shards()
         except MLStateError as error:
-            if self._is_no_damage(error):
+            if self._is_unreachable(error):
                 raise
             problems = self._verify_files(None)[1]
             report.problems += problems or [root_problem("index", self.root, 0, error)]

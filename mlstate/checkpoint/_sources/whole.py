@@ -273,7 +273,7 @@ class WholeSource:
         return self.path
 
     def fresh(self) -> WholeSource:
-        """Return a source of the same path, of which nothing was read."""
+        """Return an unread source of the same path."""
         return WholeSource(self.path, self.format, self._read_parts)
 
     def check(self, options: LoadOptions) -> None:
@@ -298,7 +298,7 @@ class WholeSource:
         """Read only these entries; call it before anything is read."""
         self._selection = selection
 
-    # ---- what is listed ----
+    # ---- description ----
 
     @property
     def parts(self) -> Parts:
@@ -387,14 +387,14 @@ class WholeSource:
         progress: Callable[[int], object] | None = None,
     ) -> dict[str, Any]:
         """Return parts of tensors by key, in memory that no writer changes; see `Source`."""
-        whole = self.index.sections[section]
+        tensors = self.index.sections[section]
         parts = self.index.parts(section, keys, cuts)
         parts = {
             key: _array_of(key, part, self.path) if is_torch(part) else part
             for key, part in parts.items()
         }
         parts = {
-            key: part if part is whole[key] and not self.is_mapped else part.copy()
+            key: part if part is tensors[key] and not self.is_mapped else part.copy()
             for key, part in parts.items()
         }
         if progress is not None:
@@ -418,7 +418,7 @@ class WholeSource:
             progress(sum(int(part.nbytes) for part in parts.values()))
 
     def find_pairs(self) -> None:
-        """Raise CompatibilityError if the folder's config says that the model is quantized."""
+        """Raise CompatibilityError if the folder's config declares a quantized model."""
         if self.format == "huggingface" and self.parts.model is not None:
             refuse_quantized_state(self.path, self.parts.model)
 
@@ -434,9 +434,9 @@ class WholeSource:
 
         try:
             if self.format == "safetensors":
-                found, report.checksums = verify_file(self.path, progress)
-                report.problems += found.problems
-                report.bytes += found.bytes
+                contents, report.checksums = verify_file(self.path, progress)
+                report.problems += contents.problems
+                report.bytes += contents.bytes
             else:
                 folder = LocalFolder(self.path)
                 place = step_folder(folder).path if self.format == "deepspeed" else self.path

@@ -142,7 +142,7 @@ def _updated_part(
 ) -> tuple[Part, Any] | None:
     """Return a part of the unit from now on, and the array with its elements; None if removed.
 
-    The arguments are those of `take_back`.
+    See `take_back` for the arguments.
     """
     parameter_before, states_before = used._before
     if part.section == 0:
@@ -164,7 +164,7 @@ def _updated_part(
 def _added_parts(unit: Unit, used: TieredUnit, states: Mapping[str, object]) -> list[Part]:
     """Return parts of the states that the unit lacks.
 
-    The arguments are those of `take_back`. Raises ValueError for an invalid name.
+    See `take_back` for the arguments. Raises ValueError for an invalid name.
     """
     known = {part.state for part in unit.parts if part.section}
     _, states_before = used._before

@@ -387,7 +387,7 @@ def _misfits(
 ) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     """Return key, shape and parameter's shape of each state that does not fit its parameter.
 
-    The arguments are those of `refuse_unfit`. States of one element always fit. If a parameter has
+    See `refuse_unfit` for the arguments. States of one element always fit. If a parameter has
     its saved shape, a new state of it may have any shape. If the saved shape is unknown, a state
     must have the parameter's shape (or one that `_is_valid_shape` allows) if the same state of
     another parameter has that parameter's shape.
