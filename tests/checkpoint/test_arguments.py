@@ -99,7 +99,7 @@ def test_wrong_values_are_refused_by_the_name_of_their_parameter(saved, tmp_path
 
 def test_the_name_of_a_file_in_an_error_is_cut_between_characters(tmp_path):
     path = tmp_path / ("a" + "é" * 80 + ".safetensors")
-    path.write_bytes(b"no header")
+    path.write_bytes(bytes(range(128, 148)))
     with pytest.raises(mlstate.FormatError) as caught:
         mlstate.load_file(path)
     assert str(caught.value).startswith("a" + "é" * 49 + ": ")

@@ -358,14 +358,14 @@ def test_force_replaces_only_the_target_seen_at_start(tmp_path, monkeypatch, cap
     source, target = tmp_path / "a", tmp_path / f"b{suffix}"
     mlstate.save(source, {"w": np.ones(4)})
     write_any(target, {"old": np.ones(2)})
-    read = convert.load
+    read = convert.read_parts
 
     def read_and_change(*args, **options):
         write_any(target, {"mine": np.ones(2)}, overwrite=True)
         return read(*args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "load", read_and_change)
+        patch.setattr(convert, "read_parts", read_and_change)
         assert main(["convert", str(source), str(target), "--force"]) == 2
     assert "changed" in capsys.readouterr().err
     assert list(read_any(target)[0]) == ["mine"]

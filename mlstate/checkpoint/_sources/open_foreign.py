@@ -101,9 +101,8 @@ def _open_folder(path: str, format: str | None) -> Source:
     folder = LocalFolder(path)
     files = CheckpointFiles(folder)
     names = folder.names("")
-    is_own = "index" in names and not set(SECTIONS).isdisjoint(names)
-    if format == "mlstate" or is_own or ("roots" in names and files.list_roots()):
-        return IndexedSource(files)  # the manifest alone is missing
+    if format == "mlstate" or ("roots" in names and files.list_roots()):
+        return IndexedSource(files)
     if format in (None, "huggingface"):
         source = _weights_in(files, names)
         if source is not None:
@@ -112,6 +111,8 @@ def _open_folder(path: str, format: str | None) -> Source:
     name = format or ("dcp" if ".metadata" in names else layout and layout.name)
     if name is not None:
         return whole_source(path, name)
+    if "index" in names and not set(SECTIONS).isdisjoint(names):
+        return IndexedSource(files)  # the manifest alone is missing
     snapshot = hub_snapshot(path)
     if snapshot is not None:
         return _open_folder(snapshot, format)
