@@ -28,8 +28,8 @@ def store_error(error: OSError, action: str, path: str | os.PathLike[str]) -> St
     return mapped  # type: ignore[no-any-return]
 
 
-def format_error(text: str, path: str | os.PathLike[str]) -> FormatError:
-    """Return the error for a malformed file; `text` names the file itself."""
+def format_error(text: str, path: str | os.PathLike[str], name: str | None = None) -> FormatError:
+    """Return the error for a malformed file, or its part `name`; `text` names the file itself."""
     error = FormatError(text)
-    error.path = path
+    error.path, error.name = path, name
     return error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .._common.store_error import store_error
@@ -77,6 +78,7 @@ def file_problem(
     return Problem(kind, path, name, None, 0, offset, length, text)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class VerifyReport:
     """The result of `verify`; it is true if nothing is damaged.
 
@@ -118,35 +120,20 @@ class VerifyReport:
     True
     """
 
-    __slots__ = (
-        "bytes",
-        "checksums",
-        "compared",
-        "leftover",
-        "path",
-        "problems",
-        "refusal",
-        "repaired",
-        "step",
-        "strange",
-    )
-
-    def __init__(self, path: str) -> None:
-        """Create a report without problems on the checkpoint at `path`; `verify` fills it."""
-        self.path: str = path
-        self.problems: list[Problem] = []
-        self.leftover: list[str] = []
-        self.strange: list[str] = []
-        self.compared: list[str] = []
-        self.bytes: int = 0
-        self.step: int | None = None
-        self.repaired: str | None = None
-        self.refusal: str = ""
-        self.checksums: bool = True
+    path: str
+    problems: list[Problem] = field(default_factory=list)
+    leftover: list[str] = field(default_factory=list)
+    strange: list[str] = field(default_factory=list)
+    compared: list[str] = field(default_factory=list)
+    bytes: int = 0
+    step: int | None = None
+    repaired: str | None = None
+    refusal: str = ""
+    checksums: bool = True
 
     def __setstate__(self, state: tuple[None, dict[str, Any]]) -> None:
         """Restore a pickled report from `state`: None, and the attributes by name."""
-        self.checksums, self.compared, self.refusal = True, [], ""  # older pickles lack them
+        VerifyReport.__init__(self, "")  # older pickles lack some
         for name, value in state[1].items():
             setattr(self, name, value)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.atomic_file import Target, new_file
 from ..._common.backend import TensorBackend
+from ..._common.store_error import format_error
 from ..._safetensors import load_file, load_metadata, save_file
-from ...errors import FormatError
 from ...state._kind import describe, restore
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
@@ -23,6 +23,7 @@ from .parts import MODEL, Parts
 
 if TYPE_CHECKING:
     from ..._types import NDArray
+    from ...errors import FormatError
 
 # Metadata entry that describes the parts of a flat file; it is not part of the user's metadata.
 PARTS = "mlstate_parts"
@@ -47,18 +48,6 @@ def _join_states(
     for name, state in present.items():
         joined.update({_PREFIXES[name] + key: value for key, value in dict(state).items()})
     return joined, {"parts": {name: describe(state) for name, state in present.items()}}
-
-
-def has_prefixes(texts: Mapping[str, str]) -> bool:
-    """Return whether a file's names begin with "model." or "optimizer.".
-
-    `texts`: the file's metadata.
-    """
-    try:
-        record = json.loads(texts.get(PARTS, "{}"))
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(record, dict) and "parts" in record
 
 
 def _split_state(
@@ -95,9 +84,8 @@ def _restore_state(path: Path | str, arrays: dict[str, Any], text: object) -> St
 
 def _description_error(path: Path | str, reason: str) -> FormatError:
     """Return the FormatError for a file whose description of its content is malformed."""
-    error = FormatError(f"{path}: entry {PARTS!r} does not describe the file: {reason}")
-    error.path, error.name = str(path), PARTS
-    return error
+    text = f"{path}: entry {PARTS!r} does not describe the file: {reason}"
+    return format_error(text, str(path), PARTS)
 
 
 # ---- safetensors ----

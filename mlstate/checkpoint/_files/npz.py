@@ -18,13 +18,14 @@ import numpy as np
 from ..._common.atomic_file import Target, replacing
 from ..._common.dtypes import label_of, name_of, stored_dtype
 from ..._common.regular_file import open_regular
-from ...errors import CompatibilityError, FormatError
+from ..._common.store_error import format_error
+from ...errors import CompatibilityError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..._types import NDArray, NumpyDType
-    from ...errors import MLStateError
+    from ...errors import FormatError, MLStateError
     from .parts import Parts
 
 RECORD = "mlstate.json"
@@ -117,9 +118,8 @@ def read_npz(
 def _damage_error(path: str | os.PathLike[str], name: str | None, reason: object) -> FormatError:
     """Return a FormatError for the file `path`; `name`: of the damaged array, or None."""
     where = "" if name is None else f"array {name!r}: "
-    error = FormatError(f"{path}: {where}{reason or 'the file ends too early'}")
-    error.path, error.name = os.fspath(path), name
-    return error
+    text = f"{path}: {where}{reason or 'the file ends too early'}"
+    return format_error(text, os.fspath(path), name)
 
 
 class _ObjectsError(Exception):

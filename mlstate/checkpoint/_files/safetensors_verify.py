@@ -9,7 +9,7 @@ from ... import _core
 from ..._common.dtypes import FILE_DTYPES
 from ..._common.local_path import local_folder
 from ..._common.regular_file import open_regular
-from ..._common.store_error import store_error
+from ..._common.store_error import format_error, store_error
 from ...errors import FormatError
 from .._report import VerifyReport, file_problem
 
@@ -81,9 +81,7 @@ def read_header(path: str, *, verify: bool = True) -> FileHeader:
     except OSError as error:
         raise store_error(error, "cannot read the file", path) from None
     except ValueError:  # the file was replaced since the core read it
-        changed = FormatError(f"{path}: replaced while it was read; try again")
-        changed.path = path
-        raise changed from None
+        raise format_error(f"{path}: replaced while it was read; try again", path) from None
     texts = entries.pop("__metadata__", None) or {}
     start = 8 + length
     tensors = [

@@ -78,6 +78,4 @@ def _check_equal(path: str, name: str, array: Any, first: Any, first_file: str) 
     """
     facts = [(each.dtype, each.shape) for each in (array, first)]
     if facts[0] != facts[1] or bytes_of(array) != bytes_of(first):
-        error = format_error(f"{path}: {name!r} has other bytes than in {first_file}", path)
-        error.name = name
-        raise error
+        raise format_error(f"{path}: {name!r} has other bytes than in {first_file}", path, name)

@@ -29,7 +29,8 @@ import numpy as np
 
 from ..._common.arrays import is_torch
 from ..._common.backend import TensorBackend, backend_of, torch_backend
-from ...errors import CompatibilityError, FormatError
+from ..._common.store_error import format_error
+from ...errors import CompatibilityError
 from ...state._kind import restore
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from ...errors import MLStateError
+    from ...errors import FormatError, MLStateError
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
@@ -77,11 +78,9 @@ class PartKeys(NamedTuple):
 # ---- errors ----
 
 
-def malformed(path: object, reason: str) -> FormatError:
-    """Return the error for a file whose content is damaged or malformed."""
-    error = FormatError(f"{path}: {reason}")
-    error.path = str(path)
-    return error
+def malformed(path: object, reason: str, name: str | None = None) -> FormatError:
+    """Return the error for a file with damaged or malformed content, or such a part, `name`."""
+    return format_error(f"{path}: {reason}", str(path), name)
 
 
 def refusal(path: object, reason: str, name: str | None = None) -> CompatibilityError:
@@ -131,9 +130,7 @@ def _optimizers_in(value: Any) -> list[Any]:
     """Return the optimizers in a nested value."""
     if is_optimizer(value):
         return [value]
-    inner = value.values() if isinstance(value, Mapping) else value
-    is_nested = isinstance(value, Mapping | list | tuple)
-    return [optimizer for each in inner for optimizer in _optimizers_in(each)] if is_nested else []
+    return [optimizer for each in _items(value) for optimizer in _optimizers_in(each)]
 
 
 def _parameter_count(optimizer: Any) -> int:

@@ -104,10 +104,5 @@ def _joined(path: Path, name: str, parts: list[tuple[list[int], Any]]) -> NDArra
 
 
 def _cover_error(path: Path, name: str, shape: tuple[int, ...]) -> Exception:
-    error = malformed(
-        path,
-        f"the parts of {name!r} overlap, or do not cover its shape {shape}: the folder needs the "
-        "files of all ranks of one save",
-    )
-    error.name = name
-    return error
+    text = f"the parts of {name!r} overlap, or do not cover its shape {shape}"
+    return malformed(path, f"{text}: the folder needs the files of all ranks of one save", name)

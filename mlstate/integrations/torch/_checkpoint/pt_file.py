@@ -375,11 +375,9 @@ def load_value(file: Path | IO[bytes], where: object, *, maps: bool = False) -> 
         if names:
             return Unreadable(_reason_of(names[0]))
         raise malformed(where, f"torch cannot read it: {first_line(error)}") from None
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # torch's error for a truncated archive
+    except (OSError, EOFError) as error:
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # of a truncated archive
             raise
-        raise malformed(where, "torch cannot read it: it ends too early") from None
-    except EOFError:
         raise malformed(where, "torch cannot read it: it ends too early") from None
     except _DAMAGE as error:
         raise malformed(where, f"torch cannot read it: {first_line(error)}") from None
