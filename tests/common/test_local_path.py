@@ -47,7 +47,7 @@ OF_STORES = ["save", "save_async", "load", "plan_load", "verify", "inspect", "pr
 COMMANDS_OF_STORES = [
     ["inspect", URL],
     ["verify", URL],
-    ["prune", URL],
+    ["prune", URL, "--keep", "1"],
     ["diff", URL, "here"],
     ["diff", "here", URL],
     ["reshard", URL, "cut", "--layout", "rows=2"],

@@ -22,7 +22,7 @@ FORBIDDEN = [
 # Modules of the standard library that are used, those that NumPy imports excepted; `inspect` is
 # among them because it makes the signatures of `load` and `save`, and not every NumPy imports it.
 OF_IMPORT = {"__future__", "importlib", "importlib.machinery", "warnings"}
-OF_FIRST_LOAD = {"bisect", "copy", "errno", "inspect", "json"}
+OF_FIRST_LOAD = {"bisect", "copy", "dataclasses", "errno", "inspect", "json"}
 
 IMPORTED = """
 import sys
