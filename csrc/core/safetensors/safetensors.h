@@ -133,9 +133,9 @@ mls_code mls_safetensors_open(const char *path, const mls_crc_kernels *crc, bool
 
 /* Read the bytes of all tensors of the open file `fd` into `places`, one buffer for each
  * tensor, in the order of `file->tensors`. `places` NULL: only compare checksums, which
- * the file must have; each thread then needs 1 MiB. The threads of `pool` (NULL: none) read large
- * tensors in parts. If `crc` is NULL, checksums are not verified. After a failure the
- * content of the buffers is undefined.
+ * the file must have; each thread then needs 1 MiB. The threads of `pool` (NULL: none)
+ * read large tensors in parts. If `crc` is NULL, checksums are not verified. After a
+ * failure the content of the buffers is undefined.
  * MLS_E_IO; MLS_E_MEMORY. MLS_E_FORMAT: the file became shorter. MLS_E_CHECKSUM: bytes
  * changed since they were written; the status has the offset of the first such block. */
 mls_code mls_safetensors_read(int fd, const mls_safetensors *file, void *const *places,
