@@ -7,6 +7,7 @@
 #include "common/module_state.h"
 
 #include "checkpoint/index/index.h"
+#include "checkpoint/ranks/index_pattern.h"
 #include "checkpoint/ranks/merged_index.h"
 
 /* A MergedIndex: the indexes of a checkpoint's ranks, and all of their tensors in one
@@ -30,6 +31,18 @@ int mlspy_take_section(const mlspy_state *state, PyObject *object, mls_section *
 int mlspy_merged_index_of_rank(const mlspy_state *state, PyObject *merged, int64_t rank,
                                const mls_index **out);
 
+/* Return a new array with the pattern of each index, which the caller releases with
+ * mls_index_patterns_free; NULL with an exception set. */
+mls_index_pattern *mlspy_index_patterns(const mlspy_merged_index *self,
+                                        const mlspy_state *state);
+
+/* Return which indexes list a tensor, as a new bytes object: the memory of an array of
+ * mls_index_pattern_place, one for each shard. Python unpacks it, and select_parts uses
+ * it as a key. NULL with an exception set. */
+PyObject *mlspy_tensor_places(const mlspy_merged_index *self,
+                              const mls_index_pattern *patterns,
+                              const mls_merged_index_tensor *tensor);
+
 /* Methods, implemented in py_shard_load.c. */
 PyObject *mlspy_merged_index_load(mlspy_merged_index *self, PyObject *const *args,
                                   Py_ssize_t count);
@@ -41,6 +54,8 @@ PyObject *mlspy_merged_index_select_parts(mlspy_merged_index *self, PyObject *co
                                           Py_ssize_t count);
 PyObject *mlspy_merged_index_reads(mlspy_merged_index *self, PyObject *const *args,
                                    Py_ssize_t count);
+
+/* Methods, implemented in py_index_patterns.c. */
 PyObject *mlspy_merged_index_patterns(mlspy_merged_index *self, PyObject *unused);
 PyObject *mlspy_merged_index_places(mlspy_merged_index *self, PyObject *unused);
 

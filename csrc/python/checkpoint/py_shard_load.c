@@ -284,8 +284,7 @@ static PyObject *mapped_array(load_job *job, const mls_load_item *item,
 static void keep_mapped(load_job *job, size_t i, bool verify, size_t *used)
 {
     const mls_load_item *item = &job->plan.items[i];
-    if (verify && item->count > 0 &&
-        job->plan.pieces[item->first].shard->crcs != NULL) {
+    if (verify && item->count > 0 && job->plan.pieces[item->first].shard->crcs != NULL) {
         mls_load_plan_place(&job->plan, i, NULL, true /* zeroed */);
         mls_load_plan_keep(&job->plan, i, used);
     }
@@ -698,94 +697,7 @@ PyObject *mlspy_merged_index_load_into(mlspy_merged_index *self, PyObject *const
     return good ? PyLong_FromUnsignedLongLong(bytes_read) : NULL;
 }
 
-/* ---- parts and bytes that a load needs ----
- *
- * A MergedIndex may contain only one index for each pattern (index_pattern.h).
- * mlstate/checkpoint/_store/index_patterns.py determines which ranks store which parts.
- */
-
-/* Return the pattern of an index as a new tuple: (bytes that are equal for equal
- * patterns, (part of each group of shards, ...)). Indexes with equal patterns differ only
- * in these parts. None for an index without a pattern; NULL with an exception set. */
-static PyObject *pattern_tuple(const mlspy_state *state, const mls_index *index)
-{
-    mls_index_pattern pattern;
-    mls_status st;
-    mls_json_writer bytes = {.most = (size_t)1 << 30};
-    PyObject *result = NULL;
-    if (mls_index_pattern_init(index, &pattern, &st) != MLS_OK) {
-        return mlspy_raise(state, &st, NULL);
-    }
-    if (!pattern.known) {
-        return Py_NewRef(Py_None);
-    }
-    mls_index_pattern_bytes(index, &pattern, &bytes);
-    if (bytes.code != MLS_OK) {
-        mls_fail(&st, bytes.code, "no room for the pattern of %zu shards",
-                 index->shard_count);
-        mlspy_raise(state, &st, NULL);
-    } else {
-        result = Py_BuildValue(
-            "(y#N)", bytes.data == NULL ? "" : bytes.data, (Py_ssize_t)bytes.length,
-            mlspy_sizes_tuple(pattern.parts, (Py_ssize_t)pattern.group_count));
-    }
-    mls_json_writer_fini(&bytes);
-    mls_index_pattern_fini(&pattern);
-    return result;
-}
-
-/* patterns() -> [(bytes, parts) or None, ...], one for each index */
-PyObject *mlspy_merged_index_patterns(mlspy_merged_index *self, PyObject *unused)
-{
-    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
-    (void)unused;
-    PyObject *list = PyList_New((Py_ssize_t)self->index_count);
-    MLSPY_PUT_EACH(list, i, self->index_count, pattern_tuple(state, &self->indexes[i]));
-    return list;
-}
-
-/* Return a new array with the pattern of each index, or NULL with an exception set. */
-static mls_index_pattern *find_patterns(const mlspy_merged_index *self,
-                                        const mlspy_state *state)
-{
-    mls_status st;
-    mls_index_pattern *patterns =
-        mls_index_patterns_new(self->indexes, self->index_count, &st);
-    if (patterns == NULL) {
-        mlspy_raise(state, &st, NULL);
-    }
-    return patterns;
-}
-
-/* Return which indexes list a tensor, as a new bytes object: the memory of an array of
- * mls_index_pattern_place, one for each shard. Python unpacks it, and select_parts uses
- * it as a key. NULL with an exception set. */
-static PyObject *tensor_places(const mlspy_merged_index *self,
-                               const mls_index_pattern *patterns,
-                               const mls_merged_index_tensor *tensor)
-{
-    mls_json_writer buf = {.most = (size_t)1 << 30}; /* used as a growing buffer */
-    mls_index_pattern_places(self->indexes, patterns, self->index_count,
-                             &tensor->any_shard->id, &buf);
-    PyObject *bytes = buf.code == MLS_OK
-                          ? PyBytes_FromStringAndSize(buf.data, (Py_ssize_t)buf.length)
-                          : PyErr_NoMemory();
-    mls_json_writer_fini(&buf);
-    return bytes;
-}
-
-/* places() -> [bytes, ...], one for each of tensors() */
-PyObject *mlspy_merged_index_places(mlspy_merged_index *self, PyObject *unused)
-{
-    (void)unused;
-    mls_index_pattern *patterns = find_patterns(self, mlspy_state_of_type(Py_TYPE(self)));
-    PyObject *list =
-        patterns == NULL ? NULL : PyList_New((Py_ssize_t)self->merged.tensor_count);
-    MLSPY_PUT_EACH(list, i, self->merged.tensor_count,
-                   tensor_places(self, patterns, &self->merged.tensors[i]));
-    mls_index_patterns_free(patterns, self->index_count);
-    return list;
-}
+/* ---- parts and bytes that a load needs ---- */
 
 /* Return the set under `key` in a dict (borrowed), created if needed; NULL with an
  * exception set. */
@@ -801,13 +713,13 @@ static PyObject *part_set_for(PyObject *dict, PyObject *key)
 }
 
 /* Add the numbers of the stored parts that intersect the part of `item` to the set under
- * tensor_places in `dict`, created if needed. At most `max_parts` numbers are added, as a
- * layout may claim any number of parts. Returns -1 with an exception set. */
+ * mlspy_tensor_places in `dict`, created if needed. At most `max_parts` numbers are
+ * added, as a layout may claim any number of parts. Returns -1 with an exception set. */
 static int add_parts(const load_job *job, const mls_index_pattern *patterns,
                      const mls_load_item *item, Py_ssize_t max_parts, PyObject *dict)
 {
     const mls_index_shard *shard = item->tensor->any_shard;
-    PyObject *key = tensor_places(job->merged, patterns, item->tensor);
+    PyObject *key = mlspy_tensor_places(job->merged, patterns, item->tensor);
     PyObject *set = key == NULL ? NULL : part_set_for(dict, key);
     mls_layout_intersection iter;
     size_t part;
@@ -838,7 +750,7 @@ PyObject *mlspy_merged_index_select_parts(mlspy_merged_index *self, PyObject *co
     if (mlspy_take_count("select_parts", 5, count) == 0 &&
         (max_parts != -1 || !PyErr_Occurred()) &&
         load_begin(&job, self, args[0], args[1], args[2], args[3]) == 0 &&
-        (patterns = find_patterns(job.merged, job.state)) != NULL) {
+        (patterns = mlspy_index_patterns(job.merged, job.state)) != NULL) {
         dict = PyDict_New();
     }
     for (size_t i = 0; dict != NULL && i < job.plan.count; i++) {
