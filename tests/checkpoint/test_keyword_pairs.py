@@ -1,4 +1,4 @@
-"""Two keywords, one of which limits the other: the loser is refused, or both are honoured."""
+"""Pairs of keywords that limit each other: one is refused, or both are honoured."""
 
 import json
 import pickle
