@@ -152,7 +152,8 @@ class Case:
             run = self.saved.model, self.saved.optimizer
             parts["optimizer"] = get_optimizer_state_dict(*run, options=options)
         elif "model" in parts:
-            self.parts = parts = {"model": parts["model"]}
+            self.parts = {"model": parts["model"]}
+            parts = dict(self.parts)
         self.parts.pop("generator", None)  # a tensor at the top is one of the model
         parts.pop("generator", None)
         model = parts.pop("model", {})
