@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..._common.backend import torch_backend
-from ..._common.caller import find_caller
 from .._files.backend import PtBackend
 from .._folder.local import LocalFolder
 from .._store.weight_files import listed
@@ -44,10 +43,10 @@ def step_folder(folder: Folder) -> Folder:
     return LocalFolder(f"{folder.path}/{tag}")
 
 
-def read(folder: Folder, _selection: Selection) -> Parts:
+def read(folder: Folder, _selection: Selection) -> tuple[Parts, list[str]]:
     """Read the model of a folder of DeepSpeed, and other entries of its file.
 
-    A warning names the files that are not read. Raises CompatibilityError for the files of several
+    Also return the names of files that are not read. Raises CompatibilityError for the files of several
     ranks of a model, which DeepSpeed alone can join.
     """
     folder = step_folder(folder)
@@ -67,6 +66,4 @@ def read(folder: Folder, _selection: Selection) -> Parts:
             "there, and save its state_dict()",
         )
     parts = torch_backend("files of torch", PtBackend).read_pt(path / models[0])
-    if others := sorted(set(names) - set(models)):
-        find_caller().warn(f"{path}: partitions of the optimizer are not read: {listed(others)}")
-    return parts
+    return parts, sorted(set(names) - set(models))

@@ -18,7 +18,9 @@ class Layout(NamedTuple):
 
     name: str
     recognizes: Callable[[Collection[str]], object]  # the names in a folder
-    read: Callable[[Folder, Selection], Parts]  # entries that the selection leaves out may be read
+    # the content, and names of files that are not read; entries that the selection leaves out may
+    # be read
+    read: Callable[[Folder, Selection], tuple[Parts, list[str]]]
 
 
 # The first that recognizes a folder reads it.

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._common.backend import torch_backend
-from ..._common.caller import find_caller
 from ...errors import StoreNotFoundError
 from .._files.backend import PtBackend
 from .._files.parts import MODEL, OPTIMIZER
@@ -34,10 +33,10 @@ def is_layout(names: Collection[str]) -> bool:
     return any(map(_FILE.match, names))
 
 
-def read(folder: Folder, selection: Selection) -> Parts:
+def read(folder: Folder, selection: Selection) -> tuple[Parts, list[str]]:
     """Read the files of all ranks, without running code from them.
 
-    `selection`: a model or optimizer that it leaves out is not read. Raises StoreNotFoundError if a
+    Also return the names of other files. `selection`: a model or optimizer that it leaves out is not read. Raises StoreNotFoundError if a
     rank's file is missing, CompatibilityError for files of several numbers of ranks, or if ranks
     have different values of a model or optimizer other than parts of DTensors.
     """
@@ -49,10 +48,6 @@ def read(folder: Folder, selection: Selection) -> Parts:
     if len(worlds) > 1:
         text = " and ".join(map(str, worlds))
         raise refusal(path, f"has the files of jobs of {text} ranks: move those of one job away")
-    if others := sorted(set(names) - {match[0] for match in matches}):
-        find_caller().warn(
-            f"{path}: files beside those of the ranks are left out: {listed(others)}"
-        )
     tree: dict[str, Any] = {}
     for kind in sorted({match[1] for match in matches}):
         part = _PARTS[kind]
@@ -68,4 +63,5 @@ def read(folder: Folder, selection: Selection) -> Parts:
     if isinstance(extra, dict) and not extra.keys() & tree.keys():
         del tree[_EXTRA]
         tree |= extra
-    return sort_entries(tree, path, is_divided=True)
+    others = sorted(set(names) - {match[0] for match in matches})
+    return sort_entries(tree, path, is_divided=True), others

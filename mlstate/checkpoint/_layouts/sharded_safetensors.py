@@ -66,7 +66,7 @@ def refuse_part(path: Path, texts: Mapping[str, str]) -> None:
         )
 
 
-def read(folder: Folder, _selection: Selection) -> Parts:
+def read(folder: Folder, _selection: Selection) -> tuple[Parts, list[str]]:
     """Read the files of all ranks, and join the parts of each tensor.
 
     Raises FormatError if parts overlap, or if one is missing.
@@ -82,7 +82,8 @@ def read(folder: Folder, _selection: Selection) -> Parts:
             if start is None or len(start) != array.ndim:
                 raise malformed(file, f"its header has no position of {tensor!r}")
             parts.setdefault(tensor, []).append((start, array))
-    return Parts(StateDict({n: _joined(path, n, each) for n, each in parts.items()}), None, {}, {})
+    model = StateDict({name: _joined(path, name, each) for name, each in parts.items()})
+    return Parts(model, None, {}, {}), []
 
 
 def _joined(path: Path, name: str, parts: list[tuple[list[int], Any]]) -> NDArray:

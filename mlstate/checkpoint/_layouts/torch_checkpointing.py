@@ -7,11 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._common.backend import torch_backend
-from ..._common.caller import find_caller
-from ...errors import CompatibilityError
 from .._files.backend import PtBackend
-from .._store.weight_files import listed
-from .entries import sort_entries
+from .entries import refusal, sort_entries
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -35,10 +32,10 @@ def entry_files(names: Collection[str]) -> dict[str, dict[int, str]]:
     return entries if any(0 in files for files in entries.values()) else {}
 
 
-def read(folder: Folder, selection: Selection) -> Parts:
+def read(folder: Folder, selection: Selection) -> tuple[Parts, list[str]]:
     """Read a folder of torch_checkpointing, without running code from it.
 
-    `selection`: entries that it leaves out are not read. Raises CompatibilityError if a rank's file
+    Also return the names of other files. `selection`: entries that it leaves out are not read. Raises CompatibilityError if a rank's file
     is missing, or if ranks have different values other than parts of DTensors.
     """
     backend = torch_backend("files of torch", PtBackend)
@@ -46,8 +43,6 @@ def read(folder: Folder, selection: Selection) -> Parts:
     entries = entry_files(folder.names(""))
     ranks = range(max(len(files) for files in entries.values()))
     others = sorted(name for name in folder.names("") if not name.endswith((".pt", ".pkl")))
-    if others:
-        find_caller().warn(f"{path}: files beside the entries are left out: {listed(others)}")
     # Other names may be of values inside an entry, so then all entries are read.
     only = selection.only if selection.only <= entries.keys() else set()
     left_out = selection.skip | (entries.keys() - only if only else set())
@@ -58,9 +53,8 @@ def read(folder: Folder, selection: Selection) -> Parts:
         # `ranks` is as long as the most files of an entry: each entry must have just these ranks
         missing = [rank for rank in (*ranks, *files) if rank not in files or rank not in ranks]
         if missing:
-            raise CompatibilityError(
-                f"{path}: rank {missing[0]} has not saved each entry ({name}_{missing[0]}.pt); a "
-                "folder of torch_checkpointing is read with the files of all ranks"
-            )
+            file = f"{name}_{missing[0]}.pt"
+            text = f"rank {missing[0]} has not saved each entry ({file}); a folder of "
+            raise refusal(path, f"{text}torch_checkpointing is read with the files of all ranks")
         tree[name] = backend.read_ranks([path / files[rank] for rank in ranks])
-    return sort_entries(tree, path)
+    return sort_entries(tree, path), others

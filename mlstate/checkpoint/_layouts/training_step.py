@@ -96,13 +96,11 @@ def read_step_entries(
 
 def _read_entry(path: Path, entry: str, files: list[str], checked: bool) -> Any:
     """Return the value of an entry; of several ranks, a list with one item for each."""
-    if entry in ("random_states", "rng_state") and len(files) > 1:
-        for rank, name in enumerate(files):
-            if not re.search(rf"_0*{rank}\.\w+\Z", name):
-                raise refusal(
-                    path, f"lacks the file of rank {rank} of {entry!r}, which has {files}"
-                )
-    elif len(files) > 1:
+    ranks = [int(match[2]) for match in map(_OF_RANK.match, files) if match]
+    for rank, found in enumerate(ranks if len(files) > 1 else ()):
+        if rank != found:
+            raise refusal(path, f"lacks the file of rank {rank} of {entry!r}, which has {files}")
+    if len(files) > 1 and not ranks:
         raise refusal(path, f"has {entry!r} twice: {', '.join(files)}")
     values = [_read_value(path / name, checked) for name in files]
     return values if len(values) > 1 else values[0]

@@ -87,14 +87,19 @@ def read_training_entries(path: str, selection: Selection, *, checked: bool) -> 
     if not os.path.isdir(path):
         return Parts(None, None, {}, {})
     folder = LocalFolder(path)
-    parts, unread = read_step_entries(folder, folder.names(""), selection, checked=checked)
+    read = read_step_entries(folder, folder.names(""), selection, checked=checked)
+    return _with_warning(path, *read)
+
+
+def _with_warning(path: str, parts: Parts, unread: list[str]) -> Parts:
+    """Return `parts`, with a warning of files of their folder that are not read."""
     if unread:
         find_caller().warn(f"{path}: files that are not read: {listed(unread)}")
     return parts
 
 
 def _read_layout(layout: Layout, path: Path, selection: Selection) -> Parts:
-    return layout.read(LocalFolder(str(path)), selection)
+    return _with_warning(str(path), *layout.read(LocalFolder(str(path)), selection))
 
 
 _READERS: dict[str, Callable[[Path, Selection], Parts]] = {

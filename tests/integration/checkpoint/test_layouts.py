@@ -346,7 +346,7 @@ def write_ranks(folder, world=2):
 def test_files_of_ranks_are_joined(tmp_path):
     run, generators = write_ranks(tmp_path / "c")
     (tmp_path / "c/fsdp_config.json").write_text("{}")
-    with pytest.warns(mlstate.errors.CheckpointWarning, match=r"left out: 'fsdp_config\.json'"):
+    with pytest.warns(mlstate.errors.CheckpointWarning, match=r"not read: 'fsdp_config\.json'"):
         loaded = mlstate.load(tmp_path / "c")
     assert_equal(loaded.model, run[0].state_dict())
     assert loaded.optimizer == read_optimizer(tmp_path, run[1])

@@ -244,7 +244,7 @@ def test_files_of_other_formats_are_named(tmp_path):
     folder = write_entries(tmp_path / "c", model={"w": torch.ones(1)})
     (folder / "metadata.pkl").write_bytes(b"not read")
     (folder / "config.json").write_text("{}", encoding="utf-8")
-    with pytest.warns(UserWarning, match=r"left out: '?config\.json"):
+    with pytest.warns(UserWarning, match=r"not read: '?config\.json"):
         mlstate.load(folder)
 
 
