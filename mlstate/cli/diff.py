@@ -87,44 +87,52 @@ def _settings_of(kind: Mapping[str, Any] | None) -> Settings | None:
     return Settings(kind.get("param_groups") or (), kind.get("learning_rate", 0.0))
 
 
-class _CheckpointSide:
+class _Side:
+    """The names, sizes and settings of one path; a subclass reads the tensors."""
+
+    step: int | None = None
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        # by name: of the model, the optimizer, and the states
+        self.sizes: list[dict[str, _TensorSize]] = [{}, {}, {}]
+        # of the optimizers in each section, by prefix of their names
+        self.settings: list[dict[str, Settings | None]] = [{}, {}, {}]
+
+    def is_replaced(self) -> bool:
+        """Return whether a writer has replaced the content since it was opened."""
+        return False
+
+    def size(self, section: int, key: str) -> _TensorSize:
+        """Return the size of a tensor; zeros if it does not exist."""
+        return self.sizes[section].get(key, _TensorSize(0, 0))
+
+
+class _CheckpointSide(_Side):
     """A checkpoint with mapped tensors; sharded, sparse or compressed ones take memory."""
 
     def __init__(self, source: IndexedSource) -> None:
         """Read the index of a checkpoint to compare; no tensor is read."""
+        super().__init__(source.path)
         self._source = source
-        self.path = source.path
-        self._index = source.attempt(lambda: source.index)
+        index = source.attempt(lambda: source.index)
         manifest = source.manifest
         self.step, self._generation = manifest.step, manifest.generation
-        self._optimizer, self._states = manifest.optimizer, manifest.states or {}
-        self._sizes: dict[tuple[str, str], _TensorSize] = {}  # by section and name
         self._mmap = source.files.folder.is_local
-        for record in map(TensorRecord._make, self._index.tensors()):
+        for record in map(TensorRecord._make, index.tensors()):
             in_memory = record.shards > 1 or record.sparse_shards or record.codec or not self._mmap
             size = _TensorSize(record.nbytes, record.nbytes if in_memory else 0)
-            self._sizes[record.section, record.key] = size
+            self.sizes[SECTIONS.index(record.section)][record.key] = size
+        named = {f"{name}/": _settings_of(kind) for name, kind in (manifest.states or {}).items()}
+        self.settings = [{}, {"": _settings_of(manifest.optimizer)}, named]
 
     def is_replaced(self) -> bool:
         """Return whether a writer has replaced the checkpoint since it was opened."""
         return self._source.reopen(self._generation)
 
-    def keys(self, section: int) -> list[str]:
-        """Return the names of the tensors of the model (0), the optimizer (1) or the states (2)."""
-        return self._index.keys(section)
-
-    def settings(self) -> list[dict[str, Settings | None]]:
-        """Return the settings of the optimizers in each section, by prefix of their names."""
-        named = {f"{name}/": _settings_of(kind) for name, kind in self._states.items()}
-        return [{}, {"": _settings_of(self._optimizer)}, named]
-
-    def size(self, section: int, key: str) -> _TensorSize:
-        """Return the size of a tensor; zeros if it does not exist."""
-        return self._sizes.get((SECTIONS[section], key), _TensorSize(0, 0))
-
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
         """Return the existing tensors among `keys`, by name: mapped if possible."""
-        have = [key for key in keys if (SECTIONS[section], key) in self._sizes]
+        have = [key for key in keys if key in self.sizes[section]]
         # elements that differ because of damage are reported as different
         return self._source.read(section, have, _WHOLE, verify=not self._mmap, mmap=self._mmap)
 
@@ -177,23 +185,17 @@ def _storable_value(value: Any, path: str, refused: list[str]) -> Any:
     return value
 
 
-class _FileSide:
+class _FileSide(_Side):
     """The parts of a format without an index, in memory."""
-
-    step = None
 
     def __init__(self, path: str, parts: Parts) -> None:
         """Keep the `parts` that were read from `path`."""
-        self.path = path
-        model, optimizer, _, states, *_ = parts
-        self._states = states
-        named = {f"{name}/": Settings.of(state) for name, state in (states or {}).items()}
-        self._settings: list[dict[str, Settings | None]] = [
-            {"": Settings.of(model)},
-            {"": Settings.of(optimizer)},
-            named,
-        ]
-        self._parts: list[dict[str, Any]] = [dict(model or {}), dict(optimizer or {}), {}]
+        super().__init__(path)
+        self._states = parts.states
+        named = {f"{name}/": Settings.of(state) for name, state in parts.states.items()}
+        states = parts.model, parts.optimizer
+        self.settings = [*({"": Settings.of(state)} for state in states), named]
+        self._parts: list[dict[str, Any]] = [*(dict(state or {}) for state in states), {}]
 
     def name_states(self, *, as_stored: bool) -> None:
         """Name the arrays of the named states, and warn of values that cannot be compared.
@@ -203,7 +205,7 @@ class _FileSide:
         """
         refused: list[str] = []
         if as_stored:
-            states = _storable_states(self._states or {}, refused)
+            states = _storable_states(self._states, refused)
             named = take_states(states, model=None, ranks=1)
             named.add_trees(group=None, digests=())
             shards = (named.arrays or {}).items()
@@ -213,6 +215,11 @@ class _FileSide:
             # suffix: the text of a value that is neither an array nor a number
             arrays = {"/".join(map(str, keys)) + suffix: array for keys, array, suffix in entries}
         self._parts[2] = {key: each for key, each in arrays.items() if _is_comparable(each)}
+        # these take no more memory: they were read already
+        self.sizes = [
+            {key: _TensorSize(array.nbytes, 0) for key, array in part.items()}
+            for part in self._parts
+        ]
         refused += [key for key in arrays if key not in self._parts[2]]
         if refused:
             warnings.warn(
@@ -220,23 +227,6 @@ class _FileSide:
                 CheckpointWarning,
                 stacklevel=2,
             )
-
-    def is_replaced(self) -> bool:
-        """Return False: the file is in memory."""
-        return False
-
-    def keys(self, section: int) -> list[str]:
-        """Return the names of the tensors of the model (0) or the optimizer (1)."""
-        return list(self._parts[section])
-
-    def settings(self) -> list[dict[str, Settings | None]]:
-        """Return the settings of the optimizers in each section, by prefix of their names."""
-        return self._settings
-
-    def size(self, section: int, key: str) -> _TensorSize:
-        """Return the size of a tensor; no memory, because it was read already."""
-        array = self._parts[section].get(key)
-        return _TensorSize(0 if array is None else array.nbytes, 0)
 
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
         """Return the existing tensors among `keys`."""
@@ -277,7 +267,7 @@ def _batches(section: int, sides: list[Any], names: list[str] | None = None) -> 
     number in `_SECTIONS`. `sides`: the two. `names`: patterns of the user; None: all names. Raises
     if a pattern matches no name of any section.
     """
-    every = [list(dict.fromkeys([*sides[0].keys(s), *sides[1].keys(s)])) for s in _NUMBERS]
+    every = [list(dict.fromkeys([*sides[0].sizes[s], *sides[1].sizes[s]])) for s in _NUMBERS]
     chosen = chosen_keys(names, every)[section]
     batch: list[str] = []
     batch_bytes = 0
@@ -313,7 +303,7 @@ def _compare_section(
         if progress is not None:
             progress(sum(sides[0].size(section, key).nbytes for key in batch))
     if arguments.names is None:
-        first, second = (side.settings()[section] for side in sides)
+        first, second = (side.settings[section] for side in sides)
         part = diff_settings(first, second, **tolerance)
         total = join_diffs(total, part)
     return total
@@ -358,7 +348,7 @@ def _compare_all(sides: list[Any], arguments: argparse.Namespace) -> list[StateD
     """
 
     def size() -> int:
-        return sum(sides[0].size(s, key).nbytes for s in _NUMBERS for key in sides[0].keys(s))
+        return sum(size.nbytes for sizes in sides[0].sizes for size in sizes.values())
 
     with progress_of("compare", size) as progress:
         return [_compare_section(section, sides, progress, arguments) for section in _NUMBERS]
@@ -403,7 +393,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
         print(json.dumps(data, indent=2))
         return 0 if identical else 1
     for section, (section_name, difference) in enumerate(zip(_SECTIONS, differences, strict=True)):
-        if sides[0].keys(section) or sides[1].keys(section) or not difference.identical:
+        if sides[0].sizes[section] or sides[1].sizes[section] or not difference.identical:
             title, headers, rows = table_of(difference)
             print(f"{section_name}: {printable(title)}")
             print_table(headers, rows)
