@@ -321,6 +321,20 @@ def verify(
     return report
 
 
+def _refuse_repair(source: Any) -> None:
+    """Raise ValueError unless a source is the newest checkpoint of mlstate in a folder."""
+    if source.format != "mlstate":
+        raise ValueError(
+            f"{source.path} is of another program: it has no older step to return to; download or "
+            "write the damaged files again"
+        )
+    if source.root != MANIFEST:
+        raise ValueError(
+            f"{source.path}: a repair is of the newest checkpoint, and a step was chosen: call "
+            "mlstate.verify with repair=True and the folder, without step="
+        )
+
+
 def _verify_path(
     path: Any,
     storage_options: Mapping[str, Any] | None,
@@ -338,21 +352,20 @@ def _verify_path(
         if report is not None:
             return report
     only_local = ("repair=True", "copy the checkpoint to a local folder to repair it")
-    source = open_source(path, storage_options, choice, only_local=only_local if repair else None)
+    source: Any = open_source(
+        path, storage_options, choice, only_local=only_local if repair else None
+    )
     if repair:
         _refuse_repair(source)
-    if not isinstance(source, IndexedSource):
-        report = VerifyReport(source.path)
-        if listed is not None:
-            raise ValueError(f"{source.path} is verified as a whole: leave out names")
-        source.verify(report, progress)
-        return report
-    source.uncached()
     report = VerifyReport(source.path)
+    if isinstance(source, IndexedSource):
+        source.uncached()
+    elif listed is not None:
+        raise ValueError(f"{source.path} is verified as a whole: leave out names")
     if listed is not None:
         _verify_names(source, listed, report, progress)
-        return report
-    source.verify(report, progress)
+    else:
+        source.verify(report, progress)
     if repair and report.problems:
         _repair(source.files, report)
     return report

@@ -293,6 +293,14 @@ def _tensors_of(path: str) -> dict[int, str]:
     return {}
 
 
+def _problem_of(error: Exception, name: str, nbytes: int = 0) -> Problem:
+    """Return the problem of the file `name` of `nbytes`, whose reading raised `error`."""
+    is_missing = isinstance(error, FileNotFoundError)
+    kind = "missing" if is_missing else "unreadable" if isinstance(error, OSError) else "changed"
+    text = getattr(error, "strerror", None) or str(error)
+    return file_problem(kind, name, text, length=nbytes)
+
+
 def record_problems(
     path: str, name: str, record: Record, progress: Callable[[int], object] | None
 ) -> Iterator[Problem]:
@@ -313,13 +321,8 @@ def record_problems(
                 yield file_problem("changed", name, text, offset=start, length=end - start)
                 return
             ranges = merge_ranges(iter(changed_ranges(file, record, progress)))
-    except FormatError as error:
-        yield file_problem("changed", name, str(error), length=record.nbytes)
-        return
-    except OSError as error:
-        kind = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
-        text = f"{os.strerror(error.errno or errno.EIO)}"
-        yield file_problem(kind, name, text, length=record.nbytes)
+    except (FormatError, OSError) as error:
+        yield _problem_of(error, name, record.nbytes)
         return
     if not ranges:
         return
@@ -371,8 +374,7 @@ def _blob_problems(
     try:
         got = _blob_digest(path, expected, progress)
     except (FormatError, OSError) as error:
-        kind = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
-        yield file_problem(kind, name, str(error))
+        yield _problem_of(error, name)
         return
     if got != expected:
         text = f"its {algorithm} is {got}, but its blob in the Hub's cache is {expected}"
@@ -435,8 +437,7 @@ def compare_weights(
         except MLStateError as error:
             if folder.is_outage(error):
                 raise
-            kind = "missing" if isinstance(error, FileNotFoundError) else "changed"
-            problems.append(file_problem(kind, name, str(error), length=record.nbytes))
+            problems.append(_problem_of(error, name, record.nbytes))
     return count, problems
 
 
@@ -448,17 +449,14 @@ def verify_weights_folder(
     Damaged checksums are a problem in it. `progress`: as for `compare_weights`. Raises an error of
     a store that does not answer.
     """
+    name = "" if is_index(folder.file) else folder.file
+    if folder.is_local:
+        _compare_local(os.path.join(folder.path, name) if name else folder.path, report, progress)
+        return
     try:
-        if folder.is_local:
-            name = "" if is_index(folder.file) else folder.file
-            expected = find_expected(os.path.join(folder.path, name) if name else folder.path)
-            if expected is not None:
-                compare_files(expected, report, progress)
-            return
         checksums = find_checksums(folder)
         if checksums is not None:
-            names = [folder.file] if folder.file and not is_index(folder.file) else []
-            count, problems = compare_weights(folder, names, progress)
+            count, problems = compare_weights(folder, [name] if name else [], progress)
             report.bytes += count
             report.problems += problems
             report.checksums = True
@@ -467,6 +465,26 @@ def verify_weights_folder(
         if folder.is_outage(error):
             raise
         report.problems.append(checksums_problem(error))
+
+
+def _compare_local(
+    path: str, report: VerifyReport, progress: Callable[[int], object] | None
+) -> bool:
+    """Compare files at a local path as `compare_files` does; return False if nothing is recorded.
+
+    Errors of the file of checksums become problems. Raises StoreError if a folder cannot be listed.
+    """
+    try:
+        expected = find_expected(path)
+        if expected is None:
+            return False
+        compare_files(expected, report, progress)
+    except (FormatError, StoreError) as error:
+        report.problems.append(checksums_problem(error))
+        report.checksums = False
+    except OSError as error:
+        raise store_error(error, "cannot list the folder", path) from None
+    return True
 
 
 def checksums_problem(error: FormatError | StoreError) -> Problem:
@@ -498,15 +516,7 @@ def verify_foreign(
     ):
         return None
     report = VerifyReport(path)
-    try:
-        expected = find_expected(path)
-        if expected is None:
-            return None
-        compare_files(expected, report, progress)
-    except (FormatError, StoreError) as error:
-        report.problems.append(checksums_problem(error))
-        report.checksums = False
-    except OSError as error:
-        raise store_error(error, "cannot list the folder", path) from None
+    if not _compare_local(path, report, progress):
+        return None
     report.strange.sort()
     return report
