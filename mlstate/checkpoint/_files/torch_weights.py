@@ -10,7 +10,7 @@ from ..._common.backend import torch_backend
 from ..._common.caller import find_caller
 from ..._common.store_error import format_error
 from ...state._state_dict import StateDict
-from .._folder.weight_names import TORCH_SUFFIX, find_weights, is_index, is_set, weights_root
+from .._folder.weight_names import TORCH_SUFFIX, is_index, is_set
 from .._store.weight_files import (
     WeightFiles,
     bytes_of,
@@ -23,13 +23,6 @@ from .backend import PtBackend
 
 if TYPE_CHECKING:
     from .._folder.protocol import Folder
-
-
-def torch_weights_root(folder: Folder) -> str | None:
-    """Return the root of a local folder's ``.bin`` files; None if it has safetensors or neither."""
-    if not (folder.is_local and folder.has_checkpoint()) or find_weights(folder) is not None:
-        return None
-    return weights_root(folder.names(""), TORCH_SUFFIX, folder=folder.path)
 
 
 def read_torch_weights(folder: Folder, root: str) -> StateDict:

@@ -13,14 +13,15 @@ from ... import _core
 from ..._common.backend import torch_backend
 from ..._common.caller import find_caller
 from ..._common.file_checksums import require_unchanged
+from ..._common.store_error import format_error
 from ...errors import MLStateError, StoreError, StoreNotFoundError
 from ...state._kind import KEY
 from .._files.backend import DcpBackend, PtBackend
 from .._files.flat_file import PARTS, read_file, read_npz_parts
 from .._files.parts import Parts, Selection
-from .._files.torch_weights import read_torch_weights, torch_weights_root
+from .._files.torch_weights import read_torch_weights
 from .._folder.local import LocalFolder
-from .._folder.weight_names import is_index
+from .._folder.weight_names import TORCH_SUFFIX, is_index, weights_root
 from .._layouts.folders import LAYOUTS, Layout
 from .._layouts.sharded_safetensors import refuse_part
 from .._layouts.training_step import read_step_entries
@@ -72,8 +73,11 @@ def _read_dcp(path: Path, selection: Selection) -> Parts:
 def _read_torch_weights(path: Path, selection: Selection) -> Parts:
     """Read the ``.bin`` files of a Hugging Face folder, or of an index in one."""
     folder = LocalFolder(str(path.parent if path.is_file() else path))
-    root = path.name if is_index(path.name) else torch_weights_root(folder)
-    assert root is not None
+    root: str | None = path.name
+    if not is_index(path.name):
+        root = weights_root(folder.names(""), TORCH_SUFFIX, folder=folder.path)
+    if root is None:
+        raise format_error(f"{path}: holds no weights in files of Hugging Face", path)
     model = read_torch_weights(folder, root)
     return read_training_entries(str(path), selection, checked=False)._replace(model=model)
 
