@@ -321,20 +321,6 @@ def verify(
     return report
 
 
-def _refuse_repair(source: Any) -> None:
-    """Raise ValueError unless a source is the newest checkpoint of mlstate in a folder."""
-    if source.format != "mlstate":
-        raise ValueError(
-            f"{source.path} is of another program: it has no older step to return to; download or "
-            "write the damaged files again"
-        )
-    if source.root != MANIFEST:
-        raise ValueError(
-            f"{source.path}: a repair is of the newest checkpoint, and a step was chosen: call "
-            "mlstate.verify with repair=True and the folder, without step="
-        )
-
-
 def _verify_path(
     path: Any,
     storage_options: Mapping[str, Any] | None,
