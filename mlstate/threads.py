@@ -1,7 +1,7 @@
 """`set_num_threads`, `get_num_threads`: number of threads of the C core."""
 
 from . import _core
-from ._common.arguments import is_flag
+from ._common.arguments import FLAG
 from ._exports import show_exports
 
 __all__ = ["get_num_threads", "set_num_threads"]
@@ -40,7 +40,7 @@ def set_num_threads(threads: int) -> None:
     2
     >>> mlstate.set_num_threads(before)
     """
-    if is_flag(threads):
+    if isinstance(threads, FLAG):
         raise TypeError(f"threads must be an int, got {threads!r}")
     _core.set_num_threads(threads)
 

@@ -7,16 +7,13 @@ from typing import Any
 
 import numpy as np
 
-
-def is_flag(value: object) -> bool:
-    """Return whether a value is True or False, of Python or NumPy."""
-    return value is True or value is False or isinstance(value, np.bool_)
+FLAG = (bool, np.bool_)  # types of True and False
 
 
 def check_flags(**flags: object) -> None:
     """Raise TypeError for the first keyword that is not a flag."""
     for name, value in flags.items():
-        if not is_flag(value):
+        if not isinstance(value, FLAG):
             raise TypeError(f"{name} must be True or False, got {type(value).__name__}")
 
 
@@ -40,7 +37,7 @@ def check_number(name: str, value: Any) -> float:
     if (dtype := getattr(value, "dtype", None)) is not None:  # str and complex have `__float__` too
         dtype_name = str(getattr(dtype, "name", dtype)).rpartition(".")[2]  # torch.*, mlx.core.*
         is_number = is_number and dtype_name.startswith(_REAL_DTYPES)
-    if is_flag(value) or not is_number or getattr(value, "shape", ()) != ():
+    if isinstance(value, FLAG) or not is_number or getattr(value, "shape", ()) != ():
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     try:
         return float(value)
@@ -66,7 +63,7 @@ def check_int(name: str, value: Any, least: int, most: int | None = None, also: 
     Raises TypeError for other types, ValueError for a number out of range.
     """
     try:
-        if is_flag(value) or str(getattr(value, "dtype", "")) == "torch.bool":
+        if isinstance(value, FLAG) or str(getattr(value, "dtype", "")) == "torch.bool":
             raise TypeError
         number = int(index(value))
     except TypeError:

@@ -10,7 +10,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from .. import _core
-from .arguments import check_int, is_flag
+from .arguments import FLAG, check_int
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -89,11 +89,11 @@ def parse_budget(name: str, value: Any, full: int | None = None, of: str = "") -
             raise _fraction_error(name, value)
         return Budget(_multiply(percent[1], full) // 100, full, f"of {of}", f"{value.strip()}")
     try:
-        if not is_flag(value):
+        if not isinstance(value, FLAG):
             return Budget(index(value), 0, "", "")
     except TypeError:
         pass  # a float, or no number
-    if not isinstance(value, Real) or is_flag(value):
+    if not isinstance(value, Real) or isinstance(value, FLAG):
         raise TypeError(
             f"{name} must be a number of bytes or a size such as '6GiB', got {type(value).__name__}"
         )
@@ -120,7 +120,7 @@ def parse_size(name: str, value: object, least: int = 0, most: int | None = None
     """
     if isinstance(value, str):
         value = _parse_text(name, value).nbytes
-    elif is_flag(value) or not hasattr(value, "__index__"):
+    elif isinstance(value, FLAG) or not hasattr(value, "__index__"):
         raise TypeError(
             f"{name} must be an int or a size such as '5GB', got {type(value).__name__}"
         )

@@ -9,7 +9,7 @@ from math import isnan
 from operator import index
 from typing import Any, Self, TypeAlias
 
-from .._common.arguments import check_number, is_flag
+from .._common.arguments import FLAG, check_number
 from .._common.budget import parse_size
 from ._combinators import CheckpointStrategy, check_strategy
 from ._strategies import (
@@ -190,7 +190,7 @@ def _check_positive(name: str, value: Any) -> int:
     Raises TypeError or ValueError for others; `name`: of the setting, for the error.
     """
     try:
-        if is_flag(value):
+        if isinstance(value, FLAG):
             raise TypeError
         number = index(value)
     except TypeError:

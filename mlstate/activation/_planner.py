@@ -7,7 +7,7 @@ from operator import index
 from typing import TYPE_CHECKING, Literal
 
 from .. import _core
-from .._common.arguments import check_flags, check_int, is_flag
+from .._common.arguments import FLAG, check_flags, check_int
 from .._common.text import bytes_text, count_text, table_html, table_text
 from ._chain import check_chain
 from ._plan import Plan
@@ -247,7 +247,7 @@ class Pareto:
         >>> curve.plan(0)
         <Plan of 3 blocks: 12 s (+33.3%), peak 80 B of 80 B; 1 kept, 2 recomputed, 0 offloaded>
         """
-        if is_flag(i) or not hasattr(i, "__index__"):
+        if isinstance(i, FLAG) or not hasattr(i, "__index__"):
             raise TypeError(f"i must be an int, got {type(i).__name__}")
         number = index(i)
         if not -len(self) <= number < len(self):

@@ -54,6 +54,7 @@ class LoadOptions(TypedDict, total=False):
     storage_options: Mapping[str, object] | None
 
 
+_FLAGS = ("mmap", "strict", "sparse", "incremental")
 PACK_BELOW = 262144
 PACK_BELOW_MOST = (1 << 63) - 1
 _HINTS: dict[str, ForwardRef] = {**SaveOptions.__annotations__, **LoadOptions.__annotations__}
@@ -114,7 +115,7 @@ def complete_options(
     """Return the keywords of a call, completed by `defaults`.
 
     Raises TypeError for an unknown keyword; `function` is named in it, and its parameters are
-    suggested. Raises it too if ``progress`` cannot be called.
+    suggested. Raises it too if ``progress`` cannot be called, or a flag is no bool.
     """
     for name in options:
         if name not in defaults:
@@ -126,19 +127,20 @@ def complete_options(
             raise TypeError(
                 f"{function.__qualname__}() got an unexpected keyword argument {name!r}{hint}"
             )
-    check_callback("progress", options.get("progress"))
-    return {**defaults, **options}
+    completed: Any = {**defaults, **options}
+    check_flags(**{name: completed[name] for name in _FLAGS if name in completed})
+    check_callback("progress", completed["progress"])
+    return completed  # type: ignore[no-any-return]
 
 
 def complete_save_options(function: Callable[..., object], options: SaveOptions) -> SaveOptions:
-    """Return the keywords of a save, completed by defaults; check flags, codec and timeout.
+    """Return the keywords of a save, completed by defaults; check codec and timeout.
 
     `function`: as for `complete_options`. Raises TypeError or ValueError for a wrong keyword or
     value, ImportError if the codec's package is missing.
     """
     options = complete_options(function, options, SAVE_DEFAULTS)
     options["lock_timeout"] = check_timeout(options["lock_timeout"])
-    check_flags(sparse=options["sparse"], incremental=options["incremental"])
     if options["compress"] is not None:
         codecs.check(options["compress"])
     return options

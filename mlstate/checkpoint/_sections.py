@@ -42,16 +42,13 @@ class Section:
         self.label = label  # name in errors: model, optimizer or states['...']
         self.number = number  # of the index's section
         self.kind = kind  # description in the manifest; None if it was not saved
+        # whether the tensors are states of an optimizer
+        self.is_optimizer = number == OPTIMIZER or (kind or {}).get("kind") == "optimizer"
         self.names = [key[len(prefix) :] for key in keys]
         self.state = prefix[:-1] or None  # name of the named state
         self.saved: Any = None  # the whole state, of a source that is in memory
         self._prefix = prefix
         self._stored: dict[str, str] = {}  # stored names by names, if they differ
-
-    @property
-    def is_optimizer(self) -> bool:
-        """Whether the tensors are states of an optimizer."""
-        return self.number == OPTIMIZER or (self.kind or {}).get("kind") == "optimizer"
 
     def keys(self, names: Iterable[str]) -> list[str]:
         """Return the index keys of the tensors `names`."""

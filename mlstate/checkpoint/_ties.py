@@ -85,11 +85,11 @@ def _stored_tensors(loader: Loader, names: list[TiedName]) -> dict[tuple[int, st
         [key] = each.section.keys([each.name])
         names_by_key[SECTIONS[each.section.number], key] = (id(each.section), each.name)
     checksums: dict[tuple[str, str], dict[int, str]] = {}
-    for section, key, part, _, _, _, _, _, crc32c, *_ in loader.merged_index.shards():
+    for section, key, part, _, _, _, _, _, crc32c, *_ in loader.source.index.shards():
         if (section, key) in names_by_key and crc32c is not None:
             checksums.setdefault((section, key), {})[part] = crc32c
     stored = {}
-    for section, key, _, _, dtype, shape, layout, axes, *_ in loader.merged_index.tensors():
+    for section, key, _, _, dtype, shape, layout, axes, *_ in loader.source.index.tensors():
         if (section, key) in names_by_key:
             sums = checksums.get((section, key), {})
             is_complete = len(sums) == prod(parts for _, parts in layout)

@@ -16,8 +16,7 @@ from ._folder.names import MANIFEST, SECTIONS, Root
 from ._report import Problem, VerifyReport, file_problem
 from ._sections import STATES
 from ._sources.indexed import IndexedSource
-from ._sources.open_source import open_source
-from ._sources.protocol import is_source
+from ._sources.open_source import is_source, open_source
 from ._sources.verify_root import index_problems, is_of_header, root_problem, verify_root
 from ._store.checkpoint_files import CheckpointFiles
 from ._store.chosen_names import chosen_names

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .._common.arguments import is_flag
+from .._common.arguments import FLAG
 from .._common.arrays import (
     is_same_memory,
     is_torch,
@@ -145,7 +145,7 @@ def check_root(operation: str, root: Any, world_size: int) -> int:
     `operation`: its name, for the error.
     """
     try:
-        if is_flag(root):
+        if isinstance(root, FLAG):
             raise TypeError
         rank = int(index(root))
     except TypeError:

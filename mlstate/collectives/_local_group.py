@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .._common.arguments import is_flag
+from .._common.arguments import FLAG
 from .._common.arrays import is_torch
 from ..errors import CollectiveError, CompatibilityError
 from ._arguments import check_timeout, dtype_name
@@ -294,7 +294,7 @@ class LocalGroup(Engine):
         join_seconds = check_timeout(timeout) or 60.0
         seconds = check_timeout(operation_timeout) or DEFAULT_SECONDS
         _core.local_measure(world_size)  # raises if world_size is out of range
-        if is_flag(rank) or not hasattr(rank, "__index__"):
+        if isinstance(rank, FLAG) or not hasattr(rank, "__index__"):
             raise TypeError(f"LocalGroup.join: rank must be an int, got {type(rank).__name__}")
         if not 0 <= rank < world_size:
             raise ValueError(

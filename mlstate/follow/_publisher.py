@@ -25,7 +25,7 @@ from .._sharding.layout import Shard
 from ..checkpoint._checkpoint.save import save
 from ..checkpoint._folder._remote.parallel_tasks import run_tasks
 from ..checkpoint._folder.names import MANIFEST
-from ..checkpoint._published import KEY
+from ..checkpoint._load.loader import KEY
 from ..checkpoint._rank_messages import error_text, gather_bytes, pack_message, unpack_message
 from ..checkpoint._save.replica_assignment import assign_replicas
 from ..checkpoint._save.shards import is_on_device

@@ -25,9 +25,9 @@ from .._common.dtypes import NAMES, name_of, numpy_dtype
 from .._common.store_error import format_error
 from .._sharding.layout import Layout, Shard
 from ..checkpoint._folder.names import MANIFEST
-from ..checkpoint._load.loader import Loader, LoadRequest
+from ..checkpoint._load.arguments import LoadRequest
+from ..checkpoint._load.loader import DELTA, KEY, Loader
 from ..checkpoint._options import LOAD_DEFAULTS
-from ..checkpoint._published import DELTA, KEY
 from ..checkpoint._save.content import states_of
 from ..checkpoint._sources.indexed import IndexedSource
 from ..checkpoint._states.restore import load_tree
@@ -275,7 +275,7 @@ def open_version(files: CheckpointFiles, root: str, manifest: Manifest) -> Loade
         dtype="",
         options=LOAD_DEFAULTS,
     )
-    return Loader(request, IndexedSource(files, root, manifest))
+    return Loader(request, IndexedSource(files, root, manifest), takes_deltas=True)
 
 
 def read_version(files: CheckpointFiles, version: Version, newest: Manifest) -> Loader:

@@ -15,8 +15,7 @@ from .._load.load import load
 from .._loaded_state import LoadedState
 from .._options import LOAD_DEFAULTS, show_options
 from .._report import VerifyReport
-from .._sources.open_source import known_source, open_source
-from .._sources.protocol import is_source
+from .._sources.open_source import is_source, known_source, open_source
 from .._store.manifest import build, parse
 from .._store.open_path import RootPath
 from .._verify import verify

@@ -19,7 +19,6 @@ from .._sections import STATES
 from .._sources.indexed import IndexedSource
 from .._sources.open_source import open_source
 from .._store.open_path import RootPath, is_url, open_files, refuse_existing, refuse_file_name
-from .._store.rank_indexes import keep_nested_whole
 from .checkpoint import Checkpoint, TensorRecord
 
 if TYPE_CHECKING:
@@ -249,8 +248,7 @@ def reshard(
 
         Raises the error of the first problem that the verification finds; nothing is written then.
         """
-        manifest, merged = old.manifest, old.merged
-        keep_nested_whole(merged, manifest)
+        manifest, merged = old.manifest, old.index
         old.require_good()
         assigner = _ShardAssigner(merged, steps)
         listed = manifest.states or {}

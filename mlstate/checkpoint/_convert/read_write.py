@@ -22,7 +22,8 @@ from .._files.parts import Parts, Selection
 from .._huggingface.export import export, take_export
 from .._layouts.folders import LAYOUTS
 from .._layouts.lightning import checkpoint_from, with_order, write_ckpt
-from .._load.load import check_request, load_source
+from .._load.arguments import check_request
+from .._load.load import load_source
 from .._load.loader import Loader
 from .._options import LOAD_DEFAULTS, complete_options
 from .._save.save_root import save_root

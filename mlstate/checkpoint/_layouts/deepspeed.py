@@ -46,8 +46,8 @@ def step_folder(folder: Folder) -> Folder:
 def read(folder: Folder, _selection: Selection) -> tuple[Parts, list[str]]:
     """Read the model of a folder of DeepSpeed, and other entries of its file.
 
-    Also return the names of files that are not read. Raises CompatibilityError for the files of several
-    ranks of a model, which DeepSpeed alone can join.
+    Also return the names of files that are not read. Raises CompatibilityError for the files of
+    several ranks of a model, which DeepSpeed alone can join.
     """
     folder = step_folder(folder)
     names, path = folder.names(""), Path(folder.path)

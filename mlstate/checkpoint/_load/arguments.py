@@ -1,17 +1,37 @@
-"""Checks of `rank=`, `world_size=`, `layout=`, `cast=`, `device=`, `strict=` of a load."""
+"""`check_request`: the arguments of a load that concern no path, checked."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._common.arguments import check_int, is_flag
-from ..._common.backend import TensorBackend, torch_backend
+from ..._common.arguments import FLAG, check_int
+from ..._common.arrays import is_cache
+from ..._common.backend import TensorBackend, is_module, torch_backend
 from ..._common.dtypes import FLOATS, dtype_name
 from ..._sharding.layout import Cutting, Layout, steps_of
+from ...collectives._arguments import check_group
+from .._store.name_globs import listed_names
 
 if TYPE_CHECKING:
     from ...collectives import ProcessGroup
     from .._options import LoadOptions
+
+
+_MISSING = ("skip", "zeros", "error")
+
+
+class LoadRequest(NamedTuple):
+    """The arguments of a load, checked; the fields before `options` replace options."""
+
+    names: list[str] | None
+    rank: int | None  # its index is preferred if several list the same tensors
+    world_size: int | None  # if `rank` is given
+    cutting: Cutting  # as `ranks_of` returns it
+    by_target: bool  # torch objects determine which part of a tensor they receive
+    cast: bool  # to the dtypes of `into`
+    dtype: str  # of the floats of a new state; "" for the stored ones
+    options: LoadOptions
+    written: set[tuple[str, str]] | None = None  # targets that a failed load fills: state and name
 
 
 def ranks_of(
@@ -50,7 +70,7 @@ def ranks_of(
     return steps, rank, world_size
 
 
-def refuse_without_target(options: LoadOptions) -> None:
+def _refuse_without_target(options: LoadOptions) -> None:
     """Raise ValueError for options about targets of ``into=`` that are not given."""
     into, missing = options["into"], options["missing"]
     if into is None and not options["strict"]:
@@ -65,13 +85,13 @@ def refuse_without_target(options: LoadOptions) -> None:
         )
 
 
-def checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
+def _checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
     """Check the user's ``cast=``; return whether to convert to the dtypes of `into`, and a dtype.
 
     The dtype is for the floats of new arrays; "" keeps the stored ones. Raises TypeError unless
     `cast` is a flag or a dtype of floats, ValueError if `into` or `mmap` does not allow it.
     """
-    if is_flag(cast):
+    if isinstance(cast, FLAG):
         if cast and into is None:
             raise ValueError(
                 "cast=True converts to the dtypes of into=, which is not given: pass a dtype, such "
@@ -95,7 +115,7 @@ def checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
     return False, dtype
 
 
-def checked_device(device: object, *, mmap: bool) -> Any:
+def _checked_device(device: object, *, mmap: bool) -> Any:
     """Return `device` as a device of torch; None stays None.
 
     Raises ValueError with `mmap`, and the errors of `TensorBackend.device_of`.
@@ -108,3 +128,63 @@ def checked_device(device: object, *, mmap: bool) -> Any:
             "mmap=True or device="
         )
     return torch_backend("tensors on a device=", TensorBackend).device_of(device)
+
+
+def _checked_into(into: Any, *, mmap: bool) -> Any:
+    """Return the caller's ``into=``, a mapping or an object; a module becomes the model of one.
+
+    Raises TypeError unless it is a mapping with only the keys model, optimizer and states, or an
+    object with `model` and `optimizer`; ValueError with `mmap`.
+    """
+    if is_module(into):
+        into = {"model": into}
+    elif hasattr(into, "get"):
+        unknown = [key for key in into if key not in ("model", "optimizer", "states")]
+        if unknown:
+            name = unknown[0]
+            is_array = hasattr(into[name], "dtype") and not is_cache(into[name])
+            where = "model" if is_array else "states"
+            raise TypeError(
+                "into= takes {'model': ..., 'optimizer': ..., 'states': ...}, got the key "
+                f"{name!r}; did you mean into={{{where!r}: {{{name!r}: ...}}}}?"
+            )
+    elif not (hasattr(into, "model") and hasattr(into, "optimizer")):
+        raise TypeError(
+            "into= takes {'model': ..., 'optimizer': ...} or something with these attributes, "
+            f"got {type(into).__name__}"
+        )
+    if mmap:
+        raise ValueError(
+            "mmap=True returns views of the files and cannot fill into=: pass only one of them"
+        )
+    return into
+
+
+def check_request(options: LoadOptions) -> LoadRequest:
+    """Check the arguments of a load that concern no path, and return them.
+
+    Replaces ``into``, ``names``, ``group`` and ``device`` in `options` by their checked forms.
+    Raises TypeError or ValueError for arguments that do not fit one another.
+    """
+    mmap, verify, missing = options["mmap"], options["verify"], options["missing"]
+    rank, world_size, layout = options["rank"], options["world_size"], options["layout"]
+    if options["group"] is not None:
+        options["group"] = check_group(options["group"])
+    cast, dtype = _checked_cast(options["cast"], options["into"], mmap=mmap)
+    cutting = ranks_of(rank, world_size, layout, options["group"])
+    if options["names"] is not None:
+        options["names"] = listed_names(options["names"])  # an iterator is read once
+    if not isinstance(verify, FLAG) and not (isinstance(verify, str) and verify == "first"):
+        raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
+    if not isinstance(missing, str) or missing not in _MISSING:
+        raise ValueError(f"missing must be one of {', '.join(_MISSING)}, got {missing!r}")
+    options["device"] = _checked_device(options["device"], mmap=mmap)
+    if options["into"] is not None:
+        options["into"] = _checked_into(options["into"], mmap=mmap)
+    _refuse_without_target(options)
+    # by the user's arguments: `group` sets rank and world size later
+    by_target = layout is None and rank is None and world_size is None
+    if (group := options["group"]) is not None:
+        rank, world_size = group.rank, group.world_size
+    names: Any = options["names"]
+    return LoadRequest(names, rank, world_size, cutting, by_target, cast, dtype, options)

@@ -10,30 +10,21 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..._common.arguments import check_flags, is_flag
-from ..._common.backend import is_module
-from ..._common.caller import find_caller
-from ...collectives._arguments import optional_group
 from ...collectives._consensus import agree
 from ...errors import MLStateError, StoreError
-from .._folder.names import SECTIONS
 from .._loaded_state import LoadedState
 from .._options import LOAD_DEFAULTS, complete_options, show_options
-from .._published import refuse_delta
-from .._sections import OPTIMIZER, STATES
 from .._sources.indexed import IndexedSource
 from .._sources.open_source import open_source
-from .._states.modules import shown_states
 from .._states.restore import apply_all, undo_all
 from .._store.checkpoint_files import TRIES
-from .._store.name_globs import listed_names
 from .._store.open_path import RootPath
-from .arguments import checked_cast, checked_device, ranks_of, refuse_without_target
+from .arguments import check_request
 from .group_names import names_elsewhere, target_names
-from .loader import Loader, LoadRequest
-from .targets import check_into, find_targets, prepare
+from .loader import Loader, load_new_state
+from .targets import find_targets, prepare
 
 if TYPE_CHECKING:
     from typing import Unpack
@@ -42,10 +33,8 @@ if TYPE_CHECKING:
     from .._options import LoadOptions
     from .._sources.protocol import Source
     from .._states.restore import Action
+    from .arguments import LoadRequest
     from .targets import Prepared
-
-MISSING = ("skip", "zeros", "error")
-_LAYOUT = 6  # index of the layout's steps in a row of `MergedIndex.tensors`
 
 
 def _load_into_targets(request: LoadRequest, source: Source) -> LoadedState:
@@ -71,67 +60,6 @@ def _result(loader: Loader, prepared: Prepared) -> LoadedState:
     return LoadedState(
         prepared.model, prepared.optimizer, manifest.metadata, manifest.step, prepared.states
     )
-
-
-def expects_parts(options: LoadOptions) -> bool:
-    """Return whether a caller asks for one rank's part as it was saved, so without a layout."""
-    if options["rank"] is None or options["world_size"] == 1 or options["layout"] is not None:
-        return False
-    return options["into"] is None and options["group"] is None
-
-
-def warn_of_whole_tensors(options: LoadOptions, path: str) -> None:
-    """Warn a caller who expects parts: all tensors were saved whole."""
-    find_caller().warn(
-        f"{path}: no tensor was saved in parts, so rank {options['rank']} of "
-        f"{options['world_size']} gets all of each tensor: pass layout='rows' or another layout "
-        "for a part of each, or layout='whole' for all without this warning"
-    )
-
-
-def _is_whole(loader: Loader) -> bool:
-    """Return whether a checkpoint has tensors, and each rank saved all of them and equal states."""
-    if any("ranks" in kind for kind in loader.states.values()):
-        return False
-    layouts = [
-        each[_LAYOUT] for each in loader.merged_index.tensors() if each[0] in SECTIONS[:STATES]
-    ]
-    return bool(layouts) and not any(layouts)
-
-
-def _load_new_state(request: LoadRequest, source: Source) -> LoadedState:
-    """Load the requested tensors into new arrays or, with ``mmap``, as views of the files.
-
-    Named states are loaded unless the request has names. Warns a caller who asks for one rank's
-    part if all tensors were saved whole.
-    """
-    loader = Loader(request, source)
-    refuse_delta(loader.manifest, loader.folder)
-    if expects_parts(request.options) and _is_whole(loader):
-        warn_of_whole_tensors(request.options, loader.folder)
-    _, chosen = loader.chosen()
-    loader.refuse_lacking(chosen)
-    has_states = request.names is None
-    selections = [*zip(loader.sections, chosen, strict=False)]
-    named = [(section, section.names) for section in loader.named.values() if has_states]
-    loader.need(
-        (each, names, request.cutting)
-        for each, names in selections + named
-        if each.kind is not None
-    )
-    results: list[Any] = []
-    for section, names in selections:
-        extra: dict[str, Any] = {}
-        has_zeros = loader.options["missing"] == "zeros" and section.number == OPTIMIZER
-        if has_zeros and results[0] is not None:
-            extra = loader.zeros(chosen, results[0])
-        state = loader.load_state(section, names, extra) if section.kind is not None else None
-        results.append(state)
-    states: dict[str, Any] = {}
-    if has_states and loader.states:
-        states = shown_states({name: loader.load_named(name) for name in loader.states})
-    manifest = loader.manifest
-    return LoadedState(results[0], results[1], manifest.metadata, manifest.step, states)
 
 
 def _load_together(group: ProcessGroup, request: LoadRequest, source: IndexedSource) -> LoadedState:
@@ -200,42 +128,6 @@ def _load_together(group: ProcessGroup, request: LoadRequest, source: IndexedSou
             undo_all(applied, caught)
             raise
     raise StoreError(f"the checkpoint was replaced at each of {TRIES} attempts to load it")
-
-
-def check_request(options: LoadOptions) -> LoadRequest:
-    """Check the arguments of a load that concern no path, and return them.
-
-    Replaces ``into``, ``names`` and ``device`` in `options` by their checked forms: a module that
-    is ``into`` becomes its model. Raises TypeError or ValueError for arguments that do not fit one
-    another.
-    """
-    if is_module(options["into"]):
-        options["into"] = {"model": options["into"]}
-    into, mmap = options["into"], options["mmap"]
-    verify, missing = options["verify"], options["missing"]
-    rank, world_size, layout = options["rank"], options["world_size"], options["layout"]
-    check_flags(mmap=mmap, strict=options["strict"])
-    group = options["group"] = optional_group(options["group"])
-    cast, dtype = checked_cast(options["cast"], into, mmap=mmap)
-    cutting = ranks_of(rank, world_size, layout, group)
-    names = options["names"] = listed_names(options["names"])  # an iterator is read once
-    if not is_flag(verify) and not (isinstance(verify, str) and verify == "first"):
-        raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
-    if not isinstance(missing, str) or missing not in MISSING:
-        raise ValueError(f"missing must be one of {', '.join(MISSING)}, got {missing!r}")
-    options["device"] = checked_device(options["device"], mmap=mmap)
-    if into is not None:
-        check_into(into)
-        if mmap:
-            raise ValueError(
-                "mmap=True returns views of the files and cannot fill into=: pass only one of them"
-            )
-    refuse_without_target(options)
-    # by the user's arguments: `group` sets rank and world size later
-    by_target = layout is None and rank is None and world_size is None
-    if group is not None:
-        rank, world_size = group.rank, group.world_size
-    return LoadRequest(names, rank, world_size, cutting, by_target, cast, dtype, options)
 
 
 def open_loader(path: object, options: LoadOptions) -> Loader:
@@ -426,5 +318,5 @@ def load_source(source: Source, request: LoadRequest) -> LoadedState:
     if group is not None and group.world_size > 1 and into is not None:
         assert isinstance(source, IndexedSource)  # others refuse the option
         return _load_together(group, request, source)
-    load_state = _load_new_state if into is None else _load_into_targets
+    load_state = load_new_state if into is None else _load_into_targets
     return source.attempt(partial(load_state, request, source))

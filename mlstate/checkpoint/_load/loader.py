@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from copy import deepcopy
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..._common.arrays import is_torch
 from ..._common.backend import TensorBackend, backend_of, torch_backend
+from ..._common.caller import find_caller
 from ..._common.converted import converted, converted_value, is_converted
 from ..._common.dtypes import numpy_dtype
+from ...errors import CompatibilityError
 from ...state._state_dict import StateDict
 from .._folder.names import SECTIONS
+from .._loaded_state import LoadedState
 from .._sections import OPTIMIZER, STATES, rename_sections, sections_of
 from .._sources.indexed import IndexedSource
+from .._states.modules import shown_states
 from .._states.restore import load_tree
 from .._store.chosen_names import chosen_names
 from .targets import names_error
@@ -23,27 +28,14 @@ if TYPE_CHECKING:
 
     from ..._sharding.layout import Cuts, Cutting
     from .._options import LoadOptions
-    from .._quantized.pairs import Pairs
     from .._sections import Section
-    from .._sources.protocol import Index, Source
-    from .._store.manifest import Manifest
+    from .._sources.protocol import Source
     from .._store.name_globs import Names
+    from .arguments import LoadRequest
 
+KEY = "mlstate.follow"  # of the facts about a published version in the metadata of its root
+DELTA = "delta"  # kind of a version that has only changes
 _CAST_BYTES = 64 << 20  # of the tensors that are converted at the same time
-
-
-class LoadRequest(NamedTuple):
-    """The arguments of a load, checked; the fields before `options` replace options."""
-
-    names: list[str] | None
-    rank: int | None  # its index is preferred if several list the same tensors
-    world_size: int | None  # if `rank` is given
-    cutting: Cutting  # as `ranks_of` returns it
-    by_target: bool  # torch objects determine which part of a tensor they receive
-    cast: bool  # to the dtypes of `into`
-    dtype: str  # of the floats of a new state; "" for the stored ones
-    options: LoadOptions
-    written: set[tuple[str, str]] | None = None  # targets that a failed load fills: state and name
 
 
 class Loader:
@@ -52,11 +44,12 @@ class Loader:
     `sections` are model, optimizer, and the named states with tensors.
     """
 
-    def __init__(self, request: LoadRequest, source: Source) -> None:
+    def __init__(self, request: LoadRequest, source: Source, *, takes_deltas: bool = False) -> None:
         """Read what lists the tensors that `request` needs, and choose the names to load.
 
         With `verify="first"`, all files are verified here; otherwise only sources that have no
-        index have read tensors.
+        index have read tensors. Raises CompatibilityError for a published version that has only
+        changes, unless `takes_deltas`.
         """
         options = request.options
         self.request = request
@@ -66,11 +59,20 @@ class Loader:
         self.verify = bool(options["verify"])
         names = request.names if options["rename"] is None else None
         source.begin(names, request.rank, options["into"])
-        self.sections = sections_of(source.index, self.manifest)
+        self.sections = sections_of(source.index, source.manifest)
+        self.manifest = source.manifest
+        self.states = self.manifest.states or {}  # descriptions of the named states
+        # the named states with tensors, by name; nested values have no section
+        self.named = {each.state: each for each in self.sections if each.state is not None}
+        if not takes_deltas:
+            self._refuse_delta()
         if source.saved:
             for section in self.sections:
                 section.saved = source.saved.get(section.label)
-        self.pairs = self._find_pairs()
+        # the quantized weights that `cast` decodes, with their scales; None without such
+        self.pairs = source.find_pairs() if request.dtype else None
+        if self.pairs is not None:  # codes get the names of their values; scales have none
+            self.sections[0].replace(self.pairs.renamed(self.sections[0].names))
         if options["rename"] is not None:
             rename_sections(self.sections, options["rename"])
         if options["verify"] == "first":
@@ -78,36 +80,26 @@ class Loader:
             source.require_good()
             self.verify = False
 
-    @property
-    def manifest(self) -> Manifest:
-        """The description of what the source holds."""
-        return self.source.manifest
+    def _refuse_delta(self) -> None:
+        """Raise CompatibilityError if the source has only the changes of published weights.
 
-    @property
-    def merged_index(self) -> Index:
-        """The table of the tensors read so far; call `need` before loading."""
-        return self.source.index
-
-    def _find_pairs(self) -> Pairs | None:
-        """Return the quantized weights that `cast` decodes, with their scales; None without such.
-
-        The model's codes get the names of their values, and the names of scales are removed.
+        The error names the ways to the weights. The metadata are untrusted.
         """
-        pairs = self.source.find_pairs() if self.request.dtype else None
-        if pairs is not None:
-            self.sections[0].replace(pairs.renamed(self.sections[0].names))
-        return pairs
-
-    @property
-    def named(self) -> dict[str, Section]:
-        """The sections of the named states with tensors, by name; nested values have none."""
-        sections = self.sections[STATES:]
-        return {section.state: section for section in sections if section.state is not None}
-
-    @property
-    def states(self) -> dict[str, dict[str, Any]]:
-        """Descriptions of the named states."""
-        return self.manifest.states or {}
+        manifest, path = self.manifest, self.folder
+        facts = manifest.metadata.get(KEY)
+        if manifest.model is not None or not isinstance(facts, dict) or facts.get("kind") != DELTA:
+            return
+        anchors: list[int] = []
+        with suppress(KeyError, TypeError, ValueError):
+            anchors = [step for _, _, step, kind in facts["chain"] if kind != DELTA]
+        text = "or load the newest version with all weights"
+        load = f", {text}, step={anchors[-1]}" if anchors else ""
+        error = CompatibilityError(
+            f"{path}: step {manifest.step} is a published delta, which has only the weights that "
+            f"changed: read it by mlstate.follow.Follower({path!r}, into=...){load}"
+        )
+        error.path = path
+        raise error
 
     def chosen(self) -> tuple[Names, list[list[str]]]:
         """Return the name matcher, and the selected names of the model and of the optimizer."""
@@ -141,7 +133,7 @@ class Loader:
 
     def _records(self, number: int) -> list[tuple[Any, ...]]:
         """Return the fields of a `TensorRecord` for each tensor of the section `number`."""
-        return [row for row in self.merged_index.tensors() if row[0] == SECTIONS[number]]
+        return [row for row in self.source.index.tensors() if row[0] == SECTIONS[number]]
 
     def dtypes_and_shapes(
         self, section: Section, names: list[str]
@@ -336,6 +328,68 @@ class Loader:
             key: np.zeros(shapes[name], dtypes[like])
             for key, (name, like) in self.lacking(names).items()
         }
+
+
+def _expects_parts(options: LoadOptions) -> bool:
+    """Return whether a caller asks for one rank's part as it was saved, so without a layout."""
+    if options["rank"] is None or options["world_size"] == 1 or options["layout"] is not None:
+        return False
+    return options["into"] is None and options["group"] is None
+
+
+def _warn_of_whole_tensors(options: LoadOptions, path: str) -> None:
+    """Warn a caller who expects parts: all tensors were saved whole."""
+    find_caller().warn(
+        f"{path}: no tensor was saved in parts, so rank {options['rank']} of "
+        f"{options['world_size']} gets all of each tensor: pass layout='rows' or another layout "
+        "for a part of each, or layout='whole' for all without this warning"
+    )
+
+
+def _is_whole(loader: Loader) -> bool:
+    """Return whether a checkpoint has tensors, and each rank saved all of them and equal states."""
+    if any("ranks" in kind for kind in loader.states.values()):
+        return False
+    layouts = [
+        layout
+        for section, _, _, _, _, _, layout, *_ in loader.source.index.tensors()
+        if section in SECTIONS[:STATES]
+    ]
+    return bool(layouts) and not any(layouts)
+
+
+def load_new_state(request: LoadRequest, source: Source) -> LoadedState:
+    """Load the requested tensors into new arrays or, with ``mmap``, as views of the files.
+
+    Named states are loaded unless the request has names. Warns a caller who asks for one rank's
+    part if all tensors were saved whole.
+    """
+    loader = Loader(request, source)
+    if _expects_parts(request.options) and _is_whole(loader):
+        _warn_of_whole_tensors(request.options, loader.folder)
+    _, chosen = loader.chosen()
+    loader.refuse_lacking(chosen)
+    has_states = request.names is None
+    selections = [*zip(loader.sections, chosen, strict=False)]
+    named = [(section, section.names) for section in loader.named.values() if has_states]
+    loader.need(
+        (each, names, request.cutting)
+        for each, names in selections + named
+        if each.kind is not None
+    )
+    results: list[Any] = []
+    for section, names in selections:
+        extra: dict[str, Any] = {}
+        has_zeros = loader.options["missing"] == "zeros" and section.number == OPTIMIZER
+        if has_zeros and results[0] is not None:
+            extra = loader.zeros(chosen, results[0])
+        state = loader.load_state(section, names, extra) if section.kind is not None else None
+        results.append(state)
+    states: dict[str, Any] = {}
+    if has_states and loader.states:
+        states = shown_states({name: loader.load_named(name) for name in loader.states})
+    manifest = loader.manifest
+    return LoadedState(results[0], results[1], manifest.metadata, manifest.step, states)
 
 
 def _moved_to(device: Any, value: Any) -> Any:

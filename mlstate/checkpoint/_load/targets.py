@@ -19,7 +19,6 @@ import numpy as np
 
 from ... import _core
 from ..._common.arrays import (
-    is_cache,
     is_on_device,
     is_torch,
     memory_key,
@@ -37,7 +36,6 @@ from ...state._load_into import check_load, load_into
 from ...state._optimizer_state import OptimizerStateDict
 from .._backend import CheckpointBackend, OptimizerRecord, OptimizerRequest
 from .._folder.names import SECTIONS
-from .._published import refuse_delta
 from .._sections import OPTIMIZER
 from .._states.collect import modules_of, owner_of
 from .._states.modules import prepare_units, stored_entries, text_of_section
@@ -127,28 +125,6 @@ def _target(into: Any, name: str) -> Any:
     return into.get(name) if hasattr(into, "get") else getattr(into, name, None)
 
 
-def check_into(into: Any) -> None:
-    """Raise TypeError if `into` is neither a mapping nor an object with `model` and `optimizer`.
-
-    A mapping may have only the keys model, optimizer and states.
-    """
-    if hasattr(into, "get"):
-        unknown = [key for key in into if key not in ("model", "optimizer", "states")]
-        if unknown:
-            name = unknown[0]
-            is_array = hasattr(into[name], "dtype") and not is_cache(into[name])
-            where = "model" if is_array else "states"
-            raise TypeError(
-                "into= takes {'model': ..., 'optimizer': ..., 'states': ...}, got the key "
-                f"{name!r}; did you mean into={{{where!r}: {{{name!r}: ...}}}}?"
-            )
-    elif not (hasattr(into, "model") and hasattr(into, "optimizer")):
-        raise TypeError(
-            "into= takes {'model': ..., 'optimizer': ...} or something with these attributes, "
-            f"got {type(into).__name__}"
-        )
-
-
 class _ArrayTarget(StagedTargets):
     """Arrays of the caller that receive one section."""
 
@@ -159,10 +135,11 @@ class _ArrayTarget(StagedTargets):
 
         Torch tensors in main memory are filled as arrays that share their memory.
         """
-        arrays = dict(target)
+        arrays, tensors = dict(target), {}
         for name, value in arrays.items():
             refuse_masked(name, value)
-        tensors = {name: value for name, value in arrays.items() if is_torch(value)}
+            if is_torch(value):
+                tensors[name] = value
         if tensors:
             backend = backend_of(next(iter(tensors.values())), TensorBackend)
             arrays = backend.arrays_of(arrays)
@@ -276,7 +253,7 @@ def _check_shards(
         return
     by_key = section.names_by_key()
     steps, index, world = loader.request.cutting
-    for section_name, key, _, _, _, shape, layout, axes, *_ in loader.merged_index.tensors():
+    for section_name, key, _, _, _, shape, layout, axes, *_ in loader.source.index.tensors():
         name = by_key.get(key, "") if section_name == SECTIONS[section.number] else ""
         if name not in shards:
             continue
@@ -325,7 +302,7 @@ def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> 
     by_key = section.names_by_key()
     selected = set(names)
     selected_name = SECTIONS[section.number]
-    for section_name, key, _, _, dtype, *_ in loader.merged_index.tensors():
+    for section_name, key, _, _, dtype, *_ in loader.source.index.tensors():
         name = by_key.get(key) if section_name == selected_name else None
         if name not in selected:
             continue
@@ -346,9 +323,10 @@ def _check(loader: Loader, ready_target: _Ready) -> None:
         section.keys(ready_target.names),
         section.by_key(ready_target.filling.arrays, ready_target.names),
     )
-    loader.merged_index.fits(loader.folder, section.number, keys, ready_target.cuts, arrays)
-    stored = {name: ready_target.filling.arrays[name] for name in ready_target.casts}
-    check_load(ready_target.casts, stored, strict=True, cast=True)
+    loader.source.index.fits(loader.folder, section.number, keys, ready_target.cuts, arrays)
+    if ready_target.casts:
+        stored = {name: ready_target.filling.arrays[name] for name in ready_target.casts}
+        check_load(ready_target.casts, stored, strict=True, cast=True)
 
 
 def _fill(loader: Loader, ready_target: _Ready) -> None:
@@ -438,7 +416,7 @@ def _optimizer_target(
     records = {}
     parameters = loader.sections[0].names_by_key() if section.number == OPTIMIZER else {}
     shapes = {}
-    for section_name, key, _, _, dtype, shape, layout, axes, *_ in loader.merged_index.tensors():
+    for section_name, key, _, _, dtype, shape, layout, axes, *_ in loader.source.index.tensors():
         if section_name == SECTIONS[0] and key in parameters:
             shapes[parameters[key]] = _shape_of(loader, shape, layout, axes)
         name = by_key.get(key, "") if section_name == selected_name else ""
@@ -573,6 +551,7 @@ def _prepare_tensors(
     Raises CompatibilityError if names do not match.
     """
     filling: Any
+    takes_module, takes_optimizer = is_module(target), is_optimizer(target)
     elsewhere = prepared.elsewhere.get(section.label, set())
     if elsewhere:
         section = section.without(elsewhere)
@@ -581,11 +560,11 @@ def _prepare_tensors(
         target,
         section.label,
         partial(text_of_section, loader, section),
-        has_memory=not is_optimizer(target),
+        has_memory=not takes_optimizer,
     )
     stored, entries = _choose_entries(loader, section, target, names, elsewhere)
     chosen = [*selected, *entries]
-    if is_module(target) and not section.is_optimizer:
+    if takes_module and not section.is_optimizer:
         filling = prepared.fill_module(section.label, target)
         prepared.actions += prepare_units(
             loader, section, target, filling, chosen, stored, names, prepared.sources
@@ -594,7 +573,7 @@ def _prepare_tensors(
         clash = [name for name in entries if name in filling.arrays]
         if clash:
             raise names_error([], clash, [], loader.folder)
-    elif is_optimizer(target):
+    elif takes_optimizer:
         filling = _optimizer_target(loader, section, selected, target, module, names, elsewhere)
     else:
         filling = _ArrayTarget(target)
@@ -681,7 +660,6 @@ def find_targets(loader: Loader) -> Prepared:
 
     Named states that were not saved are left out, with a warning.
     """
-    refuse_delta(loader.manifest, loader.folder)
     into, folder = loader.options["into"], loader.folder
     states = _target(into, "states")
     if states is not None and not hasattr(states, "keys"):
@@ -756,7 +734,7 @@ def prepare(loader: Loader, prepared: Prepared) -> None:
         if target is not None:
             selected = chosen[section.number]
             _prepare_tensors(loader, section, selected, target, module, names, prepared)
-    modules = modules_of(prepared.model, prepared.states)
+    modules = modules_of(prepared.model, prepared.states) if prepared.states else []
     for name, target in prepared.states.items():
         _prepare_state(loader, prepared, name, target, modules)
     if prepared.optimizer is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 from ...errors import FormatError, StoreError
 from .._folder.local import LocalFolder
@@ -20,7 +20,6 @@ from .._steps.step_choice import choose_root
 from .._store.checkpoint_files import CheckpointFiles
 from .._store.open_path import FILE_SUFFIXES, RootPath, open_folder, refuse_format
 from .indexed import IndexedSource
-from .protocol import is_source
 from .weights import HuggingFaceSource, SafetensorsSource, weights_source
 
 if TYPE_CHECKING:
@@ -31,6 +30,11 @@ if TYPE_CHECKING:
 
 Choice = tuple[Any, Any, Any]  # step=, monitor=, mode=
 _NO_CHOICE: Choice = (None, None, None)
+
+
+def is_source(value: object) -> TypeGuard[Source]:
+    """Return whether an internal caller passes an opened source instead of a path."""
+    return hasattr(value, "fresh")
 
 
 def open_source(
@@ -66,26 +70,23 @@ def open_source(
     folder = open_folder(path, storage_options, reads=True)
     if only_local is not None:
         require_local(folder, *only_local)
-    if folder.is_local:
-        source = _open_local(folder.path, format)
-    else:
+    if not folder.is_local:
         source = _open_store(CheckpointFiles(folder), choice, format)
-    if not isinstance(source, IndexedSource) or source.format != "mlstate":
-        if choice != _NO_CHOICE:
-            is_file = folder.file or os.path.isfile(folder.path)
-            content = "one file" if is_file else f"of the format {source.format}"
-            raise ValueError(f"{path} is {content}: it has no steps; leave the step out")
-        return source
-    return _chosen(source, choice)
+    elif format in (None, "mlstate") and folder.exists(MANIFEST):
+        source = IndexedSource(CheckpointFiles(folder))
+    else:
+        from .open_foreign import open_foreign  # most loads are of checkpoints of mlstate
 
-
-def _chosen(source: IndexedSource, choice: Choice) -> IndexedSource:
-    """Return the source of the chosen step; of "best", one that chooses again if it is deleted."""
+        source = open_foreign(folder.path, format)
     if choice == _NO_CHOICE:
         return source
+    if not isinstance(source, IndexedSource) or source.format != "mlstate":
+        is_file = folder.file or os.path.isfile(folder.path)
+        what = "one file" if is_file else f"of the format {source.format}"
+        raise ValueError(f"{path} is {what}: it has no steps; leave the step out")
     choose = partial(choose_root, source.files, source.root, *choice)
-    root = choose()
-    return IndexedSource(source.files, root, None, choose if choice[0] == "best" else None)
+    # "best" chooses again if its step is deleted
+    return IndexedSource(source.files, choose(), None, choose if choice[0] == "best" else None)
 
 
 def known_source(path: str, format: str, root: str, manifest: Manifest) -> Source:
@@ -140,12 +141,3 @@ def _open_store(files: CheckpointFiles, choice: Choice, format: str | None) -> I
     except FormatError as error:  # a load raises this, and verify reports it
         manifest = error
     return IndexedSource(files, MANIFEST, manifest)
-
-
-def _open_local(path: str, format: str | None) -> Source:
-    """Return the source of a local path; see `open_source`."""
-    if format in (None, "mlstate") and os.path.lexists(os.path.join(path, MANIFEST)):
-        return IndexedSource(CheckpointFiles(LocalFolder(path)))
-    from .open_foreign import open_foreign  # most loads are of checkpoints of mlstate
-
-    return open_foreign(path, format)

@@ -10,7 +10,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -118,8 +118,3 @@ class Source(Protocol):
 
     def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
         """Read all of it, and add all problems to `report`."""
-
-
-def is_source(value: object) -> TypeGuard[Source]:
-    """Return whether an internal caller passes an opened source instead of a path."""
-    return hasattr(value, "fresh")

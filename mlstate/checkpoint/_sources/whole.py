@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ... import _core
-from ..._common.arguments import is_flag
+from ..._common.arguments import FLAG
 from ..._common.arrays import is_torch
 from ..._common.backend import TensorBackend, backend_of, is_module
 from ..._common.caller import find_caller
@@ -292,7 +292,7 @@ class WholeSource:
                 )
         self._checked, self._strict = bool(options["verify"]), bool(options["strict"])
         self._takes_all = options["names"] is None
-        self._dtype = "" if is_flag(options["cast"]) else dtype_name(options["cast"])
+        self._dtype = "" if isinstance(options["cast"], FLAG) else dtype_name(options["cast"])
 
     def select(self, selection: Selection) -> None:
         """Read only these entries; call it before anything is read."""

@@ -237,7 +237,7 @@ def _check_dtypes(loader: Loader, section: Section, contract: Any, units: list[A
     for unit in units:
         memory.update(contract.memory(unit))
     by_key = section.names_by_key()
-    for section_name, key, _, _, dtype, *_ in loader.merged_index.tensors():
+    for section_name, key, _, _, dtype, *_ in loader.source.index.tensors():
         name = by_key.get(key) if section_name == SECTIONS[section.number] else None
         if name not in memory:
             continue

@@ -200,7 +200,7 @@ def _read(loader: Loader, name: str, kind: Mapping[str, Any]) -> list[_StoredTre
         array_keys = [leaf.key for leaf in leaves_of(node) if not leaf.is_sharded]
     except _MALFORMED as error:
         raise malformed(label, error) from None
-    stored_keys = set(loader.merged_index.keys(STATES))
+    stored_keys = set(loader.source.index.keys(STATES))
     absent = [key for key in array_keys if f"{name}/{key}" not in stored_keys]
     if absent:
         raise malformed(label, f"it names the array {absent[0]!r}, which is not stored")
@@ -265,7 +265,7 @@ def load_like(loader: Loader, section: int, key: str, like: Any) -> Any:
     array = loader.load_keys(section, [key], cut)[key]
     targets = {key: np.empty(part.array.shape, array.dtype)}
     cuts: Cuts = [(part.shape, part._steps, part.index)]
-    loader.merged_index.fits(loader.folder, section, [key], cuts, targets)
+    loader.source.index.fits(loader.folder, section, [key], cuts, targets)
     return _with_elements(like, _tensor_of(None)(array))
 
 

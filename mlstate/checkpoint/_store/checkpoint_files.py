@@ -145,7 +145,7 @@ class CheckpointFiles:
                 raise
             raise self._no_checkpoint(error) from None
         manifest = parse(data, path)
-        if name not in (MANIFEST, root_path(manifest)):
+        if name != MANIFEST and name != root_path(manifest):
             raise format_error(
                 f"{path}: the content does not match the file name: it is step {manifest.step}, "
                 f"whose name would be {root_path(manifest)}",
