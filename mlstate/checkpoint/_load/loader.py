@@ -59,8 +59,9 @@ class Loader:
         self.verify = bool(options["verify"])
         names = request.names if options["rename"] is None else None
         source.begin(names, request.rank, options["into"])
-        self.sections = sections_of(source.index, source.manifest)
+        index = source.index  # first: a source may complete its manifest then
         self.manifest = source.manifest
+        self.sections = sections_of(index, self.manifest)
         self.states = self.manifest.states or {}  # descriptions of the named states
         # the named states with tensors, by name; nested values have no section
         self.named = {each.state: each for each in self.sections if each.state is not None}

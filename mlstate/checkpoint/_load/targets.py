@@ -189,7 +189,8 @@ def _fit_names(
     unfilled = [name for name in target_names if name not in have and name not in filling.optional]
     missing = _without_tied(loader, section, unfilled, selected, filling)
     # a choice of names has two sections only, and all names of a named state are chosen
-    lacking, _ = names.select(missing, min(section.number, OPTIMIZER))
+    number = min(section.number, OPTIMIZER)
+    lacking = names.select(missing, number)[0] if missing else []
     unexpected = [name for name in selected if name not in target_names]
     # States that an optimizer lacks are created, zeroed or left out, as `missing` requests.
     lenient = section.is_optimizer and request.options["missing"] != "error"
@@ -546,7 +547,7 @@ def _prepare_tensors(
 ) -> None:
     """Add the checked target of a section's tensors to `prepared`; shapes are checked later.
 
-    `selected`: stored names. `module`: has the parameters of an optimizer, or None. `names`: the
+    `selected`: stored names. `module`: may have the parameters of an optimizer. `names`: the
     user's choice. Also adds the actions that load the submodules that must load their own entries.
     Raises CompatibilityError if names do not match.
     """
@@ -574,6 +575,7 @@ def _prepare_tensors(
         if clash:
             raise names_error([], clash, [], loader.folder)
     elif takes_optimizer:
+        module = module if is_module(module) else None
         filling = _optimizer_target(loader, section, selected, target, module, names, elsewhere)
     else:
         filling = _ArrayTarget(target)
@@ -729,11 +731,10 @@ def prepare(loader: Loader, prepared: Prepared) -> None:
     Nested values, and states of optimizers with their own load methods, are read to new memory.
     """
     names, chosen = loader.chosen()
-    module = prepared.model if is_module(prepared.model) else None
     for section, target in zip(loader.sections, (prepared.model, prepared.optimizer), strict=False):
         if target is not None:
             selected = chosen[section.number]
-            _prepare_tensors(loader, section, selected, target, module, names, prepared)
+            _prepare_tensors(loader, section, selected, target, prepared.model, names, prepared)
     modules = modules_of(prepared.model, prepared.states) if prepared.states else []
     for name, target in prepared.states.items():
         _prepare_state(loader, prepared, name, target, modules)
