@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from .._sources.protocol import Source
     from .._states.restore import Action
     from .arguments import LoadRequest
-    from .targets import Prepared
 
 
 def _load_into_targets(request: LoadRequest, source: Source) -> LoadedState:
@@ -48,18 +47,10 @@ def _load_into_targets(request: LoadRequest, source: Source) -> LoadedState:
     prepare(loader, prepared)
     apply_all(prepared.actions)
     try:
-        prepared.fill(loader)
+        return prepared.fill(loader)
     except BaseException as error:
         undo_all(prepared.actions, error)
         raise
-    return _result(loader, prepared)
-
-
-def _result(loader: Loader, prepared: Prepared) -> LoadedState:
-    manifest = loader.manifest
-    return LoadedState(
-        prepared.model, prepared.optimizer, manifest.metadata, manifest.step, prepared.states
-    )
 
 
 def _load_together(group: ProcessGroup, request: LoadRequest, source: IndexedSource) -> LoadedState:
@@ -119,11 +110,11 @@ def _load_together(group: ProcessGroup, request: LoadRequest, source: IndexedSou
         try:
             agree_on(generation, error, TRIES)  # raises if a rank failed
             try:
-                prepared.fill(loader)
+                loaded = prepared.fill(loader)
             except BaseException as caught:
                 error = caught
             if agree_on(generation, error, attempt):
-                return _result(loader, prepared)
+                return loaded
         except BaseException as caught:
             undo_all(applied, caught)
             raise

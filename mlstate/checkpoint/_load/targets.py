@@ -36,6 +36,7 @@ from ...state._load_into import check_load, load_into
 from ...state._optimizer_state import OptimizerStateDict
 from .._backend import CheckpointBackend, OptimizerRecord, OptimizerRequest
 from .._folder.names import SECTIONS
+from .._loaded_state import LoadedState
 from .._sections import OPTIMIZER
 from .._states.collect import modules_of, owner_of
 from .._states.modules import prepare_units, stored_entries, text_of_section
@@ -95,11 +96,11 @@ class _Ready(NamedTuple):
 class Prepared:
     """The checked targets of a load; `actions` restore the objects among the named states."""
 
-    def __init__(self, model: Any, optimizer: Any, states: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, optimizer: Any, states: dict[str, Any]) -> None:
         """Keep the user's targets, which `prepare` checks; they are also the result of the load."""
         self.model = model
         self.optimizer = optimizer
-        self.states = dict(states)
+        self.states = states
         self.actions: list[Action] = []
         self.sources = Sources()
         self.ready: list[_Ready] = []
@@ -112,12 +113,19 @@ class Prepared:
             self._modules[label] = backend_of(module, CheckpointBackend).fill_module(module)
         return self._modules[label]
 
-    def fill(self, loader: Loader) -> None:
-        """Read all tensors into their targets; after an error, their content is undefined."""
+    def fill(self, loader: Loader) -> LoadedState:
+        """Read all tensors into their targets, and return these.
+
+        After an error, their content is undefined.
+        """
         if loader.request.written is not None:
             loader.request.written.update(*(each.filled() for each in self.ready))
         for ready_target in self.ready:
             _fill(loader, ready_target)
+        manifest = loader.manifest
+        return LoadedState(
+            self.model, self.optimizer, manifest.metadata, manifest.step, self.states
+        )
 
 
 def _target(into: Any, name: str) -> Any:
@@ -529,6 +537,8 @@ def _choose_entries(
     if elsewhere:
         entries = {name: each for name, each in stored.entries.items() if name not in elsewhere}
         stored = stored._replace(entries=entries)
+    if not stored.entries:
+        return stored, []
     chosen = names.select(list(stored.entries), section.number)[0]
     clash = [name for name in chosen if not is_module(target) and name in target]
     if clash or (chosen and not is_module(target) and loader.options["strict"]):
@@ -668,26 +678,25 @@ def find_targets(loader: Loader) -> Prepared:
         raise TypeError(
             f"into['states'] must be a mapping of names to objects, got {type(states).__name__}"
         )
-    prepared = Prepared(_target(into, "model"), _target(into, "optimizer"), states or {})
+    model, optimizer = _target(into, "model"), _target(into, "optimizer")
     lacking = [
         section.label
-        for section, target in zip(
-            loader.sections, (prepared.model, prepared.optimizer), strict=False
-        )
+        for section, target in zip(loader.sections, (model, optimizer), strict=False)
         if target is not None and section.kind is None
     ]
     if lacking:
         error = CompatibilityError(f"{folder} holds no {lacking[0]}")
         error.path = folder
         raise error
-    absent = [name for name in prepared.states if name not in loader.states]
+    states = dict(states or {})
+    absent = [name for name in states if name not in loader.states]
     for name in absent:
-        del prepared.states[name]
+        del states[name]
     if absent:
         have = ", ".join(repr(name) for name in loader.states if name[0] != ".") or "none"
         text = ", ".join(map(repr, absent))
         find_caller().warn(f"{folder} holds no state {text} (named states: {have}): not loaded")
-    return prepared
+    return Prepared(model, optimizer, states)
 
 
 def _prepare_state(
