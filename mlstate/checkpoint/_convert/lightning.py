@@ -59,7 +59,7 @@ def read_checkpoint(
     """
     opened = open_source(source)
     if is_saved(opened):
-        return checkpoint_of(load(opened, device=device))  # type: ignore[arg-type]
+        return checkpoint_of(load(opened, device=device))
     parts = with_order(read_parts(opened))
     if opened.manifest.step is not None:
         parts.metadata.setdefault("step", opened.manifest.step)
