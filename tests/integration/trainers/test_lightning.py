@@ -565,18 +565,18 @@ def convert(capsys, *arguments):
 def test_a_trainer_resumes_from_a_checkpoint_of_save(tmp_path, job, capsys):
     expected = [digest(module, t.optimizers[0]) for t, module in [fit(job, [], [], max_epochs=2)]]
     trainer, module = fit(job, [], [], max_epochs=1)
-    own = tmp_path / "own"
+    saved = tmp_path / "own"
     mlstate.save(
-        own,
+        saved,
         module,
         trainer.optimizers[0],
         step=trainer.global_step,
         states={"sched": trainer.lr_scheduler_configs[0].scheduler, "ema": {"w": np.ones(2)}},
     )
-    warning = convert(capsys, own, tmp_path / "own.ckpt")
+    warning = convert(capsys, saved, tmp_path / "own.ckpt")
     assert "does not restore these entries of the file itself: ema" in warning
     assert torch.load(tmp_path / "own.ckpt")["ema"]["w"].tolist() == [1, 1]
-    for path, plugins in ((tmp_path / "own.ckpt", []), (own, [MLStateCheckpointIO()])):
+    for path, plugins in ((tmp_path / "own.ckpt", []), (saved, [MLStateCheckpointIO()])):
         resumed, again = fit(job, [], plugins, resume=path, max_epochs=-1, max_steps=24)
         assert resumed.global_step == 24
         expected.append(digest(again, resumed.optimizers[0]))
