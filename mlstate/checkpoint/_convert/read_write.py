@@ -183,7 +183,7 @@ def write_any(
 ) -> Parts:
     """Write a state to a file or directory of any known format, or to a checkpoint at a URL.
 
-    Returns what was written. The write is atomic. `overwrite` replaces an existing file, checkpoint
+    Returns the parts. The write is atomic. `overwrite` replaces an existing file, checkpoint
     or torch directory of the same format, including all steps of a `CheckpointManager`. A caller
     that began earlier passes the `target` of `begin_write` instead. A target that changed since
     then is left unchanged.

@@ -125,6 +125,11 @@ def checkpoint_from(parts: Parts, where: object) -> dict[str, Any]:
     """
     if parts.model is None:
         raise CompatibilityError(f"{where}: a checkpoint of Lightning needs a model")
+    if STATE in parts.states:
+        raise CompatibilityError(
+            f"{where}: a folder of MLStateCheckpointIO is converted as a whole: convert it without "
+            "other options, and then the file with them"
+        )
     step = parts.step or 0
     entries = torch_backend("files of Lightning", PtBackend).entries_of(parts, numbered=True)
     checkpoint = {_MODEL: entries.pop("model")}

@@ -190,9 +190,9 @@ class MLStateCheckpointIO:
         Parameters
         ----------
         path : str or os.PathLike
-            A folder that `save_checkpoint` wrote, or a ``.ckpt`` file of Lightning. No code from
-            the file is run, so it must hold only tensors, plain values, paths, NumPy scalars,
-            and members of enums that are imported.
+            A folder that `save_checkpoint` or `mlstate.save` wrote, or a ``.ckpt`` file of
+            Lightning. No code from the file is run, so it must hold only tensors, plain values,
+            paths, NumPy scalars, and members of enums that are imported.
         map_location : str or torch.device, optional
             Device of the tensors. Default, and for other values: main memory.
         weights_only : bool, optional
@@ -210,7 +210,7 @@ class MLStateCheckpointIO:
         FormatError
             The checkpoint is damaged, or the file holds other objects.
         CompatibilityError
-            The folder holds no checkpoint of Lightning.
+            The folder holds no model.
 
         Warns
         -----

@@ -634,18 +634,21 @@ def test_weights_of_any_format_become_a_file_of_lightning(tmp_path, capsys):
 def test_bfloat16_tied_and_extra_entries_become_a_file_of_lightning(tmp_path, capsys):
     import lightning
 
+    class Plain(Counting):
+        def get_extra_state(self):
+            return {"calls": 5}
+
     class Module(lightning.LightningModule):
         def __init__(self):
             super().__init__()
-            self.first = self.second = Counting(4, 4).to(torch.bfloat16)
+            self.first = self.second = Plain(4, 4).to(torch.bfloat16)
 
     module = Module()
     mlstate.save(tmp_path / "own", module)
     assert not convert(capsys, tmp_path / "own", tmp_path / "own.ckpt")
-    saved = torch.load(tmp_path / "own.ckpt", weights_only=False)["state_dict"]
-    assert saved["second.weight"].dtype == torch.bfloat16
-    loaded = Module()
-    loaded.load_state_dict(saved)
+    loaded = Module.load_from_checkpoint(tmp_path / "own.ckpt")
+    assert loaded.second.weight is loaded.first.weight
+    assert loaded.first.weight.dtype == torch.bfloat16
     assert torch.equal(loaded.first.weight, module.first.weight)
     assert loaded.first.version == 3 and loaded.first.extra["calls"] == 5
 
@@ -692,8 +695,13 @@ def test_parts_that_a_file_of_lightning_cannot_have_are_named(tmp_path, capsys):
     assert "optimizer_states" not in torch.load(tmp_path / "a.ckpt")
     mlstate.save(tmp_path / "b", {"w": np.ones(2)}, states={"state_dict": {"a": 1}})
     mlstate.save(tmp_path / "c", optimizer={"w.m": np.ones(2)})
-    for name, words in (("b", "two entries have the name 'state_dict'"), ("c", "needs a model")):
-        assert main(["convert", str(tmp_path / name), str(tmp_path / "none.ckpt")]) == 2
+    MLStateCheckpointIO().save_checkpoint(checkpoint(), tmp_path / "d")
+    for name, options, words in (
+        ("b", [], "two entries have the name 'state_dict'"),
+        ("c", [], "needs a model"),
+        ("d", ["--dtype", "bf16"], "is converted as a whole"),
+    ):
+        assert main(["convert", str(tmp_path / name), str(tmp_path / "none.ckpt"), *options]) == 2
         assert words in capsys.readouterr().err
     assert not (tmp_path / "none.ckpt").exists()
 
