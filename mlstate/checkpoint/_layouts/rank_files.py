@@ -36,9 +36,10 @@ def is_layout(names: Collection[str]) -> bool:
 def read(folder: Folder, selection: Selection) -> tuple[Parts, list[str]]:
     """Read the files of all ranks, without running code from them.
 
-    Also return the names of other files. `selection`: a model or optimizer that it leaves out is not read. Raises StoreNotFoundError if a
-    rank's file is missing, CompatibilityError for files of several numbers of ranks, or if ranks
-    have different values of a model or optimizer other than parts of DTensors.
+    Also return the names of other files. `selection`: a model or optimizer that it leaves out is
+    not read. Raises StoreNotFoundError if a rank's file is missing, CompatibilityError for files of
+    several numbers of ranks, or if ranks have different values of a model or optimizer other than
+    parts of DTensors.
     """
     backend = torch_backend("files of torch", PtBackend)
     path = Path(folder.path)

@@ -35,8 +35,9 @@ def entry_files(names: Collection[str]) -> dict[str, dict[int, str]]:
 def read(folder: Folder, selection: Selection) -> tuple[Parts, list[str]]:
     """Read a folder of torch_checkpointing, without running code from it.
 
-    Also return the names of other files. `selection`: entries that it leaves out are not read. Raises CompatibilityError if a rank's file
-    is missing, or if ranks have different values other than parts of DTensors.
+    Also return the names of other files. `selection`: entries that it leaves out are not read.
+    Raises CompatibilityError if a rank's file is missing, or if ranks have different values other
+    than parts of DTensors.
     """
     backend = torch_backend("files of torch", PtBackend)
     path = Path(folder.path)
