@@ -250,7 +250,7 @@ def reshard(
         """
         manifest, merged = old.manifest, old.index
         old.require_good()
-        assigner = _ShardAssigner(merged, steps)
+        assigner = _ShardAssigner(old.merged, steps)
         listed = manifest.states or {}
         trees = tuple(f"{name}/" for name, kind in listed.items() if kind["kind"] == "tree")
         keys_to_cut = [merged.keys(section) for section in range(len(SECTIONS))]
