@@ -309,9 +309,9 @@ static int tied_view(const mlspy_state *state, PyObject *sections, tied_job *job
     return 0;
 }
 
-/* Sets `job->tied` for each target that has the memory of a later target of the same kind.
- * Returns -1 with ValueError set if targets overlap in any other way. `sections`: their
- * labels are named. */
+/* Sets `job->tied` for each target that has the memory of a later target of the same
+ * kind. Returns -1 with ValueError set if targets overlap in any other way. `sections`:
+ * their labels are named. */
 static int tied_find(PyObject *sections, tied_job *job)
 {
     size_t pair[2];
@@ -351,8 +351,8 @@ static PyObject *tied_result(const tied_job *job, Py_ssize_t sections)
  * A section is its name for errors, a list of keys to load, and a dict of the arrays to
  * fill by key. Returns the keys whose array also belongs to a later key of the same
  * section; the first `joint` sections count as one. Raises ValueError if arrays share
- * memory in any other way: they are filled at the same time, and each would contain a part
- * of the other.
+ * memory in any other way: they are filled at the same time, and each would contain a
+ * part of the other.
  */
 PyObject *core_targets_tied(mlspy_state *state, PyObject *const *args)
 {
