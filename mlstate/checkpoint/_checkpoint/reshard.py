@@ -248,7 +248,7 @@ def reshard(
 
         Raises the error of the first problem that the verification finds; nothing is written then.
         """
-        manifest, merged = old.manifest, old.index
+        manifest, merged = old.manifest, old.merged
         old.require_good()
         assigner = _ShardAssigner(old.merged, steps)
         listed = manifest.states or {}
