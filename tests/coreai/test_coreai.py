@@ -122,7 +122,7 @@ def test_command_line_reports_damage_with_status_1(asset, capsys):
         assert main(["coreai", *command, str(asset / "none")]) == 2
         assert capsys.readouterr().err.startswith("mlstate: ")
     assert main(["verify", str(asset)]) == 2
-    assert "mlstate coreai reads an .aimodel" in capsys.readouterr().err
+    assert "`mlstate coreai states` lists its states" in capsys.readouterr().err
 
 
 def test_damage_is_found_before_core_ai_is_imported(asset):

@@ -25,7 +25,7 @@ class PtBackend(Protocol):
         A model or an optimizer that is None is left out. Each state is a further entry.
         """
 
-    def entries_of(self, parts: Parts, *, numbered: bool) -> dict[str, Any]:
+    def entries_of(self, parts: Parts, *, numbered: bool = False) -> dict[str, Any]:
         """Return ``model``, ``optimizer`` and the named states as the framework stores them.
 
         `numbered`: optimizers number their parameters, in the order of their groups.

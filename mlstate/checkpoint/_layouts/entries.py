@@ -33,6 +33,7 @@ from ..._common.store_error import format_error
 from ...errors import CompatibilityError
 from ...state._kind import restore
 from ...state._optimizer_state import OptimizerStateDict
+from ...state._state_dict import StateDict
 from .._files.backend import PtBackend
 from .._files.parts import MODEL, OPTIMIZER, STATES, Parts, Unreadable
 from .._states.modules import entries_name, metadata_of
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ...errors import FormatError, MLStateError
-    from ...state._state_dict import StateDict
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
@@ -112,9 +112,11 @@ def is_flat_optimizer(value: Any) -> bool:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Return whether a value is an optimizer in a form of torch."""
-    return is_flat_optimizer(value) or (
-        isinstance(value, Mapping) and isinstance(value.get("param_groups"), list)
+    """Return whether a value is an optimizer, in a form of torch or of mlstate."""
+    return (
+        isinstance(value, OptimizerStateDict)
+        or is_flat_optimizer(value)
+        or (isinstance(value, Mapping) and isinstance(value.get("param_groups"), list))
     )
 
 
@@ -135,8 +137,8 @@ def _parameter_count(optimizer: Any) -> int:
     """Return the number of parameters of an optimizer, of those with states if only these count."""
     if is_flat_optimizer(optimizer):
         return len({key.rpartition(".")[0] for key in optimizer if key.startswith(FLAT[1])})
-    groups = [group for group in optimizer["param_groups"] if isinstance(group, Mapping)]
-    listed = sum(len(group.get("params") or ()) for group in groups)
+    groups = getattr(optimizer, "param_groups", None) or optimizer.get("param_groups", ())
+    listed = sum(len(group.get("params") or ()) for group in groups if isinstance(group, Mapping))
     return max(listed, len(optimizer.get("state") or ()))
 
 
@@ -325,6 +327,8 @@ class _Sorter:
 
         `tree`: its tensors, at any level. `text`: mlstate's description of its class, or None.
         """
+        if isinstance(tree, StateDict):
+            return tree, {}
         tensors: dict[str, Any] = {}
         others: dict[str, Any] = {}
         extra: dict[str, Any] = {}
@@ -355,6 +359,8 @@ class _Sorter:
         `text`: mlstate's description of its type and step, or None. `part`, `name`: where the error
         of an optimizer that cannot be read is noted.
         """
+        if isinstance(value, OptimizerStateDict):
+            return value
         try:
             optimizer = torch_backend("files of torch", PtBackend).optimizer_of(value, self.path)
         except CompatibilityError as error:
@@ -422,6 +428,9 @@ def sort_entries(tree: Any, path: Path, *, is_divided: bool = False) -> Parts:
     FormatError if it is malformed.
     """
     sorter = _Sorter(path)
+    if isinstance(tree, StateDict):  # of torch.save
+        is_moments = isinstance(tree, OptimizerStateDict)
+        return sorter.parts(*((None, tree) if is_moments else (tree, None)))
     if not isinstance(tree, Mapping):
         kind = getattr(tree, "reason", f"a {type(tree).__name__}, not a dict of tensors")
         raise refusal(path, f"holds {kind}")

@@ -132,7 +132,7 @@ def test_missing_states_cover_trained_parameters(tmp_path):
         with pytest.raises(CompatibilityError, match=text):
             mlstate.load(tmp_path / "a", into=into, missing="error")
     assert not fresh.state
-    mlstate.load(tmp_path / "a", into={"model": module}, missing="error")
+    mlstate.load(tmp_path / "a", into={"model": module})
     states = mlstate.load(tmp_path / "a", missing="zeros").optimizer
     assert not states["0.bias.exp_avg"].any() and "1.running_mean.exp_avg" not in states
 
