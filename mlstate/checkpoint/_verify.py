@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arguments import check_callback, check_flags
 from .._common.callback import ProgressErrors
 from .._common.local_path import local_folder
 from .._common.log import log
-from ..errors import ChecksumError, FormatError, MLStateError, StoreError, StoreNotFoundError
+from ..errors import (
+    ChecksumError,
+    CompatibilityError,
+    FormatError,
+    MLStateError,
+    StoreError,
+    StoreNotFoundError,
+)
 from ._files.checksum import checksums_problem, verify_foreign
 from ._folder.local import LocalFolder
 from ._folder.names import MANIFEST, SECTIONS, Root
@@ -387,10 +395,10 @@ def _verify_local(path: str, progress: Callable[[int], object] | None) -> Verify
             report.problems.append(
                 file_problem("unreadable", os.path.basename(path), kind.sentence)
             )
-    elif report and os.path.isfile(path):
-        try:
-            source = open_source(path)
-            _ = None if isinstance(source, IndexedSource) else source.index
-        except MLStateError as error:
-            report.refusal = str(error)
+    elif report:
+        with suppress(StoreNotFoundError):  # any folder may have checksums
+            try:
+                open_source(path).require_loadable()
+            except (CompatibilityError, FormatError) as error:
+                report.refusal = str(error)
     return report

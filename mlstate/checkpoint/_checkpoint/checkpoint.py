@@ -343,6 +343,11 @@ class Checkpoint:
         list of TensorRecord
             One record for each tensor, for any number of shards.
 
+        Raises
+        ------
+        CompatibilityError
+            A file of another program has a tensor or an optimizer that `load` refuses.
+
         Examples
         --------
         >>> import tempfile, numpy as np, mlstate
@@ -350,6 +355,7 @@ class Checkpoint:
         >>> [t.key for t in mlstate.save(path, {"b": np.ones(1), "a": np.ones(1)}).tensors()]
         ['a', 'b']
         """
+        self._source.require_loadable()
         return [
             TensorRecord._make((*record[:6], Layout(record[6]), *record[7:]))
             for record in self._index.tensors()

@@ -8,6 +8,7 @@ from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from ... import _core
 from ..._common.arrays import refuse_unstorable
 from ..._common.atomic_file import Target
 from ..._common.backend import torch_backend
@@ -32,7 +33,7 @@ from .._sources.open_source import open_source
 from .._sources.readers import store_errors
 from .._sources.weights import SafetensorsSource
 from .._sources.whole import WholeSource
-from .._states.modules import all_entries, is_entries, split_entries
+from .._states.modules import all_entries, entries_name, is_entries, split_entries
 from .._store.checkpoint_files import CheckpointFiles, FolderContent
 from .._store.open_path import refuse_existing, refuse_file_name
 from .formats import NAMES, find_format, folder_of, place_of
@@ -110,7 +111,10 @@ def read_parts(
             return source.parts.refuse_unreadable()
     loaded = load_source(source, request)
     if isinstance(source, WholeSource):
-        states = {**source.parts.states, **loaded.states} if request.names is None else {}
+        states: dict[str, Any] = {}
+        if request.names is None:
+            loaded_states, _ = split_entries(loaded.states)
+            states = {**_renamed_entries(source.parts.states, changes), **loaded_states}
         return Parts(loaded.model, loaded.optimizer, loaded.metadata, states)
     parts = parts_of(loaded)
     if isinstance(source, SafetensorsSource) and parts.model is not None:
@@ -120,6 +124,23 @@ def read_parts(
     if request.names is None:
         states |= all_entries(Loader(request, source))
     return chosen.apply(parts._replace(states=states), source.path)
+
+
+def _renamed_entries(states: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return named states; `changes` may rename the entries of modules that are not tensors."""
+    rules = tuple((changes.get("rename") or {}).items())
+
+    def renamed(values: Mapping[str, Any]) -> dict[str, Any]:
+        return _core.state_rename(dict(values), rules)[0]
+
+    others, entries = split_entries(states)
+    for state, (values, metadata) in entries.items():
+        layers = renamed({f"{name}.": value for name, value in metadata.items()})
+        others[entries_name(state)] = {
+            "entries": renamed(values),
+            "metadata": {name[:-1]: value for name, value in layers.items()},
+        }
+    return others
 
 
 def read_any(

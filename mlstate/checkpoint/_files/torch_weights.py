@@ -14,6 +14,7 @@ from .._folder.weight_names import TORCH_SUFFIX, is_index, is_set
 from .._store.weight_files import (
     WeightFiles,
     bytes_of,
+    check_unlisted,
     list_set,
     listed,
     parse_index,
@@ -36,6 +37,7 @@ def read_torch_weights(folder: Folder, root: str) -> StateDict:
     if is_index(root):
         data = folder.read(root, follow_links=True)
         weights = parse_index(folder, root, data, TORCH_SUFFIX)
+        check_unlisted(folder, weights, TORCH_SUFFIX)
     else:
         weights = list_set(folder, root) if is_set(root) else WeightFiles(root, (root,))
     infos = folder.note_files(weights.files)

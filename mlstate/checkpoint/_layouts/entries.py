@@ -175,13 +175,17 @@ def _keys_at_top(tree: Mapping[Any, Any]) -> frozenset[Any]:
     return frozenset(tensors | {key for key in tree if _is_extra(key)})
 
 
-def find_parts(tree: Mapping[Any, Any]) -> PartKeys:
-    """Return the keys of a tree's model and optimizer; only those that programs commonly use."""
+def find_parts(tree: Mapping[Any, Any], *, is_divided: bool = False) -> PartKeys:
+    """Return the keys of a tree's model and optimizer; only those that programs commonly use.
+
+    `is_divided`: each entry has its own file, so that tensors at the top are no model.
+    """
     if is_recorded(tree):
         model, optimizer = (key if key in tree else None for key in (MODEL, OPTIMIZER))
         return PartKeys(model, optimizer)
     model, optimizer = _model_key(tree), _optimizer_key(tree)
-    return PartKeys(model, optimizer, frozenset() if model is not None else _keys_at_top(tree))
+    has_model = model is not None or is_divided
+    return PartKeys(model, optimizer, frozenset() if has_model else _keys_at_top(tree))
 
 
 def wrapper_of(tree: Mapping[Any, Any]) -> Any:
@@ -395,7 +399,9 @@ class _Sorter:
     def _add_state(self, name: str, value: Any) -> None:
         if name in self.states:
             raise self.twice(name)
-        if reason := find_unreadable(value):
+        if "/" in name:
+            self._note_unreadable(STATES, name, "a name with '/', which mlstate cannot store")
+        elif reason := find_unreadable(value):
             self._note_unreadable(STATES, name, reason)
         elif is_optimizer(value):
             optimizer = self.optimizer_of(value, None, STATES, name)
@@ -438,7 +444,7 @@ def sort_entries(tree: Any, path: Path, *, is_divided: bool = False) -> Parts:
     if is_optimizer(tree):
         return sorter.parts(None, sorter.optimizer_of(tree, None, OPTIMIZER, ""))
     tree = tree if is_divided else unwrap(tree, wrapper_of(tree))
-    keys = find_parts(tree)
+    keys = find_parts(tree, is_divided=is_divided)
     if keys.part_names() or is_recorded(tree):
         return _sort_parts(sorter, tree, keys)
     if is_divided or _optimizers_in(tree):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..._common.backend import torch_backend
 from ..._common.file_checksums import require_unchanged
 from ..._safetensors import load_file
+from ...errors import StoreNotFoundError
 from .._files.backend import PtBackend
 from .._files.parts import STATES, Parts
 from .._folder.weight_names import SUFFIX, TORCH_SUFFIX, weights_root
@@ -77,10 +78,9 @@ def read_step_entries(
         if selection.takes(entry)
     }
     parts = sort_entries(tree, path, is_divided=True)
-    if METADATA in names:
-        if checked:
-            require_unchanged(str(path / METADATA))
-        parts = parts._replace(metadata={**_read_metadata(path / METADATA), **parts.metadata})
+    if METADATA in names and checked:
+        require_unchanged(str(path / METADATA))
+    parts = parts._replace(metadata={**read_metadata(folder), **parts.metadata})
     used = {name for files in entries.values() for name in files}
     unread = [
         name
@@ -97,10 +97,10 @@ def read_step_entries(
 def _read_entry(path: Path, entry: str, files: list[str], checked: bool) -> Any:
     """Return the value of an entry; of several ranks, a list with one item for each."""
     ranks = [int(match[2]) for match in map(_OF_RANK.match, files) if match]
-    for rank, found in enumerate(ranks if len(files) > 1 else ()):
+    for rank, found in enumerate(ranks):
         if rank != found:
             raise refusal(path, f"lacks the file of rank {rank} of {entry!r}, which has {files}")
-    if len(files) > 1 and not ranks:
+    if len(files) > max(1, len(ranks)):
         raise refusal(path, f"has {entry!r} twice: {', '.join(files)}")
     values = [_read_value(path / name, checked) for name in files]
     return values if len(values) > 1 else values[0]
@@ -115,10 +115,13 @@ def _read_value(path: Path, checked: bool) -> Any:
     return torch_backend("files of torch", PtBackend).read_tree(path)
 
 
-def _read_metadata(path: Path) -> dict[str, Any]:
-    """Return the content of a Trainer's ``trainer_state.json``."""
+def read_metadata(folder: Folder) -> dict[str, Any]:
+    """Return the content of a Trainer's ``trainer_state.json``; {} in other folders."""
+    path = Path(folder.path) / METADATA
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(folder.read(METADATA, follow_links=True))
+    except StoreNotFoundError:
+        return {}
     except (RecursionError, ValueError) as error:
         raise malformed(path, f"is not JSON: {error}") from None
     if not isinstance(values, dict):

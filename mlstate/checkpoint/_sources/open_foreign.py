@@ -122,6 +122,8 @@ def _open_folder(path: str, format: str | None) -> Source:
 def _weights_in(files: CheckpointFiles, names: list[str]) -> Source | None:
     """Return the source of the weights in a Hugging Face folder with these names; None without."""
     root = weights_root(names, folder=files.path)
+    if root in names and not is_index(root) and has_optimizer(f"{files.path}/{root}"):
+        return whole_source(f"{files.path}/{root}", "safetensors")
     if root is not None:
         return (StepSource if has_entries(names) else HuggingFaceSource)(files, root)
     if weights_root(names, TORCH_SUFFIX, folder=files.path):

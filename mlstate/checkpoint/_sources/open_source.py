@@ -98,7 +98,13 @@ def known_source(path: str, format: str, root: str, manifest: Manifest) -> Sourc
     folder = open_folder(path, reads=True)
     if folder.is_local and root and format == "safetensors":
         folder = LocalFolder(os.path.dirname(folder.path), root)
-    return _INDEXED[format](CheckpointFiles(folder), root, manifest)
+    cls = _INDEXED[format]
+    if format == "huggingface" and folder.is_local:
+        from .training_step import StepSource, has_entries
+
+        with suppress(StoreError):  # the folder may be gone
+            cls = StepSource if has_entries(folder.names("")) else cls
+    return cls(CheckpointFiles(folder), root, manifest)
 
 
 _INDEXED: dict[str, type[IndexedSource]] = {

@@ -116,5 +116,8 @@ class Source(Protocol):
     def attempt(self, read: Callable[[], _Result]) -> _Result:
         """Return ``read()``; repeat it if a writer replaces the content meanwhile."""
 
+    def require_loadable(self) -> None:
+        """Raise the error that a load of model and optimizer raises; an index raises none."""
+
     def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
         """Read all of it, and add all problems to `report`."""

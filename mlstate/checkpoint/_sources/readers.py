@@ -91,7 +91,8 @@ def read_training_entries(path: str, selection: Selection, *, checked: bool) -> 
     if not os.path.isdir(path):
         return Parts(None, None, {}, {})
     folder = LocalFolder(path)
-    read = read_step_entries(folder, folder.names(""), selection, checked=checked)
+    with store_errors(path):
+        read = read_step_entries(folder, folder.names(""), selection, checked=checked)
     return _with_warning(path, *read)
 
 

@@ -9,8 +9,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ...errors import MLStateError
-from .._files.parts import Selection
-from .._layouts.training_step import METADATA, step_entries
+from .._files.parts import Parts, Selection
+from .._layouts.training_step import METADATA, read_metadata, step_entries
 from .._report import note_refusal
 from .readers import read_training_entries
 from .verify_zip import verify_files
@@ -20,7 +20,6 @@ from .whole import WholeSource
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from .._files.parts import Parts
     from .._options import LoadOptions
     from .._report import VerifyReport
     from .._store.checkpoint_files import CheckpointFiles
@@ -99,26 +98,31 @@ class StepSource(HuggingFaceSource):
         return self._others.saved if self._needs_others else {}
 
     @property
-    def index(self) -> Index:
-        """The table of all tensors that a load needs."""
-        model = self.merged
+    def manifest(self) -> Manifest:
+        """The description of the weights and, if the load needs them, of the training entries."""
+        manifest = super().manifest
         if not self._needs_others:
-            return model
+            parts = Parts(None, None, read_metadata(self.files.folder), {})
+            metadata = {**manifest.metadata, **parts.metadata}
+            return manifest._replace(step=parts.step, metadata=metadata)
         others = self._others.manifest
-        self._manifest = self.manifest._replace(
+        return manifest._replace(
             optimizer=others.optimizer,
             states=others.states,
             step=others.step,
-            metadata={**self.manifest.metadata, **others.metadata},
+            metadata={**manifest.metadata, **others.metadata},
         )
-        return StepIndex(model, self._others.index)
+
+    @property
+    def index(self) -> Index:
+        """The table of all tensors that a load needs."""
+        return StepIndex(self.merged, self._others.index) if self._needs_others else self.merged
 
     def begin(self, names: list[str] | None, rank: int | None, into: Any = None) -> None:
         """Read the headers of the weights, and the entries if the load needs them."""
         super().begin(names, rank)
         if self._needs_others:
             self._others.begin(names, rank, into)
-        _ = self.index
 
     def read(self, section: int, keys: list[str], cuts: Any, **options: Any) -> dict[str, Any]:
         """Return parts of tensors by key; see `Source`."""
@@ -132,6 +136,10 @@ class StepSource(HuggingFaceSource):
         """Read parts of tensors into `targets`; see `Source`."""
         read = self._others.read_into if section else super().read_into
         read(section, keys, cuts, targets, **options)
+
+    def require_loadable(self) -> None:
+        """Raise the error that a load of the optimizer raises."""
+        self._others.require_loadable()
 
     def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
         """Verify the weights, then the files of the training entries."""
@@ -148,6 +156,6 @@ class StepSource(HuggingFaceSource):
         report.checksums = report.checksums and has_checksums
         if not report.problems:
             try:
-                _ = self._others.index
+                self.require_loadable()
             except MLStateError as error:
-                note_refusal(report, error, self.root)
+                note_refusal(report, error, os.path.basename(getattr(error, "path", "")))

@@ -6,7 +6,7 @@ import os
 import zipfile
 from typing import TYPE_CHECKING
 
-from ..._common.file_kinds import kind_of_file
+from ..._common.file_kinds import dangling_blob, kind_of_file
 from .._report import file_problem
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .._report import VerifyReport
 
 _BLOCK = 1 << 20
+_SUFFIXES = (".bin", ".ckpt", ".distcp", ".npz", ".pkl", ".pt", ".pth", ".safetensors")
 # Kinds of files that may hold tensors; texts, such as a config, are not compared.
 _OF_TENSORS = ("torch", "safetensors", "npy", "pickle", "DCP metadata", "DCP data", "unknown")
 
@@ -70,9 +71,16 @@ def verify_files(
     """
     checked = unchecked = 0
     for name, path in files.items():
+        if not os.path.isfile(path):
+            text = dangling_blob(path) or "it is missing, or not a regular file"
+            report.problems.append(file_problem("unreadable", name, text))
+            continue
         report.bytes += os.path.getsize(path)
         if not zipfile.is_zipfile(path):
-            unchecked += kind_of_file(path).name in _OF_TENSORS
+            kind = kind_of_file(path)
+            unchecked += kind.name in _OF_TENSORS
+            if kind.is_damaged and kind.name != "unknown" and name.endswith(_SUFFIXES):
+                report.problems.append(file_problem("unreadable", name, kind.sentence))
             continue
         checked += 1
         entry, text = None, ""

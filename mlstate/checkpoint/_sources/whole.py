@@ -78,12 +78,11 @@ class MemoryIndex:
         return [*self.sections[section], *([] if section else self._unreadable)]
 
     def tensors(self) -> list[tuple[Any, ...]]:
-        """Return the fields of a `TensorRecord` for each tensor; raise for one that is not read."""
-        for error in self._unreadable.values():
-            raise error
+        """Return the fields of a `TensorRecord` for each tensor that can be read."""
         rows = []
         for number, section in enumerate(SECTIONS):
-            for key in sorted(self.sections[number]):
+            unreadable = self._unreadable if number == 0 else {}
+            for key in sorted(self.sections[number].keys() - unreadable.keys()):
                 array = self.sections[number][key]
                 parameter, state = key, None
                 if number == OPTIMIZER and "." in key:
@@ -428,6 +427,10 @@ class WholeSource:
 
     # ---- verifying ----
 
+    def require_loadable(self) -> None:
+        """Raise the error that a load of model and optimizer raises."""
+        self.parts.refuse_unreadable((MODEL, OPTIMIZER_PART))
+
     def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
         """Compare the CRC-32 of zip entries, then read the content as a load does."""
         from .verify_zip import verify_files
@@ -442,7 +445,7 @@ class WholeSource:
                 place = step_folder(folder).path if self.format == "deepspeed" else self.path
                 verify_files(files_of(place), report, progress)
             if not report.problems:
-                self.parts.refuse_unreadable((MODEL, OPTIMIZER_PART))
+                self.require_loadable()
         except MLStateError as error:
             note_refusal(report, error, os.path.basename(self.path))
 

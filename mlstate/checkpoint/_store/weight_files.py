@@ -137,13 +137,13 @@ def list_set(folder: Files, root: str) -> WeightFiles:
     return WeightFiles(root, tuple(sorted(files + missing)), missing=tuple(missing))
 
 
-def _check_unlisted(folder: Files, weights: WeightFiles) -> None:
+def check_unlisted(folder: Files, weights: WeightFiles, suffix: str = SUFFIX) -> None:
     """Raise FormatError if an index lists some files of a set, such as 1 of 3, but not all.
 
     `weights`: the files of the index.
     """
     sets = {set_of(name) for name in weights.files} - {None}
-    unlisted = [name for name in unlisted_files(folder, weights) if set_of(name) in sets]
+    unlisted = [name for name in unlisted_files(folder, weights, suffix) if set_of(name) in sets]
     if unlisted:
         raise _wrong(
             folder,
@@ -153,8 +153,8 @@ def _check_unlisted(folder: Files, weights: WeightFiles) -> None:
         )
 
 
-def unlisted_files(folder: Files, weights: WeightFiles) -> list[str]:
-    """Return the safetensors files of the folder that the weights do not include, sorted.
+def unlisted_files(folder: Files, weights: WeightFiles, suffix: str = SUFFIX) -> list[str]:
+    """Return the files of the folder with `suffix` that the weights do not include, sorted.
 
     Without an index, returns [] if the caller named one file, or for a store: such a folder may
     hold anything else.
@@ -162,7 +162,7 @@ def unlisted_files(folder: Files, weights: WeightFiles) -> list[str]:
     if weights.tensors is None and (folder.file or not folder.is_local):
         return []
     names = folder.names("")
-    return sorted(name for name in names if name.endswith(SUFFIX) and name not in weights.files)
+    return sorted(name for name in names if name.endswith(suffix) and name not in weights.files)
 
 
 # ---- as a checkpoint ----
@@ -216,7 +216,7 @@ def read_weights(folder: Files, root: str, data: bytes | None) -> Manifest:
         path = os.path.join(folder.path, root)
         raise explain(store_error(reason, "cannot read the file", path), path)
     if weights.tensors is not None:
-        _check_unlisted(folder, weights)
+        check_unlisted(folder, weights)
     infos = {name: info for name in names if (info := noted[name]) is not None}
     generation, changed = _generation(infos)
     created = datetime.datetime.fromtimestamp(changed, datetime.UTC)
