@@ -178,7 +178,7 @@ def _keys_at_top(tree: Mapping[Any, Any]) -> frozenset[Any]:
 def find_parts(tree: Mapping[Any, Any], *, is_divided: bool = False) -> PartKeys:
     """Return the keys of a tree's model and optimizer; only those that programs commonly use.
 
-    `is_divided`: each entry has its own file, so that tensors at the top are no model.
+    `is_divided`: each entry has its own file, so that a tensor at the top is a state.
     """
     if is_recorded(tree):
         model, optimizer = (key if key in tree else None for key in (MODEL, OPTIMIZER))

@@ -50,7 +50,7 @@ def test_copies_of_a_step_load_all_of_it(step, copied):
     assert mlstate.load(step, into={"model": torch.nn.Linear(3, 2)}).step == 7
 
 
-def test_tensors_of_a_step_are_no_model(step):
+def test_tensors_of_a_step_become_states(step):
     for number in range(3):
         torch.save(torch.full((2,), number), step / f"custom_checkpoint_{number}.pkl")
     states = mlstate.load(step).states
@@ -94,7 +94,7 @@ def test_a_link_that_leads_nowhere_is_a_problem_of_its_file(step):
     assert problem.path == "optimizer.pt" and "nowhere" in problem.text
 
 
-def test_a_pipe_is_no_entry(step):
+def test_a_pipe_among_entries_is_a_problem(step):
     (step / "scheduler.pt").unlink()
     os.mkfifo(step / "scheduler.pt")
     [problem] = mlstate.verify(step).problems
@@ -162,6 +162,6 @@ def test_entries_of_modules_follow_a_rename(tmp_path):
 @pytest.mark.parametrize(
     "options", [{"cast": "bfloat16"}, {"rank": 0, "world_size": 2, "layout": "rows"}]
 )
-def test_names_excuse_what_cannot_be_read(tmp_path, options):
+def test_names_excuse_unreadable_tensors(tmp_path, options):
     torch.save({"w": torch.ones(2), "s": torch.eye(2).to_sparse()}, tmp_path / "a.pt")
     assert list(mlstate.load(tmp_path / "a.pt", names="w", **options).model) == ["w"]
