@@ -197,7 +197,7 @@ WRITES = {  # call, words of the error
 
 
 @pytest.mark.parametrize(("call", "words"), WRITES.values(), ids=WRITES)
-def test_a_refused_pair_of_keywords_writes_nothing(call, words, paths):
+def test_a_refused_pair_of_keywords_leaves_files_unchanged(call, words, paths):
     before = sorted(paths.iterdir())
     with pytest.raises((TypeError, ValueError), match=words):
         call(paths)

@@ -254,7 +254,7 @@ def test_a_folder_of_other_files_is_not_replaced(place, refused, command):
     assert [path.name for path in Path("other").iterdir()] == ["notes.txt"]
 
 
-def test_a_lightning_file_is_converted_with_a_warning_of_what_the_format_cannot_hold(place, run):
+def test_a_lightning_file_is_converted_with_a_warning_of_lost_entries(place, run):
     torch = pytest.importorskip("torch", reason="its files are read")
     model = {"w": torch.ones(2), "metric._extra_state": {"n": 1}}
     torch.save({"state_dict": model, "loops": {}}, "a.ckpt")

@@ -16,7 +16,9 @@ from mlstate.checkpoint import CheckpointManager, export_huggingface
 from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.cli import main
 from mlstate.errors import (
+    CheckpointWarning,
     ChecksumError,
+    CompatibilityError,
     FormatError,
     StoreError,
     StoreNotFoundError,
@@ -52,6 +54,22 @@ def folder(url, store, tmp_path):
 
 
 # ---- one file ----
+
+
+@pytest.mark.parametrize("model", [MODEL, None], ids=["both", "optimizer"])
+def test_an_optimizer_in_a_file_is_no_model(url, store, options, tmp_path, model):
+    write_any(tmp_path / "a.safetensors", model, {"head.m": np.ones(7, np.float32)})
+    target = f"{url}/a.safetensors"
+    store.put(target, (tmp_path / "a.safetensors").read_bytes())
+    with pytest.raises(CompatibilityError, match="mlstate convert"):
+        mlstate.load(target, storage_options=options)
+    assert list(read_any(target, storage_options=options)[1]) == ["head.m"]
+
+
+def test_training_entries_of_a_step_are_named(folder, store, options):
+    store.put(f"{folder}/optimizer.pt", b"any")
+    with pytest.warns(CheckpointWarning, match=r"'optimizer\.pt'; load a local copy"):
+        assert same(mlstate.load(folder, storage_options=options).model, MODEL)
 
 
 def test_a_file_is_loaded_whole_by_name_and_by_rows(file, store, options):

@@ -109,6 +109,8 @@ def read_parts(
         source.check(request.options)
         if not changes.keys() - {"verify"}:
             return source.parts.refuse_unreadable()
+    if isinstance(source, SafetensorsSource):
+        source.takes_both = True  # `split_texts` divides them
     loaded = load_source(source, request)
     if isinstance(source, WholeSource):
         states: dict[str, Any] = {}

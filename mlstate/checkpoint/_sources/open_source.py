@@ -11,14 +11,16 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard
 
+from ..._common.caller import find_caller
 from ...errors import FormatError, StoreError
 from .._folder.local import LocalFolder
 from .._folder.names import MANIFEST
 from .._folder.protocol import require_local
-from .._folder.weight_names import find_weights
+from .._folder.weight_names import weights_root
 from .._steps.step_choice import choose_root
 from .._store.checkpoint_files import CheckpointFiles
 from .._store.open_path import FILE_SUFFIXES, RootPath, open_folder, refuse_format
+from .._store.weight_files import listed
 from .indexed import IndexedSource
 from .weights import HuggingFaceSource, SafetensorsSource, weights_source
 
@@ -135,8 +137,10 @@ def _open_store(files: CheckpointFiles, choice: Choice, format: str | None) -> I
         manifest = files.read_manifest()
     except FileNotFoundError:
         with suppress(StoreError):
-            root = find_weights(folder)
+            names = folder.names("")
+            root = weights_root(names, folder=folder.path)
             if root is not None:
+                _warn_of_entries(folder.path, names)
                 return HuggingFaceSource(files, root)
         if files.list_roots():  # the manifest alone is missing: a repair restores it
             return IndexedSource(files)
@@ -147,3 +151,14 @@ def _open_store(files: CheckpointFiles, choice: Choice, format: str | None) -> I
     except FormatError as error:  # a load raises this, and verify reports it
         manifest = error
     return IndexedSource(files, MANIFEST, manifest)
+
+
+def _warn_of_entries(path: str, names: list[str]) -> None:
+    """Warn of the training entries of a step in a store, of which only the weights are read."""
+    from .._layouts.training_step import step_entries
+
+    files = sorted(file for each in step_entries(names).values() for file in each)
+    if files:
+        find_caller().warn(
+            f"{path}: files that are not read from a store: {listed(files)}; load a local copy"
+        )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.caller import find_caller
 from ..._common.store_error import store_error
-from ...errors import FormatError, MLStateError, StoreNotFoundError
+from ...errors import CompatibilityError, FormatError, MLStateError, StoreNotFoundError
 from .._files.checksum import compare_weights, verify_weights_folder
 from .._files.safetensors_verify import read_header, verify_file
 from .._folder.weight_names import is_index, weights_root
@@ -46,6 +46,7 @@ class HuggingFaceSource(IndexedSource):
     """
 
     format = "huggingface"
+    takes_both = False  # the caller divides the tensors of a model and an optimizer in one file
 
     # ---- description ----
 
@@ -71,13 +72,28 @@ class HuggingFaceSource(IndexedSource):
         return read_merged_index(self.files.folder, self.manifest, self.checked)
 
     def begin(self, names: list[str] | None, rank: int | None, into: Any = None) -> None:
-        """Leave out missing files that no name needs; raise if one needs a missing file."""
+        """Leave out missing files that no name needs; raise if one needs a missing file.
+
+        Raises CompatibilityError for a file in a store with an optimizer, unless `takes_both`.
+        """
+        is_local = self.files.folder.is_local
+        if not is_local and not self.takes_both and self._has_optimizer():
+            raise CompatibilityError(
+                f"{self.path}: holds an optimizer among its tensors: load a local copy, or convert "
+                "it to a checkpoint by mlstate convert"
+            )
         self._manifest = without_missing(self.files.folder, self.manifest, names)
         self._merged = self._read_index()
         if self.checked:
             warn_of_total(self.files.folder, self._manifest, self._merged)
-        if names is None and self.files.folder.is_local:
+        if names is None and is_local:
             self._warn_of_modules()
+
+    def _has_optimizer(self) -> bool:
+        from .._files.flat_file import PARTS  # local loads need nothing else of it
+
+        manifest = self.manifest
+        return PARTS in manifest.metadata or (manifest.model or {}).get("kind") == "optimizer"
 
     def _warn_of_modules(self) -> None:
         """Warn that the other modules of a model of sentence-transformers are not read."""
