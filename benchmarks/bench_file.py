@@ -82,7 +82,7 @@ def loading(report: Report, state: dict[str, np.ndarray], folder: Path, repeats:
             partial(mlstate.load_file, mlstate_file, verify=False),
         ),
         Candidate(
-            "mlstate.load_file, mmap=True",
+            "mlstate.load_file, mmap, verify=False",
             partial(mlstate.load_file, mlstate_file, mmap=True, verify=False),
         ),
     ]
