@@ -29,8 +29,9 @@ def check_regular(facts: os.stat_result, path: str | bytes | os.PathLike[str]) -
         raise format_error(f"{os.fsdecode(path)}: {NOT_REGULAR}", os.fsdecode(path))
 
 
-def open_descriptor(path: str | bytes | os.PathLike[str], flags: int = 0) -> _core.Descriptor:
-    """Open a regular file for reading; a FIFO does not block.
+@contextmanager
+def open_regular(path: str | bytes | os.PathLike[str], flags: int = 0) -> Iterator[BufferedReader]:
+    """Yield a regular file to read; a FIFO does not block.
 
     `flags`: further flags of ``os.open``. Raises as `check_regular`, and the system's OSError.
     """
@@ -41,15 +42,7 @@ def open_descriptor(path: str | bytes | os.PathLike[str], flags: int = 0) -> _co
             raise
         text = f"{os.fsdecode(path)}: {NOT_REGULAR}"
         raise format_error(text, os.fsdecode(path)) from None
-    check_regular(os.fstat(descriptor.fileno()), path)
-    return descriptor
-
-
-@contextmanager
-def open_regular(path: str | bytes | os.PathLike[str], flags: int = 0) -> Iterator[BufferedReader]:
-    """Yield a regular file to read; raises as `open_descriptor`."""
-    with (
-        open_descriptor(path, flags) as descriptor,
-        open(descriptor.fileno(), "rb", closefd=False) as file,
-    ):
-        yield file
+    with descriptor:
+        check_regular(os.fstat(descriptor.fileno()), path)
+        with open(descriptor.fileno(), "rb", closefd=False) as file:
+            yield file

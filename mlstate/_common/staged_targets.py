@@ -45,6 +45,7 @@ class StagedTargets:
                 if key not in staged:
                     staged[key] = new_packed(target, target.shape)
                 self.arrays[name] = staged[key]
+        self.is_staged = bool(staged)  # some targets are on a device
 
     def zero(self, name: str) -> None:
         """Note that a target becomes zero in `finish`: the checkpoint lacks it."""

@@ -70,7 +70,9 @@ def _converted_part(value: Any, dtype: str) -> Any:
 
 def _entries_of(value: Any) -> Any:
     """Return the entries of a torch module, and any other value as it is."""
-    return backend_of(value, StateBackend).module_entries(value) if is_module(value) else value
+    if isinstance(value, dict) or not is_module(value):
+        return value
+    return backend_of(value, StateBackend).module_entries(value)
 
 
 class StateDict(_core.StateDict):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -24,8 +25,7 @@ from .._huggingface.export import export, take_export
 from .._layouts.folders import LAYOUTS
 from .._layouts.lightning import checkpoint_from, with_order, write_ckpt
 from .._load.arguments import check_request
-from .._load.load import load_source
-from .._load.loader import Loader
+from .._load.loader import Loader, load_new_state
 from .._options import LOAD_DEFAULTS, complete_options
 from .._save.save_root import save_root
 from .._save.target import SaveFolder
@@ -104,14 +104,14 @@ def read_parts(
     request = check_request(
         complete_options(read_parts, cast("LoadOptions", changes), LOAD_DEFAULTS)
     )
+    source.check(request.options)
     if isinstance(source, WholeSource):
         source.select(chosen)
-        source.check(request.options)
         if not changes.keys() - {"verify"}:
             return source.parts.refuse_unreadable()
     if isinstance(source, SafetensorsSource):
         source.takes_both = True  # `split_texts` divides them
-    loaded = load_source(source, request)
+    loaded = source.attempt(partial(load_new_state, request, source))
     if isinstance(source, WholeSource):
         states: dict[str, Any] = {}
         if request.names is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ... import _core
 from ..._common.atomic_file import mode_within
 from ..._common.log import is_logged, log
-from ..._common.regular_file import check_regular, open_descriptor
+from ..._common.regular_file import NOT_REGULAR, check_regular
 from ..._common.store_error import format_error, store_error
 from .names import FOLDERS, LOCK, MANIFEST, group_by_part, is_checkpoint_file
 from .protocol import FileInfo, NewFiles
@@ -138,9 +138,14 @@ class LocalFolder:
         """
         name = os.path.join(self.path, path)
         try:
-            with open_descriptor(name, 0 if follow_links else os.O_NOFOLLOW) as descriptor:
+            flags = os.O_RDONLY | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
+            with _core.Descriptor(name, flags) as descriptor:
                 # Asking for one byte more than the size shows whether the file grew.
-                size = os.fstat(descriptor.fileno()).st_size
+                facts = os.fstat(descriptor.fileno())
+                size = facts.st_size
+                if not stat.S_ISREG(facts.st_mode):
+                    is_folder = stat.S_ISDIR(facts.st_mode)
+                    raise OSError(errno.ELOOP if is_folder else errno.ENXIO, NOT_REGULAR)
                 if size > _MOST_BYTES:
                     raise format_error(f"{name}: too long", name)
                 data = os.read(descriptor.fileno(), size + 1)
@@ -149,7 +154,9 @@ class LocalFolder:
                         data += file.read()
                 return data
         except OSError as error:
-            if error.errno == errno.ELOOP or isinstance(error, IsADirectoryError):
+            if error.errno == errno.ENXIO:  # also of a socket
+                raise format_error(f"{name}: {NOT_REGULAR}", name) from None
+            if error.errno == errno.ELOOP:  # also of a link
                 raise format_error(f"{name}: not a regular file", name) from None
             raise store_error(error, "cannot read the file", name) from None
 

@@ -136,7 +136,7 @@ def _checked_into(into: Any, *, mmap: bool) -> Any:
     Raises TypeError unless it is a mapping with only the keys model, optimizer and states, or an
     object with `model` and `optimizer`; ValueError with `mmap`.
     """
-    if is_module(into):
+    if not isinstance(into, dict) and is_module(into):
         into = {"model": into}
     elif hasattr(into, "get"):
         unknown = [key for key in into if key not in ("model", "optimizer", "states")]

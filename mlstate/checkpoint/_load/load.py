@@ -45,7 +45,8 @@ def _load_into_targets(request: LoadRequest, source: Source) -> LoadedState:
     loader = Loader(request, source)
     prepared = find_targets(loader)
     prepare(loader, prepared)
-    apply_all(prepared.actions)
+    if prepared.actions:
+        apply_all(prepared.actions)
     try:
         return prepared.fill(loader)
     except BaseException as error:
@@ -296,16 +297,8 @@ def load(
     only_local = ("mmap=True", "load without it") if request.options["mmap"] else None
     choice, store = (step, monitor, mode), options.get("storage_options")
     source = open_source(path, store, choice, only_local=only_local)
-    return load_source(source, request)
-
-
-def load_source(source: Source, request: LoadRequest) -> LoadedState:
-    """Load a source as `load` describes it.
-
-    Targets of a group are filled by all ranks together.
-    """
-    group, into = request.options["group"], request.options["into"]
     source.check(request.options)
+    group, into = request.options["group"], request.options["into"]
     if group is not None and group.world_size > 1 and into is not None:
         assert isinstance(source, IndexedSource)  # others refuse the option
         return _load_together(group, request, source)

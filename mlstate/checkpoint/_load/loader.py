@@ -21,6 +21,7 @@ from .._sources.indexed import IndexedSource
 from .._states.modules import shown_states
 from .._states.restore import load_tree
 from .._store.chosen_names import chosen_names
+from .._store.name_globs import ALL_NAMES
 from .targets import names_error
 
 if TYPE_CHECKING:
@@ -60,16 +61,16 @@ class Loader:
         names = request.names if options["rename"] is None else None
         source.begin(names, request.rank, options["into"])
         index = source.index  # first: a source may complete its manifest then
-        self.manifest = source.manifest
+        self.manifest, saved = source.manifest, source.saved
         self.sections = sections_of(index, self.manifest)
         self.states = self.manifest.states or {}  # descriptions of the named states
         # the named states with tensors, by name; nested values have no section
         self.named = {each.state: each for each in self.sections if each.state is not None}
         if not takes_deltas:
             self._refuse_delta()
-        if source.saved:
+        if saved:
             for section in self.sections:
-                section.saved = source.saved.get(section.label)
+                section.saved = saved.get(section.label)
         # the quantized weights that `cast` decodes, with their scales; None without such
         self.pairs = source.find_pairs() if request.dtype else None
         if self.pairs is not None:  # codes get the names of their values; scales have none
@@ -105,6 +106,8 @@ class Loader:
     def chosen(self) -> tuple[Names, list[list[str]]]:
         """Return the name matcher, and the selected names of the model and of the optimizer."""
         names = [section.names for section in self.sections[:STATES]]
+        if self.request.names is None:
+            return ALL_NAMES, names
         weights, is_renamed = self.manifest.weights, bool(self.options["rename"])
         return chosen_names(names, self.request.names, self.folder, weights, is_renamed)
 
@@ -112,7 +115,8 @@ class Loader:
 
     def need(self, requests: Iterable[tuple[Section, list[str], Cuts]]) -> None:
         """Read the indexes that list the requested parts, given as section, names and cutting."""
-        self.source.need((each.number, each.keys(names), cuts) for each, names, cuts in requests)
+        if self.manifest.world_size > 1:  # the index of one rank was read
+            self.source.need((each.number, each.keys(names), cut) for each, names, cut in requests)
 
     def load_keys(self, section: int, keys: list[str], cutting: Cutting) -> dict[str, Any]:
         """Read the tensors `keys` into new arrays, by key, and first the indexes that list them."""

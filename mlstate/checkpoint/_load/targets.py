@@ -613,7 +613,8 @@ def _has_ties(ready: list[_Ready], cache_arrays: Mapping[str, Mapping[str, Any]]
         (label, {name: array for name, array in arrays.items() if _has_known_memory(array)})
         for label, arrays in cache_arrays.items()
     ]
-    is_tied = refuse_overlaps_on_devices(
+    has_devices = bool(caches) or any(each.filling.is_staged for each in ready)
+    is_tied = has_devices and refuse_overlaps_on_devices(
         [(each.section.label, each.names, each.filling.targets) for each in ready]
         + [(label, list(arrays), arrays) for label, arrays in caches],
         len(ready),
