@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from checkpoint_states import reload_page_cache, sync
-from guard_rows import GIB, KIB, MIB, SIZES, Arrays, Operation, state_of, touched_state
+from guard_rows import GIB, KIB, MIB, SINGLE, SIZES, Arrays, Operation, state_of, touched_state
 from optional import optional
 from paired import Case
 
@@ -25,6 +25,7 @@ from mlstate.checkpoint import Staging, save_async
 
 safetensors = optional("safetensors.numpy")
 FILE_SIZES = tuple(size for size in SIZES if size < GIB)
+STATE_BYTES = 512  # of the array in a named state
 PARTS = 4  # arrays of a checkpoint, unless it has 1,000
 
 
@@ -216,6 +217,22 @@ def loading(root: Path, how: str, nbytes: int, tensors: int) -> Case:
     return Case(*ways[how], parts, close=partial(shutil.rmtree, folder))
 
 
+def loading_states(root: Path, nbytes: int, tensors: int) -> Case:
+    """Load named states of one array and one number each, or twice one state of as many dicts."""
+    folder = fresh_folder(root, "states")
+    count = nbytes // STATE_BYTES
+    states = {f"s{i}": {"array": np.ones(STATE_BYTES // 4, SINGLE), "i": i} for i in range(count)}
+    mlstate.save(folder / "ours", states=states)
+    mlstate.save(folder / "simple", states={"all": states})
+
+    def load_twice() -> None:
+        for _ in range(2):
+            mlstate.load(folder / "simple")
+
+    load = partial(mlstate.load, folder / "ours")
+    return Case(load_twice, load, tensors, close=partial(shutil.rmtree, folder))
+
+
 def staging(root: Path, nbytes: int, tensors: int) -> Case:
     """Start a save, and wait until training may continue; the writing is not timed."""
     folder = fresh_folder(root, "async")
@@ -319,6 +336,13 @@ def operations(root: Path) -> tuple[Operation, ...]:
             many=True,
             fixed_us=180.0,
             why=checked_targets,
+        ),
+        of_files(
+            "load of many states",
+            "twice a load of one state with as many dicts",
+            loading_states,
+            root,
+            sizes=(MIB // 4, MIB),
         ),
         of_files("load mmap=True", "the same, np.memmap", loading, root, "mmap", many=True),
         of_files(

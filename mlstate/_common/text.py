@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+
+_Item = TypeVar("_Item")
 
 _HTML_ROWS = 50
 _TITLE = 600  # characters of a title
@@ -14,6 +16,7 @@ _COMPARED = 10_000  # names; comparing them takes about 100 ms
 _LISTED = 8  # ranks, or candidates for a name, that a message lists
 # Splits a name: texts are at even positions of the result, numbers at odd ones.
 _NUMBERS = re.compile("([0-9]+)").split
+_FIRST_NUMBER = re.compile("([^0-9]*)([0-9]*)").match
 _UNITS = "%|B|[KMG]iB|GB/s|s|ms|us|x"
 # Colours are inherited, for dark and light themes. Jupyter's own alignment is more specific.
 _TABLE_STYLE = (
@@ -114,16 +117,21 @@ def steps_text(steps: Sequence[int | None], limit: int | None = None) -> str:
 
 
 def table_text(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], limit: int, width: int = 60
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    limit: int,
+    width: int = 60,
+    total: int | None = None,
 ) -> str:
     """Return rows aligned under their headers, of which at most `limit` are shown.
 
-    The last line counts the others. Cells longer than `width` are shortened in the middle.
+    The last line counts the others. `total`: number of all rows, if `rows` lacks the last. Cells
+    longer than `width` are shortened in the middle.
     """
     cells = [[shorten(cell, width) for cell in row] for row in [headers, *rows[:limit]]]
     column_widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(map(str.ljust, row, column_widths)).rstrip() for row in cells]
-    hidden = len(rows) - limit
+    hidden = (len(rows) if total is None else total) - limit
     return "\n".join(lines + ([f"… {hidden:,} more"] if hidden > 0 else []))
 
 
@@ -202,3 +210,25 @@ def number_order(name: str) -> list[tuple[bool, int, str]]:
         digits = part.lstrip("0") if is_number else ""  # int() refuses numbers of 5,000 digits
         parts.append((is_number, len(digits), digits or part))
     return parts
+
+
+def first_by_number(
+    items: Iterable[_Item], name_of: Callable[[_Item], str], most: int
+) -> list[_Item]:
+    """Return the first `most` items in the order of `number_order`.
+
+    Only items that may be among them are sorted: those whose first number is small.
+    """
+    groups: dict[tuple[str, int, str], list[_Item]] = {}
+    for item in items:
+        start = _FIRST_NUMBER(name_of(item))
+        assert start is not None  # it matches the empty text
+        text, digits = start.groups()
+        number = digits.lstrip("0")
+        groups.setdefault((text, len(number), number or digits), []).append(item)
+    found: list[_Item] = []
+    for key in sorted(groups):
+        if len(found) >= most:
+            break
+        found += sorted(groups[key], key=lambda item: number_order(name_of(item)))
+    return found[:most]

@@ -14,7 +14,7 @@ from ..state._kind import restore_kind
 from ..state._load_into import check_rules, unused_rules
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Mapping
+    from collections.abc import Container, Iterable, Iterator, Mapping
 
     from ._sources.protocol import Index
     from ._store.manifest import Manifest
@@ -148,12 +148,23 @@ def sections_of(merged: Index, manifest: Manifest) -> list[Section]:
     ]
     if manifest.states is None:
         return sections
-    keys = merged.keys(STATES)
+    keys: dict[str, list[str]] = {name: [] for name in manifest.states}
+    for key in merged.keys(STATES):
+        for name in states_of(key, keys):
+            keys[name].append(key)
     for name, kind in manifest.states.items():
         if kind["kind"] != "tree":
-            section_keys = [key for key in keys if key.startswith(f"{name}/")]
-            sections.append(Section(f"states[{name!r}]", STATES, kind, section_keys, f"{name}/"))
+            sections.append(Section(f"states[{name!r}]", STATES, kind, keys[name], f"{name}/"))
     return sections
+
+
+def states_of(key: str, states: Container[str]) -> Iterator[str]:
+    """Yield the named `states` that have the index key `key`: usually one."""
+    end = key.find("/")
+    while end >= 0:
+        if key[:end] in states:
+            yield key[:end]
+        end = key.find("/", end + 1)
 
 
 def rename_sections(sections: list[Section], rules: Mapping[str, str]) -> None:

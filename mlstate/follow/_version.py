@@ -30,7 +30,7 @@ from ..checkpoint._load.loader import DELTA, KEY, Loader
 from ..checkpoint._options import LOAD_DEFAULTS
 from ..checkpoint._save.content import states_of
 from ..checkpoint._sources.indexed import IndexedSource
-from ..checkpoint._states.restore import load_tree
+from ..checkpoint._states.restore import load_trees
 from ..errors import CompatibilityError, FormatError
 from ._delta import Delta
 
@@ -298,7 +298,7 @@ def read_changes(loader: Loader) -> dict[str, list[Change]]:
     kind = loader.states.get(STATE)
     if kind is None or kind["kind"] != "tree":
         raise format_error(f"{path}: step {loader.manifest.step} is not a version", path)
-    value = load_tree(loader, STATE, kind)
+    value = load_trees(loader, [STATE])[STATE]
     changes: dict[str, list[Change]] = {}
     name = STATE
     try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from itertools import groupby
 from math import prod
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._common.text import bytes_text, count_text, number_order, table_text
+from ..._common.text import bytes_text, count_text, first_by_number, number_order, table_text
 from ..._sharding.layout import Layout
 from ...errors import FormatError, StoreError
 from .._folder.names import SECTIONS
@@ -355,11 +357,15 @@ class Checkpoint:
         >>> [t.key for t in mlstate.save(path, {"b": np.ones(1), "a": np.ones(1)}).tensors()]
         ['a', 'b']
         """
-        self._source.require_loadable()
         return [
             TensorRecord._make((*record[:6], Layout(record[6]), *record[7:]))
-            for record in self._index.tensors()
+            for record in self._tensor_rows()
         ]
+
+    def _tensor_rows(self) -> list[tuple[Any, ...]]:
+        """Return the fields of a `TensorRecord` for each tensor, with the steps of its layout."""
+        self._source.require_loadable()
+        return self._index.tensors()
 
     def shards(self) -> list[ShardRecord]:
         """List the stored shards, rank by rank.
@@ -437,7 +443,10 @@ class Checkpoint:
         return ", ".join([*parts, self.created])
 
     def _rows(self) -> list[list[str]]:
-        """Return the table of `repr`: a row of texts for each tensor, in `_HEADERS` columns."""
+        """Return the table of `repr`: texts of the first tensors, in `_HEADERS` columns."""
+        first_rows: list[tuple[Any, ...]] = []
+        for _, rows in groupby(self._tensor_rows(), itemgetter(0)):  # sections are in order
+            first_rows += first_by_number(rows, itemgetter(1), _ROWS - len(first_rows))  # by key
         return [
             [
                 t.parameter,
@@ -448,16 +457,17 @@ class Checkpoint:
                 stored_text(t.nbytes, t.stored_nbytes),
                 str(t.version),
             ]
-            for t in in_order(self.tensors())
+            for t in map(TensorRecord._make, first_rows)
         ]
 
     def __repr__(self) -> str:
-        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS)}"
+        total = sum(len(self._index.keys(number)) for number in range(len(SECTIONS)))
+        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS, total=total)}"
 
     def _repr_html_(self) -> str:
         from .._pages.html import checkpoint_html
 
-        return checkpoint_html(self._title(), self.tensors())
+        return checkpoint_html(self._title(), [*map(TensorRecord._make, self._tensor_rows())])
 
 
 def inspect(

@@ -16,10 +16,10 @@ from ...errors import CompatibilityError
 from ...state._state_dict import StateDict
 from .._folder.names import SECTIONS
 from .._loaded_state import LoadedState
-from .._sections import OPTIMIZER, STATES, rename_sections, sections_of
+from .._sections import OPTIMIZER, STATES, rename_sections, sections_of, states_of
 from .._sources.indexed import IndexedSource
 from .._states.modules import shown_states
-from .._states.restore import load_tree
+from .._states.restore import load_trees
 from .._store.chosen_names import chosen_names
 from .._store.name_globs import ALL_NAMES
 from .targets import names_error
@@ -57,6 +57,7 @@ class Loader:
         self.options = options
         self.source = source
         self.folder = source.path  # for errors
+        self._grouped: tuple[Any, dict[Any, Any]] = (None, {})  # see `records`
         self.verify = bool(options["verify"])
         names = request.names if options["rename"] is None else None
         source.begin(names, request.rank, options["into"])
@@ -136,9 +137,22 @@ class Loader:
             progress=self.options["progress"],
         )
 
-    def _records(self, number: int) -> list[tuple[Any, ...]]:
-        """Return the fields of a `TensorRecord` for each tensor of the section `number`."""
-        return [row for row in self.source.index.tensors() if row[0] == SECTIONS[number]]
+    def records(self, section: Section) -> list[tuple[Any, ...]]:
+        """Return the fields of a `TensorRecord` for each tensor of a section.
+
+        The tensors of all sections are grouped once for an index, so that many named states take
+        linear time.
+        """
+        index = self.source.index
+        if self._grouped[0] is not index:
+            groups: dict[tuple[int, str | None], list[tuple[Any, ...]]] = {}
+            for row in index.tensors():
+                number = SECTIONS.index(row[0])
+                for name in states_of(row[1], self.named) if number == STATES else [None]:
+                    groups.setdefault((number, name), []).append(row)
+            self._grouped = index, groups
+        rows: list[tuple[Any, ...]] = self._grouped[1].get((section.number, section.state), [])
+        return rows
 
     def dtypes_and_shapes(
         self, section: Section, names: list[str]
@@ -150,7 +164,7 @@ class Loader:
         dtype = self.request.dtype
         stored = {
             key: (stored_dtype, shape)
-            for _, key, _, _, stored_dtype, shape, *_ in self._records(section.number)
+            for _, key, _, _, stored_dtype, shape, *_ in self.records(section)
         }
         by_codes = self.pairs.by_codes if self.pairs is not None and section.number == 0 else {}
         converted_tensors = {}
@@ -214,7 +228,7 @@ class Loader:
             return [(keys, "")]
         sizes = {
             key: prod(shape) * numpy_dtype(stored).itemsize
-            for _, key, _, _, stored, shape, *_ in self._records(section.number)
+            for _, key, _, _, stored, shape, *_ in self.records(section)
             if is_converted(stored, dtype)
         }
         batches: list[tuple[list[str], str]] = [([key for key in keys if key not in sizes], "")]
@@ -229,18 +243,21 @@ class Loader:
 
     # ---- named states ----
 
-    def load_named(self, name: str) -> Any:
-        """Return the named state `name`: of the saved class, with the changes of the load."""
-        section, label = self.named.get(name), f"states[{name!r}]"
-        if label in self.source.saved:
-            value = self.source.saved[label]
-            if section is not None:
-                value = self._changed_state(section)
+    def load_named(self) -> dict[str, Any]:
+        """Return the named states: of the saved classes, with the changes of the load."""
+        saved, values = self.source.saved, dict.fromkeys(self.states)
+        in_memory = {name: f"states[{name!r}]" for name in values if f"states[{name!r}]" in saved}
+        for name, label in in_memory.items():
+            value = self._changed_state(self.named[name]) if name in self.named else saved[label]
             value = deepcopy(value) if self.source.is_mapped else value
-            return _moved_to(self.options["device"], value)
-        if section is None:
-            return load_tree(self, name, self.states[name])
-        return self.load_state(section, section.names, {})
+            values[name] = _moved_to(self.options["device"], value)
+        others = [name for name in values if name not in in_memory]
+        values |= load_trees(self, [name for name in others if name not in self.named])
+        for name in others:
+            if name in self.named:
+                section = self.named[name]
+                values[name] = self.load_state(section, section.names, {})
+        return values
 
     def _changed_state(self, section: Section) -> Any:
         """Return a state of tensors that is in memory, renamed, cut and converted as requested.
@@ -275,12 +292,14 @@ class Loader:
         """
         by_key = self.sections[0].names_by_key()  # without the scales of quantized weights
         shapes: dict[str, tuple[int, ...]] = {
-            by_key[key]: shape for _, key, _, _, _, shape, *_ in self._records(0) if key in by_key
+            by_key[key]: shape
+            for _, key, _, _, _, shape, *_ in self.records(self.sections[0])
+            if key in by_key
         }
         chosen = set(names[OPTIMIZER])
         by_key = self.sections[OPTIMIZER].names_by_key()
         states: dict[str, str] = {}
-        for _, key, _, state, _, shape, _, axes, *_ in self._records(OPTIMIZER):
+        for _, key, _, state, _, shape, _, axes, *_ in self.records(self.sections[OPTIMIZER]):
             name = by_key[key]
             is_full = axes is None and shapes.get(name.rpartition(".")[0]) == shape
             if state and is_full and name in chosen:
@@ -325,9 +344,10 @@ class Loader:
         import numpy as np
 
         shapes = {name: tuple(parameters[name].shape) for name in names[0]}
-        by_key = self.sections[OPTIMIZER].names_by_key()
+        section = self.sections[OPTIMIZER]
+        by_key = section.names_by_key()
         dtypes = {
-            by_key[key]: numpy_dtype(dtype) for _, key, _, _, dtype, *_ in self._records(OPTIMIZER)
+            by_key[key]: numpy_dtype(dtype) for _, key, _, _, dtype, *_ in self.records(section)
         }
         return {
             key: np.zeros(shapes[name], dtypes[like])
@@ -392,7 +412,7 @@ def load_new_state(request: LoadRequest, source: Source) -> LoadedState:
         results.append(state)
     states: dict[str, Any] = {}
     if has_states and loader.states:
-        states = shown_states({name: loader.load_named(name) for name in loader.states})
+        states = shown_states(loader.load_named())
     manifest = loader.manifest
     return LoadedState(results[0], results[1], manifest.metadata, manifest.step, states)
 

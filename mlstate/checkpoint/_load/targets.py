@@ -35,12 +35,11 @@ from ...state._compatibility import LISTED, join, rename_hint
 from ...state._load_into import check_load, load_into
 from ...state._optimizer_state import OptimizerStateDict
 from .._backend import CheckpointBackend, OptimizerRecord, OptimizerRequest
-from .._folder.names import SECTIONS
 from .._loaded_state import LoadedState
 from .._sections import OPTIMIZER
 from .._states.collect import modules_of, owner_of
 from .._states.modules import prepare_units, stored_entries, text_of_section
-from .._states.restore import Sources, prepare_object, prepare_tree
+from .._states.restore import Sources, prepare_object, prepare_tree, read_trees
 from .._store.name_globs import ALL_NAMES
 from .._ties import TiedName, refuse_other_bytes
 
@@ -262,8 +261,8 @@ def _check_shards(
         return
     by_key = section.names_by_key()
     steps, index, world = loader.request.cutting
-    for section_name, key, _, _, _, shape, layout, axes, *_ in loader.source.index.tensors():
-        name = by_key.get(key, "") if section_name == SECTIONS[section.number] else ""
+    for _, key, _, _, _, shape, layout, axes, *_ in loader.records(section):
+        name = by_key.get(key, "")
         if name not in shards:
             continue
         cut = (layout, index) if steps is None and world else ((), 0)
@@ -310,9 +309,8 @@ def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> 
         return casts
     by_key = section.names_by_key()
     selected = set(names)
-    selected_name = SECTIONS[section.number]
-    for section_name, key, _, _, dtype, *_ in loader.source.index.tensors():
-        name = by_key.get(key) if section_name == selected_name else None
+    for _, key, _, _, dtype, *_ in loader.records(section):
+        name = by_key.get(key)
         if name not in selected:
             continue
         target = filling.arrays[name]
@@ -421,14 +419,15 @@ def _optimizer_target(
     """
     chosen = set(selected)
     by_key = section.names_by_key()
-    selected_name = SECTIONS[section.number]
     records = {}
     parameters = loader.sections[0].names_by_key() if section.number == OPTIMIZER else {}
-    shapes = {}
-    for section_name, key, _, _, dtype, shape, layout, axes, *_ in loader.source.index.tensors():
-        if section_name == SECTIONS[0] and key in parameters:
-            shapes[parameters[key]] = _shape_of(loader, shape, layout, axes)
-        name = by_key.get(key, "") if section_name == selected_name else ""
+    shapes = {
+        parameters[key]: _shape_of(loader, shape, layout, axes)
+        for _, key, _, _, _, shape, layout, axes, *_ in loader.records(loader.sections[0])
+        if key in parameters
+    }
+    for _, key, _, _, dtype, shape, layout, axes, *_ in loader.records(section):
+        name = by_key.get(key, "")
         if name in chosen:
             parameter, dot, state = name.rpartition(".")
             part_shape = _shape_of(loader, shape, layout, axes)
@@ -700,19 +699,15 @@ def find_targets(loader: Loader) -> Prepared:
     return Prepared(model, optimizer, states)
 
 
-def _prepare_state(
+def _prepare_tensors_of_state(
     loader: Loader, prepared: Prepared, name: str, target: Any, modules: list[object]
 ) -> None:
-    """Check the named state `name` against its target, and add to `prepared` how to fill it.
+    """Check the tensors of a named state against their target, and add how to fill it.
 
     `modules`: all torch modules of the load, which may have the parameters of an optimizer. Raises
     CompatibilityError, TypeError or ValueError, with the name of the state, if it does not fit.
     """
-    section = loader.named.get(name)
-    if section is None:
-        kind = loader.states[name]
-        prepared.actions += prepare_tree(loader, name, kind, target, prepared.sources)
-        return
+    section = loader.named[name]
     tensors = is_module(target) or is_optimizer(target) or hasattr(target, "keys")
     if not tensors and not callable(getattr(target, "load_state_dict", None)):
         raise TypeError(
@@ -746,8 +741,13 @@ def prepare(loader: Loader, prepared: Prepared) -> None:
             selected = chosen[section.number]
             _prepare_tensors(loader, section, selected, target, prepared.model, names, prepared)
     modules = modules_of(prepared.model, prepared.states) if prepared.states else []
+    trees = read_trees(loader, [name for name in prepared.states if name not in loader.named])
     for name, target in prepared.states.items():
-        _prepare_state(loader, prepared, name, target, modules)
+        if name in trees:
+            [stored] = trees.pop(name)
+            prepared.actions += prepare_tree(loader, name, stored, target, prepared.sources)
+        else:
+            _prepare_tensors_of_state(loader, prepared, name, target, modules)
     if prepared.optimizer is not None:
         loader.refuse_lacking(chosen)
     loader.need(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from ..._common.text import bytes_text, count_text, shorten, table_html
+from ..._common.text import bytes_text, count_text, first_by_number, shorten, table_html
 from .table import columns_of, groups_of
 
 if TYPE_CHECKING:
@@ -114,7 +114,8 @@ def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: 
         f"<summary>{_bar(group.nbytes, columns, largest)}{label}"
         f"<em>{bytes_text(group.total)}, {count}</em></summary>"
     )
-    rows_shown = list(group.parameters.values())[:rows]
+    parameters = group.parameters.values()
+    rows_shown = first_by_number(parameters, lambda parameter: parameter.name, rows)
     hidden = len(group.parameters) - len(rows_shown)
     heads = "".join(f"<th class=r>{escape(shorten(column, 20))}" for column in columns)
     body = "".join(_row(parameter, group.name, columns) for parameter in rows_shown)

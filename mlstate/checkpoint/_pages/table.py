@@ -97,12 +97,12 @@ def columns_of(records: Iterable[TensorRecord]) -> list[str]:
 
 
 def groups_of(records: Iterable[TensorRecord], columns: list[str]) -> list[Group]:
-    """Return the layers with their parameters, in the order of the numbers in their names.
+    """Return the layers with their parameters; layers are in the order of numbers in their names.
 
     `columns`: as `columns_of` returns them.
     """
     groups: dict[str, Group] = {}
-    for record in sorted(records, key=lambda record: number_order(record.parameter)):
+    for record in records:
         name = layer_of(record.parameter)
         group = groups.get(name)
         if group is None:

@@ -16,7 +16,6 @@ from ..._common.dtypes import FLOATS, name_of
 from ..._sharding.layout import Shard
 from ...errors import CompatibilityError
 from .._backend import CheckpointBackend
-from .._folder.names import SECTIONS
 from .restore import (
     Action,
     describe_array,
@@ -172,7 +171,7 @@ def stored_entries(loader: Loader, section: Section) -> StoredEntries:
     kind = loader.states.get(name)
     if kind is None:
         return StoredEntries({}, None if loader.manifest.weights is not None else {})
-    value = read_own(loader, name, kind)
+    value = read_own(loader, name)
     if not isinstance(value, dict) or not all(
         isinstance(value.get(part), dict) for part in ("entries", "metadata")
     ):
@@ -237,8 +236,8 @@ def _check_dtypes(loader: Loader, section: Section, contract: Any, units: list[A
     for unit in units:
         memory.update(contract.memory(unit))
     by_key = section.names_by_key()
-    for section_name, key, _, _, dtype, *_ in loader.source.index.tensors():
-        name = by_key.get(key) if section_name == SECTIONS[section.number] else None
+    for _, key, _, _, dtype, *_ in loader.records(section):
+        name = by_key.get(key)
         if name not in memory:
             continue
         target_dtype = name_of(memory[name].dtype)

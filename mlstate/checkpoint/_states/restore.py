@@ -1,7 +1,7 @@
 """`states=` of a load: values of each rank, objects restored in place, undone after an error.
 
-    load_tree       a named state -> its value
-    prepare_tree    a named state and a target -> actions; everything is checked and read
+    load_trees      named states -> their values
+    prepare_tree    a stored state and a target -> actions; everything is checked and read
     apply_all       runs the actions; if one fails, undoes those before it
 
 An action changes one object, and can undo its change.
@@ -51,7 +51,7 @@ from .tree import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable
 
     from ..._sharding.layout import Cuts, Cutting
     from ..._types import Array
@@ -178,34 +178,61 @@ def _own_rank(loader: Loader, label: str, ranks: int) -> int | None:
     return rank
 
 
-def _read(loader: Loader, name: str, kind: Mapping[str, Any]) -> list[_StoredTree]:
-    """Return the stored value of the named state `name`, as a list of one item.
+def read_trees(loader: Loader, names: Iterable[str]) -> dict[str, list[_StoredTree]]:
+    """Return the stored values of named states by name, each as a list of one item.
 
-    The list has an item for each rank if the values of the ranks differ and no rank loads. `kind`:
-    the state's description in the manifest. Raises FormatError if it is malformed, and
-    CompatibilityError as `_own_rank`.
+    A list has an item for each rank if the values of the ranks differ and no rank loads. All states
+    are read together. Raises FormatError if one is malformed, and CompatibilityError as
+    `_own_rank`.
     """
-    label = f"states[{name!r}]"
-    ranks = kind.get("ranks")
-    if ranks is not None:
+    trees: dict[str, list[_StoredTree]] = {}
+    texts: dict[str, str] = {}  # keys of the texts, by state
+    for name in names:
+        ranks = loader.states[name].get("ranks")
+        if ranks is None:
+            texts[name] = f"{name}/{TEXT}"
+            continue
+        label = _label(name)
         rank = _own_rank(loader, label, ranks)
         cut = _WHOLE_TENSOR if rank is None else (Layout.rows(ranks)._steps, rank, ranks)
         key = f"{name}/{RANKS}"
         rows = loader.load_keys(STATES, [key], cut)[key]
-        return [_StoredTree(*unpack(row, label)) for row in rows]
-    text_key = f"{name}/{TEXT}"
-    text = loader.load_keys(STATES, [text_key], _WHOLE_TENSOR)[text_key].tobytes()
-    node = parse(text, label)
-    try:
-        array_keys = [leaf.key for leaf in leaves_of(node) if not leaf.is_sharded]
-    except _MALFORMED as error:
-        raise malformed(label, error) from None
+        trees[name] = [_StoredTree(*unpack(row, label)) for row in rows]
+    if not texts:
+        return trees
     stored_keys = set(loader.source.index.keys(STATES))
-    absent = [key for key in array_keys if f"{name}/{key}" not in stored_keys]
-    if absent:
-        raise malformed(label, f"it names the array {absent[0]!r}, which is not stored")
-    arrays = loader.load_keys(STATES, [f"{name}/{key}" for key in array_keys], _WHOLE_TENSOR)
-    return [_StoredTree(node, {key: arrays[f"{name}/{key}"] for key in array_keys})]
+    stored_texts = loader.load_keys(STATES, list(texts.values()), _WHOLE_TENSOR)
+    nodes = {
+        name: parse(stored_texts.pop(key).tobytes(), _label(name)) for name, key in texts.items()
+    }
+    keys = {name: _array_keys(name, node, stored_keys) for name, node in nodes.items()}
+    arrays = loader.load_keys(
+        STATES, [key for each in keys.values() for key in each], _WHOLE_TENSOR
+    )
+    for name, array_keys in keys.items():
+        values = {key: arrays[stored_key] for stored_key, key in array_keys.items()}
+        trees[name] = [_StoredTree(nodes[name], values)]
+    return trees
+
+
+def _label(name: str) -> str:
+    return f"states[{name!r}]"
+
+
+def _array_keys(name: str, node: object, stored_keys: Container[str]) -> dict[str, str]:
+    """Return the keys of the arrays in the JSON form `node` of a state, by their stored keys.
+
+    Shards are left out. Raises FormatError if the form is malformed, or an array is not stored.
+    """
+    try:
+        keys = {f"{name}/{leaf.key}": leaf.key for leaf in leaves_of(node) if not leaf.is_sharded}
+    except _MALFORMED as error:
+        raise malformed(_label(name), error) from None
+    for stored_key, key in keys.items():
+        if stored_key not in stored_keys:
+            reason = f"it names the array {key!r}, which is not stored"
+            raise malformed(_label(name), reason)
+    return keys
 
 
 def _tensor_of(device: Any) -> Callable[[Any], Any]:
@@ -303,37 +330,36 @@ def _decode(
     device = loader.options["device"]
     convert = _tensor_of(device) if tensors or device is not None else None
     shards = _shards(loader, name, node, template, cutting or loader.request.cutting)
-    arrays = {**stored.arrays, **shards}
+    arrays = {**stored.arrays, **shards} if shards else stored.arrays
     try:
         return Decoder(arrays, convert).value(node)
     except _MALFORMED as error:
         raise malformed(f"states[{name!r}]", error) from None
 
 
-def load_tree(loader: Loader, name: str, kind: Mapping[str, Any]) -> Any:
-    """Return the value of the named state `name`.
+def load_trees(loader: Loader, names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of named states by name.
 
-    It is a list with one value for each rank if these differ and no rank is loaded. `kind`: the
-    state's description in the manifest.
+    A value is a list with one item for each rank if these differ and no rank is loaded.
     """
-    stored_tree = _read(loader, name, kind)
-    values = [_decode(loader, name, each, each.node, tensors=False) for each in stored_tree]
-    return values if "ranks" in kind and loader.request.rank is None else values[0]
+    values: dict[str, Any] = {}
+    for name, trees in read_trees(loader, names).items():
+        items = [_decode(loader, name, each, each.node, tensors=False) for each in trees]
+        by_rank = "ranks" in loader.states[name] and loader.request.rank is None
+        values[name] = items if by_rank else items[0]
+    return values
 
 
 def text_of_tree(loader: Loader, name: str) -> str:
     """Return a text that is the same for equal nested values of named states."""
-    [stored] = _read(loader, name, loader.states[name])
+    [stored] = read_trees(loader, [name])[name]
     shards = _shards(loader, name, stored.node, {})
     return text_of_value(stored.node, {**stored.arrays, **shards})
 
 
-def read_own(loader: Loader, name: str, kind: Mapping[str, object]) -> Any:
-    """Return the value of the named state `name` for a target of this rank, with torch tensors.
-
-    `kind`: the state's description in the manifest.
-    """
-    [stored] = _read(loader, name, kind)
+def read_own(loader: Loader, name: str) -> Any:
+    """Return the value of the named state `name` for a target of this rank, with torch tensors."""
+    [stored] = read_trees(loader, [name])[name]
     return _decode(loader, name, stored, stored.node, tensors=_has_torch(stored.node))
 
 
@@ -752,19 +778,14 @@ def _load_action(where: str, target: Any, value: Any, before: Any) -> Action:
 
 
 def prepare_tree(
-    loader: Loader,
-    name: str,
-    kind: Mapping[str, object],
-    target: Any,
-    sources: Sources,
+    loader: Loader, name: str, stored: _StoredTree, target: Any, sources: Sources
 ) -> list[Action]:
-    """Read the named state `name`, and return the actions that restore its target.
+    """Return the actions that restore the target of the named state `name`.
 
-    `kind`: the state's description in the manifest. `sources`: the saved values of all targets so
+    `stored`: its value, as `read_trees` returns it. `sources`: the saved values of all targets so
     far; this state's are added. Raises CompatibilityError if the target is of another kind than the
     saved value, and TypeError if it cannot be restored in place.
     """
-    [stored] = _read(loader, name, kind)
     restorer = _Restorer(loader, name, stored, sources)
     restorer.add(target, stored.node, f"states[{name!r}]")
     return restorer.actions
