@@ -135,7 +135,8 @@ static int core_exec(PyObject *module)
         mlspy_kv_memory_add(module) < 0 || mlspy_statedict_add(module) < 0 ||
         mlspy_merged_index_add(module) < 0 || mlspy_local_add(module) < 0 ||
         mlspy_strategy_add(module) < 0 || mlspy_descriptor_add(module) < 0 ||
-        mlspy_prompt_match_add(module) < 0 || mlspy_prompt_log_add(module) < 0 ||
+        mlspy_deferred_interrupts_add(module) < 0 || mlspy_prompt_match_add(module) < 0 ||
+        mlspy_prompt_log_add(module) < 0 ||
         PyModule_AddFunctions(module, functions) < 0) {
         return -1;
     }

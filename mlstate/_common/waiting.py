@@ -3,15 +3,18 @@
 KeyboardInterrupt is raised in the main thread, between any two calls. In the Python code of
 `Thread.start`, `Event` and `Condition` it can leave a lock locked, and another thread then waits
 for that lock forever. `Lock` and `RLock` are implemented in C: an interrupt cannot split `with`.
+Short steps that must not be split run in a section of `_core.deferred_interrupts`.
 """
 
 from __future__ import annotations
 
 import time
-from _thread import RLock, allocate_lock, start_new_thread
+from _thread import RLock, allocate_lock
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
+
+from .. import _core
 
 if TYPE_CHECKING:
     import threading
@@ -23,55 +26,22 @@ _RECHECK = 1.0  # seconds until a waiting thread tests again, if an interrupt st
 def start_thread(thread: threading.Thread) -> None:
     """Start a thread; raise RuntimeError if the system has no thread left.
 
-    Interrupts are raised only in the main thread. It lets another thread start this one, which
-    starts even if the call is interrupted.
+    An interrupt is raised after the start.
     """
-    import threading  # keeps threading out of `import mlstate`
-
-    if threading.current_thread() is not threading.main_thread():
+    with _core.deferred_interrupts():
         thread.start()
-        return
-    attempted = allocate_lock()
-    attempted.acquire()
-
-    def start() -> None:
-        """Start the thread if the system can."""
-        try:
-            with suppress(RuntimeError, MemoryError):
-                thread.start()
-        finally:
-            attempted.release()
-
-    with suppress(MemoryError):
-        start_new_thread(start, ())
-        attempted.acquire()
-    if thread.ident is None:
-        raise RuntimeError("can't start new thread")
 
 
 def remove_folder(path: str) -> None:
     """Delete a folder; ignore errors, as if it is missing.
 
-    An interrupt ends the call, but the deletion continues in another thread. In this one it could
-    make `shutil.rmtree` close a descriptor twice, which another file may have by then.
+    An interrupt is raised after the deletion: it could make `shutil.rmtree` close a descriptor
+    twice, which another file may have by then.
     """
     import shutil
 
-    ended = allocate_lock()
-    ended.acquire()
-
-    def remove() -> None:
-        """Delete the folder, then wake the caller."""
-        try:
-            shutil.rmtree(path, ignore_errors=True)
-        finally:
-            ended.release()
-
-    try:
-        start_new_thread(remove, ())
-    except (RuntimeError, MemoryError):  # no thread left
-        remove()
-    ended.acquire()
+    with _core.deferred_interrupts():
+        shutil.rmtree(path, ignore_errors=True)
 
 
 class Waiters:
@@ -84,7 +54,7 @@ class Waiters:
 
     def wake(self) -> None:
         """Wake the waiting threads; called after the change."""
-        with suppress(IndexError):
+        with _core.deferred_interrupts(), suppress(IndexError):
             while True:
                 self._locks.pop().release()
 

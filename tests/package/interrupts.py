@@ -33,6 +33,7 @@ from toy_caches import HYBRID, TOKENS, check_every_match, prefilled, store_at
 
 import mlstate
 from mlstate import coreai, follow
+from mlstate._core import deferred_interrupts
 from mlstate.checkpoint import (
     CheckpointManager,
     TieredState,
@@ -639,7 +640,8 @@ class Tracer:
             before = self.last.get(id(frame), -1)
             self.last[id(frame)] = line
             self.count += 1
-            if self.count >= self.at > 0:
+            # in a section, a signal would be handled at its end
+            if self.count >= self.at > 0 and not deferred_interrupts.is_active():
                 leaves = end is not None and line < before <= end
                 name = f"{Path(code.co_filename).name}:{line} {code.co_qualname}"
                 reason = WITH_EXIT if leaves else NO_WAY.get(code.co_qualname)

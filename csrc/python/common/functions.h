@@ -16,6 +16,7 @@ MLSPY_FUNCTIONS(MLSPY_DECLARE)
 
 /* Add the types of a file. */
 int mlspy_descriptor_add(PyObject *module);
+int mlspy_deferred_interrupts_add(PyObject *module);
 int mlspy_kv_memory_add(PyObject *module);
 int mlspy_local_add(PyObject *module);
 int mlspy_merged_index_add(PyObject *module);
