@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import TracebackType
+
+Progress: TypeAlias = "Callable[[int], object] | None"  # called with the bytes since the last call
 
 
 class _CallbackError(Exception):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from ..errors import ChecksumError, FormatError, StorePermissionError
@@ -18,7 +18,9 @@ from .regular_file import open_regular
 from .store_error import format_error, store_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterable, Iterator
+
+    from .callback import Progress
 
 NAME = "mlstate.checksums.json"
 FORMAT = "mlstate.checksums"
@@ -41,15 +43,15 @@ class Record(NamedTuple):
     starts: bytes  # offsets of the parts, native 64-bit integers
     crcs: bytes  # of the blocks of all parts, native 32-bit integers
 
-    def blocks(self) -> Iterator[tuple[int, int, int]]:
-        """Yield offset, length (at most 1 MiB) and CRC32C of each block, in file order."""
+    def blocks(self) -> Iterator[tuple[int, int, int, int]]:
+        """Yield each block of at most 1 MiB, in file order, as `find_changes` takes it."""
         import numpy as np
 
         starts = [*np.frombuffer(self.starts, np.uint64).tolist(), self.nbytes]
         crcs = iter(np.frombuffer(self.crcs, np.uint32).tolist())
         for start, end in pairwise(starts):
             for offset in range(start, end, BLOCK):
-                yield offset, min(BLOCK, end - offset), next(crcs)
+                yield start, offset, min(BLOCK, end - offset), next(crcs)
 
 
 class Checksums(NamedTuple):
@@ -57,6 +59,20 @@ class Checksums(NamedTuple):
 
     path: str
     records: dict[str, Record]
+
+    @property
+    def title(self) -> str:
+        """The text that names them in reports."""
+        return f"the checksums in {os.path.basename(self.path)}"
+
+
+class Change(NamedTuple):
+    """A changed range of a file, in one part of it, whose offset is `part`."""
+
+    part: int
+    offset: int
+    length: int
+    text: str
 
 
 def is_checksums_name(name: str) -> bool:
@@ -198,19 +214,6 @@ def read_local(path: str) -> Checksums | None:
         raise store_error(error, "cannot read the checksums", path) from None
 
 
-def below(checksums: Checksums, prefix: str) -> Checksums | None:
-    """Return the records whose paths begin with `prefix`, by the rest of the path.
-
-    None if there are none.
-    """
-    records = {
-        name.removeprefix(prefix): record
-        for name, record in checksums.records.items()
-        if name.startswith(prefix)
-    }
-    return checksums._replace(records=records) if records else None
-
-
 def find_of_folder(folder: str) -> Checksums | None:
     """Return the checksums of a local folder, from its own file or its parent folder's.
 
@@ -224,7 +227,12 @@ def find_of_folder(folder: str) -> Checksums | None:
         parent_checksums = read_local(f"{parent}/{NAME}")
     except StorePermissionError:
         return None
-    return None if parent_checksums is None else below(parent_checksums, f"{name}/")
+    records = {
+        path.removeprefix(f"{name}/"): record
+        for path, record in (parent_checksums.records if parent_checksums else {}).items()
+        if path.startswith(f"{name}/")
+    }
+    return parent_checksums._replace(records=records) if parent_checksums and records else None
 
 
 def find_of_file(path: str) -> tuple[Record, str] | None:
@@ -241,53 +249,62 @@ def find_of_file(path: str) -> tuple[Record, str] | None:
     return checksums.records[name], checksums.path
 
 
+def find_of_path(path: str) -> Checksums | None:
+    """Return the checksums of a local folder or file, of a file only its own; None without."""
+    if os.path.isdir(path):
+        return find_of_folder(path)
+    recorded = find_of_file(path)
+    return recorded and Checksums(recorded[1], {os.path.basename(path): recorded[0]})
+
+
 # ---- comparing ----
 
 
 def changed_ranges(
-    file: Any, record: Record, progress: Callable[[int], object] | None = None
-) -> list[tuple[int, int]]:
-    """Return offset and length of each changed block of an open file of the recorded size.
+    file: IO[bytes], blocks: Iterable[tuple[int, int, int, int]], progress: Progress = None
+) -> list[tuple[int, int, int]]:
+    """Return the changed ranges of an open file: offset of their part, own offset, length.
 
-    The list is empty if nothing changed. `progress` is called with the bytes of each block. Raises
-    OSError if a block cannot be read.
+    `blocks`: offset of the part, own offset, length (at most 1 MiB) and CRC32C of each; changed
+    blocks of a part that touch are one range. `progress` is called with the bytes of each block.
     """
-    buffer = memoryview(bytearray(min(BLOCK, record.nbytes)))
-    changed = []
-    file.seek(0)
-    for offset, length, crc in record.blocks():
+    buffer = memoryview(bytearray(BLOCK))
+    changed: list[tuple[int, int, int]] = []
+    for part, offset, length, crc in blocks:
+        file.seek(offset)
         block = buffer[:length]
-        if file.readinto(block) != length or _core.crc32c(block) != crc:
-            changed.append((offset, length))
-            file.seek(offset + length)
+        if file.readinto(block) != length or _core.crc32c(block) != crc:  # type: ignore[attr-defined]
+            start = offset
+            if changed and changed[-1][0] == part and sum(changed[-1][1:]) == offset:
+                start = changed.pop()[1]
+            changed.append((part, start, offset + length - start))
         if progress is not None:
             progress(length)
     return changed
 
 
-def changed_size(size: int, record: Record) -> str:
-    """Return the text of an error: a file has `size` bytes, which differs from its record."""
-    return f"the file has changed: it has {size:,} bytes, and had {record.nbytes:,}"
+def find_changes(file: IO[bytes], record: Record, progress: Progress = None) -> list[Change]:
+    """Return the changes of an open file since it was recorded; a changed size is the only one.
 
-
-def _require_file(path: str, record: Record, source: str) -> None:
-    """Raise ChecksumError if the file `path` differs from its record, in size or content.
-
-    `source`: path of the file of checksums, for the message. Raises StoreError if the file is
-    missing or cannot be read.
+    Their texts precede "since ...". `progress`: called with the bytes of each block. Raises
+    OSError if a block cannot be read.
     """
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            text = changed_size(size, record) if size != record.nbytes else ""
-            ranges = [] if text else changed_ranges(file, record)
-    except OSError as error:
-        raise store_error(error, "cannot read the file", path) from None
-    if ranges:
-        text = f"bytes {ranges[0][0]} to {sum(ranges[0])} have changed"
-    if text:
-        failure = ChecksumError(f"{path}: {text} since {source} was written")
-        failure.path, failure.offset = path, ranges[0][0] if ranges else 0
+    size = file.seek(0, os.SEEK_END)
+    if size != record.nbytes:
+        start, end = sorted((size, record.nbytes))
+        text = f"the file has changed from {record.nbytes:,} to {size:,} bytes"
+        return [Change(-1, start, end - start, text)]
+    return [
+        Change(part, offset, length, f"bytes {offset} to {offset + length} have changed")
+        for part, offset, length in changed_ranges(file, record.blocks(), progress)
+    ]
+
+
+def require_recorded(file: IO[bytes], path: str, checksums: Checksums, name: str) -> None:
+    """Raise ChecksumError if the open file `path` differs from its record, of the file `name`."""
+    for change in find_changes(file, checksums.records[name]):
+        failure = ChecksumError(f"{path}: {change.text} since {checksums.path} was written")
+        failure.path, failure.offset = path, change.offset
         raise failure
 
 
@@ -298,9 +315,12 @@ def require_unchanged(path: str) -> None:
     if the file of checksums is malformed. Readers of formats whose bytes the core does not read
     call it first.
     """
-    if os.path.isdir(path):
-        checksums = find_of_folder(path)
-        for name, record in checksums.records.items() if checksums else ():
-            _require_file(os.path.join(path, name), record, checksums.path if checksums else "")
-    elif (recorded := find_of_file(path)) is not None:
-        _require_file(path, *recorded)
+    checksums = find_of_path(path)
+    for name in checksums.records if checksums else ():
+        assert checksums is not None
+        file_path = os.path.join(path, name) if os.path.isdir(path) else path
+        try:
+            with open_regular(file_path) as file:
+                require_recorded(file, file_path, checksums, name)
+        except OSError as error:
+            raise store_error(error, "cannot read the file", file_path) from None

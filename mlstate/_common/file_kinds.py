@@ -17,7 +17,7 @@ import re
 from errno import EINVAL
 from typing import IO, TYPE_CHECKING, NamedTuple
 
-from ..errors import FormatError, StoreError
+from ..errors import FormatError, MLStateError, StoreError
 from .regular_file import open_regular
 from .text import number_order, printable, shorten
 
@@ -310,6 +310,11 @@ def kind_of_zip(file: str | os.PathLike[str] | IO[bytes], suffix: str = "") -> F
             return _kind("damaged zip")
         return _kind("cut short", "the list of entries at the end of a zip archive is missing")
     return _kind_of_entries(file, entries, suffix)
+
+
+def is_damage(error: MLStateError) -> bool:
+    """Return whether the error of a refused file means damage; its `got` is the kind's name."""
+    return error.got in {*_DAMAGED, "link", "special file"}
 
 
 def kind_of_file(path: str | os.PathLike[str]) -> FileKind:

@@ -15,7 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from io import BufferedReader
 
+    from ..errors import FormatError
+
 NOT_REGULAR = "not a regular file but a FIFO, socket or device"
+
+
+def _not_regular(path: str | bytes | os.PathLike[str]) -> FormatError:
+    error = format_error(f"{os.fsdecode(path)}: {NOT_REGULAR}", os.fsdecode(path))
+    error.got = "special file"
+    return error
 
 
 def check_regular(facts: os.stat_result, path: str | bytes | os.PathLike[str]) -> None:
@@ -26,7 +34,7 @@ def check_regular(facts: os.stat_result, path: str | bytes | os.PathLike[str]) -
     if stat.S_ISDIR(facts.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
     if not stat.S_ISREG(facts.st_mode):
-        raise format_error(f"{os.fsdecode(path)}: {NOT_REGULAR}", os.fsdecode(path))
+        raise _not_regular(path)
 
 
 @contextmanager
@@ -40,8 +48,7 @@ def open_regular(path: str | bytes | os.PathLike[str], flags: int = 0) -> Iterat
     except OSError as error:
         if error.errno != errno.ENXIO:  # of a socket, or a device without a driver
             raise
-        text = f"{os.fsdecode(path)}: {NOT_REGULAR}"
-        raise format_error(text, os.fsdecode(path)) from None
+        raise _not_regular(path) from None
     with descriptor:
         check_regular(os.fstat(descriptor.fileno()), path)
         with open(descriptor.fileno(), "rb", closefd=False) as file:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from ._checkpoint.reshard import reshard
     from ._checkpoint.save import save
     from ._checkpoint.save_async import SaveHandle, SaveTimes, save_async
-    from ._files.checksum import checksum
+    from ._checksum import checksum
     from ._huggingface.export import export_huggingface
     from ._load.plan_load import FileRead, LoadPlan, plan_load
     from ._manager.manager import CheckpointManager
@@ -104,7 +104,7 @@ show_exports(
             "SaveTimes",
             "save_async",
         ),
-        "._files.checksum": ("checksum",),
+        "._checksum": ("checksum",),
         "._huggingface.export": ("export_huggingface",),
         "._load.plan_load": (
             "FileRead",

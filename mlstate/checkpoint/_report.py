@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .._common.store_error import store_error
-from .._common.text import bytes_text, table_text
+from .._common.text import bytes_text, count_text, printable, table_text
 from ..errors import ChecksumError, CompatibilityError, FormatError, MLStateError, StoreError
 
 _ROWS = 20
-_HEADERS = ["problem", "file", "tensor", "bytes", "what"]
+PROBLEM_HEADERS = ["problem", "file", "tensor", "bytes", "what"]
 
 
 class Problem(NamedTuple):
@@ -76,6 +76,19 @@ def file_problem(
 ) -> Problem:
     """Return the problem of a file or a tensor in it that belongs to no rank of a save."""
     return Problem(kind, path, name, None, 0, offset, length, text)
+
+
+def problem_of(kind: str, path: str, error: MLStateError | OSError) -> Problem:
+    """Return the problem of the file `path`, or of a tensor in it, that raised `error`.
+
+    `kind`: of a malformed file; a missing one is "missing", and one that the system refuses
+    "unreadable".
+    """
+    if isinstance(error, OSError):
+        kind = "missing" if isinstance(error, FileNotFoundError) else "unreadable"
+    text = str(error) if isinstance(error, MLStateError) else str(error.strerror)
+    name, offset = getattr(error, "name", None), getattr(error, "offset", None) or 0
+    return file_problem(kind, path, text, name=name, offset=offset)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -169,35 +182,53 @@ class VerifyReport:
         """
         return self.is_loadable
 
+    def _result(self) -> str:
+        """Return the result in words: good, the number of problems, or that a load refuses it."""
+        if self.problems:
+            return count_text(len(self.problems), "problem")
+        return "intact, but load refuses it" if self.refusal else "good"
+
     def _rows(self) -> list[list[str]]:
-        """Return a row of texts for each problem, in `_HEADERS` columns."""
-        return [
-            [p.kind, p.path, p.name or "", f"{p.offset}-{p.offset + p.length}", p.text]
-            for p in self.problems
-        ]
+        """Return a row of texts for each problem, in `PROBLEM_HEADERS` columns.
+
+        The bytes are a range: begin and end in the file. The text names the file as `path` does.
+        """
+        place = self.path if "://" in self.path else os.path.abspath(os.path.expanduser(self.path))
+        is_file = os.path.isfile(place)
+        rows = []
+        for p in self.problems:
+            text = p.text.replace(place if is_file else f"{place}/{p.path}", p.path)
+            span = f"{p.offset}-{p.offset + p.length}" if p.length else ""
+            rows.append([p.kind, p.path, p.name or "", span, text.removeprefix(f"{p.path}: ")])
+        return rows
 
     def _title(self) -> str:
-        """Return one line: path, number of problems and leftover files, bytes read."""
-        count = len(self.problems)
-        state = "good" if not count else f"{count} problem{'' if count == 1 else 's'}"
-        state = f"intact, but load refuses it: {self.refusal}" if self.refusal else state
-        extra = [f"{len(self.leftover)} files left over"] if self.leftover else []
-        extra += [f"{len(self.strange)} strange files"] if self.strange else []
-        extra += [f"repaired: generation {self.repaired}"] if self.repaired else []
-        read = f"{bytes_text(self.bytes)} read"
-        if not self.problems and not self.checksums:
-            read = "no checksums: only its structure was looked at"
-        return ", ".join([f"{self.path}: {state}", read, *extra])
+        """Return one line: path, result, step, bytes read, and the checksums that were compared."""
+        parts = [self._result()]
+        if self.step is not None and not self.repaired:
+            parts.append(f"step {self.step}")
+        if self.problems or self.checksums or self.compared:
+            parts.append(f"{bytes_text(self.bytes)} read")
+            parts += [f"compared with {' and '.join(self.compared)}"] if self.compared else []
+        else:
+            parts.append("no checksums: only its structure was looked at")
+        return printable(f"{self.path}: {', '.join(parts)}")
+
+    def _lines(self) -> list[str]:
+        """Return the title, and the reason why a load refuses it, if any."""
+        return [self._title(), *([printable(self.refusal)] if self.refusal else [])]
 
     def __repr__(self) -> str:
-        if not self.problems:
-            return self._title()
-        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS)}"
+        files = (("left over", self.leftover), ("that mlstate did not write", self.strange))
+        counts = [f"{count_text(len(names), 'file')} {label}" for label, names in files if names]
+        table = [table_text(PROBLEM_HEADERS, self._rows(), _ROWS)] if self.problems else []
+        repaired = [f"repaired: generation {self.repaired}"] if self.repaired else []
+        return "\n".join([*self._lines(), *counts, *repaired, *table])
 
     def _repr_html_(self) -> str:
         from ._pages.html import report_html
 
-        return report_html(self._title(), self)
+        return report_html(self)
 
 
 def note_refusal(report: VerifyReport, error: MLStateError, name: str) -> None:

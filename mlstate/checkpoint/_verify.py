@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arguments import check_callback, check_flags
 from .._common.callback import ProgressErrors
-from .._common.local_path import local_folder
+from .._common.file_kinds import is_damage
 from .._common.log import log
 from ..errors import (
     ChecksumError,
@@ -18,24 +17,24 @@ from ..errors import (
     StoreError,
     StoreNotFoundError,
 )
-from ._files.checksum import checksums_problem, verify_foreign
+from ._files.checksums_verify import compare_recorded, find_or_note, local_place
 from ._folder.local import LocalFolder
 from ._folder.names import MANIFEST, SECTIONS, Root
-from ._report import Problem, VerifyReport, file_problem
+from ._report import Problem, VerifyReport, problem_of
 from ._sections import STATES
 from ._sources.indexed import IndexedSource
-from ._sources.open_source import is_source, open_source
-from ._sources.verify_root import index_problems, is_of_header, root_problem, verify_root
+from ._sources.open_source import open_source
+from ._sources.verify_root import index_problems, is_of_header, verify_root
 from ._store.checkpoint_files import CheckpointFiles
 from ._store.chosen_names import chosen_names
 from ._store.name_globs import listed_names
 from ._store.open_path import RootPath, is_url
-from ._store.weight_checksums import find_checksums
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from .. import _core
+    from .._common.callback import Progress
     from ._sources.open_source import Choice
     from ._sources.protocol import Source
 
@@ -46,37 +45,24 @@ _WHOLE = (None, 0, 0)  # the cutting of whole tensors
 # ---- names ----
 
 
-def _open_named(source: IndexedSource, report: VerifyReport) -> bool:
+def _can_read_tensors(source: IndexedSource, report: VerifyReport) -> bool:
     """Read the index and recorded checksums; return False if damage prevents it.
 
     The damage is added to `report`.
     """
-    folder = source.files.folder
     is_weights = source.format != "mlstate"
+    if is_weights:
+        find_or_note(source.files.folder, report)
     try:
-        checksums = find_checksums(folder) if is_weights else None
-    except (FormatError, StoreError) as error:
-        if folder.is_outage(error):
-            raise
-        report.problems.append(checksums_problem(error))
-        report.checksums = False
-        return False
-    if checksums is not None:
-        report.compared.append(f"the checksums in {os.path.basename(checksums.path)}")
-    try:
-        _ = source.index
+        _ = source.index if not report.problems else None
     except (ChecksumError, FormatError) as error:
         problems = [] if is_weights else index_problems(source.files, source.manifest)
-        report.problems += problems or [_problem_of(error, None, source.files.path)]
-        return False
-    return True
+        report.problems += problems or [_problem_in(source, error)]
+    return not report.problems
 
 
 def _verify_names(
-    source: IndexedSource,
-    names: list[str],
-    report: VerifyReport,
-    progress: Callable[[int], object] | None,
+    source: IndexedSource, names: list[str], report: VerifyReport, progress: Progress
 ) -> None:
     """Read the tensors `names`, one after the other, and add their problems to `report`.
 
@@ -92,7 +78,7 @@ def _verify_names(
         """
         report.step, report.bytes, report.problems = source.manifest.step, 0, []
         report.checksums, report.compared = True, []
-        if not _open_named(source, report):
+        if not _can_read_tensors(source, report):
             return
         sections = [source.index.keys(number) for number in range(STATES)]
         weights = source.manifest.weights
@@ -113,15 +99,11 @@ def _verify_names(
     except StoreNotFoundError as error:
         if not source.files.folder.exists(source.root):
             raise
-        report.problems.append(_problem_of(error, None, source.files.path))
+        report.problems.append(_problem_in(source, error))
 
 
 def _verify_tensor(
-    source: IndexedSource,
-    section: int,
-    key: str,
-    report: VerifyReport,
-    progress: Callable[[int], object] | None,
+    source: IndexedSource, section: int, key: str, report: VerifyReport, progress: Progress
 ) -> None:
     """Read one tensor through its checksums, and add bytes or a problem to `report`."""
     try:
@@ -129,20 +111,20 @@ def _verify_tensor(
     except (ChecksumError, FormatError, StoreError) as error:
         if source.files.folder.is_outage(error) or isinstance(error, StoreNotFoundError):
             raise  # `attempt` starts again if a writer has replaced the checkpoint
-        report.problems.append(_problem_of(error, key, source.files.path))
+        report.problems.append(_problem_in(source, error, key))
     else:
         report.bytes += sum(array.nbytes for array in read.values())
 
 
-def _problem_of(error: MLStateError, key: str | None, folder: str) -> Problem:
+def _problem_in(source: IndexedSource, error: MLStateError, key: str | None = None) -> Problem:
     """Return the problem for the error that a load of the tensor `key` raised.
 
     `key`: None if a whole file is affected; the error's own name counts first. The problem's path
-    is relative to `folder`, of the checkpoint.
+    is relative to the folder of the checkpoint.
     """
-    path = os.path.relpath(error.path, folder) if error.path else ""
+    path = os.path.relpath(error.path, source.files.path) if error.path else ""
     kind = "altered" if isinstance(error, ChecksumError) else "unreadable"
-    return root_problem(kind, path, 0, error)._replace(name=error.name or key)
+    return problem_of(kind, path, error)._replace(name=error.name or key)
 
 
 # ---- repair ----
@@ -318,10 +300,9 @@ def verify(
     listed = listed_names(names)
     if repair and listed is not None:
         raise ValueError("a repair verifies all tensors: leave out names")
-    choice = step, monitor, mode
     with ProgressErrors(progress) as guarded:
         report = _verify_path(
-            path, storage_options, choice, listed, repair=repair, progress=guarded
+            path, storage_options, (step, monitor, mode), listed, repair=repair, progress=guarded
         )
     if isinstance(path, str | os.PathLike) and not isinstance(path, RootPath):
         report.path = os.fspath(path)
@@ -335,30 +316,41 @@ def _verify_path(
     listed: list[str] | None,
     *,
     repair: bool,
-    progress: Callable[[int], object] | None,
+    progress: Progress,
 ) -> VerifyReport:
     """Verify a path as `verify` does; `choice`: step, monitor and mode, `listed`: checked names."""
-    is_internal = isinstance(path, RootPath) or is_source(path)
-    has_options = choice != (None, None, None) or storage_options is not None
-    if not (is_internal or is_url(path) or has_options or repair or listed is not None):
-        report = _verify_local(local_folder(path), progress)
-        if report is not None:
-            return report
     only_local = ("repair=True", "copy the checkpoint to a local folder to repair it")
-    source: Any = open_source(
-        path, storage_options, choice, only_local=only_local if repair else None
-    )
+    try:
+        source: Any = open_source(
+            path, storage_options, choice, only_local=only_local if repair else None
+        )
+    except (CompatibilityError, FormatError, StoreNotFoundError) as error:
+        if repair or listed is not None or is_url(path):
+            raise
+        return _verify_refused(local_place(path), error, progress)
     if repair:
         _refuse_repair(source)
     report = VerifyReport(source.path)
-    if isinstance(source, IndexedSource):
+    place = None if is_url(source.path) else local_place(path)
+    is_indexed = isinstance(source, IndexedSource)
+    if is_indexed:
         source.uncached()
-    elif listed is not None:
-        raise ValueError(f"{source.path} is verified as a whole: leave out names")
     if listed is not None:
+        if not is_indexed:
+            raise ValueError(f"{source.path} is verified as a whole: leave out names")
         _verify_names(source, listed, report, progress)
-    else:
+    # an index compares the files of its own folder; the path may be the cache of a whole model
+    elif (
+        place is None
+        or (is_indexed and source.files.path == place.path)
+        or not compare_recorded(place, report, progress)
+    ):
         source.verify(report, progress)
+    elif not report.problems:
+        try:
+            source.require_loadable()
+        except (CompatibilityError, FormatError) as error:
+            report.refusal = str(error)
     if repair and report.problems:
         _repair(source.files, report)
     return report
@@ -378,27 +370,18 @@ def _refuse_repair(source: Source) -> None:
         )
 
 
-def _verify_local(path: str, progress: Callable[[int], object] | None) -> VerifyReport | None:
-    """Return the report on a local file or folder that is compared with checksums, or unreadable.
+def _verify_refused(folder: LocalFolder, error: MLStateError, progress: Progress) -> VerifyReport:
+    """Return the report on a local path that `open_source` refuses with `error`.
 
-    Files without content of any format, such as a pointer of git-LFS, are damaged. Returns None
-    for all others.
+    Any file or folder may have checksums. Without them, a file without content of any format, such
+    as a pointer of git-LFS, is damaged, and for all others `error` is raised.
     """
-    report = verify_foreign(path, progress)
-    if report is None:
-        from ._sources.open_foreign import kind_of_refused
-
-        kind = kind_of_refused(path)
-        if kind is not None and kind.is_damaged:
-            report = VerifyReport(path)
-            report.checksums = False
-            report.problems.append(
-                file_problem("unreadable", os.path.basename(path), kind.sentence)
-            )
-    elif report:
-        with suppress(StoreNotFoundError):  # any folder may have checksums
-            try:
-                open_source(path).require_loadable()
-            except (CompatibilityError, FormatError) as error:
-                report.refusal = str(error)
+    report = VerifyReport(folder.named_path, checksums=False)
+    if compare_recorded(folder, report, progress):
+        if not report.problems and not isinstance(error, StoreNotFoundError):
+            report.refusal = str(error)
+    elif is_damage(error):
+        report.problems.append(problem_of("unreadable", folder.file, error))
+    else:
+        raise error
     return report

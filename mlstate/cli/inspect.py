@@ -7,8 +7,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from .._common.text import bytes_text, count_text, printable, shorten, steps_text
-from ..checkpoint import CheckpointManager, inspect
-from ..checkpoint._checkpoint.checkpoint import in_order, stored_text
+from ..checkpoint import CheckpointManager, Layout, inspect
+from ..checkpoint._checkpoint.checkpoint import TENSOR_HEADERS, in_order, stored_text, tensor_row
 from ..checkpoint._folder.names import SECTIONS
 from ._common import (
     PATH_HELP,
@@ -25,11 +25,10 @@ from ._common import (
 )
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint, ShardRecord, TensorRecord
+    from ..checkpoint import Checkpoint, LayerRecord, ShardRecord, TensorRecord
 
 __all__ = ["add"]
 
-_TENSORS = ("tensor", "state", "dtype", "shape", "shards", "bytes", "version")
 _SHARDS = ("shard", "rank", "shape", "bytes", "version", "file", "offset")
 _TEXT = 200  # characters of a JSON value
 
@@ -49,29 +48,17 @@ def add(commands: Commands) -> None:
     shown.add_argument("--summary", action="store_true", help="list no tensors")
 
 
-def _tensor_data(record: TensorRecord) -> dict[str, Any]:
-    """Return a tensor's record as JSON values; its sizes are called "bytes" there."""
-    data = record._asdict()
-    data["bytes"] = data.pop("nbytes")
-    data["stored_bytes"] = data.pop("stored_nbytes")
-    return {**data, "layout": record.layout.steps}
+def _data_of(record: TensorRecord | ShardRecord | LayerRecord) -> dict[str, Any]:
+    """Return a record as JSON values; its sizes are called "bytes" there.
 
-
-def _shard_data(record: ShardRecord) -> dict[str, Any]:
-    """Return a shard's record as JSON values, with "bytes" as the name of its size.
-
-    Layers of a sparse or compressed shard are listed too.
+    Layers of a sparse or compressed shard are listed too, and only of these.
     """
-    data = record._asdict()
-    data["bytes"] = data.pop("nbytes")
-    if record.layers is None:
-        del data["layers"]
-        return data
-    data["layers"] = [layer._asdict() for layer in record.layers]
-    for layer in data["layers"]:
-        layer["bytes"] = layer.pop("nbytes")
-        layer["held_bytes"] = layer.pop("held_nbytes")
-        layer["visible_bytes"] = layer.pop("visible_nbytes")
+    data = {name.replace("nbytes", "bytes"): value for name, value in record._asdict().items()}
+    if isinstance(data.get("layout"), Layout):
+        data["layout"] = data["layout"].steps
+    if "layers" in data:
+        layers = data.pop("layers")
+        data |= {} if layers is None else {"layers": [_data_of(layer) for layer in layers]}
     return data
 
 
@@ -80,13 +67,8 @@ def _shard_rows(record: ShardRecord) -> list[list[str]]:
 
     Hidden bytes of a layer are those that later layers replace.
     """
-    row = [
-        f"{record.key} [{record.part}]",
-        str(record.rank),
-        str(record.shape),
-        bytes_text(record.nbytes),
-        str(record.version),
-    ]
+    place, size = f"{record.key} [{record.part}]", bytes_text(record.nbytes)
+    row = [place, str(record.rank), str(record.shape), size, str(record.version)]
     if record.layers is None:
         return [[*row, str(record.path), str(record.offset)]]
     storage = count_text(len(record.layers), "layer") if record.layers else "all zeros"
@@ -149,10 +131,10 @@ def _checkpoint_data(checkpoint: Checkpoint, arguments: argparse.Namespace) -> d
         "optimizer": checkpoint.optimizer,
         "states": checkpoint.states,
         "metadata": checkpoint.metadata,
-        "tensors": [_tensor_data(record) for record in tensors],
+        "tensors": [_data_of(record) for record in tensors],
     }
     if arguments.shards:
-        data["shards"] = [_shard_data(record) for record in _shards(checkpoint, tensors)]
+        data["shards"] = [_data_of(record) for record in _shards(checkpoint, tensors)]
     return data
 
 
@@ -200,12 +182,7 @@ def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> 
     steps = _steps(checkpoint)
     if steps:
         print(f"steps: {steps_text(steps)}")
-    rows = [
-        [t.parameter, t.state or "", t.dtype, str(t.shape), str(t.shards),
-         stored_text(t.nbytes, t.stored_nbytes), str(t.version)]
-        for t in tensors
-    ]  # fmt: skip
-    print_table(_TENSORS, rows)
+    print_table(TENSOR_HEADERS, [tensor_row(tensor) for tensor in tensors])
     if arguments.shards:
         shards = _shards(checkpoint, tensors)
         print_table(_SHARDS, [row for shard in shards for row in _shard_rows(shard)])

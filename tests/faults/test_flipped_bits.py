@@ -13,7 +13,8 @@ from weight_folder import write_folder, write_weight_file
 import mlstate
 from mlstate._common.file_checksums import NAME, find_of_folder
 from mlstate.checkpoint import checksum
-from mlstate.checkpoint._files.checksum import record_problems
+from mlstate.checkpoint._files.checksums_verify import record_problems
+from mlstate.checkpoint._folder.local import LocalFolder
 
 ALL = 1_000_000 // 6 + 1  # flips of a format in `make faults`; six formats are a million
 SLICE, SAMPLE = 2_000, 50  # of a format in its slice, and in an ordinary run
@@ -102,7 +103,7 @@ def test_each_flipped_bit_is_found(folder):
             problems = mlstate.verify(folder).problems
             changed = {problem.path for problem in problems if problem.kind == "changed"}
             assert changed == {name}, (name, offset, mask)
-        problems = list(record_problems(str(folder / name), name, records[name], None))
+        problems = record_problems(LocalFolder(str(folder)), name, records[name], None)
         assert problems, (name, offset, mask)
         assert problems[0].offset <= offset < problems[0].offset + problems[0].length
         flips.flip(name, offset, mask)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .._sources.protocol import Index, Source
 
 _ROWS = 20
-_HEADERS = ["tensor", "state", "dtype", "shape", "shards", "bytes", "version"]
+TENSOR_HEADERS = ["tensor", "state", "dtype", "shape", "shards", "bytes", "version"]
 
 
 def stored_text(nbytes: int, stored: int) -> str:
@@ -99,6 +99,13 @@ class TensorRecord(NamedTuple):
 def in_order(tensors: list[TensorRecord]) -> list[TensorRecord]:
     """Return tensors in the order of a table: by section, then by the numbers in their names."""
     return sorted(tensors, key=lambda t: (SECTIONS.index(t.section), number_order(t.key)))
+
+
+def tensor_row(tensor: TensorRecord) -> list[str]:
+    """Return the texts of a tensor in a table, in `TENSOR_HEADERS` columns."""
+    size = stored_text(tensor.nbytes, tensor.stored_nbytes)
+    texts = (tensor.parameter, tensor.state or "", tensor.dtype, tensor.shape, tensor.shards)
+    return [*map(str, texts), size, str(tensor.version)]
 
 
 class LayerRecord(NamedTuple):
@@ -442,27 +449,13 @@ class Checkpoint:
         parts += [] if self.step is None else [f"step {self.step}"]
         return ", ".join([*parts, self.created])
 
-    def _rows(self) -> list[list[str]]:
-        """Return the table of `repr`: texts of the first tensors, in `_HEADERS` columns."""
-        first_rows: list[tuple[Any, ...]] = []
-        for _, rows in groupby(self._tensor_rows(), itemgetter(0)):  # sections are in order
-            first_rows += first_by_number(rows, itemgetter(1), _ROWS - len(first_rows))  # by key
-        return [
-            [
-                t.parameter,
-                t.state or "",
-                t.dtype,
-                str(t.shape),
-                str(t.shards),
-                stored_text(t.nbytes, t.stored_nbytes),
-                str(t.version),
-            ]
-            for t in map(TensorRecord._make, first_rows)
-        ]
-
     def __repr__(self) -> str:
+        first: list[tuple[Any, ...]] = []
+        for _, rows in groupby(self._tensor_rows(), itemgetter(0)):  # sections are in order
+            first += first_by_number(rows, itemgetter(1), _ROWS - len(first))  # by key
+        texts = [tensor_row(TensorRecord._make(row)) for row in first]
         total = sum(len(self._index.keys(number)) for number in range(len(SECTIONS)))
-        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS, total=total)}"
+        return f"{self._title()}\n{table_text(TENSOR_HEADERS, texts, _ROWS, total=total)}"
 
     def _repr_html_(self) -> str:
         from .._pages.html import checkpoint_html

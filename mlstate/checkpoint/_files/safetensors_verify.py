@@ -7,16 +7,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.dtypes import FILE_DTYPES
+from ..._common.file_checksums import BLOCK, changed_ranges
 from ..._common.local_path import local_folder
 from ..._common.regular_file import open_regular
 from ..._common.store_error import format_error, store_error
 from ...errors import FormatError
-from .._report import VerifyReport, file_problem
+from .._report import VerifyReport, file_problem, problem_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-BLOCK = 1 << 20  # bytes that one checksum of `save_file` covers
+    from ..._common.callback import Progress
+
 # By the branch of the metadata that it is in: see csrc/core/safetensors/safetensors.h.
 CHECKSUMS = tuple(f"{branch}mlstate.blocks.crc32c" for branch in ("", "0.", "1."))
 _DIGITS = 8  # hex digits of one checksum
@@ -97,72 +99,54 @@ def read_header(path: str, *, verify: bool = True) -> FileHeader:
     return FileHeader(tensors, digits, size)
 
 
-def _find_altered(
-    file: Any, tensor: FileTensor, digits: str, progress: Callable[[int], object] | None
-) -> Iterator[tuple[int, int]]:
-    """Yield (offset, length) of each MiB of a tensor whose checksum does not match.
-
-    `file`: open for reading. `digits`: the expected CRC32C of all blocks, 8 hex digits each.
-    `progress` is called with the bytes read since the last call.
-    """
-    buffer = memoryview(bytearray(min(BLOCK, tensor.nbytes)))
-    file.seek(tensor.offset)
-    for index, begin in enumerate(range(0, tensor.nbytes, BLOCK)):
-        length = min(BLOCK, tensor.nbytes - begin)
-        count = file.readinto(buffer[:length])
-        checksum = f"{_core.crc32c(buffer[:count]):08x}"
-        if count != length or checksum != digits[index * _DIGITS : (index + 1) * _DIGITS]:
-            yield tensor.offset + begin, length
-        if progress is not None:
-            progress(length)
+def _blocks_of(header: FileHeader) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the blocks of the tensors, as `changed_ranges` takes them."""
+    digits = header.digits or ""
+    place = 0
+    for tensor in header.tensors:
+        for offset in range(0, tensor.nbytes, BLOCK):
+            crc = int(digits[place : place + _DIGITS], 16)
+            yield tensor.offset, tensor.offset + offset, min(BLOCK, tensor.nbytes - offset), crc
+            place += _DIGITS
 
 
-def merge_ranges(ranges: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the sorted ranges (offset, length) with adjacent ones merged."""
-    joined: list[tuple[int, int]] = []
-    for offset, length in ranges:
-        if joined and sum(joined[-1]) == offset:
-            offset, length = joined[-1][0], joined.pop()[1] + length
-        joined.append((offset, length))
-    return joined
+def tensors_at(header: FileHeader) -> dict[int, str]:
+    """Return the tensors of a file that have bytes, by their offsets."""
+    return {tensor.offset: tensor.key for tensor in header.tensors if tensor.nbytes}
 
 
-def verify_file(
-    path: str | os.PathLike[str], progress: Callable[[int], object] | None = None
-) -> tuple[VerifyReport, bool]:
+def verify_file(path: str | os.PathLike[str], progress: Progress = None) -> VerifyReport:
     """Read every byte of a plain file, and report bytes that changed since `save_file`.
 
-    Each damaged range of a tensor, or a damaged header, is a problem. Also returns whether the file
-    has checksums: without them, only its structure was checked. `progress` is called with the bytes
-    read since the last call. Raises StoreError if the file cannot be read.
+    Each damaged range of a tensor, or a damaged header, is a problem. `checksums` of the report is
+    whether the file has checksums: without them, only its structure was checked. `progress` is
+    called with the bytes read since the last call. Raises StoreError if the file cannot be read.
     """
     full_path = local_folder(path)
-    report = VerifyReport(full_path)
+    report = VerifyReport(full_path, checksums=False)
     name = os.path.basename(full_path)
     try:
         header = read_header(full_path)
     except FormatError as error:
-        report.problems.append(
-            file_problem("header", name, str(error), name=error.name, offset=error.offset or 0)
-        )
-        return report, False
-    if header.digits is None:
-        return report, False
-    digits = header.digits  # of the tensors that are not yet read, in their order
-    try:
-        with open_regular(full_path) as file:
-            for tensor in header.tensors:
-                blocks = -(-tensor.nbytes // BLOCK)
-                tensor_digits, digits = digits[: blocks * _DIGITS], digits[blocks * _DIGITS :]
-                for offset, length in merge_ranges(
-                    _find_altered(file, tensor, tensor_digits, progress)
-                ):
-                    text = "the bytes are not those that were written"
-                    problem = file_problem(
-                        "altered", name, text, name=tensor.key, offset=offset, length=length
+        report.problems.append(problem_of("header", name, error))
+        return report
+    report.checksums = header.has_checksums
+    if header.has_checksums:
+        keys = tensors_at(header)
+        try:
+            with open_regular(full_path) as file:
+                report.problems += [
+                    file_problem(
+                        "altered",
+                        name,
+                        "the bytes are not those that were written",
+                        name=keys[part],
+                        offset=offset,
+                        length=length,
                     )
-                    report.problems.append(problem)
-                report.bytes += tensor.nbytes
-    except OSError as error:
-        raise store_error(error, "cannot read the file", full_path) from None
-    return report, True
+                    for part, offset, length in changed_ranges(file, _blocks_of(header), progress)
+                ]
+        except OSError as error:
+            raise store_error(error, "cannot read the file", full_path) from None
+        report.bytes = sum(tensor.nbytes for tensor in header.tensors)
+    return report

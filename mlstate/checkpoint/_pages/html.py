@@ -6,6 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from ..._common.text import bytes_text, count_text, first_by_number, shorten, table_html
+from .._report import PROBLEM_HEADERS
 from .table import columns_of, groups_of
 
 if TYPE_CHECKING:
@@ -189,27 +190,20 @@ def _files(label: str, names: Sequence[str]) -> str:
     )
 
 
-def report_html(title: str, report: VerifyReport) -> str:
-    """Return the page of a verification: whether the checkpoint is good, its problems by file.
-
-    `title`: the first line.
-    """
-    state = "<b class=good>✓</b>" if report else "<b class=bad>✗</b>"
-    head = f"<p>{state} {escape(shorten(title, 600))}</p>"
-    problems = report.problems
+def report_html(report: VerifyReport) -> str:
+    """Return the page of a verification: whether the checkpoint is good, its problems by file."""
+    mark = "<b class=good>✓</b>" if report else "<b class=bad>✗</b>"
+    title, *lines = (escape(shorten(line, 600)) for line in report._lines())
+    head = f"<p>{mark} {'</p><p>'.join([title, *lines])}</p>"
+    problems = report._rows()
 
     def make(rows: int) -> str:
         """Return the page with the first `rows` problems; 0: without problems and files."""
-        body = "".join(
-            f"<tr><td class=bad>{escape(p.kind)}<td>{_name(p.name or '')}<td>"
-            f"{_name(p.path, 120)}<td class=r>{p.offset:,} to {p.offset + p.length:,}"
-            f"<td>{escape(shorten(p.text, 240))}"
-            for p in problems[:rows]
-        )
-        heads = "<tr><th>problem<th>tensor<th>file<th class=r>bytes<th>what"
-        table = f"<table>{heads}{body}</table>" if body else ""
-        hidden = len(problems) - min(rows, len(problems))
-        more = f"<p>… {hidden:,} more</p>" if hidden else ""
+        hidden = len(problems) - rows
+        cells = [[_name(cell, 240) for cell in row] for row in problems[:rows]]
+        body = "".join(f"<tr><td>{'<td>'.join(row)}" for row in cells)
+        table = f"<table><tr><th>{'<th>'.join(PROBLEM_HEADERS)}{body}</table>" if body else ""
+        more = f"<p>… {hidden:,} more</p>" if hidden > 0 else ""
         files = _files("left over", report.leftover) + _files(
             "that mlstate did not write", report.strange
         )

@@ -36,27 +36,11 @@ def open_foreign(path: str, format: str | None) -> Source:
     """Return the source of a local path without a manifest; see `open_source`."""
     if not os.path.exists(path):
         if sentence := dangling_blob(path):
-            raise format_error(f"{path}: {sentence}", path)
+            raise _refusal(path, FileKind("link", sentence, is_damaged=True))
         CheckpointFiles(LocalFolder(path)).read_manifest()  # raises the error of a missing folder
     if os.path.isdir(path):
         return _open_folder(path, format)
     return _open_file(path, format)
-
-
-def kind_of_refused(path: str) -> FileKind | None:
-    """Return the kind of a local file or dangling link that `open_source` refuses, else None."""
-    if not os.path.exists(path):
-        sentence = dangling_blob(path)
-        return FileKind("link", sentence, is_damaged=True) if sentence else None
-    if os.path.isdir(path):
-        return None
-    try:
-        kind = kind_of_file(path)
-    except FormatError as error:  # a FIFO, socket or device
-        return FileKind("special file", str(error), is_damaged=True)
-    except OSError as error:
-        raise store_error(error, "cannot read the file", path) from None
-    return kind if kind.sentence else None
 
 
 def whole_source(path: str, name: str, manifest: Manifest | None = None) -> WholeSource:
@@ -74,9 +58,10 @@ def _refusal(path: str, kind: FileKind) -> FormatError:
 def _open_file(path: str, format: str | None) -> Source:
     """Return the source of a local file, by its content; raise FormatError for other kinds."""
     try:
-        name = format or kind_of_file(path).name
+        kind = FileKind(format) if format else kind_of_file(path)
     except OSError as error:
         raise store_error(error, "cannot read the file", path) from None
+    name = kind.name
     folder_path, file = os.path.split(path)
     files = CheckpointFiles(LocalFolder(folder_path, file))
     if name == "weights index" or (format == "huggingface" and is_index(file)):
@@ -89,7 +74,7 @@ def _open_file(path: str, format: str | None) -> Source:
         name = "lightning"
     if name in ("safetensors", "torch", "lightning", "npz", *(() if format is None else (format,))):
         return whole_source(path, name)
-    raise _refusal(path, kind_of_file(path))
+    raise _refusal(path, kind)
 
 
 def _open_folder(path: str, format: str | None) -> Source:

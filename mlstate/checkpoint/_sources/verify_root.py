@@ -9,30 +9,16 @@ from typing import TYPE_CHECKING, Any
 from ..._common.log import log
 from ..._common.store_error import store_error
 from ...errors import MLStateError, StoreError
-from .._report import Problem, VerifyReport
+from .._report import Problem, VerifyReport, problem_of
 from .._store.checkpoint_files import TRIES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from ... import _core
+    from ..._common.callback import Progress
     from .._store.checkpoint_files import CheckpointFiles
     from .._store.manifest import Manifest
 
 _NAMED = 3  # tensors of one file that a problem names
-
-
-def root_problem(kind: str, path: str, rank: int, error: MLStateError) -> Problem:
-    """Return the problem of a manifest or an index at `path` that cannot be read.
-
-    `kind`: of a malformed file; a missing one is "missing", and one that the system refuses
-    "unreadable". `rank`: of the index, 0 for a manifest.
-    """
-    if isinstance(error, FileNotFoundError):
-        kind = "missing"
-    elif isinstance(error, StoreError):
-        kind = "unreadable"
-    return Problem(kind, path, None, None, rank, error.offset or 0, 0, str(error))
 
 
 def index_problems(files: CheckpointFiles, manifest: Manifest) -> list[Problem]:
@@ -42,7 +28,7 @@ def index_problems(files: CheckpointFiles, manifest: Manifest) -> list[Problem]:
         try:
             files.load_merged_index(manifest, [rank])
         except MLStateError as error:
-            problems.append(root_problem("index", record.path, rank, error))
+            problems.append(problem_of("index", record.path, error)._replace(rank=rank))
     return problems
 
 
@@ -76,7 +62,7 @@ def _verify_once(
     files: CheckpointFiles,
     name: str,
     report: VerifyReport,
-    progress: Callable[[int], object] | None,
+    progress: Progress,
     indexes: dict[str, _core.MergedIndex],
 ) -> Manifest | None:
     """Verify the manifest `name` and its files; return it, or None if it cannot be read.
@@ -89,7 +75,7 @@ def _verify_once(
     except MLStateError as error:
         if files.folder.is_outage(error):
             raise
-        report.problems.append(root_problem("manifest", name, 0, error))
+        report.problems.append(problem_of("manifest", name, error))
         return None
     report.step = manifest.step
     try:
@@ -98,7 +84,7 @@ def _verify_once(
         if files.folder.is_outage(error):
             raise
         problems = index_problems(files, manifest)
-        report.problems += problems or [root_problem("index", name, 0, error)]
+        report.problems += problems or [problem_of("index", name, error)]
         return manifest
     indexes[manifest.generation] = merged
     count, rows = files.folder.verify(merged, progress)
@@ -122,7 +108,7 @@ def verify_root(
     files: CheckpointFiles,
     name: str,
     report: VerifyReport,
-    progress: Callable[[int], object] | None,
+    progress: Progress,
     indexes: dict[str, _core.MergedIndex],
 ) -> None:
     """Add the problems of the manifest `name` and its files to `report`.

@@ -10,8 +10,9 @@ from ..._common.file_kinds import dangling_blob, kind_of_file
 from .._report import file_problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
+    from ..._common.callback import Progress
     from .._report import VerifyReport
 
 _BLOCK = 1 << 20
@@ -44,9 +45,7 @@ def _open_zip(path: str) -> zipfile.ZipFile:
     return archive
 
 
-def _damaged_entry(
-    archive: zipfile.ZipFile, progress: Callable[[int], object] | None
-) -> str | None:
+def _damaged_entry(archive: zipfile.ZipFile, progress: Progress) -> str | None:
     """Return the name of the first damaged or encrypted entry of a zip file; None without such.
 
     A good entry matches its CRC-32. `progress` is called with the bytes of each block read.
@@ -60,9 +59,7 @@ def _damaged_entry(
     return None
 
 
-def verify_files(
-    files: dict[str, str], report: VerifyReport, progress: Callable[[int], object] | None
-) -> None:
+def verify_files(files: dict[str, str], report: VerifyReport, progress: Progress) -> None:
     """Compare the entries of zip files with their CRC-32, and add the problems to `report`.
 
     `files`: paths by name. `report.bytes` grows by their sizes, and `report.checksums` tells

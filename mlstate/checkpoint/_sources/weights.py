@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from ..._common.caller import find_caller
 from ..._common.store_error import store_error
 from ...errors import CompatibilityError, FormatError, MLStateError, StoreNotFoundError
-from .._files.checksum import compare_weights, verify_weights_folder
+from .._files.checksums_verify import compare_files, compare_recorded
 from .._files.safetensors_verify import read_header, verify_file
 from .._folder.weight_names import is_index, weights_root
 from .._quantized.pairs import find_pairs
-from .._store.weight_checksums import require_index
+from .._report import VerifyReport, problem_of
+from .._store.weight_checksums import find_checksums, require_index
 from .._store.weight_files import (
     listed,
     read_merged_index,
@@ -23,7 +24,6 @@ from .._store.weight_files import (
     without_missing,
 )
 from .indexed import IndexedSource
-from .verify_root import root_problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ... import _core
     from ..._sharding.layout import Cuts
     from .._quantized.pairs import Pairs
-    from .._report import Problem, VerifyReport
+    from .._report import Problem
     from .._store.checkpoint_files import CheckpointFiles
     from .._store.manifest import Manifest
     from .._store.weight_files import WeightFiles
@@ -131,36 +131,34 @@ class HuggingFaceSource(IndexedSource):
         Of files without checksums of mlstate, only the structure is checked. A missing file is a
         problem.
         """
-        count, problems = self._verify_files(progress)
+        report, folder = VerifyReport(self.path), self.files.folder
+        self._verify_files(report, progress)
         if self.checked:
-            recorded, more = compare_weights(self.files.folder, self._weights.files, progress)
-            count, problems = count + recorded, problems + more
-        warn_of_total(self.files.folder, self.manifest, self.merged)
-        return count, problems
+            compare_files(folder, self._weights.files, find_checksums(folder), report, progress)
+        warn_of_total(folder, self.manifest, self.merged)
+        return report.bytes, report.problems
 
-    def _verify_files(self, progress: Callable[[int], object] | None) -> tuple[int, list[Problem]]:
-        """Verify the files one by one; return bytes read and problems."""
+    def _verify_files(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
+        """Verify the files one by one; add bytes and problems to `report`."""
 
         def has_checksums(path: str) -> bool:
             with suppress(FormatError):
                 return read_header(path).has_checksums
             return False
 
-        count, problems = 0, list[Any]()
         for name in self._weights.files:
             try:
                 with self.files.folder.file_to_verify(name, has_checksums) as path:
-                    report = verify_file(path, progress)[0]
+                    of_file = verify_file(path, progress)
             except StoreNotFoundError as error:
-                problems.append(root_problem("unreadable", name, 0, error))
+                report.problems.append(problem_of("unreadable", name, error))
                 continue
-            count += report.bytes
+            report.bytes += of_file.bytes
             local_folder = os.path.dirname(path)  # of a store's object, a temporary one
-            problems += [
+            report.problems += [
                 problem._replace(text=problem.text.replace(local_folder, self.files.path))
-                for problem in report.problems
+                for problem in of_file.problems
             ]
-        return count, problems
 
     def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
         """Verify headers and checksums of all files; compare them with recorded checksums too."""
@@ -171,9 +169,8 @@ class HuggingFaceSource(IndexedSource):
         except MLStateError as error:
             if self._is_unreachable(error):
                 raise
-            report.problems.append(root_problem("manifest", self.root, 0, error))
-        verify_weights_folder(self.files.folder, report, progress)
-        report.strange = sorted(set(report.strange))
+            report.problems.append(problem_of("manifest", self.root, error))
+        compare_recorded(self.files.folder, report, progress)
 
     def _is_unreachable(self, error: MLStateError) -> bool:
         """Return whether a store failed, or the file that the caller named does not exist."""
@@ -191,8 +188,9 @@ class HuggingFaceSource(IndexedSource):
         except MLStateError as error:
             if self._is_unreachable(error):
                 raise
-            problems = self._verify_files(None)[1]
-            report.problems += problems or [root_problem("index", self.root, 0, error)]
+            self._verify_files(report, None)
+            if not report.problems:
+                report.problems.append(problem_of("index", self.root, error))
             return
         count, problems = self.find_problems(progress)
         report.bytes += count + sum(record.bytes for record in self.manifest.indexes)

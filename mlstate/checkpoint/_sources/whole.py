@@ -437,7 +437,8 @@ class WholeSource:
 
         try:
             if self.format == "safetensors":
-                contents, report.checksums = verify_file(self.path, progress)
+                contents = verify_file(self.path, progress)
+                report.checksums = contents.checksums
                 report.problems += contents.problems
                 report.bytes += contents.bytes
             else:

@@ -12,18 +12,13 @@ from ..._common.file_checksums import (
     NAME,
     Checksums,
     Record,
-    changed_ranges,
-    changed_size,
-    find_of_file,
-    find_of_folder,
+    find_of_path,
     parse,
+    require_recorded,
 )
-from ...errors import ChecksumError
 from .._folder.weight_names import is_index
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from .._folder.protocol import Files
 
 
@@ -33,30 +28,12 @@ def find_checksums(folder: Files) -> Checksums | None:
     None if `checksum` was not called for it.
     """
     if folder.is_local:
-        if folder.file and not is_index(folder.file):
-            recorded = find_of_file(os.path.join(folder.path, folder.file))
-            return recorded and Checksums(recorded[1], {folder.file: recorded[0]})
-        return find_of_folder(folder.path)
+        name = "" if is_index(folder.file) else folder.file
+        return find_of_path(os.path.join(folder.path, name) if name else folder.path)
     for name in [f"{folder.file}.{NAME}", NAME] if folder.file else [NAME]:
         with suppress(FileNotFoundError):
             return parse(folder.read(name), os.path.join(folder.path, name))
     return None
-
-
-def changed_text(
-    data: bytes, record: Record, progress: Callable[[int], object] | None = None
-) -> str:
-    """Return how bytes differ from the record of their file; "" if they do not.
-
-    `progress`: called with the bytes of each compared block.
-    """
-    if len(data) != record.nbytes:
-        return changed_size(len(data), record)
-    ranges = changed_ranges(BytesIO(data), record, progress)
-    if not ranges:
-        return ""
-    begin, nbytes = ranges[0]
-    return f"bytes {begin} to {begin + nbytes} have changed"
 
 
 def require_index(folder: Files, name: str, data: bytes) -> None:
@@ -66,11 +43,7 @@ def require_index(folder: Files, name: str, data: bytes) -> None:
     """
     checksums = find_checksums(folder)
     if checksums is not None and name in checksums.records:
-        text = changed_text(data, checksums.records[name])
-        if text:
-            error = ChecksumError(f"{name}: {text} since {checksums.path} was written")
-            error.path = os.path.join(folder.path, name)
-            raise error
+        require_recorded(BytesIO(data), os.path.join(folder.path, name), checksums, name)
 
 
 def records_of(folder: Files, files: tuple[str, ...]) -> tuple[Record | None, ...]:

@@ -26,11 +26,11 @@ def test_metadata_that_is_a_tree_has_the_checksums_in_the_branch_of_the_user(tmp
     assert load_metadata(path) == texts
     loaded = load_file(path)
     assert loaded == state and loaded.model_type == "tiny"
-    assert verify_file(path)[0].problems == [] and verify_file(path)[1]
+    assert verify_file(path).problems == [] and verify_file(path).checksums
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]))
     with pytest.raises(ChecksumError):
         load_file(path)
-    assert [problem.name for problem in verify_file(path)[0].problems] == ["0.0"]
+    assert [problem.name for problem in verify_file(path).problems] == ["0.0"]
 
 
 def test_keys_of_mlstate_are_reserved_in_every_branch(tmp_path):

@@ -89,7 +89,7 @@ def test_a_changed_byte_is_found(tmp_path):
     with pytest.raises(ChecksumError) as caught:
         mlstate.load_file(path)
     assert caught.value.name == "w"
-    assert not verify_file(path)[0]
+    assert not verify_file(path)
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (5,), ()])
@@ -287,7 +287,7 @@ def test_opaque_tensors_are_shown_and_verified(folder, capsys):
         assert facts["codes"] == (F4, (2, 2), 4)
         assert main(["verify", str(target)]) == 0
         capsys.readouterr()
-    assert mlstate.verify(folder) and verify_file(path)[0]
+    assert mlstate.verify(folder) and verify_file(path)
     with pytest.raises(FormatError, match="future") as caught:
         mlstate.load_file(path)
     assert caught.value.name == "future"
@@ -305,14 +305,14 @@ def test_checksums_cover_opaque_tensors(tmp_path):
     head = head[:at] + b"00000000" + head[at + 8 :]
     head = head[:at] + f"{_core.crc32c(head):08x}".encode() + head[at + 8 :]
     path.write_bytes(head + data[length:])
-    report, has_checksums = verify_file(path)
-    assert report and has_checksums
+    report = verify_file(path)
+    assert report and report.checksums
     assert mlstate.verify(tmp_path)
     assert mlstate.load(tmp_path, names="plain").model["plain"].tobytes() == codes.tobytes()
     with pytest.raises(FormatError, match="'G4' is not supported by this version"):
         mlstate.load_file(path)
     path.write_bytes(head + data[length:-1] + b"?")
-    assert [p.name for p in verify_file(path)[0].problems] == ["plain"]
+    assert [p.name for p in verify_file(path).problems] == ["plain"]
     path.write_bytes(head + b"?" + data[length + 1 :])
     assert [p.name for p in mlstate.verify(tmp_path).problems] == ["future"]
 
@@ -348,7 +348,7 @@ def test_sizes_that_do_not_match_are_refused(tmp_path, dtype, shape, nbytes):
         with pytest.raises(FormatError) as caught:
             read(path if read is mlstate.load_file else tmp_path)
         assert caught.value.name == "w"
-    assert not verify_file(path)[0]
+    assert not verify_file(path)
 
 
 def test_mutated_headers_of_packed_files_raise_only_format_errors(tmp_path):

@@ -1,0 +1,175 @@
+"""`checksum`: write checksums of files of other programs, next to them."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from .. import _core
+from .._common.arguments import check_callback, check_flags
+from .._common.atomic_file import Target, replacing
+from .._common.callback import ProgressErrors
+from .._common.file_checksums import BLOCK, NAME, build
+from .._common.file_kinds import is_damage
+from .._common.regular_file import open_regular
+from .._common.set_module import set_module
+from .._common.store_error import store_error
+from ..errors import FormatError, StoreNotFoundError
+from ._files.checksums_verify import list_files, local_place, tensors_of
+from ._sources.open_source import open_source
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .._common.callback import Progress
+
+
+def _identity(file: Any) -> tuple[int, ...]:
+    """Return facts about an open file that change if it is replaced or written."""
+    info = os.fstat(file.fileno())
+    return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
+
+
+def _read_entry(path: str, progress: Progress) -> dict[str, Any]:
+    """Return a file's entry for the checksums: JSON members with its size and CRC32C digits.
+
+    Raises StoreError (EBUSY) if the file changes meanwhile. `progress` is called with the bytes
+    read since the last call.
+    """
+    starts = [0, *sorted(tensors_of(path))]
+    with open_regular(path) as file:
+        before = _identity(file)
+        _, _, nbytes, _ = before
+        starts = starts if nbytes else []
+        digits, buffer = [], memoryview(bytearray(min(BLOCK, nbytes)))
+        is_complete = all(start < nbytes for start in starts)  # False: shorter than at `tensors_of`
+        for start, end in zip(starts, [*starts[1:], nbytes], strict=True):
+            for offset in range(start, end, BLOCK):
+                block = buffer[: min(BLOCK, end - offset)]
+                is_complete = is_complete and file.readinto(block) == len(block)
+                digits.append(f"{_core.crc32c(block):08x}")
+                if progress is not None:
+                    progress(len(block))
+        if not is_complete or _identity(file) != before:
+            reason = OSError(errno.EBUSY, "it changed while it was read; try again")
+            raise store_error(reason, "cannot write the checksums of the file", path)
+    entry: dict[str, Any] = {"bytes": nbytes}
+    if len(starts) > 1:
+        entry["starts"] = starts
+    return {**entry, "crc32c": "".join(digits)}
+
+
+def _files_to_list(path: str | os.PathLike[str]) -> tuple[str, list[str], str]:
+    """Return a folder, the names of its files to list, and the path to write their checksums to.
+
+    A single file is listed alone. Raises ValueError for URLs and for checkpoints of mlstate, and
+    FormatError for content that is damaged.
+    """
+    remedy = (
+        "call this for a local copy, and upload the file of checksums too; load and verify read it "
+        "in a store"
+    )
+    try:
+        with suppress(StoreNotFoundError):  # any folder may have checksums
+            source = open_source(path, only_local=("checksum", remedy))
+            if source.format == "mlstate":
+                text = "is a checkpoint of mlstate: its files have checksums already"
+                raise ValueError(f"{source.path} {text}")
+    except FormatError as error:  # formats that mlstate does not read may have checksums
+        if is_damage(error):
+            raise
+    folder = local_place(path)
+    if folder.file:
+        return folder.path, [folder.file], os.path.join(folder.path, f"{folder.file}.{NAME}")
+    names = list_files(folder.path, refuses_links=True)
+    if not names:
+        raise ValueError(f"{folder.path} has no files")
+    return folder.path, names, os.path.join(folder.path, NAME)
+
+
+@set_module("mlstate.checkpoint")
+def checksum(
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    progress: Callable[[int], object] | None = None,
+) -> dict[str, int]:
+    """
+    Write sizes and checksums of files that another program wrote to a file next to them.
+
+    `load`, `load_file`, `verify` and ``mlstate convert`` use the file: they name each file that
+    changed since. The files themselves, their times and their permissions do not change.
+
+    Parameters
+    ----------
+    path : str or os.PathLike
+        A folder with files of any formats: of Hugging Face, diffusers, PEFT or
+        torch.distributed.checkpoint. All files in it and its subfolders are listed in
+        ``mlstate.checksums.json`` in the folder, except in subfolders whose names start
+        with a dot. Links to files are followed. Or one file, such as a ``.safetensors``, ``.pt``
+        or ``.npz`` file, whose checksums are in the file with its name and
+        ``.mlstate.checksums.json``.
+    overwrite : bool, default False
+        Replace existing checksums by new ones.
+    progress : callable, optional
+        Called with the number of bytes read since the last call.
+
+    Returns
+    -------
+    dict of str to int
+        Path of each file, relative to the folder, and its number of bytes.
+
+    Raises
+    ------
+    ValueError
+        The path is a URL, or a checkpoint of mlstate, which has checksums. Also if the folder has
+        no files, has a link to a folder, or a file whose name is not UTF-8 or has a backslash.
+    FormatError
+        The path is a file that is damaged by its content, such as a pointer of git-LFS or a page of
+        HTML, or a file is a FIFO, socket or device.
+    StoreError
+        The checksums exist (EEXIST), a file changes while it is read (EBUSY), or the operating
+        system refuses.
+
+    Notes
+    -----
+    The file is written atomically, and has its own checksum. docs/format.md specifies it.
+    The checksums, CRC32C of each MiB of the header and of each tensor, or of other files, detect
+    every changed bit and nearly all other changes (all but one of 4 billion), but do not protect
+    from an attacker, who can write new ones.
+
+    Examples
+    --------
+    >>> import tempfile, pathlib, mlstate
+    >>> folder = pathlib.Path(tempfile.mkdtemp())
+    >>> _ = (folder / "config.json").write_text("{}")
+    >>> mlstate.checkpoint.checksum(folder)
+    {'config.json': 2}
+    >>> _ = (folder / "config.json").write_text("[]")
+    >>> [(p.kind, p.path) for p in mlstate.verify(folder).problems]
+    [('changed', 'config.json')]
+    """
+    check_flags(overwrite=overwrite)
+    check_callback("progress", progress)
+    folder, names, target_path = _files_to_list(path)
+    target = Target.of(target_path, follow_links=False)
+    if target.entries and not overwrite:
+        text = "the checksums exist; overwrite=True (--force on the command line) writes new ones"
+        exists = FileExistsError(errno.EEXIST, text)
+        raise store_error(exists, "cannot write the checksums", target_path)
+    entries = {}
+    with ProgressErrors(progress) as guarded:
+        for name in names:
+            file_path = os.path.join(folder, name)
+            try:
+                entries[name] = _read_entry(file_path, guarded)
+            except OSError as error:
+                raise store_error(error, "cannot read the file", file_path) from None
+    try:
+        with replacing(target_path, target) as file:
+            file.write(build(entries))
+    except OSError as error:
+        raise store_error(error, "cannot write the checksums", target_path) from None
+    return {name: entry["bytes"] for name, entry in entries.items()}
