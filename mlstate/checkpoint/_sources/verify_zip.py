@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..._common.file_kinds import dangling_blob, kind_of_file
@@ -45,53 +46,49 @@ def _open_zip(path: str) -> zipfile.ZipFile:
     return archive
 
 
-def _damaged_entry(archive: zipfile.ZipFile, progress: Progress) -> str | None:
-    """Return the name of the first damaged or encrypted entry of a zip file; None without such.
+def _damage_of(path: str, progress: Progress) -> tuple[str, str | None]:
+    """Return a text about the damage of a zip file, and the damaged entry; "" for a good file.
 
     A good entry matches its CRC-32. `progress` is called with the bytes of each block read.
     """
-    for entry in archive.infolist():
-        for nbytes in _read_sizes(archive, entry):
-            if nbytes is None:
-                return entry.filename
-            if progress is not None:
-                progress(nbytes)
-    return None
+    try:
+        archive = _open_zip(path)
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        return f"the list of its entries is damaged: {error}", None
+    with archive:  # errors of `progress` are the caller's
+        for entry in archive.infolist():
+            for nbytes in _read_sizes(archive, entry):
+                if nbytes is None:
+                    name = entry.filename
+                    return f"the entry {name!r} does not match its CRC-32", name
+                if progress is not None:
+                    progress(nbytes)
+    return "", None
 
 
 def verify_files(files: dict[str, str], report: VerifyReport, progress: Progress) -> None:
     """Compare the entries of zip files with their CRC-32, and add the problems to `report`.
 
     `files`: paths by name. `report.bytes` grows by their sizes, and `report.checksums` tells
-    whether all files of tensors are zip
-    files. `progress` is called with the bytes of each block.
+    whether all files of tensors are zip files. `progress` is called with the bytes of each block.
     """
     checked = unchecked = 0
     for name, path in files.items():
+        kind, text, entry = "unreadable", "", None
         if not os.path.isfile(path):
             text = dangling_blob(path) or "it is missing, or not a regular file"
-            report.problems.append(file_problem("unreadable", name, text))
-            continue
-        report.bytes += os.path.getsize(path)
-        if not zipfile.is_zipfile(path):
-            kind = kind_of_file(path)
-            unchecked += kind.name in _OF_TENSORS
-            if kind.is_damaged and kind.name != "unknown" and name.endswith(_SUFFIXES):
-                report.problems.append(file_problem("unreadable", name, kind.sentence))
-            continue
-        checked += 1
-        entry, text = None, ""
-        try:
-            archive = _open_zip(path)
-        except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-            text = f"the list of its entries is damaged: {error}"
+        elif zipfile.is_zipfile(path):
+            checked += 1
+            kind, (text, entry) = "altered", _damage_of(path, progress)
         else:
-            with archive:  # errors of `progress` are the caller's
-                entry = _damaged_entry(archive, progress)
-        if entry is not None:
-            text = f"the entry {entry!r} does not match its CRC-32"
+            content = kind_of_file(path)
+            unchecked += content.name in _OF_TENSORS
+            if content.is_damaged and content.name != "unknown" and name.endswith(_SUFFIXES):
+                text = content.sentence
         if text:
-            report.problems.append(file_problem("altered", name, text, name=entry))
+            report.problems.append(file_problem(kind, name, text, name=entry))
+        with suppress(OSError):
+            report.bytes += os.path.getsize(path)
     report.checksums = checked > 0 and not unchecked
     if report.checksums:
         report.compared.append("the CRC-32 of each entry of the zip file")

@@ -26,6 +26,7 @@ from .._files.parts import STATES as STATES_PART
 from .._files.safetensors_verify import verify_file
 from .._folder.local import LocalFolder
 from .._folder.names import SECTIONS
+from .._folder.weight_names import TORCH_SUFFIX, is_index
 from .._layouts.deepspeed import step_folder
 from .._quantized.pairs import refuse_quantized_state
 from .._report import note_refusal
@@ -33,7 +34,7 @@ from .._sections import OPTIMIZER, STATES
 from .._states.collect import add_entries, take_states
 from .._states.modules import split_entries
 from .._store.manifest import Manifest
-from .._store.weight_files import WeightFiles
+from .._store.weight_files import WeightFiles, parse_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -196,10 +197,17 @@ class MemoryIndex:
 def files_of(path: str) -> dict[str, str]:
     """Return the paths of the regular files of a path, by their names in it.
 
-    A path that is a file is its only one; a path that does not exist has none.
+    A path that is a file is its only one, but an index has the files that it lists; a path that
+    does not exist has none. Raises FormatError for a damaged index.
     """
     if os.path.isfile(path):
-        return {os.path.basename(path): path}
+        folder, name = os.path.split(path)
+        files: tuple[str, ...] = ()
+        if is_index(name):
+            place = LocalFolder(folder)
+            data = place.read(name, follow_links=True)
+            files = parse_index(place, name, data, TORCH_SUFFIX).files
+        return {each: os.path.join(folder, each) for each in (name, *files)}
     if not os.path.isdir(path):
         return {}
     names = sorted(os.listdir(path))

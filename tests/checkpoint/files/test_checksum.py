@@ -308,6 +308,37 @@ def test_url_is_refused():
         checksum("s3://bucket/model")
 
 
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "git lfs pull"),
+        (b"<!DOCTYPE html><html></html>", "HTML page"),
+        (bytes(100), "zero bytes"),
+        (b"", "it is empty"),
+    ],
+    ids=["pointer", "page", "zeros", "empty"],
+)
+@pytest.mark.parametrize("name", ["model.safetensors", "model", "model.pt"])
+def test_content_that_is_damaged_is_refused(tmp_path, capsys, name, content, text):
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(FormatError, match=text):
+        checksum(path)
+    assert main(["checksum", str(path)]) == 2
+    assert text in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_formats_that_are_not_read_can_have_checksums(tmp_path):
+    path = tmp_path / "model"
+    path.write_bytes(b"GGUF" * 9)
+    checksum(path)
+    report = mlstate.verify(path)
+    assert report and not report.good and "GGUF" in report.refusal
+    flip(path, -1)
+    assert problems_of(path) == [("changed", "model", None)]
+
+
 def test_folder_without_files_is_refused(tmp_path):
     with pytest.raises(ValueError, match="has no files"):
         checksum(tmp_path)

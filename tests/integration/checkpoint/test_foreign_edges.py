@@ -1,11 +1,13 @@
 """Files and folders of other programs at their edges: copies, remnants, refused entries, links."""
 
 import copy
+import json
 import os
 import pickle
 
 import numpy as np
 import pytest
+from checkpoint_model import flip
 
 torch = pytest.importorskip("torch", reason="it writes the files")
 
@@ -137,6 +139,27 @@ def test_a_pointer_among_shards_is_damage(tmp_path):
     (tmp_path / "pytorch_model-00002-of-00002.bin").write_text(pointer)
     [problem] = mlstate.verify(tmp_path).problems
     assert problem.path.startswith("pytorch_model-00002") and "git lfs pull" in problem.text
+
+
+@pytest.mark.parametrize("has_checksums", [False, True])
+def test_verify_of_an_index_reads_the_files_that_it_names(tmp_path, has_checksums):
+    files = [tmp_path / f"pytorch_model-0000{number}-of-00002.bin" for number in (1, 2)]
+    for name, file in zip("ab", files, strict=True):
+        torch.save({name: torch.ones(99)}, file)
+    weights = {name: file.name for name, file in zip("ab", files, strict=True)}
+    index = tmp_path / "pytorch_model.bin.index.json"
+    index.write_text(json.dumps({"weight_map": weights}))
+    if has_checksums:
+        checksum(tmp_path)
+    report = mlstate.verify(index)
+    assert report.good and report.checksums
+    assert report.bytes >= sum(file.stat().st_size for file in files)
+    flip(files[1], files[1].stat().st_size // 2)
+    [problem] = mlstate.verify(index).problems
+    assert problem.path == files[1].name and problem.kind in ("altered", "changed")
+    files[1].unlink()
+    [problem] = mlstate.verify(index).problems
+    assert problem.path == files[1].name
 
 
 class Extra(torch.nn.Linear):
