@@ -92,29 +92,14 @@ def _is_size(value: object) -> bool:
     return type(value) is int and 0 <= value <= _MOST_SIZE
 
 
-def make_record(nbytes: int, starts: list[int], digits: str) -> Record:
-    """Return the record of a file of `nbytes` bytes.
+def _record_of(entry: Any) -> Record:
+    """Return the record of one file from its JSON object `entry`; raise ValueError if malformed.
 
-    `starts`: offsets of its parts, the first 0; empty for an empty file. `digits`: 8 hex digits for
-    each MiB of each part. Raises ValueError if they do not fit.
+    Its parts start at increasing offsets, the first at 0, and an empty file has none; each MiB of
+    a part has 8 hex digits.
     """
     import numpy as np
 
-    if bool(starts) != bool(nbytes):
-        raise ValueError("the parts do not cover the file")
-    offsets = np.array([*starts, nbytes], np.uint64)
-    if starts and (starts[0] != 0 or not bool((offsets[1:] > offsets[:-1]).all())):
-        raise ValueError("the parts do not cover the file")
-    lengths = offsets[1:] - offsets[:-1]
-    blocks = int(((lengths - np.uint64(1)) // np.uint64(BLOCK) + np.uint64(1)).sum())
-    if len(digits) != 8 * blocks or not _DIGITS.match(digits):
-        raise ValueError(f"it has {len(digits)} digits of checksums, not {8 * blocks}")
-    crcs = np.frombuffer(bytes.fromhex(digits), ">u4").astype(np.uint32)
-    return Record(nbytes, offsets[:-1].tobytes(), crcs.tobytes())
-
-
-def _record_of(entry: Any) -> Record:
-    """Return the record of one file from its JSON object `entry`; raise ValueError if malformed."""
     if not isinstance(entry, dict):
         raise ValueError("it is not an object")
     nbytes: Any = entry.get("bytes")
@@ -126,7 +111,16 @@ def _record_of(entry: Any) -> Record:
         raise ValueError('"starts" is not a list of offsets')
     if not isinstance(digits, str):
         raise ValueError('"crc32c" is not a text')
-    return make_record(nbytes, starts, digits)
+    offsets = np.array([*starts, nbytes], np.uint64)
+    is_increasing = bool((offsets[1:] > offsets[:-1]).all())
+    if bool(starts) != bool(nbytes) or starts[:1] not in ([], [0]) or not is_increasing:
+        raise ValueError("the parts do not cover the file")
+    lengths = offsets[1:] - offsets[:-1]
+    blocks = int(((lengths - np.uint64(1)) // np.uint64(BLOCK) + np.uint64(1)).sum())
+    if len(digits) != 8 * blocks or not _DIGITS.match(digits):
+        raise ValueError(f"it has {len(digits)} digits of checksums, not {8 * blocks}")
+    crcs = np.frombuffer(bytes.fromhex(digits), ">u4").astype(np.uint32)
+    return Record(nbytes, offsets[:-1].tobytes(), crcs.tobytes())
 
 
 def _records_of(document: Any) -> dict[str, Record]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .._common.arguments import check_callback, check_flags
 from .._common.callback import ProgressErrors
@@ -130,15 +130,6 @@ def _problem_in(source: IndexedSource, error: MLStateError, key: str | None = No
 # ---- repair ----
 
 
-class _Trial(NamedTuple):
-    """State of a root after its headers were repaired as far as possible."""
-
-    report: VerifyReport
-    generation: str
-    loads: bool  # every tensor has its saved bytes
-    is_mended: bool  # headers were rewritten
-
-
 def _mend_headers(files: CheckpointFiles, paths: set[str]) -> bool:
     """Rewrite the headers of the shard files `paths`; return whether any was rewritten.
 
@@ -163,25 +154,26 @@ def _mend_headers(files: CheckpointFiles, paths: set[str]) -> bool:
     return left != paths
 
 
-def _try_root(files: CheckpointFiles, name: str) -> _Trial:
+def _try_root(files: CheckpointFiles, name: str) -> tuple[VerifyReport, bool]:
     """Verify the manifest `name` for a repair; rewrite damaged headers of files.
 
-    Only headers of files with good tensors are rewritten; then all is verified again.
+    Only headers of files with good tensors are rewritten; then all is verified again, and
+    `repaired` of the report is its generation. Also return whether no tensor is damaged.
     """
-    is_mended = False
+    mended = None
     while True:
-        report = VerifyReport(files.path)
+        report = VerifyReport(files.path, repaired=mended)
         indexes: dict[str, _core.MergedIndex] = {}
         verify_root(files, name, report, None, indexes)
         if not indexes:
-            return _Trial(report, "", False, is_mended)
+            return report, False
         [(generation, merged)] = indexes.items()
         sizes = merged.files()
         headers = {p.path for p in report.problems if is_of_header(p, sizes)}
         others = {p.path for p in report.problems if not is_of_header(p, sizes)}
-        if is_mended or not _mend_headers(files, headers - others):
-            return _Trial(report, generation, not others, is_mended)
-        is_mended = True
+        if mended or not _mend_headers(files, headers - others):
+            return report, not others
+        mended = generation
 
 
 def _repair(files: CheckpointFiles, report: VerifyReport) -> None:
@@ -194,27 +186,26 @@ def _repair(files: CheckpointFiles, report: VerifyReport) -> None:
     claim = files.folder.claim()
     with claim.holder:
         claim.acquire()
-        current = _try_root(files, MANIFEST)
-        if current.loads:
-            if current.is_mended and current.report:
-                report.repaired = current.generation
-            elif current.report:  # a writer has replaced the verified checkpoint by a good one
-                report.problems, report.step = [], current.report.step
+        current, loads = _try_root(files, MANIFEST)
+        if loads:
+            if current and current.repaired:
+                report.repaired = current.repaired
+            elif current:  # a writer has replaced the verified checkpoint by a good one
+                report.problems, report.step = [], current.step
             return
         damaged: list[Root] = []
         for root in reversed(files.list_roots()):
-            trial = _try_root(files, root.path)
-            if trial.loads:
+            older, loads = _try_root(files, root.path)
+            if loads:
                 data = files.folder.read(root.path)
                 # before the manifest: while that is damaged, repair can be repeated
                 files.delete_roots(damaged)
                 claim.commit(data)
-                report.repaired = root.generation
-                report.step = trial.report.step
+                report.repaired, report.step = root.generation, older.step
                 text = "%s: repaired: step %s, generation %s, replaces a damaged checkpoint"
                 log("WARNING", text, files.path, report.step, root.generation)
                 return
-            if all(problem.kind != "unreadable" for problem in trial.report.problems):
+            if all(problem.kind != "unreadable" for problem in older.problems):
                 damaged.append(root)
 
 

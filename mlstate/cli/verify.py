@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.local_path import local_folder
 from .._common.text import bytes_text, count_text, printable, shorten
-from ..checkpoint._checkpoint.checkpoint import inspect
 from ..checkpoint._folder.names import MANIFEST
 from ..checkpoint._report import PROBLEM_HEADERS, VerifyReport
 from ..checkpoint._sources.indexed import IndexedSource
@@ -121,10 +120,10 @@ def _verify_all(files: CheckpointFiles) -> tuple[dict[str | None, VerifyReport],
 def _bytes_of(path: str, source: Source | None) -> int:
     """Return the number of bytes that a verification reads, for the progress; 0 if unknown."""
     with suppress(MLStateError, OSError):
-        if source is not None and source.format in ("huggingface", "safetensors"):
-            return inspect(source.fresh()).nbytes
         if isinstance(source, IndexedSource):
-            return sum(source.fresh().index.files().values())
+            index = source.fresh().index
+            is_own = source.format == "mlstate"
+            return sum(index.files().values()) if is_own else int(index.heads()[0][-2])
         place = Path(local_folder(path))
         files = [place, *place.rglob("*")]
         return sum(file.stat().st_size for file in files if file.is_file())

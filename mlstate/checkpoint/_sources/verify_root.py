@@ -70,21 +70,17 @@ def _verify_once(
     Problems, step and bytes are added to `report`, and the merged index to `indexes` by its
     generation. `progress`: as for `verify_root`. Raises the error of a store that does not answer.
     """
+    manifest = None
     try:
         manifest = files.read_manifest(name)
-    except MLStateError as error:
-        if files.folder.is_outage(error):
-            raise
-        report.problems.append(problem_of("manifest", name, error))
-        return None
-    report.step = manifest.step
-    try:
+        report.step = manifest.step
         merged = files.load_merged_index(manifest)
     except MLStateError as error:
         if files.folder.is_outage(error):
             raise
-        problems = index_problems(files, manifest)
-        report.problems += problems or [problem_of("index", name, error)]
+        problems = index_problems(files, manifest) if manifest else []
+        kind = "index" if manifest else "manifest"
+        report.problems += problems or [problem_of(kind, name, error)]
         return manifest
     indexes[manifest.generation] = merged
     count, rows = files.folder.verify(merged, progress)
@@ -123,24 +119,20 @@ def verify_root(
         fresh_report, read = VerifyReport(files.path), dict[str, Any]()
         manifest = _verify_once(files, name, fresh_report, progress, read)
         is_missing = any(problem.kind == "missing" for problem in fresh_report.problems)
-        if manifest is None or not is_missing:
-            break
-        if not _is_replaced(files, name, manifest.generation):
+        if not (manifest and is_missing and _is_replaced(files, name, manifest.generation)):
             break
     else:
-        text = f"it was replaced at each of {TRIES} attempts to verify it"
-        reason = OSError(errno.EBUSY, text)
+        reason = OSError(errno.EBUSY, f"it was replaced at each of {TRIES} attempts to verify it")
         raise store_error(reason, "cannot verify the checkpoint", files.path)
     indexes.update(read)
     report.step = fresh_report.step
     report.bytes += fresh_report.bytes
     report.problems += fresh_report.problems
     for problem in fresh_report.problems:
-        where = f"{files.path}/{name}"
-        log("WARNING", "%s: step %s: %s", where, fresh_report.step, problem.as_error(files.path))
+        text = problem.as_error(files.path)
+        log("WARNING", "%s/%s: step %s: %s", files.path, name, fresh_report.step, text)
     if manifest is not None:
-        merged = read.get(manifest.generation)
-        sizes = {} if merged is None else merged.files()
+        sizes = {path: size for merged in read.values() for path, size in merged.files().items()}
         _note_result(files, manifest, fresh_report.problems, sizes)
 
 
