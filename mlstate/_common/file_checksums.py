@@ -44,7 +44,7 @@ class Record(NamedTuple):
     crcs: bytes  # of the blocks of all parts, native 32-bit integers
 
     def blocks(self) -> Iterator[tuple[int, int, int, int]]:
-        """Yield each block of at most 1 MiB, in file order, as `find_changes` takes it."""
+        """Yield each block of at most 1 MiB, in file order, as `compare_blocks` takes it."""
         import numpy as np
 
         starts = [*np.frombuffer(self.starts, np.uint64).tolist(), self.nbytes]
@@ -67,12 +67,20 @@ class Checksums(NamedTuple):
 
 
 class Change(NamedTuple):
-    """A changed range of a file, in one part of it, whose offset is `part`."""
+    """A changed range of a file, in the part of it at the offset `part`.
+
+    A changed size is in no part (-1), and has a text.
+    """
 
     part: int
     offset: int
     length: int
-    text: str
+    text: str = ""
+
+    @property
+    def end(self) -> int:
+        """The offset of the end."""
+        return self.offset + self.length
 
 
 def is_checksums_name(name: str) -> bool:
@@ -254,50 +262,50 @@ def find_of_path(path: str) -> Checksums | None:
 # ---- comparing ----
 
 
-def changed_ranges(
+def compare_blocks(
     file: IO[bytes], blocks: Iterable[tuple[int, int, int, int]], progress: Progress = None
-) -> list[tuple[int, int, int]]:
-    """Return the changed ranges of an open file: offset of their part, own offset, length.
+) -> list[Change]:
+    """Return the changed ranges of an open file; changed blocks of a part that touch are one.
 
-    `blocks`: offset of the part, own offset, length (at most 1 MiB) and CRC32C of each; changed
-    blocks of a part that touch are one range. `progress` is called with the bytes of each block.
+    `blocks`: offset of the part, own offset, length (at most 1 MiB) and CRC32C of each. `progress`
+    is called with the bytes of each block. Raises OSError if a block cannot be read.
     """
     buffer = memoryview(bytearray(BLOCK))
-    changed: list[tuple[int, int, int]] = []
+    changes: list[Change] = []
     for part, offset, length, crc in blocks:
         file.seek(offset)
         block = buffer[:length]
         if file.readinto(block) != length or _core.crc32c(block) != crc:  # type: ignore[attr-defined]
             start = offset
-            if changed and changed[-1][0] == part and sum(changed[-1][1:]) == offset:
-                start = changed.pop()[1]
-            changed.append((part, start, offset + length - start))
+            if changes and changes[-1].part == part and changes[-1].end == offset:
+                start = changes.pop().offset
+            changes.append(Change(part, start, offset + length - start))
         if progress is not None:
             progress(length)
-    return changed
+    return changes
 
 
 def find_changes(file: IO[bytes], record: Record, progress: Progress = None) -> list[Change]:
     """Return the changes of an open file since it was recorded; a changed size is the only one.
 
-    Their texts precede "since ...". `progress`: called with the bytes of each block. Raises
-    OSError if a block cannot be read.
+    `progress`: called with the bytes of each block. Raises OSError if a block cannot be read.
     """
     size = file.seek(0, os.SEEK_END)
-    if size != record.nbytes:
-        start, end = sorted((size, record.nbytes))
-        text = f"the file has changed from {record.nbytes:,} to {size:,} bytes"
-        return [Change(-1, start, end - start, text)]
-    return [
-        Change(part, offset, length, f"bytes {offset} to {offset + length} have changed")
-        for part, offset, length in changed_ranges(file, record.blocks(), progress)
-    ]
+    if size == record.nbytes:
+        return compare_blocks(file, record.blocks(), progress)
+    start, end = sorted((size, record.nbytes))
+    change = "the file has changed since its checksums were written"
+    text = f"{change}: it has {size:,} bytes, and had {record.nbytes:,}"
+    return [Change(-1, start, end - start, text)]
 
 
 def require_recorded(file: IO[bytes], path: str, checksums: Checksums, name: str) -> None:
     """Raise ChecksumError if the open file `path` differs from its record, of the file `name`."""
     for change in find_changes(file, checksums.records[name]):
-        failure = ChecksumError(f"{path}: {change.text} since {checksums.path} was written")
+        text = (
+            f"bytes {change.offset} to {change.end} have changed since their checksums were written"
+        )
+        failure = ChecksumError(f"{path}: {change.text or text} ({checksums.path})")
         failure.path, failure.offset = path, change.offset
         raise failure
 

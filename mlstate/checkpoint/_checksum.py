@@ -17,7 +17,7 @@ from .._common.regular_file import open_regular
 from .._common.set_module import set_module
 from .._common.store_error import store_error
 from ..errors import FormatError, StoreNotFoundError
-from ._files.checksums_verify import list_files, local_place, tensors_of
+from ._files.checksums_verify import header_of, list_files, local_place
 from ._sources.open_source import open_source
 
 if TYPE_CHECKING:
@@ -38,13 +38,14 @@ def _read_entry(path: str, progress: Progress) -> dict[str, Any]:
     Raises StoreError (EBUSY) if the file changes meanwhile. `progress` is called with the bytes
     read since the last call.
     """
-    starts = [0, *sorted(tensors_of(path))]
+    tensors = header.tensors if (header := header_of(path)) else []
+    starts = [0, *sorted(tensor.offset for tensor in tensors if tensor.nbytes)]
     with open_regular(path) as file:
         before = _identity(file)
         _, _, nbytes, _ = before
         starts = starts if nbytes else []
         digits, buffer = [], memoryview(bytearray(min(BLOCK, nbytes)))
-        is_complete = all(start < nbytes for start in starts)  # False: shorter than at `tensors_of`
+        is_complete = all(start < nbytes for start in starts)  # False: shorter than at `header_of`
         for start, end in zip(starts, [*starts[1:], nbytes], strict=True):
             for offset in range(start, end, BLOCK):
                 block = buffer[: min(BLOCK, end - offset)]

@@ -18,7 +18,7 @@ from .._folder.names import TEMPORARY
 from .._folder.weight_names import SUFFIX, is_index
 from .._report import Problem, VerifyReport, file_problem, problem_of
 from .._store.weight_checksums import find_checksums
-from .safetensors_verify import read_header, tensors_at
+from .safetensors_verify import FileHeader, change_problems, read_header
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -65,12 +65,12 @@ def list_files(folder: str, *, refuses_links: bool) -> list[str]:
     return names
 
 
-def tensors_of(path: str) -> dict[int, str]:
-    """Return the tensors of a safetensors file by offset; {} for others and damaged headers."""
+def header_of(path: str) -> FileHeader | None:
+    """Return the header of a safetensors file; None for others and damaged headers."""
     with suppress(MLStateError):
         if path.endswith(SUFFIX):
-            return tensors_at(read_header(path))
-    return {}
+            return read_header(path)
+    return None
 
 
 # ---- checksums ----
@@ -97,22 +97,13 @@ def record_problems(folder: Folder, name: str, record: Record, progress: Progres
     try:
         with _open_file(folder, name) as (file, path):
             changes = find_changes(file, record, progress)
-            keys = tensors_of(path) if changes else {}
+            header = header_of(path) if changes else None
     except (MLStateError, OSError) as error:
         if folder.is_outage(error):
             raise
         return [problem_of("changed", name, error)._replace(length=record.nbytes)]
-    return [
-        file_problem(
-            "changed",
-            name,
-            f"{change.text} since the checksums were written",
-            name=keys.get(change.part),
-            offset=change.offset,
-            length=change.length,
-        )
-        for change in changes
-    ]
+    text = "the bytes have changed since their checksums were written"
+    return change_problems("changed", name, changes, header, text)
 
 
 def compare_files(

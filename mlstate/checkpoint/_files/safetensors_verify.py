@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.dtypes import FILE_DTYPES
-from ..._common.file_checksums import BLOCK, changed_ranges
+from ..._common.file_checksums import BLOCK, compare_blocks
 from ..._common.local_path import local_folder
 from ..._common.regular_file import open_regular
 from ..._common.store_error import format_error, store_error
 from ...errors import FormatError
-from .._report import VerifyReport, file_problem, problem_of
+from .._report import Problem, VerifyReport, problem_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ..._common.callback import Progress
+    from ..._common.file_checksums import Change
 
 # By the branch of the metadata that it is in: see csrc/core/safetensors/safetensors.h.
 CHECKSUMS = tuple(f"{branch}mlstate.blocks.crc32c" for branch in ("", "0.", "1."))
@@ -100,19 +101,27 @@ def read_header(path: str, *, verify: bool = True) -> FileHeader:
 
 
 def _blocks_of(header: FileHeader) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the blocks of the tensors, as `changed_ranges` takes them."""
+    """Yield the blocks of the tensors, as `compare_blocks` takes them."""
     digits = header.digits or ""
-    place = 0
+    crcs = (int(digits[place : place + _DIGITS], 16) for place in range(0, len(digits), _DIGITS))
     for tensor in header.tensors:
-        for offset in range(0, tensor.nbytes, BLOCK):
-            crc = int(digits[place : place + _DIGITS], 16)
-            yield tensor.offset, tensor.offset + offset, min(BLOCK, tensor.nbytes - offset), crc
-            place += _DIGITS
+        end = tensor.offset + tensor.nbytes
+        for offset in range(tensor.offset, end, BLOCK):
+            yield tensor.offset, offset, min(BLOCK, end - offset), next(crcs)
 
 
-def tensors_at(header: FileHeader) -> dict[int, str]:
-    """Return the tensors of a file that have bytes, by their offsets."""
-    return {tensor.offset: tensor.key for tensor in header.tensors if tensor.nbytes}
+def change_problems(
+    kind: str, path: str, changes: list[Change], header: FileHeader | None, text: str
+) -> list[Problem]:
+    """Return a problem for each change of a file, with the tensor in which it is.
+
+    `header`: of a safetensors file. `text`: for changed bytes.
+    """
+    keys = {each.offset: each.key for each in header.tensors if each.nbytes} if header else {}
+    return [
+        Problem(kind, path, keys.get(part), None, 0, offset, length, size or text)
+        for part, offset, length, size in changes
+    ]
 
 
 def verify_file(path: str | os.PathLike[str], progress: Progress = None) -> VerifyReport:
@@ -127,26 +136,15 @@ def verify_file(path: str | os.PathLike[str], progress: Progress = None) -> Veri
     name = os.path.basename(full_path)
     try:
         header = read_header(full_path)
+        report.checksums = header.has_checksums
+        if header.has_checksums:
+            with open_regular(full_path) as file:
+                changes = compare_blocks(file, _blocks_of(header), progress)
+            text = "the bytes have changed since they were written"
+            report.problems = change_problems("altered", name, changes, header, text)
+            report.bytes = sum(tensor.nbytes for tensor in header.tensors)
     except FormatError as error:
         report.problems.append(problem_of("header", name, error))
-        return report
-    report.checksums = header.has_checksums
-    if header.has_checksums:
-        keys = tensors_at(header)
-        try:
-            with open_regular(full_path) as file:
-                report.problems += [
-                    file_problem(
-                        "altered",
-                        name,
-                        "the bytes are not those that were written",
-                        name=keys[part],
-                        offset=offset,
-                        length=length,
-                    )
-                    for part, offset, length in changed_ranges(file, _blocks_of(header), progress)
-                ]
-        except OSError as error:
-            raise store_error(error, "cannot read the file", full_path) from None
-        report.bytes = sum(tensor.nbytes for tensor in header.tensors)
+    except OSError as error:
+        raise store_error(error, "cannot read the file", full_path) from None
     return report

@@ -54,13 +54,14 @@ def _damage_of(path: str, progress: Progress) -> tuple[str, str | None]:
     try:
         archive = _open_zip(path)
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        return f"the list of its entries is damaged: {error}", None
+        text = f"the list of its entries is damaged: {error}"
+        return text, None
     with archive:  # errors of `progress` are the caller's
         for entry in archive.infolist():
             for nbytes in _read_sizes(archive, entry):
                 if nbytes is None:
-                    name = entry.filename
-                    return f"the entry {name!r} does not match its CRC-32", name
+                    text = f"the entry {entry.filename!r} does not match its CRC-32"
+                    return text, entry.filename
                 if progress is not None:
                     progress(nbytes)
     return "", None
