@@ -228,7 +228,7 @@ class VerifyReport:
     def _repr_html_(self) -> str:
         from ._pages.html import report_html
 
-        return report_html(self)
+        return report_html(self, PROBLEM_HEADERS)
 
 
 def note_refusal(report: VerifyReport, error: MLStateError, name: str) -> None:

@@ -322,29 +322,33 @@ def _verify_path(
     if repair:
         _refuse_repair(source)
     report = VerifyReport(source.path)
-    place = None if is_url(source.path) else local_place(path)
-    is_indexed = isinstance(source, IndexedSource)
-    if is_indexed:
+    if isinstance(source, IndexedSource):
         source.uncached()
+    elif listed is not None:
+        raise ValueError(f"{source.path} is verified as a whole: leave out names")
     if listed is not None:
-        if not is_indexed:
-            raise ValueError(f"{source.path} is verified as a whole: leave out names")
         _verify_names(source, listed, report, progress)
-    # an index compares the files of its own folder; the path may be the cache of a whole model
-    elif (
-        place is None
-        or (is_indexed and source.files.path == place.path)
-        or not compare_recorded(place, report, progress)
-    ):
-        source.verify(report, progress)
-    elif not report.problems:
-        try:
-            source.require_loadable()
-        except (CompatibilityError, FormatError) as error:
-            report.refusal = str(error)
+    else:
+        _verify_source(source, path, report, progress)
     if repair and report.problems:
         _repair(source.files, report)
     return report
+
+
+def _verify_source(source: Source, path: Any, report: VerifyReport, progress: Progress) -> None:
+    """Verify a source by recorded checksums, or by its own; `path`: that the caller passed."""
+    if not is_url(source.path):
+        place = local_place(path)
+        # weights compare the files in their folder; the cache of a model has others
+        is_own = isinstance(source, IndexedSource) and source.files.path == place.path
+        if not is_own and compare_recorded(place, report, progress):
+            try:
+                if not report.problems:
+                    source.require_loadable()
+            except (CompatibilityError, FormatError, StoreNotFoundError) as error:
+                report.refusal = str(error)
+            return
+    source.verify(report, progress)
 
 
 def _refuse_repair(source: Source) -> None:

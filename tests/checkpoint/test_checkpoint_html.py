@@ -11,7 +11,7 @@ from html_page import Page
 import mlstate
 from mlstate import StoreError
 from mlstate.checkpoint import LoadedState, Problem, VerifyReport, save_async
-from mlstate.checkpoint._pages.html import manager_html, report_html
+from mlstate.checkpoint._pages.html import manager_html
 from mlstate.checkpoint._pages.table import OTHER, WEIGHTS, columns_of, groups_of, layer_of
 
 MOST_BYTES = 30_000
@@ -128,7 +128,7 @@ def test_long_reports_fit_a_page(name):
     ]
     report.leftover = ["<" * 240] * 9_000
     report.strange = ["\n" * 240] * 9_000
-    tables = Tables(report_html(report))
+    tables = Tables(report._repr_html_())
     row_count = tables.texts.count("altered")
     assert row_count
     assert f"… {9_000 - row_count:,} more" in tables.texts

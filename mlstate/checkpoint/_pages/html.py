@@ -6,7 +6,6 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from ..._common.text import bytes_text, count_text, first_by_number, shorten, table_html
-from .._report import PROBLEM_HEADERS
 from .table import columns_of, groups_of
 
 if TYPE_CHECKING:
@@ -190,8 +189,11 @@ def _files(label: str, names: Sequence[str]) -> str:
     )
 
 
-def report_html(report: VerifyReport) -> str:
-    """Return the page of a verification: whether the checkpoint is good, its problems by file."""
+def report_html(report: VerifyReport, headers: Sequence[str]) -> str:
+    """Return the page of a verification: whether the checkpoint is good, its problems by file.
+
+    `headers`: of the columns of problems.
+    """
     mark = "<b class=good>✓</b>" if report else "<b class=bad>✗</b>"
     title, *lines = (escape(shorten(line, 600)) for line in report._lines())
     head = f"<p>{mark} {'</p><p>'.join([title, *lines])}</p>"
@@ -202,7 +204,7 @@ def report_html(report: VerifyReport) -> str:
         hidden = len(problems) - rows
         cells = [[_name(cell, 240) for cell in row] for row in problems[:rows]]
         body = "".join(f"<tr><td>{'<td>'.join(row)}" for row in cells)
-        table = f"<table><tr><th>{'<th>'.join(PROBLEM_HEADERS)}{body}</table>" if body else ""
+        table = f"<table><tr><th>{'<th>'.join(headers)}{body}</table>" if body else ""
         more = f"<p>… {hidden:,} more</p>" if hidden > 0 else ""
         files = _files("left over", report.leftover) + _files(
             "that mlstate did not write", report.strange
