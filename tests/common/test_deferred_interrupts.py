@@ -60,7 +60,7 @@ def test_each_of_several_signals_is_handled():
     assert sorted(handled) == sorted(SIGNALS)
 
 
-def test_the_handler_stays_that_of_the_user():
+def test_getsignal_returns_the_handler_of_the_user():
     with handler(signal.SIGALRM, refuse):
         with deferred_interrupts():
             assert signal.getsignal(signal.SIGALRM) is refuse
@@ -96,7 +96,7 @@ def test_a_signal_before_a_section_is_handled_before_it():
     assert not entered
 
 
-def test_a_section_that_is_lost_ends():
+def test_a_lost_section_ends():
     with handler(signal.SIGUSR1, refuse), pytest.raises(Handled):
         deferred_interrupts().__enter__()
         assert not deferred_interrupts.is_active()

@@ -1,4 +1,4 @@
-"""A section of deferred interrupts gives control to nobody: it has no `yield` and no `await`."""
+"""A section of deferred interrupts runs to its end: it contains neither `yield` nor `await`."""
 
 import ast
 from pathlib import Path
@@ -18,7 +18,7 @@ def is_section(node):
 
 
 def pauses_in(node):
-    """Return the lines of the pauses in a statement, without those of functions in it."""
+    """Return the lines of the pauses in a statement, except in functions that it defines."""
     lines = [node.lineno] if isinstance(node, PAUSES) else []
     for child in ast.iter_child_nodes(node):
         lines += [] if isinstance(child, DEFINITIONS) else pauses_in(child)

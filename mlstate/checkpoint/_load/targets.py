@@ -740,8 +740,11 @@ def prepare(loader: Loader, prepared: Prepared) -> None:
         if target is not None:
             selected = chosen[section.number]
             _prepare_tensors(loader, section, selected, target, prepared.model, names, prepared)
-    modules = modules_of(prepared.model, prepared.states) if prepared.states else []
-    trees = read_trees(loader, [name for name in prepared.states if name not in loader.named])
+    modules: list[object] = []
+    trees = {}
+    if prepared.states:
+        modules = modules_of(prepared.model, prepared.states)
+        trees = read_trees(loader, [name for name in prepared.states if name not in loader.named])
     for name, target in prepared.states.items():
         if name in trees:
             [stored] = trees.pop(name)
