@@ -19,6 +19,7 @@ are asked for.
 
 from __future__ import annotations
 
+import json
 import re
 from argparse import Namespace
 from collections.abc import Mapping
@@ -30,7 +31,7 @@ import numpy as np
 from ..._common.arrays import is_torch
 from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.store_error import format_error
-from ...errors import CompatibilityError
+from ...errors import CompatibilityError, FormatError
 from ...state._kind import restore
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
@@ -39,10 +40,11 @@ from .._files.parts import MODEL, OPTIMIZER, STATES, Parts, Unreadable
 from .._states.modules import entries_name, metadata_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from ...errors import FormatError, MLStateError
+    from ...errors import MLStateError
+    from .._files.parts import Selection
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
@@ -142,25 +144,6 @@ def _parameter_count(optimizer: Any) -> int:
     return max(listed, len(optimizer.get("state") or ()))
 
 
-def _model_key(tree: Mapping[Any, Any]) -> Any:
-    """Return the key of the model of a tree, None without one."""
-    keys = [key for key in _MODEL_KEYS if isinstance(tree.get(key), Mapping)]
-    if isinstance(tree.get(_DEEPSPEED_MODEL), Mapping) and not tree.keys().isdisjoint(_DEEPSPEED):
-        keys.append(_DEEPSPEED_MODEL)
-    return next(iter(keys), None)
-
-
-def _optimizer_key(tree: Mapping[Any, Any]) -> Any:
-    """Return the key of the optimizer of a tree; None without one, or with several by number."""
-    numbered = [key for key in tree if isinstance(key, str) and _NUMBERED.match(key)]
-    keys = [*_OPTIMIZER_KEYS, *(numbered if len(numbered) == 1 else [])]
-    keys = [key for key in keys if is_optimizer(tree.get(key))]
-    listed = tree.get(LISTED)
-    if isinstance(listed, list) and len(listed) == 1 and is_optimizer(listed[0]):
-        keys.append(LISTED)
-    return next(iter(keys), None)
-
-
 def _keys_at_top(tree: Mapping[Any, Any]) -> frozenset[Any]:
     """Return the keys of a tree that are entries of the model of its optimizers.
 
@@ -175,6 +158,11 @@ def _keys_at_top(tree: Mapping[Any, Any]) -> frozenset[Any]:
     return frozenset(tensors | {key for key in tree if _is_extra(key)})
 
 
+def _item_of(value: Any) -> Any:
+    """Return the item of a list of one, and any other value itself."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
 def find_parts(tree: Mapping[Any, Any], *, is_divided: bool = False) -> PartKeys:
     """Return the keys of a tree's model and optimizer; only those that programs commonly use.
 
@@ -183,7 +171,11 @@ def find_parts(tree: Mapping[Any, Any], *, is_divided: bool = False) -> PartKeys
     if is_recorded(tree):
         model, optimizer = (key if key in tree else None for key in (MODEL, OPTIMIZER))
         return PartKeys(model, optimizer)
-    model, optimizer = _model_key(tree), _optimizer_key(tree)
+    names = _MODEL_KEYS if tree.keys().isdisjoint(_DEEPSPEED) else (*_MODEL_KEYS, _DEEPSPEED_MODEL)
+    model = next((name for name in names if isinstance(tree.get(name), Mapping)), None)
+    numbered = [key for key in tree if isinstance(key, str) and _NUMBERED.match(key)]
+    names = (*_OPTIMIZER_KEYS, *(numbered if len(numbered) == 1 else ()), LISTED)
+    optimizer = next((name for name in names if is_optimizer(_item_of(tree.get(name)))), None)
     has_model = model is not None or is_divided
     return PartKeys(model, optimizer, frozenset() if has_model else _keys_at_top(tree))
 
@@ -267,24 +259,19 @@ def find_unreadable(value: Any) -> str:
     return next((reason for each in _items(value) if (reason := find_unreadable(each))), "")
 
 
-def json_value(value: Any) -> Any:
-    """Return a value as JSON can store it, or NotImplemented.
+def _number_or_text(value: Any) -> Any:
+    """Return a number, bool, str or None, also for a tensor without axes, or NotImplemented."""
+    if is_torch(value) and not isinstance(value, Unreadable):
+        is_number = value.dim() == 0 and not value.is_complex() and not value.is_meta
+        return value.item() if is_number else NotImplemented
+    return value if value is None or isinstance(value, bool | int | float | str) else NotImplemented
 
-    Tensors without axes become numbers, keys str.
-    """
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, Unreadable):
-        return NotImplemented
-    if is_torch(value) and value.dim() == 0 and not value.is_complex() and not value.is_meta:
-        return value.item()
-    if isinstance(value, list | tuple):
-        items = [json_value(item) for item in value]
-        return NotImplemented if any(item is NotImplemented for item in items) else items
-    if isinstance(value, Mapping) and all(isinstance(key, str | int) for key in value):
-        pairs = {str(key): json_value(item) for key, item in value.items()}
-        return NotImplemented if any(v is NotImplemented for v in pairs.values()) else pairs
-    return NotImplemented
+
+def _item(value: Any) -> Any:
+    """Return the number that a tensor without axes is, for JSON; raise TypeError for others."""
+    if (number := _number_or_text(value)) is NotImplemented:
+        raise TypeError
+    return number
 
 
 def _state_value(value: Any) -> Any:
@@ -347,7 +334,7 @@ class _Sorter:
                 extra[name] = _state_value(value)
             else:
                 others[name] = value
-        self.numbers = {n: v for n, v in others.items() if json_value(v) is not NotImplemented}
+        self.numbers = {n: v for n, v in others.items() if _number_or_text(v) is not NotImplemented}
         if extra:
             metadata = metadata_of(getattr(tree, "_metadata", None))
             self.states[entries_name(None)] = {"entries": extra, "metadata": metadata}
@@ -370,12 +357,8 @@ class _Sorter:
         except CompatibilityError as error:
             self.unreadable[part][name] = error
             return None
-        described = restore({}, text, str(self.path))
-        if isinstance(described, OptimizerStateDict):
-            optimizer.optimizer_type, optimizer.step = described.optimizer_type, described.step
-            optimizer.learning_rate = described.learning_rate
-            optimizer.param_groups = described.param_groups
-        return optimizer
+        described = restore(dict(optimizer), text, str(self.path))
+        return described if isinstance(described, OptimizerStateDict) else optimizer
 
     def add_rest(self, rest: Mapping[Any, Any]) -> None:
         """Add the entries that are neither model nor optimizer: metadata, and named states.
@@ -383,11 +366,10 @@ class _Sorter:
         Optimizers become `OptimizerStateDict`; a list of several gets names with numbers.
         """
         for key, value in rest.items():
-            name = str(key)
-            json_form = json_value(value)
-            is_nested = isinstance(value, list | tuple | Mapping | np.generic)
-            if json_form is not NotImplemented and not is_nested and name not in self.metadata:
-                self.metadata[name] = json_form
+            name, scalar = str(key), _number_or_text(value)
+            is_plain = scalar is not NotImplemented and not isinstance(value, np.generic)
+            if is_plain and name not in self.metadata:
+                self.metadata[name] = scalar
                 continue
             numbered = {name: value}
             if key == LISTED and value and all(map(is_optimizer, value)):
@@ -464,7 +446,10 @@ def _sort_parts(sorter: _Sorter, tree: Mapping[Any, Any], keys: PartKeys) -> Par
     if not isinstance(texts, Mapping) or not all(isinstance(v, str) for v in texts.values()):
         raise malformed(sorter.path, f"entry {RECORD!r} does not describe the file")
     if texts and "metadata" in rest:
-        sorter.metadata = _metadata_from(rest.pop("metadata"), sorter.path)
+        try:
+            sorter.metadata = dict(json.loads(json.dumps(rest.pop("metadata"), default=_item)))
+        except (TypeError, ValueError):
+            raise malformed(sorter.path, "entry 'metadata' does not hold plain values") from None
     model = optimizer = None
     if MODEL in names.values():
         top = {key: value for key, value in tree.items() if key in keys.at_top}
@@ -476,16 +461,63 @@ def _sort_parts(sorter: _Sorter, tree: Mapping[Any, Any], keys: PartKeys) -> Par
                 raise sorter.twice(key)
             rest[key] = value
     if keys.optimizer is not None:
-        value = tree[keys.optimizer]
-        value = value[0] if isinstance(value, list) else value
+        value = _item_of(tree[keys.optimizer])
         optimizer = sorter.optimizer_of(value, texts.get(OPTIMIZER), OPTIMIZER, "")
     sorter.add_rest(rest)
     return sorter.parts(model, optimizer)
 
 
-def _metadata_from(values: Any, path: Path) -> dict[str, Any]:
-    """Return the metadata that mlstate stored; raise FormatError if they are not plain."""
-    metadata = json_value(values) if isinstance(values, Mapping) else NotImplemented
-    if metadata is NotImplemented:
-        raise malformed(path, "entry 'metadata' does not hold plain values")
-    return dict(metadata)
+# ---- distributed checkpoints ----
+
+
+def _outline(paths: list[tuple[tuple[Any, ...], int | None]]) -> Any:
+    """Return a nested tree whose leaves have the given paths; a leaf is an empty array or None.
+
+    A path is a tuple of keys and list indices, with the number of axes of a tensor, or None; a
+    level with indices only becomes a list.
+    """
+    if len(paths) == 1 and not paths[0][0]:
+        axes = paths[0][1]
+        return None if axes is None else np.empty((0,) * min(axes, 1))
+    inner: dict[Any, list[tuple[tuple[Any, ...], int | None]]] = {}
+    for path, axes in paths:
+        if path:
+            inner.setdefault(path[0], []).append((path[1:], axes))
+    if all(type(key) is int for key in inner):
+        return [_outline(below) for below in inner.values()]
+    return {key: _outline(below) for key, below in inner.items()}
+
+
+def choose_keys(
+    paths: Mapping[str, tuple[Any, ...]], axes: Mapping[str, int], selection: Selection
+) -> tuple[set[str], Callable[[Mapping[Any, Any]], Mapping[Any, Any]]]:
+    """Return the keys of a distributed checkpoint to read, and a function for the tree of them.
+
+    The function returns the tree with empty parts instead of those that were not read. `paths`: of
+    each key in the tree, as tuples of keys and list indices. `axes`: numbers of axes of the
+    tensors. `selection`: names of the entries that the caller wants. Without a model or optimizer
+    in the tree, all keys are read, and always the entry `RECORD`. Raises FormatError for too many
+    levels.
+    """
+    if any(len(path) > DEEPEST for path in paths.values()):
+        raise FormatError(f".metadata has a value more than {DEEPEST} levels deep")
+    tree = _outline([(path, axes.get(key)) for key, path in paths.items()])
+    if not isinstance(tree, Mapping) or is_optimizer(tree):
+        return set(paths), dict
+    wrapper = wrapper_of(tree)
+    inner = unwrap(tree, wrapper)
+    keys = find_parts(inner)
+    if keys == PartKeys():
+        return set(paths), dict
+    names = {**keys.part_names(), RECORD: RECORD}
+    chosen = set()
+    for key, path in paths.items():
+        entry = path[1] if wrapper is not None and path[0] == wrapper else path[0]
+        if entry == RECORD or selection.takes(names.get(entry, str(entry))):
+            chosen.add(key)
+    empty: dict[Any, Any] = {} if keys.model is None else {keys.model: {}}
+    if keys.optimizer is not None:
+        no_optimizer: Any = {"state": {}, "param_groups": []}
+        is_listed = isinstance(inner[keys.optimizer], list)
+        empty[keys.optimizer] = [no_optimizer] if is_listed else no_optimizer
+    return chosen, lambda read: {**empty, **unwrap(read, wrapper)}

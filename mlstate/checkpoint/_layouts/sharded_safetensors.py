@@ -93,17 +93,12 @@ def _joined(path: Path, name: str, parts: list[tuple[list[int], Any]]) -> NDArra
         raise malformed(path, f"the parts of {name!r} have different dtypes or numbers of axes")
     ends = [[s + n for s, n in zip(start, array.shape, strict=True)] for start, array in parts]
     shape = tuple(map(max, zip(*ends, strict=True)))
-    if math.prod(shape) != sum(array.size for _, array in parts):
-        raise _cover_error(path, name, shape)
-    joined, covered = np.empty(shape, first.dtype), np.zeros(shape, bool)
-    for (start, array), end in zip(parts, ends, strict=True):
-        box = tuple(map(slice, start, end))
-        joined[box], covered[box] = array, True
-    if not covered.all():
-        raise _cover_error(path, name, shape)
-    return joined
-
-
-def _cover_error(path: Path, name: str, shape: tuple[int, ...]) -> Exception:
+    if math.prod(shape) == sum(array.size for _, array in parts):
+        joined, covered = np.empty(shape, first.dtype), np.zeros(shape, bool)
+        for (start, array), end in zip(parts, ends, strict=True):
+            box = tuple(map(slice, start, end))
+            joined[box], covered[box] = array, True
+        if covered.all():
+            return joined
     text = f"the parts of {name!r} overlap, or do not cover its shape {shape}"
-    return malformed(path, f"{text}: the folder needs the files of all ranks of one save", name)
+    raise malformed(path, f"{text}: the folder needs the files of all ranks of one save", name)

@@ -20,6 +20,7 @@ from .._files.backend import PtBackend
 from .._files.parts import STATES, Parts
 from .._folder.weight_names import SUFFIX, TORCH_SUFFIX, weights_root
 from .entries import malformed, refusal, sort_entries
+from .folders import files_of_ranks, has_rank_files
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -33,7 +34,7 @@ _FILE = re.compile(
     r"custom_checkpoint_\d+|(?:pytorch_)?(model_[1-9]\d*))\.(?:bin|pt|pkl|pth|safetensors)\Z",
     re.ASCII,
 )
-_OF_RANK = re.compile(r"(random_states|rng_state)_(\d+)\.(?:pkl|pth)\Z", re.ASCII)
+_OF_RANK = re.compile(r"(random_states|rng_state)_(\d{1,9})\.(?:pkl|pth)\Z", re.ASCII)
 # Names that may hold a part of the state; others are documents, such as the config.
 _STATE = re.compile(
     r".*\.(?:bin|pt|pth|pkl|safetensors)\Z|"
@@ -42,21 +43,24 @@ _STATE = re.compile(
 )
 
 
-def step_entries(names: Collection[str]) -> dict[str, list[str]]:
-    """Return the files of each training entry, by its name; {} in other folders.
+def step_entries(names: Collection[str]) -> dict[str, dict[int, str]]:
+    """Return the files of each training entry, by rank; {} in other folders.
 
-    `names`: of all files. An entry has several files if each rank wrote one.
+    `names`: of all files. An entry of one file has the rank -1; a second such file has -2.
     """
-    entries: dict[str, list[str]] = {}
-    by_rank: dict[str, dict[int, str]] = {}
+    entries: dict[str, dict[int, str]] = {}
     for name in sorted(names):
         if match := _OF_RANK.match(name):
-            by_rank.setdefault(match[1], {})[int(match[2])] = name
+            entries.setdefault(match[1], {})[int(match[2])] = name
         elif match := _FILE.match(name):
-            entries.setdefault(match[2] or match[1], []).append(name)
-    for entry, files in by_rank.items():
-        entries.setdefault(entry, []).extend(files[rank] for rank in sorted(files))
+            files = entries.setdefault(match[2] or match[1], {})
+            files[-1 - len(files)] = name
     return entries
+
+
+def has_entries(names: Collection[str]) -> bool:
+    """Return whether a folder of weights with these names has training entries, or rank files."""
+    return METADATA in names or bool(step_entries(names)) or has_rank_files(names)
 
 
 def read_step_entries(
@@ -66,12 +70,11 @@ def read_step_entries(
 
     Also return the names of files that mlstate does not read. `names`: of all files of the folder.
     Only the entries of `selection` are read. `checked`: compare files with checksums. Raises
-    CompatibilityError if a rank's file is missing, FormatError for damage.
+    StoreNotFoundError if a rank's file is missing, FormatError for damage.
     """
-    entries = step_entries(names)
-    if not entries and METADATA not in names:
+    if not has_entries(names):
         return Parts(None, None, {}, {}), []
-    path = Path(folder.path)
+    entries, path = step_entries(names), Path(folder.path)
     tree = {
         entry: _read_entry(path, entry, files, checked)
         for entry, files in entries.items()
@@ -81,7 +84,7 @@ def read_step_entries(
     if METADATA in names and checked:
         require_unchanged(str(path / METADATA))
     parts = parts._replace(metadata={**read_metadata(folder), **parts.metadata})
-    used = {name for files in entries.values() for name in files}
+    used = {name for files in entries.values() for name in files.values()}
     unread = [
         name
         for name in sorted(set(names) - used)
@@ -90,19 +93,16 @@ def read_step_entries(
     # objects of other classes: the folder can be read without them, as without training_args.bin
     left = parts.unreadable.get(STATES, {})
     errors = {part: each for part, each in parts.unreadable.items() if part != STATES}
-    unread += [name for entry in sorted(left) for name in entries.get(entry, [entry])]
+    unread += [name for entry in sorted(left) for name in entries.get(entry, {0: entry}).values()]
     return parts._replace(model=None, unreadable=errors), unread
 
 
-def _read_entry(path: Path, entry: str, files: list[str], checked: bool) -> Any:
+def _read_entry(path: Path, entry: str, files: dict[int, str], checked: bool) -> Any:
     """Return the value of an entry; of several ranks, a list with one item for each."""
-    ranks = [int(match[2]) for match in map(_OF_RANK.match, files) if match]
-    for rank, found in enumerate(ranks):
-        if rank != found:
-            raise refusal(path, f"lacks the file of rank {rank} of {entry!r}, which has {files}")
-    if len(files) > max(1, len(ranks)):
-        raise refusal(path, f"has {entry!r} twice: {', '.join(files)}")
-    values = [_read_value(path / name, checked) for name in files]
+    if min(files) < 0 < len(files) - 1:
+        raise refusal(path, f"has {entry!r} twice: {', '.join(files.values())}")
+    paths = files_of_ranks(path, files, 1 + max(files)) or [path / name for name in files.values()]
+    values = [_read_value(each, checked) for each in paths]
     return values if len(values) > 1 else values[0]
 
 

@@ -20,10 +20,11 @@ from .._folder.names import SECTIONS
 from .._folder.weight_names import TORCH_SUFFIX, is_index, weights_root
 from .._layouts.folders import find_layout
 from .._layouts.lightning import is_lightning
+from .._layouts.training_step import has_entries
 from .._store.checkpoint_files import CheckpointFiles
 from .indexed import IndexedSource
 from .readers import has_optimizer, read_whole
-from .training_step import StepSource, has_entries
+from .training_step import StepSource
 from .weights import HuggingFaceSource, weights_source
 from .whole import WholeSource
 

@@ -102,7 +102,8 @@ def known_source(path: str, format: str, root: str, manifest: Manifest) -> Sourc
         folder = LocalFolder(os.path.dirname(folder.path), root)
     cls = _INDEXED[format]
     if format == "huggingface" and folder.is_local:
-        from .training_step import StepSource, has_entries
+        from .._layouts.training_step import has_entries
+        from .training_step import StepSource
 
         with suppress(StoreError):  # the folder may be gone
             cls = StepSource if has_entries(folder.names("")) else cls
@@ -157,7 +158,7 @@ def _warn_of_entries(path: str, names: list[str]) -> None:
     """Warn of the training entries of a step in a store, of which only the weights are read."""
     from .._layouts.training_step import step_entries
 
-    files = sorted(file for each in step_entries(names).values() for file in each)
+    files = sorted(file for each in step_entries(names).values() for file in each.values())
     if files:
         find_caller().warn(
             f"{path}: files that are not read from a store: {listed(files)}; load a local copy"

@@ -62,12 +62,8 @@ def has_optimizer(path: str) -> bool:
     return PARTS in texts or '"kind": "optimizer"' in texts.get(KEY, "")
 
 
-def _read_torch(path: Path, selection: Selection) -> Parts:
+def _read_torch(path: Path, _selection: Selection) -> Parts:
     return torch_backend("files of torch", PtBackend).read_pt(path)
-
-
-def _read_dcp(path: Path, selection: Selection) -> Parts:
-    return torch_backend("files of torch", DcpBackend).read_dcp(path, selection)
 
 
 def _read_torch_weights(path: Path, selection: Selection) -> Parts:
@@ -111,7 +107,7 @@ _READERS: dict[str, Callable[[Path, Selection], Parts]] = {
     "npz": lambda path, selection: read_npz_parts(path),
     "torch": _read_torch,
     "lightning": _read_torch,
-    "dcp": _read_dcp,
+    "dcp": lambda path, chosen: torch_backend("files of torch", DcpBackend).read_dcp(path, chosen),
     "huggingface": _read_torch_weights,
     **{layout.name: partial(_read_layout, layout) for layout in LAYOUTS},
 }

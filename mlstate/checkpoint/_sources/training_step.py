@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import MLStateError
 from .._files.parts import Parts, Selection
-from .._layouts.training_step import METADATA, read_metadata, step_entries
+from .._layouts.training_step import read_metadata, step_entries
 from .._report import note_refusal
 from .readers import read_training_entries
 from .verify_zip import verify_files
@@ -18,18 +18,13 @@ from .weights import HuggingFaceSource
 from .whole import WholeSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Mapping
 
     from .._options import LoadOptions
     from .._report import VerifyReport
     from .._store.checkpoint_files import CheckpointFiles
     from .._store.manifest import Manifest
     from .protocol import Index
-
-
-def has_entries(names: Collection[str]) -> bool:
-    """Return whether a folder with these names has training entries."""
-    return METADATA in names or bool(step_entries(names))
 
 
 class StepIndex:
@@ -82,12 +77,17 @@ class StepSource(HuggingFaceSource):
     def _read_others(self, checked: bool, selection: Selection | None) -> Parts:
         return read_training_entries(self.path, selection or Selection(), checked=checked)
 
+    def select(self, selection: Selection) -> None:
+        """Read only these training entries; call it before anything is read."""
+        self._others.select(selection)
+
     def check(self, options: LoadOptions) -> None:
         """Raise ValueError for options that the training entries do not support."""
         super().check(options)
         into = options["into"]
         take = getattr(into, "get", lambda name: getattr(into, name, None))
-        self._needs_others = into is None or any(map(take, ("optimizer", "states")))
+        targets = [take("optimizer"), take("states")]
+        self._needs_others = into is None or any(each is not None for each in targets)
         if self._needs_others:  # these are read into memory, and compared before, in any case
             is_verified = bool(options["verify"])
             self._others.check(options | {"mmap": False, "verify": is_verified})
@@ -149,7 +149,7 @@ class StepSource(HuggingFaceSource):
         files = {
             name: os.path.join(folder.path, name)
             for names in step_entries(folder.names("")).values()
-            for name in names
+            for name in names.values()
         }
         has_checksums = report.checksums
         verify_files(files, report, progress)

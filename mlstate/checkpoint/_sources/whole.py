@@ -27,7 +27,7 @@ from .._files.safetensors_verify import verify_file
 from .._folder.local import LocalFolder
 from .._folder.names import SECTIONS
 from .._folder.weight_names import TORCH_SUFFIX, is_index
-from .._layouts.deepspeed import step_folder
+from .._layouts.folders import step_folder
 from .._quantized.pairs import refuse_quantized_state
 from .._report import note_refusal
 from .._sections import OPTIMIZER, STATES
@@ -396,14 +396,9 @@ class WholeSource:
         """Return parts of tensors by key, in memory that no writer changes; see `Source`."""
         tensors = self.index.sections[section]
         parts = self.index.parts(section, keys, cuts)
-        parts = {
-            key: _array_of(key, part, self.path) if is_torch(part) else part
-            for key, part in parts.items()
-        }
-        parts = {
-            key: part if part is tensors[key] and not self.is_mapped else part.copy()
-            for key, part in parts.items()
-        }
+        for key, part in parts.items():
+            array = _array_of(key, part, self.path) if is_torch(part) else part
+            parts[key] = array if array is tensors[key] and not self.is_mapped else array.copy()
         if progress is not None:
             progress(sum(int(part.nbytes) for part in parts.values()))
         return parts

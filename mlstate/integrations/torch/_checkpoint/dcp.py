@@ -17,8 +17,13 @@ from typing import TYPE_CHECKING, Any
 from .... import _core
 from ...._common.atomic_file import new_path
 from ...._common.regular_file import open_regular
-from ....checkpoint._layouts.chosen_keys import Choice, choose_keys
-from ....checkpoint._layouts.entries import RECORD, is_recorded, malformed, sort_entries
+from ....checkpoint._layouts.entries import (
+    RECORD,
+    choose_keys,
+    is_recorded,
+    malformed,
+    sort_entries,
+)
 from ....errors import CompatibilityError, FormatError
 from .pt_file import first_line, load_value, read_tree, tree_of
 
@@ -52,11 +57,12 @@ def read_dcp(path: Path, selection: Selection) -> Parts:
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     tree: dict[str, Any] = {}
-    choices: list[Choice] = []
+    complete: Callable[[Mapping[Any, Any]], Mapping[Any, Any]] = dict
 
     def choose(paths: dict[str, tuple[Any, ...]], axes: dict[str, int]) -> set[str]:
-        choices.append(choose_keys(paths, axes, selection))
-        return choices[-1].keys
+        nonlocal complete
+        keys, complete = choose_keys(paths, axes, selection)
+        return keys
 
     reader = _Reader(path, choose)
     try:
@@ -82,7 +88,7 @@ def read_dcp(path: Path, selection: Selection) -> Parts:
             raise cause from None
         raise malformed(path, f"torch cannot read it: {first_line(cause)}") from None
     _restore_empty(tree, path)
-    entries = choices[-1].complete(tree)
+    entries = complete(tree)
     rest = path / _LIGHTNING_REST
     if os.path.lexists(rest):
         others = read_tree(rest)
