@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -15,7 +15,7 @@ from ..state._diff import diff as diff_states
 from ..state._optimizer_state import OptimizerStateDict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from typing import TypeAlias
 
     from ._loaded_state import LoadedState
@@ -57,8 +57,10 @@ def list_entries(keys: tuple[Any, ...], value: Any) -> Iterator[_Entry]:
     items: Iterable[tuple[Any, Any]] = ()
     if hasattr(value, "keys"):
         items = [(key, value[key]) for key in value]
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, list | tuple | deque):
         items = enumerate(value)
+    elif isinstance(value, set | frozenset):
+        items = enumerate(sorted(value, key=repr))
     if hasattr(value, "dtype"):
         yield _Entry(keys, value)
     elif isinstance(value, int | float) and np.asarray(value).dtype != object:
@@ -75,13 +77,29 @@ def _name_of(keys: tuple[Any, ...]) -> str:
     return ".".join(map(str, keys[1:] if keys[0] == "model" else keys))
 
 
+def name_entries(
+    entries: Sequence[_Entry], name_of: Callable[[tuple[Any, ...]], str]
+) -> dict[str, Any]:
+    """Return the arrays of entries by name, which `name_of` makes of the keys.
+
+    Entries whose names would be equal, such as of the keys ``"a.b"`` and of ``"b"`` in ``"a"``,
+    have all keys in brackets.
+    """
+    counts = Counter(name_of(each.keys) + each.end for each in entries)
+    arrays = {}
+    for keys, array, end in entries:
+        name = name_of(keys) + end
+        if counts[name] > 1:
+            name = str(keys[0]) + "".join(f"[{key!r}]" for key in keys[1:]) + end
+        arrays[name] = array
+    return arrays
+
+
 def _entries(loaded: LoadedState, *, only_model: bool) -> dict[str, Any]:
     """Return the tensors and values of a loaded checkpoint by name.
 
-    Names outside the model get the prefix "optimizer" or "states". Entries whose names would be
-    equal, such as of the keys ``"a.b"`` and of ``"b"`` in ``"a"``, have all keys in brackets.
-    `only_model`: only the model, or the optimizer of a checkpoint without a model, without a
-    prefix.
+    Names outside the model get the prefix "optimizer" or "states". `only_model`: only the model, or
+    the optimizer of a checkpoint without a model, without a prefix.
     """
     states = {"model": loaded.model, "optimizer": loaded.optimizer, "states": loaded.states}
     if only_model:
@@ -89,14 +107,7 @@ def _entries(loaded: LoadedState, *, only_model: bool) -> dict[str, Any]:
     entries = [
         each for label, state in states.items() if state for each in list_entries((label,), state)
     ]
-    counts = Counter(_name_of(each.keys) + each.end for each in entries)
-    arrays = {}
-    for keys, array, end in entries:
-        name = _name_of(keys) + end
-        if counts[name] > 1:
-            name = keys[0] + "".join(f"[{key!r}]" for key in keys[1:]) + end
-        arrays[name] = array
-    return arrays
+    return name_entries(entries, _name_of)
 
 
 class Settings(NamedTuple):

@@ -4,27 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import warnings
-from math import prod
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .._common.atomic_file import Target
-from .._common.converted import float_name, is_converted
-from .._common.dtypes import NAMES, name_of, numpy_dtype
+from .._common.converted import float_name
 from .._common.text import bytes_text, count_text, printable
-from ..checkpoint._convert.formats import FLAT, check_format, format_of, place_of
+from ..checkpoint._convert.convert import Conversion, convert
+from ..checkpoint._convert.formats import FLAT
 from ..checkpoint._convert.formats import NAMES as FORMATS
-from ..checkpoint._convert.lightning import convert_lightning, is_saved
-from ..checkpoint._convert.read_write import begin_write, read_parts, write_any
-from ..checkpoint._files.parts import Parts, Selection
-from ..checkpoint._huggingface.export import export, take_export
-from ..checkpoint._huggingface.export_loaded import export_loaded
-from ..checkpoint._load.load import load, open_loader
-from ..checkpoint._quantized.config import read_quantization
-from ..checkpoint._sources.indexed import IndexedSource
-from ..checkpoint._states.modules import split_entries
-from ..errors import CheckpointWarning
+from ..checkpoint._files.parts import Selection
+from ..checkpoint._store.open_path import open_folder
 from ._common import (
     FORCE_HELP,
     Commands,
@@ -37,14 +27,7 @@ from ._common import (
 from ._progress import progress_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from ..checkpoint._convert.formats import Place
-    from ..checkpoint._load.loader import Loader
-    from ..checkpoint._loaded_state import LoadedState
     from ..checkpoint._options import LoadOptions
-    from ..checkpoint._sources.protocol import Source
-    from ..state import StateDict
 
 __all__ = ["add"]
 
@@ -102,96 +85,6 @@ def add(commands: Commands) -> None:
     )
 
 
-def _export_options(arguments: argparse.Namespace, target_format: str) -> dict[str, Any]:
-    """Return the options of an export to Hugging Face by name, without those that are not given.
-
-    Raises ValueError if one is given and `target_format` is not "huggingface".
-    """
-    names = ("files_from", "max_shard_bytes")
-    values = {name: getattr(arguments, name) for name in names}
-    values = {name: value for name, value in values.items() if value is not None}
-    if values and target_format != "huggingface":
-        option = next(iter(values)).replace("_", "-")
-        text = f"--{option} requires --to huggingface: the target's format is {target_format}"
-        raise ValueError(text)
-    return values
-
-
-def _export_model(
-    arguments: argparse.Namespace, source: Source, options: dict[str, Any], start: Target
-) -> dict[str, int]:
-    """Export the model of the source to a Hugging Face folder.
-
-    Return the number of its tensors, and their bytes. `options`: of the export; some are removed.
-    `start`: the target as it was before, which the export replaces. Local checkpoints whose tensors
-    are not quantized are verified, then mapped; others are read one tensor at a time if possible.
-    Raises ValueError without a model.
-    """
-    if source.format == "huggingface":
-        options.setdefault("files_from", _folder_of(source))
-    changes, chosen = _changes(arguments), _selection(arguments)
-    parts: Parts | LoadedState
-    if not isinstance(source, IndexedSource) or chosen is not None:
-        parts = read_parts(source, chosen, changes)
-    elif source.files.folder.is_local and not (
-        changes["cast"] and read_quantization(source.files.folder)
-    ):
-        mapped: LoadOptions = {"mmap": True, "verify": "first", "cast": False}
-        parts = load(source, **(changes | mapped))
-    else:
-        loader = open_loader(source, changes)
-        if loader.manifest.model is None:
-            raise ValueError(f"{arguments.source} holds no model to export")
-        with progress_of("convert", lambda: _model_bytes(loader)) as progress:
-            size = export_loaded(
-                arguments.target, loader, start=start, progress=progress, **options
-            )
-        _warn_of_rest(loader.manifest.optimizer, loader.manifest.states)
-        return size
-    if parts.model is None:
-        raise ValueError(f"{arguments.source} holds no model to export")
-    files_from = options.pop("files_from", None)
-    dtype = _dtype(arguments)
-    request = take_export(arguments.target, parts.model, dtype=dtype, **options)
-    model_size = _part_data(parts.model, dtype)
-    assert model_size is not None
-    with progress_of("convert", lambda: model_size["bytes"]) as progress:
-        export(request, files_from, start, progress)
-    _warn_of_rest(parts.optimizer, parts.states)
-    return model_size
-
-
-def _folder_of(source: Source) -> Any:
-    """Return the folder of a Hugging Face model, whose config and tokenizer files are copied."""
-    if isinstance(source, IndexedSource):
-        return source.files.path
-    place = Path(source.path)
-    return place if place.is_dir() else place.parent
-
-
-def _model_bytes(loader: Loader) -> int:
-    """Return the bytes of the chosen tensors of a model as they are exported, for the progress."""
-    section, names = loader.sections[0], loader.chosen()[1][0]
-    loader.need([(section, names, loader.request.cutting)])
-    tensors = loader.dtypes_and_shapes(section, names).values()
-    # the export refuses other dtypes, with the tensor's name
-    return sum(prod(shape) * numpy_dtype(name).itemsize for name, shape in tensors if name in NAMES)
-
-
-def _warn_of_rest(
-    optimizer: Mapping[str, object] | None, states: Mapping[str, object] | None
-) -> None:
-    """Warn that the optimizer and the named states of a source are not exported."""
-    names = [*(["optimizer"] if optimizer else []), *sorted(states or ())]
-    if names:
-        warnings.warn(
-            f"not converted: {', '.join(names)}; a Hugging Face folder holds a model only, and "
-            "--only model leaves them out without this warning",
-            CheckpointWarning,
-            stacklevel=2,
-        )
-
-
 def _selection(arguments: argparse.Namespace) -> Selection | None:
     """Return the entries to convert; None for all."""
     only, skip = (
@@ -214,114 +107,45 @@ def _changes(arguments: argparse.Namespace) -> LoadOptions:
         rules = rules or {}
         if rules.setdefault(old, new) != new:
             raise ValueError(f"--rename {old}= is given twice, with {rules[old]!r} and {new!r}")
-    return {"cast": _dtype(arguments) or False, "names": arguments.names, "rename": rules}
-
-
-def _dtype(arguments: argparse.Namespace) -> str | None:
-    """Return the name of the dtype for the model's floats, or None; TypeError for others."""
-    return float_name(arguments.dtype, "--dtype") if arguments.dtype else None
-
-
-def _part_data(state: StateDict | None, dtype: str | None = None) -> dict[str, int] | None:
-    """Return the number of tensors of a state and their bytes, for the summary; None for None.
-
-    `dtype`: name of the dtype that floats are converted to, or None.
-    """
-    if state is None:
-        return None
-    sizes = (
-        prod(value.shape) * numpy_dtype(dtype).itemsize
-        if dtype and is_converted(name_of(value.dtype), dtype)
-        else value.nbytes
-        for value in state.values()
-    )
-    return {"tensors": len(state), "bytes": sum(sizes)}
-
-
-def _is_same(source: Place, target: Place) -> bool:
-    """Return whether two paths are the same file or folder, or two URLs the same checkpoint."""
-    if isinstance(source, Path) and isinstance(target, Path):
-        return target.exists() and source.samefile(target)
-    return source == target
-
-
-def _absolute_path(place: Place) -> str:
-    """Return the absolute path of a target, or its URL, for the JSON output."""
-    return str(place.absolute()) if isinstance(place, Path) else str(place)
-
-
-def _is_lightning(source: Source, target_format: str) -> bool:
-    """Return whether the conversion is of a whole checkpoint of Lightning, from or to a folder."""
-    formats = source.format, target_format
-    return formats == ("lightning", "mlstate") or (
-        formats == ("mlstate", "lightning") and is_saved(source)
-    )
+    dtype = float_name(arguments.dtype, "--dtype") if arguments.dtype else False
+    return {"cast": dtype, "names": arguments.names, "rename": rules}
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
-    """Read the source, write the target, print a summary, and return 0.
-
-    Raises ValueError if formats, options or paths do not fit, before anything is written.
-    """
-    place, target = place_of(arguments.source, reads=True), place_of(arguments.target)
+    """Read the source, write the target, print a summary, and return 0."""
     step = number_of_step(arguments.source, arguments.step, arguments)
-    if _is_same(place, target):
-        raise ValueError("the target must be another path than the source")
-    target_format = arguments.target_format or format_of(target)
-    check_format(target, target_format)
-    source = find(arguments.source, step, arguments.source_format)
-    chosen, changes = _selection(arguments), _changes(arguments)
-    is_whole = _is_lightning(source, target_format) and chosen is None and not any(changes.values())
-    # any suffix: Lightning also names folders .ckpt
-    start = begin_write(target, target_format, arguments.force, any_suffix=is_whole)
-    options = _export_options(arguments, target_format)
-    sizes: dict[str, Any] = {"model": None, "optimizer": None}  # as of `_part_data`
-    model: StateDict | None
-    optimizer: StateDict | None
-    model, optimizer, states = None, None, dict[str, Any]()
-    if is_whole:
-        sizes["model"] = convert_lightning(source, start)
-    elif target_format == "huggingface":
-        assert isinstance(start, Target)
-        sizes["model"] = _export_model(arguments, source, options, start)
-    else:
-        parts = read_parts(source, chosen, changes)
-        step = source.manifest.step
-        if changes["names"] is not None:  # they may choose tensors of one part only
-            parts = parts.without_empty()
-        model, optimizer, metadata, named, *_ = parts
-        states, _ = split_entries(named)
-        optimizer = write_any(
-            target,
-            model,
-            optimizer,
-            metadata,
-            named,
-            format=target_format,
-            target=start,
-            step=step,
-        ).optimizer
-        sizes = {"model": _part_data(model), "optimizer": _part_data(optimizer)}
+    options = {name: getattr(arguments, name) for name in ("files_from", "max_shard_bytes")}
+    request = Conversion(
+        arguments.target_format,
+        arguments.force,
+        _selection(arguments),
+        _changes(arguments),
+        {name: value for name, value in options.items() if value is not None},
+    )
+    open_path = partial(find, step=step, format=arguments.source_format)
+    progress = partial(progress_of, "convert")
+    written = convert(arguments.source, arguments.target, request, progress, open_path)
+    sizes = {"model": written.model, "optimizer": written.optimizer}
     if arguments.json:
         data = {
-            "source": source.path,
-            "source_format": source.format,
-            "target": _absolute_path(target),
-            "target_format": target_format,
+            "source": written.source.path,
+            "source_format": written.source.format,
+            "target": open_folder(arguments.target).path,
+            "target_format": written.format,
             **sizes,
-            "states": sorted(states),
+            "states": written.states,
         }
         print(json.dumps(data, indent=2))
         return 0
-    written = [
+    texts = [
         f"{name} of {count_text(size['tensors'], 'tensor')}, {bytes_text(size['bytes'])}"
         for name, size in sizes.items()
         if size is not None
     ]
-    written += [f"states {', '.join(map(printable, sorted(states)))}"] if states else []
-    print(f"{printable(arguments.target)} ({target_format}): {'; '.join(written)}")
-    if target_format in FLAT and model is not None and optimizer is not None:
+    texts += [f"states {', '.join(map(printable, written.states))}"] if written.states else []
+    print(f"{printable(arguments.target)} ({written.format}): {'; '.join(texts)}")
+    if written.format in FLAT and None not in sizes.values():
         print("names begin with model. and optimizer.; --only model writes the model's own names")
-    if target_format == "huggingface" and not (Path(arguments.target) / "config.json").exists():
+    if written.format == "huggingface" and not (Path(arguments.target) / "config.json").exists():
         print("no config.json was written: --files-from FOLDER copies it, and the tokenizer")
     return 0

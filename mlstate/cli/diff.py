@@ -6,19 +6,21 @@ import argparse
 import json
 import math
 import warnings
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arrays import copy_of
 from .._common.text import printable
 from ..checkpoint._checkpoint.checkpoint import TensorRecord
-from ..checkpoint._convert.lightning import read_whole_lightning
-from ..checkpoint._convert.read_write import read_parts
-from ..checkpoint._diff import Settings, diff_settings, list_entries
+from ..checkpoint._convert.lightning import as_folder
+from ..checkpoint._diff import Settings, diff_settings, list_entries, name_entries
 from ..checkpoint._folder.names import SECTIONS
+from ..checkpoint._load.arguments import check_request
+from ..checkpoint._load.loader import Loader
+from ..checkpoint._options import LOAD_DEFAULTS
+from ..checkpoint._sections import STATES
 from ..checkpoint._sources.indexed import IndexedSource
-from ..checkpoint._states.collect import take_states
-from ..checkpoint._states.tree import encode
+from ..checkpoint._sources.whole import WholeSource
+from ..checkpoint._states.restore import load_trees
 from ..checkpoint._store.checkpoint_files import TRIES
 from ..errors import CheckpointWarning
 from ..state import diff
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
     from .._types import NDArray
-    from ..checkpoint._files.parts import Parts
+    from ..checkpoint._sources.protocol import Source
 
 __all__ = ["add"]
 
@@ -80,63 +82,6 @@ class _TensorSize(NamedTuple):
     memory: int
 
 
-def _settings_of(kind: Mapping[str, Any] | None) -> Settings | None:
-    """Return the settings of a state that a manifest describes; None unless of an optimizer."""
-    if kind is None or kind["kind"] != "optimizer":
-        return None
-    return Settings(kind.get("param_groups") or (), kind.get("learning_rate", 0.0))
-
-
-class _Side:
-    """The names, sizes and settings of one path; a subclass reads the tensors."""
-
-    step: int | None = None
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        # by name: of the model, the optimizer, and the states
-        self.sizes: list[dict[str, _TensorSize]] = [{}, {}, {}]
-        # of the optimizers in each section, by prefix of their names
-        self.settings: list[dict[str, Settings | None]] = [{}, {}, {}]
-
-    def is_replaced(self) -> bool:
-        """Return whether a writer has replaced the content since it was opened."""
-        return False
-
-    def size(self, section: int, key: str) -> _TensorSize:
-        """Return the size of a tensor; zeros if it does not exist."""
-        return self.sizes[section].get(key, _TensorSize(0, 0))
-
-
-class _CheckpointSide(_Side):
-    """A checkpoint with mapped tensors; sharded, sparse or compressed ones take memory."""
-
-    def __init__(self, source: IndexedSource) -> None:
-        """Read the index of a checkpoint to compare; no tensor is read."""
-        super().__init__(source.path)
-        self._source = source
-        index = source.attempt(lambda: source.index)
-        manifest = source.manifest
-        self.step, self._generation = manifest.step, manifest.generation
-        self._mmap = source.files.folder.is_local
-        for record in map(TensorRecord._make, index.tensors()):
-            in_memory = record.shards > 1 or record.sparse_shards or record.codec or not self._mmap
-            size = _TensorSize(record.nbytes, record.nbytes if in_memory else 0)
-            self.sizes[SECTIONS.index(record.section)][record.key] = size
-        named = {f"{name}/": _settings_of(kind) for name, kind in (manifest.states or {}).items()}
-        self.settings = [{}, {"": _settings_of(manifest.optimizer)}, named]
-
-    def is_replaced(self) -> bool:
-        """Return whether a writer has replaced the checkpoint since it was opened."""
-        return self._source.reopen(self._generation)
-
-    def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
-        """Return the existing tensors among `keys`, by name: mapped if possible."""
-        have = [key for key in keys if key in self.sizes[section]]
-        # elements that differ because of damage are reported as different
-        return self._source.read(section, have, _WHOLE, verify=not self._mmap, mmap=self._mmap)
-
-
 def _is_comparable(array: Any) -> bool:
     """Return whether arrays like this can be compared; no sparse or quantized ones can."""
     try:
@@ -148,119 +93,102 @@ def _is_comparable(array: Any) -> bool:
         return False
 
 
-def _storable_states(states: Mapping[str, Any], refused: list[str]) -> dict[str, Any]:
-    """Return named states without the values that no checkpoint can store.
+class _Side:
+    """The names, sizes and settings of one path, whose tensors are read when they are compared.
 
-    The paths of these values are added to `refused`. None replaces those in lists.
+    They are mapped if possible: sharded, sparse or compressed ones take memory. Nested values of
+    named states are in memory.
     """
-    storable = {}
-    for name, value in states.items():
-        storable[name] = value
-        try:
-            take_states({name: value}, model=None, ranks=1)
-        except Exception:  # of any library
-            storable[name] = _storable_value(value, f"states[{name!r}]", refused)
-    return storable
 
+    def __init__(self, source: Source) -> None:
+        """Read what lists the tensors. Warns of nested values that cannot be compared."""
+        self.path = source.path
+        self._source = source
+        self._mmap = isinstance(source, IndexedSource) and source.files.folder.is_local
+        if isinstance(source, WholeSource):
+            source.parts.refuse_unreadable()
+        elif not getattr(source, "has_index", True):
+            source.begin(None, None)
+        source.attempt(self._list_tensors)
+        self.step, self._generation = source.manifest.step, source.manifest.generation
 
-def _storable_value(value: Any, path: str, refused: list[str]) -> Any:
-    """Return a value without what cannot be stored in it, or None; as `_storable_states`."""
-    try:
-        encode(value, path)
-    except Exception:  # of any library
-        if isinstance(value, dict):
-            items = {}
-            for key, inner in value.items():
-                if key is None or type(key) in (str, int, bool):
-                    items[key] = _storable_value(inner, f"{path}[{key!r}]", refused)
-                else:
-                    refused.append(f"{path}[{key!r}]")
-            return items
-        if isinstance(value, list | tuple):
-            return [
-                _storable_value(inner, f"{path}[{i}]", refused) for i, inner in enumerate(value)
-            ]
-        refused.append(path)
-        return None
-    return value
-
-
-class _FileSide(_Side):
-    """The parts of a format without an index, in memory."""
-
-    def __init__(self, path: str, parts: Parts) -> None:
-        """Keep the `parts` that were read from `path`."""
-        super().__init__(path)
-        self._states = parts.states
-        named = {f"{name}/": Settings.of(state) for name, state in parts.states.items()}
-        states = parts.model, parts.optimizer
-        self.settings = [*({"": Settings.of(state)} for state in states), named]
-        self._parts: list[dict[str, Any]] = [*(dict(state or {}) for state in states), {}]
-
-    def name_states(self, *, as_stored: bool) -> None:
-        """Name the arrays of the named states, and warn of values that cannot be compared.
-
-        `as_stored`: take the arrays that a checkpoint stores, to compare with one. Otherwise values
-        of other kinds are parts of names.
-        """
-        refused: list[str] = []
-        if as_stored:
-            states = _storable_states(self._states, refused)
-            named = take_states(states, model=None, ranks=1)
-            named.add_trees(group=None, digests=())
-            shards = (named.arrays or {}).items()
-            arrays = {key: getattr(shard, "array", shard) for key, shard in shards}
-        else:
-            entries = list_entries((), self._states) if self._states else ()
-            # suffix: the text of a value that is neither an array nor a number
-            arrays = {"/".join(map(str, keys)) + suffix: array for keys, array, suffix in entries}
-        self._parts[2] = {key: each for key, each in arrays.items() if _is_comparable(each)}
-        # these take no more memory: they were read already
-        self.sizes = [
-            {key: _TensorSize(array.nbytes, 0) for key, array in part.items()}
-            for part in self._parts
-        ]
-        refused += [key for key in arrays if key not in self._parts[2]]
+    def _list_tensors(self) -> None:
+        """List the tensors, the nested values, and the values of optimizers."""
+        source, manifest = self._source, self._source.manifest
+        # by name: of the model, the optimizer, and the states
+        self.sizes: list[dict[str, _TensorSize]] = [{}, {}, {}]
+        self._values: dict[str, Any] = {}  # arrays and numbers in nested values
+        kinds = manifest.states or {}
+        labels = {name: f"states[{name!r}]" for name in kinds}
+        values = {n: source.saved[label] for n, label in labels.items() if label in source.saved}
+        nested = {name for name, kind in kinds.items() if kind["kind"] == "tree" or name in values}
+        for record in map(TensorRecord._make, source.index.tensors()):
+            section = SECTIONS.index(record.section)
+            if section < STATES or record.key.partition("/")[0] not in nested:
+                in_memory = record.shards > 1 or record.sparse_shards or record.codec
+                memory = record.nbytes if in_memory or not self._mmap else 0
+                self.sizes[section][record.key] = _TensorSize(record.nbytes, memory)
+        if isinstance(source, IndexedSource) and (stored := nested - values.keys()):
+            opened = IndexedSource(source.files, source.root, manifest)
+            loader = Loader(check_request({**LOAD_DEFAULTS}), opened, takes_deltas=True)
+            values |= load_trees(loader, stored)
+        refused = []
+        entries = [*list_entries((), values)] if values else []
+        for key, array in name_entries(entries, lambda keys: "/".join(map(str, keys))).items():
+            if _is_comparable(array):
+                self._values[key] = array
+                self.sizes[STATES][key] = _TensorSize(array.nbytes, 0)
+            else:
+                refused.append(key)
         if refused:
-            warnings.warn(
-                f"{self.path}: these values cannot be compared: {', '.join(refused)}",
-                CheckpointWarning,
-                stacklevel=2,
-            )
+            text = f"{self.path}: these values cannot be compared: {', '.join(refused)}"
+            warnings.warn(text, CheckpointWarning, stacklevel=2)
+        named = {f"{name}/": self._settings(labels[name], kinds[name]) for name in kinds}
+        # of the optimizers in each section, by prefix of their names
+        pairs = (("model", manifest.model), ("optimizer", manifest.optimizer))
+        self.settings = [*({"": self._settings(label, kind)} for label, kind in pairs), named]
+
+    def _settings(self, label: str, kind: Mapping[str, Any] | None) -> Settings | None:
+        """Return the settings of a state, in memory or as the manifest describes it."""
+        if label in self._source.saved:
+            return Settings.of(self._source.saved[label])
+        if kind is None or kind["kind"] != "optimizer":
+            return None
+        return Settings(kind.get("param_groups") or (), kind.get("learning_rate", 0.0))
+
+    def is_replaced(self) -> bool:
+        """Return whether a writer has replaced the content since it was opened."""
+        return isinstance(self._source, IndexedSource) and self._source.reopen(self._generation)
+
+    def size(self, section: int, key: str) -> _TensorSize:
+        """Return the size of a tensor; zeros if it does not exist."""
+        return self.sizes[section].get(key, _TensorSize(0, 0))
 
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
-        """Return the existing tensors among `keys`."""
-        part = self._parts[section]
-        return {key: part[key] for key in keys if key in part}
+        """Return the existing tensors among `keys`, by name: mapped if possible."""
+        values = self._values if section == STATES else {}
+        stored = [key for key in keys if key in self.sizes[section] and key not in values]
+        # elements that differ because of damage are reported as different
+        read = self._source.read(section, stored, _WHOLE, verify=not self._mmap, mmap=self._mmap)
+        return {**read, **{key: values[key] for key in keys if key in values}}
 
 
-def _side(path: str, step: int | None) -> _CheckpointSide | _FileSide:
+def _side(path: str, step: int | None) -> _Side:
     """Return the object that reads the tensors of one path.
 
     `step`: of a manager's folder; None: the newest. Raises MLStateError or ValueError for other
     paths.
     """
     source = find(path, step)
-    if isinstance(source, IndexedSource) and source.has_index:
-        return _CheckpointSide(source)
-    if source.format == "lightning":
-        return _FileSide(source.path, read_whole_lightning(Path(source.path)).refuse_unreadable())
-    return _FileSide(source.path, read_parts(source))
-
-
-def _sides(first: tuple[str, int | None], second: tuple[str, int | None]) -> list[Any]:
-    """Return the objects that read the tensors of two paths; each has a step, or None."""
-    sides: list[Any] = [_side(*first), _side(*second)]
-    files = [side for side in sides if isinstance(side, _FileSide)]
-    for side in files:
-        side.name_states(as_stored=len(files) == 1)
-    return sides
+    return _Side(as_folder(source, exact=False) if source.format == "lightning" else source)
 
 
 # ---- comparing ----
 
 
-def _batches(section: int, sides: list[Any], names: list[str] | None = None) -> Iterator[list[str]]:
+def _batches(
+    section: int, sides: list[_Side], names: list[str] | None = None
+) -> Iterator[list[str]]:
     """Yield the names of both sides in a section, in batches whose tensors fit the memory.
 
     The tensors of a batch take at most `_BATCH_BYTES` of memory; a larger one is alone. `section`:
@@ -284,7 +212,7 @@ def _batches(section: int, sides: list[Any], names: list[str] | None = None) -> 
 
 def _compare_section(
     section: int,
-    sides: list[Any],
+    sides: list[_Side],
     progress: Callable[[int], object] | None,
     arguments: argparse.Namespace,
 ) -> StateDiff:
@@ -312,36 +240,26 @@ def _compare_section(
 # ---- output ----
 
 
-def _json_number(value: float) -> float | None:
-    """Return a number as a JSON value; None for infinity and NaN."""
-    return value if math.isfinite(value) else None
-
-
 def _diff_data(difference: StateDiff) -> dict[str, Any]:
     """Return the differences of one section as JSON values.
 
     An infinite or NaN number becomes None, which JSON can express.
     """
 
-    def pairs(differing: list[Any]) -> list[dict[str, Any]]:
-        return [{"name": name, "first": a, "second": b} for name, a, b in differing]
+    def finite(value: Any) -> Any:
+        return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    changes = [
-        {**c._asdict(), "max_abs": _json_number(c.max_abs), "max_rel": _json_number(c.max_rel)}
-        for c in difference.changes
+    data = {"identical": difference.identical, **difference._asdict()}
+    for kind in ("shapes", "dtypes"):
+        data[kind] = [{"name": name, "first": a, "second": b} for name, a, b in data[kind]]
+    data["changes"] = [
+        {name: finite(value) for name, value in change._asdict().items()}
+        for change in difference.changes
     ]
-    return {
-        "identical": difference.identical,
-        "missing": difference.missing,
-        "unexpected": difference.unexpected,
-        "shapes": pairs(difference.shapes),
-        "dtypes": pairs(difference.dtypes),
-        "changes": changes,
-        "unchanged": difference.unchanged,
-    }
+    return data
 
 
-def _compare_all(sides: list[Any], arguments: argparse.Namespace) -> list[StateDiff]:
+def _compare_all(sides: list[_Side], arguments: argparse.Namespace) -> list[StateDiff]:
     """Return the differences of models, optimizers and named states, in this order.
 
     `sides`: the two. Shows the progress on the terminal.
@@ -354,7 +272,7 @@ def _compare_all(sides: list[Any], arguments: argparse.Namespace) -> list[StateD
         return [_compare_section(section, sides, progress, arguments) for section in _NUMBERS]
 
 
-def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDiff]]:
+def _diff_paths(arguments: argparse.Namespace) -> tuple[list[_Side], list[StateDiff]]:
     """Open and compare both paths; return the sides and their differences by section.
 
     Starts again, a few times, if a writer replaces one of them meanwhile.
@@ -365,15 +283,14 @@ def _diff_paths(arguments: argparse.Namespace) -> tuple[list[Any], list[StateDif
         (path, number_of_step(path, step, arguments))
         for path, step in zip(paths, steps, strict=True)
     )
-    for _ in range(TRIES - 1):
-        sides = _sides(first, second)
+    for tries_left in reversed(range(TRIES)):
+        sides = [_side(*first), _side(*second)]
         try:
             return sides, _compare_all(sides, arguments)
         except FileNotFoundError:
-            if not any(side.is_replaced() for side in sides):
+            if not tries_left or not any(side.is_replaced() for side in sides):
                 raise
-    sides = _sides(first, second)
-    return sides, _compare_all(sides, arguments)
+    raise AssertionError
 
 
 def run_diff(arguments: argparse.Namespace) -> int:

@@ -828,8 +828,6 @@ def test_the_progress_of_an_export_counts_the_model_of_all_ranks(place, monkeypa
         return contextlib.nullcontext()
 
     monkeypatch.setattr(convert, "progress_of", progress_of)
-    # read tensor by tensor, as quantized ones, which are not mapped
-    monkeypatch.setattr(convert, "read_quantization", lambda folder: True)
     command = ("convert", "cut", "hf", "--to", "huggingface", "--dtype", "float32")
     assert run(*command)[0] == 0
     assert totals == [model["layer.w"].nbytes]

@@ -14,10 +14,10 @@ from pathlib import Path
 import child
 import numpy as np
 import pytest
+from any_format import read_any
 from command_table import COMMANDS, call_of
 
 import mlstate
-from mlstate.checkpoint._convert.read_write import read_any
 
 ROOT = Path(mlstate.__file__).parents[1]
 COMMAND = [sys.executable, "-m", "mlstate"]

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from any_format import read_any, write_any
 
 import mlstate
 from mlstate import _core
 from mlstate._common import atomic_file
 from mlstate._common.atomic_file import Target, new_path, replacing
 from mlstate.checkpoint import export_huggingface, reshard
-from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.checkpoint._huggingface import export as export_module
 from mlstate.cli import main
 

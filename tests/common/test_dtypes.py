@@ -10,6 +10,7 @@ import child
 import ml_dtypes
 import numpy as np
 import pytest
+from any_format import read_any, write_any
 from rank_threads import run_local
 
 import mlstate
@@ -25,7 +26,6 @@ from mlstate._common.dtypes import (
     text_of,
 )
 from mlstate.checkpoint import CheckpointManager, Layout, Shard, save_async
-from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.cli import main
 from mlstate.collectives import SingleGroup
 from mlstate.collectives._memory import reduce_parts

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from any_format import read_any, write_any
 
 import mlstate
 from mlstate import checkpoint
 from mlstate._common.local_path import local_folder, local_path
 from mlstate.checkpoint import CheckpointManager, TieredState
-from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.cli import main
 
 URL = "s3://bucket/run"

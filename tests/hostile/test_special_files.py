@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from any_format import read_any, write_any
 from weight_folder import write_folder
 
 import mlstate
@@ -19,7 +20,6 @@ from mlstate.checkpoint import (
     load_metadata,
     verify,
 )
-from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.cli import main
 from mlstate.coreai import verify as verify_asset
 from mlstate.coreml import state_specs

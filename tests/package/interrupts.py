@@ -29,6 +29,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 import numpy as np
+from any_format import read_any, write_any
 from toy_caches import HYBRID, TOKENS, check_every_match, prefilled, store_at
 
 import mlstate
@@ -43,7 +44,6 @@ from mlstate.checkpoint import (
     reshard,
     save_async,
 )
-from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.checkpoint._files.safetensors_verify import verify_file
 from mlstate.collectives import LocalGroup, SingleGroup
 from mlstate.errors import CollectiveError

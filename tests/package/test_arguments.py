@@ -6,12 +6,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from any_format import write_any
 from command_table import CHECKPOINT_COMMANDS, call_of
 
 import mlstate
 from mlstate import checkpoint, fsdp, state
 from mlstate.checkpoint import CheckpointManager, TieredState
-from mlstate.checkpoint._convert.read_write import write_any
 from mlstate.cli import main
 from mlstate.collectives import LocalGroup, SingleGroup
 from mlstate.distributed import DistributedStateCollector

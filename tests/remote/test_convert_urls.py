@@ -5,12 +5,12 @@ import json
 
 import numpy as np
 import pytest
+from any_format import read_any, write_any
 from checkpoint_model import same
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, export_huggingface
 from mlstate.checkpoint._convert.formats import format_of
-from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.cli import main
 from mlstate.errors import StoreError, StoreNotFoundError
 
@@ -65,6 +65,13 @@ def test_a_step_at_a_url_is_converted(url, environment, tmp_path):
         manager.save(step, {"w": np.full(3, step)})
     assert main(["convert", url, str(tmp_path / "one.npz"), "--step", "1"]) == 0
     assert read_any(tmp_path / "one.npz")[0]["w"].tolist() == [1, 1, 1]
+
+
+def test_the_folder_of_a_file_is_another_target_than_the_file(url, environment, capsys):
+    mlstate.save(url, {"w": np.ones(2)})
+    assert main(["convert", f"{url}/x.safetensors", url]) == 2
+    error = capsys.readouterr().err
+    assert "exists already" in error and "another path" not in error
 
 
 def test_invalid_urls_are_refused_before_any_request(url, store, environment, capsys):

@@ -5,6 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
+from any_format import read_any, write_any
 from checkpoint_model import same
 from s3_fault_proxy import key_of
 from weight_folder import write_folder, write_header
@@ -13,7 +14,6 @@ import mlstate
 from mlstate import checkpoint
 from mlstate._common.dtypes import PACKED, name_of, stored_dtype
 from mlstate.checkpoint import CheckpointManager, export_huggingface
-from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.cli import main
 from mlstate.errors import (
     CheckpointWarning,

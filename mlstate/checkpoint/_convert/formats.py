@@ -23,26 +23,13 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from pathlib import Path
-from typing import TYPE_CHECKING
 
-from ..._common.local_path import local_path
 from ..._common.text import names_hint
-from ...errors import MLStateError
-from .._folder.local import LocalFolder
-from .._folder.object import StoreURL
+from ...errors import CompatibilityError, MLStateError
 from .._folder.weight_names import is_index
 from .._layouts.folders import LAYOUTS
 from .._sources.open_source import open_source
-from .._store.open_path import is_url, open_folder, refuse_format
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from typing import TypeAlias
-
-    from .._folder.protocol import Folder
-
-    Place: TypeAlias = Path | StoreURL
+from .._store.open_path import open_folder, refuse_format
 
 NAMES = (
     "mlstate",
@@ -66,29 +53,6 @@ SUFFIXES = {
 FLAT = ("safetensors", "npz")  # formats with one level of names
 
 
-def place_of(
-    path: str | os.PathLike[str],
-    storage_options: Mapping[str, object] | None = None,
-    *,
-    reads: bool = False,
-) -> Place:
-    """Return a local path, or the URL of a folder in an object store.
-
-    `storage_options`: of the store; None: the defaults. ValueError for options of a local path.
-    `reads`: the path may name one file of weights, as for `open_folder`.
-    """
-    if is_url(path) or storage_options is not None:
-        url = open_folder(path, storage_options, reads=reads).path
-        assert isinstance(url, StoreURL)  # options of a local path are refused
-        return url
-    return Path(local_path(path))
-
-
-def folder_of(place: Place) -> Folder:
-    """Return the folder of a place."""
-    return LocalFolder(str(place)) if isinstance(place, Path) else place.folder
-
-
 def format_of(path: str | os.PathLike[str]) -> str:
     """Return the name of the format to write at a path.
 
@@ -96,40 +60,40 @@ def format_of(path: str | os.PathLike[str]) -> str:
     one is a checkpoint of mlstate, and so is a URL without a suffix of another format. Raises
     ValueError for an unknown suffix.
     """
-    place = place_of(path)
-    suffix = os.path.splitext(place)[1].lower()
-    if not isinstance(place, Path):
-        return SUFFIXES.get(suffix, "mlstate")
-    if place.is_dir():
+    folder = open_folder(path)
+    suffix = os.path.splitext(folder.path)[1]
+    format = SUFFIXES.get(suffix.lower(), "mlstate")
+    if not folder.is_local:
+        return format
+    if os.path.isdir(folder.path):
         with suppress(MLStateError):
-            return open_source(place).format
+            return open_source(folder.path).format
         # a folder of MLStateCheckpointIO has the suffix of a file
-        return "mlstate" if suffix == ".ckpt" else SUFFIXES.get(suffix, "mlstate")
-    if is_index(place.name):
+        return "mlstate" if format == "lightning" else format
+    if is_index(os.path.basename(folder.path)):
         return "huggingface"
-    if suffix and suffix not in SUFFIXES:
+    if suffix and suffix.lower() not in SUFFIXES:
         raise ValueError(
-            f"{place}: the suffix {place.suffix!r} belongs to no known format; known are "
+            f"{folder.path}: the suffix {suffix!r} belongs to no known format; known are "
             f"{' '.join(SUFFIXES)}, and folders of mlstate and torch. Otherwise pass format= "
             f"(--to on the command line){names_hint(suffix, SUFFIXES, listed=False)}"
         )
-    return SUFFIXES.get(suffix, "mlstate")
+    return format
 
 
-def find_format(format: str | None, path: Place) -> str:
+def find_format(format: str | None, path: str | os.PathLike[str]) -> str:
     """Return the format's name, `format_of(path)` for None; raise ValueError if unknown.
 
-    Also raises for a URL whose format cannot be in a store.
+    Also raises for a URL whose format cannot be in a store; CompatibilityError for a format that
+    is only read.
     """
     name = format_of(path) if format is None else format
     if name not in NAMES:
         raise ValueError(f"format must be one of {', '.join(NAMES)}, got {format!r}")
-    check_format(path, name)
+    if name in (layout.name for layout in LAYOUTS):
+        raise CompatibilityError(
+            f"{path}: folders of the format {name} are only read; choose another, such as .pt"
+        )
+    if name != "mlstate":
+        refuse_format(open_folder(path), name)
     return name
-
-
-def check_format(path: Place, name: str) -> None:
-    """Raise ValueError if `path` is a URL and the format `name` cannot be in a store."""
-    folder = folder_of(path)
-    if name != "mlstate" and not folder.file:
-        refuse_format(folder, name)

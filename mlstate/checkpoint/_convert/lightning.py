@@ -1,37 +1,30 @@
-"""A checkpoint of Lightning as a folder of mlstate, and such a folder as a ``.ckpt`` file."""
+"""A checkpoint of Lightning as a folder of mlstate, and such a folder as a checkpoint."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..._common.arrays import is_torch
 from ..._common.backend import TensorBackend, torch_backend
 from ..._common.file_checksums import require_unchanged
 from ...state._state_dict import StateDict
 from .._files.parts import Parts
-from .._layouts.lightning import (
-    STATE,
-    checkpoint_from,
-    checkpoint_of,
-    read_ckpt,
-    split_checkpoint,
-    with_order,
-    write_ckpt,
-)
+from .._layouts.lightning import STATE, checkpoint_of, read_ckpt, split_checkpoint
 from .._load.load import load
 from .._options import complete_save_options
 from .._save.save_root import save_root
 from .._sources.open_source import open_source
 from .._sources.readers import store_errors
-from .read_write import CheckpointTarget, read_parts
+from .._sources.whole import WholeSource
+from .lightning_file import checkpoint_from, with_order
+from .read_write import read_parts
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
     from typing import Unpack
 
-    from ..._common.atomic_file import Target
+    from .._files.parts import Selection
     from .._options import SaveOptions
     from .._sources.protocol import Source
     from .._store.open_path import RootPath
@@ -50,20 +43,18 @@ def save_checkpoint(
     return save_root(path, model, None, checkpoint.get("global_step"), complete)
 
 
-def read_checkpoint(
-    source: str | os.PathLike[str] | Source, device: object = "cpu"
-) -> dict[str, Any]:
+def read_checkpoint(path: str | os.PathLike[str], device: object = "cpu") -> dict[str, Any]:
     """Return Lightning's checkpoint, a dict, from a folder: as `save_checkpoint` got it.
 
     `device`: of its tensors. Of a folder that it did not save, returns what `checkpoint_from` does.
     """
-    opened = open_source(source)
-    if is_saved(opened):
-        return checkpoint_of(load(opened, device=device))
-    parts = with_order(read_parts(opened))
-    if opened.manifest.step is not None:
-        parts.metadata.setdefault("step", opened.manifest.step)
-    return checkpoint_from(parts, opened.path)
+    source = open_source(path)
+    if is_saved(source):
+        return checkpoint_of(load(source, device=device))
+    parts = with_order(read_parts(source))
+    if source.manifest.step is not None:
+        parts.metadata.setdefault("step", source.manifest.step)
+    return checkpoint_from(parts, source.path)
 
 
 def is_saved(source: Source) -> bool:
@@ -71,33 +62,19 @@ def is_saved(source: Source) -> bool:
     return STATE in (source.manifest.states or {})
 
 
-def convert_lightning(source: Source, target: CheckpointTarget | Target) -> dict[str, int]:
-    """Convert a whole checkpoint: a folder of `save_checkpoint` to a file, or a file to a folder.
+def as_folder(source: Source, *, exact: bool) -> WholeSource:
+    """Return the source of a ``.ckpt`` file that has the states which its folder has.
 
-    `target`: a `CheckpointTarget` for a folder, a `Target` for a file. Returns ``tensors`` and
-    ``bytes``: the number of tensors of the model, and their bytes.
+    `exact`: raise TypeError for a value that would be loaded as another class.
     """
-    if isinstance(target, CheckpointTarget):
-        with store_errors(target.place):
-            require_unchanged(source.path)
-            checkpoint = read_ckpt(Path(source.path))
-            save_checkpoint(checkpoint, target.save_folder())
-    else:
-        with store_errors(Path(target.path)):
-            checkpoint = read_checkpoint(source)
-            write_ckpt(target, checkpoint)
-    tensors = [value for value in checkpoint.get("state_dict", {}).values() if is_torch(value)]
-    return {"tensors": len(tensors), "bytes": sum(tensor.nbytes for tensor in tensors)}
 
+    def read(checked: bool, _selection: Selection | None) -> Parts:
+        with store_errors(source.path):
+            if checked:
+                require_unchanged(source.path)
+            checkpoint = read_ckpt(Path(source.path), is_whole=exact)
+        model, states = split_checkpoint(checkpoint, exact=exact)
+        arrays = torch_backend("files of Lightning", TensorBackend).arrays_of(model)
+        return Parts(StateDict(arrays), None, {}, states)
 
-def read_whole_lightning(path: Path) -> Parts:
-    """Return the model of a checkpoint of Lightning, and its other entries as its folder has them.
-
-    The file is compared with its checksums, if there are any. Values that a folder cannot have are
-    returned too.
-    """
-    with store_errors(path):
-        require_unchanged(str(path))
-        model, states = split_checkpoint(read_ckpt(path), exact=False)
-    arrays = torch_backend("files of Lightning", TensorBackend).arrays_of(model)
-    return Parts(StateDict(arrays), None, {}, states)
+    return WholeSource(source.path, source.format, read)

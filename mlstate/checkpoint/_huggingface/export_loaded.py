@@ -18,11 +18,18 @@ from .export_plan import make_plan
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
+    from typing import TypeAlias
 
     from ... import _core
     from ..._common.atomic_file import Target
     from .._load.loader import Loader
     from .export_plan import ExportPlan, Facts
+
+    # called with a function that returns the number of bytes to write
+    Progress: TypeAlias = Callable[
+        [Callable[[], int]], AbstractContextManager[Callable[[int], object] | None]
+    ]
 
 _BATCH_BYTES = 64 << 20  # of the tensors that are in memory at the same time
 
@@ -34,12 +41,13 @@ def export_loaded(
     max_shard_bytes: int | str = MAX_SHARD_BYTES,
     files_from: str | os.PathLike[str] | None = None,
     start: Target | None = None,
-    progress: Callable[[int], object] | None = None,
+    progress: Progress,
 ) -> dict[str, int]:
     """Export the model of `loader`; return the number of its tensors, and their bytes.
 
     The result has the keys ``tensors`` and ``bytes``. The other parameters are as for
-    `export_huggingface`, and `start` as for `export`. Memory is needed for one tensor with its
+    `export_huggingface`, and `start` as for `export`. `progress`: called with a function that
+    returns the number of bytes. Memory is needed for one tensor with its
     stored form, or for 64 MiB.
     """
     target = check_target(local_path(path), SAVE_DEFAULTS)
@@ -60,9 +68,8 @@ def export_loaded(
             content = take_content(target, dict(state), None, None, SAVE_DEFAULTS)
             yield gather_shards(target, content).shards
 
-    write_folder(
-        target, plan=plan, batches=shards(), files_from=files_from, start=start, progress=progress
-    )
+    with progress(lambda: sum(plan.nbytes)) as report:
+        write_folder(target, plan, shards(), files_from, start, report)
     return {"tensors": len(plan.nbytes), "bytes": sum(plan.nbytes)}
 
 

@@ -168,14 +168,15 @@ def stored_entries(loader: Loader, section: Section) -> StoredEntries:
     if section.is_optimizer or section.kind is None:
         return StoredEntries({}, None)
     name = entries_name(section.state)
-    kind = loader.states.get(name)
-    if kind is None:
+    if name not in loader.states:
         return StoredEntries({}, None if loader.manifest.weights is not None else {})
-    value = read_own(loader, name)
+    label = f"states[{name!r}]"
+    is_saved = loader.options["into"] is None and label in loader.source.saved
+    value = loader.source.saved[label] if is_saved else read_own(loader, name)
     if not isinstance(value, dict) or not all(
         isinstance(value.get(part), dict) for part in ("entries", "metadata")
     ):
-        raise malformed(f"states[{name!r}]", "it must have entries and metadata")
+        raise malformed(label, "it must have entries and metadata")
     entries, metadata = value["entries"], value["metadata"]
     rules = loader.options["rename"]
     if rules is not None:

@@ -7,13 +7,13 @@ import zipfile
 
 import numpy as np
 import pytest
+from any_format import read_any
 from checkpoint_model import flip
 from weight_folder import write_folder, write_index, write_weight_file
 
 import mlstate
 from mlstate._common.file_checksums import NAME
 from mlstate.checkpoint import checksum, inspect, load_metadata
-from mlstate.checkpoint._convert.read_write import read_any
 from mlstate.cli import main
 from mlstate.errors import ChecksumError, FormatError, StoreError
 

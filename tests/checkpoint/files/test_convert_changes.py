@@ -6,10 +6,10 @@ from contextlib import contextmanager
 import ml_dtypes
 import numpy as np
 import pytest
+from any_format import read_any, write_any
 
 import mlstate
 from mlstate import OptimizerStateDict
-from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.cli import main
 
 MODEL = {

@@ -8,9 +8,9 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from any_format import write_any
 
 import mlstate
-from mlstate.checkpoint._convert.read_write import write_any
 from mlstate.cli import main
 
 WEIGHTS = {"layers.0.w": np.arange(8, dtype=np.float32).reshape(4, 2), "b": np.ones(3)}

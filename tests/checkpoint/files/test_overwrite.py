@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from any_format import read_any, write_any
 from checkpoint_model import files_of, same
 
 import mlstate
 from mlstate import _core
 from mlstate._common.store_error import store_error
 from mlstate.checkpoint import CheckpointManager, reshard
-from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.cli import main
 
 NEW = {"w": np.arange(6.0)}

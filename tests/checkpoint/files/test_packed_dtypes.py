@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from any_format import read_any, write_any
 from rank_threads import run_ranks
 from thread_team import without_errors
 from weight_folder import PACKED, write_folder, write_header, write_index
@@ -12,7 +13,6 @@ import mlstate
 from mlstate import _core
 from mlstate._common.dtypes import name_of, stored_dtype
 from mlstate.checkpoint import Layout, Shard, export_huggingface, reshard
-from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.checkpoint._files.safetensors_verify import verify_file
 from mlstate.cli import main
 from mlstate.collectives import LocalGroup

@@ -8,6 +8,7 @@ import child
 import numpy as np
 import pytest
 import rank_threads
+from any_format import write_any
 from checkpoint_model import flip, flip_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +19,6 @@ from mlstate import _core
 from mlstate._common.atomic_file import Target
 from mlstate.checkpoint import Layout, Shard, export_huggingface, export_huggingface_async
 from mlstate.checkpoint import inspect as inspect_checkpoint
-from mlstate.checkpoint._convert.read_write import write_any
 from mlstate.checkpoint._huggingface import export as export_module
 from mlstate.cli import main
 from mlstate.collectives import LocalGroup

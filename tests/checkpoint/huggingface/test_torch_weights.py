@@ -4,11 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from any_format import read_any
 from weight_folder import write_folder
 
 import mlstate
 from mlstate.checkpoint._convert.formats import format_of
-from mlstate.checkpoint._convert.read_write import read_any
 from mlstate.cli import main
 
 torch = pytest.importorskip("torch", reason="it writes the files")

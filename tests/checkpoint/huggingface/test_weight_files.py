@@ -7,6 +7,7 @@ from contextlib import suppress
 
 import numpy as np
 import pytest
+from any_format import read_any, write_any
 from checkpoint_model import flip_shard, same
 from child import bytes_read, counts_reads
 from hypothesis import given, settings
@@ -16,7 +17,6 @@ from weight_folder import write_folder, write_index, write_weight_file
 import mlstate
 from mlstate.checkpoint import Layout, plan_load, reshard
 from mlstate.checkpoint import inspect as inspect_checkpoint
-from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.checkpoint._folder.weight_names import is_set, set_files, weights_root
 
 INDEX = "model.safetensors.index.json"

@@ -60,13 +60,16 @@ def test_tensors_of_a_step_become_states(step):
 
 
 @pytest.mark.parametrize(
-    ("names", "text"),
-    [(["rng_state_1.pth"], "rank 0"), (["rng_state.pth", "rng_state_0.pth"], "twice")],
+    ("names", "error", "text"),
+    [
+        (["rng_state_1.pth"], mlstate.errors.StoreNotFoundError, "rank 0"),
+        (["rng_state.pth", "rng_state_0.pth"], mlstate.CompatibilityError, "twice"),
+    ],
 )
-def test_generators_of_another_job_are_refused(step, names, text):
+def test_generators_of_another_job_are_refused(step, names, error, text):
     for name in names:
         torch.save({"cpu": torch.ones(2)}, step / name)
-    with pytest.raises(mlstate.CompatibilityError, match=text):
+    with pytest.raises(error, match=text):
         mlstate.load(step)
 
 
@@ -188,3 +191,36 @@ def test_entries_of_modules_follow_a_rename(tmp_path):
 def test_names_excuse_unreadable_tensors(tmp_path, options):
     torch.save({"w": torch.ones(2), "s": torch.eye(2).to_sparse()}, tmp_path / "a.pt")
     assert list(mlstate.load(tmp_path / "a.pt", names="w", **options).model) == ["w"]
+
+
+def test_an_empty_target_of_a_steps_optimizer_is_compared_with_it(step):
+    with pytest.raises(mlstate.CompatibilityError, match=r"Unexpected key.*exp_avg"):
+        mlstate.load(step, into={"optimizer": {}})
+    with pytest.raises(mlstate.CompatibilityError, match=r"Unexpected key.*exp_avg"):
+        mlstate.load(step, into={"optimizer": mlstate.OptimizerStateDict()})
+
+
+@pytest.mark.parametrize("choice", [["--skip", "optimizer"], ["--only", "model"]])
+@pytest.mark.parametrize("content", [b"damaged", None])
+def test_convert_reads_no_entry_of_a_step_that_it_leaves_out(step, tmp_path, choice, content):
+    (step / "optimizer.pt").unlink()
+    if content is None:
+        os.mkfifo(step / "optimizer.pt")
+    else:
+        (step / "optimizer.pt").write_bytes(content)
+    assert main(["convert", str(step), str(tmp_path / "own"), *choice]) == 0
+    loaded = mlstate.load(tmp_path / "own")
+    assert sorted(loaded.model) == ["bias", "weight"] and loaded.optimizer is None
+    assert list(loaded.states) == (["scheduler"] if "--skip" in choice else [])
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_rank_files_beside_weights_are_named(tmp_path, weights):
+    if weights == "model.safetensors":
+        mlstate.save_file({"w": np.ones(2)}, tmp_path / weights)
+    else:
+        torch.save({"w": torch.ones(2)}, tmp_path / weights)
+    name = "model_world_size_1_rank_0.pt"
+    torch.save({"w": torch.zeros(2)}, tmp_path / name)
+    with pytest.warns(mlstate.errors.CheckpointWarning, match=f"not read: '{name}'"):
+        assert mlstate.load(tmp_path).model["w"].tolist() == [1, 1]

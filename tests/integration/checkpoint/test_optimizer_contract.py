@@ -7,11 +7,11 @@ import math
 
 import numpy as np
 import pytest
+from any_format import read_any, write_any
 
 import mlstate
 from mlstate import CompatibilityError, OptimizerStateDict
 from mlstate.checkpoint import inspect
-from mlstate.checkpoint._convert.read_write import read_any, write_any
 
 pytestmark = pytest.mark.torch
 

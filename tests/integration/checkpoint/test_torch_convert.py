@@ -13,6 +13,7 @@ import child
 import numpy as np
 import pytest
 import rank_jobs
+from any_format import read_any, write_any
 from resume_jobs import difference
 from test_torch_optimizer import train
 
@@ -26,7 +27,6 @@ from mlstate import (
 )
 from mlstate._common import atomic_file
 from mlstate.checkpoint._convert.formats import format_of
-from mlstate.checkpoint._convert.read_write import read_any, write_any
 
 pytestmark = pytest.mark.torch
 

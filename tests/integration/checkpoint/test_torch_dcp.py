@@ -7,8 +7,9 @@ from test_torch_entries import assert_same_run, trained, write
 torch = pytest.importorskip("torch")
 dcp = pytest.importorskip("torch.distributed.checkpoint")
 
+from any_format import read_any, write_any  # noqa: E402
+
 import mlstate  # noqa: E402
-from mlstate.checkpoint._convert.read_write import read_any, write_any  # noqa: E402
 from mlstate.cli import main  # noqa: E402
 from mlstate.state import OptimizerStateDict, StateDict  # noqa: E402
 

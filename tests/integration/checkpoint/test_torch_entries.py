@@ -10,13 +10,13 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="it writes the files")
 import torch.distributed.checkpoint as dcp  # noqa: E402
+from any_format import read_any, write_any  # noqa: E402
 from torch.distributed.checkpoint.state_dict import (  # noqa: E402
     StateDictOptions,
     get_state_dict,
 )
 
 import mlstate  # noqa: E402
-from mlstate.checkpoint._convert.read_write import read_any, write_any  # noqa: E402
 from mlstate.checkpoint._files.parts import Selection  # noqa: E402
 from mlstate.cli import main  # noqa: E402
 from mlstate.errors import CompatibilityError, FormatError  # noqa: E402

@@ -5,13 +5,13 @@ import json
 
 import numpy as np
 import pytest
+from any_format import read_any, write_any
 from weight_folder import write_header
 
 import mlstate
 from mlstate import StateDict, _core
 from mlstate._common.dtypes import name_of, stored_dtype
 from mlstate.checkpoint import export_huggingface
-from mlstate.checkpoint._convert.read_write import read_any, write_any
 from mlstate.errors import CompatibilityError, FormatError
 from mlstate.integrations.torch import arrays_of, tensors_of
 

@@ -1,0 +1,155 @@
+"""`convert`: the content of one source, chosen and changed, as a target of any format."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..._common.atomic_file import Target
+from ..._common.caller import find_caller
+from ...errors import CompatibilityError
+from .._huggingface.export import export, take_export
+from .._huggingface.export_loaded import export_loaded
+from .._layouts.lightning import STATE
+from .._load.load import open_loader
+from .._sources.indexed import IndexedSource
+from .._sources.open_source import open_source
+from .._states.modules import all_entries, is_entries, split_entries
+from .._store.open_path import open_folder
+from .formats import find_format
+from .lightning import as_folder, is_saved
+from .read_write import begin_write, read_parts, write_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from .._files.parts import Selection
+    from .._huggingface.export_loaded import Progress
+    from .._options import LoadOptions
+    from .._sources.protocol import Source
+
+
+class Conversion(NamedTuple):
+    """How to convert a source; `convert` describes the changes."""
+
+    format: str | None  # of the target; None: by its path
+    overwrite: bool
+    selection: Selection | None  # the entries to convert; None: all
+    changes: LoadOptions  # of a load: `cast`, `names` and `rename`
+    export: Mapping[str, Any]  # `files_from`, `max_shard_bytes` of `export_huggingface`
+
+
+class Converted(NamedTuple):
+    """What `convert` has read and written."""
+
+    source: Source
+    format: str
+    model: dict[str, int] | None  # number of ``tensors``, and their ``bytes``; None without one
+    optimizer: dict[str, int] | None
+    states: list[str]
+
+
+def convert(
+    path: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    request: Conversion,
+    progress: Progress,
+    open_path: Callable[[str | os.PathLike[str]], Source] = open_source,
+) -> Converted:
+    """Write the content at `path` to `target`, atomically.
+
+    A checkpoint of Lightning becomes a folder of `MLStateCheckpointIO`, and such a folder a file
+    that is equal to it, unless something is chosen or changed. `progress`: of an export to Hugging
+    Face. `open_path`: opens `path`. Raises ValueError if formats, options or paths do not fit,
+    before anything is written.
+    """
+    place = open_folder(target).path
+    _refuse_same(open_folder(path, reads=True).named_path, place)
+    name = find_format(request.format, target)
+    source = open_path(path)
+    is_whole = request.selection is None and not any(request.changes.values())
+    formats = (source.format, name)
+    is_ckpt = is_whole and formats == ("lightning", "mlstate")
+    is_saved_ckpt = is_whole and formats == ("mlstate", "lightning") and is_saved(source)
+    # any suffix: Lightning also names folders .ckpt
+    start = begin_write(target, name, request.overwrite, any_suffix=is_ckpt)
+    if request.export and name != "huggingface":
+        option = next(iter(request.export)).replace("_", "-")
+        raise ValueError(f"--{option} requires --to huggingface: the target's format is {name}")
+    if isinstance(start, Target) and name == "huggingface":
+        size = _export(source, target, request, start, progress)
+        return Converted(source, name, size, None, [])
+    opened = as_folder(source, exact=True) if is_ckpt else source
+    changes: LoadOptions = {"device": "cpu"} if is_saved_ckpt else request.changes
+    parts = read_parts(opened, request.selection, changes)
+    if name == "lightning" and STATE in parts.states and not is_saved_ckpt:
+        raise CompatibilityError(
+            f"{source.path}: a folder of MLStateCheckpointIO is converted as a whole: convert it "
+            "without other options, and then the file with them"
+        )
+    if changes.get("names") is not None:  # they may choose tensors of one part only
+        parts = parts.without_empty()
+    step = parts.states[STATE].get("global_step") if is_ckpt else source.manifest.step
+    written = write_parts(place, name, start, parts, step)
+    states = [] if is_ckpt or is_saved_ckpt else sorted(split_entries(parts.states)[0])
+    return Converted(source, name, _size_of(written.model), _size_of(written.optimizer), states)
+
+
+def _refuse_same(source: str, target: str) -> None:
+    """Raise ValueError if two paths are the same file or folder, or the same URL."""
+    if source == target or (
+        os.path.exists(source) and os.path.exists(target) and os.path.samefile(source, target)
+    ):
+        raise ValueError("the target must be another path than the source")
+
+
+def _size_of(state: Mapping[str, Any] | None) -> dict[str, int] | None:
+    """Return the number of tensors of a state, and their bytes; None for None."""
+    if state is None:
+        return None
+    return {"tensors": len(state), "bytes": sum(value.nbytes for value in state.values())}
+
+
+def _export(
+    source: Source,
+    target: str | os.PathLike[str],
+    request: Conversion,
+    start: Target,
+    progress: Progress,
+) -> dict[str, int]:
+    """Export the model of the source to a Hugging Face folder; return its size, as of `_size_of`.
+
+    Without a selection, few tensors are in memory at a time. `start`: the target as it was before,
+    which the export replaces. Warns of other states. Raises ValueError without a model.
+    """
+    options = dict(request.export)
+    if source.format == "huggingface":
+        is_folder = isinstance(source, IndexedSource) or os.path.isdir(source.path)
+        folder = source.path if is_folder else os.path.dirname(source.path)
+        options.setdefault("files_from", folder)
+    error = ValueError(f"{source.path} holds no model to export")
+    if request.selection is None:
+        loader = open_loader(source, request.changes)
+        if loader.manifest.model is None:
+            raise error
+        size = export_loaded(target, loader, start=start, progress=progress, **options)
+        has_optimizer = bool(loader.sections[1].names)
+        others = [name for name in loader.states if name[0] != "."]
+        states: dict[str, Any] = {**dict.fromkeys(others), **all_entries(loader)}
+    else:
+        parts = read_parts(source, request.selection, request.changes)
+        if parts.model is None:
+            raise error
+        files_from, dtype = options.pop("files_from", None), request.changes.get("cast") or None
+        written = take_export(target, parts.model, dtype=dtype, **options)
+        size = {"tensors": len(parts.model), "bytes": sum(a.nbytes for a in parts.model.values())}
+        with progress(lambda: size["bytes"]) as report:
+            export(written, files_from, start, report)
+        has_optimizer, states = bool(parts.optimizer), parts.states
+    rest = sorted(n for n, each in states.items() if not is_entries(n, each) or each["entries"])
+    if left := [*(["optimizer"] if has_optimizer else []), *rest]:
+        find_caller().warn(
+            f"not converted: {', '.join(left)}; a Hugging Face folder holds a model only, and "
+            "--only model leaves them out without this warning"
+        )
+    return size
