@@ -128,7 +128,8 @@ class _Side:
                 in_memory = record.shards > 1 or record.sparse_shards or record.codec
                 memory = record.nbytes if in_memory or not self._mmap else 0
                 self.sizes[section][record.key] = _TensorSize(record.nbytes, memory)
-        if isinstance(source, IndexedSource) and (stored := nested - values.keys()):
+        stored = [name for name in kinds if name in nested and name not in values]
+        if isinstance(source, IndexedSource) and stored:
             opened = IndexedSource(source.files, source.root, manifest)
             loader = Loader(check_request({**LOAD_DEFAULTS}), opened, takes_deltas=True)
             values |= load_trees(loader, stored)

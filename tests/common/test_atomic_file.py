@@ -353,7 +353,7 @@ def test_reshard_refuses_files_that_appear_in_its_target(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("suffix", ["", ".npz", ".safetensors"])
 def test_force_replaces_only_the_target_seen_at_start(tmp_path, monkeypatch, capsys, suffix):
-    from mlstate.cli import convert
+    from mlstate.checkpoint._convert import convert
 
     source, target = tmp_path / "a", tmp_path / f"b{suffix}"
     mlstate.save(source, {"w": np.ones(4)})

@@ -63,8 +63,8 @@ def convert(
     Face. `open_path`: opens `path`. Raises ValueError if formats, options or paths do not fit,
     before anything is written.
     """
-    place = open_folder(target).path
-    _refuse_same(open_folder(path, reads=True).named_path, place)
+    source_path, place = open_folder(path, reads=True).named_path, open_folder(target).path
+    _refuse_same(source_path, place)
     name = find_format(request.format, target)
     source = open_path(path)
     is_whole = request.selection is None and not any(request.changes.values())
