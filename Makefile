@@ -38,7 +38,7 @@ READERS := build/readers-$(HERE)
 BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
-.PHONY: help demo test test-all mpi test-hosts test-gpu test-arm64 notebooks build core libmlstate-kv core-test lint format files sanitize sanitize-slice tsan tsan-slice coverage \
+.PHONY: help demo test test-all test-all-slice mpi test-hosts test-gpu test-arm64 notebooks build core libmlstate-kv core-test lint format files sanitize sanitize-slice tsan tsan-slice coverage \
 	faults faults-slice faults-store fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheel-test wheel-slice install dev clean
 
 help: ## List the targets.
@@ -52,6 +52,10 @@ test: $(STAMP)-test $(MPI) $(READERS) install ## Run the tests: C, Python, torch
 
 test-all: $(STAMP)-test $(MPI) $(READERS) install ## Run the rest: more ranks and engines, leaks, faults.
 	@$(RUN) -m pytest $(PARALLEL:loadfile=worksteal) -m long $(PYTEST_ARGS)
+
+test-all-slice: $(STAMP)-test $(MPI) $(READERS) install ## Run a quarter of `test-all`, on each commit another one.
+	@commits=$$(git rev-list --count HEAD 2>/dev/null || echo 0); $(RUN) -m pytest \
+	    $(PARALLEL:loadfile=worksteal) -m long --part=$$((commits % 4 + 1))/4 $(PYTEST_ARGS)
 
 mpi: $(MPI) ## Install both MPIs for the tests of their groups.
 

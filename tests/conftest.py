@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+import zlib
 
 import hypothesis
 import pytest
@@ -28,6 +29,21 @@ hypothesis.settings.register_profile(
     "mlstate", max_examples=tries(hypothesis.settings.default.max_examples), deadline=None
 )
 hypothesis.settings.load_profile("mlstate")
+
+
+def pytest_addoption(parser):
+    """Add `--part I/N`: run one of N parts of the tests, such as 1/4."""
+    parser.addoption("--part", default="1/1", help="run part I of N of the tests: I/N")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Keep the tests of the part; a test is in the same part on every machine."""
+    part, parts = map(int, config.getoption("--part").split("/"))
+    groups = [[], []]  # tests of the part, and the others
+    for item in items:
+        groups[zlib.crc32(item.nodeid.encode()) % parts != part - 1].append(item)
+    items[:] = groups[0]
+    config.hook.pytest_deselected(items=groups[1])
 
 
 def pytest_collection_finish():

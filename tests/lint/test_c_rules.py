@@ -37,6 +37,8 @@ def test_texts_of_files_are_not_kept_for_good(path):
 
 @pytest.mark.parametrize("path", ALL, ids=house.relative)
 def test_no_mutable_static(path):
+    if path == house.BINDINGS / "runtime/py_deferred_interrupts.c":
+        return  # a process has one table of signal handlers
     code = house.c_code(path)
     bad = []
     for match in re.finditer(r"^[ \t]*static\s+([^;={(]*)([;={(])", code, re.MULTILINE):
