@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from .._common.arguments import check_flags
 from .._common.arrays import is_torch
 from .._common.streams import on_current_stream
-from .._common.waiting import start_thread
+from .._common.waiting import Waiters, start_thread
 from ._arguments import (
     ReduceOp,
     check_array,
@@ -48,11 +48,14 @@ if TYPE_CHECKING:
     Task: TypeAlias = Callable[[], Any]
 
 
+_IDLE_SECONDS = 0.02  # a thread waits so long for more work: a new one takes 50 us to start
+
+
 class OperationQueue:
     """Runs the operations of a group in call order.
 
-    A thread called `name` runs operations with ``async_op=True``. It starts when there is work
-    and ends when the queue is empty. The interpreter waits for it at exit.
+    A thread called `name` runs operations with ``async_op=True``. It starts when there is work and
+    ends when the queue was empty for `_IDLE_SECONDS`. The interpreter waits for it at exit.
     """
 
     def __init__(self, name: str, rank: int) -> None:
@@ -62,9 +65,11 @@ class OperationQueue:
         self._name = name
         self._rank = rank
         self._running = threading.Lock()  # held while an operation runs
-        self._lock = threading.Lock()  # protects the two below; held briefly
+        self._lock = threading.Lock()  # protects the following; held briefly
         self._queue: deque[tuple[Work, Task]] = deque()
         self._worker: threading.Thread | None = None
+        self._is_joining = False  # the thread ends as soon as the queue is empty
+        self._changed = Waiters()  # wakes the thread
 
     def run(self, operation: str, task: Task, *, async_op: bool = False) -> Any:
         """Run a task after all earlier ones, and return its result.
@@ -105,6 +110,7 @@ class OperationQueue:
             except RuntimeError:
                 self._queue.pop()
                 raise
+        self._changed.wake()
         return work
 
     def _start_worker(self) -> None:
@@ -114,7 +120,8 @@ class OperationQueue:
         """
         import threading
 
-        if self._worker is None or self._worker.ident is None:
+        if self._worker is None or not self._worker.is_alive():  # also in a forked child
+            self._is_joining = False
             self._worker = threading.Thread(target=self._drain, name=self._name)
             start_thread(self._worker)
 
@@ -124,9 +131,12 @@ class OperationQueue:
         An operation's error is kept in its `Work`, and the next operation runs.
         """
         while True:
+            is_idle = not self._changed.wait_for(self._has_work_or_ends, _IDLE_SECONDS)
             with self._running:
                 with self._lock:
                     if not self._queue:
+                        if not (is_idle or self._is_joining):
+                            continue
                         self._worker = None
                         return
                     work, task = self._queue.popleft()
@@ -140,12 +150,17 @@ class OperationQueue:
                     del result
                 del work
 
+    def _has_work_or_ends(self) -> bool:
+        return bool(self._queue) or self._is_joining
+
     def join(self) -> None:
         """Wait until all queued operations have ended."""
         with self._lock:
             if self._queue:
                 self._start_worker()
             worker = self._worker
+            self._is_joining = True
+        self._changed.wake()
         if worker is not None:
             worker.join()
 

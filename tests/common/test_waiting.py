@@ -1,5 +1,6 @@
 """Threads and waits that interrupts do not lock."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -121,3 +122,36 @@ def test_operations_run_after_an_interrupted_start_of_the_thread(monkeypatch, en
         queue.run("second", lambda: results.append(2), async_op=True).wait(5)
     queue.join()
     assert results == ([1, 2] if ends_by == "operation" else [1])
+
+
+def test_operations_in_quick_succession_share_a_thread_that_ends_when_idle():
+    queue = _engine.OperationQueue("queue", 0)
+    threads = [queue.run("next", threading.current_thread, async_op=True).wait(5) for _ in "ab"]
+    assert threads[0] is threads[1] is not threading.current_thread()
+    threads[0].join(5)
+    assert not threads[0].is_alive()
+    assert queue.run("last", lambda: 3, async_op=True).wait(5) == 3
+
+
+def test_join_ends_an_idle_thread_at_once(monkeypatch):
+    monkeypatch.setattr(_engine, "_IDLE_SECONDS", 10 * SECONDS)
+    queue = _engine.OperationQueue("queue", 0)
+    thread = queue.run("first", threading.current_thread, async_op=True).wait(5)
+    queue.join()
+    assert not thread.is_alive()
+    assert queue.run("second", lambda: 2, async_op=True).wait(5) == 2
+    queue.join()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_operations_run_in_a_child_that_is_forked_while_the_thread_is_idle(monkeypatch):
+    monkeypatch.setattr(_engine, "_IDLE_SECONDS", SECONDS)
+    queue = _engine.OperationQueue("queue", 0)
+    queue.run("first", lambda: None, async_op=True).wait(5)
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(BaseException):
+            os._exit(queue.run("in the child", lambda: 3, async_op=True).wait(5))
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    queue.join()
