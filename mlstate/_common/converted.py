@@ -28,7 +28,7 @@ def float_name(dtype: object, label: str = "dtype") -> str:
 
 
 # Floats of ml_dtypes that no file can hold. float32 has all their values.
-_SMALL_FLOATS = frozenset(
+SMALL_FLOATS = frozenset(
     {
         "float8_e3m4",
         "float8_e4m3",
@@ -45,7 +45,7 @@ def is_converted(stored: str, dtype: str) -> bool:
 
     Only floats are converted; both are names of dtypes.
     """
-    is_float = stored in FLOATS or stored in FLOAT8S or stored in _SMALL_FLOATS
+    is_float = stored in FLOATS or stored in FLOAT8S or stored in SMALL_FLOATS
     return is_float and stored != dtype
 
 
@@ -55,7 +55,7 @@ def converted(array: Any, dtype: str) -> NDArray:
     They are rounded to nearest. `array` has another float dtype, also of 8 bits, and may be of
     another library with ``__dlpack__``.
     """
-    if name_of(array.dtype) in _SMALL_FLOATS:
+    if name_of(array.dtype) in SMALL_FLOATS:
         array = array.astype(np.float32)
     # scaled_codes_decode: without scales and skipped codes; state_load: strict, cast, not dry
     name = name_of(array.dtype)

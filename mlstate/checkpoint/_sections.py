@@ -56,6 +56,10 @@ class Section:
             return list(names)
         return [self._prefix + self._stored.get(name, name) for name in names]
 
+    def key_of(self, stored: str) -> str:
+        """Return the index key of a tensor by its stored name, without renaming."""
+        return self._prefix + stored
+
     def by_key(self, arrays: dict[str, object], names: Iterable[str]) -> dict[str, Any]:
         """Return the arrays of the tensors `names` by their index keys.
 
@@ -69,6 +73,17 @@ class Section:
     def names_by_key(self) -> dict[str, str]:
         """Return the names by their keys in the index."""
         return dict(zip(self.keys(self.names), self.names, strict=True))
+
+    def with_values(self, names: dict[str, str | None]) -> Section:
+        """Return a copy with other names of some tensors, by stored name; None: it has none.
+
+        So codes get the names of their values, and scales have none.
+        """
+        section = copy(self)
+        stored = [(name, self._stored.get(name, name)) for name in self.names]
+        named = [(names.get(old, name), old) for name, old in stored]
+        section.replace({name: old for name, old in named if name is not None})
+        return section
 
     def without(self, names: Container[str]) -> Section:
         """Return a copy of the section that lacks the tensors `names`."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from .._common.arrays import memory_image, memory_key
-from .._common.converted import converted
+from .._common.converted import converted, is_converted
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._common.staged_targets import tied_error
 from .._sharding.layout import Layout, part_of_cutting
@@ -168,7 +168,7 @@ def _read(loader: Loader, each: TiedName, tensor: _Stored, place: Place) -> NDAr
         number, [tensor.key], [place], targets, verify=loader.verify, progress=None
     )
     dtype = name_of(each.target.dtype)
-    is_cast = dtype != tensor.dtype and {dtype, tensor.dtype} <= FLOATS
+    is_cast = dtype in FLOATS and is_converted(tensor.dtype, dtype)
     return converted(array, dtype) if is_cast else array
 
 

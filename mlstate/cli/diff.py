@@ -9,6 +9,7 @@ import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.arrays import copy_of
+from .._common.scales import codes_of
 from .._common.text import printable
 from ..checkpoint._checkpoint.checkpoint import TensorRecord
 from ..checkpoint._convert.lightning import as_folder
@@ -17,14 +18,14 @@ from ..checkpoint._folder.names import SECTIONS
 from ..checkpoint._load.arguments import check_request
 from ..checkpoint._load.loader import Loader
 from ..checkpoint._options import LOAD_DEFAULTS
-from ..checkpoint._sections import STATES
+from ..checkpoint._sections import OPTIMIZER, STATES
 from ..checkpoint._sources.indexed import IndexedSource
 from ..checkpoint._sources.whole import WholeSource
 from ..checkpoint._states.restore import load_trees
 from ..checkpoint._store.checkpoint_files import TRIES
 from ..errors import CheckpointWarning
 from ..state import diff
-from ..state._diff import StateDiff, join_diffs, table_of
+from ..state._diff import StateDiff, diff_states, join_diffs, table_of
 from ._common import (
     PATH_HELP,
     Commands,
@@ -117,6 +118,7 @@ class _Side:
         source, manifest = self._source, self._source.manifest
         # by name: of the model, the optimizer, and the states
         self.sizes: list[dict[str, _TensorSize]] = [{}, {}, {}]
+        tensors: list[dict[str, Any]] = [{}, {}, {}]  # dtype and shape, by name
         self._values: dict[str, Any] = {}  # arrays and numbers in nested values
         kinds = manifest.states or {}
         labels = {name: f"states[{name!r}]" for name in kinds}
@@ -124,10 +126,13 @@ class _Side:
         nested = {name for name, kind in kinds.items() if kind["kind"] == "tree" or name in values}
         for record in map(TensorRecord._make, source.index.tensors()):
             section = SECTIONS.index(record.section)
+            tensors[section][record.key] = record.dtype, tuple(record.shape)
             if section < STATES or record.key.partition("/")[0] not in nested:
                 in_memory = record.shards > 1 or record.sparse_shards or record.codec
                 memory = record.nbytes if in_memory or not self._mmap else 0
                 self.sizes[section][record.key] = _TensorSize(record.nbytes, memory)
+        # quantized weights with scales, by section; optimizers have none
+        self.codes = [codes_of(each) if n != OPTIMIZER else {} for n, each in enumerate(tensors)]
         stored = [name for name in kinds if name in nested and name not in values]
         if isinstance(source, IndexedSource) and stored:
             opened = IndexedSource(source.files, source.root, manifest)
@@ -226,14 +231,16 @@ def _compare_section(
     """
     total = StateDiff(missing=[], unexpected=[], shapes=[], dtypes=[], changes=[], unchanged=0)
     tolerance = {"rtol": arguments.rtol, "atol": arguments.atol}
+    codes = {key for side in sides for key in side.codes[section]}
     for batch in _batches(section, sides, arguments.names):
-        part = diff(sides[0].arrays(section, batch), sides[1].arrays(section, batch), **tolerance)
+        first, second = (side.arrays(section, batch) for side in sides)
+        part = diff_states(first, second, **tolerance, codes=codes)
         total = join_diffs(total, part)
         if progress is not None:
             progress(sum(sides[0].size(section, key).nbytes for key in batch))
     if arguments.names is None:
-        first, second = (side.settings[section] for side in sides)
-        part = diff_settings(first, second, **tolerance)
+        settings = (side.settings[section] for side in sides)
+        part = diff_settings(*settings, **tolerance)
         total = join_diffs(total, part)
     return total
 

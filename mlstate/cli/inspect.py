@@ -130,6 +130,7 @@ def _checkpoint_data(checkpoint: Checkpoint, arguments: argparse.Namespace) -> d
         "model": checkpoint.model,
         "optimizer": checkpoint.optimizer,
         "states": checkpoint.states,
+        "quantization": checkpoint.quantization,
         "metadata": checkpoint.metadata,
         "tensors": [_data_of(record) for record in tensors],
     }
@@ -178,6 +179,8 @@ def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> 
         _print_value(label, state if state != {"kind": "state"} else None)
     if checkpoint.states:
         print(f"states: {printable(', '.join(sorted(checkpoint.states)))}")
+    if checkpoint.quantization:
+        print(f"quantized: {printable(checkpoint.quantization)}")
     _print_value("metadata", checkpoint.metadata)
     steps = _steps(checkpoint)
     if steps:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
+from .._common.scales import codes_of, facts_of
 from ..errors import CompatibilityError
 from ._compatibility import as_dict
 from ._tolerance import change_beyond, check_tolerances
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Collection, Iterable, Mapping
 
 LISTED = 20  # rows that a table shows
 
@@ -158,7 +159,8 @@ def diff(
     Raises
     ------
     CompatibilityError
-        The core does not know a dtype or cannot read an array's memory.
+        The core does not know a dtype or cannot read an array's memory. With a tolerance: codes of
+        quantized weights that have scales differ, such as 8-bit floats.
     TypeError
         An argument is not a mapping of str to array, or has a masked array.
     ValueError
@@ -182,8 +184,22 @@ def diff(
     tensor  changed  max abs  max rel
     w       1 of 3   0.5      0.2
     """
+    return diff_states(as_dict(a), as_dict(b), rtol, atol)
+
+
+def diff_states(
+    first: dict[str, Any],
+    second: dict[str, Any],
+    rtol: float,
+    atol: float,
+    codes: Collection[str] | None = None,
+) -> StateDiff:
+    """Compare two states as `diff` does.
+
+    `codes`: names of quantized weights with scales, if the states have not all tensors; None: find
+    them. Raises CompatibilityError if their numbers would be compared with a tolerance.
+    """
     rtol, atol = check_tolerances(rtol, atol)
-    first, second = as_dict(a), as_dict(b)
     missing, unexpected, shapes, dtypes, change_rows, unchanged = _core.state_diff(first, second)
     changes = [TensorChange(*change) for change in change_rows]
     if rtol or atol:
@@ -192,7 +208,11 @@ def diff(
         compared = [entry[0] for entry in dtypes if entry[0] not in other_shapes]
         compared += [change.name for change in changes]
         dtypes, changes = [entry for entry in dtypes if entry[0] in other_shapes], []
+        if codes is None:
+            codes = {*codes_of(facts_of(first)), *codes_of(facts_of(second))} if compared else ()
         for name in compared:
+            if name in codes:
+                raise _code_error(name)
             try:
                 change = change_beyond(first[name], second[name], rtol, atol)
             except TypeError as reason:  # packed floats
@@ -204,6 +224,16 @@ def diff(
             else:
                 changes.append(TensorChange(name, *change))
     return StateDiff(missing, unexpected, shapes, dtypes, changes, unchanged)
+
+
+def _code_error(name: str) -> CompatibilityError:
+    """Return the error for a quantized weight `name` that a tolerance cannot be applied to."""
+    error = CompatibilityError(
+        f"{name!r} is quantized, and a tolerance is of values, not of codes: compare states that "
+        "were loaded with cast=, or omit rtol and atol"
+    )
+    error.name = name
+    return error
 
 
 def join_diffs(first: StateDiff, second: StateDiff) -> StateDiff:

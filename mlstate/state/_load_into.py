@@ -12,6 +12,7 @@ from .._common.arguments import check_flags
 from .._common.arrays import is_same_memory, is_torch
 from .._common.backend import TensorBackend, backend_of, is_module
 from .._common.dtypes import FLOATS
+from .._common.scales import CODE_FLOATS
 from .._common.text import shorten
 from .._sharding.layout import Shard
 from ..errors import CompatibilityError
@@ -61,9 +62,12 @@ def _refusal(
     dtypes = [] if cast else dtypes
     for name, have, want in dtypes[:LISTED]:
         floats = have in FLOATS and want in FLOATS
+        remedy = "cast=True converts floats" if floats else "convert the source first"
+        if have in CODE_FLOATS and want in FLOATS:
+            remedy = "mlstate.load with into= and cast=True computes values with their scales"
         lines.append(
             f"dtype mismatch for {shorten(name, LONGEST)}: {have} in the source, {want} in the "
-            f"target; {'cast=True converts floats' if floats else 'convert the source first'}."
+            f"target; {remedy}."
         )
     if len(dtypes) > LISTED:
         lines.append(f"... and {len(dtypes) - LISTED:,} more of another dtype.")

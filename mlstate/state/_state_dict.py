@@ -14,6 +14,7 @@ from .._common.arguments import check_flags, check_int
 from .._common.arrays import memory_key, refuse_masked
 from .._common.backend import TensorBackend, backend_named, backend_of, is_module
 from .._common.converted import converted_value, float_name, needs_conversion
+from .._common.scales import facts_of, refuse_codes
 from .._common.text import shorten
 from ._backend import StateBackend
 
@@ -353,6 +354,9 @@ class StateDict(_core.StateDict):
         ------
         TypeError
             `dtype` is none of the four, an array is masked, or a value's memory cannot be read.
+        CompatibilityError
+            The state has codes of quantized weights with their scales, such as 8-bit floats and
+            ``weight_scale``: `mlstate.load` with ``cast=`` computes their values.
 
         Notes
         -----
@@ -369,6 +373,7 @@ class StateDict(_core.StateDict):
         {'w': 'float16', 'steps': 'int64'}
         """
         name = float_name(dtype)
+        refuse_codes(facts_of(self), "is not converted")
         result = self.copy()
         needed: dict[int, tuple[Any, bool]] = {}  # by id: a dtype, and whether it is converted
         by_id: dict[int, Any] = {}  # new values, by the id of the old one

@@ -16,6 +16,7 @@ from .._folder.names import SECTIONS
 from .._load.load import load
 from .._loaded_state import LoadedState
 from .._options import LOAD_DEFAULTS, show_options
+from .._quantized.parts import scheme_of
 from .._report import VerifyReport
 from .._sources.open_source import is_source, known_source, open_source
 from .._store.manifest import build, parse
@@ -323,6 +324,11 @@ class Checkpoint:
     def states(self) -> dict[str, dict[str, Any]]:
         """Kind and attributes of each named state; the kind ``tree`` is a nested value."""
         return dict(self._manifest.states or {})
+
+    @property
+    def quantization(self) -> str | None:
+        """How the model is quantized: method, and dtypes of its codes; None if it is not."""
+        return scheme_of(self._source)
 
     @property
     def nbytes(self) -> int:

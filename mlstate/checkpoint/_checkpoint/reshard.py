@@ -29,7 +29,14 @@ if TYPE_CHECKING:
     from .._store.checkpoint_files import CheckpointFiles
     from .._store.manifest import Manifest
 
-_KEPT = ("step", "model", "optimizer", "metadata", "states")  # of the source's manifest
+_KEPT = (
+    "step",
+    "model",
+    "optimizer",
+    "metadata",
+    "states",
+    "quantization_config",
+)  # of the source's manifest
 
 
 class _ShardAssigner:
@@ -248,7 +255,8 @@ def reshard(
 
         Raises the error of the first problem that the verification finds; nothing is written then.
         """
-        manifest, merged = old.manifest, old.merged
+        manifest = old.manifest._replace(quantization_config=old.quantization)
+        merged = old.merged
         old.require_good()
         assigner = _ShardAssigner(old.merged, steps)
         listed = manifest.states or {}

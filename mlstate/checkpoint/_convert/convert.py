@@ -12,6 +12,9 @@ from .._huggingface.export import export, take_export
 from .._huggingface.export_loaded import export_loaded
 from .._layouts.lightning import STATE
 from .._load.load import open_loader
+from .._quantized.config import ENTRY
+from .._quantized.parts import known_entry
+from .._save.target import SaveFolder
 from .._sources.indexed import IndexedSource
 from .._sources.open_source import open_source
 from .._states.modules import all_entries, is_entries, split_entries
@@ -89,6 +92,14 @@ def convert(
         )
     if changes.get("names") is not None:  # they may choose tensors of one part only
         parts = parts.without_empty()
+    entry = known_entry(source)
+    if entry is not None:
+        others = {name: value for name, value in parts.metadata.items() if name != ENTRY}
+        if isinstance(start, SaveFolder) and not changes.get("cast"):
+            start = start._replace(quantization_config=entry)
+        elif not changes.get("cast"):
+            others[ENTRY] = entry
+        parts = parts._replace(metadata=others)
     step = parts.states[STATE].get("global_step") if is_ckpt else source.manifest.step
     written = write_parts(place, name, start, parts, step)
     states = [] if is_ckpt or is_saved_ckpt else sorted(split_entries(parts.states)[0])
@@ -128,11 +139,12 @@ def _export(
         folder = source.path if is_folder else os.path.dirname(source.path)
         options.setdefault("files_from", folder)
     error = ValueError(f"{source.path} holds no model to export")
+    entry = known_entry(source)
     if request.selection is None:
         loader = open_loader(source, request.changes)
         if loader.manifest.model is None:
             raise error
-        size = export_loaded(target, loader, start=start, progress=progress, **options)
+        size = export_loaded(target, loader, start=start, progress=progress, entry=entry, **options)
         has_optimizer = bool(loader.sections[1].names)
         others = [name for name in loader.states if name[0] != "."]
         states: dict[str, Any] = {**dict.fromkeys(others), **all_entries(loader)}
@@ -141,7 +153,7 @@ def _export(
         if parts.model is None:
             raise error
         files_from, dtype = options.pop("files_from", None), request.changes.get("cast") or None
-        written = take_export(target, parts.model, dtype=dtype, **options)
+        written = take_export(target, parts.model, dtype=dtype, **options)._replace(entry=entry)
         size = {"tensors": len(parts.model), "bytes": sum(a.nbytes for a in parts.model.values())}
         with progress(lambda: size["bytes"]) as report:
             export(written, files_from, start, report)

@@ -30,24 +30,25 @@ from ..._common.converted import float_name
 from ..._common.file_checksums import NAME as CHECKSUMS
 from ..._common.local_path import local_path
 from ..._common.regular_file import check_regular, open_regular
+from ..._common.scales import CODE_FLOATS, facts_of, refuse_codes
 from ..._common.set_module import set_module
 from ..._common.store_error import store_error
 from ..._common.waiting import remove_folder
 from ..._sharding.layout import Shard
 from ...collectives._consensus import agree
-from ...errors import CompatibilityError, StoreError
+from ...errors import CompatibilityError, MLStateError, StoreError
 from ...state import rename as rename_state
 from .._backend import CheckpointBackend
 from .._folder.local import LocalFolder, make_path
 from .._folder.weight_names import find_weights, index_of, is_index, stem_of
 from .._options import SAVE_DEFAULTS
-from .._quantized.pairs import refuse_quantized
+from .._quantized.config import OTHER_FILES, find_entry, parse_entry
 from .._save.content import SaveContent, take_content
 from .._save.shards import gather_shards
 from .._save.target import check_target
 from .._states.collect import NO_STATES
 from .._store.open_path import is_url, open_folder
-from .config import config_of_dtype, weights_dtype
+from .config import config_of_dtype, has_codes, other_without_entry, weights_dtype
 from .export_plan import StateTable, drop_copies, exchange_tables, make_plan, table_of
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ class Export(NamedTuple):
     content: SaveContent
     table: StateTable
     dtype: str  # of all floats; "" for their own
+    code: str = ""  # name of a float of 8 bits that is converted
+    entry: dict[str, Any] | None = None  # the ``quantization_config`` of the model's codes
 
 
 def raise_together(group: ProcessGroup | None, error: BaseException | None) -> None:
@@ -172,6 +175,8 @@ def _take_state(
                 tied = set()  # the old names are gone
             content.dicts = (tensors, None, None)
             table = table_of(tensors, tied, dtype)
+            if dtype:
+                refuse_codes(facts_of(tensors), "is not exported in another dtype")
     except BaseException as error:
         if target.group is None:
             raise
@@ -276,16 +281,50 @@ def _begin(folder: str, plan: ExportPlan) -> None:
         raise store_error(error, "cannot create the folder", folder) from None
 
 
+def _checked_entry(folder: Files, plan: ExportPlan) -> ExportPlan:
+    """Return the plan without its ``quantization_config`` if the files to copy have one.
+
+    Raises CompatibilityError if floats are converted, and that entry is of a method that mlstate
+    does not decode, or of a code whose scales are missing.
+    """
+    try:
+        entry = find_entry(folder, {})
+        if plan.is_converted:
+            parse_entry(folder.path, entry)
+    except MLStateError:
+        if plan.is_converted:
+            raise
+        return plan._replace(entry=None)  # the file is copied as it is
+    if entry is not None and plan.code:
+        error = CompatibilityError(
+            f"{plan.code!r} is quantized, as {folder.path} says, and has no scale: load the folder "
+            "of its file with cast=, which computes the values"
+        )
+        error.name, error.path = plan.code, folder.path
+        raise error
+    return plan if entry is None else plan._replace(entry=None)
+
+
 def _copy_file(name: str, opened: Callable[[], Any], folder: str, plan: ExportPlan) -> None:
     """Write another file of the model to `folder`, durably.
 
     `name`: its name. `opened`: returns the open source. ``config.json`` receives the dtype of the
-    weights.
+    weights, and no file keeps a description of quantization if no codes are written.
     """
+    is_plain = not has_codes(chain(*plan.tensors))
+    data = None
+    if name == _CONFIG:
+        dtype = weights_dtype(chain(*plan.tensors))
+        with opened() as read:
+            data = config_of_dtype(read.read(), dtype, is_plain=is_plain, entry=plan.entry)
+    elif name in OTHER_FILES and is_plain:
+        with opened() as read:
+            data = other_without_entry(name, read.read())
+        if data is None:
+            return
     with opened() as read, open(os.path.join(folder, name), "xb") as write:
-        if name == _CONFIG:
-            dtype = weights_dtype(chain(*plan.tensors))
-            write.write(config_of_dtype(read.read(), dtype, is_plain=plan.is_converted))
+        if data is not None:
+            write.write(data)
         else:
             shutil.copyfileobj(read, write)
         write.flush()
@@ -306,6 +345,8 @@ def _finish(folder: str, final: Target, plan: ExportPlan, crcs: Any, other_files
     if len(plan.files) > 1:
         text = json.dumps(plan.index_data(), indent=2, ensure_ascii=False) + "\n"
         _core.file_replace(os.path.join(folder, index_of(plan.stem)), text.encode(), 0o666)
+    if plan.entry is not None and has_codes(chain(*plan.tensors)):
+        other_files.setdefault(_CONFIG, partial(BytesIO, b"{}"))  # receives the entry
     try:
         for name, opened in other_files.items():
             _copy_file(name, opened, folder, plan)
@@ -427,9 +468,8 @@ def write_folder(
                 other_files = _files_to_copy(files_from)
                 stem = _stem_of_folder(files_from)
                 plan = plan.named(stem)
-                if plan.is_converted and files_from is not None:
-                    tensors = {name: (kind, shape) for name, kind, shape in chain(*plan.tensors)}
-                    refuse_quantized(open_folder(files_from, reads=True), tensors)
+                if files_from is not None:
+                    plan = _checked_entry(open_folder(files_from, reads=True), plan)
                 final = _target_of(folder, start)
                 temporary = _temporary_name(folder)
                 _begin(temporary, plan)
@@ -478,7 +518,9 @@ def take_export(
     max_bytes = parse_size("max_shard_bytes", max_shard_bytes, 1)
     dtype_name = "" if dtype is None else float_name(dtype)
     content, table = _take_state(target, model, rename, dtype_name)
-    return Export(target, max_bytes, content, table, dtype_name)
+    facts = facts_of(content.dicts[0] or {}) if dtype_name else {}
+    code = next((name for name, (stored, _) in facts.items() if stored in CODE_FLOATS), "")
+    return Export(target, max_bytes, content, table, dtype_name, code)
 
 
 def gather_parts(
@@ -500,7 +542,10 @@ def gather_parts(
     gathered = gather_shards(target, content, copy)
     raise_together(target.group, gathered.error)
     plan = make_plan(table.tensors, max_bytes)
-    return gathered, plan._replace(is_converted=bool(request.dtype))
+    is_converted = bool(request.dtype)
+    return gathered, plan._replace(
+        is_converted=is_converted, code=request.code, entry=request.entry
+    )
 
 
 def export(
@@ -564,8 +609,8 @@ def export_huggingface(
         Folder, or its URL in an object store, whose files are copied, such as ``config.json`` and
         the tokenizer's files. Hidden files, subfolders and files of weights are not copied. If
         ``config.json`` has an entry ``dtype`` or ``torch_dtype``, the copy has the dtype of most
-        floats of the weights, unless it has a ``quantization_config``. With `dtype`, the copy
-        has no ``quantization_config``.
+        floats of the weights, unless it has a ``quantization_config``. The copy keeps this entry
+        if the weights have codes, such as 8-bit floats; otherwise it is removed.
     dtype : dtype or str, optional
         float16, bfloat16, float32 or float64: its name, or the dtype of NumPy, ml_dtypes or
         torch. All floats are written in this dtype, rounded to nearest; 8-bit floats by their
@@ -582,7 +627,7 @@ def export_huggingface(
         `path` is a URL, or the ranks pass different arguments or do not hold all parts of a
         tensor.
     FormatError, CompatibilityError
-        With `dtype`, some weights are quantized according to the ``config.json`` of `files_from`:
+        With `dtype`, some weights are codes with scales, whose numbers alone are not their values:
         `mlstate.load` with ``cast=`` returns their values. Or `max_shard_bytes` divides the weights
         of an adapter, which PEFT reads from one file.
     TypeError, CompatibilityError

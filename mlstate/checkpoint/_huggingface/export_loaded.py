@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..._common.budget import parse_size
 from ..._common.dtypes import numpy_dtype
@@ -42,12 +42,13 @@ def export_loaded(
     files_from: str | os.PathLike[str] | None = None,
     start: Target | None = None,
     progress: Progress,
+    entry: dict[str, Any] | None = None,
 ) -> dict[str, int]:
     """Export the model of `loader`; return the number of its tensors, and their bytes.
 
     The result has the keys ``tensors`` and ``bytes``. The other parameters are as for
     `export_huggingface`, and `start` as for `export`. `progress`: called with a function that
-    returns the number of bytes. Memory is needed for one tensor with its
+    returns the number of bytes. `entry`: the ``quantization_config`` of codes. Memory is needed for one tensor with its
     stored form, or for 64 MiB.
     """
     target = check_target(local_path(path), SAVE_DEFAULTS)
@@ -59,7 +60,8 @@ def export_loaded(
         name: (dtype, shape, None)  # not cut
         for name, (dtype, shape) in loader.dtypes_and_shapes(section, names).items()
     }
-    plan = make_plan(facts, max_bytes)._replace(is_converted=bool(loader.request.dtype))
+    plan = make_plan(facts, max_bytes)
+    plan = plan._replace(is_converted=bool(loader.request.dtype), entry=entry)
 
     def shards() -> Iterator[_core.ShardItems]:
         """Yield the shards of one batch of tensors after the other, as the writer needs them."""

@@ -57,6 +57,8 @@ class ExportPlan(NamedTuple):
     nbytes: list[int]  # of each tensor, by number
     is_converted: bool = False  # whether all floats are written in one dtype
     stem: str = _STEM  # of the names of the files
+    code: str = ""  # name of a float of 8 bits that is converted
+    entry: dict[str, Any] | None = None  # the ``quantization_config`` of the codes
 
     def named(self, stem: str) -> ExportPlan:
         """Return the plan with files called `stem` instead of ``model``.

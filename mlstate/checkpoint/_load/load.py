@@ -217,12 +217,12 @@ def load(
         mismatch always raises, and so does a target without a name in common with the checkpoint.
     cast : bool or dtype, default False
         With True, convert between float16, bfloat16, float32 and float64 if a target of `into` has
-        another dtype, rounding to nearest. This needs memory for these tensors. With one of these
+        another dtype, rounding to nearest; targets of these dtypes also receive the values of
+        8-bit floats and quantized weights. This needs memory for these tensors. With one of these
         four dtypes, of NumPy, ml_dtypes or torch, or its name, return the floating-point tensors of
         the model, and of named states that are modules or dicts of tensors alone, in this dtype.
-        8-bit floats are converted by their values. If the ``config.json`` of a Hugging Face folder
-        has a ``quantization_config``, the result has the values of weights with scales instead of
-        both: of the methods fp8, mxfp4, and compressed-tensors with 8-bit floats. Integers, bool
+        The result has the values of quantized weights instead of codes and scales, also of 4-bit
+        floats and int8; 8-bit floats without scales are converted by their values. Integers, bool
         and complex numbers keep their dtypes, and so do all tensors of optimizers and of other
         named states. Besides the result this needs memory for one tensor, or 64 MiB. A dtype cannot
         be combined with `into` or `mmap`.
@@ -250,8 +250,8 @@ def load(
         The operating system refused. Also a `FileNotFoundError` if there is no checkpoint.
     FormatError
         The manifest, an index or a file is malformed, or in a format that is not read, or a part of
-        a tensor was not stored. With a dtype as `cast`, the scales of a quantized weight are
-        missing or have a wrong shape.
+        a tensor was not stored. With `cast`, the scales of a quantized weight are missing,
+        unknown or have a wrong shape.
     ChecksumError
         Bytes changed since they were written. (A `FormatError`.)
     TensorNotFoundError
@@ -260,8 +260,8 @@ def load(
         `into` has other names, shapes or dtypes, or an object refuses its state; or two names would
         become the same by `rename`; or an array or object of `into` has two names with different
         values in the checkpoint, such as tied weights. `into` is unchanged. The model or optimizer
-        of another program has a value that is neither a tensor nor plain. With a dtype as `cast`,
-        a Hugging Face folder is quantized by a method whose values mlstate cannot compute.
+        of another program has a value that is neither a tensor nor plain. With `cast`, the model
+        is quantized by a method whose values mlstate cannot compute.
     TypeError, ValueError
         A torch object in `into` is refused for one of the reasons of `save`, or arrays of `into`
         are read-only or overlap without being the same array. `into` is unchanged. Or one argument

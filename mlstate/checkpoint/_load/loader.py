@@ -12,10 +12,13 @@ from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.caller import find_caller
 from ..._common.converted import converted, converted_value, is_converted
 from ..._common.dtypes import numpy_dtype
+from ..._sharding.layout import part_of_cutting
 from ...errors import CompatibilityError
 from ...state._state_dict import StateDict
 from .._folder.names import SECTIONS
 from .._loaded_state import LoadedState
+from .._quantized.pairs import WHOLE, box_of
+from .._quantized.parts import pairs_of_sections, scale_parts
 from .._sections import OPTIMIZER, STATES, rename_sections, sections_of, states_of
 from .._sources.indexed import IndexedSource
 from .._states.modules import shown_states
@@ -27,8 +30,9 @@ from .targets import names_error
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from ..._sharding.layout import Cuts, Cutting
+    from ..._sharding.layout import Cuts, Cutting, Steps
     from .._options import LoadOptions
+    from .._quantized.pairs import Pair
     from .._sections import Section
     from .._sources.protocol import Source
     from .._store.name_globs import Names
@@ -58,6 +62,7 @@ class Loader:
         self.source = source
         self.folder = source.path  # for errors
         self._grouped: tuple[Any, dict[Any, Any]] = (None, {})  # see `records`
+        self._rows: tuple[Any, dict[str, dict[str, Any]]] = (None, {})  # see `_part_of`
         self.verify = bool(options["verify"])
         names = request.names if options["rename"] is None else None
         source.begin(names, request.rank, options["into"])
@@ -72,10 +77,11 @@ class Loader:
         if saved:
             for section in self.sections:
                 section.saved = saved.get(section.label)
-        # the quantized weights that `cast` decodes, with their scales; None without such
-        self.pairs = source.find_pairs() if request.dtype else None
-        if self.pairs is not None:  # codes get the names of their values; scales have none
-            self.sections[0].replace(self.pairs.renamed(self.sections[0].names))
+        # the quantized weights that `cast` decodes, with their scales, by label of the section
+        self.pairs = pairs_of_sections(self) if request.dtype or request.cast else {}
+        for section in self.sections if request.dtype else ():
+            if section.label in self.pairs:  # codes get the names of their values; scales have none
+                section.replace(self.pairs[section.label].renamed(section.names))
         if options["rename"] is not None:
             rename_sections(self.sections, options["rename"])
         if options["verify"] == "first":
@@ -166,13 +172,13 @@ class Loader:
             key: (stored_dtype, shape)
             for _, key, _, _, stored_dtype, shape, *_ in self.records(section)
         }
-        by_codes = self.pairs.by_codes if self.pairs is not None and section.number == 0 else {}
+        pairs = self._chosen_pairs(section, names) if dtype else {}
         converted_tensors = {}
         for name, key in zip(names, section.keys(names), strict=True):
             result_dtype, shape = stored[key]
-            if key in by_codes:
-                by_codes[key].check()
-                result_dtype, shape = dtype, by_codes[key].shape
+            if name in pairs:
+                pairs[name].check()
+                result_dtype, shape = dtype, pairs[name].shape
             elif dtype and not section.is_optimizer and is_converted(result_dtype, dtype):
                 result_dtype = dtype
             converted_tensors[name] = result_dtype, shape
@@ -184,7 +190,7 @@ class Loader:
         `extra`: further arrays to add to it.
         """
         keys = section.keys(names)
-        arrays_loaded = self._pair_values(section, keys)
+        arrays_loaded = self._pair_values(section, names) | self._scale_parts(section, names)
         others = [key for key in keys if key not in arrays_loaded] if arrays_loaded else keys
         for batch, dtype in self._batches(section, others):
             loaded = self._read(
@@ -199,23 +205,77 @@ class Loader:
             arrays = {name: each.to(device) for name, each in tensors.items()}
         return section.restore(arrays, self.folder)
 
-    def _pair_values(self, section: Section, keys: list[str]) -> dict[str, Any]:
-        """Return the values of those `keys` of a section that are quantized.
-
-        Each key is of the codes, the stored numbers that scales multiply. Raises FormatError if the
-        scales are missing or do not fit.
-        """
-        if self.pairs is None or section.number != 0:
+    def _chosen_pairs(self, section: Section, names: list[str]) -> dict[str, Pair]:
+        """Return those tensors `names` of a section that are quantized, by name."""
+        pairs = self.pairs.get(section.label)
+        if pairs is None:
             return {}
-        chosen = [pair for key in keys if (pair := self.pairs.by_codes.get(key)) is not None]
-        for pair in chosen:
+        old_names = section.old_names()
+        chosen = ((name, pairs.by_codes.get(old_names[name])) for name in names)
+        return {name: pair for name, pair in chosen if pair is not None}
+
+    def _pair_values(self, section: Section, names: list[str]) -> dict[str, Any]:
+        """Return the values of those `names` of a section that are quantized, by key of the codes.
+
+        Raises FormatError if the scales are missing or do not fit.
+        """
+        pairs = self._chosen_pairs(section, names) if self.request.dtype else {}
+        for pair in pairs.values():
             pair.check()
+        return {
+            section.key_of(pair.codes): self.decode(
+                section, pair, self.cutting_of(section, pair), self.request.dtype
+            )
+            for pair in pairs.values()
+        }
 
-        def read(key: str, cutting: Cutting) -> Any:
-            return self._read(section.number, [key], cutting)[key]
+    def decode(self, section: Section, pair: Pair, cutting: Cutting, dtype: str) -> Any:
+        """Return the values of a part of a quantized weight."""
 
-        cutting, dtype = self.request.cutting, self.request.dtype
-        return {pair.codes: pair.load(read, cutting, dtype) for pair in chosen}
+        def read(stored: str, part: Cutting) -> Any:
+            key = section.key_of(stored)
+            return self.load_keys(section.number, [key], part)[key]
+
+        return pair.load(read, cutting, dtype)
+
+    def cutting_of(self, section: Section, pair: Pair) -> Cutting:
+        """Return the part to load of a weight's values; one that was saved has the saved layout."""
+        steps, _, world = self.request.cutting
+        if steps is not None or not world:
+            return self.request.cutting
+        cut, index = self._part_of(section, pair.codes)[0]
+        return (pair.value_steps(cut), index, world) if cut else WHOLE
+
+    def _part_of(self, section: Section, stored: str) -> tuple[tuple[Steps, int], tuple[int, ...]]:
+        """Return steps and index of the part to load of a stored tensor, and its shape."""
+        index = self.source.index
+        if self._rows[0] is not index:
+            self._rows = index, {}
+        if section.label not in self._rows[1]:
+            self._rows[1][section.label] = {row[1]: row for row in self.records(section)}
+        row = self._rows[1][section.label][section.key_of(stored)]
+        _, _, _, _, _, shape, layout, axes, *_ = row
+        return part_of_cutting(self.request.cutting, len(shape), layout, axes), shape
+
+    def _scale_parts(self, section: Section, names: list[str]) -> dict[str, Any]:
+        """Return the scales among `names` that belong to a part of a quantized weight, by key.
+
+        A rank receives the scales of all blocks that its codes touch, and whole those tensors that
+        describe all codes. {} for a load of whole tensors, or with ``cast``.
+        """
+        if self.request.dtype or not self.request.cutting[2] or section.is_optimizer:
+            return {}
+        parts, old_names = scale_parts(self, section), section.old_names()
+        result = {}
+        for name in names:
+            if (part := parts.get(old_names[name])) is not None:
+                key = section.key_of(old_names[name])
+                (steps, index), shape = self._part_of(section, part.codes)
+                mmap = self.options["mmap"]
+                self.source.need([(section.number, [key], WHOLE)])
+                whole = self._read(section.number, [key], WHOLE, mmap=mmap)[key]
+                result[key] = part.take(whole, box_of((steps, index, 1), shape))
+        return result
 
     def _batches(self, section: Section, keys: list[str]) -> list[tuple[list[str], str]]:
         """Return batches of keys to load at the same time, each with a dtype to convert to, or "".
@@ -271,7 +331,11 @@ class Loader:
             return section.restore(arrays, self.folder) if is_renamed else section.saved
         dtype = "" if section.is_optimizer else request.dtype
         keys = section.keys(section.names)
-        loaded = self._read(section.number, keys, request.cutting)
+        known = self._pair_values(section, section.names) | self._scale_parts(
+            section, section.names
+        )
+        others = [key for key in keys if key not in known]
+        loaded = known | self._read(section.number, others, request.cutting)
         arrays = {}
         for (name, old), key in zip(names.items(), keys, strict=True):
             array = converted_value(loaded[key], dtype) if dtype else loaded[key]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,7 +28,9 @@ from ..._common.arrays import (
 )
 from ..._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from ..._common.caller import find_caller
-from ..._common.dtypes import FLOATS, name_of, numpy_dtype
+from ..._common.converted import converted, is_converted
+from ..._common.dtypes import FLOAT8S, FLOATS, name_of, numpy_dtype
+from ..._common.scales import value_name
 from ..._common.staged_targets import StagedTargets, refuse_overlaps_on_devices
 from ..._sharding.layout import Cuts, Layout, Shard, Steps, part_of_cutting
 from ...errors import CompatibilityError
@@ -36,6 +39,7 @@ from ...state._load_into import check_load, load_into
 from ...state._optimizer_state import OptimizerStateDict
 from .._backend import CheckpointBackend, OptimizerRecord, OptimizerRequest
 from .._loaded_state import LoadedState
+from .._quantized.pairs import WHOLE, box_of
 from .._sections import OPTIMIZER
 from .._states.collect import modules_of, owner_of
 from .._states.modules import prepare_units, stored_entries, text_of_section
@@ -46,6 +50,8 @@ from .._ties import TiedName, refuse_other_bytes
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from ..._sharding.layout import Cutting
+    from .._quantized.pairs import Pair
     from .._sections import Section
     from .._states.modules import StoredEntries
     from .._states.restore import Action
@@ -66,6 +72,7 @@ class _Ready(NamedTuple):
     names: list[str]
     cuts: Cuts
     casts: dict[str, Any]  # targets of another dtype, by name
+    decoded: dict[str, Decoded]  # quantized weights whose targets receive values, by name
 
     def memory(self) -> dict[str, Any]:
         """Return the arrays that the load writes, by name: after conversion, or before a copy."""
@@ -89,7 +96,16 @@ class _Ready(NamedTuple):
         """Return state and name of the targets that the load fills, if it may leave out some."""
         if hasattr(self.filling, "optimizer"):  # it loses the states that are left out
             return set()
-        return {(self.section.label, name) for name in (*self.names, *self.filling.zeros)}
+        names = (*self.names, *self.decoded, *self.filling.zeros)
+        return {(self.section.label, name) for name in names}
+
+
+class Decoded(NamedTuple):
+    """A quantized weight to decode into a target, and the part of its values."""
+
+    pair: Pair
+    cutting: Cutting
+    elements: slice | None  # of the part, if the target is a range of elements
 
 
 class Prepared:
@@ -314,7 +330,8 @@ def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> 
         if name not in selected:
             continue
         target = filling.arrays[name]
-        if name_of(target.dtype) != dtype and {name_of(target.dtype), dtype} <= FLOATS:
+        is_cast = is_converted(dtype, name_of(target.dtype)) and name_of(target.dtype) in FLOATS
+        if is_cast:
             casts[name] = target
             filling.arrays[name] = np.empty(tuple(target.shape), numpy_dtype(dtype))
     return casts
@@ -333,7 +350,11 @@ def _check(loader: Loader, ready_target: _Ready) -> None:
     loader.source.index.fits(loader.folder, section.number, keys, ready_target.cuts, arrays)
     if ready_target.casts:
         stored = {name: ready_target.filling.arrays[name] for name in ready_target.casts}
-        check_load(ready_target.casts, stored, strict=True, cast=True)
+        # any float may be converted: only shapes are compared
+        like = {name: np.empty(array.shape, np.float32) for name, array in stored.items()}
+        check_load(ready_target.casts, like, strict=True, cast=True)
+    for name, decoded in ready_target.decoded.items():
+        _check_decoded(name, decoded, ready_target.filling.arrays[name])
 
 
 def _fill(loader: Loader, ready_target: _Ready) -> None:
@@ -359,8 +380,94 @@ def _fill(loader: Loader, ready_target: _Ready) -> None:
         casts = {name: each for name, each in ready_target.casts.items() if name in was_read}
         stored = {name: filling.arrays[name] for name in casts}
         filling.arrays.update(ready_target.casts)
+        for name, array in stored.items():
+            if name_of(array.dtype) in FLOAT8S:
+                stored[name] = converted(array, name_of(casts[name].dtype))
         load_into(casts, stored, cast=True)
-    filling.finish(ready_target.names)
+    for name, (pair, cutting, elements) in ready_target.decoded.items():
+        target = filling.arrays[name]
+        target = target.array if isinstance(target, Shard) else target
+        values = loader.decode(section, pair, cutting, name_of(target.dtype))
+        load_into(
+            {name: target}, {name: values if elements is None else values.reshape(-1)[elements]}
+        )
+    filling.finish([*ready_target.names, *ready_target.decoded])
+
+
+# ---- quantized weights ----
+
+
+def _decode_names(
+    loader: Loader, section: Section, selected: list[str], filling: Any
+) -> tuple[Section, list[str], dict[str, Pair]]:
+    """Return a section, its selected names, and the weights to decode, by name.
+
+    Weights whose targets have wider floats receive their values: codes get the names of these, and
+    scales that are no targets have none. Other targets receive codes and scales as they are stored.
+    """
+    pairs = loader.pairs.get(section.label) if loader.request.cast else None
+    if pairs is None:
+        return section, selected, {}
+    names: dict[str, str | None] = {}  # new ones by stored name
+    decoded = {}
+    for name, stored in section.old_names().items():
+        pair = pairs.by_codes.get(stored)
+        if pair is not None:
+            value = name if pair.name == pair.codes else value_name(name)
+            target = filling.arrays.get(value)
+            if target is not None and name_of(target.dtype) in FLOATS:
+                names[stored] = value
+                decoded[value] = pair
+        elif stored in pairs.hidden and name not in filling.known:
+            names[stored] = None
+    if not decoded:
+        return section, selected, {}
+    old_names = section.old_names()
+    renamed = (names.get(old_names[name], name) for name in selected)
+    return section.with_values(names), [name for name in renamed if name is not None], decoded
+
+
+def _decoded_part(loader: Loader, section: Section, filling: Any, name: str, pair: Pair) -> Decoded:
+    """Return the part of a weight's values that the target `name` receives.
+
+    Raises CompatibilityError if the target is of another tensor or part, FormatError if the scales
+    are missing or do not fit.
+    """
+    pair.check()
+    cutting, elements, target = loader.cutting_of(section, pair), None, filling.arrays[name]
+    whole = cut = None
+    if isinstance(target, Shard):
+        steps, index, _ = cutting
+        part = _core.layout_project(steps or (), index, len(pair.shape), None)
+        whole, cut = target.shape, _without_whole_steps(target._steps, target.index)
+        if cut == _without_whole_steps(*part):
+            cut = None
+    elif not isinstance(filling, _ArrayTarget) and loader.request.by_target:
+        [(whole, steps, last)] = filling.cuts([name])
+        cutting = WHOLE
+        if isinstance(steps, int):
+            elements = slice(steps, last)
+        elif steps:
+            cutting = (steps, last, prod(parts for _, parts in steps))
+    if cut is not None or (whole is not None and tuple(whole) != pair.shape):
+        error = CompatibilityError(
+            f"{section.label}[{name!r}] is of shape {whole}, and the load decodes {pair.shape}, "
+            f"cut by {cutting[0]}: pass a target of this part"
+        )
+        error.name, error.expected, error.got = name, str(whole), str(pair.shape)
+        raise error
+    return Decoded(pair, cutting, elements)
+
+
+def _check_decoded(name: str, decoded: Decoded, target: Any) -> None:
+    """Raise CompatibilityError if a target has another shape than the part of the values."""
+    box = box_of(decoded.cutting, decoded.pair.shape)
+    shape, part = box.lengths, decoded.elements or box.elements
+    shape = shape if part is None else (part.stop - part.start,)
+    target = target.array if isinstance(target, Shard) else target
+    check_load(
+        {name: target}, {name: np.broadcast_to(np.float32(0), shape)}, strict=True, cast=True
+    )
 
 
 # ---- optimizers ----
@@ -588,13 +695,23 @@ def _prepare_tensors(
         filling = _optimizer_target(loader, section, selected, target, module, names, elsewhere)
     else:
         filling = _ArrayTarget(target)
+    pairs: dict[str, Pair] = {}
+    if not takes_optimizer:
+        section, selected, pairs = _decode_names(loader, section, selected, filling)
+        chosen = [*selected, *entries] if pairs else chosen
     if not loader.options["strict"]:
         is_choice = names.listed is not None
         _refuse_unrelated(loader, section, filling, chosen, is_choice=is_choice)
     names_to_read = _fit_names(loader, section, selected, filling, names)
+    decoded = {
+        name: _decoded_part(loader, section, filling, name, pairs[name])
+        for name in names_to_read
+        if name in pairs
+    }
+    names_to_read = [name for name in names_to_read if name not in decoded]
     cuts = _cuts(loader, section, filling, names_to_read)
     casts = _casts(loader, section, filling, names_to_read)
-    prepared.ready.append(_Ready(section, filling, names_to_read, cuts, casts))
+    prepared.ready.append(_Ready(section, filling, names_to_read, cuts, casts, decoded))
 
 
 def _has_known_memory(array: Any) -> bool:
@@ -635,6 +752,7 @@ def _join_tied_names(
     CompatibilityError if stored tensors for one memory have different bytes, ValueError if targets
     share memory in any other way.
     """
+    _refuse_decoded_ties(loader, ready)
     if not _has_ties(ready, cache_arrays):
         return ready
     names_of: dict[Any, list[tuple[int, int]]] = {}  # number of the target and of the name
@@ -655,6 +773,23 @@ def _join_tied_names(
         each.of([i for i in range(len(each.names)) if (number, i) not in joined])
         for number, each in enumerate(ready)
     ]
+
+
+def _refuse_decoded_ties(loader: Loader, ready: list[_Ready]) -> None:
+    """Raise CompatibilityError if a weight is decoded into memory that another name has too."""
+    seen: dict[Any, str] = {}
+    for each in ready if any(each.decoded for each in ready) else ():
+        arrays = each.memory()
+        for name in (*each.names, *each.decoded):
+            key = _memory_id(each.filling.targets[name], arrays[name])
+            other = seen.setdefault(key, name) if key is not None else name
+            if other != name:
+                error = CompatibilityError(
+                    f"{name!r} and {other!r} are one memory, and quantized weights are decoded "
+                    "into a tensor of their own: pass a tensor for each, or load one by names="
+                )
+                error.name, error.path = name, loader.folder
+                raise error
 
 
 def _memory_id(target: Any, array: Any) -> object:

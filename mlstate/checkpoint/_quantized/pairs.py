@@ -1,8 +1,12 @@
 """Quantized weights and their scales: found, paired, their values computed for `cast=`.
 
-Values are computed in float32 and rounded once to the wanted dtype, as transformers does for the
-methods ``fp8`` and ``mxfp4``. compressed-tensors rounds to the dtype of the scale first. A scale of
-E8M0 is a power of two; its code 255 is NaN.
+The tensors decide which weights are quantized (`find_scales`) and how: dtypes and shapes of codes
+and scales. Values are computed in float32 and rounded once to the wanted dtype, as transformers
+does. compressed-tensors rounds first: to the dtype of the scale, or to bfloat16 if the codes are
+packed. A scale of E8M0 is a power of two; its code 255 is NaN. Sources of formulas without a
+decoder that runs on a CPU: NVFP4 of ModelOpt is ``NVFP4QTensor.dequantize``, which multiplies
+``weight_scale`` and ``weight_scale_2`` in float32 first; ``scale_weight`` is ``convert_weight`` in
+ComfyUI's ``comfy/ops.py``.
 """
 
 from __future__ import annotations
@@ -15,35 +19,48 @@ import numpy as np
 
 from ... import _core
 from ..._common.converted import converted
-from ..._common.dtypes import FLOAT8S, FLOATS, name_of, numpy_dtype
+from ..._common.dtypes import FLOATS, name_of, numpy_dtype
+from ..._common.scales import (
+    CODE_FLOATS,
+    EXPONENTS,
+    FOUR_BITS,
+    MARK,
+    OF_ACTIVATIONS,
+    Scales,
+    find_scales,
+    layer_of,
+    listed_names,
+)
 from ..._common.store_error import format_error
-from ...errors import CompatibilityError
-from .._store.open_path import is_url, open_folder
-from .config import CONFIG, read_quantization
+from .config import parse_entry, unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from typing import TypeAlias
 
-    from ..._sharding.layout import Cutting
+    from ..._common.scales import Stored
+    from ..._sharding.layout import Cutting, Steps
     from ..._types import NDArray
     from ...errors import FormatError
-    from .._folder.protocol import Files
-    from .config import Block, Quantization
+    from .config import Block
 
     Shape: TypeAlias = tuple[int, ...]
-    Stored: TypeAlias = tuple[str, Shape]  # dtype and shape of a stored tensor
     Read: TypeAlias = Callable[[str, Cutting], NDArray]
 
 WHOLE: Cutting = (None, 0, 0)
-_EXPONENTS = "float8_e8m0fnu"
-_FOUR_BITS = "float4_e2m1fn_x2"
 _GROUP = 32  # values of MXFP4 that share a scale
 _BYTES = _GROUP // 2  # of a group's codes, two in a byte
-# Names of scales of activations, which values have no use for.
-_OF_ACTIVATIONS = ("input_scale", "activation_scale", "activation_scale_inv")
-# Axes of blocks and scales of MXFP4, by the axes of the values: experts, columns, rows.
-_STORED_AXES = {0: 0, 1: 2, 2: 1}
+_NV_GROUP = 16  # values of NVFP4 that share a scale
+# Names beside a weight in its layer that values have no use for, besides `OF_ACTIVATIONS`.
+_MARKS = ("comfy_quant", "weight_shape")
+# Last parts of names that only methods have which are not decoded, with a tensor beside it.
+_METHODS = {
+    "qweight": ("scales", "gptq or awq"),
+    "q_weight": ("q_scale", "exl2"),
+    "W_q": ("scale", "hqq"),
+    "SCB": ("weight", "bitsandbytes"),
+    "absmax": ("quant_map", "bitsandbytes"),
+}
 
 
 class Box(NamedTuple):
@@ -79,7 +96,7 @@ class Pair(NamedTuple):
 
     name: str  # of the values
     codes: str
-    scales: str
+    scales: Scales
     shape: Shape  # of the values
     dtype: str  # of the codes
     block: Block
@@ -92,9 +109,25 @@ class Pair(NamedTuple):
             raise self.problem
 
     @property
-    def is_packed(self) -> bool:
-        """Whether this is MXFP4, whose values have rows and columns exchanged."""
-        return self.dtype == _FOUR_BITS
+    def axes(self) -> tuple[int, ...]:
+        """Axes of the values in the order of the codes: those of ``w_blocks`` are exchanged."""
+        return (0, 2, 1) if self.codes.endswith("_blocks") else tuple(range(len(self.shape)))
+
+    @property
+    def unit(self) -> int:
+        """Columns of the values in one index of the last axis of the codes that can be cut."""
+        if self.codes.endswith("_blocks"):
+            return _GROUP
+        return 2 if self.dtype == FOUR_BITS else 1
+
+    def value_steps(self, steps: Steps) -> Steps:
+        """Return the steps of a layout of the codes as those of the values; () if there is none."""
+        try:
+            return tuple(
+                (axis if isinstance(axis, str) else self.axes[axis], n) for axis, n in steps
+            )
+        except IndexError:
+            return ()
 
     def load(self, read: Read, cutting: Cutting, dtype: str) -> NDArray:
         """Return the values of the part `cutting`, computed from codes and scales.
@@ -102,123 +135,101 @@ class Pair(NamedTuple):
         `read(key, cutting)`: returns a part of a stored tensor. `dtype`: of the values.
         """
         self.check()
-        box = box_of(cutting, self.shape)
-        if self.is_packed:
-            values = self._values_of_groups(read, cutting, box, dtype)
-        else:
-            # codes of a flat part are read whole, and then cut to the box
-            stored_part = WHOLE if box.elements is not None else cutting
-            codes = read(self.codes, stored_part)
-            if box.elements is not None:
-                codes = codes[box.slices()]
-            product_dtype = self.product_dtype or dtype
-            values = self._values_of_blocks(codes, read(self.scales, WHOLE), box, product_dtype)
-            if product_dtype != dtype:
-                values = converted(values, dtype)
+        box, product_dtype = box_of(cutting, self.shape), self.product_dtype or dtype
+        values = np.empty(box.lengths, numpy_dtype(product_dtype))
+        if values.size:
+            self._decode(read, cutting, box, values)
+        if product_dtype != dtype:
+            values = converted(values, dtype)
         return values if box.elements is None else values.reshape(-1)[box.elements].copy()
 
-    def _values_of_blocks(
-        self, codes: NDArray, stored_scales: NDArray, box: Box, dtype: str
-    ) -> NDArray:
-        """Return the values of `box`, a part of a weight whose last two axes have blocks.
-
-        `codes`: of the box only. `stored_scales`: of the whole weight, one for each block, or one
-        in all. `dtype`: of the values.
-        """
-        scales = _scale_numbers(stored_scales)
+    def _decode(self, read: Read, cutting: Cutting, box: Box, values: NDArray) -> None:
+        """Write the values of `box`, the part `cutting`, to `values`."""
+        ranges = [box.slices()[axis] for axis in self.axes]
+        whole = [self.shape[axis] for axis in self.axes]
         # At least two axes: a weight without or with one axis is a row.
-        *outer, rows, columns = (1, 1, *self.shape)[-max(len(self.shape), 2) :]
+        *outer, rows, columns = [1, 1, *whole][-max(len(whole), 2) :]
+        at = [slice(0, 1), slice(0, 1), *ranges][-max(len(whole), 2) :]
+        first = at[-1].start - at[-1].start % self.unit  # of the codes that are read
+        codes = self._read_codes(read, cutting, box, ranges)
         grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))
-        if scales.size == 1:
-            scales = np.broadcast_to(scales.reshape(()), (*outer, *grid))
-        scales = scales.reshape(*outer, *grid)[box.slices()[: len(outer)]]
-        *_, first_row, first_column = (0, 0, *box.starts)
-        values = np.empty(box.lengths, numpy_dtype(dtype))
-        matrices = prod(box.lengths[: len(outer)])
-        shape = (matrices, *(1, 1, *box.lengths)[-2:])
+        scales = None
+        if self.scales:
+            scales = self._scale_numbers(read)
+            shape = (*outer, *grid)
+            spread = np.broadcast_to if scales.size == 1 else np.reshape
+            scales = spread(scales.reshape(()) if scales.size == 1 else scales, shape)
+            scales = scales[tuple(at[: len(outer)])].reshape(-1, *grid)
+        shape = (prod(each.stop - each.start for each in at[:-2]), at[-2].stop - at[-2].start)
         _core.scaled_codes_decode(
-            values.reshape(shape),
-            np.ascontiguousarray(codes).view(np.uint8).reshape(shape),
-            scales.reshape(matrices, *grid),
+            # the axes of stored codes; then matrices, rows, columns
+            values.transpose(self.axes).reshape(*shape, -1)
+            if self.axes == tuple(range(len(self.shape)))
+            else values.transpose(self.axes),
+            np.ascontiguousarray(codes).view(np.uint8).reshape(*shape, -1),
+            scales,
             self.dtype,
-            0,  # codes to skip at the start of a row
+            at[-1].start - first,  # codes to skip at the start of a row
             self.block,
-            (first_row, first_column),
+            (at[-2].start, at[-1].start),
         )
-        return values
 
-    def _values_of_groups(self, read: Read, cutting: Cutting, box: Box, dtype: str) -> NDArray:
-        """Return the values of a box of MXFP4 weights, whose axes are experts, columns and rows.
+    def _read_codes(self, read: Read, cutting: Cutting, box: Box, ranges: list[slice]) -> NDArray:
+        """Return the codes of `box`; `ranges`: of the values, in the order of the codes' axes.
 
-        `read`: as for `load`. `cutting`: the part that the box is of. `dtype`: of the values. Whole
-        tensors are read if the part does not consist of whole groups.
+        The whole tensor is read if no layout cuts it so that exactly these codes are its part.
         """
-        experts, columns, rows = box.slices()
-        groups = slice(columns.start // _GROUP, -(-columns.stop // _GROUP))
-        stored = (experts, rows, groups)
-        part = _stored_cutting(cutting, self.shape, stored) if box.elements is None else WHOLE
-        codes, exponents = read(self.codes, part), read(self.scales, part)
-        if part == WHOLE:
-            codes, exponents = codes[stored], exponents[stored]
-        values = np.empty(box.lengths, numpy_dtype(dtype))
-        # Values of the first group that precede the box.
-        skip = columns.start - groups.start * _GROUP
-        _core.scaled_codes_decode(
-            values.transpose(0, 2, 1),
-            codes.view(np.uint8).reshape(*codes.shape[:2], -1),
-            _scale_numbers(exponents),
-            self.dtype,
-            skip,
-            self.block,
-            (0, skip),
-        )
-        return values
+        stored = list(ranges)
+        if stored:
+            last = stored[-1]
+            stored[-1] = slice(last.start // self.unit, -(-last.stop // self.unit))
+        steps, index, _ = cutting
+        if steps is not None and box.elements is None:
+            projected, number = _core.layout_project(steps, index, len(self.shape), None)
+            mapped = tuple((self.axes.index(axis), parts) for axis, parts in projected)
+            shape = [self.shape[axis] for axis in self.axes]
+            shape[-1] //= self.unit
+            starts, lengths, *_ = _core.layout_part(mapped, tuple(shape), number)
+            part = [slice(a, a + n) for a, n in zip(starts, lengths, strict=True)]
+            if mapped and part == stored:
+                return read(self.codes, (mapped, number, prod(parts for _, parts in mapped)))
+        return read(self.codes, WHOLE)[tuple(stored)]
+
+    def _scale_numbers(self, read: Read) -> NDArray:
+        """Return the scales of all blocks as float32, with the scale of the scales."""
+        [key] = self.scales.weight
+        scales = _numbers(read(key, WHOLE))
+        if self.scales.second:
+            second = _numbers(read(self.scales.second, WHOLE)).reshape(())
+            is_divisor = self.scales.second.endswith("_global_scale")
+            scales = scales / second if is_divisor else scales * second
+        return scales
 
 
-def _stored_cutting(cutting: Cutting, shape: Shape, stored: tuple[slice, ...]) -> Cutting:
-    """Return the cutting that reads exactly the groups `stored` of MXFP4 for a part of the values.
-
-    `cutting`: the part. `shape`: of the values. `stored`: slices of experts, rows and groups. It is
-    `WHOLE` if no cutting gives exactly these, because the part begins or ends within a group.
-    """
-    steps, index, _ = cutting
-    if steps is None:
-        return WHOLE
-    projected, number = _core.layout_project(steps, index, 3, None)
-    mapped = tuple((_STORED_AXES[axis], parts) for axis, parts in projected)  # type: ignore[index]
-    groups = (shape[0], shape[2], shape[1] // _GROUP)
-    starts, lengths, *_ = _core.layout_part(mapped, groups, number)
-    is_exact = all(
-        each.stop - each.start == length and (each.start == start or not length)
-        for each, start, length in zip(stored, starts, lengths, strict=True)
-    )
-    return (mapped, number, prod(parts for _, parts in mapped)) if mapped and is_exact else WHOLE
-
-
-def _scale_numbers(scales: NDArray) -> NDArray:
+def _numbers(scales: NDArray) -> NDArray:
     """Return scales as float32; uint8 and E8M0 scales are exponents of 2."""
     name = name_of(scales.dtype)
-    if name in (_EXPONENTS, "uint8"):
+    if name in (EXPONENTS, "uint8"):
         values = np.empty(scales.shape, np.float32)
         codes = np.ascontiguousarray(scales).view(np.uint8).reshape(1, 1, -1)
         # no scales, no codes to skip, blocks of one code
         _core.scaled_codes_decode(
-            values.reshape(1, 1, -1), codes, None, _EXPONENTS, 0, (1, 1), (0, 0)
+            values.reshape(1, 1, -1), codes, None, EXPONENTS, 0, (1, 1), (0, 0)
         )
         return values
     return scales if name == "float32" else converted(scales, "float32")
 
 
-# ---- the pairs of a folder ----
+# ---- the pairs of a state ----
 
 
 class Pairs:
-    """The weights with scales of a folder, by the names of their values."""
+    """The weights with scales of a state, by the names of their values."""
 
     def __init__(self, pairs: dict[str, Pair], hidden: set[str]) -> None:
         self.by_name = pairs
         self.by_codes = {pair.codes: pair for pair in pairs.values()}
-        self._hidden = hidden  # keys of codes, scales, and facts about activations
+        self.hidden = hidden  # keys of codes, scales, and facts about activations
 
     def renamed(self, keys: Iterable[str]) -> dict[str, str]:
         """Return the stored key for each name to load: codes get the names of their weights.
@@ -228,20 +239,30 @@ class Pairs:
         names: dict[str, str] = {}
         for key in keys:
             pair = self.by_codes.get(key)
-            if key not in self._hidden or pair is not None:
+            if key not in self.hidden or pair is not None:
                 names[key if pair is None else pair.name] = key
         return names
 
 
 class _Finder:
-    """Finds the pairs among the tensors of a folder."""
+    """Finds the pairs among the tensors of a state."""
 
-    def __init__(self, path: str, quantization: Quantization, tensors: dict[str, Stored]) -> None:
-        """Prepare to find the pairs among `tensors`, dtype and shape by key; `path`: for errors."""
+    def __init__(
+        self, path: str, entry: Mapping[str, Any] | None, tensors: Mapping[str, Stored]
+    ) -> None:
+        """Prepare to find the pairs among `tensors`, dtype and shape by key.
+
+        `path`: for errors. `entry`: the ``quantization_config``, or None. Raises CompatibilityError
+        for a method that is not decoded, which the entry or the tensors name.
+        """
         self.path = path
         self.tensors = tensors
-        self.suffix = quantization.suffix
-        self.blocks = quantization.blocks
+        self.method, self.suffix, self.blocks = parse_entry(path, entry)
+        for key in tensors:
+            layer = layer_of(key)
+            beside, method = _METHODS.get(key[len(layer) :], ("", ""))
+            if method and layer + beside in tensors:
+                raise unsupported(path, f"{key!r} is of the method {method}")
         self.pairs: dict[str, Pair] = {}
         self.hidden: set[str] = set()
 
@@ -253,72 +274,152 @@ class _Finder:
         error.name = name
         return error
 
-    def _add(self, pair: Pair) -> None:
-        self.pairs[pair.name] = pair
-        self.hidden |= {pair.codes, pair.scales}
+    def find(self) -> Pairs:
+        """Return all pairs.
 
-    # ---- 8-bit floats ----
-
-    def find_float8s(self) -> None:
-        """Add the weights of 8-bit floats, and scales without a weight.
-
-        A pair that lacks one of both, or does not fit, has a problem, which is raised when it is
-        loaded.
+        A pair that lacks codes or scales, or does not fit, has a problem, which is raised when it
+        is loaded.
         """
-        names = {key for key, (dtype, _) in self.tensors.items() if dtype in FLOAT8S - {_EXPONENTS}}
+        found = find_scales(self.tensors)
+        if self.method or any(found.values()):
+            for codes, scales in found.items():
+                self._add(codes, scales)
+            self._add_lone_scales()
+            self.hidden |= {key for key in self.tensors if key[len(layer_of(key)) :] == MARK}
+        return Pairs(self.pairs, self.hidden)
+
+    def _add(self, codes: str, scales: Scales) -> None:
+        """Add the pair of the tensor `codes`, and hide what describes the layer's activations."""
+        if codes.endswith("_blocks"):
+            pair = self._pair_of_groups(scales)
+        else:
+            pair = self._pair_of_weight(codes, scales)
+        self.pairs[pair.name] = pair
+        self.hidden |= {codes, *scales.weight, *((scales.second,) if scales.second else ())}
+        # scales of activations have the name of the layer: "a.weight" has "a.input_scale"
+        is_weight = pair.name.endswith("weight")
+        layer = layer_of(codes) if is_weight else f"{pair.name}_"
+        beside = {layer + each for each in (*OF_ACTIVATIONS, *_MARKS)}
+        self.hidden |= beside & self.tensors.keys()
+
+    def _add_lone_scales(self) -> None:
+        """Add scales without a weight, if the method tells their names."""
+        if self.suffix == "_scales":
+            for key in self.tensors:
+                name = key.removesuffix("_blocks").removesuffix("_scales")
+                if name != key and name not in self.pairs:
+                    self.pairs[name] = self._pair_of_groups(Scales(name, (key,), "", ()))
+                    self.hidden |= {f"{name}_blocks", f"{name}_scales"} & self.tensors.keys()
+            return
         # scales of activations, such as "input_scale", end in "_scale" too
         suffix = ".weight" + self.suffix if self.suffix == "_scale" else self.suffix
-        names |= {
-            key[: -len(self.suffix)]
-            for key in self.tensors
-            if key.endswith(suffix) and not key.endswith("activation_scale_inv")
-        }
-        for name in names:
-            scales = name + self.suffix
-            dtype, shape = self.tensors.get(name, ("", ()))
-            block, text = self._block_of(name, dtype, shape, self.tensors.get(scales))
-            problem = self._problem(name, text) if text else None
-            # without a weight, the key of the scales is listed under the name of the weight
-            codes = name if name in self.tensors else scales
-            kind = self.tensors[scales][0] if scales in self.tensors else ""
-            product_dtype = kind if self.suffix == "_scale" and kind in FLOATS else ""
-            self._add(Pair(name, codes, scales, shape, dtype, block, problem, product_dtype))
-            # scales of activations have the name of the layer: "a.weight" has "a.input_scale"
-            layer = name[: -len("weight")] if name.endswith(".weight") else f"{name}_"
-            self.hidden |= {layer + each for each in _OF_ACTIVATIONS} & self.tensors.keys()
+        for key in self.tensors if self.suffix else ():
+            name = key[: -len(self.suffix)]
+            is_lone = key not in self.hidden and name not in self.pairs
+            if not key.endswith(suffix) or key.endswith("activation_scale_inv") or not is_lone:
+                continue
+            text = f"{key!r} is the scale of a tensor that is missing"
+            if name in self.tensors:
+                text = f"{self.tensors[name][0]} has a scale, but is no code"
+            codes, scales = name if name in self.tensors else key, Scales(name, (key,), "", ())
+            problem = self._problem(name, text)
+            self.pairs[name] = Pair(name, codes, scales, (), "", (1, 1), problem)
+            self.hidden |= {codes, key}
 
-    def _block_of(
-        self, name: str, dtype: str, shape: Shape, scales: Stored | None
-    ) -> tuple[Block, str]:
-        """Return the block (rows, columns) that shares a scale, and a text.
+    # ---- weights ----
 
-        The text is "", or why the weight `name` has no values. `dtype`, `shape`: of the codes, ""
-        if they are missing. `scales`: dtype and shape of the scales, None if missing.
+    def _pair_of_weight(self, codes: str, scales: Scales) -> Pair:
+        """Return the pair of a weight whose values have the order of its codes."""
+        dtype, shape = self.tensors[codes]
+        kinds = [self.tensors[key][0] for key in scales.weight]
+        kind = kinds[0] if kinds else ""
+        name = scales.value
+        is_four = dtype not in CODE_FLOATS and (dtype != "int8" or kind in (EXPONENTS, "uint8"))
+        if is_four and shape:
+            shape = (*shape[:-1], 2 * shape[-1])
+        form = FOUR_BITS if is_four else dtype
+        text = self._refusal(codes, scales, kind, form)
+        block: Block = (1, 1)
+        if not text:
+            [key] = scales.weight
+            block, text = self._block_of(shape, self.tensors[key][1], kind, form)
+        rounded = ""
+        if codes.endswith("_packed"):
+            rounded = "bfloat16"
+        elif self.method in ("", "compressed-tensors") and scales.weight:
+            is_named = scales.weight[0] == f"{name}_scale"
+            rounded = kind if is_named and kind in FLOATS and not scales.second else ""
+        problem = self._problem(name, text) if text else None
+        return Pair(name, codes, scales, shape, form, block, problem, rounded)
+
+    def _refusal(self, codes: str, scales: Scales, kind: str, form: str) -> str:
+        """Return why the weight `codes` has no values by the names and dtypes of its scales, or "".
+
+        `kind`: dtype of the scales. `form`: dtype of the codes, which may be packed in bytes.
+        """
+        name, dtype = scales.value, self.tensors[codes][0]
+        if scales.others or len(scales.weight) > 1 or (scales and not scales.weight):
+            return f"its scales are {listed_names(scales.names)}, which mlstate cannot combine"
+        if not scales.weight:
+            others = [each for each in OF_ACTIVATIONS if layer_of(codes) + each in self.tensors]
+            only = f", and {listed_names(others)} is of activations" if others else ""
+            return f"{name + (self.suffix or '_scale')!r}, its scale, is missing{only}"
+        [key] = scales.weight
+        if dtype == "int32":
+            return "int32 packs several integers, which mlstate does not unpack"
+        if dtype == "int8" and form == "int8" and not key.endswith("_scale"):
+            return f"int8 has a scale, but {key!r} is not the name of a scale of int8"
+        if dtype in CODE_FLOATS and scales.second:
+            return f"{dtype} has two scales, {listed_names(scales.names)}"
+        for ending, text in (("_zero_point", "zero points"), ("_g_idx", "order of groups")):
+            if f"{name}{ending}" in self.tensors:  # columns of a group need not be adjacent
+                return f"it has the {text} {name + ending!r}"
+        if f"{layer_of(codes)}zero_point" in self.tensors:
+            return f"it has the zero points {layer_of(codes) + 'zero_point'!r}"
+        if name != codes and name in self.tensors:
+            return "it is the name of a tensor too"
+        if form == FOUR_BITS:
+            if f"{layer_of(codes)}comfy_quant" in self.tensors:
+                return "ComfyUI stores the scales of 4-bit floats in tiles"
+            if kind in (EXPONENTS, "uint8") and not scales.second:
+                return ""
+            if kind == "float8_e4m3fn" and scales.second:
+                count = prod(self.tensors[scales.second][1])
+                return "" if count == 1 else f"{scales.second!r} has {count} numbers instead of 1"
+            return f"4-bit codes have the scale {key!r} of {kind}" + (
+                "" if scales.second else " without a second scale"
+            )
+        if kind not in FLOATS and kind not in (EXPONENTS, "uint8"):
+            return f"its scale is {kind}, not a float"
+        return ""
+
+    def _block_of(self, shape: Shape, grid: Shape, kind: str, form: str) -> tuple[Block, str]:
+        """Return the block (rows, columns) that shares a scale, and why there is none, or "".
+
+        `shape`: of the values. `grid`, `kind`: shape and dtype of the scales. `form`: of the codes.
         """
         no_block = (1, 1)
-        if scales is None:
-            return no_block, f"{name + self.suffix!r}, its scale, is missing"
-        if not dtype:
-            return no_block, f"{name + self.suffix!r} is the scale of a tensor that is missing"
-        if dtype not in FLOAT8S:
-            return no_block, f"{dtype} has a scale, but is no 8-bit float"
-        if f"{name}_zero_point" in self.tensors:
-            return no_block, f"it has the zero points {name + '_zero_point'!r}"
-        if f"{name}_g_idx" in self.tensors:  # columns of a group need not be adjacent
-            return no_block, f"it has the order of groups {name + '_g_idx'!r}"
-        kind, grid = scales
-        if kind not in FLOATS and kind not in (_EXPONENTS, "uint8"):
-            return no_block, f"its scale is {kind}, not a float"
         *outer, rows, columns = (1, 1, *shape)[-max(len(shape), 2) :]
         matrix = (max(rows, 1), max(columns, 1))  # the block of one scale for all
-        # compressed-tensors may have a scale for each row, or one in all, besides its blocks
-        is_compressed_tensors = self.suffix == "_scale"
-        choices = [*self.blocks, *([(1, matrix[1])] if is_compressed_tensors else [])]
-        choices += [matrix] if is_compressed_tensors or not self.blocks else []
+        row = (1, matrix[1])
+        if form == FOUR_BITS:
+            choices = [(1, _NV_GROUP if kind == "float8_e4m3fn" else _GROUP)]
+        elif self.blocks:
+            choices = [*self.blocks]
+        else:
+            is_grid = len(grid) == len(outer) + 2 and self.method != "compressed-tensors"
+            choices = [*(self._divisors(matrix, grid) if is_grid else ()), row, matrix]
+        if form != FOUR_BITS and self.blocks and self.method == "compressed-tensors":
+            choices += [row, matrix]
         expected, fitting = [], []  # shapes of the scales; blocks
         for block in dict.fromkeys((min(b[0], matrix[0]), min(b[1], matrix[1])) for b in choices):
             expected.append((*outer, -(-rows // block[0]), -(-columns // block[1])))
-            if grid == expected[-1] or (block == matrix and prod(grid) == 1):
+            forms = [expected[-1]]
+            if not self.blocks and block == row:
+                forms.append((*outer, rows))
+            if not self.blocks and block == matrix:
+                forms.append(tuple(outer))
+            if grid in forms or (block == matrix and prod(grid) == 1):
                 fitting.append(block)
         if len(fitting) == 1:
             return fitting[0], ""
@@ -326,29 +427,36 @@ class _Finder:
             blocks = " and ".join(map(str, fitting))
             return no_block, f"its scale has the shape {grid}, which fits blocks of {blocks}"
         shapes = " or ".join(map(str, dict.fromkeys(expected)))
-        return no_block, f"its scale has the shape {grid} instead of {shapes}"
+        more = "" if self.blocks or form == FOUR_BITS else ", or quantization_config with blocks"
+        return no_block, f"its scale has the shape {grid} instead of {shapes}{more}"
+
+    @staticmethod
+    def _divisors(matrix: Block, grid: Shape) -> list[Block]:
+        """Return the block of a grid of scales that divides a matrix, if no other is likely.
+
+        Each side must be a power of 2, unless one scale is for all of it: two scales for 160 rows
+        may be of blocks of 80 or of 128.
+        """
+        block = []
+        for length, count in zip(matrix, grid[-2:], strict=True):
+            side = length // count if count and not length % count else 0
+            if side & (side - 1) and count > 1:
+                return []
+            block.append(side)
+        return [(block[0], block[1])] if all(block) else []
 
     # ---- groups of 4-bit floats ----
 
-    def find_groups(self) -> None:
-        """Add the weights of MXFP4, whose codes are in groups.
-
-        A pair that lacks blocks or scales has a problem, which is raised when it is loaded.
-        """
-        names = {
-            key.removesuffix(ending)
-            for key in self.tensors
-            for ending in ("_blocks", "_scales")
-            if key.endswith(ending)
-        }
-        for name in names:
-            codes, scales = f"{name}_blocks", f"{name}_scales"
-            shape, text = self._values_shape(self.tensors.get(codes), self.tensors.get(scales))
-            if name in self.tensors:
-                text = "it is the name of a tensor too"
-            problem = self._problem(name, text) if text else None
-            stored_key = codes if codes in self.tensors else scales
-            self._add(Pair(name, stored_key, scales, shape, _FOUR_BITS, (1, _GROUP), problem))
+    def _pair_of_groups(self, scales: Scales) -> Pair:
+        """Return the pair of ``w_blocks`` and ``w_scales``, MXFP4 of transformers."""
+        name = scales.value
+        codes, key = f"{name}_blocks", f"{name}_scales"
+        shape, text = self._values_shape(self.tensors.get(codes), self.tensors.get(key))
+        codes = codes if codes in self.tensors else key
+        if name in self.tensors:
+            text = "it is the name of a tensor too"
+        problem = self._problem(name, text) if text else None
+        return Pair(name, codes, scales, shape, FOUR_BITS, (1, _GROUP), problem)
 
     @staticmethod
     def _values_shape(blocks: Stored | None, scales: Stored | None) -> tuple[Shape, str]:
@@ -369,46 +477,14 @@ class _Finder:
         return (experts, groups * _GROUP, rows), ""
 
 
-def find_pairs(folder: Files, tensors: Callable[[], dict[str, Stored]]) -> Pairs | None:
-    """Return the quantized weights of a Hugging Face folder, each paired with its scales.
+def find_pairs(
+    path: str, entry: Mapping[str, Any] | None, tensors: Mapping[str, Stored]
+) -> Pairs | None:
+    """Return the quantized weights among `tensors`, each paired with its scales; None without any.
 
-    None if its config names no quantization. `tensors`: returns dtype and shape of all tensors by
-    key; called only if needed.
+    `path`: of the checkpoint, for errors. `entry`: its ``quantization_config``, or None. `tensors`:
+    dtype and shape by key. Raises CompatibilityError for a method that is not decoded.
     """
-    quantization = read_quantization(folder)
-    if quantization is None:
-        return None
-    path = os.path.join(folder.path, "")[:-1]
-    finder = _Finder(path, quantization, tensors())
-    if quantization.method == "mxfp4":
-        finder.find_groups()
-    else:
-        finder.find_float8s()
-    return Pairs(finder.pairs, finder.hidden)
-
-
-def refuse_quantized(folder: Files, tensors: dict[str, Stored]) -> None:
-    """Raise CompatibilityError if some tensors are quantized according to a folder's config.
-
-    `tensors`: dtype and shape by key.
-    """
-    pairs = find_pairs(folder, lambda: tensors)
-    if pairs is not None and pairs.by_name:
-        name = min(pairs.by_name)
-        error = CompatibilityError(
-            f"{name!r} is quantized, as {os.path.join(folder.path, CONFIG)} says, and its numbers "
-            "alone are not its values: load its folder of safetensors files with cast="
-        )
-        error.name, error.path = name, folder.path
-        raise error
-
-
-def refuse_quantized_state(path: str, state: Mapping[str, Any]) -> None:
-    """Do as `refuse_quantized` for the tensors `state` of a folder, or of a file in one.
-
-    `path`: of the folder or file, or a URL.
-    """
-    is_folder = is_url(path) or os.path.isdir(path)
-    folder = path if is_folder else os.path.dirname(os.path.abspath(path))
-    tensors = {name: (name_of(each.dtype), tuple(each.shape)) for name, each in state.items()}
-    refuse_quantized(open_folder(folder, reads=True), tensors)
+    finder = _Finder(os.path.join(path, "")[:-1], entry, tensors)
+    pairs = finder.find()
+    return pairs if pairs.by_name or pairs.hidden else None

@@ -244,6 +244,7 @@ def take_content(
             "optimizer": kind_of(pair[1]),
             "metadata": _checked_metadata(options["metadata"]),
             "states": named.kinds or None,
+            "quantization_config": target.quantization_config,
         }
         if target.layout is not None:
             steps_of(target.layout, 1)

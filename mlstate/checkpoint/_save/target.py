@@ -40,6 +40,7 @@ class SaveFolder(NamedTuple):
     # entries of modules that are not tensors, and torch's metadata, by name of the state or None
     entries: Mapping[str | None, tuple[Any, Any]] = MappingProxyType({})
     started: Callable[[SaveHandle], object] | None = None  # called before `save_async` starts
+    quantization_config: dict[str, Any] | None = None  # of the model's codes, for the manifest
 
     def __fspath__(self) -> str:
         return os.fspath(self.folder)
@@ -70,6 +71,7 @@ class SaveTarget(NamedTuple):
     entries: Mapping[str | None, tuple[Any, Any]]  # as of `SaveFolder`
     retain: Callable[[Manifest], Mapping[str, Manifest]] | None  # as of `SaveFolder`
     started: Callable[[SaveHandle], object] | None
+    quantization_config: dict[str, Any] | None  # as of `SaveFolder`
     caller: Caller
 
     @property
@@ -127,5 +129,6 @@ def check_target(
         if save_folder.replace_steps
         else save_folder.retain,
         started=save_folder.started,
+        quantization_config=save_folder.quantization_config,
         caller=find_caller(),
     )

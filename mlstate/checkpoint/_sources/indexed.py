@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ... import _core
     from ..._sharding.layout import Cuts
     from .._options import LoadOptions
-    from .._quantized.pairs import Pairs
     from .._report import VerifyReport
     from .._store.manifest import Manifest
     from .protocol import Index
@@ -267,9 +266,10 @@ class IndexedSource:
         parts = TensorParts(self.merged, section, keys, cuts)
         self.files.folder.load_into(parts, targets, verify, progress)
 
-    def find_pairs(self) -> Pairs | None:
-        """Return None: a checkpoint of mlstate has the numbers that were saved."""
-        return None
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """The ``quantization_config`` of the model that was saved, from the manifest."""
+        return self.manifest.quantization_config
 
     def attempt(self, read: Callable[[], _Result]) -> _Result:
         """Return ``read()``; repeat it if a file is missing and the root was replaced.

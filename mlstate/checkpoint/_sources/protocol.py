@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
     from ..._sharding.layout import Cuts
     from .._options import LoadOptions
-    from .._quantized.pairs import Pairs
     from .._report import VerifyReport
     from .._store.manifest import Manifest
 
@@ -110,8 +109,12 @@ class Source(Protocol):
     ) -> None:
         """Read parts of tensors into existing arrays, by key, which `Index.fits` has accepted."""
 
-    def find_pairs(self) -> Pairs | None:
-        """Return the quantized weights of the model with their scales; None without such."""
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """The ``quantization_config`` of the model; None without one.
+
+        Raises FormatError for a malformed one.
+        """
 
     def attempt(self, read: Callable[[], _Result]) -> _Result:
         """Return ``read()``; repeat it if a writer replaces the content meanwhile."""

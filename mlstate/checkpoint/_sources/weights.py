@@ -12,7 +12,7 @@ from ...errors import CompatibilityError, FormatError, MLStateError, StoreNotFou
 from .._files.checksums_verify import compare_files, compare_recorded
 from .._files.safetensors_verify import read_header, verify_file
 from .._folder.weight_names import is_index, weights_root
-from .._quantized.pairs import find_pairs
+from .._quantized.config import find_entry
 from .._report import VerifyReport, problem_of
 from .._store.weight_checksums import find_checksums, require_index
 from .._store.weight_files import (
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from ... import _core
     from ..._sharding.layout import Cuts
-    from .._quantized.pairs import Pairs
     from .._report import Problem
     from .._store.checkpoint_files import CheckpointFiles
     from .._store.manifest import Manifest
@@ -113,15 +112,10 @@ class HuggingFaceSource(IndexedSource):
     def need(self, requests: Iterable[tuple[int, list[str], Cuts]]) -> None:
         """Do nothing: the headers of all files were read."""
 
-    def find_pairs(self) -> Pairs | None:
-        """Return the quantized weights with their scales, if the folder's config names a method."""
-
-        def tensors() -> dict[str, tuple[str, tuple[int, ...]]]:
-            """Return dtype and shape of each stored tensor, by key."""
-            rows = self.merged.tensors()
-            return {key: (dtype, shape) for _, key, _, _, dtype, shape, *_ in rows}
-
-        return find_pairs(self.files.folder, tensors)
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """The ``quantization_config`` in the folder, or in the metadata of its file."""
+        return find_entry(self.files.folder, self.manifest.metadata)
 
     # ---- verifying ----
 

@@ -28,7 +28,7 @@ from .._folder.local import LocalFolder
 from .._folder.names import SECTIONS
 from .._folder.weight_names import TORCH_SUFFIX, is_index
 from .._layouts.folders import step_folder
-from .._quantized.pairs import refuse_quantized_state
+from .._quantized.config import entry_of_metadata, find_entry
 from .._report import note_refusal
 from .._sections import OPTIMIZER, STATES
 from .._states.collect import add_entries, take_states
@@ -419,10 +419,13 @@ class WholeSource:
         if progress is not None:
             progress(sum(int(part.nbytes) for part in parts.values()))
 
-    def find_pairs(self) -> None:
-        """Raise CompatibilityError if the folder's config declares a quantized model."""
-        if self.format == "huggingface" and self.parts.model is not None:
-            refuse_quantized_state(self.path, self.parts.model)
+    @property
+    def quantization(self) -> dict[str, Any] | None:
+        """The ``quantization_config`` beside the files of Hugging Face, or in the metadata."""
+        if self.format != "huggingface":
+            return entry_of_metadata(self.path, self.manifest.metadata)
+        folder = self.path if os.path.isdir(self.path) else os.path.dirname(self.path)
+        return find_entry(LocalFolder(folder), self.manifest.metadata)
 
     def attempt(self, read: Callable[[], _Result]) -> _Result:
         """Return ``read()``: the content is in memory."""

@@ -59,6 +59,7 @@ class Manifest(NamedTuple):
     indexes: tuple[IndexRecord, ...]
     patterns: tuple[Pattern, ...] | None = None
     states: dict[str, dict[str, Any]] | None = None  # kinds of the named states
+    quantization_config: dict[str, Any] | None = None  # how codes of the model are meant
     weights: WeightFiles | None = None  # of a Hugging Face folder, which has no manifest file
 
 
@@ -78,8 +79,9 @@ def build(manifest: Manifest) -> bytes:
         "shards": [record.shards for record in indexes],
         "data_bytes": [record.data_bytes for record in indexes],
     }
-    if manifest.states is None:
-        del content["states"]
+    for name in ("states", "quantization_config"):
+        if content[name] is None:
+            del content[name]
     if manifest.patterns is None:
         del content["patterns"]
     else:
@@ -235,6 +237,11 @@ def _read(document: Any) -> Manifest:
         indexes=_indexes(document, generation, world_size),
         patterns=_patterns(document, world_size),
         states=_states(document),
+        quantization_config=(
+            _member(document, "quantization_config", dict)
+            if "quantization_config" in document
+            else None
+        ),
     )
 
 

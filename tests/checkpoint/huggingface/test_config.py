@@ -43,7 +43,7 @@ def test_every_dtype_of_the_config_follows_the_weights(tmp_path):
         ({"torch_dtype": "torch.float32"}, np.float32),
         ({"dtype": "bfloat16"}, np.int8),
         ({"dtype": "bfloat16"}, ml_dtypes.float8_e4m3fn),
-        ({"dtype": "bfloat16", "quantization_config": {}}, np.float32),
+        ({"dtype": "bfloat16", "quantization_config": {}}, ml_dtypes.float8_e4m3fn),
         ({"dtype": {"": "bfloat16"}}, np.float32),
         ({"a": [1]}, np.float32),
         ("[1]", np.float32),
@@ -80,7 +80,9 @@ def test_convert_keeps_the_files_of_a_hugging_face_folder(tmp_path, capsys):
 def test_quantized_sections_keep_their_dtype(tmp_path):
     quantized = {"dtype": "bfloat16", "quantization_config": {"dtype": "bfloat16"}}
     config = {"dtype": "bfloat16", "quantization_config": None, "text_config": quantized}
-    written = json.loads(exported_config(tmp_path, config, {"w": np.ones(2, np.float32)}))
+    codes = np.ones((2, 2), ml_dtypes.float8_e4m3fn)
+    state = {"w": np.ones(2, np.float32), "c": codes}
+    written = json.loads(exported_config(tmp_path, config, state))
     assert written == config | {"dtype": "float32"}
 
 

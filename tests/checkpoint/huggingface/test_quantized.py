@@ -288,11 +288,14 @@ def test_unusable_configs_are_refused(tmp_path, quantization, error, text):
 
 
 @pytest.mark.parametrize("config", [b"{}", b"[1]", b'{"quantization_config": null}'])
-def test_folders_without_quantization_are_converted_by_value(tmp_path, config):
-    folder = write(tmp_path / "m", config, w=eight_bits(4, 4), w_scale_inv=scales(1, 1))
-    assert list(mlstate.load(folder, cast="float32").model) == ["w", "w_scale_inv"]
-    (folder / "config.json").unlink()
-    assert list(mlstate.load(folder, cast="float32").model) == ["w", "w_scale_inv"]
+def test_folders_without_quantization_are_decoded_by_their_tensors(tmp_path, config):
+    codes = eight_bits(4, 4)
+    folder = write(tmp_path / "m", config, w=codes, w_scale_inv=np.full((1, 1), 0.5, np.float32))
+    for _ in range(2):
+        model = mlstate.load(folder, cast="float32").model
+        assert list(model) == ["w"]
+        assert np.array_equal(model["w"], codes.astype(np.float32) / 2)
+        (folder / "config.json").unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("missing", ["skip", "zeros", "error"])
@@ -316,14 +319,14 @@ def test_a_fifo_as_config_is_refused(tmp_path):
         mlstate.load(folder, cast="float32")
 
 
-def test_files_of_torch_are_refused_and_integers_stay(tmp_path):
+def test_files_of_torch_are_decoded_and_integers_stay(tmp_path):
     torch = pytest.importorskip("torch")
     folder = write(tmp_path / "m", FP8)
     (folder / "model.safetensors").unlink()
-    tensors = {"w": torch.ones(4, 4).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1, 1)}
+    tensors = {"w": torch.ones(4, 4).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(1, 1) / 2}
     torch.save(tensors, folder / "pytorch_model.bin")
-    with pytest.raises(CompatibilityError, match="'w' is quantized"):
-        mlstate.load(folder, cast="bfloat16")
+    model = mlstate.load(folder, cast="bfloat16").model
+    assert list(model) == ["w"] and model["w"].tolist() == [[0.5] * 4] * 4
     torch.save({"v": torch.ones(2), "n": torch.arange(3)}, folder / "pytorch_model.bin")
     model = mlstate.load(folder, cast="bfloat16").model
     assert {name: str(each.dtype) for name, each in model.items()} == {

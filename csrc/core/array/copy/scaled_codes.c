@@ -42,7 +42,8 @@ static bool is_packed(const mls_scaled_codes *codes)
 
 static bool has_code_dtype(const mls_scaled_codes *codes)
 {
-    return is_packed(codes) || mls_dtype_of(codes->dtype)->kind == MLS_KIND_FLOAT8;
+    return is_packed(codes) || codes->dtype == MLS_I8 ||
+           mls_dtype_of(codes->dtype)->kind == MLS_KIND_FLOAT8;
 }
 
 /* Return whether adjacent indices of `axis` are adjacent in memory. True for an axis with
@@ -137,12 +138,14 @@ static float f32_from_e2m1(unsigned code)
     case MLS_##id:                                                                       \
         return (float)decode(byte);
 
-/* Return the value of a code without its scale: of `byte` in an 8-bit format, or of its
- * low four bits for E2M1. float32 holds all of these values exactly. */
+/* Return the value of a code without its scale: of `byte` in an 8-bit format or as int8,
+ * or of its low four bits for E2M1. float32 holds all of these values exactly. */
 static float f32_from_code(mls_dtype dtype, uint8_t byte)
 {
     switch ((int)dtype) {
         MLS_FLOAT8_DTYPES(DECODE_CASE)
+    case MLS_I8:
+        return (float)(byte < 128 ? byte : byte - 256);
     default:
         return f32_from_e2m1(byte);
     }

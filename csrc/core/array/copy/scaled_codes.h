@@ -1,5 +1,5 @@
-/* scaled_codes: quantized weights: float8 or 4-bit codes with a scale for each block of a
- * matrix (kv_quantize.h: of caches).
+/* scaled_codes: quantized weights: float8, int8 or 4-bit codes with a scale for each
+ * block of a matrix (kv_quantize.h: of caches).
  *
  * value = code * scale, computed in float and rounded once to the dtype of the values, to
  * nearest, ties to even. Bytes have the formats of float_convert.h; MLS_F4 is E2M1 of the
@@ -15,7 +15,7 @@
 /* The codes and scales of some columns of some rows of matrices.
  * The memory is borrowed. */
 typedef struct mls_scaled_codes {
-    mls_dtype dtype;  /* an 8-bit float, or MLS_F4 */
+    mls_dtype dtype;  /* an 8-bit float, MLS_I8 or MLS_F4 */
     mls_tensor codes; /* items of one byte: matrices, rows, bytes of a row without gaps */
     mls_tensor
         scales;  /* float32: matrices, rows and columns of blocks; data NULL: none */

@@ -1,0 +1,375 @@
+"""Codes are not values: every conversion of quantized weights uses their scales, or refuses."""
+
+import json
+import os
+import random
+
+import ml_dtypes
+import numpy as np
+import pytest
+from quantized_layouts import E4M3, LAYOUTS, PLACES, config_files, write_folder
+
+import mlstate
+from mlstate.checkpoint import Layout, export_huggingface, inspect, reshard
+from mlstate.cli import main
+from mlstate.errors import CompatibilityError, FormatError, MLStateError
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:overflow", "ignore::mlstate.errors.CheckpointWarning"
+)
+PARTS = [Layout.rows(2), Layout.axis(1, 3), Layout.flat(3), Layout.axis(1, 2) * Layout.rows(3)]
+REFUSALS = (MLStateError, ValueError)
+
+
+def made(folder, layout, shape=(256, 128), place="top", seed=0):
+    """Write a folder of a layout; return its path, and the values of its weight."""
+    arrays, values, config = layout(np.random.default_rng(seed), shape)
+    others = {"norm": np.arange(6, dtype=np.float32)}
+    return write_folder(folder, arrays | others, config_files(config, place)), values
+
+
+def run(*words):
+    """Run a command; return whether it succeeded."""
+    return main([str(word) for word in words]) == 0
+
+
+# ---- every layout, everywhere ----
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("place", PLACES)
+def test_values_of_all_layouts_with_the_entry_anywhere(tmp_path, layout, place):
+    folder, values = made(tmp_path / "m", layout, place=place)
+    for path in (folder, folder / "model.safetensors"):
+        model = mlstate.load(path, cast="float32").model
+        assert sorted(model) == ["l.weight", "norm"]
+        assert np.array_equal(model["l.weight"], values)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("shape", [(256, 128), (96, 64)])
+def test_parts_targets_and_own_checkpoints_of_all_layouts(tmp_path, layout, shape):
+    folder, values = made(tmp_path / "m", layout, shape)
+    expected = mlstate.load(folder, cast="bfloat16").model["l.weight"]
+    assert run("convert", folder, tmp_path / "own")
+    reshard(tmp_path / "own", tmp_path / "four", layout="rows", world_size=4)
+    for path in (folder, tmp_path / "own", tmp_path / "four"):
+        for cut in PARTS:
+            for rank in range(cut.parts):
+                part = cut.take(values, rank)
+                target = {"l.weight": np.zeros(part.shape, np.float32)}
+                options = {"layout": cut, "rank": rank, "names": "l.weight"}
+                model = mlstate.load(path, cast="float32", **options).model
+                assert np.array_equal(model["l.weight"], part)
+                del options["names"]
+                mlstate.load(path, into={"model": target}, cast=True, strict=False, **options)
+                assert np.array_equal(target["l.weight"], part)
+    for name in ("export", "plain"):
+        source = tmp_path / "own" if name == "plain" else folder
+        words = ["convert", source, tmp_path / name, "--dtype", "bf16"]
+        assert run(*words, *(["--to", "huggingface"] if name == "export" else []))
+        model = mlstate.load(tmp_path / name).model
+        assert model["l.weight"].tobytes() == expected.tobytes() and len(model) == 2
+    config = json.loads((tmp_path / "export" / "config.json").read_text())
+    assert config == {"dtype": "bfloat16"}
+    assert inspect(tmp_path / "plain").quantization is None
+    assert "weight" in inspect(tmp_path / "four").quantization
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.__name__)
+def test_codes_in_memory_are_refused_with_their_scales(tmp_path, layout):
+    folder, _ = made(tmp_path / "m", layout)
+    state = mlstate.load_file(folder / "model.safetensors")
+    with pytest.raises(CompatibilityError, match=r"quantized \(its scales? (is|are) .*cast="):
+        state.astype("bfloat16")
+    for files_from in (None, folder):
+        with pytest.raises(CompatibilityError, match="quantized"):
+            export_huggingface(tmp_path / "e", state, dtype="bfloat16", files_from=files_from)
+    assert not (tmp_path / "e").exists()
+    mlstate.save(tmp_path / "own", state)
+    for path in (state, tmp_path / "own"):
+        with pytest.raises(CompatibilityError, match="a tolerance is of values"):
+            mlstate.diff(path, changed(state), rtol=0.1)
+    mlstate.save(tmp_path / "changed", changed(state))
+    words = ["diff", tmp_path / "own", tmp_path / "changed"]
+    assert main([*map(str, words)]) == 1
+    assert main([*map(str, words), "--rtol", "0.1"]) == 2
+
+
+def changed(state):
+    """Return a copy of a state whose codes differ."""
+    codes = {name for name in state if "scale" not in name and name not in ("norm", "scaled_fp8")}
+    copies = {name: array.copy() for name, array in state.items()}
+    for name in codes:
+        copies[name].view(np.uint8)[0] ^= 1
+    return copies
+
+
+# ---- what is no value ----
+
+
+def small(**arrays):
+    codes = np.full((4, 4), 2, E4M3)
+    named = {name.replace("__", "."): array for name, array in arrays.items()}
+    return {"l.weight": codes, "norm": np.ones(2)} | named
+
+
+@pytest.mark.parametrize(
+    ("arrays", "text"),
+    [
+        (small(l__weight_shift_scale=np.ones(1)), "'l.weight_shift_scale'"),
+        (small(l__pre_quant_scale=np.ones(4), l__weight_scale=np.ones(1)), "pre_quant_scale"),
+        (small(l__weight_scale=np.ones(1), l__scale=np.ones(1)), "'l.weight_scale', 'l.scale'"),
+        (small(l__weight_scale=np.ones((3, 1))), r"\(3, 1\) instead of \(4, 1\) or \(1, 1\)"),
+        (small(l__weight_scale=np.ones(1), l__weight_scale_2=np.ones(1)), "two scales"),
+        (small(l__weight_scale=np.ones(1), l__weight_zero_point=np.ones(1)), "zero points"),
+        (small(l__input_scale=np.ones(1), m__weight=np.ones((2, 2), E4M3),
+               m__weight_scale=np.ones(1)), "'l.weight_scale', its scale, is missing"),
+        ({"a.qweight": np.ones((2, 8), np.int32), "a.scales": np.ones((1, 8))}, "gptq or awq"),
+        ({"a.q_weight": np.ones((2, 8), np.int32), "a.q_scale": np.ones(2)}, "exl2"),
+        ({"a.weight": np.ones((2, 8), np.int8), "a.SCB": np.ones(2, np.float32)}, "bitsandbytes"),
+        ({"a.weight_packed": np.ones((2, 8), np.int32), "a.weight_scale": np.ones((2, 1))},
+         "int32 packs"),
+        ({"a.weight": np.ones((8, 8), np.uint8), "a.weight_scale": np.ones(1)}, "of float64"),
+    ],
+)  # fmt: skip
+def test_unknown_scales_are_refused_and_named(tmp_path, arrays, text):
+    mlstate.save_file(arrays, tmp_path / "m.safetensors")
+    with pytest.raises((FormatError, CompatibilityError), match=text):
+        mlstate.load(tmp_path / "m.safetensors", cast="float32")
+    assert list(mlstate.load(tmp_path / "m.safetensors").model) == sorted(arrays)
+
+
+def test_floats_of_8_bits_without_scales_are_converted_by_value(tmp_path):
+    arrays = {"l.weight": np.full((4, 4), 2, E4M3), "logit_scale": np.ones(1, np.float32)}
+    mlstate.save_file(arrays, tmp_path / "m.safetensors")
+    assert mlstate.load(tmp_path / "m.safetensors", cast="float32").model["l.weight"][0, 0] == 2
+    target = {"l.weight": np.zeros((4, 4), ml_dtypes.bfloat16), "logit_scale": np.zeros(1)}
+    mlstate.load(tmp_path / "m.safetensors", into={"model": target}, cast=True)
+    assert target["l.weight"][0, 0] == 2 and target["logit_scale"] == 1
+    assert mlstate.StateDict(arrays).astype("float16")["l.weight"][0, 0] == 2
+
+
+def test_targets_of_codes_receive_codes_and_scales(tmp_path):
+    codes, scale = np.full((4, 4), 2, E4M3), np.full(1, 0.25, np.float32)
+    mlstate.save_file({"a.weight": codes, "a.weight_scale": scale}, tmp_path / "m.safetensors")
+    target = {"a.weight": np.zeros((4, 4), E4M3), "a.weight_scale": np.zeros(1)}
+    mlstate.load(tmp_path / "m.safetensors", into={"model": target}, cast=True)
+    assert np.array_equal(target["a.weight"], codes) and target["a.weight_scale"] == 0.25
+    wrong = {"a.weight": np.zeros((4, 5), np.float32)}
+    with pytest.raises(CompatibilityError, match=r"size mismatch for a\.weight"):
+        mlstate.load(tmp_path / "m.safetensors", into={"model": wrong}, cast=True)
+    with pytest.raises(CompatibilityError, match="into= and cast=True computes values"):
+        mlstate.state.load_into({"a.weight": np.zeros((4, 4))}, {"a.weight": codes})
+
+
+def test_decoded_weights_in_one_memory_are_refused(tmp_path):
+    arrays = {name: np.full((4, 4), 2, E4M3) for name in ("a.weight", "b.weight")}
+    arrays |= {f"{name}_scale": np.full(1, 0.25, np.float32) for name in arrays}
+    mlstate.save_file(arrays, tmp_path / "m.safetensors")
+    one = np.zeros((4, 4), np.float32)
+    with pytest.raises(CompatibilityError, match="are one memory"):
+        mlstate.load(
+            tmp_path / "m.safetensors",
+            into={"model": {"a.weight": one, "b.weight": one}},
+            cast=True,
+        )
+    assert not one.any()
+
+
+def test_modules_receive_values(tmp_path, torch):
+    folder, values = made(tmp_path / "m", LAYOUTS[0])
+    module = torch.nn.Module()
+    module.l = torch.nn.Linear(128, 256, bias=False, dtype=torch.bfloat16)
+    module.norm = torch.nn.Parameter(torch.zeros(6))
+    mlstate.load(folder, into=module, cast=True)
+    assert torch.equal(module.l.weight, torch.from_numpy(values).bfloat16())
+
+
+def test_named_states_are_decoded(tmp_path):
+    codes = small(l__weight_scale=np.full(1, 0.25, np.float32))
+    mlstate.save(tmp_path / "own", {"w": np.ones(2)}, states={"ema": codes})
+    loaded = mlstate.load(tmp_path / "own", cast="float32").states["ema"]
+    assert loaded["l.weight"][0, 0] == 0.5 and "l.weight_scale" not in loaded
+    assert run("convert", tmp_path / "own", tmp_path / "own.pt")
+    loaded = mlstate.load(tmp_path / "own.pt", cast="float32").states["ema"]
+    assert loaded["l.weight"][0, 0] == 0.5 and "l.weight_scale" not in loaded
+
+
+# ---- the entry ----
+
+
+def test_entries_follow_what_is_written(tmp_path):
+    folder, values = made(tmp_path / "m", LAYOUTS[0], (200, 130), "text_config")
+    formats = ["own", "a.safetensors", "b.npz", "own2", "hf"]
+    for source, target in zip([folder.name, *formats], formats, strict=False):
+        words = ["convert", tmp_path / source, tmp_path / target]
+        assert run(*words, *(["--to", "huggingface"] if target == "hf" else []))
+        model = mlstate.load(tmp_path / target, cast="float32").model
+        assert np.array_equal(model["l.weight"], values)
+    entry = json.loads((tmp_path / "hf" / "config.json").read_text())["quantization_config"]
+    assert entry == {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    tuned = mlstate.load(folder, cast="bfloat16").model
+    export_huggingface(tmp_path / "tuned", tuned, files_from=folder)
+    config = json.loads((tmp_path / "tuned" / "config.json").read_text())
+    assert config == {"dtype": "bfloat16", "text_config": {}}
+    config = {"text_config": {"quantization_config": entry}}
+    (folder / "config.json").write_text(json.dumps(config))
+    export_huggingface(tmp_path / "same", mlstate.load(folder).model, files_from=folder)
+    assert (tmp_path / "same" / "config.json").read_text() == (folder / "config.json").read_text()
+
+
+@pytest.mark.parametrize("layout", [LAYOUTS[6], LAYOUTS[8]], ids=["modelopt", "mistral"])
+def test_entries_of_other_files_go_with_the_codes(tmp_path, layout):
+    folder, _ = made(tmp_path / "m", layout, place="file")
+    assert run("convert", folder, tmp_path / "e", "--to", "huggingface", "--dtype", "bf16")
+    assert not (tmp_path / "e" / "hf_quant_config.json").exists()
+    if (folder / "params.json").exists():
+        assert json.loads((tmp_path / "e" / "params.json").read_text()) == {"dim": 8}
+    assert run("convert", folder, tmp_path / "same", "--to", "huggingface")
+    for path in folder.glob("*.json"):
+        assert (tmp_path / "same" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_manifests_without_the_entry_keep_their_bytes(tmp_path):
+    mlstate.save(tmp_path / "own", {"w": np.ones(2)})
+    assert "quantization_config" not in (tmp_path / "own" / "manifest.json").read_text()
+
+
+def test_a_code_whose_scale_was_left_out_is_not_exported(tmp_path):
+    folder, _ = made(tmp_path / "m", LAYOUTS[0])
+    state = mlstate.load(folder, names="l.weight").model
+    with pytest.raises(CompatibilityError, match=r"'l\.weight' is quantized.*no scale"):
+        export_huggingface(tmp_path / "e", state, dtype="bfloat16", files_from=folder)
+    assert not (tmp_path / "e").exists()
+
+
+def test_different_entries_are_refused(tmp_path):
+    folder, _ = made(tmp_path / "m", LAYOUTS[0])
+    fp8 = {"quant_method": "fp8"}
+    config = {"quantization_config": fp8 | {"x": 1}, "text_config": {"quantization_config": fp8}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CompatibilityError, match="several different entries"):
+        mlstate.load(folder, cast="float32")
+
+
+# ---- parts without cast= ----
+
+
+def test_scales_of_touched_blocks_come_with_a_part(tmp_path):
+    arrays = {"l.weight": np.ones((300, 256), E4M3)}
+    arrays["l.weight_scale_inv"] = np.arange(6, dtype=np.float32).reshape(3, 2)
+    arrays |= {"g.weight": np.ones((4, 4), E4M3), "g.weight_scale": np.ones(1, np.float32)}
+    arrays |= {"g.weight_g_idx": np.arange(4), "g.weight_shape": np.array([4, 4])}
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    folder = write_folder(tmp_path / "m", arrays, {"config.json": {"quantization_config": config}})
+    for rank, (begin, end) in enumerate([(0, 2), (1, 3)]):
+        part = mlstate.load(folder, layout="rows", rank=rank, world_size=2).model
+        assert part["l.weight"].shape == (150, 256)
+        expected = arrays["l.weight_scale_inv"][begin:end]
+        assert np.array_equal(part["l.weight_scale_inv"], expected)
+        for name in ("g.weight_scale", "g.weight_g_idx", "g.weight_shape"):
+            assert np.array_equal(part[name], arrays[name])
+
+
+def test_groups_of_gptq_come_with_a_part(tmp_path):
+    arrays = {"l.qweight": np.ones((16, 8), np.int32), "l.g_idx": np.arange(128, dtype=np.int32)}
+    arrays |= {"l.scales": np.arange(16.0).reshape(2, 8), "l.qzeros": np.ones((2, 1), np.int32)}
+    config = {"quant_method": "gptq", "desc_act": False}
+    folder = write_folder(tmp_path / "m", arrays, {"config.json": {"quantization_config": config}})
+    part = mlstate.load(folder, layout="rows", rank=2, world_size=4).model
+    assert part["l.qweight"].shape == (4, 8) and part["l.g_idx"].shape == (128,)
+    assert np.array_equal(part["l.scales"], arrays["l.scales"][1:])
+    assert part["l.qzeros"].shape == (1, 1)
+    config = {"quantization_config": config | {"desc_act": True}}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CompatibilityError, match="gptq with desc_act have no parts"):
+        mlstate.load(folder, layout="rows", rank=2, world_size=4)
+    (folder / "config.json").write_text('{"quantization_config": {"quant_method": "exl2"}}')
+    with pytest.raises(CompatibilityError, match="exl2 have no parts"):
+        mlstate.load(folder, layout="rows", rank=2, world_size=4)
+
+
+# ---- random folders ----
+
+
+class _Journey:
+    """One random folder, and what the commands make of it."""
+
+    def __init__(self, folder, seed):
+        self.random = random.Random(seed)
+        self.folder, self.number = folder, 0
+        layout = self.random.choice(LAYOUTS)
+        shape = self.random.choice([(64, 32), (32, 96), (96, 64), (160, 256), (129, 64)])
+        place = self.random.choice(PLACES)
+        self.path, values = made(folder / "m", layout, shape, place, seed)
+        self.values = values
+        self.text = f"seed {seed}: {layout.__name__} {shape} {place}"
+        if self.random.random() < 0.3:
+            self.path = self.path / "model.safetensors"
+
+    def step(self):
+        """Copy the last path by a random command."""
+        self.number += 1
+        target = self.folder / f"t{self.number}"
+        kind = self.random.choice(["own", "reshard", "huggingface", "safetensors", "npz", "memory"])
+        self.text += f" {kind}"
+        if kind == "reshard":
+            reshard(self.path, target, layout="rows", world_size=self.random.choice([2, 3]))
+        elif kind == "memory":
+            mlstate.save(target, mlstate.load(self.path).model, layout=self.random.choice([None]))
+        elif kind == "huggingface":
+            assert run("convert", self.path, target, "--to", "huggingface")
+        else:
+            target = target.with_suffix("" if kind == "own" else f".{kind}")
+            assert run("convert", self.path, target)
+        self.path = target
+
+    def judge(self):
+        """Compare a random conversion of the last path with the values."""
+        dtype = self.random.choice(["float32", "bfloat16", "float64"])
+        expected = self.values.astype(getattr(ml_dtypes, dtype, dtype))
+        kind = self.random.choice(["load", "part", "into", "convert", "export"])
+        self.text += f" {kind} {dtype}"
+        cut, target = Layout(), self.folder / "end"
+        if kind in ("part", "into"):
+            cut = self.random.choice(PARTS)
+        options = {"layout": cut, "rank": self.random.randrange(cut.parts)} if cut.steps else {}
+        expected = cut.take(expected, options.get("rank", 0))
+        if kind == "into":
+            model = {"l.weight": np.zeros_like(expected)}
+            mlstate.load(self.path, into={"model": model}, cast=True, strict=False, **options)
+        elif kind in ("convert", "export"):
+            words = ["--to", "huggingface"] if kind == "export" else []
+            if not run("convert", self.path, target, "--dtype", dtype, *words):
+                return "refused"
+            model = mlstate.load(target, cast=dtype).model
+            assert "quantization_config" not in str(
+                [path.read_text() for path in target.glob("*.json")]
+            )
+        else:
+            model = mlstate.load(self.path, cast=dtype, **options).model
+        found = model["l.weight"]
+        assert found.dtype == expected.dtype and np.array_equal(found, expected), self.text
+        return "right"
+
+
+def test_random_folders_have_their_values_or_are_refused(tmp_path, capsys):
+    # all: MLSTATE_RANDOM_FOLDERS=3000
+    count = int(os.environ.get("MLSTATE_RANDOM_FOLDERS", "60"))
+    ends = {"right": 0, "refused": 0}
+    for seed in range(count):
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        journey = _Journey(folder, seed)
+        try:
+            for _ in range(journey.random.choice([0, 1, 1, 2, 3])):
+                journey.step()
+            ends[journey.judge()] += 1
+        except REFUSALS as error:
+            journey.text += f": {error}"
+            ends["refused"] += 1
+        except AssertionError as error:
+            raise AssertionError(journey.text) from error
+        capsys.readouterr()
+    assert ends["right"] > count * 0.75, ends
