@@ -48,8 +48,8 @@ def export_loaded(
 
     The result has the keys ``tensors`` and ``bytes``. The other parameters are as for
     `export_huggingface`, and `start` as for `export`. `progress`: called with a function that
-    returns the number of bytes. `entry`: the ``quantization_config`` of codes. Memory is needed for one tensor with its
-    stored form, or for 64 MiB.
+    returns the number of bytes. `entry`: the ``quantization_config`` of codes. Memory is needed for
+    one tensor with its stored form, or for 64 MiB.
     """
     target = check_target(local_path(path), SAVE_DEFAULTS)
     max_bytes = parse_size("max_shard_bytes", max_shard_bytes, 1)
