@@ -2,7 +2,7 @@
 
 A code is a float of 8 or 4 bits, also packed in bytes, that a scale multiplies. Its number is not
 its value, so a code is converted to a wider float together with its scales, or not at all. This is
-the only place that decides what is a code. Spellings of the scale of a weight ``l.weight``:
+the only place that identifies codes. Spellings of the scale of a weight ``l.weight``:
 
 ==============================  ================================================================
 ``l.weight_scale_inv``          DeepSeek-V3, transformers
@@ -35,9 +35,9 @@ CODE_FLOATS = (FLOAT8S | SMALL_FLOATS) - {EXPONENTS}
 CODE_BYTES = frozenset({"int8", "uint8", FOUR_BITS})  # codes only if they have a scale
 ENDINGS = ("_packed", "_blocks")  # of codes: their values have the name without it
 SUFFIXES = ("_scale_inv", "_scale")  # of a weight's name
-_LEAVES = ("scale", "scale_weight", "qscale_weight")  # beside a weight in its layer
+_LEAVES = ("scale", "scale_weight", "qscale_weight")  # of the layer of a weight
 SECOND = ("_scale_2", "_global_scale")  # suffixes of a scale of the scales
-# Beside a weight in its layer, and of the layer's activations: values do not depend on them.
+# Scales of a layer's activations: values do not depend on them.
 OF_ACTIVATIONS = frozenset(
     {"input_scale", "activation_scale", "activation_scale_inv", "scale_input", "qscale_act",
      "input_global_scale"}
@@ -54,7 +54,7 @@ class Scales(NamedTuple):
     value: str  # name of the values
     weight: tuple[str, ...]  # scales of the codes; a weight has one
     second: str  # scale of the scales, or ""
-    others: tuple[str, ...]  # of no known meaning: without them there are no values
+    others: tuple[str, ...]  # of unknown meaning: the values cannot be computed
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -72,7 +72,7 @@ def value_name(key: str) -> str:
 
 
 def is_scale(key: str) -> bool:
-    """Return whether a tensor is named as a scale, and so is no code."""
+    """Return whether a tensor is named as a scale, so that it is not a code."""
     return "scale" in key.rpartition(".")[2]
 
 
@@ -96,21 +96,21 @@ def find_scales(tensors: Mapping[str, Stored]) -> dict[str, Scales]:
             owner = next((key[:end] for end in ends if key[:end] in values), layer[:-1])
             groups, name = (owned, owner) if owner in values else (shared, layer)
             groups.setdefault(name, []).append(key)
-    found = {}
+    codes = {}
     for key, (dtype, _) in tensors.items():
         is_packed = dtype in CODE_BYTES or (dtype == "int32" and key.endswith("_packed"))
         if not is_scale(key) and (dtype in CODE_FLOATS or is_packed):
-            own, near = owned.get(value_name(key), ()), shared.get(layer_of(key), ())
-            scales = _scales_of(key, own, near)
+            named, near = owned.get(value_name(key), ()), shared.get(layer_of(key), ())
+            scales = _scales_of(key, named, near)
             if dtype in CODE_FLOATS or scales.weight:
-                found[key] = scales
-    return found
+                codes[key] = scales
+    return codes
 
 
-def _scales_of(key: str, own: Collection[str], near: Collection[str]) -> Scales:
+def _scales_of(key: str, named: Collection[str], near: Collection[str]) -> Scales:
     """Return the scales of the codes `key`.
 
-    `own`: names that begin with the name of the values. `near`: others of the layer.
+    `named`: names that begin with the name of the values. `near`: others of the layer.
     """
     value, layer = value_name(key), layer_of(key)
     leaf = value[len(layer) :]
@@ -121,7 +121,7 @@ def _scales_of(key: str, own: Collection[str], near: Collection[str]) -> Scales:
         spellings |= {layer + each for each in _LEAVES} if leaf == "weight" else set()
     near = [n for n in near if leaf == "weight" or _OF_LAYER.match(n[len(layer) :])]
     weight, seconds, others = [], [], []
-    for name in (*own, *near):
+    for name in (*named, *near):
         other = name[len(layer) :]
         if name in spellings:
             weight.append(name)
@@ -141,9 +141,9 @@ def listed_names(names: Iterable[str]) -> str:
 
 
 def codes_of(tensors: Mapping[str, Stored]) -> dict[str, Scales]:
-    """Return the codes that have scales; if any has, floats of 8 bits without one are codes too."""
-    found = find_scales(tensors)
-    return found if any(found.values()) else {}
+    """Return the codes that have scales; if one has, 8-bit floats without a scale are codes too."""
+    codes = find_scales(tensors)
+    return codes if any(codes.values()) else {}
 
 
 def facts_of(state: Mapping[str, object]) -> dict[str, Stored]:
@@ -160,7 +160,7 @@ def refuse_codes(
 ) -> None:
     """Raise CompatibilityError if one of `tensors` is a code with scales, which it names.
 
-    `text`: what was to be done, such as ``is not converted``. `names`: consider only these.
+    `text`: the refused operation, such as ``is not converted``. `names`: consider only these.
     """
     for key, scales in codes_of(tensors).items():
         if names is None or key in names:

@@ -273,8 +273,8 @@ class Loader:
                 (steps, index), shape = self._part_of(section, part.codes)
                 mmap = self.options["mmap"]
                 self.source.need([(section.number, [key], WHOLE)])
-                whole = self._read(section.number, [key], WHOLE, mmap=mmap)[key]
-                result[key] = part.take(whole, box_of((steps, index, 1), shape))
+                scales = self._read(section.number, [key], WHOLE, mmap=mmap)[key]
+                result[key] = part.take(scales, box_of((steps, index, 1), shape))
         return result
 
     def _batches(self, section: Section, keys: list[str]) -> list[tuple[list[str], str]]:
@@ -331,11 +331,11 @@ class Loader:
             return section.restore(arrays, self.folder) if is_renamed else section.saved
         dtype = "" if section.is_optimizer else request.dtype
         keys = section.keys(section.names)
-        known = self._pair_values(section, section.names) | self._scale_parts(
+        computed = self._pair_values(section, section.names) | self._scale_parts(
             section, section.names
         )
-        others = [key for key in keys if key not in known]
-        loaded = known | self._read(section.number, others, request.cutting)
+        others = [key for key in keys if key not in computed]
+        loaded = computed | self._read(section.number, others, request.cutting)
         arrays = {}
         for (name, old), key in zip(names.items(), keys, strict=True):
             array = converted_value(loaded[key], dtype) if dtype else loaded[key]

@@ -403,7 +403,7 @@ def _decode_names(
     """Return a section, its selected names, and the weights to decode, by name.
 
     Weights whose targets have wider floats receive their values: codes get the names of these, and
-    scales that are no targets have none. Other targets receive codes and scales as they are stored.
+    scales without a target have none. Other targets receive codes and scales as they are stored.
     """
     pairs = loader.pairs.get(section.label) if loader.request.cast else None
     if pairs is None:
@@ -435,26 +435,26 @@ def _decoded_part(loader: Loader, section: Section, filling: Any, name: str, pai
     """
     pair.check()
     cutting, elements, target = loader.cutting_of(section, pair), None, filling.arrays[name]
-    whole = cut = None
+    shape = cut = None
     if isinstance(target, Shard):
         steps, index, _ = cutting
         part = _core.layout_project(steps or (), index, len(pair.shape), None)
-        whole, cut = target.shape, _without_whole_steps(target._steps, target.index)
+        shape, cut = target.shape, _without_whole_steps(target._steps, target.index)
         if cut == _without_whole_steps(*part):
             cut = None
     elif not isinstance(filling, _ArrayTarget) and loader.request.by_target:
-        [(whole, steps, last)] = filling.cuts([name])
+        [(shape, steps, last)] = filling.cuts([name])
         cutting = WHOLE
         if isinstance(steps, int):
             elements = slice(steps, last)
         elif steps:
             cutting = (steps, last, prod(parts for _, parts in steps))
-    if cut is not None or (whole is not None and tuple(whole) != pair.shape):
+    if cut is not None or (shape is not None and tuple(shape) != pair.shape):
         error = CompatibilityError(
-            f"{section.label}[{name!r}] is of shape {whole}, and the load decodes {pair.shape}, "
+            f"{section.label}[{name!r}] is of shape {shape}, and the load decodes {pair.shape}, "
             f"cut by {cutting[0]}: pass a target of this part"
         )
-        error.name, error.expected, error.got = name, str(whole), str(pair.shape)
+        error.name, error.expected, error.got = name, str(shape), str(pair.shape)
         raise error
     return Decoded(pair, cutting, elements)
 

@@ -1,4 +1,4 @@
-"""Where a model says how it is quantized, and what of it `cast=` needs: the sizes of blocks.
+"""The ``quantization_config`` of a model: where it is stored, and the block sizes in it.
 
 The tensors decide what is decoded (see pairs.py); the entry names methods that are not decoded,
 and the blocks of a scale that does not divide its weight. It is found in
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 CONFIG = "config.json"
 ENTRY = "quantization_config"
 ENTRIES = (ENTRY, "compression_config")
-# Files beside the weights with an entry ``quantization``, and its method.
+# Other files with an entry ``quantization``, and its method.
 OTHER_FILES = {"hf_quant_config.json": "modelopt", "params.json": "fp8"}
 MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_REAL", "FP8_PB_WO", "MXFP4", "MXFP8",
             "NVFP4")  # fmt: skip
@@ -48,7 +48,7 @@ Block = tuple[int, int]  # rows and columns that share a scale
 class Quantization(NamedTuple):
     """How the weights of a folder are quantized."""
 
-    method: str  # "" if no entry says it
+    method: str  # "" without an entry
     suffix: str = ""  # of the names of scales; "": any
     blocks: tuple[Block, ...] = ()  # that the scales of some weight may have
 
@@ -92,8 +92,8 @@ def _group_blocks(path: str, group: Any) -> list[Block]:
     if not isinstance(weights, dict):
         raise _malformed(path, "has a group of layers without weights")
     kind, bits = weights.get("type"), weights.get("num_bits")
-    known = (("float", 8), ("float", 4), ("int", 8))
-    if (kind, bits) not in known or weights.get("symmetric") is False:
+    supported = (("float", 8), ("float", 4), ("int", 8))
+    if (kind, bits) not in supported or weights.get("symmetric") is False:
         text = shorten(f"weights of type {kind!r} with num_bits {bits!r}", 2 * _LONGEST)
         raise unsupported(path, f"{_HAS} compressed-tensors {text}")
     blocks = []
@@ -202,20 +202,20 @@ def find_entry(folder: Files, metadata: Mapping[str, Any]) -> dict[str, Any] | N
         config = None
         with suppress(FormatError):  # it may be of any program
             config = _read_json(folder, name)
-        found = config.get("quantization") if isinstance(config, dict) else None
-        if found is not None:
-            other = _only_entry(os.path.join(folder.path, name), [found])
+        value = config.get("quantization") if isinstance(config, dict) else None
+        if value is not None:
+            other = _only_entry(os.path.join(folder.path, name), [value])
             return {"quant_method": method, **(other or {})}
     return entry_of_metadata(folder.path, metadata)
 
 
 def remove_entries(config: dict[str, Any]) -> bool:
     """Remove the entries of a configuration and of those nested in it; return whether one was."""
-    found = [name for name in ENTRIES if config.get(name) is not None]
-    for name in found:
+    present = [name for name in ENTRIES if config.get(name) is not None]
+    for name in present:
         del config[name]
     nested = [remove_entries(each) for each in config.values() if isinstance(each, dict)]
-    return bool(found) or any(nested)
+    return bool(present) or any(nested)
 
 
 def has_entries(config: dict[str, Any]) -> bool:

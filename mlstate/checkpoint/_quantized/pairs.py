@@ -51,9 +51,9 @@ WHOLE: Cutting = (None, 0, 0)
 _GROUP = 32  # values of MXFP4 that share a scale
 _BYTES = _GROUP // 2  # of a group's codes, two in a byte
 _NV_GROUP = 16  # values of NVFP4 that share a scale
-# Names beside a weight in its layer that values have no use for, besides `OF_ACTIVATIONS`.
+# Other names of a layer that do not change its values.
 _MARKS = ("comfy_quant", "weight_shape")
-# Last parts of names that only methods have which are not decoded, with a tensor beside it.
+# Last parts of names that only unsupported methods have: another name of the layer, the method.
 _METHODS = {
     "qweight": ("scales", "gptq or awq"),
     "q_weight": ("q_scale", "exl2"),
@@ -110,7 +110,7 @@ class Pair(NamedTuple):
 
     @property
     def axes(self) -> tuple[int, ...]:
-        """Axes of the values in the order of the codes: those of ``w_blocks`` are exchanged."""
+        """Axes of the values in the order of the codes; ``w_blocks`` exchange rows and columns."""
         return (0, 2, 1) if self.codes.endswith("_blocks") else tuple(range(len(self.shape)))
 
     @property
@@ -121,7 +121,7 @@ class Pair(NamedTuple):
         return 2 if self.dtype == FOUR_BITS else 1
 
     def value_steps(self, steps: Steps) -> Steps:
-        """Return the steps of a layout of the codes as those of the values; () if there is none."""
+        """Return the steps of a layout of the codes as steps of the values; () if none exist."""
         try:
             return tuple(
                 (axis if isinstance(axis, str) else self.axes[axis], n) for axis, n in steps
@@ -146,27 +146,27 @@ class Pair(NamedTuple):
     def _decode(self, read: Read, cutting: Cutting, box: Box, values: NDArray) -> None:
         """Write the values of `box`, the part `cutting`, to `values`."""
         ranges = [box.slices()[axis] for axis in self.axes]
-        whole = [self.shape[axis] for axis in self.axes]
+        shape = [self.shape[axis] for axis in self.axes]
         # At least two axes: a weight without or with one axis is a row.
-        *outer, rows, columns = [1, 1, *whole][-max(len(whole), 2) :]
-        at = [slice(0, 1), slice(0, 1), *ranges][-max(len(whole), 2) :]
+        *outer, rows, columns = [1, 1, *shape][-max(len(shape), 2) :]
+        at = [slice(0, 1), slice(0, 1), *ranges][-max(len(shape), 2) :]
         first = at[-1].start - at[-1].start % self.unit  # of the codes that are read
         codes = self._read_codes(read, cutting, box, ranges)
         grid = (-(-rows // self.block[0]), -(-columns // self.block[1]))
         scales = None
         if self.scales:
             scales = self._scale_numbers(read)
-            shape = (*outer, *grid)
+            all_blocks = (*outer, *grid)
             spread = np.broadcast_to if scales.size == 1 else np.reshape
-            scales = spread(scales.reshape(()) if scales.size == 1 else scales, shape)
+            scales = spread(scales.reshape(()) if scales.size == 1 else scales, all_blocks)
             scales = scales[tuple(at[: len(outer)])].reshape(-1, *grid)
-        shape = (prod(each.stop - each.start for each in at[:-2]), at[-2].stop - at[-2].start)
+        lengths = (prod(each.stop - each.start for each in at[:-2]), at[-2].stop - at[-2].start)
         _core.scaled_codes_decode(
             # the axes of stored codes; then matrices, rows, columns
-            values.transpose(self.axes).reshape(*shape, -1)
+            values.transpose(self.axes).reshape(*lengths, -1)
             if self.axes == tuple(range(len(self.shape)))
             else values.transpose(self.axes),
-            np.ascontiguousarray(codes).view(np.uint8).reshape(*shape, -1),
+            np.ascontiguousarray(codes).view(np.uint8).reshape(*lengths, -1),
             scales,
             self.dtype,
             at[-1].start - first,  # codes to skip at the start of a row
@@ -280,9 +280,9 @@ class _Finder:
         A pair that lacks codes or scales, or does not fit, has a problem, which is raised when it
         is loaded.
         """
-        found = find_scales(self.tensors)
-        if self.method or any(found.values()):
-            for codes, scales in found.items():
+        scales_of_codes = find_scales(self.tensors)
+        if self.method or any(scales_of_codes.values()):
+            for codes, scales in scales_of_codes.items():
                 self._add(codes, scales)
             self._add_lone_scales()
             self.hidden |= {key for key in self.tensors if key[len(layer_of(key)) :] == MARK}

@@ -36,7 +36,7 @@ def known_entry(source: Source) -> dict[str, Any] | None:
 def scheme_of(source: Source) -> str | None:
     """Return a text with the method of a quantized model and its codes; None for other models.
 
-    Without an entry that names the method, scales beside codes tell that it is quantized.
+    Without an entry that names the method, a model with codes and scales is quantized.
     """
     rows = source.index.tensors()
     tensors = {key: (dtype, tuple(shape)) for name, key, _, _, dtype, shape, *_ in rows
@@ -62,15 +62,15 @@ def pairs_of_sections(loader: Loader) -> dict[str, Pairs]:
 
     Optimizers keep their dtypes. Raises as `find_pairs`.
     """
-    found = {}
+    pairs_by_label = {}
     for section in loader.sections:
         if section.is_optimizer or section.kind is None:
             continue
         entry = loader.source.quantization if section.number == 0 else None
         pairs = find_pairs(loader.folder, entry, _tensors_of(loader, section))
         if pairs is not None:
-            found[section.label] = pairs
-    return found
+            pairs_by_label[section.label] = pairs
+    return pairs_by_label
 
 
 class ScalePart(NamedTuple):
@@ -113,29 +113,29 @@ def scale_parts(loader: Loader, section: Section) -> dict[str, ScalePart]:
     with suppress(CompatibilityError):
         pairs = find_pairs(loader.folder, entry, tensors)
     by_codes = {} if pairs is None else pairs.by_codes
-    found = {}
+    parts = {}
     for codes, scales in codes_of(tensors).items():
         shape = tensors[codes][1]
         for name in scales.names:
             blocks = _blocks_of(shape, tensors[name][1], by_codes.get(codes))
-            found[name] = ScalePart(codes, shape, blocks)
+            parts[name] = ScalePart(codes, shape, blocks)
     layers = {layer_of(codes): codes for codes in tensors if codes.endswith(_PACKED[0])}
     for name, (_, shape) in tensors.items():
         layer = layer_of(name)
         leaf = name[len(layer) :]
         codes = layers.get(layer, "")
         if codes and leaf in _PACKED[1:]:
-            whole = tensors[codes][1]
-            found[name] = ScalePart(codes, whole, _blocks_of(whole, shape, None))
+            code_shape = tensors[codes][1]
+            parts[name] = ScalePart(codes, code_shape, _blocks_of(code_shape, shape, None))
         elif leaf.endswith(_WHOLE):
-            found[name] = ScalePart(codes or name, (), ())
-    return found
+            parts[name] = ScalePart(codes or name, (), ())
+    return parts
 
 
 def _refuse_methods_without_parts(
     path: str, entry: dict[str, Any] | None, tensors: dict[str, Stored]
 ) -> None:
-    """Raise CompatibilityError if parts of these tensors are no parts of the weights."""
+    """Raise CompatibilityError if the method cannot be cut into parts."""
     method = str((entry or {}).get("quant_method"))
     is_ordered = method == "gptq" and (entry or {}).get("desc_act") is True
     if is_ordered or method == "exl2" or any(name.endswith(".q_scale_max") for name in tensors):

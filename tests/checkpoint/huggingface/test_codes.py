@@ -21,7 +21,7 @@ PARTS = [Layout.rows(2), Layout.axis(1, 3), Layout.flat(3), Layout.axis(1, 2) * 
 REFUSALS = (MLStateError, ValueError)
 
 
-def made(folder, layout, shape=(256, 128), place="top", seed=0):
+def write_layout(folder, layout, shape=(256, 128), place="top", seed=0):
     """Write a folder of a layout; return its path, and the values of its weight."""
     arrays, values, config = layout(np.random.default_rng(seed), shape)
     others = {"norm": np.arange(6, dtype=np.float32)}
@@ -39,7 +39,7 @@ def run(*words):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("place", PLACES)
 def test_values_of_all_layouts_with_the_entry_anywhere(tmp_path, layout, place):
-    folder, values = made(tmp_path / "m", layout, place=place)
+    folder, values = write_layout(tmp_path / "m", layout, place=place)
     for path in (folder, folder / "model.safetensors"):
         model = mlstate.load(path, cast="float32").model
         assert sorted(model) == ["l.weight", "norm"]
@@ -49,7 +49,7 @@ def test_values_of_all_layouts_with_the_entry_anywhere(tmp_path, layout, place):
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.__name__)
 @pytest.mark.parametrize("shape", [(256, 128), (96, 64)])
 def test_parts_targets_and_own_checkpoints_of_all_layouts(tmp_path, layout, shape):
-    folder, values = made(tmp_path / "m", layout, shape)
+    folder, values = write_layout(tmp_path / "m", layout, shape)
     expected = mlstate.load(folder, cast="bfloat16").model["l.weight"]
     assert run("convert", folder, tmp_path / "own")
     reshard(tmp_path / "own", tmp_path / "four", layout="rows", world_size=4)
@@ -78,7 +78,7 @@ def test_parts_targets_and_own_checkpoints_of_all_layouts(tmp_path, layout, shap
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.__name__)
 def test_codes_in_memory_are_refused_with_their_scales(tmp_path, layout):
-    folder, _ = made(tmp_path / "m", layout)
+    folder, _ = write_layout(tmp_path / "m", layout)
     state = mlstate.load_file(folder / "model.safetensors")
     with pytest.raises(CompatibilityError, match=r"quantized \(its scales? (is|are) .*cast="):
         state.astype("bfloat16")
@@ -105,7 +105,7 @@ def changed(state):
     return copies
 
 
-# ---- what is no value ----
+# ---- refusals, and other targets ----
 
 
 def small(**arrays):
@@ -167,18 +167,18 @@ def test_decoded_weights_in_one_memory_are_refused(tmp_path):
     arrays = {name: np.full((4, 4), 2, E4M3) for name in ("a.weight", "b.weight")}
     arrays |= {f"{name}_scale": np.full(1, 0.25, np.float32) for name in arrays}
     mlstate.save_file(arrays, tmp_path / "m.safetensors")
-    one = np.zeros((4, 4), np.float32)
+    array = np.zeros((4, 4), np.float32)
     with pytest.raises(CompatibilityError, match="are one memory"):
         mlstate.load(
             tmp_path / "m.safetensors",
-            into={"model": {"a.weight": one, "b.weight": one}},
+            into={"model": {"a.weight": array, "b.weight": array}},
             cast=True,
         )
-    assert not one.any()
+    assert not array.any()
 
 
 def test_modules_receive_values(tmp_path, torch):
-    folder, values = made(tmp_path / "m", LAYOUTS[0])
+    folder, values = write_layout(tmp_path / "m", LAYOUTS[0])
     module = torch.nn.Module()
     module.l = torch.nn.Linear(128, 256, bias=False, dtype=torch.bfloat16)
     module.norm = torch.nn.Parameter(torch.zeros(6))
@@ -199,8 +199,8 @@ def test_named_states_are_decoded(tmp_path):
 # ---- the entry ----
 
 
-def test_entries_follow_what_is_written(tmp_path):
-    folder, values = made(tmp_path / "m", LAYOUTS[0], (200, 130), "text_config")
+def test_entries_follow_the_written_codes(tmp_path):
+    folder, values = write_layout(tmp_path / "m", LAYOUTS[0], (200, 130), "text_config")
     formats = ["own", "a.safetensors", "b.npz", "own2", "hf"]
     for source, target in zip([folder.name, *formats], formats, strict=False):
         words = ["convert", tmp_path / source, tmp_path / target]
@@ -221,7 +221,7 @@ def test_entries_follow_what_is_written(tmp_path):
 
 @pytest.mark.parametrize("layout", [LAYOUTS[6], LAYOUTS[8]], ids=["modelopt", "mistral"])
 def test_entries_of_other_files_go_with_the_codes(tmp_path, layout):
-    folder, _ = made(tmp_path / "m", layout, place="file")
+    folder, _ = write_layout(tmp_path / "m", layout, place="file")
     assert run("convert", folder, tmp_path / "e", "--to", "huggingface", "--dtype", "bf16")
     assert not (tmp_path / "e" / "hf_quant_config.json").exists()
     if (folder / "params.json").exists():
@@ -236,8 +236,8 @@ def test_manifests_without_the_entry_keep_their_bytes(tmp_path):
     assert "quantization_config" not in (tmp_path / "own" / "manifest.json").read_text()
 
 
-def test_a_code_whose_scale_was_left_out_is_not_exported(tmp_path):
-    folder, _ = made(tmp_path / "m", LAYOUTS[0])
+def test_a_code_without_its_scale_is_not_exported(tmp_path):
+    folder, _ = write_layout(tmp_path / "m", LAYOUTS[0])
     state = mlstate.load(folder, names="l.weight").model
     with pytest.raises(CompatibilityError, match=r"'l\.weight' is quantized.*no scale"):
         export_huggingface(tmp_path / "e", state, dtype="bfloat16", files_from=folder)
@@ -245,7 +245,7 @@ def test_a_code_whose_scale_was_left_out_is_not_exported(tmp_path):
 
 
 def test_different_entries_are_refused(tmp_path):
-    folder, _ = made(tmp_path / "m", LAYOUTS[0])
+    folder, _ = write_layout(tmp_path / "m", LAYOUTS[0])
     fp8 = {"quant_method": "fp8"}
     config = {"quantization_config": fp8 | {"x": 1}, "text_config": {"quantization_config": fp8}}
     (folder / "config.json").write_text(json.dumps(config))
@@ -294,7 +294,7 @@ def test_groups_of_gptq_come_with_a_part(tmp_path):
 
 
 class _Journey:
-    """One random folder, and what the commands make of it."""
+    """One random folder, and the results of commands on it."""
 
     def __init__(self, folder, seed):
         self.random = random.Random(seed)
@@ -302,7 +302,7 @@ class _Journey:
         layout = self.random.choice(LAYOUTS)
         shape = self.random.choice([(64, 32), (32, 96), (96, 64), (160, 256), (129, 64)])
         place = self.random.choice(PLACES)
-        self.path, values = made(folder / "m", layout, shape, place, seed)
+        self.path, values = write_layout(folder / "m", layout, shape, place, seed)
         self.values = values
         self.text = f"seed {seed}: {layout.__name__} {shape} {place}"
         if self.random.random() < 0.3:
@@ -349,8 +349,8 @@ class _Journey:
             )
         else:
             model = mlstate.load(self.path, cast=dtype, **options).model
-        found = model["l.weight"]
-        assert found.dtype == expected.dtype and np.array_equal(found, expected), self.text
+        values = model["l.weight"]
+        assert values.dtype == expected.dtype and np.array_equal(values, expected), self.text
         return "right"
 
 
