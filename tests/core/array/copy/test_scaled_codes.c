@@ -48,6 +48,8 @@ static float expected(const mls_scaled_codes *s, size_t matrix, size_t row, size
     float value;
     if (s->dtype == MLS_F4) {
         value = e2m1((line[at / 2] >> (at % 2 * 4)) & 15U);
+    } else if (s->dtype == MLS_I8) {
+        value = (float)(line[at] < 128 ? line[at] : line[at] - 256);
     } else {
         value = (float)mls_f64_from_e4m3(line[at]);
     }
@@ -100,14 +102,14 @@ static void fill_inputs(void)
     }
 }
 
-TEST(bytes_with_blocks_match_the_definition)
+static void check_bytes(mls_dtype dtype)
 {
     fill_inputs();
     EACH_CPU (cpu) {
         for (size_t first = 0; first < 130; first += 43) {
             const size_t rows = ROWS - 5, columns = COLUMNS - 60;
             const mls_scaled_codes s = {
-                .dtype = MLS_F8_E4M3,
+                .dtype = dtype,
                 .codes = view(codes, MLS_U8, MATRICES, rows, COLUMNS - 57),
                 .scales = view(scales, MLS_F32, MATRICES, 6, 9),
                 .skip = first % 3,
@@ -119,6 +121,16 @@ TEST(bytes_with_blocks_match_the_definition)
             check_all(mls_kernels_of(cpu), &s, rows, columns, true);
         }
     }
+}
+
+TEST(bytes_with_blocks_match_the_definition)
+{
+    check_bytes(MLS_F8_E4M3);
+}
+
+TEST(int8_with_blocks_match_the_definition)
+{
+    check_bytes(MLS_I8);
 }
 
 TEST(pairs_of_4_bits_match_the_definition)
