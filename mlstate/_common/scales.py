@@ -167,7 +167,7 @@ def refuse_codes(
             near = f"its scales are {listed_names(scales.names)}" if scales else "it has no scale"
             error = CompatibilityError(
                 f"{key!r} is quantized ({near}), and its numbers alone are not its values, so it "
-                f"{text}: load the checkpoint or file with cast=, which computes the values"
+                f"{text}: load the whole folder or file with cast=, which computes the values"
             )
             error.name = key
             raise error

@@ -26,7 +26,7 @@ from .read_write import begin_write, read_parts, write_parts
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from .._files.parts import Selection
+    from .._files.parts import Parts, Selection
     from .._huggingface.export_loaded import Progress
     from .._options import LoadOptions
     from .._sources.protocol import Source
@@ -92,18 +92,29 @@ def convert(
         )
     if changes.get("names") is not None:  # they may choose tensors of one part only
         parts = parts.without_empty()
-    entry = known_entry(source)
-    if entry is not None:
-        others = {name: value for name, value in parts.metadata.items() if name != ENTRY}
-        if isinstance(start, SaveFolder) and not changes.get("cast"):
-            start = start._replace(quantization_config=entry)
-        elif not changes.get("cast"):
-            others[ENTRY] = entry
-        parts = parts._replace(metadata=others)
+    start, parts = _with_entry(source, start, parts, is_cast=bool(changes.get("cast")))
     step = parts.states[STATE].get("global_step") if is_ckpt else source.manifest.step
     written = write_parts(place, name, start, parts, step)
     states = [] if is_ckpt or is_saved_ckpt else sorted(split_entries(parts.states)[0])
     return Converted(source, name, _size_of(written.model), _size_of(written.optimizer), states)
+
+
+def _with_entry(
+    source: Source, start: SaveFolder | Target, parts: Parts, *, is_cast: bool
+) -> tuple[SaveFolder | Target, Parts]:
+    """Return target and parts with the source's ``quantization_config``, unless codes are cast.
+
+    Checkpoints have it in their manifest, other formats in the metadata.
+    """
+    entry = known_entry(source)
+    if entry is None:
+        return start, parts
+    metadata = {name: value for name, value in parts.metadata.items() if name != ENTRY}
+    if isinstance(start, SaveFolder):
+        start = start if is_cast else start._replace(quantization_config=entry)
+    elif not is_cast:
+        metadata[ENTRY] = entry
+    return start, parts._replace(metadata=metadata)
 
 
 def _refuse_same(source: str, target: str) -> None:

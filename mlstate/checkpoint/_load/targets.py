@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -30,7 +29,6 @@ from ..._common.backend import TensorBackend, backend_of, is_module, is_optimize
 from ..._common.caller import find_caller
 from ..._common.converted import converted, is_converted
 from ..._common.dtypes import FLOAT8S, FLOATS, name_of, numpy_dtype
-from ..._common.scales import value_name
 from ..._common.staged_targets import StagedTargets, refuse_overlaps_on_devices
 from ..._sharding.layout import Cuts, Layout, Shard, Steps, part_of_cutting
 from ...errors import CompatibilityError
@@ -39,23 +37,22 @@ from ...state._load_into import check_load, load_into
 from ...state._optimizer_state import OptimizerStateDict
 from .._backend import CheckpointBackend, OptimizerRecord, OptimizerRequest
 from .._loaded_state import LoadedState
-from .._quantized.pairs import WHOLE, box_of
 from .._sections import OPTIMIZER
 from .._states.collect import modules_of, owner_of
 from .._states.modules import prepare_units, stored_entries, text_of_section
 from .._states.restore import Sources, prepare_object, prepare_tree, read_trees
 from .._store.name_globs import ALL_NAMES
 from .._ties import TiedName, refuse_other_bytes
+from .decoded import check_decoded, decode_names, decoded_parts, without_whole_steps
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
-    from ..._sharding.layout import Cutting
-    from .._quantized.pairs import Pair
     from .._sections import Section
     from .._states.modules import StoredEntries
     from .._states.restore import Action
     from .._store.name_globs import Names
+    from .decoded import Decoded
     from .loader import Loader
 
 _NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer saved without its module
@@ -98,14 +95,6 @@ class _Ready(NamedTuple):
             return set()
         names = (*self.names, *self.decoded, *self.filling.zeros)
         return {(self.section.label, name) for name in names}
-
-
-class Decoded(NamedTuple):
-    """A quantized weight to decode into a target, and the part of its values."""
-
-    pair: Pair
-    cutting: Cutting
-    elements: slice | None  # of the part, if the target is a range of elements
 
 
 class Prepared:
@@ -256,15 +245,6 @@ def _shape_of(
     return Layout(steps).shape(shape, index)
 
 
-def _without_whole_steps(steps: Steps, index: int) -> tuple[Steps, int]:
-    """Return the steps that cut into several parts, and the index of a part; 0 without such steps.
-
-    So two descriptions of one part are equal.
-    """
-    steps = tuple((axis, parts) for axis, parts in steps if parts > 1)
-    return steps, index if steps else 0
-
-
 def _check_shards(
     loader: Loader, section: Section, filling: _ArrayTarget, names: list[str]
 ) -> None:
@@ -285,8 +265,8 @@ def _check_shards(
         if steps is not None:
             cut = _core.layout_project(steps, index, len(shape), axes)
         shard = shards[name]
-        part_read = (tuple(shape), *_without_whole_steps(*cut))
-        part_of_target = (shard.shape, *_without_whole_steps(shard._steps, shard.index))
+        part_read = (tuple(shape), *without_whole_steps(*cut))
+        part_of_target = (shard.shape, *without_whole_steps(shard._steps, shard.index))
         if part_read != part_of_target:
             got, expected = (
                 f"part {number} of shape {whole_shape}, cut by {list(cuts)}"
@@ -354,7 +334,7 @@ def _check(loader: Loader, ready_target: _Ready) -> None:
         like = {name: np.empty(array.shape, np.float32) for name, array in stored.items()}
         check_load(ready_target.casts, like, strict=True, cast=True)
     for name, decoded in ready_target.decoded.items():
-        _check_decoded(name, decoded, ready_target.filling.arrays[name])
+        check_decoded(name, decoded, ready_target.filling.arrays[name])
 
 
 def _fill(loader: Loader, ready_target: _Ready) -> None:
@@ -392,82 +372,6 @@ def _fill(loader: Loader, ready_target: _Ready) -> None:
             {name: target}, {name: values if elements is None else values.reshape(-1)[elements]}
         )
     filling.finish([*ready_target.names, *ready_target.decoded])
-
-
-# ---- quantized weights ----
-
-
-def _decode_names(
-    loader: Loader, section: Section, selected: list[str], filling: Any
-) -> tuple[Section, list[str], dict[str, Pair]]:
-    """Return a section, its selected names, and the weights to decode, by name.
-
-    Weights whose targets have wider floats receive their values: codes get the names of these, and
-    scales without a target have none. Other targets receive codes and scales as they are stored.
-    """
-    pairs = loader.pairs.get(section.label) if loader.request.cast else None
-    if pairs is None:
-        return section, selected, {}
-    names: dict[str, str | None] = {}  # new ones by stored name
-    decoded = {}
-    for name, stored in section.old_names().items():
-        pair = pairs.by_codes.get(stored)
-        if pair is not None:
-            value = name if pair.name == pair.codes else value_name(name)
-            target = filling.arrays.get(value)
-            if target is not None and name_of(target.dtype) in FLOATS:
-                names[stored] = value
-                decoded[value] = pair
-        elif stored in pairs.hidden and name not in filling.known:
-            names[stored] = None
-    if not decoded:
-        return section, selected, {}
-    old_names = section.old_names()
-    renamed = (names.get(old_names[name], name) for name in selected)
-    return section.with_values(names), [name for name in renamed if name is not None], decoded
-
-
-def _decoded_part(loader: Loader, section: Section, filling: Any, name: str, pair: Pair) -> Decoded:
-    """Return the part of a weight's values that the target `name` receives.
-
-    Raises CompatibilityError if the target is of another tensor or part, FormatError if the scales
-    are missing or do not fit.
-    """
-    pair.check()
-    cutting, elements, target = loader.cutting_of(section, pair), None, filling.arrays[name]
-    shape = cut = None
-    if isinstance(target, Shard):
-        steps, index, _ = cutting
-        part = _core.layout_project(steps or (), index, len(pair.shape), None)
-        shape, cut = target.shape, _without_whole_steps(target._steps, target.index)
-        if cut == _without_whole_steps(*part):
-            cut = None
-    elif not isinstance(filling, _ArrayTarget) and loader.request.by_target:
-        [(shape, steps, last)] = filling.cuts([name])
-        cutting = WHOLE
-        if isinstance(steps, int):
-            elements = slice(steps, last)
-        elif steps:
-            cutting = (steps, last, prod(parts for _, parts in steps))
-    if cut is not None or (shape is not None and tuple(shape) != pair.shape):
-        error = CompatibilityError(
-            f"{section.label}[{name!r}] is of shape {shape}, and the load decodes {pair.shape}, "
-            f"cut by {cutting[0]}: pass a target of this part"
-        )
-        error.name, error.expected, error.got = name, str(shape), str(pair.shape)
-        raise error
-    return Decoded(pair, cutting, elements)
-
-
-def _check_decoded(name: str, decoded: Decoded, target: Any) -> None:
-    """Raise CompatibilityError if a target has another shape than the part of the values."""
-    box = box_of(decoded.cutting, decoded.pair.shape)
-    shape, part = box.lengths, decoded.elements or box.elements
-    shape = shape if part is None else (part.stop - part.start,)
-    target = target.array if isinstance(target, Shard) else target
-    check_load(
-        {name: target}, {name: np.broadcast_to(np.float32(0), shape)}, strict=True, cast=True
-    )
 
 
 # ---- optimizers ----
@@ -695,19 +599,13 @@ def _prepare_tensors(
         filling = _optimizer_target(loader, section, selected, target, module, names, elsewhere)
     else:
         filling = _ArrayTarget(target)
-    pairs: dict[str, Pair] = {}
-    if not takes_optimizer:
-        section, selected, pairs = _decode_names(loader, section, selected, filling)
-        chosen = [*selected, *entries] if pairs else chosen
+    section, selected, pairs = decode_names(loader, section, selected, filling)
+    chosen = [*selected, *entries] if pairs else chosen
     if not loader.options["strict"]:
         is_choice = names.listed is not None
         _refuse_unrelated(loader, section, filling, chosen, is_choice=is_choice)
     names_to_read = _fit_names(loader, section, selected, filling, names)
-    decoded = {
-        name: _decoded_part(loader, section, filling, name, pairs[name])
-        for name in names_to_read
-        if name in pairs
-    }
+    decoded = decoded_parts(loader, section, filling, pairs, names_to_read)
     names_to_read = [name for name in names_to_read if name not in decoded]
     cuts = _cuts(loader, section, filling, names_to_read)
     casts = _casts(loader, section, filling, names_to_read)

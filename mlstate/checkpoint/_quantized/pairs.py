@@ -364,71 +364,83 @@ class _Finder:
             others = [each for each in OF_ACTIVATIONS if layer_of(codes) + each in self.tensors]
             only = f", and {listed_names(others)} is of activations" if others else ""
             return f"{name + (self.suffix or '_scale')!r}, its scale, is missing{only}"
-        [key] = scales.weight
         if dtype == "int32":
             return "int32 packs several integers, which mlstate does not unpack"
-        if dtype == "int8" and form == "int8" and not key.endswith("_scale"):
-            return f"int8 has a scale, but {key!r} is not the name of a scale of int8"
-        if dtype in CODE_FLOATS and scales.second:
-            return f"{dtype} has two scales, {listed_names(scales.names)}"
-        for ending, text in (("_zero_point", "zero points"), ("_g_idx", "order of groups")):
-            if f"{name}{ending}" in self.tensors:  # columns of a group need not be adjacent
-                return f"it has the {text} {name + ending!r}"
-        if f"{layer_of(codes)}zero_point" in self.tensors:
-            return f"it has the zero points {layer_of(codes) + 'zero_point'!r}"
         if name != codes and name in self.tensors:
             return "it is the name of a tensor too"
-        if form == FOUR_BITS:
-            if f"{layer_of(codes)}comfy_quant" in self.tensors:
-                return "ComfyUI stores the scales of 4-bit floats in tiles"
-            if kind in (EXPONENTS, "uint8") and not scales.second:
-                return ""
-            if kind == "float8_e4m3fn" and scales.second:
-                count = prod(self.tensors[scales.second][1])
-                return "" if count == 1 else f"{scales.second!r} has {count} numbers instead of 1"
-            return f"4-bit codes have the scale {key!r} of {kind}" + (
-                "" if scales.second else " without a second scale"
-            )
-        if kind not in FLOATS and kind not in (EXPONENTS, "uint8"):
-            return f"its scale is {kind}, not a float"
-        return ""
+        text = self._refusal_of_neighbours(codes, name)
+        if text or form == FOUR_BITS:
+            return text or self._refusal_of_four_bits(codes, scales, kind)
+        [key] = scales.weight
+        if form == "int8" and not key.endswith("_scale"):
+            return f"int8 has a scale, but {key!r} is not the name of a scale of int8"
+        if scales.second:
+            return f"{dtype} has two scales, {listed_names(scales.names)}"
+        is_number = kind in FLOATS or kind in (EXPONENTS, "uint8")
+        return "" if is_number else f"its scale is {kind}, not a float"
+
+    def _refusal_of_neighbours(self, codes: str, name: str) -> str:
+        """Return why the weight `name` has no values by other tensors than scales, or ""."""
+        neighbours = {
+            f"{name}_zero_point": "the zero points",
+            f"{layer_of(codes)}zero_point": "the zero points",
+            f"{name}_g_idx": "the order of groups",  # their columns need not be adjacent
+        }
+        present = [f"it has {neighbours[key]} {key!r}" for key in neighbours if key in self.tensors]
+        return present[0] if present else ""
+
+    def _refusal_of_four_bits(self, codes: str, scales: Scales, kind: str) -> str:
+        """Return why packed codes have no values by the dtypes of their scales, or "".
+
+        `kind`: dtype of the scales of groups.
+        """
+        if f"{layer_of(codes)}comfy_quant" in self.tensors:
+            return "ComfyUI stores the scales of 4-bit floats in tiles"
+        if kind in (EXPONENTS, "uint8") and not scales.second:
+            return ""
+        if kind == "float8_e4m3fn" and scales.second:
+            count = prod(self.tensors[scales.second][1])
+            return "" if count == 1 else f"{scales.second!r} has {count} numbers instead of 1"
+        lacks = "" if scales.second else " without a second scale"
+        return f"4-bit codes have the scale {scales.weight[0]!r} of {kind}{lacks}"
 
     def _block_of(self, shape: Shape, grid: Shape, kind: str, form: str) -> tuple[Block, str]:
         """Return the block (rows, columns) that shares a scale, and why there is none, or "".
 
         `shape`: of the values. `grid`, `kind`: shape and dtype of the scales. `form`: of the codes.
         """
-        no_block = (1, 1)
         *outer, rows, columns = (1, 1, *shape)[-max(len(shape), 2) :]
         matrix = (max(rows, 1), max(columns, 1))  # the block of one scale for all
-        row = (1, matrix[1])
-        if form == FOUR_BITS:
-            choices = [(1, _NV_GROUP if kind == "float8_e4m3fn" else _GROUP)]
-        elif self.blocks:
-            choices = [*self.blocks]
-        else:
-            is_grid = len(grid) == len(outer) + 2 and self.method != "compressed-tensors"
-            choices = [*(self._divisors(matrix, grid) if is_grid else ()), row, matrix]
-        if form != FOUR_BITS and self.blocks and self.method == "compressed-tensors":
-            choices += [row, matrix]
-        expected, fitting = [], []  # shapes of the scales; blocks
-        for block in dict.fromkeys((min(b[0], matrix[0]), min(b[1], matrix[1])) for b in choices):
-            expected.append((*outer, -(-rows // block[0]), -(-columns // block[1])))
-            forms = [expected[-1]]
-            if not self.blocks and block == row:
+        fitting, shapes = [], []  # blocks; shapes of their scales
+        for each in self._choices(matrix, grid, len(outer), kind, form):
+            block = (min(each[0], matrix[0]), min(each[1], matrix[1]))
+            forms = [(*outer, -(-rows // block[0]), -(-columns // block[1]))]
+            shapes.append(forms[0])
+            if not self.blocks and block == (1, matrix[1]):
                 forms.append((*outer, rows))
             if not self.blocks and block == matrix:
                 forms.append(tuple(outer))
             if grid in forms or (block == matrix and prod(grid) == 1):
                 fitting.append(block)
+        fitting = [*dict.fromkeys(fitting)]
         if len(fitting) == 1:
             return fitting[0], ""
+        text = f"its scale has the shape {grid}"
         if fitting:
-            blocks = " and ".join(map(str, fitting))
-            return no_block, f"its scale has the shape {grid}, which fits blocks of {blocks}"
-        shapes = " or ".join(map(str, dict.fromkeys(expected)))
+            return (1, 1), f"{text}, which fits blocks of {' and '.join(map(str, fitting))}"
         more = "" if self.blocks or form == FOUR_BITS else ", or quantization_config with blocks"
-        return no_block, f"its scale has the shape {grid} instead of {shapes}{more}"
+        return (1, 1), f"{text} instead of {' or '.join(map(str, dict.fromkeys(shapes)))}{more}"
+
+    def _choices(self, matrix: Block, grid: Shape, outer: int, kind: str, form: str) -> list[Block]:
+        """Return the blocks that scales may have; `outer`: axes before those of the matrix."""
+        row = (1, matrix[1])
+        if form == FOUR_BITS:
+            return [(1, _NV_GROUP if kind == "float8_e4m3fn" else _GROUP)]
+        if self.blocks:
+            is_other = self.method == "compressed-tensors"  # the entry has no other schemes
+            return [*self.blocks, *([row, matrix] if is_other else ())]
+        is_grid = len(grid) == outer + 2 and self.method != "compressed-tensors"
+        return [*(self._divisors(matrix, grid) if is_grid else ()), row, matrix]
 
     @staticmethod
     def _divisors(matrix: Block, grid: Shape) -> list[Block]:

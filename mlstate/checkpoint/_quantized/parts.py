@@ -6,7 +6,7 @@ from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._common.scales import codes_of, layer_of
+from ..._common.scales import CODE_FLOATS, codes_of, is_scale, layer_of, refuse_codes
 from ..._common.text import count_text, shorten
 from ...errors import CompatibilityError, FormatError
 from .._folder.names import SECTIONS
@@ -67,10 +67,23 @@ def pairs_of_sections(loader: Loader) -> dict[str, Pairs]:
         if section.is_optimizer or section.kind is None:
             continue
         entry = loader.source.quantization if section.number == 0 else None
-        pairs = find_pairs(loader.folder, entry, _tensors_of(loader, section))
+        tensors = _tensors_of(loader, section)
+        pairs = find_pairs(loader.folder, entry, tensors)
+        if pairs is None and any(dtype in CODE_FLOATS for dtype, _ in tensors.values()):
+            _refuse_scales_in_set(loader, tensors)
         if pairs is not None:
             pairs_by_label[section.label] = pairs
     return pairs_by_label
+
+
+def _refuse_scales_in_set(loader: Loader, tensors: dict[str, Stored]) -> None:
+    """Raise CompatibilityError if the scales of codes are in other files of a numbered set.
+
+    `tensors`: of one file, which the caller loads.
+    """
+    list_names = getattr(loader.source, "names_in_set", list)
+    others: dict[str, Stored] = dict.fromkeys(filter(is_scale, list_names()), ("", ()))
+    refuse_codes(others | tensors, "is not converted, and other files have the scales", tensors)
 
 
 class ScalePart(NamedTuple):

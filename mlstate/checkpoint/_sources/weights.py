@@ -6,12 +6,13 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ... import _core
 from ..._common.caller import find_caller
 from ..._common.store_error import store_error
 from ...errors import CompatibilityError, FormatError, MLStateError, StoreNotFoundError
 from .._files.checksums_verify import compare_files, compare_recorded
 from .._files.safetensors_verify import read_header, verify_file
-from .._folder.weight_names import is_index, weights_root
+from .._folder.weight_names import is_index, set_of, weights_root
 from .._quantized.config import find_entry
 from .._report import VerifyReport, problem_of
 from .._store.weight_checksums import find_checksums, require_index
@@ -28,7 +29,6 @@ from .indexed import IndexedSource
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from ... import _core
     from ..._sharding.layout import Cuts
     from .._report import Problem
     from .._store.checkpoint_files import CheckpointFiles
@@ -116,6 +116,15 @@ class HuggingFaceSource(IndexedSource):
     def quantization(self) -> dict[str, Any] | None:
         """The ``quantization_config`` in the folder, or in the metadata of its file."""
         return find_entry(self.files.folder, self.manifest.metadata)
+
+    def names_in_set(self) -> list[str]:
+        """Return the names of all tensors in the numbered files of the same set; [] without one."""
+        folder, number = self.files.folder, set_of(self.root)
+        if number is None or not folder.is_local:
+            return []
+        names = tuple(name for name in os.listdir(folder.path) if set_of(name) == number)
+        with folder.header_files(names) as local:
+            return _core.MergedIndex.of_files(local, names).keys(0)
 
     # ---- verifying ----
 

@@ -10,7 +10,7 @@ import pytest
 from quantized_layouts import E4M3, LAYOUTS, PLACES, config_files, write_folder
 
 import mlstate
-from mlstate.checkpoint import Layout, export_huggingface, inspect, reshard
+from mlstate.checkpoint import Layout, Shard, export_huggingface, inspect, reshard
 from mlstate.cli import main
 from mlstate.errors import CompatibilityError, FormatError, MLStateError
 
@@ -148,6 +148,28 @@ def test_floats_of_8_bits_without_scales_are_converted_by_value(tmp_path):
     mlstate.load(tmp_path / "m.safetensors", into={"model": target}, cast=True)
     assert target["l.weight"][0, 0] == 2 and target["logit_scale"] == 1
     assert mlstate.StateDict(arrays).astype("float16")["l.weight"][0, 0] == 2
+
+
+def test_a_file_of_a_set_without_its_scales_is_refused(tmp_path):
+    names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    mlstate.save_file({"l.weight": np.full((4, 4), 2, E4M3)}, tmp_path / names[0])
+    mlstate.save_file({"l.weight_scale": np.full(1, 0.25, np.float32)}, tmp_path / names[1])
+    assert mlstate.load(tmp_path, cast="float32").model["l.weight"][0, 0] == 0.5
+    with pytest.raises(CompatibilityError, match="other files have the scales"):
+        mlstate.load(tmp_path / names[0], cast="float32")
+
+
+def test_shards_receive_their_part_of_the_values(tmp_path):
+    folder, values = write_layout(tmp_path / "m", LAYOUTS[0])
+    for index in range(2):
+        shard = Shard(np.zeros((128, 128), np.float32), Layout.rows(2), index, shape=(256, 128))
+        options = {"layout": "rows", "rank": 1, "world_size": 2, "strict": False, "cast": True}
+        if index == 1:
+            mlstate.load(folder, into={"model": {"l.weight": shard}}, **options)
+            assert np.array_equal(shard.array, values[128:])
+        else:
+            with pytest.raises(CompatibilityError, match=r"as number 0, and .* as number 1"):
+                mlstate.load(folder, into={"model": {"l.weight": shard}}, **options)
 
 
 def test_targets_of_codes_receive_codes_and_scales(tmp_path):
