@@ -361,13 +361,7 @@ class _Finder:
         if scales.others or len(scales.weight) > 1 or (scales and not scales.weight):
             return f"its scales are {listed_names(scales.names)}, which mlstate cannot combine"
         if not scales.weight:
-            others = [each for each in OF_ACTIVATIONS if layer_of(codes) + each in self.tensors]
-            only = f", and {listed_names(others)} is of activations" if others else ""
-            return f"{name + (self.suffix or '_scale')!r}, its scale, is missing{only}"
-        if dtype == "int32":
-            return "int32 packs several integers, which mlstate does not unpack"
-        if name != codes and name in self.tensors:
-            return "it is the name of a tensor too"
+            return f"{name + (self.suffix or '_scale')!r}, its scale, is missing"
         text = self._refusal_of_neighbours(codes, name)
         if text or form == FOUR_BITS:
             return text or self._refusal_of_four_bits(codes, scales, kind)
@@ -380,12 +374,16 @@ class _Finder:
         return "" if is_number else f"its scale is {kind}, not a float"
 
     def _refusal_of_neighbours(self, codes: str, name: str) -> str:
-        """Return why the weight `name` has no values by other tensors than scales, or ""."""
+        """Return why the weight `name` has no values by tensors other than scales, or ""."""
         neighbours = {
             f"{name}_zero_point": "the zero points",
             f"{layer_of(codes)}zero_point": "the zero points",
             f"{name}_g_idx": "the order of groups",  # their columns need not be adjacent
         }
+        if self.tensors[codes][0] == "int32":
+            return "int32 packs several integers, which mlstate does not unpack"
+        if name != codes and name in self.tensors:
+            return "it is the name of a tensor too"
         present = [f"it has {neighbours[key]} {key!r}" for key in neighbours if key in self.tensors]
         return present[0] if present else ""
 
