@@ -44,7 +44,7 @@ OF_ACTIVATIONS = frozenset(
 )  # fmt: skip
 MARK = "scaled_fp8"  # of a whole file of ComfyUI, without values
 _OF_CACHES = frozenset({"k_scale", "v_scale", "q_scale", "output_scale"})
-_OF_LAYER = re.compile(r"q?scales?(_|\Z)|(weight|input|activation)_\w*scale", re.ASCII)
+_OF_LAYER = re.compile(r"_*(q?scales?(_|\Z)|(weight|input|activation)_\w*scale)", re.ASCII)
 _SHOWN = 4  # names in an error
 
 

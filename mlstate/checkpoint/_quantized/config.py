@@ -1,16 +1,16 @@
 """The ``quantization_config`` of a model: where it is stored, and the block sizes in it.
 
-The tensors decide what is decoded (see pairs.py); the entry names methods that are not decoded,
+The tensors determine the decoding (see pairs.py); the entry names methods that are not decoded,
 and the blocks of a scale that does not divide its weight. It is found in
 
-=========================  ====================================================================
+=========================  ======================================================================
 ``config.json``            ``quantization_config`` or ``compression_config``, at the top or in a
                            nested configuration, such as ``text_config``
 ``hf_quant_config.json``   ``quantization``, of ModelOpt
 ``params.json``            ``quantization``, of Mistral
-metadata of a file         ``quantization_config`` as JSON
+metadata of a file         ``quantization_config`` as JSON; ``_quantization_metadata`` of ComfyUI
 manifest of a checkpoint   ``quantization_config``: the entry of the model that was converted
-=========================  ====================================================================
+=========================  ======================================================================
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ ENTRIES = (ENTRY, "compression_config")
 OTHER_FILES = {"hf_quant_config.json": "modelopt", "params.json": "fp8"}
 MODELOPT = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_REAL", "FP8_PB_WO", "MXFP4", "MXFP8",
             "NVFP4")  # fmt: skip
+COMFYUI = "comfyui"
+_COMFYUI_METADATA = "_quantization_metadata"
 _HAS = "quantization_config has"
 _MOST_BYTES = 16 << 20  # of the file
 _MOST_DEPTH = 64  # of nested arrays and objects
@@ -126,7 +128,7 @@ def parse_entry(path: str, entry: Mapping[str, Any] | None) -> Quantization:
                 path, f"{_HAS} quant_algo {shorten(repr(algorithm), _LONGEST)} of modelopt"
             )
         return Quantization("modelopt", "_scale")
-    if method == "fbgemm_fp8":
+    if method in ("fbgemm_fp8", COMFYUI):
         return Quantization(method, "_scale")
     if method == "compressed-tensors":
         groups = entry.get("config_groups")
@@ -180,6 +182,8 @@ def _only_entry(path: str, entries: list[Any]) -> dict[str, Any] | None:
 def entry_of_metadata(path: str, metadata: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the entry in the metadata of the file `path`, an object or its JSON; else None."""
     entry = metadata.get(ENTRY)
+    if entry is None and _COMFYUI_METADATA in metadata:
+        return {"quant_method": COMFYUI}
     if isinstance(entry, str):
         try:
             _core.json_check(entry.encode(), _MOST_DEPTH, path)

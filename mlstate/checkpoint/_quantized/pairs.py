@@ -32,7 +32,7 @@ from ..._common.scales import (
     listed_names,
 )
 from ..._common.store_error import format_error
-from .config import parse_entry, unsupported
+from .config import COMFYUI, parse_entry, unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -363,8 +363,10 @@ class _Finder:
         if not scales.weight:
             return f"{name + (self.suffix or '_scale')!r}, its scale, is missing"
         text = self._refusal_of_neighbours(codes, name)
+        if form == FOUR_BITS or kind in (EXPONENTS, "uint8"):
+            text = text or self._refusal_of_tiles(codes)
         if text or form == FOUR_BITS:
-            return text or self._refusal_of_four_bits(codes, scales, kind)
+            return text or self._refusal_of_four_bits(scales, kind)
         [key] = scales.weight
         if form == "int8" and not key.endswith("_scale"):
             return f"int8 has a scale, but {key!r} is not the name of a scale of int8"
@@ -387,13 +389,16 @@ class _Finder:
         present = [f"it has {neighbours[key]} {key!r}" for key in neighbours if key in self.tensors]
         return present[0] if present else ""
 
-    def _refusal_of_four_bits(self, codes: str, scales: Scales, kind: str) -> str:
+    def _refusal_of_tiles(self, codes: str) -> str:
+        """Return why scales of small blocks beside `codes` are not in order, or ""."""
+        is_comfyui = self.method == COMFYUI or f"{layer_of(codes)}comfy_quant" in self.tensors
+        return "ComfyUI stores the scales of small blocks in tiles" if is_comfyui else ""
+
+    def _refusal_of_four_bits(self, scales: Scales, kind: str) -> str:
         """Return why packed codes have no values by the dtypes of their scales, or "".
 
         `kind`: dtype of the scales of groups.
         """
-        if f"{layer_of(codes)}comfy_quant" in self.tensors:
-            return "ComfyUI stores the scales of 4-bit floats in tiles"
         if kind in (EXPONENTS, "uint8") and not scales.second:
             return ""
         if kind == "float8_e4m3fn" and scales.second:

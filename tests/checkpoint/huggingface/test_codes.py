@@ -125,6 +125,8 @@ def small(**arrays):
         (small(l__weight_scale=np.ones(1), l__weight_zero_point=np.ones(1)), "zero points"),
         (small(l__input_scale=np.ones(1), m__weight=np.ones((2, 2), E4M3),
                m__weight_scale=np.ones(1)), "'l.weight_scale', its scale, is missing"),
+        ({"a._weight_qdata": np.ones((4, 4), E4M3), "a._weight_scale": np.ones((4, 1))},
+         "'a._weight_scale'"),
         ({"a.qweight": np.ones((2, 8), np.int32), "a.scales": np.ones((1, 8))}, "gptq or awq"),
         ({"a.q_weight": np.ones((2, 8), np.int32), "a.q_scale": np.ones(2)}, "exl2"),
         ({"a.weight": np.ones((2, 8), np.int8), "a.SCB": np.ones(2, np.float32)}, "bitsandbytes"),
@@ -138,6 +140,17 @@ def test_unknown_scales_are_refused_and_named(tmp_path, arrays, text):
     with pytest.raises((FormatError, CompatibilityError), match=text):
         mlstate.load(tmp_path / "m.safetensors", cast="float32")
     assert list(mlstate.load(tmp_path / "m.safetensors").model) == sorted(arrays)
+
+
+@pytest.mark.parametrize("place", ["tensor", "metadata"])
+def test_tiles_of_comfyui_are_refused(tmp_path, place):
+    arrays, _, _ = LAYOUTS[7](np.random.default_rng(0), (128, 64))
+    mark = {"a": "1"} if place == "tensor" else {"_quantization_metadata": '{"layers": {}}'}
+    if place == "tensor":
+        arrays["l.comfy_quant"] = np.frombuffer(b'{"format": "nvfp4"}', np.uint8)
+    mlstate.save_file(arrays, tmp_path / "m.safetensors", metadata=mark)
+    with pytest.raises(FormatError, match="scales of small blocks in tiles"):
+        mlstate.load(tmp_path / "m.safetensors", cast="float32")
 
 
 def test_floats_of_8_bits_without_scales_are_converted_by_value(tmp_path):
