@@ -49,9 +49,9 @@ def decode_names(
     Weights whose targets have wider floats receive their values: codes get the names of these, and
     scales without a target have none. Other targets receive codes and scales as they are stored.
     """
-    pairs = loader.pairs.get(section.label) if loader.request.cast else None
-    if pairs is None or section.is_optimizer:
+    if section.is_optimizer:
         return section, selected, {}
+    pairs = loader.pairs[section.label]
     names: dict[str, str | None] = {}  # new ones by stored name
     decoded = {}
     for name, stored in section.old_names().items():

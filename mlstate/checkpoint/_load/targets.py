@@ -48,6 +48,7 @@ from .decoded import check_decoded, decode_names, decoded_parts, without_whole_s
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
+    from .._quantized.pairs import Pair
     from .._sections import Section
     from .._states.modules import StoredEntries
     from .._states.restore import Action
@@ -599,14 +600,18 @@ def _prepare_tensors(
         filling = _optimizer_target(loader, section, selected, target, module, names, elsewhere)
     else:
         filling = _ArrayTarget(target)
-    section, selected, pairs = decode_names(loader, section, selected, filling)
-    chosen = [*selected, *entries] if pairs else chosen
+    pairs: dict[str, Pair] = {}
+    decoded: dict[str, Decoded] = {}
+    if section.label in loader.pairs:  # with cast=True
+        section, selected, pairs = decode_names(loader, section, selected, filling)
+        chosen = [*selected, *entries] if pairs else chosen
     if not loader.options["strict"]:
         is_choice = names.listed is not None
         _refuse_unrelated(loader, section, filling, chosen, is_choice=is_choice)
     names_to_read = _fit_names(loader, section, selected, filling, names)
-    decoded = decoded_parts(loader, section, filling, pairs, names_to_read)
-    names_to_read = [name for name in names_to_read if name not in decoded]
+    if pairs:
+        decoded = decoded_parts(loader, section, filling, pairs, names_to_read)
+        names_to_read = [name for name in names_to_read if name not in decoded]
     cuts = _cuts(loader, section, filling, names_to_read)
     casts = _casts(loader, section, filling, names_to_read)
     prepared.ready.append(_Ready(section, filling, names_to_read, cuts, casts, decoded))
