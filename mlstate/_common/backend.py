@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from functools import partial
 
 BackendT = TypeVar("BackendT")
 
@@ -75,17 +76,17 @@ class TensorBackend(Protocol):
     def reduce_state(self, state: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         """Return the result of ``__reduce_ex__`` of a state dict."""
 
-    def give_memory(self, tensor: Any, source: Any) -> None:
-        """Replace a tensor's memory by the memory of `source`, without a copy.
+    def memory_change(self, tensor: Any, source: Any) -> partial[Any]:
+        """Return the change that gives a tensor the memory of `source`, without a copy.
 
         None as `source` leaves it without elements.
         """
 
     def has_given_away(self) -> bool:
-        """Return whether `give_memory` removed any tensor's elements in this process."""
+        """Return whether `memory_change` removed any tensor's elements in this process."""
 
     def is_given_away(self, tensor: Any) -> bool:
-        """Return whether `give_memory` removed this tensor's elements.
+        """Return whether `memory_change` removed this tensor's elements.
 
         Call it only if `has_given_away` returns true.
         """

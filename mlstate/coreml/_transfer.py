@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
+from .._common.changes import UndoLog
 from .._common.dtypes import label_of, name_of
 from .._common.text import names_hint, shorten
-from ..errors import MLStateError
 from ..kv._arguments import capacity_error, incompatible
 from ..kv._axis import valid_axis
 from ..kv._model_states import quoted
@@ -270,7 +271,7 @@ def _move_all(
         for name in listed
     ]
     if len(writes) == 1:  # a write that fails changes nothing
-        writes[0].pair.target.write_state(name=writes[0].name, value=writes[0].value)
+        _write(writes[0])
         return
     axis = move.seq_axis
     # only for the errors of windows, whose lengths must follow from the context sizes
@@ -278,14 +279,19 @@ def _move_all(
     for _, name, value, shape in writes:
         moved_positions(name, shape, value.shape, move.position, axis, contexts=contexts)
     former = [write._replace(value=_read_former(write)) for write in writes]
-    begun: list[_Write] = []
-    try:
+    log = UndoLog("the states were not moved", "Make new target states")
+
+    def write_states() -> None:
         for write, before in zip(writes, former, strict=True):
-            begun.append(before)  # first: a write that is interrupted is undone too
-            write.pair.target.write_state(name=write.name, value=write.value)
-    except BaseException as error:
-        _restore(begun, error)
-        raise
+            label = f"state {write.name!r} of chunk {write.pair.number}"
+            log.note(label, partial(_write, before))
+            _write(write)
+
+    log.run(write_states)
+
+
+def _write(write: _Write) -> None:
+    write.pair.target.write_state(name=write.name, value=write.value)
 
 
 def _read_former(write: _Write) -> NDArray:
@@ -303,33 +309,6 @@ def _read_former(write: _Write) -> NDArray:
             value.shape,
         )
     return np.array(value, written_dtype(write.name, value.dtype), order="C")
-
-
-def _restore(former: Sequence[_Write], error: BaseException) -> None:
-    """Write former values back, the last one of `former` first.
-
-    `error`: the exception that ended the move. If a value cannot be written, raises MLStateError,
-    or the interrupt among the exceptions, such as KeyboardInterrupt, with a note.
-    """
-    failures: list[BaseException] = []
-    texts = []
-    for pair, name, value, _ in reversed(former):
-        try:
-            pair.target.write_state(name=name, value=value)
-        except BaseException as failure:  # of an interrupt too, others can be written
-            failures.append(failure)
-            texts.append(f"state {name!r} of chunk {pair.number}: {failure}")
-    if not failures:
-        return
-    text = (
-        f"the states were not moved: {error}. Former values could not be written back: "
-        f"{'; '.join(texts)}. Make new target states"
-    )
-    for interrupt in (error, *failures):
-        if not isinstance(interrupt, Exception):
-            interrupt.add_note(text)
-            raise interrupt
-    raise MLStateError(text) from error
 
 
 def transition_coreml_state(

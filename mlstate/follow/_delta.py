@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .._types import Array, NDArray
 
     # (target, gaps, overwritten elements) of each application, in order
-    UndoLog: TypeAlias = list[tuple[Any, NDArray, NDArray]]
+    ElementLog: TypeAlias = list[tuple[Any, NDArray, NDArray]]
 
 
 class DeltaBackend(Protocol):
@@ -30,7 +30,9 @@ class DeltaBackend(Protocol):
         They are as from `_core.delta_encode`, in main memory.
         """
 
-    def apply_delta(self, target: Any, gaps: NDArray, values: NDArray, log: UndoLog | None) -> None:
+    def apply_delta(
+        self, target: Any, gaps: NDArray, values: NDArray, log: ElementLog | None
+    ) -> None:
         """Write `values` into `target`, as `_core.delta_apply` does.
 
         `log`: gets the overwritten elements before the first write; None: they are not kept.
@@ -97,7 +99,7 @@ def compare_arrays(base: Array, new: Array, *, checksum: bool = True) -> Delta:
     return Delta(_elements_of(new), gaps, values, backend.tensor_crc32c(new) if checksum else None)
 
 
-def apply_delta(target: Array, delta: Delta, log: UndoLog, *, check: bool = True) -> None:
+def apply_delta(target: Array, delta: Delta, log: ElementLog, *, check: bool = True) -> None:
     """Write the changed elements into `target`, and note the overwritten ones in `log`.
 
     The entry of the log exists before the first element is written. After an exception of any
@@ -133,7 +135,7 @@ def apply_delta(target: Array, delta: Delta, log: UndoLog, *, check: bool = True
         raise error
 
 
-def roll_back(log: UndoLog) -> None:
+def roll_back(log: ElementLog) -> None:
     """Restore all elements that a log has, the last change first, and clear the log.
 
     After an interrupt, call it again: restoring an element twice does no harm.
@@ -218,7 +220,9 @@ def filter_delta(
     return Delta(prod(layout.shape(shape, index)), gaps, values)
 
 
-def _write_values(target: Any, delta: Delta, log: UndoLog | None, *, checksum: bool) -> int | None:
+def _write_values(
+    target: Any, delta: Delta, log: ElementLog | None, *, checksum: bool
+) -> int | None:
     """Write the values of a delta into `target`, on its device.
 
     `log`: gets the overwritten elements; None: they are not kept. Returns the CRC32C of all

@@ -24,6 +24,7 @@ from .._common.arrays import (
     pairs_sharing_elements,
 )
 from .._common.backend import TensorBackend, backend_of
+from .._common.changes import UndoLog
 from .._common.dtypes import name_of
 from .._common.log import log as write_log
 from .._common.staged_targets import tied_error
@@ -57,7 +58,7 @@ if TYPE_CHECKING:
 
     from ..checkpoint._load.loader import Loader
     from ..checkpoint._store.manifest import Manifest
-    from ._delta import Delta, UndoLog
+    from ._delta import Delta, ElementLog
     from ._version import Change, Lineage
 
 CHECKS = ("all", "sample", "none")
@@ -174,8 +175,7 @@ class Follower:
         for name, array in self._state.arrays.items():
             if not is_same_memory(array, again[name]):
                 raise named_error(name, "into= gives a copy of the tensor: pass the tensor")
-        # state before a change that has begun, or None, and the elements that it overwrote
-        self._undo: tuple[_State | None, UndoLog] = (None, [])
+        self._undo = UndoLog()  # of a change that has begun
         self._changing = Lock()  # held while arrays change
         self._changer = 0  # the thread that holds it, or 0
 
@@ -487,10 +487,13 @@ class Follower:
             arrays = {name: copy_of(array) for name, array in arrays.items()}
         sharing = names_sharing_memory(arrays)
         checksums: dict[str, int] = {}
-        log: UndoLog = []
-        if not self._double_buffer:
-            self._undo = (state, log)
-        try:
+        log: ElementLog = []
+        undo = UndoLog("the version was not changed", "Load an anchor into new arrays")
+        if not self._double_buffer:  # after the commit, the new elements stay
+            undo.note("the arrays", lambda: roll_back(log) if self._state is state else None)
+        self._undo = undo
+
+        def change() -> None:
             for number, (name, part) in enumerate(parts.items()):
                 update = _ArrayUpdate(
                     part,
@@ -506,13 +509,12 @@ class Follower:
             _refuse_other_content(shared_arrays, checksums)
             if reason:  # before the commit: a filter may raise it
                 self._warn(
-                    f"step {versions[0].step} was loaded whole, because of: {reason}", level=5
+                    f"step {versions[0].step} was loaded whole, because of: {reason}", level=7
                 )
             self._state = _State(versions[-1], lineage, arrays, parts, checksums)
-        except BaseException:
-            self._undo_interrupted()
-            raise
-        self._undo = (None, [])
+
+        undo.run(change)
+        self._undo = UndoLog()
 
     def _refuse_changed(
         self, published: Mapping[str, list[Change]], parts: Mapping[str, Part]
@@ -541,29 +543,7 @@ class Follower:
         Each public method calls it first.
         """
         if not self._changing.locked():
-            self._undo_interrupted()
-
-    def _undo_interrupted(self) -> None:
-        """Restore the elements that an interrupted change overwrote.
-
-        Does nothing if the change was committed. A KeyboardInterrupt is raised only after all
-        elements are restored.
-        """
-        interrupt: KeyboardInterrupt | None = None
-        while True:
-            try:
-                state, log = self._undo
-                if state is not None and state is self._state:
-                    roll_back(log)
-                self._undo = (None, [])
-                break
-            except KeyboardInterrupt as caught:
-                interrupt = caught
-        try:
-            if interrupt is not None:
-                raise interrupt
-        finally:
-            del interrupt  # its traceback refers to this frame
+            self._undo.roll_back()
 
     def _parts(self, published: Mapping[str, list[Change]]) -> dict[str, Part]:
         """Return the followed part of each published tensor by name, without its array.
@@ -679,7 +659,7 @@ def _published_indices(part: Part, published: list[Change]) -> list[int]:
 
 
 def _update_array(
-    name: str, update: _ArrayUpdate, anchor: dict[str, Any], log: UndoLog, *, check: bool
+    name: str, update: _ArrayUpdate, anchor: dict[str, Any], log: ElementLog, *, check: bool
 ) -> int | None:
     """Change one array; return the CRC32C that it must have now, or None if it is not known.
 

@@ -6,8 +6,10 @@ and arrays of all layers; a plan checks all of them against the layers of a targ
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .._common.changes import UndoLog, exchange
 from ..kv import CacheEntry, CacheState
 from ..kv._arguments import as_count, incompatible
 from ..kv._cache_spec import entry_error
@@ -145,7 +147,11 @@ class EntryPlan:
             raise TypeError(f"state must be a CacheState, got {type(state).__name__}")
         self.spec, self.arrays, self.length = state.spec, state.arrays, state.length
         self.ring_of = state._cache.ring  # returns the order of an entry's positions
-        self.writes: list[Callable[[], object]] = []
+        self.writes: list[Callable[[], object]] = []  # prepare values; the target is unchanged
+        # After them, calls that fill arrays of the target in place, and the final changes.
+        self.fills: list[Callable[[], object]] = []
+        self.changes: list[partial[Any]] = []
+        self.layers: list[tuple[Any, dict[str, Any]]] = []  # with their new attributes
         self.used: set[str] = set()  # names of arrays that a layer takes
         self._places: dict[int, str] = {}  # of layers, by identity
 
@@ -201,7 +207,7 @@ class EntryPlan:
             raise incompatible(text, where, "an array of the layer", "none")
 
     def write_all(self) -> None:
-        """Make all planned writes.
+        """Make all planned writes; after an exception the target is unchanged, or has no token.
 
         Raises CompatibilityError before the first one if no layer used some array of the state.
         """
@@ -212,3 +218,29 @@ class EntryPlan:
             raise incompatible(f"{text}{more}: the layers differ", left[0], "its layer", "none")
         for write in self.writes:
             write()
+        self._change(UndoLog("the cache was not filled", "Create a new cache"))
+
+    def _change(self, log: UndoLog) -> None:
+        """Fill arrays in place, then give all layers their new attributes in one call."""
+        before = [(layer, dict(vars(layer))) for layer, _ in self.layers]
+
+        def change() -> None:
+            if self.fills:
+                log.note("the tokens of the cache", self.empty)
+                self.empty()
+            else:
+                log.note("the layers of the cache", lambda: exchange(_updates(before)))
+            for fill in self.fills:
+                fill()
+            exchange([*_updates(self.layers), *self.changes])
+
+        log.run(change)
+
+    def empty(self) -> None:
+        """Remove the tokens of the target. Only targets with arrays to fill in place need it."""
+        raise NotImplementedError
+
+
+def _updates(layers: list[tuple[Any, dict[str, Any]]]) -> list[partial[Any]]:
+    """Return the changes that give layers their attributes."""
+    return [partial(vars(layer).update, values) for layer, values in layers]

@@ -8,16 +8,15 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, overload
 
-import numpy as np
-
 from .. import _core
 from .._common.arguments import check_flags
-from .._common.arrays import is_torch, overwrite, refuse_masked
-from .._common.dtypes import name_of
+from .._common.arrays import overwrite, overwrite_with_zeros
+from .._common.changes import UndoLog
 from .._common.set_module import set_module
-from .._common.text import bytes_text, count_text, shorten, table_html
-from ._arguments import as_count, as_integer, capacity_error, incompatible, tokens_error
+from .._common.text import bytes_text, count_text, table_html
+from ._arguments import as_count, as_integer, capacity_error, incompatible
 from ._axis import along
+from ._cache_checks import check_array, check_length, check_names
 from ._cache_spec import CacheEntry, CacheSpec, entry_error
 from ._copies import (
     CopiedByValue,
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from .._types import Array, NDArray
-
-_LISTED = 4  # names in an error
 
 # Why an entry cannot go back to an earlier token.
 _NO_TRIM = {
@@ -143,11 +140,11 @@ class CacheState(CopiedByValue):
                 f"arrays must be a mapping of names to arrays, got {type(arrays).__name__}"
             )
         tokens = as_count("length", length)
-        _check_names(spec, arrays)
+        check_names(spec, arrays)
         for entry in spec:
             for name, (shape, dtype) in entry.arrays.items():
-                _check_array(entry, name, arrays[name], shape, dtype)
-        _check_length(spec, tokens)
+                check_array(entry, name, arrays[name], shape, dtype)
+        check_length(spec, tokens)
         ordered = {name: arrays[name] for entry in spec for name in entry.arrays}
         shifts = {e.name: shift_of(e, tokens) for e in spec if e.next_slot is not None}
         self._cache = _Cache(spec, ordered, tokens, shifts, object())
@@ -334,7 +331,9 @@ class CacheState(CopiedByValue):
             Nothing is changed then.
         """
         length = self._cache.length + as_count("n", n)
-        _check_length(self._cache.spec, length)
+        check_length(self._cache.spec, length)
+        if not self._cache.length:  # also after an error that has emptied the cache
+            self._history.note_length(0)
         self._cache = self._cache._replace(length=length)
 
     def resize(self, capacity: int) -> None:
@@ -447,11 +446,33 @@ class CacheState(CopiedByValue):
         self._history.note_length(length)
         self._cache = self._cache._replace(length=length)
 
-    def _take_tokens(self, other: CacheState) -> None:
-        """Copy length and next slots of `other`, whose arrays were copied into this state's."""
-        self._history.note_length(0)  # no position holds the token that it held before
-        spec, _, length, shifts, _ = other._cache
-        self._cache = self._cache._replace(spec=spec, length=length, shifts=shifts)
+    def _overwrite(self, values: Mapping[str, Any], lowest: int, **counts: Any) -> None:
+        """Write `values` into the arrays of these names, and replace fields of the cache.
+
+        After an exception the cache has no token, and these arrays are zero. `lowest`: the number
+        of tokens that keep their positions. `counts`: `spec`, `length` and `shifts`.
+        """
+        log = UndoLog("the cache was not restored", "Create a new cache")
+        arrays = self._cache.arrays
+
+        def forget() -> None:
+            self._empty()
+            for name in values:
+                overwrite_with_zeros(arrays[name])
+
+        def write() -> None:
+            log.note("no token", forget)
+            self._empty()
+            for name, value in values.items():
+                overwrite(arrays[name], value)
+            self._history.note_length(lowest)
+            self._cache = self._cache._replace(**counts)
+
+        log.run(write)
+
+    def _empty(self) -> None:
+        """Forget all tokens. The same snapshot can be restored, until `advance` counts others."""
+        self._cache = self._cache._replace(length=0)
 
     def snapshot(self) -> Snapshot:
         """Record the cache, so that `restore` can go back to this moment.
@@ -511,17 +532,17 @@ class CacheState(CopiedByValue):
 
         Notes
         -----
-        The arrays are written in place, so a model that uses them continues from the snapshot. A
+        The arrays are written in place, so a model that uses them continues from the snapshot.
+        After an exception during the writes, such as an interrupt, the cache has no token: restore
+        the snapshot again before a model writes to it, or prefill from the first token. A
         model must not rewrite earlier tokens of full entries. torch does not record the write for
         gradients.
         """
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"snapshot must be a Snapshot, got {type(snapshot).__name__}")
         self._check_snapshot(snapshot)
-        for name, saved in snapshot._arrays.items():
-            overwrite(self._cache.arrays[name], saved)
-        self._cache = self._cache._replace(spec=snapshot._spec, shifts=snapshot._shifts)
-        self._set_length(snapshot.length)
+        length, spec, shifts = snapshot.length, snapshot._spec, snapshot._shifts
+        self._overwrite(snapshot._arrays, length, spec=spec, length=length, shifts=shifts)
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:
         """Raise CompatibilityError unless a snapshot is of this state, and not outdated."""
@@ -546,7 +567,7 @@ class CacheState(CopiedByValue):
                     raise entry_error(entry.name, text, f"{snapshot.length} or more", low)
                 continue
             for name, (shape, dtype) in entry.arrays.items():
-                _check_array(entry, name, arrays[name], shape, dtype)
+                check_array(entry, name, arrays[name], shape, dtype)
                 check_writable(entry, arrays[name])
 
     def copy(self) -> Self:
@@ -763,65 +784,6 @@ def _tokens_text(spec: CacheSpec, length: int) -> str:
     if spec.capacity is None:
         return count_text(length, "token")
     return f"{length:,} of {spec.capacity:,} positions"
-
-
-def _check_names(spec: CacheSpec, arrays: Mapping[str, Any]) -> None:
-    """Raise CompatibilityError unless the names of `arrays` are the names in the spec."""
-    expected_entries = [(name, entry) for entry in spec for name in entry.arrays]
-    missing = [(name, entry) for name, entry in expected_entries if name not in arrays]
-    expected_names = {name for name, _ in expected_entries}
-    strange = [str(name) for name in arrays if name not in expected_names]
-    if not missing and not strange:
-        return
-    parts = []
-    if missing:
-        parts.append(f"the arrays lack {_names_text([name for name, _ in missing])}")
-    if strange:
-        parts.append(f"the spec does not have {_names_text(strange)}")
-    layers = {entry.layer for name, entry in expected_entries if name in arrays} - {None}
-    if missing and len(layers) != spec.layer_count:
-        parts.append(f"the spec has {spec.layer_count} layers, the arrays {len(layers)}")
-    name = missing[0][0] if missing else strange[0]
-    expected, got = f"{len(expected_entries)} arrays", f"{len(arrays)} arrays"
-    raise incompatible("; ".join(parts), name, expected, got)
-
-
-def _names_text(names: list[str]) -> str:
-    listed = ", ".join(repr(shorten(name, 100)) for name in names[:_LISTED])
-    hidden = len(names) - _LISTED
-    return listed + (f" and {hidden:,} more" if hidden > 0 else "")
-
-
-def _check_array(
-    entry: CacheEntry, name: str, array: Any, shape: tuple[int, ...], dtype: str
-) -> None:
-    """Raise CompatibilityError for another shape or dtype name, TypeError if it is not an array."""
-    refuse_masked(name, array)
-    if not isinstance(array, np.ndarray) and not is_torch(array):
-        raise TypeError(
-            f"{name} must be a NumPy array or a torch tensor, got {type(array).__name__}"
-        )
-    got = tuple(array.shape)
-    if len(got) != len(shape):
-        text = f"the array has {len(got)} dimensions, shape {got}; the spec has {shape}"
-        raise entry_error(name, text, shape, got)
-    for axis, (size, expected) in enumerate(zip(got, shape, strict=True)):
-        if size != expected:
-            which = "the sequence axis" if axis == entry.seq_axis else "axis"
-            text = f"{which} {axis} has length {size}, in the spec {expected}: shape {got}"
-            raise entry_error(name, text, shape, got)
-    if name_of(array.dtype) != dtype:
-        text = f"the array is {name_of(array.dtype)}, in the spec {dtype}"
-        raise entry_error(name, text, dtype, name_of(array.dtype))
-
-
-def _check_length(spec: CacheSpec, length: int) -> None:
-    """Raise CapacityError unless every entry has `length` positions, or as many as its window."""
-    for entry in spec:
-        size = entry.seq_length
-        if size is None or length <= size or (entry.window is not None and entry.window <= size):
-            continue
-        raise tokens_error(length, size, f"resize the cache to at least {length}", entry.name)
 
 
 def _resized_spec(cache: _Cache, capacity: int) -> CacheSpec:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
 from .._common.arguments import check_flags
+from .._common.changes import exchange
 from .._common.text import bytes_text, names_hint, table_html
 from ..errors import CompatibilityError, MLStateError
 from ._arguments import as_count, capacity_error, incompatible
@@ -457,6 +459,10 @@ class StateManagerBase:
             self._states = self._make_states(self._size)
         return self._states[0] if len(self._states) == 1 else self._states
 
+    def _set_current(self, size: int, states: tuple[object, ...] | None) -> None:
+        """Make `size` and its state objects the current ones; None: an empty state."""
+        exchange([partial(vars(self).update, _size=size, _states=states)])
+
     def _move_to_size(self, size: int, position: int) -> None:
         """Move the state, with `position` tokens, to the models of `size`, which becomes current.
 
@@ -483,7 +489,7 @@ class StateManagerBase:
         ]
         # Without tokens, and without a state that is copied whole, the state is as good as empty.
         if position == 0 and all(count == 0 for group in moves for count, _ in group.values()):
-            self._size, self._states = size, None
+            self._set_current(size, None)
             return
         targets = self._make_states(size, self._make_target if position else self._make_state)
         for source, target, planned in zip(self._states, targets, moves, strict=True):
@@ -503,7 +509,7 @@ class StateManagerBase:
                     )
                     failure.name = name
                     raise failure from error
-        self._size, self._states = size, targets
+        self._set_current(size, targets)
 
     def _planned_moves(
         self, size: int, position: int, have: Specs, want: Specs
@@ -686,16 +692,16 @@ class StateManagerBase:
         """
         former = self._size, self._states
         self._context(size)
-        self._size, self._states = size, None
+        self._set_current(size, None)
         try:
             yield self.state
         except BaseException:
-            self._size, self._states = former
+            self._set_current(*former)
             raise
 
     def reset(self) -> None:
         """Drop the state: the next one is empty and has the smallest size."""
-        self._size, self._states = self._ladder.sizes[0], None
+        self._set_current(self._ladder.sizes[0], None)
 
     # ---- save and restore ----
 
@@ -774,7 +780,7 @@ class StateManagerBase:
         size = self._ladder.sizes[self._ladder.sizes.index(size)]  # an int, also for 256.0
         specs = self._context(size).specs
         if arrays is None:
-            self._size, self._states = size, None
+            self._set_current(size, None)
             return
         if len(arrays) != len(specs):
             raise incompatible(
@@ -801,7 +807,7 @@ class StateManagerBase:
                     )
                     failure.name = name
                     raise failure from error
-        self._size, self._states = size, targets
+        self._set_current(size, targets)
 
     def __repr__(self) -> str:
         """Return class, sizes, loaded models, and the size of the current state."""

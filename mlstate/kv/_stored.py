@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from .._common.arrays import is_torch, overwrite
+from .._common.arrays import is_torch
 from .._common.backend import TensorBackend, backend_of
+from .._common.changes import UndoLog
 from .._common.dtypes import name_of
 from ..errors import CompatibilityError, UnstorableError
 from ._cache_spec import CacheEntry, CacheSpec
@@ -141,15 +143,23 @@ def _facts_of(cache: Any) -> dict[str, Any]:
 def overwrite_cache(target: Any, cache: Any) -> None:
     """Write the content of `cache` into the arrays of `target`, and set its number of tokens.
 
-    Call `check_cache` before.
+    Call `check_cache` before. After an exception the target has no token.
     """
     if isinstance(target, CacheState):
-        for name, array in target.arrays.items():
-            overwrite(array, _as_library_of(array, cache.arrays[name]))
-        target._take_tokens(cache)
+        values = {
+            name: _as_library_of(array, cache.arrays[name]) for name, array in target.arrays.items()
+        }
+        spec, _, length, shifts, _ = cache._cache
+        target._overwrite(values, 0, spec=spec, length=length, shifts=shifts)
     elif isinstance(target, KVState):
-        target.resize(cache.seq_length)
-        target.array[...] = cache.array
+        log = UndoLog("the cache was not loaded", "Create a new cache")
+        log.note("the number of positions", partial(target.resize, 0))
+
+        def write() -> None:
+            target.resize(cache.seq_length)
+            target.array[...] = cache.array
+
+        log.run(write)
     else:
         slots, _, _, _, *counts = cache._content()
         target._buffer.fill(slots.astype(target.dtype, copy=False), *counts)

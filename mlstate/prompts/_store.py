@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 from .. import _core
 from .._common.arguments import check_flags, check_int, check_number
 from .._common.budget import parse_size
+from .._common.changes import UndoLog
 from .._common.local_path import local_folder
 from .._common.log import log
 from .._common.set_module import set_module
@@ -233,7 +234,7 @@ class PromptStore:
         CapacityError
             The tokens do not fit. Nothing is written. A ValueError.
         StoreError
-            A file cannot be read. A cache that is written in place has no token then, and is zero.
+            A file cannot be read.
         TypeError
             `match` or `into` has another type, or `device` does not belong to `into`.
         ValueError
@@ -241,6 +242,9 @@ class PromptStore:
 
         Notes
         -----
+        After every other exception too, such as an interrupt, the cache is unchanged, or it has no
+        token and is zero: a KVState then has no position.
+
         A slot of a ring whose token is not stored is zeroed. Do not put such a cache into a store:
         the slot would be stored as a token of zeros.
         """
@@ -250,15 +254,17 @@ class PromptStore:
             raise ValueError("the match is closed")
         if match._key != self._key:
             raise ValueError("the match is of a store of another model")
-        stored, length = match._stored, match.length
-        target = open_target(into, stored, length, self._spec, device, self._model_type)
-        try:
+        log = UndoLog("the tokens were not restored", "Create a new cache")
+
+        def fill() -> int:
+            stored, length = match._stored, match.length
+            options = self._spec, device, self._model_type, log
+            target = open_target(into, stored, length, *options)
             position = self._read_candidates(match, target) if stored is not None else 0
-        except BaseException:
-            target.abandon()
-            raise
-        target.finish(position)
-        return position
+            target.finish(position)
+            return position
+
+        return log.run(fill)
 
     def _read_candidates(self, match: Match, target: Target) -> int:
         """Read the longest candidate without damage into `target`, and return its position.

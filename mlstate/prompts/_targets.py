@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,17 +26,20 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from types import ModuleType
 
+    from .._common.changes import UndoLog
     from ._layout import StoredSpec
 
 
 class StateTarget:
     """A `CacheState`, whose arrays are written in place."""
 
-    def __init__(self, state: CacheState, stored: StoredSpec | None, length: int) -> None:
+    def __init__(
+        self, state: CacheState, stored: StoredSpec | None, length: int, log: UndoLog
+    ) -> None:
         """Check that `length` tokens of the entries `stored` can be written into the arrays.
 
-        `stored`: None if nothing is stored; then the entries are not compared. Raises
-        CompatibilityError or CapacityError.
+        `stored`: None if nothing is stored; then the entries are not compared. `log`: gets the
+        calls that empty the cache. Raises CompatibilityError or CapacityError.
         """
         if stored is not None:
             stored.check(state.spec, "cache")
@@ -45,21 +49,22 @@ class StateTarget:
                 check_writable(entry, state.arrays[name])
         check_separate(state.arrays)
         entries = {entry.name: entry for entry in state.spec}
-        self.state = state
+        self.state, self.log = state, log
         self.is_written = False
         self.has_snapshots = stored is not None and bool(stored.states)
         self.into = Arrays(entries, dict(state.arrays), dict(state._cache.shifts))
         self.listed: list[Any] = []  # parts of the snapshot, from the last call of `arrays_at`
 
     def begin(self) -> None:
-        """Set the number of tokens to 0 before they are written."""
-        self.is_written = True
-        self.state._set_length(0)
+        """Set the number of tokens to 0 before they are written; after an exception it is 0."""
+        if not self.is_written:
+            self.is_written = True
+            self.log.note("no token", self._forget)
+            self.state._set_length(0)
 
-    def abandon(self) -> None:
-        """Zero the arrays after a failed restore, if it has written into them."""
-        if self.is_written:
-            clear_rest(self.into, 0)
+    def _forget(self) -> None:
+        self.state._empty()
+        clear_rest(self.into, 0)
 
     def arrays_at(
         self, position: int, listed: list[Any], windows: Mapping[str, int | None]
@@ -73,6 +78,7 @@ class StateTarget:
 
     def finish(self, length: int) -> None:
         """Zero the positions without a stored token, and set the number of tokens to `length`."""
+        self.begin()
         clear_rest(self.into, length)
         for name in missing_tokens(self.into, self.listed, length):
             entry = self.into.entries[name]
@@ -85,10 +91,12 @@ class StateTarget:
 class RingTarget(StateTarget):
     """A `RollingKVState`: tokens are read into new slots, and copied into it by `finish`."""
 
-    def __init__(self, cache: RollingKVState, stored: StoredSpec | None, length: int) -> None:
+    def __init__(
+        self, cache: RollingKVState, stored: StoredSpec | None, length: int, log: UndoLog
+    ) -> None:
         spec = ring_spec(cache)
         arrays = {entry.name: np.zeros(cache.shape, cache.dtype) for entry in spec}
-        super().__init__(CacheState(spec, arrays, 0), stored, length)
+        super().__init__(CacheState(spec, arrays, 0), stored, length, log)
         self.cache = cache
 
     def finish(self, length: int) -> None:
@@ -136,9 +144,6 @@ class EngineTarget:
     def begin(self) -> None:
         """Do nothing: the cache is not written before the end."""
 
-    def abandon(self) -> None:
-        """Do nothing: the cache still has the tokens from before."""
-
     def arrays_at(
         self, position: int, listed: list[Any], windows: Mapping[str, int | None]
     ) -> Arrays:
@@ -182,8 +187,9 @@ class EngineTarget:
         The states are those of the last call of `arrays_at`. A cache of mlx-lm is empty already.
         """
         if length == 0:
-            if hasattr(self.cache, "reset"):
-                _empty_cache(self.cache)
+            if not self.is_mlx:
+                name = f"{self.engine.__name__}._caches.conversions"
+                import_module(name).empty_cache(self.cache)
             return
         into = self.states if self.has_snapshots else self.into
         arrays, entries = {}, []
@@ -213,29 +219,33 @@ def open_target(
     spec: CacheSpec | None,
     device: Any,
     model_type: str | None,
+    log: UndoLog,
 ) -> Target:
     """Return the target for `cache`, the argument ``into=``, after all checks.
 
     `stored`: the entries of the match; None: nothing is stored. `length`: tokens of the match.
     `spec`: of the store; None: unknown. `device`: as for `PromptStore.restore`. `model_type`: of
-    config.json; None: unknown. Grows a `KVState` within its capacity. Raises TypeError,
-    CompatibilityError or CapacityError.
+    config.json; None: unknown. `log`: gets the calls that empty the cache after an exception. Grows
+    a `KVState` within its capacity. Raises TypeError, CompatibilityError or CapacityError.
     """
     engine = engine_of(cache)
     if device is not None and getattr(engine, "__name__", "").rpartition(".")[2] != "transformers":
         raise TypeError("device= is for caches of transformers: other arrays are written in place")
     if isinstance(cache, CacheState):
-        return StateTarget(cache, stored, length)
+        return StateTarget(cache, stored, length, log)
     if isinstance(cache, RollingKVState):
-        return RingTarget(cache, stored, length)
+        return RingTarget(cache, stored, length, log)
     if isinstance(cache, KVState):
         if stored is not None:
             stored.check(state_of_array(cache, 0, spec).spec, "cache")
-        if cache.seq_length < length <= cache.capacity:
+        former, target = cache.seq_length, None
+        log.note("its length", lambda: cache.resize(0 if target and target.is_written else former))
+        if former < length <= cache.capacity:
             cache.resize(length)
-        return StateTarget(state_of_array(cache, 0, spec), stored, length)
+        target = StateTarget(state_of_array(cache, 0, spec), stored, length, log)
+        return target
     if isinstance(cache, np.ndarray) or is_torch(cache):
-        return StateTarget(state_of_array(cache, 0, spec), stored, length)
+        return StateTarget(state_of_array(cache, 0, spec), stored, length, log)
     if engine is None:
         raise TypeError(
             "into must be a CacheState, KVState, RollingKVState, array, or a cache of "
@@ -259,17 +269,6 @@ def _check_room(entry: CacheEntry, length: int) -> None:
     if size is None or length <= size or (entry.window is not None and entry.window <= size):
         return
     raise tokens_error(length, size, "restore into a cache with more positions", entry.name)
-
-
-def _empty_cache(cache: Any) -> None:
-    """Remove the tokens of a cache of transformers; static layers keep their zeroed tensors."""
-    cache.reset()
-    for part in (cache, getattr(cache, "self_attention_cache", None)):
-        for layer in getattr(part, "layers", ()):
-            is_static = hasattr(layer, "max_cache_len")
-            if not is_static and getattr(layer, "keys", None) is not None:
-                layer.keys = layer.values = None  # transformers 5.0 leaves zeros
-                layer.is_initialized = False
 
 
 def _check_can_be_emptied(cache: Any) -> None:

@@ -11,6 +11,7 @@ from checkpoint_model import flip
 from interruption import raise_once
 
 import mlstate
+from mlstate._common.changes import UndoLog
 from mlstate.checkpoint import CheckpointManager, Layout, Shard
 from mlstate.errors import (
     CheckpointWarning,
@@ -407,7 +408,7 @@ def test_the_state_is_restored_after_an_interrupted_restoration(path, monkeypatc
     def apply_and_interrupt(*arguments, **keywords):
         apply(*arguments, **keywords)
         states.append(copy(follower.state))  # a signal handler reads it, and restores nothing
-        raise_once(monkeypatch, _follower.Follower, "_undo_interrupted")
+        raise_once(monkeypatch, UndoLog, "roll_back")
         raise KeyboardInterrupt
 
     monkeypatch.setattr(_follower, "apply_delta", apply_and_interrupt)

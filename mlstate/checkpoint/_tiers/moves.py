@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..._common.arrays import refuse_given_away
 from ..._common.backend import backend_named, backend_of, is_module, is_optimizer
 from ..._common.budget import parse_budget
+from ..._common.changes import exchange
 from ..._common.local_path import local_folder
 from ..._common.store_error import store_error
 from ..._common.text import names_hint
@@ -429,8 +430,8 @@ class TierMoves:
             if move.is_ready:
                 arrays = move.arrays
                 # None: the parts keep their arrays
-                for part, array in zip(unit.parts, arrays or (), strict=arrays is not None):
-                    part.put(array)
+                pairs = zip(unit.parts, arrays or (), strict=arrays is not None)
+                exchange([part.change_to(array) for part, array in pairs])
                 traffic = traffic._replace(
                     moves=traffic.moves + 1,
                     nbytes=traffic.nbytes + unit.nbytes,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from contextlib import suppress
+from functools import partial
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any
 
@@ -139,13 +140,12 @@ class Part:
             self._addresses = cached = address, memory_range(self.elements)
         return cached[1]
 
-    def put(self, array: Any) -> None:
-        """Give the part the memory of `array`; None makes it cold, without memory."""
+    def change_to(self, array: Any) -> partial[Any]:
+        """Return the change that gives the part the memory of `array`; None: it has no memory."""
         if self.is_tensor:
-            backend_of(self.array, TensorBackend).give_memory(self.array, array)
-        else:
-            self.array = array
-            self._addresses = None
+            return backend_of(self.array, TensorBackend).memory_change(self.array, array)
+        self._addresses = None  # of an array, they are found again for the one that it has
+        return partial(setattr, self, "array", array)
 
     def shard(self, array: Any, tier: Tier) -> Shard:
         """Return an array as the `Shard` that a checkpoint stores for this part."""
@@ -365,7 +365,7 @@ def open_unit(path: str) -> Unit:
             section, _, key = about["name"].partition("/")
             value = _value_of(about, arrays.pop(about["name"]))
             unit.parts.append(Part(SECTIONS.index(section), key, value))
-            unit.parts[-1].put(None)  # drop the view of the mapped file
+            unit.parts[-1].change_to(None)()  # drop the view of the mapped file
     except (AttributeError, KeyError, TypeError, ValueError) as reason:
         raise _format_error(path, f"does not describe its unit: {reason}") from None
     if arrays or unit.file != os.path.basename(path):

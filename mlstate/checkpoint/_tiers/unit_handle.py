@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from ..._common.arrays import (
     pairs_sharing_elements,
     refuse_masked,
 )
+from ..._common.changes import exchange
 from ..._common.dtypes import name_of
 from ..._common.set_module import set_module
 from ...distributed._byte_ranges import array_of
@@ -219,6 +221,5 @@ def take_back(
             {part.stored: Part(part.section, part.key, array) for part, array in replaced}
         )
         refuse(list(new_parts.values()))
-    for part, array in replaced:
-        part.put(array)
-    unit.parts = parts
+    changes = [part.change_to(array) for part, array in replaced]
+    exchange([*changes, partial(setattr, unit, "parts", parts)])

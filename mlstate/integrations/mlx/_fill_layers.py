@@ -14,7 +14,7 @@ from ...kv._cache_spec import entry_error
 from .._caches import EntryPlan
 from ._arrays import make_array
 from ._layer_values import CLASSES, LayerValues
-from ._live_layers import read_layer, write_layer
+from ._live_layers import read_layer
 from ._read_entries import Layout, layout_of
 
 if TYPE_CHECKING:
@@ -35,21 +35,10 @@ class Filler(EntryPlan):
         Raises CompatibilityError unless all arrays of the state are NumPy's.
         """
         super().__init__(state)
-        self._targets: list[Any] = []  # the layers to write to
         for name, array in self.arrays.items():
             if not isinstance(array, np.ndarray):
                 text = f"{name}: mlx takes arrays of NumPy, not {type(array).__name__}"
                 raise incompatible(text, name, "numpy.ndarray", type(array).__name__)
-
-    def write_all(self) -> None:
-        """Write everything; after an error or an interrupt the layers are as they were."""
-        before = [(layer, dict(vars(layer))) for layer in self._targets]
-        try:
-            super().write_all()
-        except BaseException:
-            for layer, attributes in before:
-                vars(layer).update(attributes)
-            raise
 
     def plan(self, layer: Any, where: str, layout: Layout | None) -> None:
         """Check that a layer fits the state, and plan the writes to it; nothing is written.
@@ -77,9 +66,7 @@ class Filler(EntryPlan):
                 self._plan(layer.caches[i], child, f"{where}.{i}", layouts[i])
             return
         at = _Place(self, current, where, {} if layout is None else layout.options)
-        values = _PLANS[name](at)
-        self._targets.append(layer)
-        self.writes.append(lambda: write_layer(layer, values))
+        self.layers.append((layer, _PLANS[name](at)))
 
 
 def layouts_for(

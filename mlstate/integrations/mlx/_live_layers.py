@@ -121,12 +121,6 @@ def _read_value(value: Any, kind: FieldKind) -> Any:
     return value
 
 
-def write_layer(layer: Any, values: dict[str, Any]) -> None:
-    """Set attributes of a layer."""
-    for name, value in values.items():
-        setattr(layer, name, value)
-
-
 def new_layer(layer: LayerValues, where: str) -> Any:
     """Return a layer of mlx-lm with the values of `layer`.
 
@@ -141,7 +135,7 @@ def new_layer(layer: LayerValues, where: str) -> Any:
     values = {name: _make_value(value, f"{where}.{name}") for name, value in layer.values.items()}
     if layer.cls.pending is not None:
         values[layer.cls.pending] = None
-    write_layer(instance, values)
+    vars(instance).update(values)
     return instance
 
 

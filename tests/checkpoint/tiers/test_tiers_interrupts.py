@@ -33,7 +33,9 @@ def check(tiers):
 
 
 @pytest.mark.parametrize("to", [Tier.COLD, Tier.WARM])
-@pytest.mark.parametrize("step", [(moves, "arrays_in"), (Part, "put"), (TieredState, "_end_move")])
+@pytest.mark.parametrize(
+    "step", [(moves, "arrays_in"), (Part, "change_to"), (TieredState, "_end_move")]
+)
 def test_a_unit_is_usable_after_its_move_was_interrupted_twice(tiers, monkeypatch, to, step):
     if to == Tier.WARM:
         tiers.demote("a", to=Tier.COLD)
@@ -41,7 +43,7 @@ def test_a_unit_is_usable_after_its_move_was_interrupted_twice(tiers, monkeypatc
     if step[1] != "_end_move":
         end = TieredState._end_move
         raise_once(monkeypatch, TieredState, "_end_move")
-        if step[1] == "put":  # the second interrupt comes after the first array
+        if step[1] == "change_to":  # the second interrupt comes after the first array
             monkeypatch.setattr(TieredState, "_end_move", end)
     with pytest.raises(KeyboardInterrupt):
         (tiers.demote if to == Tier.COLD else tiers.promote)("a", to=to)

@@ -194,10 +194,10 @@ def test_cold_units_are_not_saved_as_empty(tmp_path, folder):
 
 
 def test_a_lazy_parameter_is_not_taken_for_a_cold_one():
-    from mlstate.integrations.torch._tensors import give_memory, has_given_away, is_given_away
+    from mlstate.integrations.torch._tensors import has_given_away, is_given_away, memory_change
 
     weight = torch.nn.Parameter(torch.ones(2))
-    give_memory(weight, None)
+    memory_change(weight, None)()
     assert has_given_away() and is_given_away(weight)
     assert not is_given_away(torch.nn.LazyLinear(3).weight)
 

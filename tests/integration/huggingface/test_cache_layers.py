@@ -15,67 +15,22 @@ pytestmark = [pytest.mark.torch, needs("transformers")]
 torch = pytest.importorskip("torch", reason="transformers needs it")
 pytest.importorskip("transformers", reason="its caches are the subject")
 
+from cache_layers import LAYERS, SIZE, WINDOW, write  # noqa: E402
 from transformers import cache_utils  # noqa: E402
 from transformers.cache_utils import (  # noqa: E402
     Cache,
     DynamicCache,
-    DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     EncoderDecoderCache,
-    Fp8QuantizedLayer,
-    LinearAttentionAndFullAttentionLayer,
-    LinearAttentionAndSlidingWindowAttentionLayer,
-    LinearAttentionAndStaticFullAttentionLayer,
-    LinearAttentionAndStaticSlidingWindowAttentionLayer,
     LinearAttentionLayer,
-    StaticIndexedLayer,
     StaticLayer,
     StaticSlidingWindowLayer,
 )
 
 from mlstate.integrations.transformers import from_cache, to_cache  # noqa: E402
 
-WINDOW, SIZE = 8, 40
-LAYERS = {
-    "dynamic": DynamicLayer,
-    "dynamic sliding": lambda: DynamicSlidingWindowLayer(WINDOW),
-    "dynamic indexed": DynamicIndexedLayer,
-    "static": lambda: StaticLayer(SIZE),
-    "static sliding": lambda: StaticSlidingWindowLayer(SIZE, WINDOW),
-    "static indexed": lambda: StaticIndexedLayer(SIZE),
-    "fp8": Fp8QuantizedLayer,
-    "linear": LinearAttentionLayer,
-    "two states": lambda: LinearAttentionLayer(number_of_states=2),
-    "linear and full": LinearAttentionAndFullAttentionLayer,
-    "linear and sliding": lambda: LinearAttentionAndSlidingWindowAttentionLayer(WINDOW),
-    "linear and static": lambda: LinearAttentionAndStaticFullAttentionLayer(SIZE),
-    "linear and static sliding": lambda: LinearAttentionAndStaticSlidingWindowAttentionLayer(
-        SIZE, WINDOW
-    ),
-}
 HISTORIES = {"short": [3], "exact": [8], "long": [20], "decode": [5] + [1] * 9, "two": [5, 7]}
-
-
-def write(layer, count, generator):
-    """Run a layer for some tokens; return all that the attention would read."""
-
-    def random(*shape):
-        return torch.randn(shape, generator=generator)
-
-    results = []
-    if hasattr(layer, "update"):
-        results += layer.update(random(2, 3, count, 4), random(2, 3, count, 6))
-    if hasattr(layer, "update_indexer"):
-        results.append(layer.update_indexer(random(2, count, 5)))
-        ids = torch.arange(count).expand(3, 2, count)
-        before = layer.indexer_position_ids
-        layer.indexer_position_ids = ids if before is None else torch.cat([before, ids], -1)
-        results.append(layer.indexer_position_ids)
-    for number in range(getattr(layer, "number_of_states", 0)):
-        results.append(layer.update_conv_state(random(2, 6, 4), number))
-        results.append(layer.update_recurrent_state(random(2, 3, 4, 4), number))
-    return [each.clone() for each in results]
 
 
 def filled(create, steps, seed=0):

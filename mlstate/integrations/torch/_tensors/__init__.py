@@ -2,9 +2,9 @@
 
 from .dtypes import dtype_of as dtype_of
 from .dtypes import size_of as size_of
-from .memory import give_memory as give_memory
 from .memory import has_given_away as has_given_away
 from .memory import is_given_away as is_given_away
+from .memory import memory_change as memory_change
 from .memory import note_written as note_written
 from .memory import write_into_tensor as write_into_tensor
 from .pickle import reduce_state as reduce_state

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...._types import NDArray
-    from ....follow._delta import UndoLog
+    from ....follow._delta import ElementLog
 
 _CRC_BYTES = 64 << 20  # copied to main memory at a time
 
@@ -36,7 +36,9 @@ def encode_delta(base: torch.Tensor, new: torch.Tensor) -> tuple[NDArray, NDArra
     return arrays["gaps"], arrays["values"]
 
 
-def apply_delta(target: torch.Tensor, gaps: NDArray, values: NDArray, log: UndoLog | None) -> None:
+def apply_delta(
+    target: torch.Tensor, gaps: NDArray, values: NDArray, log: ElementLog | None
+) -> None:
     """Write `values` to the elements of `target` that `gaps` selects, as `_core.delta_apply` does.
 
     `log`: gets a tuple of target, gaps and old values, which are in main memory; None: they are

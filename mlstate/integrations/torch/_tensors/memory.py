@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ...._common.arrays import overlaps_itself, shares_elements
 
@@ -138,8 +139,8 @@ def note_written(tensors: Iterable[torch.Tensor]) -> None:
             torch.autograd.graph.increment_version(tensor)
 
 
-def give_memory(tensor: torch.Tensor, source: torch.Tensor | None) -> None:
-    """Replace a tensor's memory with the memory of `source`, without a copy.
+def memory_change(tensor: torch.Tensor, source: torch.Tensor | None) -> partial[Any]:
+    """Return the change that gives a tensor the memory of `source`, without a copy.
 
     The tensor remains the same object, so a module and an optimizer that hold it use the new
     memory. None as `source` removes all elements, as a `TieredState` does while they are in a file;
@@ -150,7 +151,7 @@ def give_memory(tensor: torch.Tensor, source: torch.Tensor | None) -> None:
         if not _nowhere:
             _nowhere.append(source.untyped_storage())
         source.set_(_nowhere[0], 0, (0,), (1,))
-    tensor.data = source
+    return partial(setattr, tensor, "data", source)
 
 
 # The storage of all tensors without elements, and of their views, such as in state_dict().
@@ -158,12 +159,12 @@ _nowhere: list[torch.UntypedStorage] = []
 
 
 def has_given_away() -> bool:
-    """Return whether `give_memory` removed any tensor's elements in this process."""
+    """Return whether `memory_change` removed any tensor's elements in this process."""
     return bool(_nowhere)
 
 
 def is_given_away(tensor: torch.Tensor) -> bool:
-    """Return whether `give_memory` removed a tensor's elements, also for a view of such a tensor.
+    """Return whether `memory_change` removed a tensor's elements, also for a view of such a tensor.
 
     Call it only if `has_given_away` returns true: before that, there is nothing to compare with.
     """

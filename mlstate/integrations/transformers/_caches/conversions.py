@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._common.set_module import set_module
@@ -9,7 +10,15 @@ from ....kv import CacheSpec
 from ....kv._arguments import incompatible
 from ..._caches import LaidOutState, unknown_classes
 from .fill_cache import Filler
-from .layer_classes import Layout, added_class, check_cache, new_cache, new_layer
+from .layer_classes import (
+    Layout,
+    added_class,
+    check_cache,
+    empty_layers,
+    layer_class,
+    new_cache,
+    new_layer,
+)
 from .read_cache import Reader
 
 if TYPE_CHECKING:
@@ -191,14 +200,30 @@ def to_cache(state: CacheState, into: Any = None) -> Any:
         filler.plan(layer, index)
     for index, layer in enumerate([] if cross is None else [*cross.layers, *cross_added]):
         filler.plan(layer, index, _CROSS)
-    filler.write_all()
-    decoder.layers.extend(added)
+    filler.changes.append(partial(decoder.layers.extend, added))
     if cross is not None:
-        cross.layers.extend(cross_added)
-        cache.is_updated = {
-            index: f"{_CROSS}{index}.keys" in filler.used for index in range(len(cross.layers))
-        }
+        filler.changes.append(partial(cross.layers.extend, cross_added))
+        count = len(cross.layers) + len(cross_added)
+        updated = {index: f"{_CROSS}{index}.keys" in filler.used for index in range(count)}
+        filler.changes.append(partial(vars(cache).update, is_updated=updated))
+    filler.write_all()
     return cache
+
+
+def empty_cache(cache: Any) -> None:
+    """Remove the tokens of a cache; static and linear layers keep their tensors, which are zeroed.
+
+    After an exception the cache has no token either.
+    """
+    parts = [part for part in _parts_of(cache, "cache") if part is not None]
+    layers = [
+        (layer, layer_class(layer, str(index)))
+        for part in parts
+        for index, layer in enumerate(part.layers)
+    ]
+    empty_layers(layers, keep=True)
+    if len(parts) > 1:
+        cache.is_updated = dict.fromkeys(cache.is_updated, False)
 
 
 def _missing_layers(state: CacheState, cache: Any, prefix: str) -> list[Any]:

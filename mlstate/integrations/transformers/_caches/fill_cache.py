@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._common.arrays import (
@@ -20,6 +21,7 @@ from ...torch._tensors.state import tensors_of
 from .layer_classes import (
     LayerClass,
     checked_tensor,
+    empty_layers,
     layer_class,
     state_of,
     tensor_of,
@@ -43,6 +45,7 @@ class Filler(EntryPlan):
         self.is_shared = is_shared  # the layers are new: they use the arrays themselves
         # tensors of layers, by the entry they are filled from
         self.overwritten: dict[str, Any] = {}
+        self._classes: list[tuple[Any, LayerClass]] = []  # of the layers
 
     def plan(self, layer: Any, index: int, prefix: str = "") -> None:
         """Check that a layer fits the state, and plan the writes to it; nothing is written.
@@ -53,7 +56,10 @@ class Filler(EntryPlan):
         where = f"{prefix}{index}"
         cls = layer_class(layer, where)
         self.add_layer(layer, where)
-        at = _Place(self, layer, where, cls, is_cross=bool(prefix))
+        new = _copy_layer(layer)  # gets the new attributes
+        self.layers.append((layer, vars(new)))
+        self._classes.append((layer, cls))
+        at = _Place(self, new, where, cls, is_cross=bool(prefix))
         if cls.attention:
             _PLANS[cls.attention](at)
         if cls.has_indexer:
@@ -66,6 +72,14 @@ class Filler(EntryPlan):
         check_separate(self.overwritten)
         self._check_sources()
         super().write_all()
+
+    def empty(self) -> None:
+        """Remove the tokens of all layers."""
+        empty_layers(self._classes)
+
+    def set_later(self, counter: Any, value: int) -> None:
+        """Plan to set a counter of the target, a tensor that keeps its address."""
+        self.fills.append(partial(_set_all, counter, value))
 
     def _check_sources(self) -> None:
         """Raise CompatibilityError if a write would change the array of another entry."""
@@ -84,7 +98,7 @@ class _Place(NamedTuple):
     """A layer of transformers whose writes are being planned."""
 
     filler: Filler
-    layer: Any
+    layer: Any  # a copy with the same tensors, which gets the new attributes
     where: str  # start of its entries' names, such as "3" or "cross.3"
     cls: LayerClass
     is_cross: bool  # of a cross-attention
@@ -146,6 +160,14 @@ class _Place(NamedTuple):
     def write(self, call: Callable[[], object]) -> None:
         """Add a call that writes to the layer, to run after all layers were checked."""
         self.filler.writes.append(call)
+
+
+def _copy_layer(layer: Any) -> Any:
+    """Return a layer with the same tensors, and with its own dicts of states."""
+    copy = object.__new__(type(layer))
+    values = vars(layer).items()
+    vars(copy).update({k: dict(v) if type(v) is dict else v for k, v in values})
+    return copy
 
 
 def _join_pieces(pieces: list[Any], like: Any, axis: int) -> Any:
@@ -352,7 +374,7 @@ def _plan_static(at: _Place) -> None:
             _initialize_static(at, entries, positions)
         for fill in fills:
             fill()
-        _set_all(layer.cumulative_length, min(length, positions))
+        _set_counter(at, "cumulative_length", min(length, positions), is_new=is_new)
         if at.cls.is_sliding:
             layer.cumulative_length_int = length
 
@@ -372,6 +394,15 @@ def _initialize_static(at: _Place, entries: list[CacheEntry], positions: int) ->
         layer.lazy_initialization(keys, values)
     if layer.values.dtype != values.dtype:  # 5.23 creates them with the dtype of the keys
         _adopt(at, "values", layer.values.to(values.dtype))
+
+
+def _set_counter(at: _Place, attribute: str, value: int, *, is_new: bool) -> None:
+    """Set the counter of a static layer, a tensor; a layer that has tokens keeps its address."""
+    counter = getattr(at.layer, attribute)
+    if is_new:
+        _adopt(at, attribute, counter.new_full((), value))
+    else:
+        at.filler.set_later(counter, value)
 
 
 @contextmanager
@@ -409,10 +440,11 @@ def _adopt(at: _Place, attribute: str, tensor: Any) -> None:
 def _plan_fill(
     at: _Place, entry: CacheEntry, attribute: str, positions: int, *, is_full: bool, is_new: bool
 ) -> Callable[[], None]:
-    """Return the call that writes the tokens of an entry into the layer's tensor `attribute`.
+    """Return the call that prepares the layer's tensor `attribute` with the tokens of an entry.
 
-    `positions`: length of the layer. `is_full`: the tokens fill its window, so they end at the last
-    position; else they begin at position 0. `is_new`: the layer has no tensors yet.
+    A tensor that the layer has already is filled later, in place. `positions`: length of the layer.
+    `is_full`: the tokens fill its window, so they end at the last position; else they begin at
+    position 0. `is_new`: the layer has no tensors yet.
     """
     layer, axis = at.layer, 2 if entry.seq_axis is None else entry.seq_axis
     if is_new and _is_adopted(at, entry, positions):
@@ -438,7 +470,7 @@ def _plan_fill(
             _set_all(target.narrow(axis, 0, start), 0)
             _set_all(target.narrow(axis, position, positions - position), 0)
 
-    return fill
+    return fill if is_new else partial(at.filler.fills.append, fill)
 
 
 def _overwrite_later(at: _Place, entry: CacheEntry, target: Any) -> None:
@@ -494,7 +526,7 @@ def _plan_indexer(at: _Place) -> None:
                 with _allocated_positions(layer, 0 if is_adopted else positions):
                     layer.lazy_initialization_indexer(keys)
             fill()
-            _set_all(layer.indexer_cumulative_length, length)
+            _set_counter(at, "indexer_cumulative_length", length, is_new=is_new)
         layer.indexer_position_ids = (
             None if ids is None else _join_pieces(at.tokens(ids), at.tensor(ids), 2)
         )
@@ -572,7 +604,7 @@ def _plan_state(at: _Place, attribute: str, number: int, entry: CacheEntry) -> N
             states[number] = tensor if at.filler.is_shared else tensor.clone()
             torch._dynamo.mark_static_address(states[number])
         else:
-            overwrite(states[number], tensor)
+            at.filler.fills.append(partial(overwrite, states[number], tensor))
 
     at.write(write)
 

@@ -6,9 +6,11 @@ attributes is refused.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from ...._common.changes import exchange
 from ....kv._arguments import incompatible
 
 if TYPE_CHECKING:
@@ -152,6 +154,63 @@ def layer_class(layer: object, where: str) -> LayerClass:
     else:
         text = f"layer {where} is a {name}, which is an unknown class"
     raise incompatible(text, where, ", ".join(each.name for each in _CLASSES), name)
+
+
+def empty_layers(layers: list[tuple[Any, LayerClass]], *, keep: bool = False) -> None:
+    """Remove the tokens of layers, all together.
+
+    A linear layer gets new states at its next token; with `keep` it keeps its tensors, and all
+    tensors are zeroed. Counters that are tensors keep their addresses.
+    """
+    import torch
+
+    before = [dict(vars(layer)) for layer, _ in layers]  # frees no tensor between two layers
+    classes = [cls for _, cls in layers]
+    empty = [_empty_attributes(*pair) for pair in zip(before, classes, strict=True)]
+    counters = [
+        values[name]
+        for values in before
+        for name in ("cumulative_length", "indexer_cumulative_length")
+        if isinstance(values.get(name), torch.Tensor)
+    ]
+    with torch.inference_mode():  # also for counters that were created in it
+        exchange(
+            [
+                *(partial(vars(layer).update, empty[i]) for i, (layer, _) in enumerate(layers)),
+                *(partial(counter.fill_, 0) for counter in counters),
+            ]
+        )
+        if not keep:
+            return
+        for values, cls in zip(before, classes, strict=True):
+            states = (values.get(name, {}).values() for name in ("conv_states", "recurrent_states"))
+            names = ("keys", "values", "indexer_keys") if cls.attention == "static" else ()
+            for tensor in (*(values.get(name) for name in names), *chain(*states)):
+                if tensor is not None:
+                    tensor.zero_()
+    marks = [{name: values[name] for name in _MARKS if name in values} for values in before]
+    exchange(partial(vars(layer).update, marks[i]) for i, (layer, _) in enumerate(layers))
+
+
+_MARKS = ("is_conv_states_initialized", "is_recurrent_states_initialized")
+
+
+def _empty_attributes(values: dict[str, Any], cls: LayerClass) -> dict[str, Any]:
+    """Return the attributes of a layer without tokens that differ from those of one with `values`.
+
+    A static layer keeps its tensors.
+    """
+    numbers = ("cumulative_length", "cumulative_length_int")
+    empty: dict[str, Any] = {name: 0 for name in numbers if type(values.get(name)) is int}
+    names = ["indexer_position_ids"] if cls.has_indexer else []
+    if cls.attention != "static":
+        names += ["keys", "values", "_quantized_keys", "_quantized_values", "indexer_keys"]
+        flags = ("is_initialized", "is_indexer_initialized") if cls.attention else ()
+        empty |= {name: False for name in flags if name in values}
+    empty |= {name: None for name in names if name in values}
+    if cls.is_linear:
+        empty |= {n: dict.fromkeys(values[n], False) for n in (*_MARKS, "has_previous_state")}
+    return empty
 
 
 def unknown_layout(layer: object, where: str, attribute: str, text: str) -> CompatibilityError:

@@ -1,0 +1,68 @@
+"""Errors at every line of mlstate during one operation: nothing is half changed."""
+
+import pathlib
+import sys
+
+import mlstate
+
+PACKAGE = str(pathlib.Path(mlstate.__file__).parent)
+ERRORS = (MemoryError, KeyboardInterrupt)
+
+
+class Injected:
+    """Raises an error at one line of the package that a call runs; 0: at none.
+
+    `files`: end of the paths of files whose lines count.
+    """
+
+    def __init__(self, at, error, files):
+        self.at, self.error, self.files, self.count = at, error, files, 0
+
+    def __call__(self, call):
+        former = sys.gettrace()
+        try:
+            sys.settrace(self._trace)
+            return call()
+        finally:
+            sys.settrace(former)
+
+    def _trace(self, frame, event, argument):
+        file = frame.f_code.co_filename
+        if not (file.startswith(PACKAGE) and file.endswith(self.files)):
+            return None
+        if event == "line":
+            self.count += 1
+            if self.count == self.at:
+                raise self.error("injected")
+        return self._trace
+
+
+def half_changed(make, operate, content, most=400, files=".py"):
+    """Run an operation on new targets, with an error at one line of each run.
+
+    `make` returns a target, `operate` changes it, `content` returns its content, and None if it
+    reports no token. Returns the number of errors that were raised, and a list of the lines
+    that left something else than the content before or after. At most `most` lines, evenly chosen.
+    """
+    target = make()
+    before = content(target)
+    lines = Injected(0, MemoryError, files)
+    lines(lambda: operate(target))
+    after = content(target)
+    assert before != after and None not in (before, after)
+    wrong, raised = [], 0
+    step = max(lines.count // most, 1)
+    for number, at in enumerate(range(1, lines.count + 1, step)):
+        target, injected = make(), Injected(at, ERRORS[number % 2], files)
+        try:
+            injected(lambda target=target: operate(target))
+        except BaseException as error:
+            raised += 1
+            if "injected" not in str(error):
+                wrong.append((at, repr(error)))
+        if content(target) not in (before, after, None):
+            wrong.append((at, content(target)))
+        operate(target)
+        if content(target) != after:
+            wrong.append((at, "the second call"))
+    return raised, wrong
