@@ -49,6 +49,11 @@ class LaidOutState(CacheState):
         self._layouts, self._unstored = layouts, unstored
         self._requested_capacity: int | None = None
 
+    @property
+    def source_layers(self) -> int:
+        """Number of layers of the cache that the state was made from."""
+        return len(getattr(self._layouts, "layers", self._layouts))
+
     def resize(self, capacity: int) -> None:
         """Do as `CacheState.resize`, and note the capacity.
 
@@ -154,6 +159,9 @@ class EntryPlan:
         self.layers: list[tuple[Any, dict[str, Any]]] = []  # with their new attributes
         self.used: set[str] = set()  # names of arrays that a layer takes
         self._places: dict[int, str] = {}  # of layers, by identity
+        parts = [name.split(".") for name in self.arrays]
+        self._filled = {".".join(part[:i]) for part in parts for i in range(len(part))}  # places
+        self._source_layers: int = getattr(state, "source_layers", 0)  # 0: unknown
 
     def add_layer(self, layer: object, where: str) -> None:
         """Note the layer at the place `where`; raise CompatibilityError if it has another place."""
@@ -196,6 +204,17 @@ class EntryPlan:
             text = f"the array has shape {entries[1].shape}, and the keys {entries[0].shape}"
             raise entry_error(entries[1].name, text, entries[0].shape[:3], entries[1].shape[:3])
         return entries
+
+    def require_layer(self, where: str, index: int) -> None:
+        """Raise CompatibilityError if the state has no array of the layer at `where`.
+
+        It would be empty in a cache with tokens. A layer that the source of the state had too, at
+        `index`, was empty there.
+        """
+        if where not in self._filled and index >= self._source_layers:
+            text = f"the state has no array of layer {where}: it comes from a model with fewer "
+            text += "layers, so pass a cache with as many layers"
+            raise incompatible(text, where, "an array of the layer", "none")
 
     def require_empty(self, where: str, has_tokens: object) -> None:
         """Raise CompatibilityError if a layer has tokens, although the state has none for it.

@@ -72,6 +72,18 @@ def state_of(cache: Any, length: int, spec: CacheSpec | None, model_type: str | 
     return state
 
 
+def layers_of(cache: Any, spec: CacheSpec) -> int | None:
+    """Return the number of layers of a cache, also of those without an entry; None: unknown.
+
+    `cache`: as for `PromptStore.put`. `spec`: its entries.
+    """
+    part = getattr(cache, "self_attention_cache", cache)
+    layers = getattr(part, "layers", part)
+    if isinstance(layers, list | tuple):
+        return len(layers)
+    return max((entry.layer + 1 for entry in spec if entry.layer is not None), default=None)
+
+
 def _whole_state(cache: Any, length: int, spec: CacheSpec | None) -> CacheState:
     """Return `cache` as a `CacheState`, in the layout of its engine, and of any length.
 

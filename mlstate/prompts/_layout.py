@@ -39,17 +39,20 @@ class StoredSpec:
     token_bytes : int
         Bytes of one token in all entries that are stored in blocks.
     digest : bytes
-        Identifies what two caches must agree on; windows and the place of the sequence axis are
-        not part of it.
+        Identifies what two caches must agree on; windows, the place of the sequence axis and
+        `layers` are not part of it.
+    layers : int or None
+        Number of layers of the cache, also of those without an entry; None: unknown.
     """
 
-    __slots__ = ("blocks", "digest", "entries", "states", "token_bytes")
+    __slots__ = ("blocks", "digest", "entries", "layers", "states", "token_bytes")
 
-    def __init__(self, spec: Iterable[CacheEntry]) -> None:
+    def __init__(self, spec: Iterable[CacheEntry], layers: int | None = None) -> None:
         """Divide the entries of a cache, `spec`, into blocks and states.
 
         If an opaque entry has no layer, all entries are states.
         """
+        self.layers = layers
         spec = sorted(spec, key=lambda entry: entry.name)  # the same order for every engine
         opaque_layers = {e.layer for e in spec if e.kind == "opaque" and e.layer is not None}
         has_loose_opaque = any(e.kind == "opaque" and e.layer is None for e in spec)
@@ -74,12 +77,15 @@ class StoredSpec:
         ]
 
     @classmethod
-    def from_json(cls, document: Any) -> StoredSpec:
+    def from_json(cls, document: Any, layers: Any = None) -> StoredSpec:
         """Return the entries of a document of `to_json`; raise for a malformed one.
 
-        The exceptions are KeyError, TypeError and ValueError.
+        `layers`: the stored number of layers; stores of earlier versions do not have it. The
+        exceptions are KeyError, TypeError and ValueError.
         """
-        return cls(CacheSpec([_entry_from(dict(each)) for each in document]))
+        if layers is not None and not (type(layers) is int and 0 <= layers < 1 << 31):
+            raise ValueError(f"{layers!r} layers")
+        return cls(CacheSpec([_entry_from(dict(each)) for each in document]), layers)
 
     def check_parts(self, listed: Any, length: int) -> int:
         """Return the bytes of the parts of a snapshot of `length` tokens, without those of blocks.

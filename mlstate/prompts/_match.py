@@ -53,7 +53,10 @@ def pack_meta(stored: StoredSpec, label: str, listed: list[Any]) -> bytes:
     `stored`: the entries of the caches. `label`: name of the model, for listings. `listed`: the
     parts of a snapshot, as `state_parts` returns them; empty for a block.
     """
-    head = _json_bytes({"model": label, "entries": stored.to_json()})
+    document = {"model": label, "entries": stored.to_json()}
+    if stored.layers is not None:
+        document["layers"] = stored.layers
+    head = _json_bytes(document)
     return b"".join((stored.digest, len(head).to_bytes(4, "little"), head, _json_bytes(listed)))
 
 
@@ -71,7 +74,8 @@ def _split_description(data: bytes) -> tuple[bytes, bytes]:
 def _parse_head(head: bytes) -> Head:
     """Return the head from its JSON; raise KeyError, TypeError or ValueError if it is malformed."""
     document = json.loads(head)
-    return Head(StoredSpec.from_json(document["entries"]), str(document["model"]))
+    stored = StoredSpec.from_json(document["entries"], document.get("layers"))
+    return Head(stored, str(document["model"]))
 
 
 def head_of(data: bytes, path: str) -> Head:

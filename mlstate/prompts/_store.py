@@ -18,7 +18,7 @@ from .._common.store_error import store_error
 from .._common.text import bytes_text, shorten, table_html
 from ..errors import CompatibilityError, FormatError
 from ..kv._cache_spec import CacheSpec
-from ._caches import as_tokens, check_encoder, state_of
+from ._caches import as_tokens, check_encoder, layers_of, state_of
 from ._fingerprint import fingerprint, is_fingerprint
 from ._hybrids import config_facts, model_type_of, warn_of_rope
 from ._layout import StoredSpec
@@ -393,23 +393,23 @@ class PromptStore:
         state = state_of(cache, len(ids), self._spec, self._model_type)
         if self._needs_salt:
             check_encoder(state.spec)
+        stored = StoredSpec(state.spec, layers_of(cache, state.spec))
         if asynchronous:
-            records = self._records(ids, state, snapshot, self._pending.common(ids))
+            records = self._records(ids, state, stored, snapshot, self._pending.common(ids))
             return self._pending.submit(ids, records, lambda copies: self._write(ids, copies))
-        return self._write(ids, self._records(ids, state, snapshot, 0))
+        return self._write(ids, self._records(ids, state, stored, snapshot, 0))
 
     def _records(
-        self, ids: NDArray, state: CacheState, snapshot: bool, pending: int
+        self, ids: NDArray, state: CacheState, stored: StoredSpec, snapshot: bool, pending: int
     ) -> list[_Record]:
         """Return the records of a prompt that are not stored yet, with views of the arrays.
 
-        `ids`: all tokens of `state`. `snapshot`: as for `put`. `pending`: number of first tokens
-        whose blocks an asynchronous put will store. First removes records that a restore found
-        damaged. The first cache sets the entries of the store; later, CompatibilityError is raised
-        for other ones.
+        `ids`: all tokens of `state`. `stored`: its entries. `snapshot`: as for `put`. `pending`:
+        number of first tokens whose blocks an asynchronous put will store. First removes records
+        that a restore found damaged. The first cache sets the entries of the store; later,
+        CompatibilityError is raised for other ones.
         """
         self._drop_damaged()
-        stored = StoredSpec(state.spec)
         with self._match_of(ids) as match:
             for other in (self._stored, match._stored):
                 if other is not None and other.digest != stored.digest:

@@ -110,6 +110,17 @@ class RingTarget(StateTarget):
         self.cache._buffer.fill(slots, oldest, length, evicted)
 
 
+class _StoredState(CacheState):
+    """The tokens of a store for the layers of an engine."""
+
+    __slots__ = ("source_layers",)
+
+    def __init__(self, state: CacheState, source_layers: int) -> None:
+        """Use the arrays of `state`; `source_layers`: of the cache that was stored, 0: unknown."""
+        super().__init__(state.spec, state.arrays, state.length)
+        self.source_layers = source_layers
+
+
 class EngineTarget:
     """A cache of an engine: it takes new arrays after all of them are read."""
 
@@ -135,6 +146,7 @@ class EngineTarget:
         _check_can_be_emptied(cache)
         if stored is not None and length:
             check_states(stored.entries, is_mlx=self.is_mlx, model_type=model_type)
+        self.layers = (stored and stored.layers) or 0  # of the cache that was stored; 0: unknown
         self.entries = [] if stored is None else [_in_engine(e) for e in stored.entries]
         self.blocks = [] if stored is None else [_in_engine(e) for e in stored.blocks]
         self.has_snapshots = len(self.entries) > len(self.blocks)
@@ -206,7 +218,7 @@ class EngineTarget:
         state = CacheState(CacheSpec(entries), arrays, length)
         if self.is_mlx:
             state = to_mlx(state, self.model_type)
-        self.engine.to_cache(state, into=self.cache)
+        self.engine.to_cache(_StoredState(state, self.layers), into=self.cache)
 
 
 Target = StateTarget | EngineTarget

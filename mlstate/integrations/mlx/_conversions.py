@@ -166,7 +166,7 @@ def to_cache(state: CacheState, into: list[Any] | None = None) -> list[Any]:
         check_cache(into, "into")
         cache = into
     for i, layout in enumerate(layouts_for(cache, layouts, "into")):
-        filler.plan(cache[i], str(i), layout)
+        filler.plan(cache[i], i, layout)
     filler.write_all()
     return cache
 

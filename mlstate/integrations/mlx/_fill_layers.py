@@ -40,13 +40,15 @@ class Filler(EntryPlan):
                 text = f"{name}: mlx takes arrays of NumPy, not {type(array).__name__}"
                 raise incompatible(text, name, "numpy.ndarray", type(array).__name__)
 
-    def plan(self, layer: Any, where: str, layout: Layout | None) -> None:
+    def plan(self, layer: Any, index: int, layout: Layout | None) -> None:
         """Check that a layer fits the state, and plan the writes to it; nothing is written.
 
-        `where`: its place in the cache, such as "3". `layout`: of the layer that the state came
-        from, or None.
+        `index`: of the layer in the cache. `layout`: of the layer that the state came from, or
+        None.
         """
+        where = str(index)
         self._plan(layer, read_layer(layer, where), where, layout)
+        self.require_layer(where, index)
 
     def _plan(self, layer: Any, current: LayerValues, where: str, layout: Layout | None) -> None:
         """Do as `plan`, also for the children of a CacheList.

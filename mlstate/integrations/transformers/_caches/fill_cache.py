@@ -66,6 +66,9 @@ class Filler(EntryPlan):
             _plan_indexer(at)
         if cls.is_linear:
             _plan_states(at)
+        # a cross-attention has no entry before the encoder was run
+        if (cls.attention or cls.is_linear) and (not prefix or "cross" in self._filled):
+            self.require_layer(where, index)
 
     def write_all(self) -> None:
         """Make all planned writes; raise CompatibilityError before if two would meet in memory."""
