@@ -22,6 +22,16 @@ if TYPE_CHECKING:
     from ..kv import CacheSpec
 
 
+# Attribute of a layer with a ring whose oldest token is not in its slot: the number of tokens at
+# that moment. It is an attribute because copies and pickles of the layer have the same slot.
+UNWRITTEN = "_mlstate_unwritten"
+
+
+def is_unwritten(layer: object, tokens: int) -> bool:
+    """Return whether the oldest token of a ring is not in its slot; `tokens`: of the layer."""
+    return vars(layer).get(UNWRITTEN) == tokens
+
+
 class LaidOutState(CacheState):
     """A state that knows the classes of the cache that it was made from.
 
@@ -151,6 +161,7 @@ class EntryPlan:
         if not isinstance(state, CacheState):
             raise TypeError(f"state must be a CacheState, got {type(state).__name__}")
         self.spec, self.arrays, self.length = state.spec, state.arrays, state.length
+        self._cache = state._cache
         self.ring_of = state._cache.ring  # returns the order of an entry's positions
         self.writes: list[Callable[[], object]] = []  # prepare values; the target is unchanged
         # After them, calls that fill arrays of the target in place, and the final changes.
@@ -215,6 +226,15 @@ class EntryPlan:
             text = f"the state has no array of layer {where}: it comes from a model with fewer "
             text += "layers, so pass a cache with as many layers"
             raise incompatible(text, where, "an array of the layer", "none")
+
+    def require_tokens(self, entries: list[CacheEntry]) -> None:
+        """Raise CompatibilityError if the oldest token of an entry is not in its slot."""
+        self._cache.require_tokens("the layer", [entry.name for entry in entries])
+
+    def note_unwritten(self, values: dict[str, Any], *, is_unwritten: bool) -> None:
+        """Note in the new attributes of a layer whether the oldest token is not in its slot."""
+        if is_unwritten or UNWRITTEN in values:
+            values[UNWRITTEN] = self.length if is_unwritten else None
 
     def require_empty(self, where: str, has_tokens: object) -> None:
         """Raise CompatibilityError if a layer has tokens, although the state has none for it.

@@ -82,8 +82,13 @@ class CacheEntry:
         a `CacheState` is created; the number of positions means the first index after the sinks.
         For mlx it is ``_idx``, for the sliding layers of transformers 0, or the length as long
         as a static layer is not full. Default: ``sinks + (length - sinks) % (positions - sinks)``,
-        as in `RollingKVState`. Two entries that differ only in `next_slot` are equal:
-        `CacheState.next_slot` returns the current slot.
+        as in `RollingKVState`. Two entries that differ only in `next_slot` or `unwritten` are
+        equal: `CacheState.next_slot` returns the current slot.
+    unwritten : {0, 1}
+        Of a sliding entry whose positions are all in use: 1 if the oldest token is not in its slot,
+        which is the next slot. A window of transformers keeps one token less than its size, so a
+        cache that is moved from it into one with all positions lacks this token. The next token
+        replaces it before it is read.
 
     Attributes
     ----------
@@ -129,6 +134,7 @@ class CacheEntry:
     bits: int | None = None
     group: int | None = None
     next_slot: int | None = field(default=None, compare=False)
+    unwritten: int = field(default=0, compare=False)
 
     def __post_init__(self) -> None:
         """Check and normalise the fields, such as a negative axis; raises for wrong ones."""
@@ -141,11 +147,17 @@ class CacheEntry:
         put(self, "seq_axis", _checked_axis(self))
         put(self, "window", _checked_window(self))
         put(self, "next_slot", _checked_slot(self))
+        put(self, "unwritten", as_count(f"{self.name}: unwritten", self.unwritten))
+        if self.unwritten > (self.kind == "sliding"):
+            text = f"unwritten {self.unwritten} does not fit a {self.kind} entry"
+            raise entry_error(self.name, text, "1 for kind 'sliding', or 0", self.unwritten)
         _check_quantization(self)
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self.__dict__.setdefault("next_slot", None)  # pickles of earlier versions do not have it
+        # pickles of earlier versions do not have these
+        self.__dict__.setdefault("next_slot", None)
+        self.__dict__.setdefault("unwritten", 0)
 
     @property
     def seq_length(self) -> int | None:
@@ -184,7 +196,7 @@ class CacheEntry:
         if length == self.seq_length:
             return self
         shape = with_length(self.shape, self.seq_axis, length)
-        return replace(self, shape=shape, next_slot=None)
+        return replace(self, shape=shape, next_slot=None, unwritten=0)
 
     def _facts(self) -> tuple[str, str]:
         """Return two texts for tables: the kind, and the parameters of the kind, such as a window.

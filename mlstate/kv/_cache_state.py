@@ -8,6 +8,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, overload
 
+import numpy as np
+
 from .. import _core
 from .._common.arguments import check_flags
 from .._common.arrays import overwrite, overwrite_with_zeros
@@ -58,10 +60,19 @@ class _Cache(NamedTuple):
     length: int
     shifts: dict[str, int]  # `Ring.shift` of rings, by name of the entry; missing: 0
     identity: object  # of these arrays: snapshots have it
+    unwritten: frozenset[str]  # entries whose oldest token is not in its slot
 
     def ring(self, entry: CacheEntry) -> Ring:
         """Return the slots of the tokens of an entry, which has a sequence."""
-        return ring_of(entry, self.length, self.shifts.get(entry.name, 0))
+        shift = self.shifts.get(entry.name, 0)
+        return ring_of(entry, self.length, shift, entry.name in self.unwritten)
+
+    def require_tokens(self, operation: str, names: Iterable[str] | None = None) -> None:
+        """Raise CompatibilityError if a slot of one of these entries was not written; None: all."""
+        for name in self.unwritten if names is None else self.unwritten.intersection(names):
+            text = f"the slot of its oldest token is not written, so {operation} would use it"
+            text += " for a token: feed one more token first"
+            raise entry_error(name, text, "tokens in all slots", "a slot without its token")
 
 
 @set_module("mlstate.kv")
@@ -147,23 +158,39 @@ class CacheState(CopiedByValue):
         check_length(spec, tokens)
         ordered = {name: arrays[name] for entry in spec for name in entry.arrays}
         shifts = {e.name: shift_of(e, tokens) for e in spec if e.next_slot is not None}
-        self._cache = _Cache(spec, ordered, tokens, shifts, object())
+        unwritten = frozenset(entry.name for entry in spec if entry.unwritten)
+        for name in unwritten:
+            positions = spec[name].seq_length or 0
+            if tokens < positions:
+                text = (
+                    f"unwritten is for a ring without a free slot, and {tokens} tokens leave some"
+                )
+                raise entry_error(name, text, f"{positions} or more tokens", tokens)
+        self._cache = _Cache(spec, ordered, tokens, shifts, object(), unwritten)
         self._history = History()
 
     @property
     def spec(self) -> CacheSpec:
         """The entries; `resize`, `quantize` and `dequantize` replace the spec.
 
-        An entry that was created with `next_slot` has the current slot, so that a state with this
-        spec, these arrays and this length has the same positions.
+        An entry that was created with `next_slot` or `unwritten` has the current value, so that a
+        state with this spec, these arrays and this length has the same positions.
         """
-        spec, shifts = self._cache.spec, self._cache.shifts
-        slots = {entry: self._slot_in_spec(entry) for entry in spec if entry.name in shifts}
-        if all(entry.next_slot == slot for entry, slot in slots.items()):
+        spec, shifts, unwritten = self._cache.spec, self._cache.shifts, self._cache.unwritten
+        entries = [
+            replace(
+                entry,
+                next_slot=self._slot_in_spec(entry) if entry.name in shifts else entry.next_slot,
+                unwritten=int(entry.name in unwritten),
+            )
+            for entry in spec
+        ]
+        if all(
+            (old.next_slot, old.unwritten) == (new.next_slot, new.unwritten)
+            for old, new in zip(spec, entries, strict=True)
+        ):
             return spec
-        return CacheSpec(
-            replace(entry, next_slot=slots[entry]) if entry in slots else entry for entry in spec
-        )
+        return CacheSpec(entries)
 
     def _slot_in_spec(self, entry: CacheEntry) -> int:
         """Return the `next_slot` of a new entry that has the same ring as `entry` has now."""
@@ -234,7 +261,8 @@ class CacheState(CopiedByValue):
         Returns
         -------
         ndarray of int64
-            A new array with -1 for an index without a token, as `RollingKVState.positions`. With
+            A new array with -1 for an index without a token, as `RollingKVState.positions`; see
+            `unwritten` of `CacheEntry` for a full ring. With
             n positions after the sinks, slot s holds position
             ``length - 1 - (next_slot - 1 - s) % n``.
 
@@ -312,7 +340,8 @@ class CacheState(CopiedByValue):
         runs = ring.runs()
         if not copy and len(runs) <= 1:
             return array[_slots_along(axis, runs)]
-        return _core.kv_ring_ordered(array, axis, ring.sinks, ring.length, ring.shift)
+        ordered = _core.kv_ring_ordered(array, axis, ring.sinks, ring.length, ring.shift)
+        return np.delete(ordered, ring.sinks, axis) if ring.unwritten else ordered
 
     def advance(self, n: int) -> None:
         """Count tokens that a model has written to the arrays.
@@ -334,7 +363,8 @@ class CacheState(CopiedByValue):
         check_length(self._cache.spec, length)
         if not self._cache.length:  # also after an error that has emptied the cache
             self._history.note_length(0)
-        self._cache = self._cache._replace(length=length)
+        unwritten = frozenset() if n else self._cache.unwritten
+        self._cache = self._cache._replace(length=length, unwritten=unwritten)
 
     def resize(self, capacity: int) -> None:
         """Move the tokens to arrays of another number of positions.
@@ -351,7 +381,8 @@ class CacheState(CopiedByValue):
         CapacityError, TypeError
             The tokens of an entry do not fit, or `capacity` is not an integer; nothing changed.
         CompatibilityError
-            An opaque entry cannot be resized. Nothing is changed then. A ValueError.
+            An opaque entry cannot be resized, or the slot of the oldest token of one is not
+            written: see `unwritten` of `CacheEntry`. Nothing is changed then. A ValueError.
         MemoryError
             The memory cannot be allocated. Nothing is changed then.
 
@@ -368,7 +399,7 @@ class CacheState(CopiedByValue):
         arrays, shifts = dict(cache.arrays), dict(cache.shifts)
         for old, new in zip(cache.spec, resized, strict=True):
             _move_entry(cache, old, new, arrays, shifts)
-        self._cache = _Cache(resized, arrays, cache.length, shifts, object())
+        self._cache = _Cache(resized, arrays, cache.length, shifts, object(), cache.unwritten)
 
     def trim(self, n: int) -> None:
         """Drop the last `n` tokens, for example rejected tokens of speculative decoding.
@@ -384,8 +415,8 @@ class CacheState(CopiedByValue):
             `n` is not an integer, or not in ``0..length``. Nothing is changed then.
         CompatibilityError
             An entry cannot drop tokens: a recurrent, convolution or opaque entry, or a sliding
-            entry that has evicted tokens, which its window would need again. Nothing is changed
-            then. A ValueError.
+            entry that has evicted tokens, which its window would need again, or that has an
+            `unwritten` slot. Nothing is changed then. A ValueError.
 
         Notes
         -----
@@ -426,6 +457,8 @@ class CacheState(CopiedByValue):
     def _keep_first(self, new_length: int) -> None:
         """Keep the first `new_length` tokens; CompatibilityError if an entry cannot drop others."""
         spec, length = self._cache.spec, self._cache.length
+        if new_length < length:
+            self._cache.require_tokens("an earlier one")
         for entry in spec if new_length < length else ():
             text = _NO_TRIM.get(entry.kind)
             if entry.window is not None and entry.seq_length is not None:
@@ -441,16 +474,19 @@ class CacheState(CopiedByValue):
                 )
         self._set_length(new_length)
 
-    def _set_length(self, length: int) -> None:
-        """Set the number of tokens, and record it, because a lower one outdates snapshots."""
+    def _set_length(self, length: int, unwritten: Iterable[str] = ()) -> None:
+        """Set the number of tokens, and record it, because a lower one outdates snapshots.
+
+        `unwritten`: the entries whose oldest token is not in its slot.
+        """
         self._history.note_length(length)
-        self._cache = self._cache._replace(length=length)
+        self._cache = self._cache._replace(length=length, unwritten=frozenset(unwritten))
 
     def _overwrite(self, values: Mapping[str, Any], lowest: int, **counts: Any) -> None:
         """Write `values` into the arrays of these names, and replace fields of the cache.
 
         After an exception the cache has no token, and these arrays are zero. `lowest`: the number
-        of tokens that keep their positions. `counts`: `spec`, `length` and `shifts`.
+        of tokens that keep their positions. `counts`: all other fields of the cache.
         """
         log = UndoLog("the cache was not restored", "Create a new cache")
         arrays = self._cache.arrays
@@ -472,7 +508,7 @@ class CacheState(CopiedByValue):
 
     def _empty(self) -> None:
         """Forget all tokens. The same snapshot can be restored, until `advance` counts others."""
-        self._cache = self._cache._replace(length=0)
+        self._cache = self._cache._replace(length=0, unwritten=frozenset())
 
     def snapshot(self) -> Snapshot:
         """Record the cache, so that `restore` can go back to this moment.
@@ -486,6 +522,9 @@ class CacheState(CopiedByValue):
 
         Raises
         ------
+        CompatibilityError
+            The slot of the oldest token of an entry is not written: see `unwritten` of
+            `CacheEntry`. A ValueError.
         MemoryError
             The memory cannot be allocated.
 
@@ -510,6 +549,7 @@ class CacheState(CopiedByValue):
         >>> state.length, float(arrays["1.state"].max())
         (100, 0.0)
         """
+        self._cache.require_tokens("the snapshot")
         return new_snapshot(self._cache, self._history)
 
     def restore(self, snapshot: Snapshot) -> None:
@@ -541,12 +581,13 @@ class CacheState(CopiedByValue):
         if not isinstance(snapshot, Snapshot):
             raise TypeError(f"snapshot must be a Snapshot, got {type(snapshot).__name__}")
         self._check_snapshot(snapshot)
-        length, spec, shifts = snapshot.length, snapshot._spec, snapshot._shifts
-        self._overwrite(snapshot._arrays, length, spec=spec, length=length, shifts=shifts)
+        length = snapshot.length
+        counts = {"spec": snapshot._spec, "shifts": snapshot._shifts, "unwritten": frozenset()}
+        self._overwrite(snapshot._arrays, length, length=length, **counts)
 
     def _check_snapshot(self, snapshot: Snapshot) -> None:
         """Raise CompatibilityError unless a snapshot is of this state, and not outdated."""
-        spec, arrays, _, _, identity = self._cache
+        spec, arrays, identity = self._cache.spec, self._cache.arrays, self._cache.identity
         if snapshot._history is not self._history:
             text = "the snapshot is of another CacheState"
             raise incompatible(text, None, "a snapshot of this state", snapshot)
@@ -756,7 +797,7 @@ class CacheState(CopiedByValue):
             else:
                 _move_entry(cache, old, new, arrays, shifts)
         ordered = {name: arrays[name] for entry in spec for name in entry.arrays}
-        return chosen, _Cache(spec, ordered, cache.length, shifts, object())
+        return chosen, _Cache(spec, ordered, cache.length, shifts, object(), cache.unwritten)
 
     def _content(self) -> tuple[Any, ...]:
         return self.spec, shared_arrays(self._cache.arrays), self.length
@@ -793,6 +834,8 @@ def _resized_spec(cache: _Cache, capacity: int) -> CacheSpec:
     if resized == cache.spec:
         return cache.spec
     length = cache.length
+    changed = (new.name for old, new in zip(cache.spec, resized, strict=True) if old != new)
+    cache.require_tokens("the resize", changed)
     for old, new in zip(cache.spec, resized, strict=True):
         window = length if old.window is None else old.window  # older tokens may be dropped
         token_count = length if old.seq_length is None else min(length, old.seq_length, window)

@@ -28,6 +28,7 @@ class Ring(NamedTuple):
     sinks: int
     length: int  # all tokens so far, also those that were replaced
     shift: int
+    unwritten: int = 0  # 1: the next slot, of the oldest token after the sinks, has no token
 
     @property
     def next_slot(self) -> int:
@@ -38,7 +39,10 @@ class Ring(NamedTuple):
 
     def positions(self) -> NDArray:
         """Return the position of the token in each slot, or -1 for a slot without a token."""
-        return _core.kv_ring_positions(self.size, self.sinks, self.length, self.shift)
+        positions = _core.kv_ring_positions(self.size, self.sinks, self.length, self.shift)
+        if self.unwritten:
+            positions[self.next_slot] = -1
+        return positions
 
     def runs(self, most: int | None = None) -> list[range]:
         """Return the slots of the tokens by increasing position, as at most three ranges.
@@ -48,7 +52,8 @@ class Ring(NamedTuple):
         """
         size = self.size if most is None else min(most, self.size)
         sink_count = min(self.length, self.sinks)
-        others = min(self.length - sink_count, size - self.sinks)
+        others = min(self.length - sink_count, self.size - self.sinks) - self.unwritten
+        others = min(others, size - self.sinks)
         if others <= 0:
             return joined([range(sink_count)])
         window = self.size - self.sinks
@@ -75,14 +80,14 @@ def joined(runs: list[range]) -> list[range]:
     return result
 
 
-def ring_of(entry: CacheEntry, length: int, shift: int = 0) -> Ring:
+def ring_of(entry: CacheEntry, length: int, shift: int = 0, unwritten: int = 0) -> Ring:
     """Return the slots of an entry after `length` tokens; `shift`: of its ring, see `Ring`.
 
     An array without a slot after the sinks, as in a cache that is smaller than the window, gets no
     sinks: it cannot wrap before it is resized.
     """
     size = entry.seq_length or 0
-    return Ring(size, entry.sinks if entry.sinks < size else 0, length, shift)
+    return Ring(size, entry.sinks if entry.sinks < size else 0, length, shift, unwritten)
 
 
 def shift_of(entry: CacheEntry, length: int) -> int:

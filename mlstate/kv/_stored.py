@@ -149,8 +149,9 @@ def overwrite_cache(target: Any, cache: Any) -> None:
         values = {
             name: _as_library_of(array, cache.arrays[name]) for name, array in target.arrays.items()
         }
-        spec, _, length, shifts, _ = cache._cache
-        target._overwrite(values, 0, spec=spec, length=length, shifts=shifts)
+        counts = cache._cache._asdict()
+        del counts["arrays"], counts["identity"]  # those of the target stay
+        target._overwrite(values, 0, **counts)
     elif isinstance(target, KVState):
         log = UndoLog("the cache was not loaded", "Create a new cache")
         log.note("the number of positions", partial(target.resize, 0))

@@ -61,6 +61,7 @@ def state_of(cache: Any, length: int, spec: CacheSpec | None, model_type: str | 
     for name, array in state.arrays.items():
         if is_torch(array) and array.device.type == "meta":
             raise entry_error(name, "a meta tensor has no data to store", "data", "meta")
+    state._cache.require_tokens("the store")
     if state.length != length:
         raise incompatible(
             f"the cache has {state.length:,} tokens, and tokens has {length:,}: pass the tokens "

@@ -53,7 +53,7 @@ def pack_meta(stored: StoredSpec, label: str, listed: list[Any]) -> bytes:
     `stored`: the entries of the caches. `label`: name of the model, for listings. `listed`: the
     parts of a snapshot, as `state_parts` returns them; empty for a block.
     """
-    document = {"model": label, "entries": stored.to_json()}
+    document: dict[str, Any] = {"model": label, "entries": stored.to_json()}
     if stored.layers is not None:
         document["layers"] = stored.layers
     head = _json_bytes(document)

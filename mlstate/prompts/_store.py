@@ -245,8 +245,9 @@ class PromptStore:
         After every other exception too, such as an interrupt, the cache is unchanged, or it has no
         token and is zero: a KVState then has no position.
 
-        A slot of a ring whose token is not stored is zeroed. Do not put such a cache into a store:
-        the slot would be stored as a token of zeros.
+        A slot of a ring whose token is not stored is zeroed. The next token replaces it before it
+        is read; until then the cache cannot be stored, trimmed or moved to another size. See
+        `unwritten` of `mlstate.kv.CacheEntry`.
         """
         if not isinstance(match, Match):
             raise TypeError(f"match must be a Match, got {type(match).__name__}")
@@ -374,8 +375,8 @@ class PromptStore:
         ------
         CompatibilityError
             The cache has another number of tokens, several sequences, or other entries than the
-            stored caches of this model; or a cross-attention, and the store no `salt`. Nothing is
-            written. A ValueError.
+            stored caches of this model; a slot of a window that is not written yet; or a
+            cross-attention, and the store no `salt`. Nothing is written. A ValueError.
         StoreError
             The disk is full, the folder cannot be written, or another process writes for longer
             than `lock_timeout`. Earlier prompts are unharmed.

@@ -80,12 +80,13 @@ class StateTarget:
         """Zero the positions without a stored token, and set the number of tokens to `length`."""
         self.begin()
         clear_rest(self.into, length)
-        for name in missing_tokens(self.into, self.listed, length):
+        missing = missing_tokens(self.into, self.listed, length)
+        for name in missing:
             entry = self.into.entries[name]
             assert entry.seq_axis is not None
             slot = self.into.ring(entry, length).next_slot
             clear(tokens_of(self.into.arrays[name], entry.seq_axis, slot, slot + 1))
-        self.state._set_length(length)
+        self.state._set_length(length, missing)
 
 
 class RingTarget(StateTarget):
@@ -177,7 +178,8 @@ class EngineTarget:
                 states[name] = replace(entry, shape=tuple(shape))
             else:
                 count = self._position_count(entry, sum(counts), position)
-                states[name] = _snapshot_entry(entry, count, windows.get(name), position)
+                snapshot = _snapshot_entry(entry, count, windows.get(name), position)
+                states[name] = replace(snapshot, unwritten=count - sum(counts))
         shifts = {name: shift_of(entry, position) for name, entry in states.items()}
         arrays = self.into.arrays | _new_arrays(states)
         self.states = Arrays(self.into.entries | states, arrays, shifts)

@@ -50,7 +50,10 @@ def test_a_restore_clears_the_slot_of_a_token_that_is_not_stored(store):
     state = CacheState(spec, {"cache": old}, 9)
     store.put(TOKENS, ring(3, 0, 9))
     assert restore(store, state) == 9
-    np.testing.assert_array_equal(state.ordered("cache").ravel(), [0, 7, 8, 9])
+    np.testing.assert_array_equal(state.ordered("cache").ravel(), [7, 8, 9])
+    assert sorted(state.positions("cache")) == [-1, 6, 7, 8] and state.spec[0].unwritten == 1
+    with pytest.raises(CompatibilityError, match="feed one more token first"):
+        store.put(TOKENS, state)
 
 
 def test_a_kv_state_is_stored_along_its_sequence_axis(tmp_path):

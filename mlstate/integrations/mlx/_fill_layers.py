@@ -11,7 +11,7 @@ from ..._common.dtypes import name_of
 from ..._common.text import count_text
 from ...kv._arguments import incompatible
 from ...kv._cache_spec import entry_error
-from .._caches import EntryPlan
+from .._caches import UNWRITTEN, EntryPlan
 from ._arrays import make_array
 from ._layer_values import CLASSES, LayerValues
 from ._live_layers import read_layer
@@ -165,7 +165,9 @@ class _Place(NamedTuple):
         """
         result = {}
         for part, entry in zip(("keys", "values"), entries, strict=True):
-            array, ring = self.filler.arrays[entry.name], self.filler.ring_of(entry)
+            array = self.filler.arrays[entry.name]
+            # a slot without its token stays: mlx replaces the oldest position
+            ring = self.filler.ring_of(entry)._replace(unwritten=0)
             runs = ring.runs()
             if len(runs) == 1:
                 tokens = array[:, :, runs[0].start : runs[0].stop]
@@ -224,7 +226,9 @@ def _require_newest(at: _Place, entries: list[CacheEntry], window: int, keep: in
     """
     stored, length = at.stored_tokens(entries), at.length
     for entry in entries:
-        if stored < min(length, window):
+        unwritten = at.filler.ring_of(entry).unwritten
+        is_replaced = unwritten and stored == window <= length  # the next token overwrites the slot
+        if stored - (0 if is_replaced else unwritten) < min(length, window):
             text = f"layer {at.where} needs the last {min(length, window)} tokens, and has {stored}"
             raise entry_error(entry.name, f"{text}: older ones were evicted", window, stored)
         if entry.sinks != keep and stored < length:
@@ -263,7 +267,15 @@ def _plan_rotating(at: _Place) -> dict[str, Any]:
     if not entries:
         return {}
     arrays, slot, _ = _ring_slots(at, entries)
-    return {**arrays, "offset": at.length, "_idx": slot}
+    return {**arrays, "offset": at.length, "_idx": slot, **_unwritten(at, entries)}
+
+
+def _unwritten(at: _Place, entries: list[CacheEntry]) -> dict[str, Any]:
+    """Return the attribute of a layer whose ring has a slot without its token, or {}."""
+    values: dict[str, Any] = {UNWRITTEN: None} if at.before.is_unwritten else {}
+    is_unwritten = any(at.filler.ring_of(entry).unwritten for entry in entries)
+    at.filler.note_unwritten(values, is_unwritten=is_unwritten)
+    return values
 
 
 def _plan_chunked(at: _Place) -> dict[str, Any]:
@@ -275,6 +287,7 @@ def _plan_chunked(at: _Place) -> dict[str, Any]:
     entries = at.both("sliding")
     if not entries:
         return {}
+    at.filler.require_tokens(entries)
     _require_newest(at, entries, at.before.values["chunk_size"], 0)
     is_whole = all(at.filler.ring_of(entry).next_slot == at.length for entry in entries)
     arrays = at.whole_arrays(entries) if is_whole else at.ordered_tokens(entries)
@@ -362,7 +375,7 @@ def _plan_batch_rotating(at: _Place) -> dict[str, Any]:
         return {}
     arrays, slot, is_rotated = _ring_slots(at, entries)
     counters = {"_offset": at.length, "_idx": slot, "rotated": is_rotated}
-    return {**arrays, **_batch_counters(at, entries), **counters}
+    return {**arrays, **_batch_counters(at, entries), **counters, **_unwritten(at, entries)}
 
 
 # By class: checks the entries for the layer `at`, and returns its new attributes by name.

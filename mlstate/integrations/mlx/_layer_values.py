@@ -79,6 +79,7 @@ class LayerValues(NamedTuple):
     cls: LayerClass
     values: dict[str, Any]
     children: list[LayerValues]  # of a CacheList
+    is_unwritten: bool = False  # the oldest token of a ring is not in its slot
 
     @property
     def is_empty(self) -> bool:

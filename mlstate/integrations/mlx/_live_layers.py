@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...kv._arguments import incompatible
+from .._caches import is_unwritten
 from ._arrays import make_array, view_array
 from ._layer_values import CLASSES, FieldKind, LayerClass, LayerValues, find_problem
 from ._prompt_file import GENERATIONS, MOST_DEPTH
@@ -100,10 +101,24 @@ def read_layer(layer: Any, where: str, depth: int = 0) -> LayerValues:
             raise unknown_layout(layer, where, name, "is absent")
         values[name] = _read_value(getattr(layer, name), kind)
     result = LayerValues(cls, values, [])
+    result = result._replace(is_unwritten=is_unwritten(layer, result.tokens or 0))
     problem = find_problem(result)
     if problem is not None:
         raise unknown_layout(layer, where, *problem)
     return result
+
+
+def refuse_unwritten(layers: list[LayerValues], place: str = "") -> None:
+    """Raise CompatibilityError if a ring has a slot without its token: a file cannot note it.
+
+    `place`: of the layers, before their indices.
+    """
+    for i, layer in enumerate(layers):
+        refuse_unwritten(layer.children, f"{place}{i}.")
+        if layer.is_unwritten and (layer.tokens or 0) >= layer.positions:
+            text = f"layer {place}{i}: the slot of the oldest token is not written, and the file "
+            text += "would have it as a token: feed one more token first"
+            raise incompatible(text, f"{place}{i}", "tokens in all slots", "a slot without a token")
 
 
 def _read_value(value: Any, kind: FieldKind) -> Any:

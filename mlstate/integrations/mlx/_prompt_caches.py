@@ -9,7 +9,13 @@ from ..._common.arguments import check_flags
 from ..._common.set_module import set_module
 from ..._safetensors import load_file, load_metadata, save_file
 from ...errors import ChecksumError
-from ._live_layers import check_cache, installed_generation, new_layer, read_layer
+from ._live_layers import (
+    check_cache,
+    installed_generation,
+    new_layer,
+    read_layer,
+    refuse_unwritten,
+)
 from ._prompt_file import PromptFile, flatten_prompt, parse_prompt
 
 if TYPE_CHECKING:
@@ -39,8 +45,9 @@ def save_prompt_cache(
     ------
     CompatibilityError
         A layer is of an unknown class, has other attributes than in mlx-lm 0.31 and 0.32, is
-        between ``prepare`` and ``finalize``, or has values that the installed mlx-lm 0.31 does not
-        store. The file is unchanged. A ValueError.
+        between ``prepare`` and ``finalize``, has a window with a slot that is not written yet (see
+        `unwritten` of `mlstate.kv.CacheEntry`), or has values that the installed mlx-lm 0.31 does
+        not store. The file is unchanged. A ValueError.
     TypeError
         `cache` is not a list, or `metadata` has a value that is not a str.
     ValueError
@@ -70,6 +77,7 @@ def save_prompt_cache(
     """
     check_cache(cache, "cache")
     layers = [read_layer(layer, str(i)) for i, layer in enumerate(cache)]
+    refuse_unwritten(layers)
     texts = {} if metadata is None else metadata
     arrays, entries = flatten_prompt(layers, texts, installed_generation())
     save_file(arrays, path, entries)

@@ -160,7 +160,8 @@ def _read_ring(at: _Place) -> None:
         raise at.unknown("_idx", f"{positions} positions hold a window of {window}")
     if values.get("rotated") is False and slot != min(tokens, positions):
         raise at.unknown("rotated", f"_idx is {slot} of {positions} positions")
-    at.add_both("sliding", window=window, sinks=sinks, next_slot=slot)
+    unwritten = int(at.layer.is_unwritten and tokens >= positions)
+    at.add_both("sliding", window=window, sinks=sinks, next_slot=slot, unwritten=unwritten)
 
 
 def _read_chunked(at: _Place) -> None:

@@ -174,7 +174,11 @@ def to_cache(state: CacheState, into: Any = None) -> Any:
     Static and linear attention layers of `into` are filled in place, so that their tensors keep
     their addresses: the tokens are copied, and other positions become zero. Tensors that are those
     of the state already are left as they are, for example after `CacheState.restore`: then only the
-    lengths are set. Dynamic layers use views of the arrays.
+    lengths are set. Dynamic layers use views of the arrays. After an exception during the writes,
+    `into` is unchanged; with static or linear attention layers it may have no token.
+
+    A static layer with a window has one position more than the tokens of a dynamic one. If the
+    window is full, `from_cache` has the slot as `unwritten` until the next token replaces it.
 
     Examples
     --------

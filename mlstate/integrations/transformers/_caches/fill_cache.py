@@ -221,7 +221,7 @@ def _check_window(at: _Place, entry: CacheEntry, needed: int) -> None:
     if entry.sinks:
         text = f"{entry.sinks} sinks: transformers has none"
         raise entry_error(entry.name, text, 0, entry.sinks)
-    stored = min(length, entry.seq_length or 0)
+    stored = min(length, entry.seq_length or 0) - at.filler.ring_of(entry).unwritten
     if stored < min(length, needed):
         text = f"the window of layer {at.where} needs {min(length, needed)} tokens, not {stored}"
         raise entry_error(entry.name, f"{text}: older ones were evicted", needed, stored)
@@ -380,6 +380,8 @@ def _plan_static(at: _Place) -> None:
         _set_counter(at, "cumulative_length", min(length, positions), is_new=is_new)
         if at.cls.is_sliding:
             layer.cumulative_length_int = length
+            tokens = sum(map(len, at.filler.ring_of(entries[0]).runs(positions)))
+            at.filler.note_unwritten(vars(layer), is_unwritten=is_full and tokens < positions)
 
     at.write(write)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from ....kv._arguments import as_count, incompatible
-from ..._caches import EntryReader
+from ..._caches import EntryReader, is_unwritten
 from .layer_classes import (
     LayerClass,
     Layout,
@@ -186,7 +186,11 @@ def _read_static(at: _Place) -> None:
     if at.cls.is_sliding:
         kind = "sliding"
         # a full window is stored in order: the oldest token, at slot 0, is the next to be replaced
-        options = {"next_slot": tokens if tokens < keys.shape[2] else 0}
+        is_full = tokens >= keys.shape[2]
+        options = {
+            "next_slot": 0 if is_full else tokens,
+            "unwritten": int(is_full and is_unwritten(at.layer, tokens)),
+        }
     at.add("keys", keys, kind, **options)
     at.add("values", values, kind, **options)
     at.reader.count(tokens, at.where)
