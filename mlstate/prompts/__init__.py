@@ -8,9 +8,10 @@ from .._common.set_module import set_module_of_exports
 from .._exports import show_exports
 from ._fingerprint import fingerprint
 from ._match import Match
+from ._put_handle import PutHandle
 from ._store import PromptStore
 
-__all__ = ["Match", "PromptStore", "fingerprint"]
+__all__ = ["Match", "PromptStore", "PutHandle", "fingerprint"]
 
 set_module_of_exports(globals())
 show_exports(globals())

@@ -11,11 +11,11 @@ import numpy as np
 from .._common.log import log
 from .._common.waiting import Waiters
 from ..collectives._engine import OperationQueue
+from ._put_handle import PutHandle
 from ._transfer import copied
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from concurrent.futures import Future
 
     from .._types import NDArray
 
@@ -75,18 +75,16 @@ class PendingPuts:
 
     def submit(
         self, ids: NDArray, records: list[Any], write: Callable[[list[Any]], int]
-    ) -> Future[int]:
-        """Copy records and let the thread write them; return a future of the result of `write`.
+    ) -> PutHandle:
+        """Copy records and let the thread write them; return a handle with the result of `write`.
 
         `ids`: the tokens of the prompt. `records`: as for `_core.PromptLog.put`; the last item of
         each is a list of parts. `write`: called with the copied records. Waits until the budget has
         room. A put that exceeds the whole budget is written here, without copies; its errors are
         raised here.
         """
-        from concurrent.futures import Future
-
         put = _Put(ids, sum(part.nbytes for *_, parts in records for part in parts))
-        done: Future[int] = Future()
+        done = PutHandle()
         with put.starting:
             try:
                 self._waiters.wait_for(lambda: self._reserve(put))
@@ -100,7 +98,7 @@ class PendingPuts:
             except BaseException:
                 self._forget(put)
                 raise
-        done.set_result(write(records))
+        done.finish(write(records))
         return done
 
     def _reserve(self, put: _Put) -> bool:
@@ -121,7 +119,7 @@ class PendingPuts:
         put: _Put,
         records: list[Any],
         write: Callable[[list[Any]], int],
-        done: Future[int],
+        done: PutHandle,
     ) -> None:
         """Write a put in the thread, and take it out of the queue.
 
@@ -130,17 +128,15 @@ class PendingPuts:
         """
         written, failed = 0, None
         try:
-            if done.set_running_or_notify_cancel():
+            if done.start():
                 written = write(records)
         except BaseException as error:
             log("ERROR", "a prompt of %d tokens is not stored: %s", len(put.tokens), error)
             failed = error
         records.clear()  # frees the copies before another put gets their room
         self._forget(put)
-        if failed is not None:
-            done.set_exception(failed)
-        elif not done.cancelled():
-            done.set_result(written)
+        if not done.cancelled():
+            done.finish(written, failed)
         del done, failed  # avoid a reference cycle between traceback and error
 
     def _forget(self, put: _Put) -> None:

@@ -367,9 +367,9 @@ class PromptStore:
 
         Returns
         -------
-        int or concurrent.futures.Future
+        int or PutHandle
             Number of tokens that can be restored now; fewer than n without a snapshot, or if
-            `max_bytes` has no room. With `asynchronous`, a future of it.
+            `max_bytes` has no room. With `asynchronous`, a handle whose ``result`` returns it.
 
         Raises
         ------
