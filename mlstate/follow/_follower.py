@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from dataclasses import replace
 from threading import Lock, get_ident
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from .. import _core
 from .._common.arguments import check_flags, check_int
@@ -25,6 +26,7 @@ from .._common.arrays import (
 )
 from .._common.backend import TensorBackend, backend_of
 from .._common.changes import UndoLog
+from .._common.converted import converted_value
 from .._common.dtypes import name_of
 from .._common.log import log as write_log
 from .._common.staged_targets import tied_error
@@ -64,6 +66,12 @@ if TYPE_CHECKING:
 CHECKS = ("all", "sample", "none")
 _SAMPLE = 8  # one of so many tensors is checked
 _WHOLE = (None, 0, 0)  # the cutting of whole tensors
+# float dtypes that have all values of another one
+_WIDER = {
+    "float16": ("float32", "float64"),
+    "bfloat16": ("float32", "float64"),
+    "float32": ("float64",),
+}
 _TRIES = 3  # versions may be deleted while they are read
 
 
@@ -73,7 +81,7 @@ class _State(NamedTuple):
     version: Version | None
     lineage: str
     arrays: dict[str, Any]  # by name, whole or parts
-    parts: dict[str, Part]  # the same, without arrays; {} without a version
+    parts: dict[str, Part]  # the same, without arrays; {} before the first version
     checksums: dict[str, int]  # CRC32C of each array
 
 
@@ -113,6 +121,10 @@ class Follower:
     check : {"all", "sample", "none"}, default "all"
         Tensors whose CRC32C is compared with the publisher's after each change: one of 8 for
         "sample". All bytes that are read from the folder are verified always.
+    cast : bool, default False
+        Accept arrays of a float dtype that has all values of the published one, such as float32
+        for bfloat16. Checksums of such arrays are of the elements that they hold: the follower
+        compares them with those after its own last change.
     storage_options : mapping, optional
         As for `mlstate.load`.
 
@@ -128,7 +140,8 @@ class Follower:
     Notes
     -----
     One thread may call the methods of a follower; others may read `version` and, with
-    `double_buffer`, `state`. A follower takes no lock and writes nothing into the folder.
+    `double_buffer`, `state`. A follower takes no lock and writes nothing into the folder. It cannot
+    be copied or pickled.
 
     If a part is not a published part, its checksum is not the publisher's: the follower compares
     it with the checksum after its own last change.
@@ -159,15 +172,18 @@ class Follower:
         world_size: int | None = None,
         double_buffer: bool = False,
         check: str = "all",
+        cast: bool = False,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Check the arguments and the arrays of `into`; the folder may not exist yet."""
-        check_flags(double_buffer=double_buffer)
+        check_flags(double_buffer=double_buffer, cast=cast)
         if check not in CHECKS:
             raise ValueError(f"check must be 'all', 'sample' or 'none', got {check!r}")
         self._files = open_files(path, storage_options)
         self._cutting = ranks_of(rank, world_size, layout, group=None)
-        self._double_buffer, self._check = bool(double_buffer), check
+        self._double_buffer, self._check, self._cast = bool(double_buffer), check, bool(cast)
+        self._verify_error: Exception | None = None  # since the last change of the arrays
+        self._is_empty_known = False  # a folder without a version is warned of once
         self._into = into
         self._shards: dict[str, Part] = {}  # of `into`, by name; other arrays are not in it
         self._state = _without_version(self._own_arrays())
@@ -177,7 +193,7 @@ class Follower:
                 raise named_error(name, "into= gives a copy of the tensor: pass the tensor")
         self._undo = UndoLog()  # of a change that has begun
         self._changing = Lock()  # held while arrays change
-        self._changer = 0  # the thread that holds it, or 0
+        self._changer = 0  # the thread that holds it, or held it last
 
     @property
     def path(self) -> str:
@@ -202,6 +218,12 @@ class Follower:
 
     def __repr__(self) -> str:
         return f"Follower({self.path!r}): step {self.version}"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Follower cannot be copied or pickled, because it changes the arrays of into=: "
+            f"create Follower({self.path!r}, into=...) with the other arrays"
+        )
 
     def poll(self) -> int | None:
         """Return the step of the newest version; None if the arrays hold it, or none exists.
@@ -234,7 +256,8 @@ class Follower:
         Parameters
         ----------
         step : int, optional
-            A step of the newest lineage. Default: the newest.
+            A step of the newest lineage. If it is the current one, the arrays are compared with
+            their checksums, and loaded again if one was changed. Default: the newest.
 
         Returns
         -------
@@ -257,9 +280,9 @@ class Follower:
         Warns
         -----
         CheckpointWarning
-            Deltas could not be used, or an array of `into` was replaced by other elements, and the
-            arrays were loaded from an anchor; or the lineage is another one, because the trainer
-            fell back or was started again.
+            Deltas could not be used, or an array of `into` has other elements, and the arrays were
+            loaded from an anchor; or the lineage is another one, because the trainer fell back or
+            was started again. Nothing is published yet: once for each follower.
 
         Notes
         -----
@@ -277,13 +300,16 @@ class Follower:
         """
         if step is not None:
             step = check_int("step", step, 0)
-        if self._changer == get_ident():
+        if self._changing.locked() and self._changer == get_ident():
             raise RuntimeError(f"{self.path}: the arrays are changing in this thread")
         self._undo_lost()
-        self._use_present_arrays()
+        self._use_present_arrays(reads=step is not None and step == self.version)
         for attempt in range(_TRIES):
             manifest = self._find_newest()
             if manifest is None:
+                if not self._is_empty_known:
+                    self._is_empty_known = True
+                    self._warn("nothing is published here yet: check the path", level=3)
                 return None
             try:
                 self._follow(manifest, step)
@@ -301,7 +327,8 @@ class Follower:
         Raises
         ------
         ChecksumError
-            An array has changed since the last `advance`; the message names it.
+            An array has changed since the last `advance`; the message names it. The arrays have no
+            version then: the next `advance` loads an anchor.
         CompatibilityError
             `into` has other tensors than at the last `advance`.
 
@@ -317,10 +344,15 @@ class Follower:
         """
         self._undo_lost()
         state, arrays = self._state, self._present_arrays()
-        if state.version is not None:
+        if state.parts:
             refuse_other_names(arrays, state.parts, self.path)
         for name, crc32c in state.checksums.items():
-            _compare_checksum(name, arrays[name], crc32c)
+            try:
+                _compare_checksum(name, arrays[name], crc32c)
+            except ChecksumError as error:
+                self._verify_error = error
+                self._state = state._replace(version=None)
+                raise
 
     # ---- the arrays ----
 
@@ -350,27 +382,28 @@ class Follower:
             return self._state.arrays
         return self._own_arrays()
 
-    def _use_present_arrays(self) -> None:
+    def _use_present_arrays(self, *, reads: bool) -> None:
         """Use the present arrays from now on.
 
         If one of them was replaced by other elements, the follower has no version any more, and
-        warns.
+        warns. `reads`: compare all arrays, also those in the same memory as before.
         """
         arrays, state = self._present_arrays(), self._state
-        name = self._find_replaced(arrays)
+        name = self._find_replaced(arrays, reads=reads)
         if name is None:
             self._state = state._replace(arrays=arrays)
             return
         step = self.version
         self._state = _without_version(arrays)
-        self._warn(f"{name!r} was replaced, and has not the elements of step {step}")
+        verb = "changed" if reads else "replaced"
+        self._warn(f"{name!r} was {verb}, and has not the elements of step {step}")
 
-    def _find_replaced(self, arrays: Mapping[str, Any]) -> str | None:
+    def _find_replaced(self, arrays: Mapping[str, Any], *, reads: bool) -> str | None:
         """Return the name of an array that does not have the elements of the version, or None.
 
-        `arrays`: the present ones by name. Only an array in other memory than before is read: one
-        in the same memory may have been changed unseen. An array that is missing, new, or of
-        another dtype, shape or part counts too.
+        `arrays`: the present ones by name. Without `reads`, only an array in other memory than
+        before is read: one in the same memory may have been changed unseen. An array that is
+        missing, new, or of another dtype, shape or part counts too.
         """
         state = self._state
         if state.version is None:
@@ -382,7 +415,8 @@ class Follower:
             is_alike = old.shape == array.shape and name_of(array.dtype) == part.dtype
             if not is_alike or self._shards.get(name, part)._replace(array=None) != part:
                 return name
-            if not is_same_memory(old, array) and checksum_of(array) != state.checksums.get(name):
+            is_known = is_same_memory(old, array) and not (reads and name in state.checksums)
+            if not is_known and checksum_of(array) != state.checksums.get(name):
                 return name
         return None
 
@@ -416,16 +450,14 @@ class Follower:
             self._warn(f"the publisher started a new lineage at step {lineage.versions[0].step}")
         elif current is not None and current not in lineage.versions:
             self._warn(f"the versions that follow step {current.step} are not kept")
-        first: Exception | None = None
+        first = self._verify_error
         for is_anchor, versions in _ways(lineage.versions[: end + 1], current):
             reason = "" if first is None else str(first)
             try:
                 with self._changing:
                     self._changer = get_ident()
-                    try:
-                        self._apply_versions(is_anchor, versions, lineage.name, manifest, reason)
-                    finally:
-                        self._changer = 0
+                    self._apply_versions(is_anchor, versions, lineage.name, manifest, reason)
+                self._verify_error = None
                 return
             except (FormatError, FileNotFoundError) as error:
                 write_log("WARNING", "%s: %s", self.path, error)
@@ -526,7 +558,7 @@ class Follower:
         compared before any change, because tied tensors have the same memory.
         """
         for name, crc32c in self._state.checksums.items():
-            if self._check != "none" and not _published_indices(parts[name], published[name]):
+            if self._check != "none" and not _same_arrays(parts[name], published[name]):
                 _compare_checksum(name, self._state.arrays[name], crc32c)
 
     def _is_sampled(self, number: int, version: Version) -> bool:
@@ -562,7 +594,8 @@ class Follower:
                 shape = layout.shape(source.shape, number)
             else:
                 target, shape = target._replace(array=None), tuple(array.shape)
-            _require_equal(name, "dtype", source.dtype, target.dtype)
+            if not (self._cast and target.dtype in _WIDER.get(source.dtype, ())):
+                _require_equal(name, "dtype", source.dtype, target.dtype)
             _require_equal(name, "shape of the tensor", source.shape, target.shape)
             part = f" of this rank's part of {source.shape}" if target.layout.steps else ""
             _require_equal(name, f"shape{part}", shape, tuple(array.shape))
@@ -642,12 +675,18 @@ def _read_model(loader: Loader, parts: Mapping[str, Part]) -> dict[str, Any]:
 
 
 def _as_target(array: Any, target: Any) -> Any:
-    """Return a NumPy array in the shape of `target`; as a tensor on its device if it is one."""
-    array = array.reshape(tuple(target.shape))
+    """Return a NumPy array in shape and dtype of `target`; a tensor on its device if it is one."""
+    array = converted_value(array.reshape(tuple(target.shape)), name_of(target.dtype))
     if is_torch(target):
         tensor = backend_of(target, TensorBackend).tensors_of({"": array})[""]
         return tensor.to(target.device)
     return array
+
+
+def _same_arrays(part: Part, published: list[Change]) -> list[int]:
+    """Return the indices of `_published_indices`; empty if the array has another dtype."""
+    is_same = part.dtype == published[0].part.dtype
+    return _published_indices(part, published) if is_same else []
 
 
 def _published_indices(part: Part, published: list[Change]) -> list[int]:
@@ -670,7 +709,7 @@ def _update_array(
     array.
     """
     part, array, steps, final = update
-    indices = _published_indices(part, final)
+    indices = _same_arrays(part, final)
     try:
         if name in anchor:
             # as a delta: the log then holds only the elements that differ. An argument would keep
@@ -681,11 +720,11 @@ def _update_array(
         for number, published in enumerate(steps):
             is_last = number == len(steps) - 1
             if same_part := _published_indices(part, published):
-                delta = published[same_part[0]].required_delta
+                delta = _widened(published[same_part[0]].required_delta, part)
                 apply_delta(array, delta, log, check=check and is_last)
                 continue
             for each in published:
-                apply_delta(array, _filtered_delta(each, part), log)
+                apply_delta(array, _widened(_filtered_delta(each, part), part), log)
     except (FormatError, CompatibilityError) as error:
         error.args = (f"{name!r}: {error}",)
         error.name = name
@@ -696,6 +735,12 @@ def _update_array(
     if check and not steps:  # else the last delta was checked
         _compare_checksum(name, array, crc32c)
     return crc32c
+
+
+def _widened(delta: Delta, part: Part) -> Delta:
+    """Return a delta for the dtype of `part`; a converted one has no checksum."""
+    values = converted_value(delta.values, part.dtype)
+    return delta if values is delta.values else replace(delta, values=values, crc32c=None)
 
 
 def _filtered_delta(source: Change, target: Part) -> Delta:

@@ -19,6 +19,7 @@ from .. import _core
 from .._common.arguments import check_int
 from .._common.arrays import assign, copy_of, is_torch
 from .._common.backend import TensorBackend, backend_of
+from .._common.converted import converted_value, float_name
 from .._common.dtypes import name_of, numpy_dtype
 from .._common.store_error import store_error
 from .._sharding.layout import Shard
@@ -44,6 +45,7 @@ from ._version import (
     encode_changes,
     lineage_of,
     metadata_of,
+    named_error,
     part_of,
     trim_chain,
     values_of,
@@ -87,6 +89,10 @@ class Publisher:
     base : {"memory", "disk"}, default "memory"
         Where the copy of the last published weights is: on the device of the weights, or in a
         temporary file of ``tempfile.gettempdir()`` that is mapped into memory.
+    dtype : {"bfloat16", "float16", "float32"} or dtype, optional
+        Publish floats of more bytes in this dtype, such as the float32 weights of a trainer for
+        rollouts in bfloat16. They are rounded to nearest; checksums are those of the published
+        values. Default: the dtypes of the weights.
     storage_options : mapping, optional
         As for `mlstate.save`.
 
@@ -98,7 +104,8 @@ class Publisher:
     Notes
     -----
     Extra memory: one copy of this rank's parts, of a replicated tensor on one rank only. During
-    `publish` also the changed elements. The optimizer is not involved.
+    `publish` also the changed elements, and with `dtype` the converted weights. The optimizer is
+    not involved.
 
     Only one publisher may use a folder. If another one has published since, or does so during the
     call, `publish` raises. It waits for up to a minute while a command deletes versions. A
@@ -129,6 +136,7 @@ class Publisher:
         anchor_every: int = 10,
         keep: int | None = None,
         base: str = "memory",
+        dtype: Any = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         """Check the arguments (see the class); nothing is written yet."""
@@ -138,6 +146,7 @@ class Publisher:
             raise ValueError(f"base must be 'memory' or 'disk', got {base!r}")
         self._files = CheckpointFiles(open_target(path, storage_options))
         self._on_disk = base == "disk"
+        self._dtype = None if dtype is None else float_name(dtype)
         group = optional_group(group)
         self._group = None if group is None or group.world_size == 1 else group
         self._rank, self._ranks = (0, 1) if self._group is None else (group.rank, group.world_size)
@@ -183,7 +192,8 @@ class Publisher:
             else; a new `Publisher` takes over. EBUSY: another process is writing in it.
         TypeError, ValueError, CompatibilityError
             The model cannot be stored, see `mlstate.save`, or is of another library than NumPy
-            and torch. `step`, `anchor_every` or `keep` differ between the ranks.
+            and torch; a value is too large for `dtype`. `step`, `anchor_every` or `keep` differ
+            between the ranks.
         CollectiveError
             Another rank failed; the message names the rank and the reason.
 
@@ -199,6 +209,8 @@ class Publisher:
         'anchor'
         """
         step = check_int("step", step, 0, (1 << 63) - 1)
+        if self._dtype is not None:
+            model = _narrowed(model, self._dtype, self._ranks)
         base, self._base = self._base, None  # after an exception, a new lineage starts
         values, content = self._own_values(model)
         parts: dict[str, Part] = {}
@@ -426,6 +438,35 @@ class Publisher:
         arrays = {name: part.array for name, part in parts.items()}
         copied = _copy_to_disk(arrays) if self._on_disk else _copy_to_memory(arrays)
         return {name: part._replace(array=copied[name]) for name, part in parts.items()}
+
+
+def _narrowed(model: Any, dtype: str, ranks: int) -> dict[str, Any]:
+    """Return the values of a model by name; floats of more bytes than `dtype` are converted to it.
+
+    `ranks`: number of ranks that publish the model. Raises CompatibilityError for a finite value
+    that `dtype` does not have.
+    """
+    values = values_of(model, ranks)
+    item_bytes = numpy_dtype(dtype).itemsize
+    for name, value in values.items():
+        array = value.array if isinstance(value, Shard) else value
+        if array.dtype.itemsize <= item_bytes:
+            continue
+        array = array.detach() if is_torch(array) else array
+        new = converted_value(array, dtype)
+        if new is array:  # integers
+            continue
+        if _max_magnitude(new) == float("inf") != _max_magnitude(array):
+            raise named_error(name, f"a value is too large for {dtype}: pass another dtype=")
+        values[name] = value._with_array(new, value.tier) if isinstance(value, Shard) else new
+    return values
+
+
+def _max_magnitude(array: Any) -> float:
+    """Return the largest absolute value of an array; NaN if one is NaN, 0 without elements."""
+    if not (array.numel() if is_torch(array) else array.size):
+        return 0.0
+    return float(abs(array).max())
 
 
 def _without_arrays(parts: dict[str, Part]) -> dict[str, Part]:

@@ -1,8 +1,11 @@
 """Followers hold exactly a published version after every failure."""
 
 import pathlib
+import pickle
 import tracemalloc
 import warnings
+from copy import copy as shallow_copy
+from copy import deepcopy
 
 import ml_dtypes
 import numpy as np
@@ -164,7 +167,9 @@ def test_a_relative_path_names_the_same_folder_after_a_change_of_directory(tmp_p
 
 def test_an_empty_folder_is_not_an_error(path):
     follower = Follower(path, into=model_of())
-    assert (follower.poll(), follower.advance(), follower.version) == (None, None, None)
+    with pytest.warns(CheckpointWarning, match="nothing is published here yet: check the path"):
+        assert (follower.poll(), follower.advance(), follower.version) == (None, None, None)
+    assert follower.advance() is None  # it warns once
     follower.verify()
 
 
@@ -361,6 +366,42 @@ def test_changed_arrays_are_noticed_and_loaded_from_an_anchor(path):
     with pytest.warns(CheckpointWarning, match=r"loaded whole, because of: 'layers\.1'"):
         assert follower.advance() == 2
     assert same(into, models[2])
+
+
+def test_a_failed_verify_leaves_no_version_and_the_same_step_is_loaded_again(path):
+    _, models = published(path, 3)
+    follower, into = follower_at(path, models, 1)
+    into["layers.1"][3, 3] += 1
+    for _ in range(2):
+        with pytest.raises(ChecksumError):
+            follower.verify()
+        assert follower.version is None and follower.poll() == 2
+    with pytest.warns(CheckpointWarning, match=r"loaded whole, because of: 'layers\.1'"):
+        assert follower.advance(1) == 1
+    assert same(into, models[1])
+    follower.verify()
+
+
+@pytest.mark.parametrize("double_buffer", [False, True])
+def test_an_explicit_step_reads_the_arrays_again(path, double_buffer):
+    _, models = published(path, 2)
+    into = {name: np.zeros_like(array) for name, array in models[0].items()}
+    follower = Follower(path, into=into, double_buffer=double_buffer)
+    follower.advance()
+    step = follower.version
+    assert follower.advance(step) == step  # unchanged: no warning
+    follower.state["layers.1"][2, 2] -= 3
+    assert follower.advance() == step  # without a step, nothing is read
+    with pytest.warns(CheckpointWarning, match=r"'layers\.1' was changed"):
+        assert follower.advance(step) == step
+    assert same(follower.state, models[step])
+
+
+def test_a_follower_is_not_copied(path):
+    follower = Follower(path, into=model_of())
+    for duplicate in (shallow_copy, deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"cannot be copied or pickled.*create Follower"):
+            duplicate(follower)
 
 
 def test_a_follower_warns_if_its_next_versions_were_deleted(path):

@@ -24,6 +24,7 @@ NEVER_PICKLED = {
         "Work",
         "LocalGroup",
         "Match",
+        "PutHandle",
         "PromptStore",
         "SaveHandle",
         "Staging",

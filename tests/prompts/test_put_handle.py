@@ -85,11 +85,15 @@ def test_a_cancelled_put_is_not_written(store, monkeypatch):
         assert match.length == 20
 
 
+def append_result(results, call):
+    results.append((call, call()))
+
+
 def test_one_of_cancel_and_start_wins():
     for _ in range(300):
         handle, results = PutHandle(), []
         calls = [handle.cancel, handle.start] * 4
-        threads = [threading.Thread(target=lambda c=c: results.append((c, c()))) for c in calls]
+        threads = [threading.Thread(target=append_result, args=(results, c)) for c in calls]
         for thread in threads:
             thread.start()
         for thread in threads:
