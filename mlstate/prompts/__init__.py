@@ -6,12 +6,13 @@ that it restores. `fingerprint` identifies the model that a cache belongs to.
 
 from .._common.set_module import set_module_of_exports
 from .._exports import show_exports
+from ._check_split import check_split
 from ._fingerprint import fingerprint
 from ._match import Match
 from ._put_handle import PutHandle
 from ._store import PromptStore
 
-__all__ = ["Match", "PromptStore", "PutHandle", "fingerprint"]
+__all__ = ["Match", "PromptStore", "PutHandle", "check_split", "fingerprint"]
 
 set_module_of_exports(globals())
 show_exports(globals())

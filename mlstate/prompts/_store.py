@@ -19,6 +19,7 @@ from .._common.text import bytes_text, shorten, table_html
 from ..errors import CompatibilityError, FormatError
 from ..kv._cache_spec import CacheSpec
 from ._caches import as_tokens, check_encoder, layers_of, state_of
+from ._check_split import warn_of_split
 from ._fingerprint import fingerprint, is_fingerprint
 from ._hybrids import config_facts, model_type_of, warn_of_rope
 from ._layout import StoredSpec
@@ -69,7 +70,8 @@ class PromptStore:
         As for `fingerprint`.
     model_type : str, optional
         As in config.json, such as "qwen3_next": its states of linear attention and convolutions are
-        shared by transformers and mlx-lm. Default: the one of a folder or torch module.
+        shared by transformers and mlx-lm. Default: the one of a folder or torch module. A warning
+        is logged for types that do not continue a split prefill; see `check_split`.
     snapshots : "end", "powers", int or iterable of int
         The positions of `stops`: the last token only, powers of two, every n tokens, or these.
     max_pending_bytes : int or str
@@ -149,6 +151,7 @@ class PromptStore:
         self._stored = None if spec is None else StoredSpec(spec)
         self._path = local_folder(path)
         warn_of_rope(config, self._path)
+        warn_of_split(config, self._path)
         # Tokens up to the end of a damaged record; the key is its kind, and these tokens as bytes.
         self._damaged: dict[tuple[int, bytes], NDArray] = {}
         self._repair_lock = Lock()
