@@ -37,11 +37,11 @@ def check_split(model: torch.nn.Module, tokens: int) -> Answer:
     model.eval()
     try:
         with torch.no_grad():
-            whole = model(ids, use_cache=False).logits[:, half:].float()
-            limit = _ROUNDING.get(weight.element_size(), _COARSE) * float(whole.abs().max())
+            reference = model(ids, use_cache=False).logits[:, half:].float()
+            limit = _ROUNDING.get(weight.element_size(), _COARSE) * float(reference.abs().max())
             for steps, answer in (([count - half], "good"), ([1] * (count - half), "feed singly")):
                 logits = _continue(model, ids, [half, *steps])
-                if float((logits - whole).abs().max()) <= limit:  # not NaN
+                if float((logits - reference).abs().max()) <= limit:  # not NaN
                     return answer  # type: ignore[return-value]
     finally:
         model.train(was_training)
