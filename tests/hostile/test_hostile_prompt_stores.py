@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -138,24 +139,48 @@ def test_folders_that_are_no_store_are_refused(tmp_path):
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
-def test_other_kinds_of_files_are_refused(stored, tmp_path, kind):
-    folder, spec = stored
+@pytest.mark.parametrize("name", ["segment", "index", "store"])
+@pytest.mark.parametrize("kind", ["fifo", "link", "dangling link", "folder"])
+def test_other_kinds_of_files_are_refused(stored, tmp_path, kind, name):
+    folder, _ = stored
     shutil.copytree(folder / "store", tmp_path / "store")
+    (tmp_path / "store" / "index").touch()
     for path in sorted((tmp_path / "store").iterdir()):
-        if path.name.startswith("segment"):
+        if path.name.startswith(name):
             path.rename(tmp_path / "segment")
+            if kind == "dangling link":
+                (tmp_path / "segment").unlink()
             if kind == "fifo":
                 os.mkfifo(path)
-            elif kind == "link":
-                path.symlink_to(tmp_path / "segment")
-            else:
+            elif kind == "folder":
                 path.mkdir()
+            else:
+                path.symlink_to(tmp_path / "segment")
+    with pytest.raises(FormatError, match=f"{name}.* is not a regular file"):
+        store_at(tmp_path)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("length", [1 << 33, 1 << 40])
+def test_a_sparse_tail_is_skipped(stored, tmp_path, length, behind):
+    folder, _ = stored
+    shutil.copytree(folder / "store", tmp_path / "store")
+    (tmp_path / "store" / "index").unlink(missing_ok=True)
+    segment = max((tmp_path / "store").glob("segment-*"))
+    content = segment.read_bytes()
     try:
-        with store_at(tmp_path) as store:
-            assert check_every_match(store, [TOKENS], spec) == [0]
-    except (FormatError, StoreError):
-        pass
+        os.truncate(segment, length)
+    except OSError:
+        pytest.skip("the file system does not have files of 1 TiB")
+    if behind:  # records behind the hole are found
+        with segment.open("r+b") as file:
+            file.seek(length)
+            file.write(content[64:])
+    began = time.perf_counter()
+    with store_at(tmp_path) as store:
+        assert store.match(TOKENS, full=True).length > 0
+        assert store.stats()["records"] > 0
+    assert time.perf_counter() - began < 5
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -86,9 +86,14 @@ const char *mls_prompt_segment_name(char *name, uint32_t number);
  * removed. */
 mls_prompt_segment *mls_prompt_segment_find(const mls_prompt_log *log, uint32_t number);
 
+/* Fail with MLS_E_FORMAT if the file `name` of the folder exists and is a link, a FIFO or
+ * another file that is not regular. MLS_E_IO. */
+mls_code mls_prompt_require_regular(const mls_prompt_log *log, const char *name,
+                                    mls_status *st);
+
 /* Set `*out` to the `*count` numbers of the segments in the folder, sorted. The caller
  * frees it. Needs no lock. With `cleans`, for the writer, deletes the temporary files of
- * killed ones. MLS_E_IO; MLS_E_MEMORY. */
+ * killed ones. MLS_E_FORMAT: one is not a regular file; MLS_E_IO; MLS_E_MEMORY. */
 mls_code mls_prompt_segments_list(const mls_prompt_log *log, bool cleans, uint32_t **out,
                                   size_t *count, mls_status *st);
 

@@ -299,7 +299,9 @@ static mls_code scan_newest(mls_prompt_log *log, bool skips, bool *changed,
     } else if ((uint64_t)info.st_size > segment->bytes) {
         *changed = !mls_prompt_last_is_same(segment, file->fd);
         if (!*changed) {
-            const uint64_t length = (uint64_t)info.st_size;
+            const uint64_t most = (uint64_t)UINT32_MAX * MLS_PROMPT_UNIT; /* of places */
+            const uint64_t length =
+                (uint64_t)info.st_size < most ? (uint64_t)info.st_size : most;
             scan s = {log, segment, file->fd, length, mls_prompt_effort(length)};
             code = scan_records(&s, skips, st);
         }
@@ -382,6 +384,10 @@ mls_code mls_prompt_load(mls_prompt_log *log, mls_status *st)
     for (;;) {
         mls_prompt_log_clear(log);
         log->is_stale = log->lacks_pinned = false;
+        code = mls_prompt_require_regular(log, MLS_PROMPT_INDEX, st);
+        if (code != MLS_OK) {
+            break;
+        }
         has_index = has_index && mls_prompt_index_load(log);
         code = scan_folder(log, st);
         if (code != MLS_OK || !has_index || !log->lacks_pinned) {

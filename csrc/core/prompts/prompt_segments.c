@@ -69,6 +69,19 @@ static int compare_numbers(const void *a, const void *b)
     return x < y ? -1 : x > y;
 }
 
+mls_code mls_prompt_require_regular(const mls_prompt_log *log, const char *name,
+                                    mls_status *st)
+{
+    struct stat info;
+    if (fstatat(log->folder, name, &info, AT_SYMLINK_NOFOLLOW) != 0) {
+        return errno == ENOENT ? MLS_OK
+                               : mls_fail_os(st, errno, "cannot examine %s", name);
+    }
+    return S_ISREG(info.st_mode)
+               ? MLS_OK
+               : mls_fail(st, MLS_E_FORMAT, "%s is not a regular file: delete it", name);
+}
+
 /* Delete the file `name` if it is a temporary that a killed process left while it
  * replaced a file. */
 static void remove_temporary(const mls_prompt_log *log, const char *name)
@@ -94,9 +107,12 @@ static mls_code read_names(const mls_prompt_log *log, bool cleans, DIR *open_fol
             continue;
         }
         uint32_t *grown = mls_grow(numbers, listed, &room, sizeof *numbers);
-        if (grown == NULL) {
-            mls_free(numbers);
-            return mls_fail(st, MLS_E_MEMORY, "no memory to list the segments");
+        const mls_code code =
+            grown == NULL ? mls_fail(st, MLS_E_MEMORY, "no memory to list the segments")
+                          : mls_prompt_require_regular(log, entry->d_name, st);
+        if (code != MLS_OK) {
+            mls_free(grown == NULL ? numbers : grown);
+            return code;
         }
         numbers = grown;
         numbers[listed++] = number;

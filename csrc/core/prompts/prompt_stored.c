@@ -5,6 +5,9 @@
 #include "base/memory.h"
 #include "io/file.h"
 
+#include <errno.h>
+#include <unistd.h>
+
 enum { WINDOW = 64 << 10 }; /* bytes that a search reads at once */
 
 /* ---- headers ---- */
@@ -77,6 +80,24 @@ static mls_code examine_place(int fd, uint64_t offset, uint64_t left,
     return code;
 }
 
+/* Return the first place from `at` on, in steps of the unit, that may have data; `end` if
+ * there is only a hole, which has no header. */
+static uint64_t skip_hole(int fd, uint64_t at, uint64_t end)
+{
+#ifdef SEEK_DATA
+    const off_t data = lseek(fd, (off_t)at, SEEK_DATA);
+    if (data < 0) {
+        return errno == ENXIO ? end : at; /* other file systems do not know holes */
+    }
+    if ((uint64_t)data > at) {
+        at += ((uint64_t)data - at) / MLS_PROMPT_UNIT * MLS_PROMPT_UNIT;
+    }
+#else
+    (void)fd;
+#endif
+    return at < end ? at : end;
+}
+
 /* Find the first valid header from `from` on. Examine each multiple of the unit; most of
  * them lack the magic number. The first window is small, since valid records and damage
  * may alternate, and each next one is twice as large. `*effort`: bytes of invalid
@@ -90,6 +111,10 @@ mls_code mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
     *out = 0;
     for (uint64_t at = from; at < end && end - at >= MLS_PROMPT_FIXED;
          at += step - MLS_PROMPT_UNIT) { /* a place needs MLS_PROMPT_FIXED bytes */
+        at = skip_hole(fd, at, end);
+        if (end - at < MLS_PROMPT_FIXED) {
+            break;
+        }
         step = at == from || step == WINDOW ? step : 2 * step;
         step = end - at < step ? (size_t)(end - at) : step;
         mls_code code = mls_file_read_at(fd, window, step, at, st);
