@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import re
+import warnings
 from itertools import pairwise
 from typing import IO, TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
-from ..errors import ChecksumError, FormatError, StorePermissionError
+from ..errors import CheckpointWarning, ChecksumError, FormatError, StorePermissionError
 from .regular_file import open_regular
 from .store_error import format_error, store_error
 
@@ -219,7 +220,8 @@ def read_local(path: str) -> Checksums | None:
 def find_of_folder(folder: str) -> Checksums | None:
     """Return the checksums of a local folder, from its own file or its parent folder's.
 
-    None without such a file, or without permission to read the parent's. Raises as `read_local`.
+    None without such a file, or without permission to read the parent's. Raises as `read_local`; a
+    malformed file of the parent that does not name the folder is a warning.
     """
     checksums = read_local(f"{folder.rstrip('/')}/{NAME}")
     parent, _, name = os.path.abspath(folder).rpartition("/")
@@ -229,12 +231,30 @@ def find_of_folder(folder: str) -> Checksums | None:
         parent_checksums = read_local(f"{parent}/{NAME}")
     except StorePermissionError:
         return None
+    except FormatError as error:
+        if _names_folder(f"{parent}/{NAME}", name):
+            raise
+        text = f"{error}. It does not name {name!r}, which is read without it"
+        warnings.warn(text, CheckpointWarning, stacklevel=2)
+        return None
     records = {
         path.removeprefix(f"{name}/"): record
         for path, record in (parent_checksums.records if parent_checksums else {}).items()
         if path.startswith(f"{name}/")
     }
     return parent_checksums._replace(records=records) if parent_checksums and records else None
+
+
+def _names_folder(path: str, name: str) -> bool:
+    """Return whether the malformed file of checksums `path` has a file of the folder `name`."""
+    import json
+
+    text = json.dumps(name, ensure_ascii=False)[:-1] + "/"
+    try:
+        with open_regular(path) as file:
+            return text.encode(errors="surrogateescape") in file.read(_MOST_BYTES)
+    except OSError:  # not a regular file
+        return False
 
 
 def find_of_file(path: str) -> tuple[Record, str] | None:

@@ -15,7 +15,7 @@ import mlstate
 from mlstate._common.file_checksums import NAME
 from mlstate.checkpoint import checksum, inspect, load_metadata
 from mlstate.cli import main
-from mlstate.errors import ChecksumError, FormatError, StoreError
+from mlstate.errors import CheckpointWarning, ChecksumError, FormatError, StoreError
 
 STATE = {
     "a": np.arange(600_000, dtype=np.float32),  # three blocks
@@ -231,6 +231,33 @@ def test_checksums_of_the_parent_cover_a_subfolder(tmp_path):
         assert [kind for kind, *_ in problems_of(path)] == ["changed"]
     with pytest.raises(ChecksumError):
         mlstate.load(tmp_path / "pipe" / "unet")
+
+
+@pytest.mark.parametrize("kind", ["text", "other JSON", "damaged", "newer", "folder", "empty"])
+@pytest.mark.parametrize("is_named", [False, True])
+def test_malformed_checksums_of_the_parent_matter_if_they_name_the_folder(tmp_path, kind, is_named):
+    folder = write_folder(tmp_path / "model", STATE)
+    other = write_folder(tmp_path / "other", STATE)
+    checksum(tmp_path)
+    path = tmp_path / NAME
+    text = path.read_text()
+    if not is_named:
+        text = text.replace('"model/', '"third/')
+    if kind == "folder":
+        path.unlink()
+        path.mkdir()
+    else:
+        texts = {"text": "not JSON", "other JSON": "{}", "damaged": text[:-9], "empty": ""}
+        path.write_text(texts.get(kind, text.replace('"format_version": 1', '"format_version": 2')))
+    if is_named and kind in ("damaged", "newer"):
+        with pytest.raises(FormatError, match="file of checksums"):
+            mlstate.load(folder)
+    else:
+        with pytest.warns(CheckpointWarning, match="does not name 'model', which is read without"):
+            assert set(mlstate.load(folder).model) == set(STATE)
+        if kind not in ("damaged", "newer"):
+            with pytest.warns(CheckpointWarning, match="does not name 'other'"):
+                mlstate.load_file(other / "model.safetensors")
 
 
 def test_file_with_own_checksums_is_covered_too(tmp_path):
