@@ -31,7 +31,7 @@ static mls_prompt_log *open_log(void)
 {
     mls_prompt_log *log = NULL;
     mls_status st;
-    require(mls_prompt_log_open(folder, true, mls_kernels_of(MLS_CPU_SCALAR), &log,
+    require(mls_prompt_log_open(folder, true, mls_kernels_of(MLS_CPU_SCALAR), NULL, &log,
                                 &st) == MLS_OK);
     return log;
 }

@@ -193,7 +193,14 @@ class EntryPlan:
         entry = self.spec.entry_of(name)
         if entry.kind not in kinds:
             text = f"an entry of kind {entry.kind} does not fit layer {where}, a {owner}"
-            text += ": call state.dequantize() first" if entry.kind == "quantized" else ""
+            remedies = {
+                "quantized": ": call state.dequantize() first",
+                "sliding": ": pass a cache of the model's config, as DynamicCache(config=...)",
+                "full": ": call state.quantize(bits, group) first",
+            }
+            is_quantized = "quantized" in (entry.kind, *kinds)
+            if is_quantized or (entry.kind == "sliding" and owner == "DynamicLayer"):
+                text += remedies.get(entry.kind, "")
             raise entry_error(name, text, " or ".join(kinds), entry.kind)
         self.used.update(entry.arrays)
         return entry

@@ -172,7 +172,10 @@ def _check_entry(stored: CacheEntry, entry: CacheEntry, holder: str) -> None:
         expected, got = getattr(stored, fact), getattr(entry, fact)
         if expected != got:
             text = f"{fact} {got!r} in the {holder}, and {expected!r} in the prompts of this model"
-            raise entry_error(entry.name, f"{text}: pass another model= for it", expected, got)
+            remedy = "pass another model= for it"
+            if "quantized" in (got, expected):
+                remedy += ", where the first put stores a conversation whole that became quantized"
+            raise entry_error(entry.name, f"{text}: {remedy}", expected, got)
     expected_shape, got_shape = _stable_shape(stored), _stable_shape(entry)
     if expected_shape != got_shape:
         text = (

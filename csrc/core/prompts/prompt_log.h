@@ -55,10 +55,12 @@ mls_code mls_prompt_tokens(const mls_tensor *view, uint32_t **out, mls_status *s
 /* Open the log in the folder `path` and read its records' entries. With `create`, a
  * missing folder is created, and a log in it if it is empty. Without write permission,
  * the log can only be read. The caller frees `*out` with mls_prompt_log_free; the kernels
- * must outlive it.
- * MLS_E_IO; MLS_E_FORMAT: another folder, a newer version, a link; MLS_E_MEMORY. */
+ * must outlive it. `progress` (may be NULL) can stop the reading.
+ * MLS_E_IO; MLS_E_FORMAT: another folder, a newer version, a link; MLS_E_MEMORY;
+ * MLS_E_STOPPED. */
 mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *kernels,
-                             mls_prompt_log **out, mls_status *st);
+                             const mls_progress *progress, mls_prompt_log **out,
+                             mls_status *st);
 
 /* Write the index file if much was stored since the last one, and no other process
  * writes. Failures are ignored: the next opening reads more of the segments. */

@@ -68,8 +68,9 @@ struct mls_prompt_log {
     uint32_t tail_segment; /* that has the first record of the last put; 0: unknown */
     uint64_t tail_offset;  /* of that record in it */
     uint64_t index_bytes;  /* length of the index file */
-    uint32_t synced_segment; /* this process made this segment durable, */
-    uint64_t synced_bytes;   /* up to here */
+    uint32_t synced_segment;      /* this process made this segment durable, */
+    uint64_t synced_bytes;        /* up to here */
+    const mls_progress *progress; /* during the opening, which it can stop; else NULL */
 };
 
 /* ---- prompt_segments.c ---- */
@@ -147,11 +148,13 @@ static inline uint64_t mls_prompt_effort(uint64_t length)
 
 /* Set `*out` to the offset of the first valid header from `from` on, which is a multiple
  * of the unit; to 0 if none starts before `end`. Reduces `*effort` (see
- * mls_prompt_effort) by the bytes of invalid long headers.
- * MLS_E_IO, MLS_E_MEMORY. */
+ * mls_prompt_effort) by the bytes of invalid long headers. Skips holes of the file.
+ * `progress` (may be NULL) can stop the search.
+ * MLS_E_IO, MLS_E_MEMORY, MLS_E_STOPPED. */
 mls_code mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
                                   const mls_crc_kernels *crc, uint64_t *effort,
-                                  uint64_t *out, mls_status *st);
+                                  const mls_progress *progress, uint64_t *out,
+                                  mls_status *st);
 
 /* Return whether the last record of a segment that the log has read is unchanged in the
  * file `fd`: a writer may have cut the file and appended others. */

@@ -216,7 +216,8 @@ static mls_code open_files(mls_prompt_log *log, const char *path, bool create,
 
 /* Open a log and read its entries. A failure frees the log with all that is open. */
 mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *kernels,
-                             mls_prompt_log **out, mls_status *st)
+                             const mls_progress *progress, mls_prompt_log **out,
+                             mls_status *st)
 {
     mls_prompt_log *log = mls_alloc(1, sizeof *log);
     if (log == NULL) {
@@ -227,6 +228,7 @@ mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *k
                             .used = -1,
                             .pid = getpid(),
                             .kernels = kernels,
+                            .progress = progress,
                             .crc = mls_crc_of(kernels->cpu)};
     pthread_mutex_init(&log->state, NULL);
     pthread_mutex_init(&log->writer, NULL);
@@ -234,6 +236,7 @@ mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *k
     if (code == MLS_OK) {
         code = mls_prompt_load(log, st);
     }
+    log->progress = NULL;
     if (code != MLS_OK) {
         mls_prompt_log_free(log);
         return code;

@@ -241,7 +241,7 @@ static mls_code move_notes(mls_prompt_append *append, mls_prompt_file *file,
     mls_prompt_header header;
     uint64_t effort = mls_prompt_effort(length), at = 0;
     mls_code code = mls_prompt_header_search(file->fd, MLS_PROMPT_FILE_HEAD, length, crc,
-                                             &effort, &at, st);
+                                             &effort, append->progress, &at, st);
     while (code == MLS_OK && at > 0) {
         code = mls_prompt_header_read(file->fd, at, length - at, crc, header_buffer,
                                       &bytes, &header, st);
@@ -257,7 +257,7 @@ static mls_code move_notes(mls_prompt_append *append, mls_prompt_file *file,
         }
         if (code == MLS_OK) {
             code = mls_prompt_header_search(file->fd, at + header.record_bytes, length,
-                                            crc, &effort, &at, st);
+                                            crc, &effort, append->progress, &at, st);
         }
     }
     return code;

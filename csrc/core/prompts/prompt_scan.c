@@ -239,10 +239,10 @@ static mls_code skip_damage(scan *s, bool *done, mls_status *st)
     uint64_t next = 0;
     mls_code code =
         mls_prompt_header_search(s->fd, s->segment->bytes + MLS_PROMPT_UNIT, s->length,
-                                 s->log->crc, &s->effort, &next, st);
+                                 s->log->crc, &s->effort, s->log->progress, &next, st);
     if (code == MLS_OK && next > 0) {
         code = mls_prompt_header_search(s->fd, s->segment->bytes, s->length, s->log->crc,
-                                        &s->effort, &next, st);
+                                        &s->effort, s->log->progress, &next, st);
     }
     if (code == MLS_OK && next > 0) {
         s->segment->bytes = next;
@@ -262,6 +262,9 @@ static mls_code scan_records(scan *s, bool skips, mls_status *st)
     mls_code code = MLS_OK;
     while (!done && code == MLS_OK && s->length > s->segment->bytes &&
            s->length - s->segment->bytes >= MLS_PROMPT_FIXED) {
+        if (!mls_progress_report(s->log->progress, 0)) {
+            return mls_fail(st, MLS_E_STOPPED, "stopped");
+        }
         const uint64_t left = s->length - s->segment->bytes;
         const size_t bytes = left < WINDOW ? (size_t)left : WINDOW;
         code = mls_file_read_at(s->fd, window, bytes, s->segment->bytes, st);

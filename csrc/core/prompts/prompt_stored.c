@@ -104,13 +104,17 @@ static uint64_t skip_hole(int fd, uint64_t at, uint64_t end)
  * long headers that may still be read. */
 mls_code mls_prompt_header_search(int fd, uint64_t from, uint64_t end,
                                   const mls_crc_kernels *crc, uint64_t *effort,
-                                  uint64_t *out, mls_status *st)
+                                  const mls_progress *progress, uint64_t *out,
+                                  mls_status *st)
 {
     unsigned char window[WINDOW];
     size_t step = MLS_PROMPT_HEAD_READ;
     *out = 0;
     for (uint64_t at = from; at < end && end - at >= MLS_PROMPT_FIXED;
          at += step - MLS_PROMPT_UNIT) { /* a place needs MLS_PROMPT_FIXED bytes */
+        if (!mls_progress_report(progress, 0)) {
+            return mls_fail(st, MLS_E_STOPPED, "stopped");
+        }
         at = skip_hole(fd, at, end);
         if (end - at < MLS_PROMPT_FIXED) {
             break;

@@ -88,9 +88,13 @@ static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (self != NULL) {
         self->path = PyUnicode_DecodeFSDefault(PyBytes_AS_STRING(encoded));
         const char *name = PyBytes_AS_STRING(encoded);
-        MLSPY_WITHOUT_GIL(
-            code = mls_prompt_log_open(name, create, state->kernels, &self->log, &st));
-        if (code != MLS_OK) {
+        mlspy_progress progress;
+        (void)mlspy_progress_init(&progress, Py_None); /* cannot fail with None */
+        mlspy_progress_begin(&progress);
+        code = mls_prompt_log_open(name, create, state->kernels, &progress.core,
+                                   &self->log, &st);
+        mlspy_progress_end(&progress);
+        if (code != MLS_OK && code != MLS_E_STOPPED) {
             mlspy_raise(state, &st, path);
         }
         if (code != MLS_OK || self->path == NULL) {

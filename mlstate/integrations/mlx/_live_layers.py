@@ -99,7 +99,12 @@ def read_layer(layer: Any, where: str, depth: int = 0) -> LayerValues:
     for name, kind in cls.fields.items():
         if not hasattr(layer, name):
             raise unknown_layout(layer, where, name, "is absent")
-        values[name] = _read_value(getattr(layer, name), kind)
+        try:
+            values[name] = _read_value(getattr(layer, name), kind)
+        except RuntimeError as error:
+            text = f"layer {where}: mlx cannot compute {name} in this thread: call "
+            text += "mx.eval([layer.state for layer in cache]) in the thread that made the arrays"
+            raise RuntimeError(f"{text} ({error})") from error
     result = LayerValues(cls, values, [])
     result = result._replace(is_unwritten=is_unwritten(layer, result.tokens or 0))
     problem = find_problem(result)

@@ -9,8 +9,8 @@ static mls_prompt_log *log_of_test;
 static mls_code open_and_free(mls_status *st)
 {
     mls_prompt_log *log = NULL;
-    const mls_code code =
-        mls_prompt_log_open(path_of("log"), true, mls_kernels_of(best_cpu()), &log, st);
+    const mls_code code = mls_prompt_log_open(path_of("log"), true,
+                                              mls_kernels_of(best_cpu()), NULL, &log, st);
     mls_prompt_log_free(log);
     return code;
 }

@@ -68,7 +68,11 @@ TEST(links_fifos_and_segments_of_other_stores_are_refused)
         CHECK(number < 5 || status.os_error == ENOENT);
     }
     mls_prompt_log_free(log);
-    log = open_log();
+    log = NULL;
+    CHECK(mls_prompt_log_open(path_of("log"), false, mls_kernels_of(best_cpu()), NULL,
+                              &log, &status) == MLS_E_FORMAT);
+    CHECK(unlink(segment_path(2)) == 0 && unlink(segment_path(3)) == 0);
+    log = open_log(); /* without the copy of a segment in another place */
     CHECK(log->segment_count == 1 && stored_tokens(log, 1) == 8);
     CHECK(put_blocks(log, 1, 3) == 1);
     mls_prompt_log_free(log);

@@ -55,7 +55,7 @@ TEST(a_long_header_is_read_to_other_memory)
 static uint64_t search(int fd, uint64_t from, uint64_t end, const mls_crc_kernels *crc)
 {
     uint64_t effort = mls_prompt_effort(end), result = 1;
-    CHECK(mls_prompt_header_search(fd, from, end, crc, &effort, &result, &status) ==
+    CHECK(mls_prompt_header_search(fd, from, end, crc, &effort, NULL, &result, &status) ==
           MLS_OK);
     return result;
 }
@@ -105,8 +105,8 @@ TEST(an_error_of_the_system_ends_the_search)
 {
     mls_prompt_log *log = open_log();
     uint64_t effort = 1 << 20, result;
-    CHECK(mls_prompt_header_search(-1, 64, 1000, log->crc, &effort, &result, &status) ==
-          MLS_E_IO);
+    CHECK(mls_prompt_header_search(-1, 64, 1000, log->crc, &effort, NULL, &result,
+                                   &status) == MLS_E_IO);
     mls_prompt_log_free(log);
 }
 

@@ -39,8 +39,8 @@ static inline mls_prompt_prefix prefix_of(const prompt *p, size_t count)
 static inline mls_prompt_log *open_log(void)
 {
     mls_prompt_log *log = NULL;
-    CHECK(mls_prompt_log_open(path_of("log"), true, mls_kernels_of(best_cpu()), &log,
-                              &status) == MLS_OK);
+    CHECK(mls_prompt_log_open(path_of("log"), true, mls_kernels_of(best_cpu()), NULL,
+                              &log, &status) == MLS_OK);
     return log;
 }
 

@@ -3,6 +3,7 @@
 import copy
 import pickle
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -307,6 +308,17 @@ def test_a_state_of_another_library_needs_a_cache_to_fill():
     moved = to_transformers(state, into=transformers.DynamicCache())
     assert moved.get_seq_length() == state.length
     np.testing.assert_array_equal(moved.layers[0].keys, bits_of(_full().keys)[:, :, :9])
+
+
+def test_lazy_arrays_of_another_thread_have_a_remedy():
+    layer = models.KVCache()
+    thread = threading.Thread(
+        target=lambda: layer.update_and_fetch(mx.ones((1, 2, 3, 4)) * 2, mx.ones((1, 2, 3, 4)) * 3)
+    )
+    thread.start()
+    thread.join()
+    with pytest.raises(RuntimeError, match=r"layer 0: mlx cannot compute keys.*call mx\.eval\("):
+        from_cache([layer])
 
 
 def test_a_list_without_layers_comes_back():
