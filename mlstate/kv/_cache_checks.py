@@ -9,7 +9,7 @@ import numpy as np
 from .._common.arrays import is_torch, refuse_masked
 from .._common.dtypes import name_of
 from .._common.text import shorten
-from ._arguments import incompatible, tokens_error
+from ._arguments import capacity_error, incompatible, tokens_error
 from ._cache_spec import CacheEntry, CacheSpec, entry_error
 
 if TYPE_CHECKING:
@@ -75,3 +75,13 @@ def check_length(spec: CacheSpec, length: int) -> None:
         if size is None or length <= size or (entry.window is not None and entry.window <= size):
             continue
         raise tokens_error(length, size, f"resize the cache to at least {length}", entry.name)
+
+
+def refuse_negative(number: int) -> int:
+    """Raise CapacityError for a negative number, which only `crop` of transformers accepts."""
+    raise capacity_error(
+        f"n must be at least 0, got {number}: crop keeps the first n tokens; to drop {-number} "
+        f"tokens, as crop of transformers does, use trim({-number})",
+        "0 or more",
+        number,
+    )

@@ -18,7 +18,7 @@ from .._common.set_module import set_module
 from .._common.text import bytes_text, count_text, table_html
 from ._arguments import as_count, as_integer, capacity_error, incompatible
 from ._axis import along
-from ._cache_checks import check_array, check_length, check_names
+from ._cache_checks import check_array, check_length, check_names, refuse_negative
 from ._cache_spec import CacheEntry, CacheSpec, entry_error
 from ._copies import (
     CopiedByValue,
@@ -445,7 +445,7 @@ class CacheState(CopiedByValue):
             As for `trim`.
         """
         number, length = as_integer("n", n), self._cache.length
-        new_length = as_count("n", n) if number >= 0 else _refuse_negative(number)
+        new_length = as_count("n", n) if number >= 0 else refuse_negative(number)
         if new_length > length:
             raise capacity_error(
                 f"cannot keep {new_length} tokens: the cache has {length}",
@@ -893,13 +893,3 @@ def _move_tokens(array: Any, entry: CacheEntry, ring: Ring) -> Any:
         compact_kv_state(source, count, count, out=target, seq_axis=axis)
         at += count
     return moved
-
-
-def _refuse_negative(number: int) -> int:
-    """Raise CapacityError for a negative number, which only `crop` of transformers accepts."""
-    raise capacity_error(
-        f"n must be at least 0, got {number}: crop keeps the first n tokens; to drop {-number} "
-        f"tokens, as crop of transformers does, use trim({-number})",
-        "0 or more",
-        number,
-    )

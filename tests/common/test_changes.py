@@ -23,7 +23,7 @@ class Thing:
     pass
 
 
-def test_changes_are_made_in_order():
+def test_changes_run_in_order():
     thing, numbers = Thing(), []
     exchange([partial(vars(thing).update, a=1), partial(numbers.append, 5)])
     assert thing.a == 1 and numbers == [5]
@@ -247,7 +247,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=[case.__name__ for case in CASES])
-def test_an_error_at_any_line_leaves_nothing_half_changed(tmp_path, case):
+def test_an_error_at_any_line_leaves_no_mixture(tmp_path, case):
     raised, wrong = half_changed(*case(tmp_path))
     assert raised > 10 and not wrong
 
