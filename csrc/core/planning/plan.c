@@ -17,6 +17,7 @@
 
 #include <inttypes.h>
 #include <math.h>
+#include <string.h>
 
 /* ---- budgets ---- */
 
@@ -118,7 +119,7 @@ static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *tab
 {
     const int64_t slots = table->costs->budget;
     const double base_seconds = unplanned_seconds(chain);
-    mls_plan_point *points = mls_alloc((size_t)slots + 2, sizeof *points);
+    mls_plan_point *points = mls_alloc((size_t)slots + 3, sizeof *points);
     size_t count = 0;
     double last_value = (double)INFINITY;
     if (points == NULL) {
@@ -143,6 +144,85 @@ static mls_code curve_of_table(const mls_chain *chain, const mls_plan_table *tab
         points[count++] = last_point;
     }
     *out = (mls_plan_curve){points, count, MLS_PLAN_BY_SLOTS, (size_t)slots};
+    return MLS_OK;
+}
+
+/* ---- recomputing every block ---- */
+
+/* Writes the schedule that keeps the last block and recomputes every other one from its
+ * own input, and its totals. It is persistent, so planning to the byte finds one as good.
+ * Slots may miss it, because they round sizes up. MLS_E_MEMORY. */
+static mls_code make_recomputing_plan(const mls_chain *chain, mls_schedule *out,
+                                      mls_totals *totals, mls_status *st)
+{
+    const size_t last = chain->blocks - 1;
+    mls_code code = MLS_OK;
+    for (size_t i = 0; code == MLS_OK && i < last; i++) {
+        code = mls_schedule_push(out, MLS_STEP_FORWARD, i, st);
+    }
+    for (size_t i = chain->blocks; code == MLS_OK && i-- > 0;) {
+        if (i < last) {
+            code = mls_schedule_push(out, MLS_STEP_DROP, i + 1, st);
+        }
+        code = code == MLS_OK ? mls_schedule_push(out, MLS_STEP_SAVE, i, st) : code;
+        code = code == MLS_OK ? mls_schedule_push(out, MLS_STEP_BACKWARD, i, st) : code;
+    }
+    return code == MLS_OK
+               ? mls_chain_simulate(chain, out->steps, out->count, NULL, totals, st)
+               : code;
+}
+
+/* Replaces a plan that slots found by recomputing every block, if that fits the budget
+ * and is faster. MLS_E_MEMORY: frees the plan. */
+static mls_code prefer_recomputing(const mls_chain *chain, int64_t budget, mls_plan *plan,
+                                   mls_status *st)
+{
+    mls_schedule other = {0};
+    mls_totals found, recomputing;
+    mls_code code = mls_chain_simulate(chain, plan->schedule.steps, plan->schedule.count,
+                                       NULL, &found, st);
+    if (code == MLS_OK) {
+        code = make_recomputing_plan(chain, &other, &recomputing, st);
+    }
+    if (code == MLS_OK && recomputing.peak_bytes <= budget &&
+        recomputing.seconds < found.seconds) {
+        const mls_schedule slower = plan->schedule;
+        plan->schedule = other;
+        other = slower;
+    }
+    mls_schedule_fini(&other);
+    if (code != MLS_OK) {
+        mls_schedule_fini(&plan->schedule);
+    }
+    return code;
+}
+
+/* Adds recomputing every block to a curve by slots, which has room for one point more,
+ * and removes the points that are not faster. MLS_E_MEMORY. */
+static mls_code add_recomputing_point(const mls_chain *chain, mls_plan_curve *curve,
+                                      mls_status *st)
+{
+    mls_schedule schedule = {0};
+    mls_totals t;
+    const mls_code code = make_recomputing_plan(chain, &schedule, &t, st);
+    mls_schedule_fini(&schedule);
+    if (code != MLS_OK) {
+        return code;
+    }
+    mls_plan_point *points = curve->points;
+    size_t begin = 0, end;
+    while (begin < curve->count && points[begin].memory < t.peak_bytes) {
+        begin++;
+    }
+    if (begin > 0 && points[begin - 1].seconds <= t.seconds) {
+        return MLS_OK;
+    }
+    for (end = begin; end < curve->count && points[end].seconds >= t.seconds;) {
+        end++;
+    }
+    memmove(points + begin + 1, points + end, (curve->count - end) * sizeof *points);
+    points[begin] = (mls_plan_point){t.peak_bytes, t.seconds};
+    curve->count += begin + 1 - end;
     return MLS_OK;
 }
 
@@ -230,6 +310,10 @@ static mls_code solve_by_slots(const mls_chain *chain, const mls_plan_request *r
     } else if (code == MLS_OK) {
         const int64_t bytes = r->budget_bytes - chain->activation_bytes[0];
         code = curve_of_table(chain, &table, bytes, out.curve, st);
+        if (code == MLS_OK &&
+            (code = add_recomputing_point(chain, out.curve, st)) != MLS_OK) {
+            mls_plan_curve_fini(out.curve);
+        }
     }
     mls_plan_table_fini(&table);
     mls_plan_costs_fini(&costs);
@@ -299,13 +383,17 @@ static mls_code make_unplanned_plan(const mls_chain *chain, mls_plan *out, mls_s
     return code;
 }
 
-/* Plans by slots; if these are too coarse, uses any schedule that fits. MLS_E_CAPACITY:
- * no schedule fits. Other errors as for mls_plan_make. */
+/* Plans by slots; if these are too coarse, uses any schedule that fits. Recomputing every
+ * block is always a candidate. MLS_E_CAPACITY: no schedule fits. Other errors as for
+ * mls_plan_make. */
 static mls_code make_plan_by_slots(const mls_chain *chain, const mls_plan_request *r,
                                    size_t slots, mls_plan *out, mls_status *st)
 {
-    const mls_code code = solve_by_slots(chain, r, slots, (result){.plan = out}, st);
-    return code == MLS_E_CAPACITY ? make_fitting_plan(chain, r, out, st) : code;
+    mls_code code = solve_by_slots(chain, r, slots, (result){.plan = out}, st);
+    if (code == MLS_E_CAPACITY) {
+        code = make_fitting_plan(chain, r, out, st);
+    }
+    return code == MLS_OK ? prefer_recomputing(chain, r->budget_bytes, out, st) : code;
 }
 
 /* Returns the number of slots to use if planning to the byte is too expensive: fewer if

@@ -2,7 +2,8 @@
  * default number of slots.
  *
  * plan_costs.h defines persistent schedules. Planning to the byte yields an optimum of
- * that class. Planning by slots yields an optimum for sizes that are rounded up to slots.
+ * that class. Planning by slots yields an optimum for sizes that are rounded up to slots,
+ * or the schedule that recomputes every block, if that fits and is faster.
  * Times are sums of doubles, so they are optimal up to rounding.
  */
 #ifndef MLS_PLAN_H
