@@ -35,6 +35,7 @@ class Budget(NamedTuple):
     unit_bytes: int  # 0 for plain bytes; the whole for a fraction of it
     unit_name: str  # "GiB", or "of all memory" for a fraction
     given: str  # the number as the caller wrote it
+    base: int = 0  # bytes that a fraction is added to
 
     def text(self, nbytes: int) -> str:
         """Return a number of bytes as text in the caller's unit, rounded up to four digits."""
@@ -48,6 +49,7 @@ class Budget(NamedTuple):
         size = self.unit_bytes
         if nbytes == self.nbytes:
             return self.given
+        nbytes -= self.base
         if nbytes >= size:
             places = max(0, _DIGITS - len(str(nbytes // size)))
         else:
@@ -73,11 +75,14 @@ class Budget(NamedTuple):
         return _BYTES.sub(lambda m: f"{m[1]} {self.text(int(m[2]))}", message)
 
 
-def parse_budget(name: str, value: Any, full: int | None = None, of: str = "") -> Budget:
+def parse_budget(
+    name: str, value: Any, full: int | None = None, of: str = "", base: int = 0
+) -> Budget:
     """Return a memory budget, rounded down to whole bytes.
 
     `value`: bytes as an int; a size such as ``"6GiB"`` or ``"1.5 GB"``; or a fraction of `full`
-    bytes, as a float up to 1 or a text such as ``"60%"``. Without `full`, fractions are refused.
+    bytes, as a float up to 1 or a text such as ``"60%"``, which is added to `base` bytes. Without
+    `full`, fractions are refused.
     `name`: the parameter's name, and `of` describes `full`, both for messages. Raises TypeError or
     ValueError. A negative number is returned as it is.
     """
@@ -87,7 +92,8 @@ def parse_budget(name: str, value: Any, full: int | None = None, of: str = "") -
             return _parse_text(name, value)
         if full is None:
             raise _fraction_error(name, value)
-        return Budget(_multiply(percent[1], full) // 100, full, f"of {of}", f"{value.strip()}")
+        nbytes = base + _multiply(percent[1], full) // 100
+        return Budget(nbytes, full, f"of {of}", f"{value.strip()}", base)
     try:
         if not isinstance(value, FLAG):
             return Budget(index(value), 0, "", "")
@@ -110,7 +116,7 @@ def parse_budget(name: str, value: Any, full: int | None = None, of: str = "") -
     if full is None:
         raise _fraction_error(name, f"{number:g}")
     # 15 decimals restore the number that the caller typed, such as 0.6.
-    return Budget(_multiply(f"{number:.15f}", full), full, f"of {of}", f"{number:g}")
+    return Budget(base + _multiply(f"{number:.15f}", full), full, f"of {of}", f"{number:g}", base)
 
 
 def parse_size(name: str, value: object, least: int = 0, most: int | None = None) -> int:

@@ -44,6 +44,7 @@ class ActivationBackend(Protocol):
         blocks: Any = None,
         repeats: int = 5,
         offload: bool | str | os.PathLike[str] = False,
+        loss: Callable[[Any], Any] | None = None,
     ) -> Chain:
         """Measure the blocks of a model; public as `Chain.from_torch`."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .. import _core
-from .._common.arguments import check_items, check_number
+from .._common.arguments import check_int, check_items, check_number
 from .._common.backend import backend_named
 from .._common.budget import Budget, parse_budget
 from .._common.text import bytes_text, count_text, table_html, table_text
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .._types import NDArray
 
 _ROWS = 40
+_MOST_BYTES = 1 << 62
 _FORMAT = "mlstate.chain"
 _SECONDS = ("forward_seconds", "backward_seconds")
 _BYTES = (
@@ -32,6 +33,7 @@ _BYTES = (
     "saving_temporary_bytes",
     "backward_temporary_bytes",
 )
+_OUTSIDE = ("outside_bytes", "head_bytes", "outside_seconds")
 _RATES = ("offload_bytes_per_second", "load_bytes_per_second")
 _HEADERS = ["block", "forward", "backward", "input", "saved", "gradient", "temporary"]
 
@@ -133,6 +135,18 @@ class Chain:
     offload_bytes_per_second, load_bytes_per_second : float, optional
         Speed of copies to the host and back. Nothing else runs during a copy. Default: the
         chain cannot be offloaded.
+    outside_bytes : int, default 0
+        Memory that the model holds beside its blocks from the first block's forward to its
+        backward run, without the first block's input: of an embedding, of masks.
+    head_bytes : int, default 0
+        Peak memory of what runs between the last block's forward and backward runs (head,
+        logits, loss), beyond the last block's output. It includes the gradient of this output.
+        No plan recomputes it. 0: nothing runs there; the last block's backward run then makes
+        the gradient of its output.
+    outside_seconds : float, default 0
+        Time of everything outside of the blocks.
+    note : str, optional
+        A sentence for reports, such as about what the chain does not cover.
 
     Raises
     ------
@@ -161,7 +175,7 @@ class Chain:
     True
     """
 
-    __slots__ = ("__dict__", "_arrays", "_names", "_numbers", "_spread")
+    __slots__ = ("__dict__", "_arrays", "_names", "_numbers", "_outside", "_spread", "note")
 
     def __init__(
         self,
@@ -178,6 +192,10 @@ class Chain:
         names: Iterable[str] | None = None,
         offload_bytes_per_second: float | None = None,
         load_bytes_per_second: float | None = None,
+        outside_bytes: int = 0,
+        head_bytes: int = 0,
+        outside_seconds: float = 0.0,
+        note: str = "",
     ) -> None:
         """Check the numbers of each block (see the class) and keep read-only copies."""
         forward = freeze_numbers("forward_seconds", forward_seconds, "float64")
@@ -202,17 +220,50 @@ class Chain:
         ]
         backward = freeze_numbers("backward_seconds", backward_seconds, "float64", n)
         rates = map(_check_rate, _RATES, (offload_bytes_per_second, load_bytes_per_second))
+        self._outside: tuple[int, int, float] = (
+            check_int("outside_bytes", outside_bytes, 0, _MOST_BYTES),
+            check_int("head_bytes", head_bytes, 0, _MOST_BYTES),
+            check_number("outside_seconds", outside_seconds),
+        )
+        if not isinstance(note, str):
+            raise TypeError(f"note must be a str, got {type(note).__name__}")
+        self.note = note
         # in the order that the core expects: seconds, then bytes as in `_BYTES`, then rates
         self._numbers = (forward, backward, *sizes)
-        self._arrays: tuple[Any, ...] = (*self._numbers, *rates)
+        self._arrays: tuple[Any, ...] = (*self._model_numbers(), *rates)
         self._spread = _check_spread(seconds_spread, n)
         self._names = check_names(names, n, "blocks")
         _core.chain_check(self._arrays)
 
+    def _model_numbers(self) -> list[NDArray]:
+        """Return the arrays of the whole model, as the core plans them.
+
+        The first activation, which is held from beginning to end, includes the memory outside of
+        the blocks. If the chain has a head, it is one block more: it saves nothing, and either of
+        its runs has its peak.
+        """
+        outside_bytes, head_bytes, outside_seconds = self._outside
+        numbers = list(self._numbers)
+        if outside_bytes:
+            numbers[2] = numbers[2].copy()
+            numbers[2][0] += outside_bytes
+        if self._has_head:
+            rest = max(0, head_bytes - int(self.gradient_bytes[-1]))  # gradients are counted apart
+            head = (outside_seconds, 0, 0, 0, 0, 0, head_bytes, rest)
+            numbers = [
+                np.append(a, [x]).astype(a.dtype) for a, x in zip(numbers, head, strict=True)
+            ]
+        return numbers
+
+    @property
+    def _has_head(self) -> bool:
+        """Whether anything runs after the last block: the core then has one block more."""
+        return any(self._outside[1:])
+
     @property
     def blocks(self) -> int:
         """Number of blocks."""
-        return len(self._arrays[0])
+        return len(self._numbers[0])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -275,6 +326,21 @@ class Chain:
         return self._arrays[9] or None
 
     @property
+    def outside_bytes(self) -> int:
+        """Memory outside of the blocks, from the first block's forward to its backward run."""
+        return self._outside[0]
+
+    @property
+    def head_bytes(self) -> int:
+        """Peak memory of what runs after the last block, beyond its output."""
+        return self._outside[1]
+
+    @property
+    def outside_seconds(self) -> float:
+        """Time of everything outside of the blocks."""
+        return self._outside[2]
+
+    @property
     def plain_seconds(self) -> float:
         """Time of forward and backward pass without recomputation."""
         return self._plain[0]
@@ -285,9 +351,31 @@ class Chain:
         return self._plain[1]
 
     def _budget(self, value: MemorySize) -> Budget:
-        """Parse a budget for this chain; a fraction refers to `plain_peak_bytes`."""
-        peak = self.plain_peak_bytes
-        return parse_budget("budget_bytes", value, peak, "the peak without a plan")
+        """Parse a budget for this chain.
+
+        A fraction refers to the memory that a plan can change: `plain_peak_bytes` without the
+        bytes outside of the blocks and of the head, to which it is added.
+        """
+        fixed = self.outside_bytes + self.head_bytes
+        of = "the blocks' memory without a plan" if fixed else "the peak without a plan"
+        return parse_budget("budget_bytes", value, self.plain_peak_bytes - fixed, of, fixed)
+
+    @property
+    def _head_peak_bytes(self) -> int:
+        """Peak of the head alone, if no block keeps anything; no plan has a smaller one."""
+        activations = self._numbers[2]
+        return int(activations[0] + activations[-1]) + self.outside_bytes + self.head_bytes
+
+    def _outside_text(self) -> str:
+        """Return a line on the memory outside of the blocks and the note; "" without both."""
+        outside_bytes, head_bytes, _ = self._outside
+        text = (
+            f"outside of the blocks: {bytes_text(outside_bytes)} throughout, "
+            f"{bytes_text(head_bytes)} after the last block"
+        )
+        return "; ".join(
+            part for part in (text if outside_bytes or head_bytes else "", self.note) if part
+        )
 
     @cached_property
     def least_budget_bytes(self) -> int:
@@ -297,7 +385,7 @@ class Chain:
     @cached_property
     def _plain(self) -> tuple[float, int]:
         """Seconds and peak bytes of the schedule that saves every block and recomputes none."""
-        n = self.blocks
+        n = self.blocks + self._has_head
         steps = np.empty((2 * n, 2), np.int32)  # (kind, block); kinds are indices of `_plan.KINDS`
         steps[:n, 0], steps[:n, 1] = 1, np.arange(n)  # save
         steps[n:, 0], steps[n:, 1] = 2, np.arange(n)[::-1]  # backward
@@ -323,13 +411,14 @@ class Chain:
     def _as_dict(self) -> dict[str, Any]:
         """Return the chain as a dict of JSON values; None for an unknown spread, names or rate."""
         document: dict[str, Any] = {"format": _FORMAT, "version": 1}
-        for name, array in zip(_SECONDS + _BYTES, self._arrays, strict=False):
+        for name, array in zip(_SECONDS + _BYTES, self._numbers, strict=True):
             document[name] = array.tolist()
         document["seconds_spread"] = None if self._spread is None else self._spread.tolist()
         document["names"] = None if self._names is None else list(self._names)
         for name in _RATES:
             document[name] = getattr(self, name)
-        return document
+        given = {name: getattr(self, name) for name in (*_OUTSIDE, "note")}
+        return document | {name: value for name, value in given.items() if value}
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Chain:
@@ -375,7 +464,8 @@ class Chain:
                 f"this is {document.get('format')!r}, version {document.get('version')!r}: "
                 f"expected {_FORMAT!r}, version 1"
             )
-        members = {"format", "version", "names", "seconds_spread", *_SECONDS, *_BYTES, *_RATES}
+        members = {"format", "version", "names", "seconds_spread", "note"}
+        members |= {*_SECONDS, *_BYTES, *_RATES, *_OUTSIDE}
         unknown = sorted(set(document) - members)
         missing = [
             name
@@ -425,7 +515,8 @@ class Chain:
         if not isinstance(other, Chain):
             return NotImplemented
         has_equal_costs = all(map(np.array_equal, self._arrays, other._arrays))
-        return has_equal_costs and self._names == other._names
+        others = self._names == other._names and self._outside == other._outside
+        return has_equal_costs and others
 
     def __hash__(self) -> int:
         # forward seconds and saved bytes suffice to tell most chains apart
@@ -447,7 +538,7 @@ class Chain:
 
     def _rows(self) -> list[list[str]]:
         """Return one row of texts for each block, in the columns of `_headers`."""
-        forward, backward, activations, gradients, saved, *temporary = self._arrays[:8]
+        forward, backward, activations, gradients, saved, *temporary = self._numbers
         return [
             [
                 name,
@@ -466,10 +557,12 @@ class Chain:
         return f"<Chain: {self._title()}>"
 
     def __str__(self) -> str:
-        return f"{self._title()}\n{table_text(self._headers(), self._rows(), _ROWS)}"
+        lines = [self._title(), self._outside_text()]
+        return "\n".join([*filter(None, lines), table_text(self._headers(), self._rows(), _ROWS)])
 
     def _repr_html_(self) -> str:
-        return table_html(self._title(), self._headers(), self._rows(), collapse=True)
+        title = "; ".join(filter(None, (self._title(), self._outside_text())))
+        return table_html(title, self._headers(), self._rows(), collapse=True)
 
 
 def _check_spread(stated: Any, count: int) -> NDArray | None:

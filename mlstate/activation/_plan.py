@@ -115,6 +115,22 @@ def _steps_array(steps: Any) -> NDArray:
     return array
 
 
+def _with_head(steps: NDArray, chain: Chain) -> NDArray:
+    """Return steps of a chain's blocks with those of its head, if it has one.
+
+    The head runs once, after the last block's first run and before activation n is dropped.
+    """
+    n = check_chain(chain).blocks
+    kinds, blocks = steps.T
+    runs = np.flatnonzero((kinds <= _SAVE) & (blocks == n - 1))
+    if not chain._has_head or not len(runs) or ((kinds != _DROP) & (blocks == n)).any():
+        return steps
+    at = int(runs[0]) + 1
+    while at < len(steps) and (kinds[at] == _OFFLOAD or (kinds[at] == _DROP and blocks[at] != n)):
+        at += 1
+    return np.insert(steps, at, [[_SAVE, n], [_BACKWARD, n]], axis=0)
+
+
 class Plan:
     """A valid schedule of a chain, with its time and peak memory.
 
@@ -180,12 +196,14 @@ class Plan:
         self.schedules = schedules
         self.method = method
         self.exact = exact
-        self._steps = _steps_array(steps)
+        self._all_steps = _with_head(_steps_array(steps), chain)  # as the core runs them
+        self._is_head = (self._all_steps[:, 0] != _DROP) & (self._all_steps[:, 1] == chain.blocks)
+        self._steps = self._all_steps[~self._is_head]
         self.predicted_seconds: float
         self.predicted_peak_bytes: int
         self.predicted_seconds, self.predicted_peak_bytes = _core.chain_simulate(
             chain._arrays,
-            self._steps,
+            self._all_steps,
             False,  # not detailed
         )[:2]
         if budget is not None and self.predicted_peak_bytes > budget.nbytes:
@@ -223,7 +241,8 @@ class Plan:
         Returns
         -------
         Simulation
-            Bytes held before and after each step, its peak memory and its time.
+            Bytes held before and after each step, its peak memory and its time. What runs after
+            the last block counts in the step before it.
 
         Examples
         --------
@@ -232,7 +251,16 @@ class Plan:
         >>> plan(chain, 80).simulate().after_bytes.tolist()
         [20, 50, 30, 20, 50, 20]
         """
-        return Simulation(*_core.chain_simulate(self.chain._arrays, self._steps, True)[2:])
+        before, peak, after, seconds = _core.chain_simulate(
+            self.chain._arrays, self._all_steps, True
+        )[2:]
+        starts = np.flatnonzero(~self._is_head)  # the head's steps count in the step before them
+        return Simulation(
+            before[starts],
+            np.maximum.reduceat(peak, starts),
+            after[np.append(starts[1:], len(after)) - 1],
+            np.add.reduceat(seconds, starts),
+        )
 
     @cached_property
     def _forward_runs(self) -> NDArray:
@@ -325,7 +353,7 @@ class Plan:
             "schedules": self.schedules,
             "method": self.method,
             "exact": self.exact,
-            "steps": [list(step) for step in self.steps()],
+            "steps": [[KINDS[kind], index] for kind, index in self._all_steps.tolist()],
         }
         return json.dumps(document)
 
@@ -577,7 +605,7 @@ class Plan:
             if blocks:
                 listed = ", ".join(names[i] for i in blocks[:20])
                 lines.append(f"{label}: {listed}{', …' if len(blocks) > 20 else ''}")
-        lines.append(self._describe_search())
+        lines += filter(None, (self.chain._outside_text(), self._describe_search()))
         return "\n".join([*lines, table_text(_HEADERS, self._rows(), _ROWS)])
 
     def _describe_search(self) -> str:
@@ -596,5 +624,6 @@ class Plan:
         from ._plan_html import plan_html
 
         before, peak, after, seconds = self.simulate()
-        title = f"{self._title()}; {self._describe_search()}"
+        parts = (self._title(), self.chain._outside_text(), self._describe_search())
+        title = "; ".join(filter(None, parts))
         return plan_html(title, self.steps(), self.chain.names, (before, peak, after), seconds)

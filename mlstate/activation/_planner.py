@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from operator import index
 from typing import TYPE_CHECKING, Literal
 
@@ -15,7 +15,7 @@ from ._plan import Plan
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .._common.budget import MemorySize
+    from .._common.budget import Budget, MemorySize
     from .._types import NDArray
     from ._chain import Chain
 
@@ -48,6 +48,25 @@ def _check_arguments(chain: Chain, slots: int | None, offload: bool) -> int:
     return check_int("slots", slots, 1, also=" or None")
 
 
+@contextmanager
+def _errors(chain: Chain, budget: Budget) -> Iterator[None]:
+    """Let CapacityErrors of the core show budgets as the caller does, and the head's part."""
+    try:
+        with budget.errors():
+            yield
+    except _core.CapacityError as error:
+        n, text = chain.blocks, str(error)
+        text = text.replace(f"of {n + chain._has_head} blocks", f"of {n} blocks")
+        if chain.head_bytes and budget.nbytes < chain._head_peak_bytes:
+            text += (
+                f"; {budget.text(chain._head_peak_bytes)} of that are for what runs outside of the "
+                "blocks (embedding, head, logits, loss), which no plan changes: use a smaller "
+                "batch or shorter sequences, or compute logits and loss in chunks"
+            )
+        error.args = (text,)
+        raise
+
+
 def plan(
     chain: Chain,
     budget_bytes: MemorySize,
@@ -64,8 +83,10 @@ def plan(
         The costs of the blocks.
     budget_bytes : int, float or str
         Largest peak memory allowed. It includes all memory that the chain describes: input,
-        activations, gradients, temporaries. Bytes, a size such as ``"6GiB"`` or ``"6 GB"``, or
-        a float up to 1: a fraction of `Chain.plain_peak_bytes`.
+        activations, gradients, temporaries, and of a measured model all that is outside of its
+        blocks. Bytes, a size such as ``"6GiB"`` or ``"6 GB"``, or a float up to 1: a fraction of
+        `Chain.plain_peak_bytes`. If the chain has a head or memory outside of the blocks, it is
+        a fraction of the rest, which a plan can change, and these bytes are added.
     schedules : {"persistent", "any"}
         ``"persistent"``: a block's saved memory, or its input kept as a restart point, stays
         until its backward run. ``"any"``: all valid schedules, searched exhaustively if the
@@ -125,7 +146,7 @@ def plan(
         raise ValueError(f"schedules is {schedules!r}: choose one of {', '.join(_CLASSES)}")
     parsed = chain._budget(budget_bytes)
     budget = parsed.nbytes
-    with parsed.errors():
+    with _errors(chain, parsed):
         if schedules == "any":
             return _plan_any(chain, budget, slot_count, offload)
         # `method`: of `_METHODS`. `used_slots`: of the core's search; 0 if it was to the byte

@@ -1,5 +1,6 @@
 """`schedules="any"`: the optimum over all schedules of short chains, else the persistent plan."""
 
+import random
 import time
 
 import numpy as np
@@ -23,7 +24,7 @@ from thread_team import calling_in_background
 from tries import tries
 
 from mlstate import _core
-from mlstate.activation import Chain, Plan, plan
+from mlstate.activation import Chain, Plan, pareto, plan
 from mlstate.errors import CapacityError
 
 
@@ -282,3 +283,40 @@ def test_simulators_agree_on_schedules_that_are_nearly_valid():
             good = check_simulators_agree(model, chain, changed)
             valid, invalid = valid + good, invalid + (not good)
     assert valid > 20 and invalid > 200
+
+
+@pytest.mark.parametrize("slots", [None, 7, 40])
+def test_no_plan_loses_to_recomputing_every_block(slots):
+    rng = random.Random(4)
+    for _ in range(40):
+        n = rng.randint(1, 12)
+        sizes = [rng.randint(1, 99) for _ in range(n + 1)]
+        chain = Chain(
+            [rng.randint(1, 9) for _ in range(n)],
+            [1] * n,
+            sizes,
+            [size + rng.randint(0, 300) for size in sizes[1:]],
+            head_bytes=rng.choice([0, sizes[-1] + rng.randint(0, 500)]),
+            outside_bytes=rng.randint(0, 9),
+        )
+        every = Plan.from_recomputed(chain, range(n))
+        found = plan(chain, every.predicted_peak_bytes, slots=slots)
+        assert found.predicted_seconds <= every.predicted_seconds
+        peak = every.predicted_peak_bytes
+        curve = pareto(chain, slots=slots)
+        assert any(p[0] <= peak and p[1] <= every.predicted_seconds for p in curve)
+
+
+def test_a_head_runs_once_and_is_in_no_step():
+    ones = [1, 1, 1]
+    chain = Chain(ones, ones, [2, 2, 2, 2], [9, 9, 9], head_bytes=50, outside_seconds=4)
+    assert chain.plain_peak_bytes == 2 + 27 + 50 and chain.plain_seconds == 10
+    assert chain.least_budget_bytes == 2 + 2 + 50
+    tight = plan(chain, 2 + 3 * 2 + 50)
+    assert tight.recomputed == [0, 1, 2] and tight.predicted_seconds == 13
+    assert {index for kind, index in tight.steps() if kind != "drop"} == {0, 1, 2}
+    for made in (tight, plan(chain, 70, schedules="any"), Plan.from_recomputed(chain, [1])):
+        assert Plan.from_json(made.to_json()) == made
+        assert Plan(chain, made.steps()).predicted_peak_bytes >= made.predicted_peak_bytes
+    with pytest.raises(TypeError, match="note must be a str"):
+        Chain(ones, ones, [2, 2, 2, 2], [9, 9, 9], note=3)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +18,24 @@ from .rng_and_buffers import (
     generators_of,
     set_generator_states,
 )
-from .tensors import detach_all, tensors_in
+from .tensors import detach_all, storage_id, tensors_in
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import torch
+
+
+def discard_saved() -> Any:
+    """Return a context in which autograd saves no tensors, so that no backward pass is possible."""
+    import torch
+
+    def refuse(_: Any) -> Any:
+        raise RuntimeError(
+            "a block takes gradients inside its own forward: it cannot be recomputed"
+        )
+
+    return torch.autograd.graph.saved_tensors_hooks(lambda _: None, refuse)
 
 
 class BlockCall:
@@ -38,6 +51,7 @@ class BlockCall:
 
         self._call = call
         leaves, self._spec = _pytree.tree_flatten((args, kwargs))
+        self.inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]  # in their graph
         # of each leaf, whether it requires a gradient; None: it is not a tensor
         self._leaves = [
             (leaf.detach(), leaf.requires_grad) if isinstance(leaf, torch.Tensor) else (leaf, None)
@@ -96,6 +110,33 @@ def seed_of(out: torch.Tensor) -> torch.Tensor | None:
     return apply(*outputs) if outputs else None
 
 
+def loss_of(out: Any, loss: Callable[[Any], torch.Tensor] | None) -> tuple[Any, bool]:
+    """Return the loss of a model's output, and whether it is the model's own or of `loss`.
+
+    `loss`: makes it of the output; None: the output is it, or has it (``out.loss``). Otherwise it
+    takes the memory of a cross-entropy of all tensors in the output. The loss is None if nothing
+    requires a gradient.
+    """
+    import torch
+
+    found = out if loss is None else loss(out)
+    if loss is None and not isinstance(out, torch.Tensor):
+        found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
+    if isinstance(found, torch.Tensor) and not found.dim():
+        return (found if found.requires_grad else None), True
+    outputs = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
+    if not all(tensor.is_floating_point() and tensor.dim() for tensor in outputs):
+        return seed_of(out), False
+    each = [torch.log_softmax(t, -1, dtype=_at_least_float(t))[..., 0].sum() for t in outputs]
+    return sum(each) if each else None, False
+
+
+def _at_least_float(tensor: torch.Tensor) -> torch.dtype:
+    import torch
+
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
 class SampledModel:
     """A model with its blocks in order, and arguments for a run: a tensor, a tuple or a dict."""
 
@@ -130,10 +171,15 @@ class SampledModel:
                 return self.module(*args, **kwargs)
             return run_blocks(self.blocks, enter, args, kwargs)
 
-    def measure_blocks(self, measure: Callable[[BlockCall], object]) -> None:
+    def measure_blocks(
+        self,
+        measure: Callable[[BlockCall], object],
+        after: Callable[[Any], Any] | None = None,
+    ) -> Any:
         """Call the model once, and call `measure` with each block's call before the block runs.
 
-        Raises ValueError if the model does not call its blocks in order, each once.
+        XX ValueError
+                if the model does not call its blocks in order, each once.
         """
         reached = 0
 
@@ -155,19 +201,35 @@ class SampledModel:
             call = BlockCall(original, args, kwargs)
             measure(call)
             # detached, so that no block's saved tensors stay in memory
-            return detach_all(call.bind(copies=False)())
+            with ExitStack() as stack:
+                if after is not None:  # not even of tensors in a cache
+                    stack.enter_context(discard_saved())
+                out = detach_all(call.bind(copies=False)())
+            if after is not None and reached == len(self.names):
+                out = after(out)
+            return out
 
         starting = threading.Lock()
         with starting:
             interceptor = Interceptor(self.named_blocks, enter, starting)
             try:
                 interceptor.is_applied = True
-                self.run(enter, *copy_objects((self.args, self.kwargs)))
+                result = self.run(enter, *copy_objects((self.args, self.kwargs)))
             finally:
                 interceptor.is_applied = False  # before a call, which an interrupt can stop
                 interceptor.remove()
         if reached < len(self.names):
             raise ValueError(f"the model did not call {self.names[reached]}")
+        return result
+
+    def existing(self) -> set[int]:
+        """Return the storages, by identity, that exist before a run: sample and the model's."""
+        import torch
+
+        roots = [m for m in (self.module, *self.blocks) if isinstance(m, torch.nn.Module)]
+        tensors = tensors_in((self.args, self.kwargs))
+        tensors += [t for m in roots for t in (*m.parameters(), *m.buffers())]
+        return {key for key in map(storage_id, tensors) if key is not None}
 
     @contextmanager
     def untouched(self) -> Iterator[None]:

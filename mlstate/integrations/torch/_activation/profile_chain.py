@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -10,13 +11,14 @@ import numpy as np
 from ...._common.local_path import local_path
 from ...._common.set_module import set_module
 from ....activation._chain import Chain
-from .block_calls import BlockCall, SampledModel, seed_of
+from .block_calls import BlockCall, SampledModel, discard_saved, loss_of, seed_of
 from .offload import Host
-from .peak_memory import Allocations
+from .peak_memory import Allocations, Span
 from .tensors import storage_bytes, tensors_in, time_after_work
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
     import torch
 
@@ -126,11 +128,13 @@ class _Bytes:
         mark = self._watched.mark
         torch.clear_autocast_cache()
         mark()
-        with torch.autograd.graph.saved_tensors_hooks(lambda _: None, _refuse):
-            out = call()
+        run = call.bind()
+        with discard_saved():
+            out = run()
         tensors = [tensor.detach() for tensor in tensors_in(out)]
         del out
         mark()
+        del run  # frees tensors that the block stored in a cache argument
         self.activations.append(sum(storage_bytes(tensors).values()))
         del tensors
         torch.clear_autocast_cache()
@@ -144,7 +148,7 @@ class _Bytes:
         mark()
         if loss is not None:
             loss.backward()  # type: ignore[no-untyped-call]
-        del loss, run  # frees tensors that the block stored in a cache argument
+        del loss, run
         mark()
 
     def of_blocks(self) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -160,19 +164,159 @@ class _Bytes:
         for i, out in enumerate(self.activations[1:]):
             # 6 marks for each block; the sixth span is between two blocks
             forward, _, save, _, back = spans[6 * i : 6 * i + 5]
-            saved = max(save.after - save.before, out)
+            # the rest is outside of the blocks: in autocast's cache, and in a cache argument
+            rest = max(0, forward.after - forward.before - out)
+            before = save.before + rest
+            saved = max(save.after - before, out)
             gradients = self.gradients[i] + self.gradients[i + 1]
             saved_bytes.append(saved)
-            forward_temporary.append(max(0, forward.peak - forward.before - out))
-            saving_temporary.append(max(0, save.peak - save.before - saved))
+            forward_temporary.append(max(0, forward.peak - forward.before - out - rest))
+            saving_temporary.append(max(0, save.peak - before - saved))
             # negative if autograd frees saved tensors before it allocates the gradient
             least = -min(self.gradients[i], saved + self.gradients[i + 1])
-            backward_temporary.append(max(least, back.peak - save.before - saved - gradients))
+            backward_temporary.append(max(least, back.peak - before - saved - gradients))
         return saved_bytes, forward_temporary, saving_temporary, backward_temporary
 
 
-def _refuse(_: Any) -> Any:
-    raise RuntimeError("a block takes gradients inside its own forward: it cannot be recomputed")
+class _Outside:
+    """Runs a model's step with blocks that save nothing, and measures all that is outside of them.
+
+    A run has six marks: its begin, the first block's call, the last block's return, the end of the
+    forward pass with the loss, the gradient of the last block's output, and the end of the
+    backward pass, in which that of the first block's input follows at once.
+    """
+
+    def __init__(self, model: SampledModel, loss: Any) -> None:
+        """Prepare for runs of `model`; `loss`: as for `loss_of`."""
+        self._model = model
+        self._loss = loss
+        self._existing = model.existing()
+        self._has_loss = False  # the model's own, or of `loss`
+        self.has_head = False  # something runs after the last block
+        # allocated by the run: the first block's input; with the last one's output; with its input
+        self._fresh_input = self._fresh_used = self._fresh_between = 0
+
+    def __call__(self, mark: Callable[[], object]) -> None:
+        """Run a step, and call `mark` at each mark."""
+        import torch
+
+        first: list[torch.Tensor] = []  # the first block's input
+        entered: list[torch.Tensor] = []  # the last block's input
+        returned: set[int] = set()  # its outputs, by identity
+
+        def enter(call: BlockCall) -> None:
+            if not first:
+                first.extend(call.inputs)
+                mark()
+            entered[:] = call.inputs
+
+        def leave(out: Any) -> Any:
+            used = [*first, *tensors_in(out)]
+            fresh_bytes = map(self._count_fresh, (first, used, [*used, *entered]))
+            self._fresh_input, self._fresh_used, self._fresh_between = fresh_bytes
+            entered.clear()
+            out = _bridge([root, *first], out, mark)
+            returned.update(map(id, tensors_in(out)))
+            mark()
+            return out
+
+        root = torch.zeros((), requires_grad=True)  # lets outputs require gradients in any case
+        torch.clear_autocast_cache()
+        mark()
+        out = self._model.measure_blocks(enter, leave)
+        others = [t for t in tensors_in(out) if t.requires_grad and id(t) not in returned]
+        self.has_head = self._loss is not None or bool(others)
+        del others
+        loss = seed_of(out)
+        if self.has_head:
+            loss, self._has_loss = loss_of(out, self._loss)
+        del out
+        mark()
+        if loss is not None:
+            torch.autograd.backward(loss)
+        else:
+            mark()
+        mark()
+
+    def _count_fresh(self, tensors: list[torch.Tensor]) -> int:
+        sizes = storage_bytes(tensors)
+        return sum(size for key, size in sizes.items() if key not in self._existing)
+
+    def seconds(self, repeats: int) -> float:
+        """Return the median seconds of some runs, after a warm-up."""
+        runs = []
+        for _ in range(repeats + 1):
+            times: list[float] = []
+            self(partial(_add_time, times, self._model.device))
+            runs.append(times[1] - times[0] + times[5] - times[2])
+        return median(runs[1:])
+
+    def costs(self, spans: list[Span], memory: _Bytes) -> tuple[int, int, int]:
+        """Return the bytes outside of the blocks, of the head, and of what else must fit.
+
+        The latter is the peak before the first block and after its backward run. `spans`: of the
+        last run. `memory`: of the blocks.
+        """
+        before, _, forward, backward, after = spans
+        in_forward = forward.before - self._fresh_between
+        # such as the gradient of tied weights, of which one part waits for the other
+        in_backward = after.before - self._fresh_input - memory.gradients[-1]
+        outside = max(0, in_forward, in_backward if self.has_head else 0)
+        head = max(forward.peak, backward.peak) - self._fresh_used - outside
+        least = max(before.peak, after.peak) + memory.activations[0] - self._fresh_input
+        return outside, max(head, memory.gradients[-1]) if self.has_head else 0, least
+
+    def note(self) -> str:
+        """Return a sentence about the loss, for reports."""
+        if not self.has_head:
+            return (
+                "the loss is not covered: pass loss= to Chain.from_torch, or a sample with which "
+                "the model returns it"
+            )
+        if self._has_loss:
+            return ""
+        return (
+            "the model returned no loss, so the memory of a cross-entropy is assumed: pass loss= "
+            "to Chain.from_torch for another one"
+        )
+
+
+def _bridge(first: list[torch.Tensor], out: Any, mark: Callable[[], object]) -> Any:
+    """Return a block's output `out` that depends on `first`, such as an earlier block's input.
+
+    A backward pass calls `mark`, and gives `first` gradients of ones. One of `first` requires a
+    gradient.
+    """
+    import torch
+    from torch.utils import _pytree
+
+    class Bridge(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: torch.Tensor) -> Any:
+            ctx.like = [(t.shape, t.dtype, t.device, t.requires_grad) for t in inputs]
+            ctx.set_materialize_grads(False)
+            return tuple(tensor.detach() for tensor in outputs)
+
+        @staticmethod
+        def backward(ctx: Any, *_: Any) -> Any:
+            mark()
+            return tuple(
+                torch.ones(s, dtype=t, device=d) if flag else None for s, t, d, flag in ctx.like
+            )
+
+    leaves, spec = _pytree.tree_flatten(out)
+    outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if not outputs:
+        return out
+    apply: Any = Bridge.apply
+    bridged = iter(apply(*first))
+    ids = set(map(id, outputs))
+    outputs.clear()  # the graph must not hold their memory
+    return _pytree.tree_unflatten([next(bridged) if id(x) in ids else x for x in leaves], spec)
+
+
+def _add_time(times: list[float], device: torch.device) -> None:
+    times.append(time_after_work(device))
 
 
 def _measure_rates(offload: Any, device: torch.device) -> dict[str, float]:
@@ -208,8 +352,9 @@ def profile_chain(
     blocks: Any = None,
     repeats: int = 5,
     offload: bool | str | os.PathLike[str] = False,
+    loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> Chain:
-    """Measure the blocks of a torch model; public as `Chain.from_torch`.
+    """Measure a torch model and its blocks; public as `Chain.from_torch`.
 
     Parameters
     ----------
@@ -225,6 +370,10 @@ def profile_chain(
         over all runs of equal blocks; `Chain.seconds_spread` is their spread.
     offload : bool or path, default False
         Whether to measure copies to the host and back too. A path measures files in that folder.
+    loss : callable, optional
+        Makes the loss, a scalar tensor, of the model's output. Default: the output, if it is a
+        scalar, or its ``loss``. If it has none, the memory of a cross-entropy is assumed; if the
+        model returns its last block's output, the chain ends there. `Chain.note` says so.
 
     Returns
     -------
@@ -244,13 +393,16 @@ def profile_chain(
     Notes
     -----
     Memory is measured with torch's allocator, see `measure_peak`: the memory that a block's run
-    adds, and the peaks of its runs. Parameters and their gradients are not counted; the
+    adds, and the peaks of its runs. All that is outside of the blocks is measured too, in a step
+    whose blocks save nothing: what is alive throughout (an embedding's output, masks, autocast's
+    copies of parameters) and what runs after the last block (head, logits, loss). So the peak of
+    a plan is that of a whole step, beyond parameters, their gradients and optimizer states; the
     gradients are allocated during the measurement. If autograd frees saved tensors before the
     block's gradient is allocated, ``backward_temporary_bytes`` is negative.
 
-    Call it under ``torch.autocast`` if training uses that. Half-precision copies of parameters
-    count as memory of the block. Random generators, buffers and gradients are restored. The
-    model runs twice, each block ``repeats + 6`` times.
+    Call it under ``torch.autocast`` if training uses that. Random generators, buffers and
+    gradients are restored. The model runs ``repeats + 4`` times, each block
+    ``2 * repeats + 8`` times.
 
     Each run of a block gets a copy of object arguments, such as a KV cache to which it adds. A
     cache keeps tensors of every block until the model's output is freed, also of blocks that a
@@ -268,13 +420,20 @@ def profile_chain(
     if repeats < 1:
         raise ValueError(f"repeats must be 1 or more, got {repeats}")
     model = SampledModel(module, sample, blocks, None)
-    times = _Times(repeats, model.device)
+    times, outside = _Times(repeats, model.device), _Outside(model, loss)
     with model.untouched():
         model.measure_blocks(times)
+        outside_seconds = outside.seconds(repeats)
         with Allocations(model.device) as watched:
             memory = _Bytes(watched)
             model.measure_blocks(memory)
+        with Allocations(model.device) as watched_outside:
+            outside(watched_outside.mark)
     saved, forward, saving, backward = memory.of_blocks()
+    outside_bytes, head_bytes, least = outside.costs(watched_outside.spans(), memory)
+    # nothing else is held while the first block runs backward
+    held = outside_bytes + memory.activations[0] + saved[0] + sum(memory.gradients[:2])
+    backward[0] = max(backward[0], least - held)
     measured = zip(saved, forward, saving, backward, strict=True)
     keys = [(_block_key(b), *bytes_) for b, bytes_ in zip(model.blocks, measured, strict=True)]
     forward_seconds, backward_seconds, spread = times.of_blocks(keys)
@@ -289,5 +448,9 @@ def profile_chain(
         backward_temporary_bytes=backward,
         seconds_spread=spread,
         names=model.names,
+        outside_bytes=outside_bytes,
+        head_bytes=head_bytes,
+        outside_seconds=outside_seconds if outside_bytes or head_bytes else 0.0,
+        note=outside.note(),
         **(_measure_rates(offload, model.device) if offload else {}),
     )

@@ -6,13 +6,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._common.set_module import set_module
 from ...._common.text import bytes_text, table_text
-from .block_calls import BlockCall, SampledModel, seed_of
+from .block_calls import BlockCall, SampledModel, loss_of, seed_of
 from .peak_memory import Allocations
 from .rng_and_buffers import copy_objects
 from .schedule import Program, StopRecompute
 from .tensors import storage_bytes, tensors_in
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
     from ....activation._plan import Plan
@@ -136,8 +138,10 @@ class _Recompute(NamedTuple):
 class _Recomputation:
     """Measures recomputations of blocks; `of_blocks` returns the results afterwards."""
 
-    def __init__(self, watched: Allocations) -> None:
+    def __init__(self, model: SampledModel, watched: Allocations) -> None:
         self._watched = watched
+        self._existing = model.existing()
+        self.existing_bytes = 0  # of the first block's input: existed before the run
         self._keeps: list[tuple[bool, bool]] = []
 
     def __call__(self, call: BlockCall) -> None:
@@ -148,12 +152,15 @@ class _Recomputation:
         """
         import torch
 
+        sizes = storage_bytes(tensor for tensor, _ in call.tensors())
+        if not self._keeps:
+            self.existing_bytes = sum(n for key, n in sizes.items() if key in self._existing)
         hooks: Any = torch.autograd.graph.saved_tensors_hooks
         saved: list[torch.Tensor] = []
         with hooks(lambda tensor: saved.append(tensor.detach()), lambda _: None):
             out = call()
         count, storages = len(saved), storage_bytes(saved).keys()
-        keeps_input = not storages.isdisjoint(storage_bytes(t for t, _ in call.tensors()))
+        keeps_input = not storages.isdisjoint(sizes)
         self._keeps.append((keeps_input, not storages.isdisjoint(storage_bytes(tensors_in(out)))))
         del out
         saved.clear()
@@ -222,9 +229,8 @@ class _StepSimulation:
     def _total(self) -> int:
         """Return the bytes in memory now: activations, saved memory, gradient, and duplicates."""
         activation_sizes = [size for k, size in enumerate(self._activations) if self._is_live(k)]
-        return sum(
-            [*activation_sizes, *self._saved_bytes.values(), self._gradient, self._held_bytes]
-        )
+        others = (self._gradient, self._held_bytes, self._chain.outside_bytes)
+        return sum([*activation_sizes, *self._saved_bytes.values(), *others])
 
     def find_freed(self) -> list[int]:
         """Return the numbers of activations that the plan counts and that are free already."""
@@ -268,8 +274,16 @@ class _StepSimulation:
         if kind in ("forward", "save") and at == self._program.first[i]:
             self._next_input = i + 1 if i + 1 < chain.blocks else -1
             self._held_bytes = 0
+            if i + 1 == chain.blocks and chain._has_head:  # which runs next, within this step
+                peak = max(peak, self._total() + self._head_input() + chain.head_bytes)
+                self._seeded, self._gradient = True, int(chain.gradient_bytes[-1])
         self._live_activations -= set(self._program.free_after[at])
         return peak, "; ".join(why)
+
+    def _head_input(self) -> int:
+        """Return the bytes of the last block's output, which the head reads, if none has it."""
+        n = self._chain.blocks
+        return 0 if self._is_live(n) else self._activations[n]
 
     def _run(self, at: int, save: bool, i: int) -> tuple[int, int, bool]:
         """Simulate a run of block `i`, in step number `at`.
@@ -327,7 +341,12 @@ class _StepSimulation:
 
 @set_module("mlstate.integrations.torch")
 def measure_plan(
-    plan: Plan, module: torch.nn.Module, sample: Any, *, blocks: Any = None
+    plan: Plan,
+    module: torch.nn.Module,
+    sample: Any,
+    *,
+    blocks: Any = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> PlanUse:
     """Run one training step of a model by a plan, and measure the memory of each step.
 
@@ -341,6 +360,8 @@ def measure_plan(
         See `profile_chain`.
     blocks : str or sequence of callables, optional
         See `Plan.apply`.
+    loss : callable, optional
+        As for `profile_chain`.
 
     Returns
     -------
@@ -357,11 +378,12 @@ def measure_plan(
     Notes
     -----
     The chain's input is counted; parameters and their gradients are not. In this step, the
-    model's output is not kept. A run can need less memory than its plan for two reasons. An
-    activation is freed after its last use, even if its drop is a later step. A block that is
-    recomputed for its own backward run ends with its last saved tensor, without its output.
-    Plans found by `plan` drop activations when they are no longer needed, so the second effect
-    is small for them. ``expected_bytes`` includes both effects.
+    model's output is not kept. What runs after the last block counts in the step before it. A run
+    can need less memory than its plan for two reasons. An activation is freed after its last use,
+    even if its drop is a later step. A block that is recomputed for its own backward run ends with
+    its last saved tensor, without its output. Plans found by `plan` drop activations when they are
+    no longer needed, so the second effect is small for them. ``expected_bytes`` includes both
+    effects.
 
     Random generators, buffers and gradients are restored. The model runs three times.
 
@@ -386,13 +408,15 @@ def measure_plan(
 
     def step() -> None:
         positional, named = copy_objects((model.args, model.kwargs))
-        loss = seed_of(planned(*positional, **named))
-        if loss is not None:
-            loss.backward()  # type: ignore[no-untyped-call]
+        out = planned(*positional, **named)
+        end = loss_of(out, loss)[0] if plan.chain.head_bytes else seed_of(out)
+        del out, positional, named
+        if end is not None:
+            end.backward()
 
     with model.untouched():
         with Allocations(model.device) as watched:
-            recomputation = _Recomputation(watched)
+            recomputation = _Recomputation(model, watched)
             model.measure_blocks(recomputation)
         with plan.apply(module, blocks=blocks, observe=observe) as planned:
             step()  # warm-up: the first run of a plan copies all buffers
@@ -402,7 +426,7 @@ def measure_plan(
                 step()
                 watched.mark()
     spans = watched.spans()[1:]  # the first one, before the first step, copies the sample
-    base = int(plan.chain.activation_bytes[0])
+    base = recomputation.existing_bytes  # the first block's input, unless the run made it
     predicted = plan.simulate().peak_bytes.tolist()
     simulation = _StepSimulation(plan, recomputation.of_blocks())
     steps_measured = []
