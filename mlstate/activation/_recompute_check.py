@@ -121,7 +121,8 @@ def check(
         The model, in the mode used for training.
     plan : Plan or None
         Checks the blocks that the plan recomputes, and compares the gradients of a run by the
-        plan with those from a plain run. None: checks all blocks, without model gradients.
+        plan with those from a plain run. None: the plan that recomputes every block. Gradients
+        are then compared only if the blocks themselves have no findings.
     sample : torch.Tensor, tuple or dict
         Arguments of the model, see `Chain.from_torch`.
     blocks : str or sequence of callables, optional
@@ -145,9 +146,9 @@ def check(
 
     Notes
     -----
-    Each block runs twice, a block with a finding four times; with a plan, the model runs three
-    more times. Random generators, buffers and gradients are restored. A rare difference may not
-    occur in this check, so a report without findings is not a proof.
+    Each block runs twice, a block with a finding four times, and the model three more times. Random
+    generators, buffers and gradients are restored. A rare difference may not occur in this check,
+    so a report without findings is not a proof.
 
     Examples
     --------

@@ -82,16 +82,21 @@ def test_recomputed_blocks_hold_the_input_that_was_dropped_once():
     assert again.measured_bytes <= 1.01 * again.predicted_bytes, use.report()
 
 
+class Shift(nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
 def test_reasons():
-    model = nn.Sequential(*(nn.Linear(32, 32) for _ in range(3)))
-    x = torch.randn(64, 32)
+    model = nn.Sequential(*(nn.Sequential(nn.Tanh(), Shift()) for _ in range(3)))
+    x = torch.randn(64, 32, requires_grad=True)
     chain = Chain.from_torch(model, x, repeats=1)
     steps = [("forward", 0), ("forward", 1), ("save", 2), ("backward", 2), ("drop", 2)]
     steps += [("save", 1), ("backward", 1)]
     steps += [("drop", 1), ("save", 0), ("backward", 0)]
     use = measure_plan(Plan(chain, steps), model, x)
     assert [(step.kind, step.block) for step in use.steps] == steps
-    assert use.steps[5].why == "ends with its last saved tensor", use.report()
+    assert use.steps[5].why == "ends after the operator that saved its last tensor", use.report()
     assert use.steps[5].measured_bytes < use.steps[5].predicted_bytes
     assert "the largest measured one: " in use.report()
     assert repr(use).startswith("<PlanUse: ")

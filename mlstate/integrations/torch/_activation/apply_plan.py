@@ -416,14 +416,17 @@ def apply_plan(
     order, and blocks draw the same numbers from torch's generators. Arguments other than the
     previous block's output (masks, tables, flags) are passed unchanged to each run. Each run gets
     a copy of objects that a block may change, such as a KV cache. Buffers that a block changes,
-    such as BatchNorm's statistics, are updated once: recomputation uses copies of their earlier
-    values. With ``torch.no_grad()``, blocks run without the plan.
+    such as BatchNorm's statistics, and tensors that are plain attributes of its modules, such as a
+    router's load counter, are updated once: recomputation uses copies of their earlier values. A
+    GradientWarning names tensors in lists and dicts that change, which are not restored. With
+    ``torch.no_grad()``, blocks run without the plan.
 
     The loss may depend on the outputs of any blocks, and the model may stop before its last block.
     Steps of later blocks that the backward pass does not visit are left out.
 
     With or without a plan, autocast's copies of parameters exist until the end of its ``with``
-    block. Recomputation ends with the last saved tensor.
+    block. Recomputation ends after the operator that saved the last tensor, whose time and output it
+    costs: an operator may fill a tensor after it saved it.
 
     With ``torch.compile``, compile the blocks before the plan is applied. In a model that is
     compiled as a whole, the blocks run by the plan but uncompiled, and ``fullgraph=True`` fails.

@@ -26,7 +26,6 @@ from weakref import ref
 
 import numpy as np
 
-from .rng_and_buffers import slots_of
 from .tensors import version_of
 
 if TYPE_CHECKING:
@@ -76,6 +75,18 @@ def _stores_in_instance(cls: type) -> bool:
     names = set(dir(cls))
     is_method = issubclass(cls, (classmethod, partialmethod)) or "__call__" in names
     return "__get__" in names and "__set__" not in names and not is_method
+
+
+def slots_of(cls: type) -> list[str]:
+    """Return the names of the attributes of a class and its bases that are slots."""
+    # from the descriptors: a private name such as __items is another one in `__slots__`
+    return [
+        name
+        for base in cls.__mro__
+        if "__slots__" in vars(base)
+        for name, member in vars(base).items()
+        if isinstance(member, MemberDescriptorType) and getattr(cls, name, None) is member
+    ]
 
 
 class ArgumentContents:

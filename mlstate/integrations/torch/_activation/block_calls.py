@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from .._tensors.state import restore_table
 from .apply_plan import Interceptor, find_blocks, run_blocks
 from .rng_and_buffers import (
+    attributes_of,
     copy_objects,
     devices_of,
     enter_graph,
@@ -235,21 +236,26 @@ class SampledModel:
     def untouched(self) -> Iterator[None]:
         """Restore generators, buffers and gradients at the end of a ``with`` statement.
 
-        Inside, the gradients of all parameters are zeros.
+        Tensors that are plain attributes are buffers too. Inside, the gradients of all parameters
+        are zeros.
         """
         import torch
 
         # the model or the blocks may be other callables
         roots = [m for m in (self.module, *self.blocks) if isinstance(m, torch.nn.Module)]
-        buffers = {id(b): (b, b.detach().clone()) for m in roots for b in m.buffers()}
-        # a run may also put another tensor in place of a buffer
-        tables = [
-            (child._buffers, dict(child._buffers.items())) for m in roots for child in m.modules()
+        children = [child for m in roots for child in m.modules()]
+        plain = [(vars(child), attributes_of(child)) for child in children]
+        tensors = [
+            *(b for m in roots for b in m.buffers()),
+            *(t for _, a in plain for t in a.values()),
         ]
+        buffers = {id(b): (b, b.detach().clone()) for b in tensors}
+        # a run may also put another tensor in place of a buffer
+        tables = [(child._buffers, dict(child._buffers.items())) for child in children]
         parameters = {id(p): p for m in roots for p in m.parameters()}
         gradients = [(p, p.grad) for p in parameters.values() if p.requires_grad]
         tensors = tensors_in((self.args, self.kwargs))
-        generators = generators_of(child for m in roots for child in m.modules())
+        generators = generators_of(children)
         states = generator_states({*devices_of([*tensors, *parameters.values()]), *generators})
         try:
             for parameter, _ in gradients:
@@ -260,6 +266,8 @@ class SampledModel:
                 parameter.grad = gradient
             for table, content in tables:
                 restore_table(table, content)
-            for buffer, before in buffers.values():
-                buffer.data.copy_(before)
+            for attributes, before in plain:
+                attributes.update(before)
+            for buffer, value in buffers.values():
+                buffer.data.copy_(value)
             set_generator_states(states)

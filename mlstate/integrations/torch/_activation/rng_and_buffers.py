@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import deque
 from contextlib import ExitStack, contextmanager
 from operator import is_
-from types import MemberDescriptorType, ModuleType
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ....errors import MLStateError
+from ....errors import GradientWarning, MLStateError
 from .._tensors.state import table_value
-from .tensors import geometry_of, storage_id, version_of, view_of
+from .argument_contents import ArgumentContents, slots_of
+from .tensors import geometry_of, storage_id, tensors_in, version_of, view_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     import torch
 
+_TABLES = ("_parameters", "_buffers", "_modules")
 _SMALL_BYTES = 1 << 20  # of the largest NumPy array or buffer that is copied for each run
 
 
@@ -207,18 +210,6 @@ def _copy_object(value: Any, memo: dict[int, object], storages: Mapping[int | No
     return copied
 
 
-def slots_of(cls: type) -> list[str]:
-    """Return the names of the attributes of a class and its bases that are slots."""
-    # from the descriptors: a private name such as __items is another one in `__slots__`
-    return [
-        name
-        for base in cls.__mro__
-        if "__slots__" in vars(base)
-        for name, member in vars(base).items()
-        if isinstance(member, MemberDescriptorType) and getattr(cls, name, None) is member
-    ]
-
-
 class ObjectTensors:
     """The tensors inside a block's object arguments, which its run may change in place."""
 
@@ -269,16 +260,35 @@ class ObjectTensors:
         return copy_objects(self.objects, {k: v.clone() for k, v in self._storages.items()})
 
 
+def attributes_of(module: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that are plain attributes of a module, which count as buffers.
+
+    Those that require gradients are results of a run, or parameters that no run changes.
+    """
+    import torch
+
+    table = vars(module)
+    if torch.Tensor not in map(type, table.values()):
+        return {}
+    return {k: v for k, v in table.items() if type(v) is torch.Tensor and not v.requires_grad}
+
+
 class _Place(NamedTuple):
-    """A parameter or buffer of a module."""
+    """A parameter, buffer or plain attribute of a module."""
 
     module: Any
     key: str
-    is_buffer: bool
+    table_name: str  # "" for a plain attribute
+
+    @property
+    def is_buffer(self) -> bool:
+        """Whether a run may change it."""
+        return self.table_name != "_parameters"
 
     def table(self) -> Any:
-        """Return the dict of the module that has it: parameters or buffers."""
-        return self.module._buffers if self.is_buffer else self.module._parameters
+        """Return the dict of the module that has it."""
+        table = vars(self.module)
+        return table[self.table_name] if self.table_name else table
 
 
 class _Kept(NamedTuple):
@@ -298,6 +308,7 @@ class _Values:
         self.places, self.tensors = buffers.places, buffers.tensors
         self.versions = _versions(self.tensors)
         self.copies: dict[_Place, torch.Tensor] = {}  # of buffers that the run changes
+        self.containers: ArgumentContents | None = None  # of tensors; only of a first run
         self.kept: dict[_Place, _Kept] = {}
         self.written: set[_Place] = set()  # by the run itself, without need of a copy
         self.lost: str | None = None  # a buffer that the run changed, without a copy
@@ -332,6 +343,7 @@ def _is_comparable(tensor: torch.Tensor) -> bool:
 class Buffers:
     """A block's parameters and buffers, and which buffers its own runs change.
 
+    Tensors that are plain attributes, such as a router's load counter, are buffers too.
     The first run in each training mode finds the latter, such as BatchNorm's statistics: all
     buffers are copied before it and compared after it. Later runs copy the buffers that changed,
     and small ones once per write, since a later run may be the first that changes them.
@@ -361,7 +373,7 @@ class Buffers:
         return [
             value
             for module in self._modules
-            for table in (module._parameters, module._buffers)
+            for table in (module._parameters, module._buffers, attributes_of(module))
             for value in table.values()
         ]
 
@@ -377,9 +389,13 @@ class Buffers:
             return
         self.listed = listed
         pairs = [
-            (_Place(module, key, is_buffer), tensor)
+            (_Place(module, key, name), tensor)
             for module in self._modules
-            for is_buffer, table in ((False, module._parameters), (True, module._buffers))
+            for name, table in (
+                ("_parameters", module._parameters),
+                ("_buffers", module._buffers),
+                ("", attributes_of(module)),
+            )
             for key, tensor in table.items()
             if tensor is not None
         ]
@@ -403,6 +419,8 @@ class Buffers:
         self._refresh()
         values = _Values(self)
         is_new = self._mode() not in self._modes
+        if is_new:
+            values.containers = ArgumentContents(self._containers())
         if is_new or self.changing:
             values.copies = {
                 place: tensor.detach().clone()
@@ -418,6 +436,25 @@ class Buffers:
             self._kept_for = (values.tensors, values.versions)
         values.kept = self._kept
         return values
+
+    def _containers(self) -> dict[int | str, Any]:
+        """Return the modules' attributes that contain tensors, and are none, by name."""
+        return {
+            f"{name}.{key}".removeprefix("."): value
+            for name, module in (self._root.named_modules() if self._root is not None else ())
+            for key, value in vars(module).items()
+            if type(value) in (list, tuple, dict) and key not in _TABLES and tensors_in(value)
+        }
+
+    def _warn_of_changes(self, paths: list[str]) -> None:
+        """Warn of changes in attributes that a recomputation does not restore."""
+        if paths:
+            message = (
+                f"{type(self._root).__name__} changes {', '.join(paths[:3])} in its forward pass; "
+                "a recomputation starts with the changed value and changes it once more: keep the "
+                "tensor in a buffer, or as an attribute of its own, which are restored"
+            )
+            warnings.warn(message, GradientWarning, stacklevel=2)
 
     def _keep_small(self, values: _Values) -> dict[_Place, _Kept]:
         """Return copies of small buffers outside `changing`; those that are valid stay."""
@@ -443,6 +480,9 @@ class Buffers:
         """
         import torch
 
+        if values.containers is not None:
+            self._warn_of_changes(values.containers.changes(self._containers()))
+            values.containers = None
         versions = _versions(values.tensors)
         mode = self._mode()
         if versions == values.versions and mode in self._modes:

@@ -8,8 +8,9 @@ a plan: the same nodes in the same order, with the same hooks of parameters.
 
 from __future__ import annotations
 
+import sys
 import weakref
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....errors import MLStateError
@@ -161,6 +162,69 @@ class _InputAlias(NamedTuple):
 
 class StopRecompute(Exception):  # noqa: N818 (ends a run early; not an error)
     """All saved tensors were recomputed."""
+
+
+@cache
+def _end_mode() -> Any:
+    """Return the class of modes that end a run at the next call of torch in Python."""
+    import torch
+
+    class EndMode(torch.overrides.TorchFunctionMode):
+        frame: Any  # that called the operator which saved the last tensor
+        at: int  # the instruction that it is at
+
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            begin: Any = sys._getframe(1)
+            caller = begin
+            while caller is not None and caller is not self.frame:
+                caller = caller.f_back
+            if caller not in (None, begin) and caller.f_lasti == self.at:
+                return func(*args, **(kwargs or {}))  # a part of that operator
+            raise StopRecompute
+
+    return EndMode
+
+
+class RecomputeEnd:
+    """A context of a recomputation that ends after the operator that saved its last tensor.
+
+    An operator may fill a tensor after it saved it, as RReLU its noise, so the run ends only at the
+    next call of torch, with StopRecompute.
+    """
+
+    def __init__(self) -> None:
+        self._mode: Any = None
+
+    def __enter__(self) -> RecomputeEnd:
+        return self
+
+    def request(self) -> None:
+        """End the run after the current operator; call it from the pack hook of a saved tensor."""
+        self._mode = _end_mode()()
+        self._mode.frame = sys._getframe(2)  # below this call and the hook
+        self._mode.at = self._mode.frame.f_lasti
+        torch_overrides()._push_mode(self._mode)
+
+    def __exit__(self, *_: object) -> None:
+        """Remove the request, also below modes that were entered around the operator."""
+        if self._mode is None:
+            return
+        overrides = torch_overrides()
+        others = []
+        while (mode := overrides._pop_mode()) is not self._mode:
+            others.append(mode)
+        for mode in reversed(others):
+            overrides._push_mode(mode)
+        self._mode.frame = self._mode = None
+
+
+def torch_overrides() -> Any:
+    """Return torch's module of function modes."""
+    import torch
+
+    return torch.overrides
 
 
 class _Call:
@@ -480,21 +544,24 @@ class Run:
         if save and self._program.drops_input[i]:
             links = (leaf if isinstance(leaf, int) else None for leaf in call.leaves)
             input_numbers = _map_storages(zip(leaves, links, strict=True))
-        packer = _Packer(block.name, call.slots if save else None, keep, input_numbers)
+        end = RecomputeEnd()
+        packer = _Packer(
+            block.name, call.slots if save else None, None if keep else end, input_numbers
+        )
         hooks = torch.autograd.graph.saved_tensors_hooks(packer, partial(_refuse_inner, block.name))
         args, kwargs = _unflatten(leaves, call.spec)
         del leaves
-        out = None
+        out, is_complete = None, True
         try:
-            with surroundings.restored(block.name, block.module), torch.enable_grad(), hooks:
+            with surroundings.restored(block.name, block.module), torch.enable_grad(), hooks, end:
                 out = block.call(*args, **kwargs)
-        except Exception:  # TorchScript replaces a StopRecompute by a RuntimeError
-            if not packer.has_stopped:
-                raise
-            return
+        except StopRecompute:
+            is_complete = False
         finally:
             del args, kwargs
         packer.finish()
+        if not is_complete:
+            return
         tensors = tensors_in(out)
         metadata = [_meta_of(tensor) for tensor in tensors]
         if metadata != call.outputs_meta:
@@ -732,26 +799,25 @@ class _Packer:
         self,
         name: str,
         slots: list[weakref.ref[_SavedSlot]] | None,
-        keep: bool,
+        end: RecomputeEnd | None,
         input_numbers: dict[int, int],
     ) -> None:
         """Prepare for a recomputation of the block `name`.
 
-        `slots`: of the first run's saved tensors, to fill; None: discard the tensors. `keep`: its
-        output is needed, so it runs to its end. `input_numbers`: as for `_keep_tensor`.
+        `slots`: of the first run's saved tensors, to fill; None: discard the tensors. `end`: ends
+        the run; None: its output is needed. `input_numbers`: as for `_keep_tensor`.
         """
         self._name = name
         self._slots = slots
-        self._keep = keep
+        self._end = end
         self._input_numbers = input_numbers
         self._count = 0
-        self.has_stopped = False  # StopRecompute was raised
 
     def __call__(self, tensor: torch.Tensor) -> None:
         """Put the next saved tensor into its slot; torch calls this.
 
-        Raises MLStateError if its form differs from the first run's, and StopRecompute after the
-        last slot unless the output is needed.
+        Raises MLStateError if its form differs from the first run's. After the last slot, the run
+        ends unless its output is needed.
         """
         k = self._count
         self._count += 1
@@ -763,14 +829,13 @@ class _Packer:
             if meta != slot.meta:
                 raise _difference_error(self._name, f"saved tensor {k}", [slot.meta], [meta])
             slot.value = _keep_tensor(tensor, self._input_numbers)
-        if k + 1 == len(self._slots) and not self._keep:
-            self.has_stopped = True
-            raise StopRecompute
+        if k + 1 == len(self._slots) and self._end is not None:
+            self._end.request()
 
     def finish(self) -> None:
         """Raise MLStateError if a recomputation saved another number of tensors than the first run.
 
-        Call it after the recomputation has run to its end.
+        Call it after the recomputation.
         """
         if self._slots is not None and self._count != len(self._slots):
             raise refusal(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._common.set_module import set_module
@@ -9,7 +10,7 @@ from ...._common.text import bytes_text, table_text
 from .block_calls import BlockCall, SampledModel, loss_of, seed_of
 from .peak_memory import Allocations
 from .rng_and_buffers import copy_objects
-from .schedule import Program, StopRecompute
+from .schedule import Program, RecomputeEnd, StopRecompute
 from .tensors import storage_bytes, tensors_in
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 _ROWS = 60
 _HEADERS = ["step", "predicted", "as run", "measured", "why it differs"]
 # Reasons why a step's memory in torch differs from the plan's count.
-_EARLY = "ends with its last saved tensor"
+_EARLY = "ends after the operator that saved its last tensor"
 _HELD = "more: the model still holds what was dropped before its next block ran"
 _SEED = "more: the gradient of the result already exists"
 
@@ -127,7 +128,7 @@ class PlanUse:
 
 
 class _Recompute(NamedTuple):
-    """Memory of a block's recomputation, which ends with its last saved tensor."""
+    """Memory of a recomputation, which ends after the operator of its last saved tensor."""
 
     left: int  # bytes that the recomputation leaves
     peak: int  # bytes, relative to its start
@@ -168,15 +169,11 @@ class _Recomputation:
         def pack(tensor: torch.Tensor) -> None:
             saved.append(tensor.detach())
             if len(saved) == count:
-                raise StopRecompute
+                end.request()
 
         self._watched.mark()
-        try:
-            with hooks(pack, lambda _: None):
-                call()
-        except Exception:  # TorchScript replaces a StopRecompute by a RuntimeError
-            if len(saved) < count:
-                raise
+        with suppress(StopRecompute), hooks(pack, lambda _: None), RecomputeEnd() as end:
+            call()
         self._watched.mark()
 
     def of_blocks(self) -> list[_Recompute]:
@@ -302,7 +299,8 @@ class _StepSimulation:
             return saved, int(chain.saving_temporary_bytes[i]), False
         recompute = self._recomputes[i]
         self._saved_bytes[i] = recompute.left - (size if recompute.keeps_output else 0)
-        return recompute.peak, 0, True
+        ends_early = recompute.peak < saved + int(self._chain.saving_temporary_bytes[i])
+        return recompute.peak, 0, ends_early
 
     def _backward(self, i: int) -> int:
         """Simulate the backward pass of block `i`; return the peak of bytes.
@@ -380,10 +378,10 @@ def measure_plan(
     The chain's input is counted; parameters and their gradients are not. In this step, the
     model's output is not kept. What runs after the last block counts in the step before it. A run
     can need less memory than its plan for two reasons. An activation is freed after its last use,
-    even if its drop is a later step. A block that is recomputed for its own backward run ends with
-    its last saved tensor, without its output. Plans found by `plan` drop activations when they are
-    no longer needed, so the second effect is small for them. ``expected_bytes`` includes both
-    effects.
+    even if its drop is a later step. A block that is recomputed for its own backward run ends after
+    the operator that saved its last tensor, mostly without its output. Plans found by `plan` drop
+    activations when they are no longer needed, so the second effect is small for them.
+    ``expected_bytes`` includes both effects.
 
     Random generators, buffers and gradients are restored. The model runs three times.
 

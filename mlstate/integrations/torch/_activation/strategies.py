@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import warnings
-from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +64,6 @@ class _Forward:
     """Replacement of a block's forward: plain or checkpointed, as the manager decides."""
 
     # Older pickles lack these.
-    _is_scripted = False  # whether the block is, or contains, a module of TorchScript
     _before: Any = None  # the attribute `forward` of the block itself, if it has one
     applied: Sequence[bool | None] = (True,)  # unless it is True, the block runs as it is
 
@@ -82,7 +80,6 @@ class _Forward:
         self.manager, self.name, self.number = manager, name, number
         self.plain = block.forward  # the block's own forward
         self._block, self._buffers = block, Buffers(block)
-        self._is_scripted = _has_scripted(block)
         self._warned = warned  # changes of arguments that the blocks' warnings named
 
     def restore(self) -> None:
@@ -139,8 +136,9 @@ class _Forward:
             with surroundings.restored(self.name, self._block):
                 return run(*args)
 
-        # torch ends a recomputation early by an exception, which TorchScript replaces
-        with set_checkpoint_early_stop(False) if self._is_scripted else nullcontext():
+        # torch would end a recomputation at the last saved tensor, which an operator such as RReLU
+        # fills later, and by an exception, which TorchScript replaces
+        with set_checkpoint_early_stop(False):
             return checkpoint(run_again, *args, use_reentrant=False, preserve_rng_state=False)
 
     def _warn_of_changes(self, contents: ArgumentContents, arguments: dict[int | str, Any]) -> None:
@@ -159,13 +157,6 @@ class _Forward:
                 stacklevel=2,
             )
             warned.update(paths)
-
-
-def _has_scripted(block: torch.nn.Module) -> bool:
-    """Return whether a block is, or contains, a module of TorchScript."""
-    import torch
-
-    return any(isinstance(module, torch.jit.ScriptModule) for module in block.modules())
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
