@@ -96,10 +96,24 @@ def verdicts_of(ways: Any, aim: float | None) -> list[str]:
     return lines
 
 
+# ---- whole models ----
+
+
+def on_shapes(run: Run) -> None:
+    """Compare memory budgets of whole models: ours, torch's, and recomputing every layer."""
+    if find_spec("transformers") is None or find_spec("torch") is None:
+        run.report.log("\nshapes is left out: torch and transformers are not installed")
+        return
+    from activation_shapes import whole_models
+
+    run.report.judge(whole_models(run.report, run.quick, run.rounds(7, 3)))
+
+
 PARTS: dict[str, Callable[[Run], None]] = {
     "planning": planned,
     "pyramid": partial(on_model, name="pyramid"),
     "transformer": partial(on_model, name="transformer"),
+    "shapes": on_shapes,
 }
 
 

@@ -136,7 +136,7 @@ class Chain:
         Speed of copies to the host and back. Nothing else runs during a copy. Default: the
         chain cannot be offloaded.
     outside_bytes : int, default 0
-        Memory that the model holds beside its blocks from the first block's forward to its
+        Memory that the model holds outside of its blocks from the first block's forward to its
         backward run, without the first block's input: of an embedding, of masks.
     head_bytes : int, default 0
         Peak memory of what runs between the last block's forward and backward runs (head,
@@ -146,7 +146,7 @@ class Chain:
     outside_seconds : float, default 0
         Time of everything outside of the blocks.
     note : str, optional
-        A sentence for reports, such as about what the chain does not cover.
+        A sentence for reports, such as about a loss that the chain does not cover.
 
     Raises
     ------
@@ -354,7 +354,7 @@ class Chain:
         """Parse a budget for this chain.
 
         A fraction refers to the memory that a plan can change: `plain_peak_bytes` without the
-        bytes outside of the blocks and of the head, to which it is added.
+        bytes outside of the blocks and of the head. These are added.
         """
         fixed = self.outside_bytes + self.head_bytes
         of = "the blocks' memory without a plan" if fixed else "the peak without a plan"
@@ -417,8 +417,8 @@ class Chain:
         document["names"] = None if self._names is None else list(self._names)
         for name in _RATES:
             document[name] = getattr(self, name)
-        given = {name: getattr(self, name) for name in (*_OUTSIDE, "note")}
-        return document | {name: value for name, value in given.items() if value}
+        outside = {name: getattr(self, name) for name in (*_OUTSIDE, "note")}
+        return document | {name: value for name, value in outside.items() if value}
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Chain:

@@ -116,7 +116,7 @@ def _steps_array(steps: Any) -> NDArray:
 
 
 def _with_head(steps: NDArray, chain: Chain) -> NDArray:
-    """Return steps of a chain's blocks with those of its head, if it has one.
+    """Return steps of a chain's blocks, and the steps of its head, if it has one.
 
     The head runs once, after the last block's first run and before activation n is dropped.
     """

@@ -31,7 +31,7 @@ class SavesItsResult(torch.autograd.Function):
         return gradient * output
 
 
-class Own(nn.Module):
+class Function(nn.Module):
     def forward(self, x):
         return SavesItsResult.apply(x)
 
@@ -47,7 +47,7 @@ class OnDefaultDevice(nn.Sequential):
 LAST = {
     "rrelu": lambda: nn.Sequential(nn.Linear(4, 4), nn.RReLU()),
     "rrelu and more": lambda: nn.Sequential(nn.Linear(4, 4), nn.RReLU(), nn.Flatten()),
-    "own function": lambda: nn.Sequential(nn.Linear(4, 4), Own()),
+    "own function": lambda: nn.Sequential(nn.Linear(4, 4), Function()),
     "under a mode": lambda: OnDefaultDevice(nn.Linear(4, 4), nn.RReLU(), nn.Flatten()),
     "linear": lambda: nn.Sequential(nn.Tanh(), nn.Linear(4, 4)),
     "dropout": lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)),
@@ -60,7 +60,7 @@ def model_of(make, blocks=2):
 
 
 @pytest.mark.parametrize("name", LAST)
-def test_gradients_are_the_same_whatever_runs_last(name):
+def test_gradients_keep_their_bits_for_any_last_operator(name):
     model, x = model_of(LAST[name]), torch.randn(3, 4)
     without = results(model, [x])
     plan = Plan.from_recomputed(chain_of(2), [0, 1])

@@ -1,4 +1,4 @@
-"""The peak of a plan is that of a whole step: embedding, blocks, head and loss."""
+"""The peak of a plan covers a whole step: embedding, blocks, head and loss."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def cross_entropy(logits):
 
 
 class Untied(Language):
-    """Its head has weights of its own."""
+    """Its head does not share the weights of the embedding."""
 
     def __init__(self, tokens):
         super().__init__(2, 32, tokens)
@@ -76,15 +76,15 @@ def test_steps_of_a_plan_have_the_head_in_the_last_forward_step():
     assert use.expected_bytes == pytest.approx(use.predicted_bytes, rel=0.03)
 
 
-def test_losses_are_found_given_or_assumed():
+def test_losses_are_returned_passed_or_assumed():
     """The memory of a cross-entropy is assumed for a model that returns no loss."""
-    own = Chain.from_torch(WithLoss(2), IDS, repeats=1)
+    returned = Chain.from_torch(WithLoss(2), IDS, repeats=1)
     model = Language(2)
-    given = Chain.from_torch(model, IDS, loss=cross_entropy, repeats=1)
+    passed = Chain.from_torch(model, IDS, loss=cross_entropy, repeats=1)
     assumed = Chain.from_torch(model, IDS, repeats=1)
-    assert own.head_bytes == given.head_bytes
-    assert assumed.head_bytes == pytest.approx(given.head_bytes, rel=0.05)
-    assert (own.note, given.note) == ("", "")
+    assert returned.head_bytes == passed.head_bytes
+    assert assumed.head_bytes == pytest.approx(passed.head_bytes, rel=0.05)
+    assert (returned.note, passed.note) == ("", "")
     assert "returned no loss" in assumed.note and "loss=" in assumed.note
     assert assumed.note in plan(assumed, 1.0).report() and assumed.note in str(assumed)
 

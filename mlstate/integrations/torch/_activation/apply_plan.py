@@ -425,8 +425,8 @@ def apply_plan(
     Steps of later blocks that the backward pass does not visit are left out.
 
     With or without a plan, autocast's copies of parameters exist until the end of its ``with``
-    block. Recomputation ends after the operator that saved the last tensor, whose time and output it
-    costs: an operator may fill a tensor after it saved it.
+    block. Recomputation ends after the operator that saved the last tensor, whose time and output
+    it costs: an operator may fill a tensor after it saved it.
 
     With ``torch.compile``, compile the blocks before the plan is applied. In a model that is
     compiled as a whole, the blocks run by the plan but uncompiled, and ``fullgraph=True`` fails.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def discard_saved() -> Any:
-    """Return a context in which autograd saves no tensors, so that no backward pass is possible."""
+    """Return a context without saved tensors, so that no backward pass is possible."""
     import torch
 
     def refuse(_: Any) -> Any:

@@ -183,7 +183,7 @@ class _Outside:
 
     A run has six marks: its begin, the first block's call, the last block's return, the end of the
     forward pass with the loss, the gradient of the last block's output, and the end of the
-    backward pass, in which that of the first block's input follows at once.
+    backward pass. The gradient of the first block's input follows at once.
     """
 
     def __init__(self, model: SampledModel, loss: Any) -> None:
@@ -259,7 +259,7 @@ class _Outside:
         """
         before, _, forward, backward, after = spans
         in_forward = forward.before - self._fresh_between
-        # such as the gradient of tied weights, of which one part waits for the other
+        # such as the gradient of tied weights: its first part waits for the second
         in_backward = after.before - self._fresh_input - memory.gradients[-1]
         outside = max(0, in_forward, in_backward if self.has_head else 0)
         head = max(forward.peak, backward.peak) - self._fresh_used - outside
@@ -373,7 +373,8 @@ def profile_chain(
     loss : callable, optional
         Makes the loss, a scalar tensor, of the model's output. Default: the output, if it is a
         scalar, or its ``loss``. If it has none, the memory of a cross-entropy is assumed; if the
-        model returns its last block's output, the chain ends there. `Chain.note` says so.
+        model returns its last block's output, the chain ends there. `Chain.note` has a sentence
+        on this.
 
     Returns
     -------
@@ -394,9 +395,9 @@ def profile_chain(
     -----
     Memory is measured with torch's allocator, see `measure_peak`: the memory that a block's run
     adds, and the peaks of its runs. All that is outside of the blocks is measured too, in a step
-    whose blocks save nothing: what is alive throughout (an embedding's output, masks, autocast's
-    copies of parameters) and what runs after the last block (head, logits, loss). So the peak of
-    a plan is that of a whole step, beyond parameters, their gradients and optimizer states; the
+    whose blocks save nothing: tensors alive throughout (an embedding's output, masks, autocast's
+    copies of parameters), and the head, logits and loss after the last block. So the peak of a
+    plan includes a whole step, beyond parameters, their gradients and optimizer states; the
     gradients are allocated during the measurement. If autograd frees saved tensors before the
     block's gradient is allocated, ``backward_temporary_bytes`` is negative.
 

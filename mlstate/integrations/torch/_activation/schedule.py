@@ -8,13 +8,13 @@ a plan: the same nodes in the same order, with the same hooks of parameters.
 
 from __future__ import annotations
 
-import sys
 import weakref
-from functools import cache, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....errors import MLStateError
 from .offload import Host, Offloaded
+from .recompute_end import RecomputeEnd, StopRecompute
 from .rng_and_buffers import Buffers, ObjectTensors, Surroundings, refusal
 from .tensors import Geometry, geometry_of, storage_id, tensors_in, version_of, view_of
 
@@ -158,73 +158,6 @@ class _InputAlias(NamedTuple):
 
     leaf: int  # number of the tensor in the activation that is the input
     geometry: Geometry
-
-
-class StopRecompute(Exception):  # noqa: N818 (ends a run early; not an error)
-    """All saved tensors were recomputed."""
-
-
-@cache
-def _end_mode() -> Any:
-    """Return the class of modes that end a run at the next call of torch in Python."""
-    import torch
-
-    class EndMode(torch.overrides.TorchFunctionMode):
-        frame: Any  # that called the operator which saved the last tensor
-        at: int  # the instruction that it is at
-
-        def __torch_function__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            begin: Any = sys._getframe(1)
-            caller = begin
-            while caller is not None and caller is not self.frame:
-                caller = caller.f_back
-            if caller not in (None, begin) and caller.f_lasti == self.at:
-                return func(*args, **(kwargs or {}))  # a part of that operator
-            raise StopRecompute
-
-    return EndMode
-
-
-class RecomputeEnd:
-    """A context of a recomputation that ends after the operator that saved its last tensor.
-
-    An operator may fill a tensor after it saved it, as RReLU its noise, so the run ends only at the
-    next call of torch, with StopRecompute.
-    """
-
-    def __init__(self) -> None:
-        self._mode: Any = None
-
-    def __enter__(self) -> RecomputeEnd:
-        return self
-
-    def request(self) -> None:
-        """End the run after the current operator; call it from the pack hook of a saved tensor."""
-        self._mode = _end_mode()()
-        self._mode.frame = sys._getframe(2)  # below this call and the hook
-        self._mode.at = self._mode.frame.f_lasti
-        torch_overrides()._push_mode(self._mode)
-
-    def __exit__(self, *_: object) -> None:
-        """Remove the request, also below modes that were entered around the operator."""
-        if self._mode is None:
-            return
-        overrides = torch_overrides()
-        others = []
-        while (mode := overrides._pop_mode()) is not self._mode:
-            others.append(mode)
-        for mode in reversed(others):
-            overrides._push_mode(mode)
-        self._mode.frame = self._mode = None
-
-
-def torch_overrides() -> Any:
-    """Return torch's module of function modes."""
-    import torch
-
-    return torch.overrides
 
 
 class _Call:

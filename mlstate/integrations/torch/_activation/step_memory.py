@@ -9,8 +9,9 @@ from ...._common.set_module import set_module
 from ...._common.text import bytes_text, table_text
 from .block_calls import BlockCall, SampledModel, loss_of, seed_of
 from .peak_memory import Allocations
+from .recompute_end import RecomputeEnd, StopRecompute
 from .rng_and_buffers import copy_objects
-from .schedule import Program, RecomputeEnd, StopRecompute
+from .schedule import Program
 from .tensors import storage_bytes, tensors_in
 
 if TYPE_CHECKING:
