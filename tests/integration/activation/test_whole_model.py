@@ -89,6 +89,15 @@ def test_losses_are_returned_passed_or_assumed():
     assert assumed.note in plan(assumed, 1.0).report() and assumed.note in str(assumed)
 
 
+def test_frozen_blocks_and_wrong_losses():
+    model = Language(2).requires_grad_(False)
+    assert Chain.from_torch(model, IDS, repeats=1).blocks == 2  # nothing to train
+    model.head = nn.Linear(32, 50)  # alone requires gradients
+    assert Chain.from_torch(model, IDS, loss=cross_entropy, repeats=1).head_bytes > 0
+    with pytest.raises(TypeError, match="loss must return a scalar tensor"):
+        Chain.from_torch(model, IDS, loss=lambda logits: logits, repeats=1)
+
+
 def test_models_that_are_only_their_blocks_end_with_them():
     model, x = perceptron(2)
     chain = Chain.from_torch(model, x, repeats=1)

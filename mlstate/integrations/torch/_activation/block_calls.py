@@ -116,7 +116,7 @@ def loss_of(out: Any, loss: Callable[[Any], torch.Tensor] | None) -> tuple[Any, 
 
     `loss`: makes it of the output; None: the output is it, or has it (``out.loss``). Otherwise it
     takes the memory of a cross-entropy of all tensors in the output. The loss is None if nothing
-    requires a gradient.
+    requires a gradient. Raises TypeError if `loss` does not return a scalar tensor.
     """
     import torch
 
@@ -125,6 +125,8 @@ def loss_of(out: Any, loss: Callable[[Any], torch.Tensor] | None) -> tuple[Any, 
         found = out.get("loss") if isinstance(out, Mapping) else getattr(out, "loss", None)
     if isinstance(found, torch.Tensor) and not found.dim():
         return (found if found.requires_grad else None), True
+    if loss is not None:
+        raise TypeError(f"loss must return a scalar tensor, got {found!r:.80}")
     outputs = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
     if not all(tensor.is_floating_point() and tensor.dim() for tensor in outputs):
         return seed_of(out), False

@@ -203,6 +203,7 @@ class _Outside:
         first: list[torch.Tensor] = []  # the first block's input
         entered: list[torch.Tensor] = []  # the last block's input
         returned: set[int] = set()  # its outputs, by identity
+        crossed: list[bool] = []  # the backward pass reached them
 
         def enter(call: BlockCall) -> None:
             if not first:
@@ -210,12 +211,16 @@ class _Outside:
                 mark()
             entered[:] = call.inputs
 
+        def cross() -> None:
+            crossed.append(True)
+            mark()
+
         def leave(out: Any) -> Any:
             used = [*first, *tensors_in(out)]
             fresh_bytes = map(self._count_fresh, (first, used, [*used, *entered]))
             self._fresh_input, self._fresh_used, self._fresh_between = fresh_bytes
             entered.clear()
-            out = _bridge([root, *first], out, mark)
+            out = _bridge([root, *first], out, cross)
             returned.update(map(id, tensors_in(out)))
             mark()
             return out
@@ -234,7 +239,7 @@ class _Outside:
         mark()
         if loss is not None:
             torch.autograd.backward(loss)
-        else:
+        if not crossed:
             mark()
         mark()
 
@@ -387,7 +392,7 @@ def profile_chain(
         If the choice of blocks is ambiguous, the model does not call each block once and in
         order, or `repeats` is below 1.
     TypeError
-        If `sample` contains no tensor.
+        If `sample` contains no tensor, or `loss` returns no scalar tensor.
     RuntimeError
         If a torch profiler is already running.
 
@@ -403,7 +408,7 @@ def profile_chain(
 
     Call it under ``torch.autocast`` if training uses that. Random generators, buffers and
     gradients are restored. The model runs ``repeats + 4`` times, each block
-    ``2 * repeats + 8`` times.
+    ``2 * repeats + 7`` times.
 
     Each run of a block gets a copy of object arguments, such as a KV cache to which it adds. A
     cache keeps tensors of every block until the model's output is freed, also of blocks that a
