@@ -423,12 +423,13 @@ def _optimizer_target(
 ) -> Any:
     """Return memory for the states of a torch optimizer; states that it lacks are created.
 
-    `selected`: stored names. `module`: has the parameters, or None. `chosen_names`: the user's
-    choice. `elsewhere`: parameters that only other ranks have. The saved param_groups, the dtype
+    `selected`: stored names. `module`: the model, of which a module has the parameters.
+    `chosen_names`: the user's choice. `elsewhere`: parameters that only other ranks have. The saved param_groups, the dtype
     and shape of each selected state, and the shapes of the model's parameters go to the backend,
     which fits them to `optimizer`. Raises CompatibilityError if the stored states cannot be matched
     to parameters.
     """
+    module = module if is_module(module) else None
     chosen = set(selected)
     by_key = section.names_by_key()
     records = {}
@@ -596,7 +597,6 @@ def _prepare_tensors(
         if clash:
             raise names_error([], clash, [], loader.folder)
     elif takes_optimizer:
-        module = module if is_module(module) else None
         filling = _optimizer_target(loader, section, selected, target, module, names, elsewhere)
     else:
         filling = _ArrayTarget(target)
