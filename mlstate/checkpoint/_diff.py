@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, deque
+from collections import Counter
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
 
 from .._common.arrays import is_cache
+from ..errors import FormatError
 from ..state._diff import StateDiff, join_diffs
 from ..state._diff import diff as diff_states
 from ..state._optimizer_state import OptimizerStateDict
+from ._states.containers import children
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -54,18 +56,16 @@ def list_entries(keys: tuple[Any, ...], value: Any) -> Iterator[_Entry]:
         from ..kv._stored import cache_values
 
         value = cache_values(value)[1]
-    items: Iterable[tuple[Any, Any]] = ()
+    items: Iterable[tuple[Any, Any]] = children(value) or ()
     if hasattr(value, "keys"):
         items = [(key, value[key]) for key in value]
-    elif isinstance(value, list | tuple | deque):
-        items = enumerate(value)
     elif isinstance(value, set | frozenset):
-        items = enumerate(sorted(value, key=repr))
+        items = [*enumerate(sorted(value, key=repr))]
     if hasattr(value, "dtype"):
         yield _Entry(keys, value)
     elif isinstance(value, int | float) and np.asarray(value).dtype != object:
         yield _Entry(keys, np.asarray(value))
-    elif not items or not len(value):  # not a container, or empty; ints beyond 64 bits, complex
+    elif not items:  # not a container, or empty; ints beyond 64 bits, complex
         yield _Entry(keys, np.zeros(0), f" = {value!r}")
     else:
         for key, each in items:
@@ -133,8 +133,8 @@ def _read_forms(value: Any) -> Any:
     if value.get("$") == "tree" and "arrays" in value:
         from ._states.tree import value_of_form
 
-        with suppress(AttributeError, LookupError, RecursionError, TypeError, ValueError):
-            return value_of_form(value)
+        with suppress(FormatError):
+            return value_of_form(value, "param_groups")
     return {key: _read_forms(each) for key, each in value.items()}
 
 

@@ -14,8 +14,8 @@ _Group: TypeAlias = dict[str, Any]
 
 # Entries of a group that describe its parameters, as `OptimizerStateDict.from_torch` sets them:
 # their names, the states that were Python numbers, and by state, the positions in "params" of
-# parameters with packed values.
-_OF_PARAMETERS = frozenset({"params", "python_numbers", "packed_states"})
+# parameters with packed values; and a mark of values that older versions cannot read.
+_OF_PARAMETERS = frozenset({"params", "python_numbers", "packed_states", "newer_values"})
 
 
 def _split_group(group: _Group) -> tuple[dict[str, Any], dict[str, Any]]:

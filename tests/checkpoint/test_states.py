@@ -105,7 +105,8 @@ def test_json_values_keep_their_types(tmp_path):
     [
         (object(), r"states\['x'\] is a builtins.object"),
         ({"a": [lambda: 0]}, r"states\['x'\]\['a'\]\[0\] is a builtins.function"),
-        ({"a": {1.5: 0}}, r"states\['x'\]\['a'\] has the key 1.5 of type float"),
+        ({"a": {1j: 0}}, r"states\['x'\]\['a'\] has the key 1j of type complex"),
+        ({"a": {("b", float("nan")): 0}}, r"states\['x'\]\['a'\] has the key nan"),
         ({"a": np.array([object()])}, r"states 'x/a': dtype numpy.object_ is not supported"),
         ([np.array([object()])], r"states\['x'\]\[0\] is an array of object"),
         ([np.array(["text"])], r"states\['x'\]\[0\] is an array of <U4"),

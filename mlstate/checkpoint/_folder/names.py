@@ -13,6 +13,7 @@ MANIFEST = "manifest.json"
 LOCK = "lock"
 SECTIONS = ("params", "optim_state", "states")
 FOLDERS = (*SECTIONS, "index", "roots")
+NEWER = "newer_values"  # in a manifest: mark of a state, group or value that version 2 lacks
 MOST_SEQUENCE = (1 << 63) - 1  # of a save
 _ROOT = re.compile(r"(\d{8}|[1-9]\d{8,18})\.([0-9a-f]{16})\.json\Z", re.ASCII)
 _MARK = ".damaged"  # suffix of a mark, see checkpoint_files.py

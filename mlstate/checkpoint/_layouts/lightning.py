@@ -8,7 +8,7 @@ tensors.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from ..._common.arrays import is_torch
 from ..._common.backend import torch_backend
 from ...errors import CompatibilityError
 from .._files.backend import PtBackend
-from .._states.generators import library_of
+from .._states.tree import encode
 from .entries import find_unreadable, refusal
 
 if TYPE_CHECKING:
@@ -27,35 +27,6 @@ if TYPE_CHECKING:
 
 STATE = "lightning"
 _MODULE = "lightning_module"
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_EXACT = (*_CONTAINERS, OrderedDict, Counter)
-
-
-def _refuse_inexact(value: Any, where: str) -> None:
-    """Raise TypeError for a value that would be loaded as another class.
-
-    `where`: path of the value, for the error. The tree of named states stores a subclass of dict as
-    a dict, a parameter as a tensor, and modules and generators as their states.
-    """
-    remedy = ""
-    if isinstance(value, _CONTAINERS) and type(value) not in _EXACT:
-        remedy = "store a dict, list, tuple or set instead"
-    elif is_torch(value) and value.requires_grad:
-        remedy = "store a detached tensor instead"
-    elif callable(getattr(value, "state_dict", None)) or library_of(value) is not None:
-        remedy = "leave it out, as save_hyperparameters(ignore=[name]) does, or store its state"
-    if remedy:
-        cls = type(value)
-        raise TypeError(
-            f"{where} is a {cls.__module__}.{cls.__qualname__}, which cannot be stored without "
-            f"pickle: {remedy}"
-        )
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            _refuse_inexact(inner, f"{where}[{key!r}]")
-    elif isinstance(value, _CONTAINERS):
-        for number, inner in enumerate(value):
-            _refuse_inexact(inner, f"{where}[{number}]")
 
 
 def split_checkpoint(
@@ -67,13 +38,13 @@ def split_checkpoint(
     """
     rest = {key: value for key, value in checkpoint.items() if key != "state_dict"}
     if exact:
-        _refuse_inexact(rest, f"states[{STATE!r}]")
+        encode(rest, f"states[{STATE!r}]", exact=True, records=False)
     states: dict[str, Any] = {STATE: rest}
     model = checkpoint.get("state_dict")
     if model is not None:
         other = {name: value for name, value in model.items() if not is_torch(value)}
         if exact:
-            _refuse_inexact(other, "state_dict")
+            encode(other, "state_dict", exact=True, records=False)
         metadata = getattr(model, "_metadata", None)
         states[_MODULE] = {"metadata": metadata, "other": other, "names": list(model)}
         model = {name: value for name, value in model.items() if name not in other}

@@ -545,7 +545,7 @@ def _choose_entries(
     CompatibilityError if `target` is not a module, and the load is strict or a chosen name is one
     of its arrays.
     """
-    stored = stored_entries(loader, section)
+    stored = stored_entries(loader, section, target.state_dict if is_module(target) else None)
     if elsewhere:
         entries = {name: each for name, each in stored.entries.items() if name not in elsewhere}
         stored = stored._replace(entries=entries)

@@ -19,6 +19,7 @@ from ...state._kind import kind_of
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .._backend import CheckpointBackend
+from .._folder.names import NEWER
 from .modules import encode_entries, entries_name, metadata_of
 from .tree import RANKS, TEXT, Tree, encode, method_of, pack, pack_header, whole_arrays
 
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
 
     from ...collectives import ProcessGroup
 
-_DIGEST_BYTES = 32  # of a BLAKE2b; the packed length follows in 8 bytes
+# of a BLAKE2b; the packed length follows in 8 bytes, and a byte that is 1 for a newer form
+_DIGEST_BYTES = 32
 
 
 class NamedStates(NamedTuple):
@@ -36,6 +38,11 @@ class NamedStates(NamedTuple):
     arrays: dict[str, Any] | None  # of flat states, by "<state>/<name>"; None without states
     trees: dict[str, Tree]  # the other states
     kinds: dict[str, dict[str, Any]]  # description of each state in the manifest
+
+    def add(self, name: str, tree: Tree) -> None:
+        """Add a nested value as the state `name`."""
+        self.trees[name] = tree
+        self.kinds[name] = {"kind": "tree", NEWER: True} if tree.is_newer else {"kind": "tree"}
 
     def summary(self) -> list[str]:
         """Return kind and name of each state, sorted: ranks compare these, which must agree."""
@@ -64,8 +71,10 @@ class NamedStates(NamedTuple):
                     self.arrays[f"{name}/{key}"] = array
             if ranks > 1 and len(digests[number]) > 1:
                 self.kinds[name]["ranks"] = ranks
+                if any(digest[-1] for digest in digests[number]):
+                    self.kinds[name][NEWER] = True
                 row_bytes = max(  # packed length of the largest tree
-                    int.from_bytes(digest[_DIGEST_BYTES:], "little") for digest in digests[number]
+                    int.from_bytes(digest[_DIGEST_BYTES:-1], "little") for digest in digests[number]
                 )
                 row = pack(tree, row_bytes).reshape(1, -1)
                 layout = Layout.rows(ranks)
@@ -81,7 +90,7 @@ class NamedStates(NamedTuple):
 
 
 def _digest(tree: Tree) -> bytes:
-    """Return a digest of a tree without its shards, and the length of the packed tree.
+    """Return a digest of a tree without its shards, its packed length, and if it has a newer form.
 
     Ranks compare it to find the trees that are equal on all of them.
     """
@@ -93,7 +102,7 @@ def _digest(tree: Tree) -> bytes:
     for array in arrays.values():
         hasher.update(array.reshape(-1).view(np.uint8).data)
     nbytes = len(header) + sum(array.nbytes for array in arrays.values())
-    return hasher.digest() + nbytes.to_bytes(8, "little")
+    return hasher.digest() + nbytes.to_bytes(8, "little") + bytes([tree.is_newer])
 
 
 NO_STATES = NamedStates(None, {}, {})
@@ -193,8 +202,7 @@ def add_entries(named: NamedStates, state: str | None, others: tuple[Any, Any]) 
     where = "model" if state is None else f"states[{state!r}]"
     if named.arrays is None:
         named = NamedStates({}, {}, {})
-    named.trees[entries_name(state)] = encode_entries(*others, where)
-    named.kinds[entries_name(state)] = {"kind": "tree"}
+    named.add(entries_name(state), encode_entries(*others, where))
     return named
 
 
@@ -224,8 +232,7 @@ def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
             error.args = (f"{where}: {error}",)
             raise
         if flat is None:
-            named.trees[name] = encode(value, where)
-            named.kinds[name] = {"kind": "tree"}
+            named.add(name, encode(value, where))
         else:
             refuse_given_away(dict(flat))
             if not is_module(value) and not is_optimizer(value):

@@ -28,7 +28,7 @@ from .restore import (
 from .tree import Tree, encode, malformed, parse, whole_arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     from .._load.loader import Loader
     from .._sections import Section
@@ -159,11 +159,13 @@ class StoredEntries(NamedTuple):
     metadata: dict[str, dict[str, object]] | None  # None: the checkpoint is not of mlstate
 
 
-def stored_entries(loader: Loader, section: Section) -> StoredEntries:
+def stored_entries(
+    loader: Loader, section: Section, target: Callable[[], Any] | None = None
+) -> StoredEntries:
     """Return the stored entries of a section's module that are not tensors, and torch's metadata.
 
-    Entries are {} if none were stored. Metadata of None: unknown, for weights of another program.
-    Raises FormatError if the stored value has another form.
+    `target`: as for `Decoder`. Entries are {} if none were stored. Metadata of None: unknown, for
+    weights of another program. Raises FormatError if the stored value has another form.
     """
     if section.is_optimizer or section.kind is None:
         return StoredEntries({}, None)
@@ -172,7 +174,7 @@ def stored_entries(loader: Loader, section: Section) -> StoredEntries:
         return StoredEntries({}, None if loader.manifest.weights is not None else {})
     label = f"states[{name!r}]"
     is_saved = loader.options["into"] is None and label in loader.source.saved
-    value = loader.source.saved[label] if is_saved else read_own(loader, name)
+    value = loader.source.saved[label] if is_saved else read_own(loader, name, target)
     if not isinstance(value, dict) or not all(
         isinstance(value.get(part), dict) for part in ("entries", "metadata")
     ):

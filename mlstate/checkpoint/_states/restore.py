@@ -26,6 +26,7 @@ from ..._sharding.layout import Layout, Shard
 from ...errors import CompatibilityError
 from ...state._kind import kind_of
 from .._sections import STATES
+from .containers import children, mapped, walk
 from .generators import (
     check_fits,
     library_of,
@@ -38,11 +39,13 @@ from .generators import (
 )
 from .tree import (
     DICTS,
+    MALFORMED,
     RANKS,
     STATE_DICTS,
     TEXT,
-    Decoder,
+    decode,
     is_coreml_state,
+    key_of,
     leaves_of,
     malformed,
     method_of,
@@ -59,7 +62,6 @@ if TYPE_CHECKING:
 
 _WHOLE_TENSOR: Any = (None, 0, 0)
 _PLAIN = (bool, int, float, str, bytes, np.ndarray)
-_MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
 class Action(NamedTuple):
@@ -226,7 +228,7 @@ def _array_keys(name: str, node: object, stored_keys: Container[str]) -> dict[st
     """
     try:
         keys = {f"{name}/{leaf.key}": leaf.key for leaf in leaves_of(node) if not leaf.is_sharded}
-    except _MALFORMED as error:
+    except MALFORMED as error:
         raise malformed(_label(name), error) from None
     for stored_key, key in keys.items():
         if stored_key not in stored_keys:
@@ -252,12 +254,7 @@ def _leaf(template: Any, path: Iterable[Any]) -> Any:
     `template`: the nested value.
     """
     for part in path:
-        if isinstance(template, dict):
-            template = template.get(part)
-        elif isinstance(template, list | tuple | deque) and part in range(len(template)):
-            template = template[part]
-        else:
-            return None
+        template = dict(children(template) or ()).get(part)
     return template
 
 
@@ -319,22 +316,20 @@ def _decode(
     *,
     tensors: bool,
     cutting: Cutting | None = None,
+    target: Callable[[], Any] | None = None,
 ) -> Any:
     """Return the value of `node`, the JSON form of a piece of the stored state `name`.
 
     `stored`: the whole state, with its arrays. `template`: the target's value, whose tensors'
     layouts are used; None: no target. `cutting`: of other sharded arrays; None: the part that the
-    load requests. `tensors`: return torch tensors for arrays that were saved from these, as a
-    `device` of the load does. Raises FormatError if `node` is malformed.
+    load requests. `target`: as for `Decoder`. `tensors`: return torch tensors for arrays that were
+    saved from these, as a `device` of the load does. Raises FormatError if `node` is malformed.
     """
     device = loader.options["device"]
     convert = _tensor_of(device) if tensors or device is not None else None
     shards = _shards(loader, name, node, template, cutting or loader.request.cutting)
     arrays = {**stored.arrays, **shards} if shards else stored.arrays
-    try:
-        return Decoder(arrays, convert).value(node)
-    except _MALFORMED as error:
-        raise malformed(f"states[{name!r}]", error) from None
+    return decode(node, arrays, f"states[{name!r}]", convert, target)
 
 
 def load_trees(loader: Loader, names: Iterable[str]) -> dict[str, Any]:
@@ -357,10 +352,14 @@ def text_of_tree(loader: Loader, name: str) -> str:
     return text_of_value(stored.node, {**stored.arrays, **shards})
 
 
-def read_own(loader: Loader, name: str) -> Any:
-    """Return the value of the named state `name` for a target of this rank, with torch tensors."""
+def read_own(loader: Loader, name: str, target: Callable[[], Any] | None) -> Any:
+    """Return the value of the named state `name` for a target of this rank, with torch tensors.
+
+    `target`: as for `Decoder`.
+    """
     [stored] = read_trees(loader, [name])[name]
-    return _decode(loader, name, stored, stored.node, tensors=_has_torch(stored.node))
+    tensors = _has_torch(stored.node)
+    return _decode(loader, name, stored, stored.node, tensors=tensors, target=target)
 
 
 # ---- restoring ----
@@ -369,13 +368,16 @@ def read_own(loader: Loader, name: str) -> Any:
 class _Restorer:
     """Prepares the actions that restore the targets of one named state."""
 
-    def __init__(self, loader: Loader, name: str, stored: _StoredTree, sources: Sources) -> None:
+    def __init__(
+        self, loader: Loader, name: str, stored: _StoredTree, target: Any, sources: Sources
+    ) -> None:
         """Create a restorer of the state `name`, whose saved value is `stored`.
 
         The restorers of all states share `sources`.
         """
         self.loader = loader
         self.name = name
+        self.target = target
         self.stored = stored
         self.sources = sources
         self.actions: list[Action] = []
@@ -383,6 +385,7 @@ class _Restorer:
     def decode(self, node: object, template: object = None, **options: Any) -> Any:
         """Return the value of a piece of the state, as `_decode`."""
         options.setdefault("tensors", False)
+        options.setdefault("target", lambda: self.target)
         return _decode(self.loader, self.name, self.stored, node, template, **options)
 
     def add(self, target: Any, node: Any, where: str) -> None:
@@ -482,7 +485,8 @@ class _Restorer:
         if isinstance(node, dict) and node.get("$") == "generator":
             raise _mismatch(where, "the state of an object", "that of a generator")
         before = _copy_state(where, target)
-        value = self.decode(node, before, tensors=_has_torch(node), cutting=_WHOLE_TENSOR)
+        options = {"cutting": _WHOLE_TENSOR, "target": lambda: before}
+        value = self.decode(node, before, tensors=_has_torch(node), **options)
         value = like_tensors(value, before)
         self.actions.append(_load_action(where, target, value, before))
 
@@ -522,7 +526,7 @@ class _Restorer:
             node = node["values"]
         if not isinstance(node, dict) or node.get("$") not in (None, "dict"):
             raise _mismatch(where, "a dict", "another value")
-        pairs = dict(node["items"]) if "$" in node else node
+        pairs = {key_of(key): each for key, each in node["items"]} if "$" in node else node
         strict = self.loader.options["strict"]
         if strict and target.keys() != pairs.keys():
             key = min(target.keys() ^ pairs.keys(), key=str)
@@ -633,35 +637,21 @@ def _is_restorable(value: Any, *, tensors: bool = True) -> bool:
     Any other value is replaced, such as results of operations of torch. `tensors`: parameters are
     restored in place too. An object that can only be saved is refused by `add`.
     """
-    stack = [value]
-    seen: dict[int, Any] = {}  # containers by id: one may contain itself
-    while stack:
-        value = stack.pop()
-        if isinstance(value, _PLAIN):
-            continue
-        if (
-            library_of(value) is not None
-            or is_cache(value)
-            or method_of(value, "load_state_dict") is not None
-            or method_of(value, "state_dict") is not None
-            or (tensors and is_torch(value) and value.requires_grad and value.is_leaf)
-        ):
-            return True
-        is_mapping = isinstance(value, Mapping)
-        if id(value) in seen or not (
-            is_mapping or isinstance(value, list | tuple | set | frozenset | deque)
-        ):
-            continue
-        seen[id(value)] = value
-        stack += value.values() if is_mapping else value
-    return False
+    return any(
+        library_of(each) is not None
+        or is_cache(each)
+        or method_of(each, "load_state_dict") is not None
+        or method_of(each, "state_dict") is not None
+        or (tensors and is_torch(each) and each.requires_grad and each.is_leaf)
+        for each in walk(value)
+        if not isinstance(each, _PLAIN)
+    )
 
 
 def like_tensors(value: Any, like: Any) -> Any:
     """Return a value whose tensors have devices and layouts of the tensors in `like`.
 
-    Tensors at the same keys correspond. Dicts are changed in place. A value without a counterpart
-    stays.
+    Tensors at the same keys correspond. A value without a counterpart stays.
     """
     if is_torch(value):
         if not is_torch(like) or like.is_meta:
@@ -674,11 +664,9 @@ def like_tensors(value: Any, like: Any) -> Any:
         return _with_elements(like, part.layout.take(value, part.index))
     if type(value) is not type(like):
         return value
-    if isinstance(value, dict):
-        for key in value.keys() & like.keys():
-            value[key] = like_tensors(value[key], like[key])
-    elif type(value) in (list, tuple) and len(value) == len(like):
-        return type(value)(map(like_tensors, value, like))
+    likes = dict(children(like) or ())
+    if isinstance(value, Mapping) or len(children(value) or ()) == len(likes) > 0:
+        return mapped(value, lambda key, each: like_tensors(each, likes.get(key)))
     return value
 
 
@@ -693,10 +681,7 @@ def _decode_generator(restorer: _Restorer, node: dict[str, Any], library: str) -
     """
     if not library.startswith("torch") or not _has_torch(node):
         return restorer.decode(node)
-    try:
-        return Decoder(restorer.stored.arrays, _tensor_of(None)).value(node)
-    except _MALFORMED as error:
-        raise malformed(f"states[{restorer.name!r}]", error) from None
+    return decode(node, restorer.stored.arrays, f"states[{restorer.name!r}]", _tensor_of(None))
 
 
 def _mismatch(where: str, expected: str, got: str) -> CompatibilityError:
@@ -754,18 +739,8 @@ def _copies_of_results(state: Any) -> dict[int, Any]:
 
     `copy.deepcopy` refuses these tensors.
     """
-    copies: dict[int, Any] = {}
-    seen: set[int] = set()
-    stack = [state]
-    while stack:
-        value = stack.pop()
-        if is_torch(value):
-            if not value.is_leaf and id(value) not in copies:
-                copies[id(value)] = copy_of(value)
-        elif isinstance(value, Mapping | list | tuple | deque) and id(value) not in seen:
-            seen.add(id(value))
-            stack += value.values() if isinstance(value, Mapping) else value
-    return copies
+    results = (each for each in walk(state) if is_torch(each) and not each.is_leaf)
+    return {id(each): copy_of(each) for each in results}
 
 
 def _load_action(where: str, target: Any, value: Any, before: Any) -> Action:
@@ -786,7 +761,7 @@ def prepare_tree(
     far; this state's are added. Raises CompatibilityError if the target is of another kind than the
     saved value, and TypeError if it cannot be restored in place.
     """
-    restorer = _Restorer(loader, name, stored, sources)
+    restorer = _Restorer(loader, name, stored, target, sources)
     restorer.add(target, stored.node, f"states[{name!r}]")
     return restorer.actions
 

@@ -7,7 +7,9 @@ in the JSON text. Every other value is an object whose member ``"$"`` names its 
     bytes, bytearray        a uint8 array: key
     BytesIO                 a uint8 array: key, position
     dict                    key-value pairs, for other keys; class (dict, OrderedDict, Counter,
-                            defaultdict), factory of a defaultdict, attributes
+                            defaultdict), factory of a defaultdict, attributes. A key may be a
+                            float, bytes (``hex``) or tuple: these are newer
+    record (newer)          a named tuple or an object of a dataclass: form, module, class, fields
     state                   a state dict of mlstate: kind, values
     tuple, set, frozenset   items
     deque                   items, maxlen
@@ -18,6 +20,10 @@ in the JSON text. Every other value is an object whose member ``"$"`` names its 
     generator               library, state, and seeds of NumPy's SeedSequence
     cache                   class, values: a KVState, RollingKVState or CacheState
     object                  state: the result of ``state_dict()``
+
+A file with a newer form has a newer version. Objects, generators and caches are stored as their
+state, because a target of the load receives it. In the result of ``state_dict()``, in records and
+in optimizers nothing does: values there are *exact*, restored as the same class or refused.
 """
 
 from __future__ import annotations
@@ -36,10 +42,19 @@ from ..._common.dtypes import name_of, numpy_dtype
 from ..._common.json_values import DEEPEST, check_text
 from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Shard
-from ...errors import FormatError, UnstorableError
+from ...errors import CompatibilityError, FormatError, UnstorableError
 from ...state._kind import kind_of, restore_kind
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import ModelStateDict, StateDict
+from .containers import (
+    CONTAINERS,
+    UnknownRecordError,
+    children,
+    field_names,
+    full_name,
+    record_classes,
+    record_of,
+)
 from .generators import library_of, restored, seeds_of, state_of
 from .named_values import enum_node, enum_of, path_node, path_of
 
@@ -62,7 +77,6 @@ _FACTORIES: dict[str, Callable[[], Any]] = {  # of a defaultdict
     )
 }
 STATE_DICTS = (StateDict, ModelStateDict, OptimizerStateDict)
-_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "tuple": tuple,
     "set": set,
@@ -72,14 +86,17 @@ _EXACT = (
     *(bool, str, int, float, complex, bytes, bytearray, BytesIO, np.ndarray),
     *(dict, OrderedDict, Counter, defaultdict, list, tuple, set, frozenset, deque),
 )
+# errors of lookups in a malformed form
+MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _MOST_BITS = 64  # of an int in the JSON text; larger ones are hexadecimal
 
 
 class Tree(NamedTuple):
-    """A nested value: its JSON text, and its arrays by key."""
+    """A nested value: its JSON text, its arrays by key, and whether it has a newer form."""
 
     text: bytes
     arrays: dict[str, Any]
+    is_newer: bool = False
 
 
 class Leaf(NamedTuple):
@@ -105,6 +122,8 @@ def _segment(part: object) -> str:
     Ellipsis for values that are not items: attributes of a dict, seeds of a generator.
     """
     text = str(part)
+    if isinstance(part, float | bytes | tuple):
+        return "~v" + text.replace("~", "~~").replace(".", "~.")
     if not isinstance(part, str):
         return text
     if text in ("", "None", "True", "False", "Ellipsis") or text.lstrip("-").isdigit():
@@ -115,12 +134,15 @@ def _segment(part: object) -> str:
 class _Encoder:
     """Converts one value; `where` in errors is the path from the state's name.
 
-    `exact`: refuse values that would be decoded with another type.
+    `exact`: refuse values that would be decoded with another type. `records`: accept records.
     """
 
-    def __init__(self, exact: bool) -> None:
+    def __init__(self, exact: bool, records: bool) -> None:
         self.exact = exact
+        self.keeps_gradients = not exact  # of tensors: objects may load them as they like
+        self.records = records
         self.arrays: dict[str, Any] = {}
+        self.is_newer = False
 
     def store(self, array: Any, path: tuple[Any, ...]) -> str:
         """Keep an array for the checkpoint, and return its key.
@@ -158,9 +180,11 @@ class _Encoder:
         if type(value) in STATE_DICTS:
             values = self.node(dict(value), where, path, levels - 1)
             return {"$": "state", "kind": kind_of(value), "values": values}
+        if field_names(value) is not None and method_of(value, "state_dict") is None:
+            return self.record(value, where, path, levels - 1)
         if self.exact:
-            _check_exact(value, where)
-        if isinstance(value, _CONTAINERS):
+            _check_exact(value, where, self.keeps_gradients)
+        if isinstance(value, CONTAINERS):
             node = self.container(value, where, path, levels - 1)
         else:
             node = self.array(value, where, path)
@@ -271,20 +295,14 @@ class _Encoder:
         """Return the JSON form of a dict: an object if all keys are str, else a list of pairs.
 
         A key ``"$"`` would be taken for the mark of a kind, so it needs pairs too. `node` describes
-        the parameters. Raises TypeError for a key that is not a str, int, bool or None.
+        the parameters. Raises TypeError or ValueError as `key`.
         """
         kind = type(value).__name__
         pairs = []
         for key, inner in value.items():
-            if key is not None and type(key) not in (str, int, bool):
-                raise TypeError(
-                    f"{where} has the key {key!r} of type {type(key).__name__}: keys of nested "
-                    "dicts must be str, int or None"
-                )
-            if isinstance(key, str):
-                check_text(key, where)
+            key_form = self.key(key, where)
             node = self.node(inner, f"{where}[{key!r}]", (*path, key), levels)
-            pairs.append([key, node])
+            pairs.append([key_form, node])
         if kind == "dict" and all(isinstance(key, str) and key != "$" for key, _ in pairs):
             return dict(pairs)
         form: dict[str, Any] = {"$": "dict", "class": kind, "items": pairs}
@@ -300,6 +318,61 @@ class _Encoder:
             where, path = f"{where}.__dict__", (*path, ...)
             form["attributes"] = self.node(attributes, where, path, levels)
         return form
+
+    def key(self, key: Any, where: str) -> Any:
+        """Return the JSON form of a dict's key; `where`: path of the dict.
+
+        Raises TypeError for a key that is not None, bool, a number, str, bytes or a tuple of these,
+        ValueError for NaN.
+        """
+        if type(key) is str:
+            check_text(key, where)
+        if key is None or type(key) in (bool, int, str):
+            return key
+        self.is_newer = True
+        if type(key) is bytes:
+            return {"$": "bytes", "hex": key.hex()}
+        if type(key) is tuple:
+            return {"$": "tuple", "items": [self.key(each, where) for each in key]}
+        if type(key) is not float:
+            raise TypeError(
+                f"{where} has the key {key!r} of type {type(key).__name__}: keys of nested dicts "
+                "must be str, bytes, int, float, None or tuples of these"
+            )
+        if math.isnan(key):
+            raise ValueError(
+                f"{where} has the key nan, which equals no key, so no lookup finds it after a "
+                "load: use None instead"
+            )
+        return key if math.isfinite(key) else {"$": "float", "value": str(key)}
+
+    def record(self, value: Any, where: str, path: tuple[Any, ...], levels: int) -> Any:
+        """Return the JSON form of a named tuple or dataclass, whose fields must be plain values.
+
+        `node` describes the parameters. Raises TypeError for one with other attributes, or without
+        some of its fields: these would be lost.
+        """
+        cls = type(value)
+        names, inner = field_names(value), dict(children(value) or ())
+        other = {*inner, *getattr(value, "__dict__", ())} ^ {*(names or ())}
+        if other or not self.records:
+            problem = (
+                f"has other attributes than its fields ({min(other)})"
+                if other
+                else ("would be loaded as a tuple or dict")
+            )
+            raise UnstorableError(
+                f"{where} is a {full_name(cls)}, which {problem}: store a dict of its values"
+            )
+        self.is_newer, exact, self.exact = True, self.exact, True
+        fields = {
+            name: self.node(each, f"{where}.{name}", (*path, name), levels)
+            for name, each in inner.items()
+        }
+        self.exact = exact
+        form = "tuple" if isinstance(value, tuple) else "dataclass"
+        node = {"$": "record", "form": form, "module": cls.__module__, "class": cls.__qualname__}
+        return {**node, "fields": fields}
 
     def object(self, value: Any, where: str, path: tuple[Any, ...], levels: int) -> Any:
         """Return the JSON form of a generator or an object with ``state_dict()``.
@@ -319,13 +392,13 @@ class _Encoder:
         method = method_of(value, "state_dict")
         if method is None:
             cls = type(value)
-            if not isinstance(value, _CONTAINERS) and is_coreml_state(value):
+            if not isinstance(value, CONTAINERS) and is_coreml_state(value):
                 raise TypeError(
                     f"{where} is a {cls.__module__}.{cls.__qualname__}, which does not list its "
                     "names: pass its mlstate.coreml.StateManager, or its arrays, such as "
                     "{name: state.read_state(name) for name in state_specs(package)}"
                 )
-            base = next((each.__name__ for each in _CONTAINERS if isinstance(value, each)), "")
+            base = next((each.__name__ for each in CONTAINERS if isinstance(value, each)), "")
             remedy = f"pass {base}() of it, or " if base else ""
             raise TypeError(
                 f"{where} is a {cls.__module__}.{cls.__qualname__}, which cannot be stored "
@@ -333,7 +406,10 @@ class _Encoder:
                 "objects with state_dict(), or lists, tuples, sets and dicts of these"
             )
         state = _result(method, value, "state_dict()", where)
-        return {"$": "object", "state": self.node(state, where, path, levels)}
+        exact, self.exact = self.exact, True
+        node = self.node(state, where, path, levels)
+        self.exact = exact
+        return {"$": "object", "state": node}
 
 
 def _order_of(item: Any, where: str) -> bytes:
@@ -345,7 +421,7 @@ def _order_of(item: Any, where: str) -> bytes:
         return b"bytes" + item
     if isinstance(item, np.generic):
         return b"scalar" + name_of(item.dtype).encode() + item.tobytes()
-    return b"value" + bytes(packed(item, where))
+    return b"value" + bytes(packed(encode(item, where), where))
 
 
 def _result(read: Callable[[], Any], value: object, name: str, where: str) -> Any:
@@ -398,36 +474,47 @@ def _is_hashable(node: Any) -> bool:
     return kind in hashable or node.get("form") == "scalar"
 
 
-def _check_exact(value: Any, where: str) -> None:
+def _check_exact(value: Any, where: str, keeps_gradients: bool) -> None:
     """Raise UnstorableError if a value would be decoded as another type.
 
-    Such values are those of subclasses and of unknown classes, and tensors that require gradients.
-    `where`: path of the value.
+    Such values are objects, instances of subclasses, and, unless `keeps_gradients`, tensors that
+    require gradients. `where`: path of the value.
     """
     is_tensor = is_torch(value)
-    if is_tensor and not value.requires_grad:
+    if is_tensor and (keeps_gradients or not value.requires_grad):
         return
-    if not is_tensor and (type(value) in _EXACT or isinstance(value, np.generic)):
+    if not is_tensor and (type(value) in _EXACT or isinstance(value, np.generic | Shard)):
         return
     cls = type(value)
-    raise UnstorableError(
-        f"{where} is a {cls.__module__}.{cls.__qualname__}"
-        f"{' that requires gradients' if is_tensor else ''}, which cannot be restored as such "
-        "without pickle: use numbers, str, bytes, BytesIO, arrays, detached tensors, or lists, "
-        "tuples, sets and dicts of these"
+    problem, remedy = (
+        "cannot be restored as such without pickle",
+        (
+            "use numbers, str, bytes, BytesIO, arrays, detached tensors, or lists, tuples, sets, "
+            "dicts and records of these"
+        ),
     )
+    if is_tensor:
+        problem = f"requires gradients, which {problem}"
+    elif library_of(value) is not None or method_of(value, "state_dict") is not None:
+        problem = "is an object inside a value, so a load would return its state instead"
+        remedy = (
+            "store it as a state of its own, states={'name': object}, and its state_dict() here, "
+            "or leave it out"
+        )
+    raise UnstorableError(f"{where} is a {full_name(cls)}: it {problem}: {remedy}")
 
 
-def encode(value: Any, where: str, *, exact: bool = False) -> Tree:
+def encode(value: Any, where: str, *, exact: bool = False, records: bool = True) -> Tree:
     """Convert a nested value to JSON and arrays, which are not copied.
 
     `where`: name of the value, at the start of paths in errors. `exact`: raise UnstorableError for
-    values that would be decoded with another type, such as subclasses.
+    values that would be decoded with another type, such as subclasses. `records`: accept records,
+    whose classes a load finds in its target.
     """
-    encoder = _Encoder(exact)
+    encoder = _Encoder(exact, records)
     node = encoder.node(value, where, (), DEEPEST)
     text = json.dumps(node, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
-    return Tree(text.encode(), encoder.arrays)
+    return Tree(text.encode(), encoder.arrays, encoder.is_newer)
 
 
 # ---- one array of bytes, for a tree that differs between ranks ----
@@ -500,13 +587,11 @@ def unpack(packed: NDArray, where: str) -> tuple[Any, dict[str, NDArray]]:
         raise malformed(where, e) from None
 
 
-def packed(value: Any, where: str) -> NDArray:
+def packed(tree: Tree, where: str) -> NDArray:
     """Return a nested value as a uint8 array, for `unpacked`.
 
-    `where`: name of the value, at the start of paths in errors. Raises TypeError for a DTensor in
-    it.
+    `where`: name of the value in the TypeError for a DTensor in it.
     """
-    tree = encode(value, where)
     if any(isinstance(array, Shard) for array in tree.arrays.values()):
         raise TypeError(f"{where} contains a part of a tensor: store only whole tensors in it")
     arrays = whole_arrays(tree)
@@ -538,7 +623,7 @@ def leaves_of(node: Any) -> list[Leaf]:
             pairs = current.items()
         elif kind == "dict":
             stack.append(((path, ...), current.get("attributes")))
-            pairs = current["items"]
+            pairs = [(key_of(key), each) for key, each in current["items"]]
         else:
             stack += reversed([(path, inner) for inner in current.values()])
             continue
@@ -557,18 +642,36 @@ def _keys_of(path: Any) -> tuple[Any, ...]:
     return tuple(reversed(keys))
 
 
+def key_of(form: Any) -> Any:
+    """Return the key of a dict from its JSON form; raise KeyError for an unknown one."""
+    if not isinstance(form, dict):
+        return form
+    if form["$"] == "tuple":
+        return tuple(map(key_of, form["items"]))
+    if form["$"] == "bytes":
+        return bytes.fromhex(form["hex"])
+    return {"float": float}[form["$"]](form["value"])
+
+
 class Decoder:
     """Makes values from a JSON form, with arrays by key.
 
     `tensor_of` converts an array that was saved from a torch tensor; None leaves it a NumPy array.
+    `target` returns the value that the result replaces: its records have the classes. None: the
+    load has no target, and records become tuples and dicts.
     """
 
     def __init__(
-        self, arrays: Mapping[str, Any], tensor_of: Callable[[Any], Any] | None = None
+        self,
+        arrays: Mapping[str, Any],
+        tensor_of: Callable[[Any], Any] | None = None,
+        target: Callable[[], Any] | None = None,
     ) -> None:
         """Create a decoder; the class describes the parameters."""
         self.arrays = arrays
         self.tensor_of = tensor_of
+        self.target = target
+        self.classes: dict[str, type] | None = None  # of the target's records, once needed
 
     def value(self, node: Any) -> Any:
         """Return the value of a JSON form, `node`, built from the arrays.
@@ -603,7 +706,7 @@ class Decoder:
 
     def mapping(self, node: dict[str, Any]) -> Any:
         """Return the dict of the JSON form `node`, which lists its items."""
-        pairs = {key: self.value(inner) for key, inner in node["items"]}
+        pairs = {key_of(key): self.value(inner) for key, inner in node["items"]}
         cls = DICTS[node["class"]]
         if cls is defaultdict:
             factory = node.get("factory")
@@ -612,6 +715,15 @@ class Decoder:
         if "attributes" in node:
             vars(value).update(self.value(node["attributes"]))
         return value
+
+    def record(self, node: dict[str, Any]) -> Any:
+        """Return the record of the JSON form `node`; without a target, a tuple or a dict."""
+        fields = {name: self.value(inner) for name, inner in node["fields"].items()}
+        if self.target is None:
+            return tuple(fields.values()) if node["form"] == "tuple" else fields
+        if self.classes is None:
+            self.classes = record_classes(self.target())
+        return record_of(node, fields, self.classes)
 
     def special(self, kind: str, node: dict[str, Any]) -> Any:
         """Return the value of the JSON form `node` of the kind `kind`; raise KeyError if unknown.
@@ -624,6 +736,8 @@ class Decoder:
             return file
         if kind == "deque":
             return deque((self.value(item) for item in node["items"]), node["maxlen"])
+        if kind == "record":
+            return self.record(node)
         if kind == "float":
             return float(node["value"])
         if kind == "int":
@@ -651,30 +765,49 @@ class Decoder:
         raise KeyError(kind)
 
 
-def unpacked(array: NDArray, where: str, tensor_of: Callable[[Any], Any] | None = None) -> Any:
-    """Return the value of `packed` bytes; raise FormatError if they are malformed.
+def decode(
+    node: Any,
+    arrays: Mapping[str, Any],
+    where: str,
+    tensor_of: Callable[[Any], Any] | None = None,
+    target: Callable[[], Any] | None = None,
+) -> Any:
+    """Return the value of a JSON form with its arrays; `Decoder` describes the other parameters.
 
-    `where`: name of the value, for the error. `tensor_of`: as for `Decoder`.
+    `where`: name of the value in the FormatError for a malformed form. Raises CompatibilityError if
+    the target lacks the class of a record.
     """
-    node, arrays = unpack(array, where)
     try:
-        return Decoder(arrays, tensor_of).value(node)
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        return Decoder(arrays, tensor_of, target).value(node)
+    except UnknownRecordError as error:
+        refused = CompatibilityError(f"{where}: {error}")
+        refused.name = where
+        raise refused from None
+    except MALFORMED as error:
         raise malformed(where, error) from None
 
 
-def value_of_form(form: Any, tensor_of: Callable[[Any], Any] | None = None) -> Any:
+def unpacked(array: NDArray, where: str, *convert: Any) -> Any:
+    """Return the value of `packed` bytes; `convert`: the last parameters of `decode`."""
+    return decode(*unpack(array, where), where, *convert)
+
+
+def value_of_form(form: Any, where: str, *convert: Any) -> Any:
     """Return the value of a form in an optimizer's group, which has its arrays in base64.
 
-    `tensor_of`: as for `Decoder`. Raises KeyError and other errors for a malformed form.
+    `where` and `convert`: as for `decode`, which describes the errors.
     """
     import base64
 
-    arrays = {
-        key: np.frombuffer(base64.b64decode(data), numpy_dtype(dtype)).reshape(shape).copy()
-        for key, (dtype, shape, data) in form.get("arrays", {}).items()
-    }
-    return Decoder(arrays, tensor_of).value(form["value"])
+    try:
+        arrays = {
+            key: np.frombuffer(base64.b64decode(data), numpy_dtype(dtype)).reshape(shape).copy()
+            for key, (dtype, shape, data) in form.get("arrays", {}).items()
+        }
+        node = form["value"]
+    except MALFORMED as error:
+        raise malformed(where, error) from None
+    return decode(node, arrays, where, *convert)
 
 
 def parse(text: bytes, where: str) -> Any:

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ... import _core
 from ..._common.store_error import format_error
 from ...errors import FormatError
-from .._folder.names import MANIFEST
+from .._folder.names import MANIFEST, NEWER
 
 if TYPE_CHECKING:
     from .weight_files import WeightFiles
 
 FORMAT = "mlstate.manifest"
 VERSION = 2
+NEWER_VERSION = 3  # of a manifest with values that readers of version 2 do not know
 _START = b'{"checksum":"00000000"'
 _MOST_BYTES = 256 << 20  # of a manifest
 _MOST_RANKS = 1 << 24
@@ -71,7 +72,8 @@ def build(manifest: Manifest) -> bytes:
     import json
 
     indexes = manifest.indexes
-    content = {"format": FORMAT, "format_version": VERSION, **manifest._asdict()}
+    version = NEWER_VERSION if _has_newer_values(manifest) else VERSION
+    content = {"format": FORMAT, "format_version": version, **manifest._asdict()}
     del content["weights"]
     content["indexes"] = {
         "bytes": [record.bytes for record in indexes],
@@ -91,6 +93,14 @@ def build(manifest: Manifest) -> bytes:
         for name, value in content.items()
     )
     return _core.json_checksum_set(_START + b",\n" + ",\n".join(members).encode() + b"\n}\n")
+
+
+def _has_newer_values(manifest: Manifest) -> bool:
+    """Return whether a nested value or an optimizer's group has a form that version 2 lacks."""
+    kinds = [manifest.optimizer or {}, *(manifest.states or {}).values()]
+    groups = [group for kind in kinds for group in kind.get("param_groups", ())]
+    forms = [form for group in groups for form in group.values() if isinstance(form, dict)]
+    return any(NEWER in each for each in (*kinds, *groups, *forms))
 
 
 class _WrongError(Exception):
@@ -220,8 +230,11 @@ def _read(document: Any) -> Manifest:
     if _member(document, "format", str) != FORMAT:
         raise _WrongError(f'"format" is not "{FORMAT}"')
     version = _member(document, "format_version", int, 1)
-    if version != VERSION:
-        raise _WrongError(f"its format version is {version}, but this mlstate reads only {VERSION}")
+    if version not in (VERSION, NEWER_VERSION):
+        raise _WrongError(
+            f"its format version is {version}, but this mlstate reads only {VERSION} and "
+            f"{NEWER_VERSION}"
+        )
     generation = _member(document, "generation", str, pattern=_GENERATION)
     world_size = _member(document, "world_size", int, 1, _MOST_RANKS)
     return Manifest(

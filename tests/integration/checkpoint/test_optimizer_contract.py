@@ -4,6 +4,7 @@ import collections
 import copy
 import json
 import math
+import typing
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from any_format import read_any, write_any
 import mlstate
 from mlstate import CompatibilityError, OptimizerStateDict
 from mlstate.checkpoint import inspect
+from mlstate.checkpoint._states.containers import equal_values
 
 pytestmark = pytest.mark.torch
 
@@ -151,10 +153,13 @@ def test_lbfgs_resumes_bit_for_bit(tmp_path):
         (len, r"param_groups\[0\]\['x'\] is a builtins.builtin_function"),
         ([1, {"a": len}], r"param_groups\[0\]\['x'\]\[1\]\['a'\] is a builtins"),
         (collections.defaultdict(len), r"\['x'\] is a defaultdict whose default_factory"),
-        (torch.nn.Linear(1, 1), "is or contains a torch.nn.modules.linear.Linear"),
-        (torch.ones(1, requires_grad=True), "would be restored as another value"),
+        (
+            torch.nn.Linear(1, 1),
+            r"is a torch.nn.modules.linear.Linear: it is an object inside a value",
+        ),
+        (torch.ones(1, requires_grad=True), "a torch.Tensor: it requires gradients"),
         (torch.ones(20000), "has 80,000 bytes of arrays"),
-        (torch.Generator(), "is or contains a torch._C.Generator"),
+        (torch.Generator(), "is a torch._C.Generator: it is an object"),
     ],
 )
 def test_values_that_cannot_be_restored_are_refused_by_path(tmp_path, value, text):
@@ -296,3 +301,43 @@ def test_diff_compares_learning_rates_that_are_tensors_by_value(tmp_path):
     assert mlstate.diff(tmp_path / "a", tmp_path / "b", rtol=1e-3).identical
     (change,) = mlstate.diff(tmp_path / "a", tmp_path / "c").changes
     assert change.name == "optimizer.param_groups[0]['lr']" and abs(change.max_abs - 0.1) < 1e-6
+
+
+class Pair(typing.NamedTuple):
+    left: object
+    right: object
+
+
+NESTED = {
+    "deque": lambda: collections.deque([torch.ones(2)], maxlen=3),
+    "float keys": lambda: {0.0: torch.ones(2), 0.9: [torch.zeros(2)]},
+    "named tuple": lambda: Pair(torch.ones(2), {b"k": 1}),
+}
+
+
+@pytest.mark.parametrize("make", NESTED.values(), ids=NESTED)
+@pytest.mark.parametrize("place", ["state", "group"])
+def test_nested_values_of_optimizers_keep_class_and_order(tmp_path, make, place):
+    source, target = trained(sgd), trained(sgd)
+    for module, optimizer in (source, target):
+        holder = optimizer.param_groups[0] if place == "group" else optimizer.state[module.weight]
+        holder["x"] = make()
+    save_and_load(tmp_path / "c", source, target)
+    holders = [
+        optimizer.param_groups[0] if place == "group" else optimizer.state[module.weight]
+        for module, optimizer in (source, target)
+    ]
+    assert equal_values(*(holder["x"] for holder in holders))
+    manifest = json.loads((tmp_path / "c" / "manifest.json").read_bytes())
+    is_newer = not isinstance(make(), collections.deque)
+    assert manifest["format_version"] == (3 if is_newer else 2)
+
+
+def test_a_record_in_a_fresh_optimizer_needs_one_step(tmp_path):
+    source, fresh = trained(sgd), trained(sgd, 1)
+    source[1].state[source[0].weight]["x"] = Pair(1, 2)
+    with pytest.raises(CompatibilityError, match="such as an optimizer after one step"):
+        save_and_load(tmp_path / "c", source, fresh)
+    fresh[1].state[fresh[0].weight]["x"] = Pair(0, 0)
+    save_and_load(tmp_path / "c", source, fresh)
+    assert fresh[1].state[fresh[0].weight]["x"] == Pair(1, 2)

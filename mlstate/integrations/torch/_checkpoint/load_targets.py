@@ -7,13 +7,13 @@ each part directly into its memory; ranks exchange no data.
 
 from __future__ import annotations
 
-from copy import copy
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._common.arrays import overlaps_itself
 from ...._common.staged_targets import StagedTargets
 from ...._sharding.layout import Shard
+from ....checkpoint._states.containers import mapped
 from ....errors import CompatibilityError
 from .._tensors.dtypes import torch_has
 from .._tensors.state import state_dict_of
@@ -309,14 +309,12 @@ def _convert_nested(key: str, slot: ParameterSlot, group: dict[str, Any], value:
 
     if isinstance(value, torch.Tensor):
         return _convert_like_torch(key, slot, group, value)
-    if isinstance(value, dict):
-        converted = copy(value)  # keeps the factory of a defaultdict
-        for name, inner in value.items():
-            converted[name] = _convert_nested(f".{name}", slot, group, inner)
-        return converted
-    if isinstance(value, list | tuple):
-        return type(value)([_convert_nested("", slot, group, item) for item in value])
-    return value
+    prefix = "." if isinstance(value, dict) else ""
+
+    def convert(name: object, inner: Any) -> Any:
+        return _convert_nested(f"{prefix}{name if prefix else ''}", slot, group, inner)
+
+    return mapped(value, convert)
 
 
 def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
@@ -580,7 +578,7 @@ class OptimizerFilling(Filling):
         """
         group = self.group_of[self.records[key].parameter]
         if key in self.packed:
-            value = unpack_state(key, array)
+            value = unpack_state(key, array, self.optimizer)
             return value if self.own_loader else _convert_nested(key, slot, group, value)
         if number:
             return array.item()

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...._common.set_module import set_module
-from ....checkpoint._states.tree import packed, unpacked
+from ....checkpoint._folder.names import NEWER
+from ....checkpoint._states.tree import encode, packed, unpacked
 from ....errors import CompatibilityError
 from ....state._compatibility import join, rename_hint
 from .._tensors.state import arrays_of, clusters, sharable, tensors_of
@@ -22,7 +23,6 @@ from .optimizer_values import (
     NOT_VALUES,
     NUMBERS,
     PACKED,
-    check_restorable,
     decode_value,
     encode_value,
     tensor_of,
@@ -248,24 +248,14 @@ def stored_states(
             values[EXACT] = True
         forms = _state_forms([by_parameter.get(name, {}) for name in members])
         groups.append({"params": members, **values, **forms})
-    keys = packed_states(groups)
-    arrays = {}
-    for key, value in states.items():
-        if key in keys:
-            arrays[key] = _pack_state(key, value)
-        else:
-            arrays[key] = as_array(value) if is_number(value) else value
+    arrays = {key: as_array(each) if is_number(each) else each for key, each in states.items()}
+    for group in groups:
+        for key in packed_states([group]):
+            tree = encode(states[key], repr(key), exact=True)
+            arrays[key] = packed(tree, repr(key))
+            if tree.is_newer:
+                group[NEWER] = True
     return groups, arrays
-
-
-def _pack_state(key: str, value: object) -> NDArray:
-    """Return the nested value of the state `key` as bytes.
-
-    Raises TypeError or ValueError, with the path in the value, if it would not be restored equal.
-    """
-    array = packed(value, repr(key))
-    check_restorable(value, unpacked(array, repr(key), tensor_of), repr(key))
-    return array
 
 
 def _rate_of(groups: Iterable[Mapping[str, Any]]) -> float:
@@ -315,9 +305,13 @@ def packed_states(groups: Iterable[Mapping[str, Any]]) -> set[str]:
     }
 
 
-def unpack_state(key: str, array: Array) -> Any:
-    """Return the value of a state that was stored as bytes."""
-    return unpacked(np.asarray(array), repr(key), tensor_of)
+def unpack_state(key: str, array: Array, optimizer: torch.optim.Optimizer | None = None) -> Any:
+    """Return the value of a state that was stored as bytes.
+
+    `optimizer`: the target, whose records have the classes for those in the value, or None.
+    """
+    target = None if optimizer is None else lambda: [*optimizer.state.values()]
+    return unpacked(np.asarray(array), repr(key), tensor_of, target)
 
 
 @set_module("mlstate.integrations.torch")
@@ -535,5 +529,5 @@ def optimizer_dict(
         states.setdefault(order[name], {})[state] = value
     for key in packed_keys:
         name, _, state = key.rpartition(".")
-        states.setdefault(order[name], {})[state] = unpack_state(key, osd[key])
+        states.setdefault(order[name], {})[state] = unpack_state(key, osd[key], optimizer)
     return {"state": states, "param_groups": _torch_groups(osd, optimizer, named)}

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .optimizer_values import equal_values, quoted
+from ....checkpoint._states.containers import equal_values
+from .optimizer_values import quoted
 
 if TYPE_CHECKING:
     import torch

@@ -224,7 +224,7 @@ def _restore_value(form: Any, current: Any, where: str, *, tensors: tuple[type, 
 
     if isinstance(form, list) and isinstance(current, list):
         return form
-    value = decode_value(form, where)
+    value = decode_value(form, where, lambda: current)
     if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
         return value.to(current.device)
     if isinstance(current, torch.Tensor) and isinstance(form, tensors):

@@ -1,4 +1,4 @@
-"""JSON form of one value of an optimizer's group, such as a tuple or a tensor, and its comparison.
+"""JSON form of one value of an optimizer's group, such as a tuple or a tensor.
 
 A JSON list in a group is a tuple. Values that JSON cannot hold are objects with ``"$": "tree"``.
 """
@@ -13,12 +13,13 @@ import numpy as np
 
 from ...._common.dtypes import name_of
 from ...._sharding.layout import Shard
-from ....checkpoint._states.tree import encode, malformed, value_of_form, whole_arrays
+from ....checkpoint._folder.names import NEWER
+from ....checkpoint._states.tree import encode, value_of_form, whole_arrays
 from ....state._compatibility import join
 from .._tensors.state import tensors_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     import torch
 
@@ -31,66 +32,14 @@ NUMBERS = "python_numbers"
 PACKED = "packed_states"
 EXACT = "exact_numbers"
 # Keys of a group that are not hyperparameters.
-NOT_VALUES = frozenset({"params", "param_names", NUMBERS, PACKED, EXACT})
+NOT_VALUES = frozenset({"params", "param_names", NUMBERS, PACKED, EXACT, NEWER})
 _MOST_BYTES = 65536  # of arrays in a value of a group: the manifest contains them
-
-
-def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether tensors have equal elements, dtypes, shapes and flags; NaN equals NaN.
-
-    DTensors, sparse tensors and meta tensors are not equal to another object.
-    """
-    import torch
-
-    facts = [(t.dtype, t.shape, t.requires_grad) for t in (a, b)]
-    if facts[0] != facts[1] or hasattr(a, "device_mesh"):
-        return False
-    if any(t.layout != torch.strided or t.is_meta for t in (a, b)):
-        return False
-    a, b = a.detach().cpu(), b.detach().cpu()
-    return bool(torch.equal(a, b) or torch.allclose(a, b, rtol=0.0, atol=0.0, equal_nan=True))
-
-
-def equal_values(a: Any, b: Any) -> bool:
-    """Return whether nested values are equal and have equal types; NaN equals NaN.
-
-    DTensors, sparse tensors and meta tensors are equal only if they are the same object.
-    """
-    import torch
-
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return _equal_tensors(a, b)
-    if isinstance(a, np.ndarray | np.generic):
-        return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal_values(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal_values, a, b))
-    return bool(a == b or (a != a and b != b))
 
 
 def tensor_of(array: Array) -> torch.Tensor:
     """Return a new tensor of an array."""
     tensor: torch.Tensor = tensors_of({"": np.array(array)})[""]
     return tensor
-
-
-def check_restorable(value: object, restored: object, where: str) -> None:
-    """Raise TypeError if `restored`, a value after encoding and decoding, differs from `value`.
-
-    `where`: name of the value in the error.
-    """
-    if not equal_values(value, restored):
-        cls = type(value)
-        raise TypeError(
-            f"{where} is or contains a {cls.__module__}.{cls.__qualname__}, which would be "
-            "restored as another value: use plain numbers, str, bytes, tensors, or lists, tuples, "
-            "sets and dicts of these"
-        )
 
 
 def as_json(value: Any) -> Any:
@@ -115,7 +64,7 @@ def encode_value(value: object, where: str) -> Any:
     json_value = as_json(value)
     if json_value is not NotImplemented:
         return json_value
-    tree = encode(value, where)
+    tree = encode(value, where, exact=True)
     if any(isinstance(array, Shard) for array in tree.arrays.values()):
         raise TypeError(f"{where} contains a DTensor: use a plain tensor")
     arrays = whole_arrays(tree)
@@ -126,12 +75,13 @@ def encode_value(value: object, where: str) -> Any:
             f"{_MOST_BYTES:,}: keep them in optimizer.state, or save them by states="
         )
     form: dict[str, Any] = {"$": "tree", "value": json.loads(tree.text)}
+    if tree.is_newer:
+        form[NEWER] = True
     if arrays:
         form["arrays"] = {
             key: [name_of(a.dtype), list(a.shape), base64.b64encode(a.tobytes()).decode()]
             for key, a in arrays.items()
         }
-    check_restorable(value, decode_value(form, where), where)
     return form
 
 
@@ -139,18 +89,15 @@ def _as_tuples(value: Any) -> Any:
     return tuple(map(_as_tuples, value)) if isinstance(value, list) else value
 
 
-def decode_value(form: Any, where: str) -> Any:
-    """Return the value of a form that `encode_value` returned.
+def decode_value(form: Any, where: str, target: Callable[[], Any] | None = None) -> Any:
+    """Return the value of a form that `encode_value` returned; `target`: as for `Decoder`.
 
     Of a plain JSON value, lists become tuples. Raises FormatError, with `where`, for a malformed
     form.
     """
     if not (isinstance(form, dict) and form.get("$") == "tree"):
         return _as_tuples(form)
-    try:
-        return value_of_form(form, tensor_of)
-    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        raise malformed(where, error) from None
+    return value_of_form(form, where, tensor_of, target)
 
 
 def quoted(names: Iterable[object]) -> str:

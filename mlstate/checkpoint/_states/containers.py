@@ -1,0 +1,179 @@
+"""The containers of nested values: list the values in one, and make another of the same class.
+
+All code that walks values uses this table, so that what a save accepts, a comparison and a load
+know too. A *record* is a named tuple or an object of a dataclass.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..._common.arrays import is_torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+
+
+class UnknownRecordError(Exception):
+    """A target has no record of a stored class."""
+
+
+def field_names(value: object) -> tuple[str, ...] | None:
+    """Return the names of a record's fields; None for a class and for other values."""
+    cls = type(value)
+    if isinstance(value, tuple):
+        return cls._fields if hasattr(cls, "_fields") and hasattr(cls, "_make") else None
+    if not hasattr(cls, "__dataclass_fields__") or isinstance(value, CONTAINERS):
+        return None
+    from dataclasses import fields
+
+    return tuple(field.name for field in fields(value))  # type: ignore[arg-type]
+
+
+def children(value: Any) -> Sequence[tuple[Any, Any]] | None:
+    """Return the values in a container, each with its key, index or field; None for other values.
+
+    A field that a record lacks is left out.
+    """
+    if isinstance(value, Mapping):
+        return [*value.items()]
+    names = field_names(value)
+    if names is None:
+        return [*enumerate(value)] if isinstance(value, CONTAINERS) else None
+    if isinstance(value, tuple):
+        return [*zip(names, value, strict=True)]
+    return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
+
+
+def new_record(cls: type, fields: Mapping[str, Any]) -> Any:
+    """Return a record of `cls`; none of its code runs. `fields`: all values, by name."""
+    if issubclass(cls, tuple):
+        return tuple.__new__(cls, fields.values())
+    record = object.__new__(cls)
+    for name, value in fields.items():
+        object.__setattr__(record, name, value)
+    return record
+
+
+def rebuilt(value: Any, values: Sequence[Any]) -> Any:
+    """Return a container like `value` with other values in it, in the order of `children`."""
+    if isinstance(value, Mapping):
+        new: Any = copy.copy(value)  # keeps attributes, and the factory of a defaultdict
+        new.update(zip(value, values, strict=True))
+        return new
+    names = field_names(value)
+    if names is not None:
+        return new_record(type(value), dict(zip(names, values, strict=True)))
+    return deque(values, value.maxlen) if type(value) is deque else type(value)(values)
+
+
+def mapped(value: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """Return a container with the results of `change(key, value)`; any other value as it is."""
+    inner = children(value)
+    return value if inner is None else rebuilt(value, [change(*pair) for pair in inner])
+
+
+def walk(value: Any) -> Iterator[Any]:
+    """Yield a value and all values in it, each container once: it may contain itself."""
+    stack = [value]
+    seen: dict[int, Any] = {}
+    while stack:
+        value = stack.pop()
+        yield value
+        if type(value) in (bool, int, float, str, bytes, np.ndarray) or id(value) in seen:
+            continue
+        inner = children(value)
+        if inner is not None:
+            seen[id(value)] = value
+            stack += [each for _, each in inner]
+
+
+def equal_values(first: Any, second: Any) -> bool:
+    """Return whether nested values are equal and have equal types; NaN equals NaN.
+
+    Objects that cannot be compared are equal only to themselves.
+    """
+    if first is second:
+        return True
+    if type(first) is not type(second):
+        return False
+    if is_torch(first) or isinstance(first, np.ndarray | np.generic):
+        return _equal_arrays(first, second)
+    if isinstance(first, set | frozenset):
+        return bool(first == second)
+    left, right = children(first), children(second)
+    if left is None or right is None:
+        try:
+            return bool(first == second or (first != first and second != second))
+        except (RuntimeError, TypeError, ValueError):  # such as of arrays of other libraries
+            return False
+    pairs = dict(right)
+    return (
+        len(left) == len(right)
+        and getattr(first, "maxlen", None) == getattr(second, "maxlen", None)
+        and all(key in pairs and equal_values(each, pairs[key]) for key, each in left)
+    )
+
+
+def _equal_arrays(first: Any, second: Any) -> bool:
+    """Return whether arrays of one class have equal bits, dtypes, shapes and flags.
+
+    Sparse, nested and meta tensors, and tensors of subclasses, are equal only to themselves.
+    """
+    if not is_torch(first):
+        same = first.dtype == second.dtype and first.shape == second.shape
+        return bool(same and first.tobytes() == second.tobytes())
+    facts = [(t.dtype, t.shape, t.requires_grad, str(t.layout)) for t in (first, second)]
+    is_plain = facts[0][3] == "torch.strided" and not (first.is_meta or first.is_nested)
+    if facts[0] != facts[1] or not is_plain or hasattr(first, "__tensor_flatten__"):
+        return False
+    torch = sys.modules["torch"]
+    bits = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (first, second)]
+    return bool(torch.equal(*bits))
+
+
+def record_classes(value: Any) -> dict[str, type]:
+    """Return the classes of the records in a value, by full name."""
+    classes = (type(each) for each in walk(value) if field_names(each) is not None)
+    return {full_name(cls): cls for cls in classes}
+
+
+def full_name(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def record_of(node: Mapping[str, Any], fields: dict[str, Any], classes: Mapping[str, type]) -> Any:
+    """Return the record of a JSON form with the values `fields`, of one of the target's `classes`.
+
+    Raises UnknownRecordError if the target has no record of the stored class and fields.
+    """
+    name = f"{node['module']}.{node['class']}"
+    cls = classes.get(name)
+    if (
+        cls is not None
+        and {*fields} == {*_fields_of(cls)}
+        and issubclass(cls, tuple) == (node["form"] == "tuple")
+    ):
+        return new_record(cls, {field: fields[field] for field in _fields_of(cls)})
+    reason = "has no value of this class" if cls is None else "has other fields"
+    raise UnknownRecordError(
+        f"the checkpoint holds a record of {name} with {', '.join(fields) or 'no fields'}, and the "
+        f"target {reason}: pass a target that holds one, such as an optimizer after one step, or "
+        "load without into=, which returns a tuple or a dict"
+    )
+
+
+def _fields_of(cls: type) -> Sequence[str]:
+    if issubclass(cls, tuple):
+        return cls._fields  # type: ignore[attr-defined, no-any-return]
+    from dataclasses import fields
+
+    return [field.name for field in fields(cls)]  # type: ignore[arg-type]

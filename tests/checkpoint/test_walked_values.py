@@ -1,0 +1,186 @@
+"""Nested values come back with their class and order in every place, or are refused at save."""
+
+import dataclasses
+import random
+from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+
+import mlstate
+from mlstate import CompatibilityError
+from mlstate.checkpoint._states.containers import equal_values
+
+NAN = float("nan")
+
+
+class Span(NamedTuple):
+    begin: int
+    values: object = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    size: int
+    values: object = dataclasses.field(default=None, repr=False)
+
+
+@dataclasses.dataclass
+class Slotted:
+    __slots__ = ("size",)
+    size: int
+
+
+class Holder:
+    """An object whose state is one value."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def same(first, second):
+    """Whether values are equal in types and order too."""
+    if isinstance(first, dict):
+        pairs = zip(first, second, strict=False)
+        if len(first) != len(second) or not all(same(*pair) for pair in pairs):
+            return False
+    return equal_values(first, second)
+
+
+def version_of(path):
+    text = (path / "manifest.json").read_bytes()
+    return int(text.partition(b'"format_version": ')[2][:1])
+
+
+LEAVES = (
+    *(None, True, 1, -(2**70), 0.5, -0.0, NAN, float("inf"), 1j, "a", "", b"b", bytearray(b"c")),
+    *(np.float32(2), np.arange(3), np.zeros((0, 2)), frozenset({1, b"x"}), {"s", 2.5}),
+)
+KEYS = ("a", "1", 1, None, 0.9, -2.5, float("inf"), b"k", b"", ("t", 1, (0.5, b"x")), "~v0~.9", "$")
+
+
+def random_value(numbers, depth=0):
+    """A value of any accepted class; containers become rare with the depth."""
+    if numbers.random() < 0.25 + 0.25 * depth:
+        return numbers.choice(LEAVES)
+    values = [random_value(numbers, depth + 1) for _ in range(numbers.randrange(4))]
+    keys = numbers.sample(KEYS, len(values))
+    make = numbers.choice(
+        [
+            lambda: values,
+            lambda: tuple(values),
+            lambda: deque(values, maxlen=numbers.choice([None, 5])),
+            lambda: Span(len(values), values),
+            lambda: Window(len(values), tuple(values)),
+            lambda: dict(zip(keys, values, strict=True)),
+            lambda: OrderedDict(zip(keys, values, strict=True)),
+            lambda: defaultdict(list, zip(keys, values, strict=True)),
+            lambda: Counter({key: i for i, key in enumerate(keys)}),
+        ]
+    )
+    return make()
+
+
+def test_random_values_come_back_in_targets(tmp_path):
+    numbers = random.Random(52)
+    values = {f"v{i}": random_value(numbers) for i in range(300)}
+    example = [Span(0), Window(0)]  # the target's classes
+    saved = {"dict": [*values.values(), example], "object": Holder([values, example])}
+    mlstate.save(tmp_path, states=saved)
+    targets = {"dict": [example], "object": Holder(example)}
+    mlstate.load(tmp_path, into={"states": targets})
+    for value, loaded in zip(values.values(), targets["dict"], strict=False):
+        assert same(value, loaded), value
+    for name, value in values.items():
+        assert same(value, targets["object"].value[0][name]), value
+
+
+@pytest.mark.parametrize(
+    ("value", "fields"),
+    [(Span(1, [2]), (1, [2])), (Window(3), {"size": 3, "values": None}), (Slotted(4), {"size": 4})],
+)
+def test_records_need_a_target_of_their_class(tmp_path, value, fields):
+    mlstate.save(tmp_path, states={"x": {"value": value}})
+    loaded = mlstate.load(tmp_path).states["x"]["value"]
+    assert type(loaded) is type(fields) and loaded == fields
+    target = {"value": type(value)(*[0] * len(fields))}
+    mlstate.load(tmp_path, into={"states": {"x": target}})
+    assert type(target["value"]) is type(value) and target["value"] == value
+    with pytest.raises(CompatibilityError, match=r"states\['x'\]: .* has no value of this class"):
+        mlstate.load(tmp_path, into={"states": {"x": {"value": None}}})
+
+
+def test_a_class_with_other_fields_is_refused(tmp_path):
+    mlstate.save(tmp_path, states={"x": {"value": Span(1)}})
+    other = namedtuple("Span", ["begin", "end"])
+    other.__module__ = Span.__module__
+    with pytest.raises(CompatibilityError, match="has other fields"):
+        mlstate.load(tmp_path, into={"states": {"x": {"value": other(1, 2)}}})
+
+
+def test_attributes_beside_fields_are_refused(tmp_path):
+    value = Window(1)
+    object.__setattr__(value, "note", "lost")
+    with pytest.raises(TypeError, match=r"states\['x'\]\[0\] .* other attributes .*note"):
+        mlstate.save(tmp_path, states={"x": [value]})
+
+
+OBJECTS = {
+    "generator": lambda: np.random.default_rng(1),
+    "python": lambda: random.Random(1),
+    "object": lambda: Holder(1),
+    "in a list": lambda: [{"a": (np.random.PCG64(1),)}],
+    "in a record": lambda: Span(0, Holder(1)),
+}
+
+
+@pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS)
+def test_objects_inside_a_state_dict_are_refused(tmp_path, make):
+    with pytest.raises(TypeError, match=r"states\['x'\]\['value'\].* a state of its own"):
+        mlstate.save(tmp_path / "c", states={"x": Holder(make())})
+    assert not (tmp_path / "c").exists()
+
+
+def test_the_remedy_for_an_object_inside_stores_it(tmp_path):
+    source, target = np.random.default_rng(1), np.random.default_rng(2)
+    mlstate.save(tmp_path, states={"x": Holder(3), "generator": source})
+    mlstate.load(tmp_path, into={"states": {"generator": target}})
+    assert target.random() == source.random()
+
+
+OLDER = [1, {"a": (2, {3: None}), "b": deque([np.ones(2)])}, {4.5}]
+
+
+@pytest.mark.parametrize("value", [{0.5: 1}, {b"a": 1}, {(1,): 1}, Span(1), Window(1)], ids=repr)
+def test_newer_forms_alone_raise_the_version(tmp_path, value):
+    mlstate.save(tmp_path / "old", states={"x": OLDER})
+    mlstate.save(tmp_path / "new", states={"x": [OLDER, value]})
+    assert version_of(tmp_path / "old") == 2 and version_of(tmp_path / "new") == 3
+    mlstate.checkpoint.reshard(tmp_path / "new", tmp_path / "again", layout="rows", world_size=1)
+    assert version_of(tmp_path / "again") == 3
+
+
+def test_a_newer_form_on_one_rank_raises_the_version(tmp_path):
+    from rank_threads import run_ranks
+
+    def save(group):
+        value = {0.5: 1} if group.rank else {"a": 1}
+        mlstate.save(tmp_path / "c", states={"x": value}, group=group)
+
+    assert run_ranks(save) == [None, None]
+    assert version_of(tmp_path / "c") == 3
+    assert mlstate.load(tmp_path / "c").states["x"] == [{"a": 1}, {0.5: 1}]
+
+
+def test_a_diff_lists_the_items_of_every_container(tmp_path):
+    for name, value in {"a": 1, "b": 2}.items():
+        mlstate.save(tmp_path / name, states={"x": [deque([0, value]), {0.5: value}]})
+    difference = mlstate.diff(tmp_path / "a", tmp_path / "b")
+    assert [each.name for each in difference.changes] == ["states.x.0.1", "states.x.1.0.5"]
