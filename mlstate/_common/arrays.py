@@ -86,6 +86,36 @@ def _memory_of(array: Any) -> _Memory:
     return _Memory(*_core.array_memory(array))
 
 
+def dimension_order(array: Any) -> list[int] | None:
+    """Return the order of dimensions in which an array is C-ordered, from outer to inner.
+
+    None for C order itself, and for strides that do not permute it: elements with gaps, repeated
+    ones, and reversed ones.
+    """
+    _, item_bytes, shape, strides = _memory_of(array)
+    if len(shape) < 2 or 0 in shape:
+        return None
+    order = sorted(range(len(shape)), key=lambda axis: (-strides[axis], shape[axis] == 1, axis))
+    expected = item_bytes
+    for axis in reversed(order):
+        if strides[axis] != expected:
+            return None
+        expected *= shape[axis]
+    return None if order == sorted(order) else order
+
+
+def with_order(array: Any, order: list[int] | None) -> Any:
+    """Return a copy of an array whose dimensions are in memory in `order`; None: in C order."""
+    order = order or [*range(array.ndim)]
+    shape = [array.shape[axis] for axis in order]
+    inverse = sorted(range(len(order)), key=order.__getitem__)
+    if is_torch(array):
+        return array.new_empty(shape).copy_(array.permute(order)).permute(inverse)
+    new = np.empty(shape, array.dtype)
+    new[...] = array.transpose(order)
+    return new.transpose(inverse)
+
+
 def overlaps_itself(array: Any) -> bool:
     """Return whether elements of an array share memory, so that a write to one changes others.
 

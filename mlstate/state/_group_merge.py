@@ -14,8 +14,11 @@ _Group: TypeAlias = dict[str, Any]
 
 # Entries of a group that describe its parameters, as `OptimizerStateDict.from_torch` sets them:
 # their names, the states that were Python numbers, and by state, the positions in "params" of
-# parameters with packed values; and a mark of values that older versions cannot read.
-_OF_PARAMETERS = frozenset({"params", "python_numbers", "packed_states", "newer_values"})
+# parameters with packed values and with orders of dimensions; and a mark of values that older
+# versions cannot read.
+_OF_PARAMETERS = frozenset(
+    {"params", "python_numbers", "packed_states", "dimension_orders", "newer_values"}
+)
 
 
 def _split_group(group: _Group) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -92,6 +95,11 @@ def merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group]
                 continue
             new_position = {old: new for new, old in enumerate(kept_positions)}
             parameter_values["params"] = [params[i] for i in kept_positions]
+            if "dimension_orders" in parameter_values:
+                parameter_values["dimension_orders"] = {
+                    state: [[new_position[i], order] for i, order in pairs if i in new_position]
+                    for state, pairs in parameter_values["dimension_orders"].items()
+                }
             if "packed_states" in parameter_values:
                 parameter_values["packed_states"] = {
                     state: [new_position[i] for i in positions if i in new_position]

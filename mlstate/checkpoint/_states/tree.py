@@ -3,7 +3,8 @@
 Plain values (None, bool, int, finite float, str), lists, and dicts with str keys are themselves
 in the JSON text. Every other value is an object whose member ``"$"`` names its kind:
 
-    array                   an array of the checkpoint: key, form (numpy, scalar, torch)
+    array                   an array of the checkpoint: key, form (numpy, scalar, torch); order of
+                            its dimensions in memory, from outer to inner (newer)
     bytes, bytearray        a uint8 array: key
     BytesIO                 a uint8 array: key, position
     dict                    key-value pairs, for other keys; class (dict, OrderedDict, Counter,
@@ -36,7 +37,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..._common.arrays import is_cache, is_torch, refuse_masked
+from ..._common.arrays import dimension_order, is_cache, is_torch, refuse_masked, with_order
 from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.dtypes import name_of, numpy_dtype
 from ..._common.json_values import DEEPEST, check_text
@@ -246,6 +247,12 @@ class _Encoder:
         if kind in "OSUMm":
             raise TypeError(f"{where} is an array of {value.dtype}: store numbers or text instead")
         node = {"$": "array", "key": self.store(value, path), "form": form}
+        order = (
+            None if isinstance(value, Shard) or form == "scalar" else _order_of_dimensions(value)
+        )
+        if order is not None:
+            self.is_newer = True
+            node["order"] = order
         return {**node, "sharded": list(map(str, path))} if isinstance(value, Shard) else node
 
     def items(
@@ -410,6 +417,12 @@ class _Encoder:
         node = self.node(state, where, path, levels)
         self.exact = exact
         return {"$": "object", "state": node}
+
+
+def _order_of_dimensions(array: Any) -> list[int] | None:
+    """Return `dimension_order` of an array of NumPy or torch; None for other arrays."""
+    is_known = isinstance(array, np.ndarray) or is_torch(array)
+    return dimension_order(array) if is_known else None
 
 
 def _order_of(item: Any, where: str) -> bytes:
@@ -701,8 +714,12 @@ class Decoder:
         if node["form"] == "scalar":
             return array[()]
         if node["form"] == "torch" and self.tensor_of is not None:
-            return self.tensor_of(array)
-        return array
+            array = self.tensor_of(array)
+        if "order" not in node:
+            return array
+        if sorted(node["order"]) != [*range(array.ndim)]:
+            raise ValueError(f"{node['order']} does not order {array.ndim} dimensions")
+        return with_order(array, node["order"])
 
     def mapping(self, node: dict[str, Any]) -> Any:
         """Return the dict of the JSON form `node`, which lists its items."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...._common.arrays import overlaps_itself
+from ...._common.arrays import overlaps_itself, with_order
 from ...._common.staged_targets import StagedTargets
 from ...._sharding.layout import Shard
 from ....checkpoint._states.containers import mapped
@@ -28,9 +28,11 @@ from .fsdp1_flat import flat_runs, flat_wrappers, is_flattened, reshard_flat
 from .module_contract import EXTRA, ModuleContract, OwnLoad, refuse_units
 from .module_names import unwrapped_name
 from .optimizer import (
+    dimension_orders,
     is_number,
     is_tensor,
     number_states,
+    order_of_state,
     packed_states,
     refuse_unfit,
     unpack_state,
@@ -328,9 +330,15 @@ def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _new_state(
-    key: str, slot: ParameterSlot, record: OptimizerRecord, like: torch.Tensor
+    key: str,
+    slot: ParameterSlot,
+    record: OptimizerRecord,
+    like: torch.Tensor,
+    order: list[int] | None,
 ) -> torch.Tensor:
     """Return a new tensor of zeros for the state `key`, sharded like its parameter.
+
+    One that is not sharded has its dimensions in memory in `order`; None: in C order.
 
     `slot`: of the parameter. `record`: the stored state; if it has another shape than the
     parameter, `record.axes` tells which axes of the parameter it has, and so how it is sharded.
@@ -341,11 +349,12 @@ def _new_state(
     owner, dtype = slot.owner.detach(), like.dtype
     if owner.device.type == "meta":
         raise BufferError(f"{key!r} is of a parameter on torch's meta device")
+    mesh = getattr(owner, "device_mesh", None)
+    if slot.run is None and mesh is None:
+        zeros = torch.zeros(record.shape, dtype=dtype, device=owner.device)
+        return zeros if order is None else with_order(zeros, order)
     if slot.run is not None or record.shape == slot.shape:
         return torch.zeros_like(owner, dtype=dtype)
-    mesh = getattr(owner, "device_mesh", None)
-    if mesh is None:
-        return torch.zeros(record.shape, dtype=dtype, device=owner.device)
     from torch.distributed import tensor as distributed
 
     axes = record.axes or ()
@@ -391,6 +400,7 @@ class OptimizerFilling(Filling):
             )
         # keys of states that are stored as nested values
         self.packed = packed_states(saved.param_groups) & records.keys()
+        self.orders = dimension_orders(saved.param_groups)  # other than C order, by key
         self._check_shapes(request.shapes)
         self.groups = self._match_groups(request, members)
         # values of the group of each parameter, by the parameter's name
@@ -452,6 +462,10 @@ class OptimizerFilling(Filling):
             state_value.dtype == like.dtype
             and state_value.shape == record.shape
             and state_value.device == like.device
+            and (
+                hasattr(slot.owner, "device_mesh")
+                or order_of_state(state_value) == self.orders.get(key)
+            )
         )
         return state_value if slot.run or fits else None
 
@@ -553,7 +567,7 @@ class OptimizerFilling(Filling):
 
             return Place(*run.place(torch.empty(0, dtype=getattr(torch, record.dtype))))
         if current is None:
-            current = _new_state(key, slot, record, like)
+            current = _new_state(key, slot, record, like, self.orders.get(key))
             self._add_state(slot, state, current)
         return _place(key, current) if run is None else Place(*run.place(current.detach()))
 

@@ -10,18 +10,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...._common.arrays import dimension_order, with_order
 from ...._common.set_module import set_module
 from ....checkpoint._folder.names import NEWER
 from ....checkpoint._states.tree import encode, packed, unpacked
 from ....errors import CompatibilityError
 from ....state._compatibility import join, rename_hint
-from .._tensors.state import arrays_of, clusters, sharable, tensors_of
+from .._tensors.state import (
+    arrays_of,
+    clusters,
+    explain_unsupported_tensor,
+    sharable,
+    tensors_of,
+)
 from .optimizer_contract import check_contract
 from .optimizer_groups import match_groups
 from .optimizer_values import (
     EXACT,
     NOT_VALUES,
     NUMBERS,
+    ORDERS,
     PACKED,
     decode_value,
     encode_value,
@@ -182,17 +190,21 @@ def _state_forms(values: list[Mapping[str, object]]) -> dict[str, Any]:
     """Return the entries of a group that list numbers and nested values among its states.
 
     `NUMBERS` has the names of states that are numbers, `PACKED` for each state with nested values
-    the positions of their parameters in the group; an empty one is left out. `values`: states by
+    the positions of their parameters in the group, and `ORDERS` for each state the orders of
+    dimensions other than C order; an empty one is left out. `values`: states by
     name, of each parameter of the group. Values other than tensors and numbers are stored as nested
     values, and so are numbers if another parameter has a tensor as this state.
     """
     others: dict[str, list[int]] = {}  # positions of values that are not tensors, by state
     tensors: set[str] = set()
     numbers: set[str] = set()
+    orders: dict[str, list[Any]] = {}
     for position, states in enumerate(values):
         for state, value in states.items():
             if is_tensor(value):
                 tensors.add(state)
+                if (order := order_of_state(value)) is not None:
+                    orders.setdefault(state, []).append([position, order])
             else:
                 others.setdefault(state, []).append(position)
                 if is_number(value):
@@ -207,7 +219,15 @@ def _state_forms(values: list[Mapping[str, object]]) -> dict[str, Any]:
         forms[NUMBERS] = sorted(numbers - tensors)
     if packed_positions:
         forms[PACKED] = packed_positions
+    if orders:
+        forms |= {ORDERS: orders, NEWER: True}
     return forms
+
+
+def order_of_state(tensor: Any) -> list[int] | None:
+    """Return `dimension_order` of a tensor that is plain memory; None for other tensors."""
+    is_whole = not hasattr(tensor, "device_mesh") and not hasattr(tensor, "local_shards")
+    return dimension_order(tensor) if is_whole and not explain_unsupported_tensor(tensor) else None
 
 
 def _group_values(group: Mapping[str, object], where: str) -> dict[str, Any]:
@@ -302,6 +322,16 @@ def packed_states(groups: Iterable[Mapping[str, Any]]) -> set[str]:
         for group in groups
         for state, positions in group.get(PACKED, {}).items()
         for position in positions
+    }
+
+
+def dimension_orders(groups: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return the orders of dimensions that groups record, by the keys of the states."""
+    return {
+        f"{group['params'][position]}.{state}": order
+        for group in groups
+        for state, pairs in group.get(ORDERS, {}).items()
+        for position, order in pairs
     }
 
 
@@ -519,6 +549,9 @@ def optimizer_dict(
     refuse_unfit(shapes, have)
     numbers = number_states(osd.param_groups)
     tensors = tensors_of(entries if copy else _copy_unwritable(entries), copy=copy)
+    for key, order_of_key in dimension_orders(osd.param_groups).items():
+        if key in tensors and dimension_order(tensors[key]) != order_of_key:
+            tensors[key] = with_order(tensors[key], order_of_key)
     order = {name: i for i, name in enumerate(named)}
     states: dict[int, dict[str, object]] = {}
     for key, tensor in tensors.items():

@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 
 # Keys in a group of a checkpoint: names of states that were Python numbers, which files store as
 # arrays; and of states that are nested values, with the positions of their parameters; and a mark
-# of a capturable group whose numbers were numbers: old checkpoints stored tensors as numbers too.
+# of a capturable group whose numbers were numbers: old checkpoints stored tensors as numbers too;
+# and by state, pairs of a position and the order of dimensions in memory, if it is not C order.
 NUMBERS = "python_numbers"
 PACKED = "packed_states"
 EXACT = "exact_numbers"
+ORDERS = "dimension_orders"
 # Keys of a group that are not hyperparameters.
-NOT_VALUES = frozenset({"params", "param_names", NUMBERS, PACKED, EXACT, NEWER})
+NOT_VALUES = frozenset({"params", "param_names", NUMBERS, PACKED, EXACT, ORDERS, NEWER})
 _MOST_BYTES = 65536  # of arrays in a value of a group: the manifest contains them
 
 
