@@ -62,8 +62,8 @@ class CheckpointBackend(Protocol):
     def tied_names(self, module: Any) -> set[str]:
         """Return the names of a module's state whose tensor has an earlier name."""
 
-    def has_standard_state_dict(self, optimizer: Any) -> bool:
-        """Return whether `state` and `param_groups` are all that ``state_dict()`` has."""
+    def fits_table(self, optimizer: Any) -> bool:
+        """Return whether a table of tensors by parameter can hold all of an optimizer's state."""
 
     def fill_module(self, module: Any) -> Any:
         """Return this rank's memory for a module's state, by the names of `saved_module`."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ._store.manifest import Manifest
 
 OPTIMIZER = 1  # number of the optimizer's section
+OPTIMIZER_STATE = "optimizer"  # named state of one that a table of tensors cannot hold
 STATES = 2  # number of the section of named states
 
 

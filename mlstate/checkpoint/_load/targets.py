@@ -37,7 +37,7 @@ from ...state._load_into import check_load, load_into
 from ...state._optimizer_state import OptimizerStateDict
 from .._backend import CheckpointBackend, OptimizerRecord, OptimizerRequest
 from .._loaded_state import LoadedState
-from .._sections import OPTIMIZER
+from .._sections import OPTIMIZER, OPTIMIZER_STATE
 from .._states.collect import modules_of, owner_of
 from .._states.modules import prepare_units, stored_entries, text_of_section
 from .._states.restore import Sources, prepare_object, prepare_tree, read_trees
@@ -101,8 +101,12 @@ class _Ready(NamedTuple):
 class Prepared:
     """The checked targets of a load; `actions` restore the objects among the named states."""
 
-    def __init__(self, model: Any, optimizer: Any, states: dict[str, Any]) -> None:
-        """Keep the user's targets, which `prepare` checks; they are also the result of the load."""
+    def __init__(self, model: Any, optimizer: Any, states: dict[str, Any], whole: Any) -> None:
+        """Keep the user's targets, which `prepare` checks; they are also the result of the load.
+
+        `whole`: the target of ``into["optimizer"]`` if this is stored as a named state.
+        """
+        self.whole = whole
         self.model = model
         self.optimizer = optimizer
         self.states = states
@@ -128,9 +132,8 @@ class Prepared:
         for ready_target in self.ready:
             _fill(loader, ready_target)
         manifest = loader.manifest
-        return LoadedState(
-            self.model, self.optimizer, manifest.metadata, manifest.step, self.states
-        )
+        optimizer = self.optimizer if self.whole is None else self.whole
+        return LoadedState(self.model, optimizer, manifest.metadata, manifest.step, self.states)
 
 
 def _target(into: Any, name: str) -> Any:
@@ -717,6 +720,11 @@ def find_targets(loader: Loader) -> Prepared:
             f"into['states'] must be a mapping of names to objects, got {type(states).__name__}"
         )
     model, optimizer = _target(into, "model"), _target(into, "optimizer")
+    states = dict(states or {})
+    is_state = optimizer is not None and OPTIMIZER_STATE in loader.states
+    whole = optimizer if is_state and loader.sections[OPTIMIZER].kind is None else None
+    if whole is not None:
+        states[OPTIMIZER_STATE], optimizer = whole, None
     lacking = [
         section.label
         for section, target in zip(loader.sections, (model, optimizer), strict=False)
@@ -726,7 +734,6 @@ def find_targets(loader: Loader) -> Prepared:
         error = CompatibilityError(f"{folder} holds no {lacking[0]}")
         error.path = folder
         raise error
-    states = dict(states or {})
     absent = [name for name in states if name not in loader.states]
     for name in absent:
         del states[name]
@@ -734,7 +741,7 @@ def find_targets(loader: Loader) -> Prepared:
         have = ", ".join(repr(name) for name in loader.states if name[0] != ".") or "none"
         text = ", ".join(map(repr, absent))
         find_caller().warn(f"{folder} holds no state {text} (named states: {have}): not loaded")
-    return Prepared(model, optimizer, states)
+    return Prepared(model, optimizer, states, whole)
 
 
 def _prepare_tensors_of_state(

@@ -17,7 +17,14 @@ from ...state._kind import kind_of
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .._backend import CheckpointBackend
-from .._states.collect import NO_STATES, NamedStates, add_entries, take_states
+from .._sections import OPTIMIZER_STATE
+from .._states.collect import (
+    NO_STATES,
+    NamedStates,
+    add_entries,
+    check_names,
+    take_states,
+)
 from .._states.modules import metadata_of
 
 if TYPE_CHECKING:
@@ -53,6 +60,25 @@ def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any
         tensors, *others = backend_of(module, CheckpointBackend).saved_module(module, ranks)
         model = StateDict(tensors)
     return model, optimizer, others
+
+
+def _place_optimizer(optimizer: Any, states: Any) -> tuple[Any, Any]:
+    """Return the optimizer and the named states to save.
+
+    A torch optimizer that a table of tensors by parameter cannot hold becomes a named state. Raises
+    ValueError if another state has its name.
+    """
+    if not is_optimizer(optimizer) or backend_of(optimizer, CheckpointBackend).fits_table(
+        optimizer
+    ):
+        return optimizer, states
+    states = dict(check_names(states or {}))
+    if states.setdefault(OPTIMIZER_STATE, optimizer) is not optimizer:
+        raise ValueError(
+            f"{type(optimizer).__name__} has values beyond tensors by parameter, so it is stored "
+            f"as states[{OPTIMIZER_STATE!r}], and another state has this name: rename that one"
+        )
+    return None, states
 
 
 def _mapping_of(name: str, state: Any) -> Any:
@@ -222,8 +248,8 @@ def take_content(
     manager's folder is refused here, but not in an object store, because this would delay the
     caller. Errors are raised if this process saves alone; otherwise the result carries them.
     """
-    states = options["states"]
     try:
+        optimizer, states = _place_optimizer(optimizer, options["states"])
         if in_thread and target.rank == 0 and target.files.folder.is_local:
             _refuse_manager_folder_early(target)
         refuse_empty_save(model, optimizer, states)

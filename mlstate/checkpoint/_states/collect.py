@@ -174,7 +174,7 @@ def _flat_state(value: Any, modules: Sequence[Any], ranks: int) -> Any:
     number of ranks that save.
     """
     if is_optimizer(value):
-        if not backend_of(value, CheckpointBackend).has_standard_state_dict(value):
+        if not backend_of(value, CheckpointBackend).fits_table(value):
             return None
         owner = owner_of(value, modules)
         states, keywords = backend_of(value, CheckpointBackend).saved_optimizer(value, owner, ranks)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ..._common.arrays import copy_of, is_cache, is_torch, overlaps_itself
-from ..._common.backend import TensorBackend, backend_of, torch_backend
+from ..._common.backend import TensorBackend, backend_of, is_optimizer, torch_backend
 from ..._common.dtypes import name_of
 from ..._common.text import count_text
 from ..._sharding.backend import ShardBackend
@@ -488,6 +488,11 @@ class _Restorer:
         options = {"cutting": _WHOLE_TENSOR, "target": lambda: before}
         value = self.decode(node, before, tensors=_has_torch(node), **options)
         value = like_tensors(value, before)
+        if is_optimizer(target) and isinstance(value, dict):
+            lost = min(value.keys() - (before or {}).keys(), key=str, default=None)
+            if lost is not None:
+                text = f"its state_dict() lacks {lost!r}, which was saved: the load would lose it"
+                raise _error(where, text, "this value", "an optimizer of another class")
         self.actions.append(_load_action(where, target, value, before))
 
     def add_tensor(self, target: Any, node: object, where: str) -> None:

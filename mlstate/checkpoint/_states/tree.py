@@ -246,7 +246,7 @@ class _Encoder:
         kind = getattr(value.dtype, "kind", "f")
         if kind in "OSUMm":
             raise TypeError(f"{where} is an array of {value.dtype}: store numbers or text instead")
-        node = {"$": "array", "key": self.store(value, path), "form": form}
+        node: dict[str, Any] = {"$": "array", "key": self.store(value, path), "form": form}
         order = (
             None if isinstance(value, Shard) or form == "scalar" else _order_of_dimensions(value)
         )

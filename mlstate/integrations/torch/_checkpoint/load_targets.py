@@ -38,7 +38,7 @@ from .optimizer import (
     unpack_state,
 )
 from .optimizer_contract import check_contract, has_own_loader, torch_form
-from .optimizer_contract import has_standard_state_dict as has_standard_state_dict
+from .optimizer_contract import fits_table as fits_table
 from .optimizer_groups import Scope, match_groups, set_state
 from .optimizer_slots import ParameterSlot, parameter_slots
 from .optimizer_values import NOT_VALUES, tensor_of

@@ -23,7 +23,7 @@ from .._tensors.state import (
     sharable,
     tensors_of,
 )
-from .optimizer_contract import check_contract
+from .optimizer_contract import check_contract, is_state_name
 from .optimizer_groups import match_groups
 from .optimizer_values import (
     EXACT,
@@ -143,7 +143,7 @@ def check_state_name(name: str, state: object) -> None:
 
     Keys join both by a dot, so a state's name must not have one.
     """
-    if not isinstance(state, str) or not state or "." in state:
+    if not is_state_name(state):
         raise ValueError(
             f"{name!r} has a state named {state!r}, which cannot be distinguished from a part of "
             "the parameter's name"
@@ -162,7 +162,7 @@ def _collect_states(
     if any(id(key) not in parameter_ids for key in optimizer.state):
         raise ValueError(
             "the optimizer has state that belongs to none of its parameters, which names cannot "
-            "say: save it by states={'optimizer': optimizer.state_dict()}"
+            "say: mlstate.save(path, model, optimizer) stores it with the rest"
         )
     states: dict[str, object] = {}
     for name, parameter in named.items():

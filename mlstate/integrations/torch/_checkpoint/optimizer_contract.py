@@ -8,10 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ....checkpoint._states.containers import equal_values
-from .optimizer_values import quoted
+from .optimizer_values import NOT_VALUES, is_small, quoted
 
 if TYPE_CHECKING:
     import torch
+
+_NOT_STORED = ("params", "param_names")  # keys of a group that names of parameters replace
 
 
 def _is_overridden(optimizer: torch.optim.Optimizer, name: str) -> bool:
@@ -80,11 +82,31 @@ def _own_state_dict(optimizer: torch.optim.Optimizer) -> Any:
         ) from error
 
 
-def has_standard_state_dict(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether `state` and `param_groups` are all that ``state_dict()`` has."""
-    if not has_own_state_dict(optimizer):
-        return True
-    return equal_values(_own_state_dict(optimizer), torch_form(optimizer))
+def is_state_name(state: object) -> bool:
+    """Return whether a state of a parameter can have this name: a dot joins both in keys."""
+    return isinstance(state, str) and state != "" and "." not in state
+
+
+def fits_table(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a table of tensors by parameter can hold all of an optimizer's state.
+
+    Any other optimizer is stored as the result of its ``state_dict()``. Raises TypeError if this
+    fails.
+    """
+    groups = optimizer.param_groups
+    parameters = {id(parameter) for group in groups for parameter in group["params"]}
+    if not all(
+        id(parameter) in parameters and isinstance(states, dict) and all(map(is_state_name, states))
+        for parameter, states in optimizer.state.items()
+    ):
+        return False
+    values = [pair for group in groups for pair in group.items() if pair[0] not in _NOT_STORED]
+    if not all(
+        type(key) is str and key not in NOT_VALUES and is_small(each) for key, each in values
+    ):
+        return False
+    is_own = has_own_state_dict(optimizer)
+    return not is_own or equal_values(_own_state_dict(optimizer), torch_form(optimizer))
 
 
 def check_contract(optimizer: torch.optim.Optimizer) -> None:
@@ -101,6 +123,7 @@ def check_contract(optimizer: torch.optim.Optimizer) -> None:
     detail = f"has {quoted(sorted(map(str, keys)))} too" if keys else "has other values"
     raise TypeError(
         f"{type(optimizer).__name__} does not keep all of its state in `state` and `param_groups`, "
-        f"because its state_dict() {detail}: pass states={{'optimizer': optimizer}}, which stores "
-        "the result of state_dict(), or pass the optimizer that it wraps"
+        f"because its state_dict() {detail}, so a table by parameter would lose a part: "
+        "mlstate.save(path, model, optimizer) stores the result of state_dict(), and mlstate.load "
+        "restores it; of another optimizer's table, load the values without into="
     )

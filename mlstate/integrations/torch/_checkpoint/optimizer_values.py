@@ -14,7 +14,7 @@ import numpy as np
 from ...._common.dtypes import name_of
 from ...._sharding.layout import Shard
 from ....checkpoint._folder.names import NEWER
-from ....checkpoint._states.tree import encode, value_of_form, whole_arrays
+from ....checkpoint._states.tree import Tree, encode, value_of_form, whole_arrays
 from ....state._compatibility import join
 from .._tensors.state import tensors_of
 
@@ -70,7 +70,7 @@ def encode_value(value: object, where: str) -> Any:
     if any(isinstance(array, Shard) for array in tree.arrays.values()):
         raise TypeError(f"{where} contains a DTensor: use a plain tensor")
     arrays = whole_arrays(tree)
-    nbytes = sum(array.nbytes for array in arrays.values())
+    nbytes = _bytes_of(tree)
     if nbytes > _MOST_BYTES:
         raise ValueError(
             f"{where} has {nbytes:,} bytes of arrays, but values of a group may have only "
@@ -85,6 +85,23 @@ def encode_value(value: object, where: str) -> Any:
             for key, a in arrays.items()
         }
     return form
+
+
+def _bytes_of(tree: Tree) -> int:
+    return sum(array.nbytes for array in tree.arrays.values() if not isinstance(array, Shard))
+
+
+def is_small(value: object) -> bool:
+    """Return whether a group's value is small enough for a manifest; True if it cannot be stored.
+
+    `encode_value` then names it.
+    """
+    if as_json(value) is not NotImplemented:
+        return True
+    try:
+        return _bytes_of(encode(value, "", exact=True)) <= _MOST_BYTES
+    except (TypeError, ValueError):
+        return True
 
 
 def _as_tuples(value: Any) -> Any:
