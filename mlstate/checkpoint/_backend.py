@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from ._states.excluded import Excluded
+
 
 class OptimizerRecord(NamedTuple):
     """A checkpoint's description of an optimizer state.
@@ -51,12 +53,12 @@ class CheckpointBackend(Protocol):
         """
 
     def saved_optimizer(
-        self, optimizer: Any, module: Any, ranks: int
+        self, optimizer: Any, module: Any, ranks: int, excluded: Excluded
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return an optimizer's states by name, and keywords of an `OptimizerStateDict`.
 
         `module`: has the parameters, and gives their names; None without one. `ranks`: number of
-        ranks that save together.
+        ranks that save together. `excluded`: states to leave out.
         """
 
     def tied_names(self, module: Any) -> set[str]:

@@ -32,6 +32,7 @@ class SaveOptions(TypedDict, total=False):
     compress: str | None
     progress: Callable[[int], object] | None
     lock_timeout: float
+    exclude: str | Iterable[str] | None
 
 
 class LoadOptions(TypedDict, total=False):

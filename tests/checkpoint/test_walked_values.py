@@ -155,6 +155,23 @@ def test_the_remedy_for_an_object_inside_stores_it(tmp_path):
     assert target.random() == source.random()
 
 
+class Nested(Holder):
+    """Keeps an object after itself, as a warm-up keeps its scheduler."""
+
+
+def test_excluded_values_of_nested_states_keep_the_targets(tmp_path):
+    source = {"x": Nested({"inner": Holder(1), "count": 2}), "list": [{"a": 1}, 3]}
+    target = {"x": Nested({"inner": Holder(5), "count": 0}), "list": [{"a": 7}, 0]}
+    inner = target["x"].value["inner"]
+    states = {**source, "inner": source["x"].value["inner"]}
+    mlstate.save(tmp_path, states=states, exclude=["x.*.inner", "list.0.a"])
+    mlstate.load(tmp_path, into={"states": {**target, "inner": inner}})
+    assert target["x"].value == {"inner": inner, "count": 2} and inner.value == 1
+    assert target["list"] == [{"a": 7}, 3]
+    loaded = mlstate.load(tmp_path).states
+    assert loaded["x"] == {"value": {"count": 2}} and loaded["list"] == [{}, 3]
+
+
 OLDER = [1, {"a": (2, {3: None}), "b": deque([np.ones(2)])}, {4.5}]
 
 

@@ -36,6 +36,7 @@ _KEPT = (
     "metadata",
     "states",
     "quantization_config",
+    "exclude",
 )  # of the source's manifest
 
 

@@ -85,6 +85,10 @@ def save(
         Rounded numbers, counts and masks usually do; trained float32 weights mostly do not.
         ``zlib`` is always available; ``zstd`` is faster in both directions and needs
         ``mlstate[zstd]`` to save and to load.
+    exclude : str or iterable of str, optional
+        Patterns of optimizer states, such as ``"*.projector"``, and of paths in nested states, such
+        as ``"warm_up.after"``, that are not stored. A load keeps the target's own values there. A
+        pattern that matches nothing raises ValueError.
     progress : callable, optional
         Called repeatedly with the number of bytes processed since the last call. An exception
         from it stops the save. With a URL, these bytes are in temporary files; it is called with 0

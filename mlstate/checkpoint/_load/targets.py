@@ -39,6 +39,7 @@ from .._backend import CheckpointBackend, OptimizerRecord, OptimizerRequest
 from .._loaded_state import LoadedState
 from .._sections import OPTIMIZER, OPTIMIZER_STATE
 from .._states.collect import modules_of, owner_of
+from .._states.excluded import Excluded
 from .._states.modules import prepare_units, stored_entries, text_of_section
 from .._states.restore import Sources, prepare_object, prepare_tree, read_trees
 from .._store.name_globs import ALL_NAMES
@@ -460,9 +461,12 @@ def _optimizer_target(
     if not hasattr(saved, "param_groups"):  # the optimizer was saved as a plain dict
         saved = OptimizerStateDict()
 
+    excluded = Excluded(loader.manifest.exclude)
+
     def meant(others: list[str]) -> list[str]:
-        """Return those names of `others` that the user chose."""
-        return chosen_names.select(others, OPTIMIZER)[0]
+        """Return those names of `others` that the user chose, and that the save included."""
+        included = [name for name in others if not excluded.matches(name)]
+        return chosen_names.select(included, OPTIMIZER)[0]
 
     request = loader.request
     optimizer_request = OptimizerRequest(

@@ -25,6 +25,7 @@ from .._states.collect import (
     check_names,
     take_states,
 )
+from .._states.excluded import NONE_EXCLUDED, Excluded
 from .._states.modules import metadata_of
 
 if TYPE_CHECKING:
@@ -40,10 +41,13 @@ WRITER = f"mlstate {__version__}"
 _NO_ARRAYS = (dict, list, tuple, str, bytes, int, float, complex)  # common mistakes
 
 
-def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any]:
+def _torch_states(
+    model: Any, optimizer: Any, ranks: int, excluded: Excluded
+) -> tuple[Any, Any, Any]:
     """Return the states of a torch module and a torch optimizer, and other values as they are.
 
-    `model`, `optimizer`: the caller's arguments. `ranks`: number of ranks that save. The third
+    `model`, `optimizer`: the caller's arguments. `ranks`: number of ranks that save. `excluded`:
+    states of the optimizer to leave out. The third
     value has the module's entries that are not tensors, {} for other models, and the metadata that
     torch keeps for modules, {} if `model` carries none.
     """
@@ -52,7 +56,7 @@ def _torch_states(model: Any, optimizer: Any, ranks: int) -> tuple[Any, Any, Any
     module = model if is_module(model) else None
     if is_optimizer(optimizer):
         states, keywords = backend_of(optimizer, CheckpointBackend).saved_optimizer(
-            optimizer, module, ranks
+            optimizer, module, ranks, excluded
         )
         optimizer = OptimizerStateDict(**keywords)
         optimizer.update(states)
@@ -102,14 +106,16 @@ def _mapping_of(name: str, state: Any) -> Any:
     return state
 
 
-def states_of(model: Any, optimizer: Any, ranks: int = 1) -> tuple[Any, Any, Any]:
+def states_of(
+    model: Any, optimizer: Any, ranks: int = 1, excluded: Excluded = NONE_EXCLUDED
+) -> tuple[Any, Any, Any]:
     """Return the states of the arguments: mappings unchanged, torch objects as their states.
 
     `ranks`: number of ranks that save together; a module that torch sharded over more ranks is
-    refused. The third value has a torch module's entries that are not tensors, and torch's
-    metadata.
+    refused. `excluded`: states to leave out. The third value has a torch module's entries that are
+    not tensors, and torch's metadata.
     """
-    model, optimizer, others = _torch_states(model, optimizer, ranks)
+    model, optimizer, others = _torch_states(model, optimizer, ranks, excluded)
     return _mapping_of("model", model), _mapping_of("optimizer", optimizer), others
 
 
@@ -253,8 +259,11 @@ def take_content(
         if in_thread and target.rank == 0 and target.files.folder.is_local:
             _refuse_manager_folder_early(target)
         refuse_empty_save(model, optimizer, states)
-        named = NO_STATES if states is None else take_states(states, model, target.world_size)
-        *pair, others = states_of(model, optimizer, target.world_size)
+        excluded = Excluded(options["exclude"])
+        ranks = target.world_size
+        named = NO_STATES if states is None else take_states(states, model, ranks, excluded)
+        *pair, others = states_of(model, optimizer, ranks, excluded)
+        excluded.refuse_unused()
         refuse_empty_save(*pair, states)
         if any(others):
             named = add_entries(named, None, others)
@@ -271,6 +280,7 @@ def take_content(
             "metadata": _checked_metadata(options["metadata"]),
             "states": named.kinds or None,
             "quantization_config": target.quantization_config,
+            "exclude": excluded.patterns or None,
         }
         if target.layout is not None:
             steps_of(target.layout, 1)

@@ -20,6 +20,7 @@ from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .._backend import CheckpointBackend
 from .._folder.names import NEWER
+from .excluded import NONE_EXCLUDED, Excluded
 from .modules import encode_entries, entries_name, metadata_of
 from .tree import RANKS, TEXT, Tree, encode, method_of, pack, pack_header, whole_arrays
 
@@ -167,17 +168,18 @@ def _part(name: str, value: Any) -> Any:
     return backend_of(value, ShardBackend).part_of(name, value) if sharded else value
 
 
-def _flat_state(value: Any, modules: Sequence[Any], ranks: int) -> Any:
+def _flat_state(value: Any, modules: Sequence[Any], ranks: int, excluded: Excluded) -> Any:
     """Return the tensors of a model or an optimizer by name; None for other values.
 
     `modules`: all torch modules of the save, which may have an optimizer's parameters. `ranks`:
-    number of ranks that save.
+    number of ranks that save. `excluded`: states of optimizers to leave out.
     """
     if is_optimizer(value):
         if not backend_of(value, CheckpointBackend).fits_table(value):
             return None
         owner = owner_of(value, modules)
-        states, keywords = backend_of(value, CheckpointBackend).saved_optimizer(value, owner, ranks)
+        backend = backend_of(value, CheckpointBackend)
+        states, keywords = backend.saved_optimizer(value, owner, ranks, excluded)
         state = OptimizerStateDict(**keywords)
         state.update(states)
         return state
@@ -206,11 +208,13 @@ def add_entries(named: NamedStates, state: str | None, others: tuple[Any, Any]) 
     return named
 
 
-def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
+def take_states(
+    states: Any, model: Any, ranks: int, excluded: Excluded = NONE_EXCLUDED
+) -> NamedStates:
     """Check the named states of a save and return them; no array is copied.
 
     A torch optimizer among the states may belong to `model`. `ranks`: number of ranks that save.
-    Errors have the name and the path.
+    `excluded`: what to leave out. Errors have the name and the path.
     """
     states = check_names(states)
     modules = modules_of(model, states)
@@ -225,14 +229,14 @@ def take_states(states: Any, model: Any, ranks: int) -> NamedStates:
                 flat: Any = StateDict(tensors)
             else:
                 flat, others = (
-                    _flat_state(value, modules, ranks),
+                    _flat_state(value, modules, ranks, excluded),
                     ({}, metadata_of(getattr(value, "_metadata", None))),
                 )
         except (TypeError, ValueError) as error:
             error.args = (f"{where}: {error}",)
             raise
         if flat is None:
-            named.add(name, encode(value, where))
+            named.add(name, encode(value, where, name=name, excluded=excluded))
         else:
             refuse_given_away(dict(flat))
             if not is_module(value) and not is_optimizer(value):

@@ -27,6 +27,7 @@ from ...errors import CompatibilityError
 from ...state._kind import kind_of
 from .._sections import STATES
 from .containers import children, mapped, walk
+from .excluded import fill_excluded
 from .generators import (
     check_fits,
     library_of,
@@ -317,19 +318,24 @@ def _decode(
     tensors: bool,
     cutting: Cutting | None = None,
     target: Callable[[], Any] | None = None,
+    own: Callable[[], Any] | None = None,
 ) -> Any:
     """Return the value of `node`, the JSON form of a piece of the stored state `name`.
 
     `stored`: the whole state, with its arrays. `template`: the target's value, whose tensors'
     layouts are used; None: no target. `cutting`: of other sharded arrays; None: the part that the
-    load requests. `target`: as for `Decoder`. `tensors`: return torch tensors for arrays that were
+    load requests. `target`: as for `Decoder`. `own`: returns the value with those to keep in place
+    of excluded ones; None: `template`. `tensors`: return torch tensors for arrays that were
     saved from these, as a `device` of the load does. Raises FormatError if `node` is malformed.
     """
     device = loader.options["device"]
     convert = _tensor_of(device) if tensors or device is not None else None
     shards = _shards(loader, name, node, template, cutting or loader.request.cutting)
     arrays = {**stored.arrays, **shards} if shards else stored.arrays
-    return decode(node, arrays, f"states[{name!r}]", convert, target)
+    value = decode(node, arrays, f"states[{name!r}]", convert, target)
+    if not loader.manifest.exclude:
+        return value
+    return fill_excluded(value, template if own is None else own())
 
 
 def load_trees(loader: Loader, names: Iterable[str]) -> dict[str, Any]:
@@ -486,6 +492,8 @@ class _Restorer:
             raise _mismatch(where, "the state of an object", "that of a generator")
         before = _copy_state(where, target)
         options = {"cutting": _WHOLE_TENSOR, "target": lambda: before}
+        if hasattr(target, "state_dict"):
+            options["own"] = target.state_dict
         value = self.decode(node, before, tensors=_has_torch(node), **options)
         value = like_tensors(value, before)
         if is_optimizer(target) and isinstance(value, dict):
@@ -611,6 +619,8 @@ class _Restorer:
         A value that is restored in place stays; another one is replaced by the saved value. A tuple
         is replaced by one of the same objects. `node`, `where`: as for `add`.
         """
+        if isinstance(node, dict) and node.get("$") == "excluded":
+            return current
         if not _is_restorable(current) or (is_torch(current) and node is None):
             return self.replace(current, node)
         if type(current) is tuple:

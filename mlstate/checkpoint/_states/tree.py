@@ -21,6 +21,7 @@ in the JSON text. Every other value is an object whose member ``"$"`` names its 
     generator               library, state, and seeds of NumPy's SeedSequence
     cache                   class, values: a KVState, RollingKVState or CacheState
     object                  state: the result of ``state_dict()``
+    excluded (newer)        a value that is not stored
 
 A file with a newer form has a newer version. Objects, generators and caches are stored as their
 state, because a target of the load receives it. In the result of ``state_dict()``, in records and
@@ -56,6 +57,7 @@ from .containers import (
     record_classes,
     record_of,
 )
+from .excluded import EXCLUDED, NONE_EXCLUDED, Excluded
 from .generators import library_of, restored, seeds_of, state_of
 from .named_values import enum_node, enum_of, path_node, path_of
 
@@ -135,10 +137,12 @@ def _segment(part: object) -> str:
 class _Encoder:
     """Converts one value; `where` in errors is the path from the state's name.
 
-    `exact`: refuse values that would be decoded with another type. `records`: accept records.
+    The parameters are those of `encode`.
     """
 
-    def __init__(self, exact: bool, records: bool) -> None:
+    def __init__(self, exact: bool, records: bool, name: str, excluded: Excluded) -> None:
+        self.name = name
+        self.excluded = excluded
         self.exact = exact
         self.keeps_gradients = not exact  # of tensors: objects may load them as they like
         self.records = records
@@ -160,6 +164,10 @@ class _Encoder:
         `where`: path of the value, for errors. `path`: the same path as a tuple of keys and
         indices. `levels`: how many levels of containers may still follow.
         """
+        full = ".".join(map(str, (self.name, *path))) if self.excluded.patterns and path else ""
+        if full and self.excluded.matches(full):
+            self.is_newer = True
+            return {"$": "excluded"}
         if value is None or type(value) in (bool, str):
             if isinstance(value, str):
                 check_text(value, where)
@@ -184,7 +192,8 @@ class _Encoder:
         if field_names(value) is not None and method_of(value, "state_dict") is None:
             return self.record(value, where, path, levels - 1)
         if self.exact:
-            _check_exact(value, where, self.keeps_gradients)
+            name = ".".join(map(str, (self.name, *path))) if self.name else ""
+            _check_exact(value, where, self.keeps_gradients, name.rpartition(".")[2])
         if isinstance(value, CONTAINERS):
             node = self.container(value, where, path, levels - 1)
         else:
@@ -487,11 +496,12 @@ def _is_hashable(node: Any) -> bool:
     return kind in hashable or node.get("form") == "scalar"
 
 
-def _check_exact(value: Any, where: str, keeps_gradients: bool) -> None:
+def _check_exact(value: Any, where: str, keeps_gradients: bool, name: str) -> None:
     """Raise UnstorableError if a value would be decoded as another type.
 
     Such values are objects, instances of subclasses, and, unless `keeps_gradients`, tensors that
-    require gradients. `where`: path of the value.
+    require gradients. `where`: path of the value. `name`: the last part of the name by which a save
+    can exclude it, or "".
     """
     is_tensor = is_torch(value)
     if is_tensor and (keeps_gradients or not value.requires_grad):
@@ -514,17 +524,28 @@ def _check_exact(value: Any, where: str, keeps_gradients: bool) -> None:
             "store it as a state of its own, states={'name': object}, and its state_dict() here, "
             "or leave it out"
         )
+    if name:
+        remedy += f"; exclude=['*.{name}'] leaves it out, and a load keeps the target's own value"
     raise UnstorableError(f"{where} is a {full_name(cls)}: it {problem}: {remedy}")
 
 
-def encode(value: Any, where: str, *, exact: bool = False, records: bool = True) -> Tree:
+def encode(
+    value: Any,
+    where: str,
+    *,
+    exact: bool = False,
+    records: bool = True,
+    name: str = "",
+    excluded: Excluded = NONE_EXCLUDED,
+) -> Tree:
     """Convert a nested value to JSON and arrays, which are not copied.
 
     `where`: name of the value, at the start of paths in errors. `exact`: raise UnstorableError for
     values that would be decoded with another type, such as subclasses. `records`: accept records,
-    whose classes a load finds in its target.
+    whose classes a load finds in its target. `name`: of the value, by which a save can exclude it,
+    or "". `excluded`: what to leave out.
     """
-    encoder = _Encoder(exact, records)
+    encoder = _Encoder(exact, records, name, excluded)
     node = encoder.node(value, where, (), DEEPEST)
     text = json.dumps(node, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return Tree(text.encode(), encoder.arrays, encoder.is_newer)
@@ -755,6 +776,8 @@ class Decoder:
             return deque((self.value(item) for item in node["items"]), node["maxlen"])
         if kind == "record":
             return self.record(node)
+        if kind == "excluded":
+            return EXCLUDED
         if kind == "float":
             return float(node["value"])
         if kind == "int":

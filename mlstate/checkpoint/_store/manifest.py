@@ -61,6 +61,7 @@ class Manifest(NamedTuple):
     patterns: tuple[Pattern, ...] | None = None
     states: dict[str, dict[str, Any]] | None = None  # kinds of the named states
     quantization_config: dict[str, Any] | None = None  # how codes of the model are meant
+    exclude: list[str] | None = None  # patterns of values that the save left out
     weights: WeightFiles | None = None  # of a Hugging Face folder, which has no manifest file
 
 
@@ -81,7 +82,7 @@ def build(manifest: Manifest) -> bytes:
         "shards": [record.shards for record in indexes],
         "data_bytes": [record.data_bytes for record in indexes],
     }
-    for name in ("states", "quantization_config"):
+    for name in ("states", "quantization_config", "exclude"):
         if content[name] is None:
             del content[name]
     if manifest.patterns is None:
@@ -100,7 +101,7 @@ def _has_newer_values(manifest: Manifest) -> bool:
     kinds = [manifest.optimizer or {}, *(manifest.states or {}).values()]
     groups = [group for kind in kinds for group in kind.get("param_groups", ())]
     forms = [form for group in groups for form in group.values() if isinstance(form, dict)]
-    return any(NEWER in each for each in (*kinds, *groups, *forms))
+    return manifest.exclude is not None or any(NEWER in each for each in (*kinds, *groups, *forms))
 
 
 class _WrongError(Exception):
@@ -220,6 +221,14 @@ def _patterns(members: dict[str, Any], world_size: int) -> tuple[Pattern, ...] |
     return tuple(patterns)
 
 
+def _patterns_of_names(members: dict[str, Any]) -> list[str] | None:
+    """Return the patterns of values that the save left out; None without the member."""
+    patterns = _member(members, "exclude", list) if "exclude" in members else None
+    if patterns is not None and not {str}.issuperset(map(type, patterns)):
+        raise _WrongError('"exclude" must have strings only')
+    return patterns
+
+
 def _read(document: Any) -> Manifest:
     """Return the manifest in the parsed JSON `document`; raise `_WrongError` if invalid.
 
@@ -255,6 +264,7 @@ def _read(document: Any) -> Manifest:
             if "quantization_config" in document
             else None
         ),
+        exclude=_patterns_of_names(document),
     )
 
 

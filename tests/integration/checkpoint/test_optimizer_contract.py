@@ -347,6 +347,43 @@ def test_diff_compares_learning_rates_that_are_tensors_by_value(tmp_path):
     assert change.name == "optimizer.param_groups[0]['lr']" and abs(change.max_abs - 0.1) < 1e-6
 
 
+class Projector:
+    """A helper object among the states of an optimizer."""
+
+
+def with_projectors(seed):
+    module, optimizer = trained(sgd, seed)
+    optimizer.state[module.weight]["projector"] = Projector()
+    return module, optimizer
+
+
+@pytest.mark.parametrize("by_group", [False, True])
+def test_the_remedy_for_helper_objects_excludes_them(tmp_path, by_group):
+    source, target = with_projectors(0), with_projectors(1)
+    if by_group:  # the optimizer is stored by its state_dict()
+        source[1].param_groups[0]["x"] = torch.ones(20000)
+    with pytest.raises(TypeError, match="projector") as refused:
+        mlstate.save(tmp_path / "c", *source)
+    pattern = str(refused.value).partition("exclude=['")[2].partition("']")[0]
+    mlstate.save(tmp_path / "c", *source, exclude=pattern)
+    kept = target[1].state[target[0].weight]["projector"]
+    mlstate.load(tmp_path / "c", into={"model": target[0], "optimizer": target[1]})
+    state, expected = (each[1].state[each[0].weight] for each in (target, source))
+    assert state["projector"] is kept
+    assert torch.equal(state["momentum_buffer"], expected["momentum_buffer"])
+    fresh = trained(sgd, 1)
+    mlstate.load(tmp_path / "c", into={"model": fresh[0], "optimizer": fresh[1]})
+    assert fresh[1].state[fresh[0].weight].keys() == {"momentum_buffer"}
+    manifest = json.loads((tmp_path / "c" / "manifest.json").read_bytes())
+    assert manifest["exclude"] == [pattern] and manifest["format_version"] == 3
+
+
+def test_a_pattern_that_excludes_nothing_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"exclude= has '\*.projectors', which matches no"):
+        mlstate.save(tmp_path / "c", *with_projectors(0), exclude=["*.projector", "*.projectors"])
+    assert not (tmp_path / "c").exists()
+
+
 class Pair(typing.NamedTuple):
     left: object
     right: object

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ...._sharding.layout import Layout, Shard
+from ....checkpoint._states.excluded import NONE_EXCLUDED, Excluded
 from .._tensors.state import refuse_unstorable, state_dict_of
 from .fsdp1_flat import flat_wrappers
 from .module_contract import ModuleContract, OwnLoad, saves_itself
@@ -307,15 +308,20 @@ def _reshard(module: torch.nn.Module) -> None:
 
 
 def optimizer_parts(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, *, fill: bool = False
+    optimizer: torch.optim.Optimizer,
+    module: torch.nn.Module | None,
+    *,
+    fill: bool = False,
+    excluded: Excluded = NONE_EXCLUDED,
 ) -> tuple[dict[str, Any], dict[str, Any], Store | None]:
     """Return this rank's part of an optimizer's states, by ``"<parameter>.<state name>"``.
 
     Also returns the other arguments of `mlstate.OptimizerStateDict`, and a function that writes
     numbers back, which are 0-d arrays among the states; None without numbers. For FSDP1, whose
     states are copies, all ranks must call this, and the function is None. `fill`: the states will
-    be filled in place; raises TypeError if that is impossible. `module`: gives the names of the
-    parameters; None: the names in the optimizer's groups, or numbers.
+    be filled in place; raises TypeError if that is impossible. `excluded`: states to leave out.
+    `module`: gives the names of the parameters; None: the names in the optimizer's groups, or
+    numbers.
     """
     wrappers = [] if module is None else flat_wrappers(module)
     if module is not None and wrappers:
@@ -324,13 +330,13 @@ def optimizer_parts(
                 "an optimizer of FSDP1 cannot be filled in place: gather its state, and load it "
                 "by torch.distributed.checkpoint.state_dict.set_optimizer_state_dict"
             )
-        return (*_parts_of_flat(optimizer, module, _replica_of(wrappers)), None)
+        return (*_parts_of_flat(optimizer, module, _replica_of(wrappers), excluded), None)
     if module is not None:
         _reshard(module)
     named = _name_parameters(optimizer, module)
     if module is not None:
         named = by_name(module, named)
-    values = _collect_states(named, optimizer)
+    values = _included(_collect_states(named, optimizer), excluded)
     _refuse_local(named, values)
     groups, stored = stored_states(optimizer.param_groups, named, values)
     nested = packed_states(groups)
@@ -349,6 +355,10 @@ def optimizer_parts(
 
     keywords = keywords_from(_kind_of(optimizer), groups, stored)
     return states, keywords, store if numbers else None
+
+
+def _included(values: dict[str, Any], excluded: Excluded) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if not excluded.matches(key)}
 
 
 def _refuse_local(named: dict[str, Any], values: dict[str, Any]) -> None:
@@ -384,11 +394,12 @@ def _any_rank(local_flag: bool, module: torch.nn.Module) -> bool:
 
 
 def _parts_of_flat(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module, replica: int
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module, replica: int, excluded: Excluded
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return an FSDP1 optimizer's states by key as shards, and the keywords of its state.
 
     All ranks must call it. `replica`: number of this rank among those with the same shards.
+    `excluded`: states to leave out.
     """
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -407,6 +418,7 @@ def _parts_of_flat(
         for name, by_state in state_dict["state"].items()
         for state, value in by_state.items()
     }
+    values = _included(values, excluded)
     listed = [name for group in state_dict["param_groups"] for name in group["params"]]
     groups, stored = stored_states(state_dict["param_groups"], listed, values)
     states = {k: part_of(k, v, replica) if is_tensor(v) else v for k, v in stored.items()}

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from ...._sharding.layout import Steps
     from ...._types import NDArray
     from ....checkpoint._backend import OptimizerRecord, OptimizerRequest
+    from ....checkpoint._states.excluded import Excluded
 
 
 class Place(NamedTuple):
@@ -162,18 +163,18 @@ def saved_module(
 
 
 def saved_optimizer(
-    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, ranks: int
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, ranks: int, excluded: Excluded
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the states and keywords of `optimizer_parts`, to save by `ranks` processes.
 
-    `module`: has the parameters; None: unknown. Raises ValueError if the parameters are spread over
-    more ranks.
+    `module`: has the parameters; None: unknown. `excluded`: states to leave out. Raises ValueError
+    if the parameters are spread over more ranks.
     """
     if module is None:
         _check_optimizer(optimizer, ranks)
     else:
         _check_ranks(module, ranks)
-    states, keywords, _ = optimizer_parts(optimizer, module)
+    states, keywords, _ = optimizer_parts(optimizer, module, excluded=excluded)
     return states, keywords
 
 

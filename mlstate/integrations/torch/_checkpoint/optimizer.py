@@ -271,7 +271,7 @@ def stored_states(
     arrays = {key: as_array(each) if is_number(each) else each for key, each in states.items()}
     for group in groups:
         for key in packed_states([group]):
-            tree = encode(states[key], repr(key), exact=True)
+            tree = encode(states[key], repr(key), exact=True, name=key)
             arrays[key] = packed(tree, repr(key))
             if tree.is_newer:
                 group[NEWER] = True

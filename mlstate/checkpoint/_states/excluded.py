@@ -1,0 +1,67 @@
+"""`exclude=` of a save: states that are not stored; a load keeps the target's own values there."""
+
+from __future__ import annotations
+
+import copy
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from .._store.name_globs import listed_names
+from .containers import children, rebuilt
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+EXCLUDED = object()  # in a decoded value, in place of one that was not stored
+
+
+class Excluded:
+    """Globs of names; they match the names of optimizer states and the paths of nested values."""
+
+    def __init__(self, patterns: str | Iterable[str] | None) -> None:
+        """Keep the patterns; raise TypeError unless they are str."""
+        self.patterns = listed_names(patterns) or []
+        self._used: set[str] = set()
+
+    def matches(self, name: str) -> bool:
+        """Return whether a name is excluded, and note the patterns that match it."""
+        used = {pattern for pattern in self.patterns if fnmatchcase(name, pattern)}
+        self._used |= used
+        return bool(used)
+
+    def refuse_unused(self) -> None:
+        """Raise ValueError for a pattern that no name has matched."""
+        for pattern in self.patterns:
+            if pattern not in self._used:
+                raise ValueError(
+                    f"exclude= has {pattern!r}, which matches no state of an optimizer, such as "
+                    "'fc.weight.projector', and no path in a nested state, such as "
+                    "'scheduler.after'"
+                )
+
+
+NONE_EXCLUDED = Excluded(None)
+
+
+def fill_excluded(value: Any, own: Any) -> Any:
+    """Return a decoded value with the target's own values in place of those that were not stored.
+
+    Without such a value in `own`, a dict lacks the key, and other containers have None.
+    """
+    inner = children(value)
+    if inner is None:
+        return value
+    values = dict(children(own) or ())
+    pairs = [
+        (
+            key,
+            values.get(key, EXCLUDED) if each is EXCLUDED else fill_excluded(each, values.get(key)),
+        )
+        for key, each in inner
+    ]
+    if isinstance(value, dict):
+        new = copy.copy(value)
+        new.clear()
+        new.update((key, each) for key, each in pairs if each is not EXCLUDED)
+        return new
+    return rebuilt(value, [None if each is EXCLUDED else each for _, each in pairs])
