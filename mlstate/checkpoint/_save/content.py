@@ -119,6 +119,17 @@ def states_of(
     return _mapping_of("model", model), _mapping_of("optimizer", optimizer), others
 
 
+def check_optimizer(model: Any, optimizer: Any, exclude: Any, ranks: int) -> None:
+    """Raise what a save of the optimizer would raise for a value that cannot be stored.
+
+    `model`: its module. `exclude`: as for `save`. `ranks`: number of ranks that save together.
+    """
+    excluded = Excluded(exclude)
+    optimizer, states = _place_optimizer(optimizer, None)
+    take_states(states or {}, model, ranks, excluded)
+    states_of(model, optimizer, ranks, excluded)
+
+
 def refuse_empty_save(*states: Any) -> None:
     """Raise ValueError if there is nothing to save."""
     if all(state is None for state in states):

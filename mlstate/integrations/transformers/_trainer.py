@@ -15,6 +15,7 @@ from ..._common.set_module import set_module
 from ..._common.text import steps_text
 from ...checkpoint import CheckpointManager
 from ...checkpoint._rank_messages import gather_bytes
+from ...checkpoint._save.content import check_optimizer
 from ...checkpoint._states.generators import library_of, restored, set_state, state_of
 from ...checkpoint._store.open_path import is_url
 from ...errors import CheckpointWarning, CompatibilityError, FormatError, StoreNotFoundError
@@ -29,7 +30,7 @@ from ._trainer_folders import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
 _FOLDER = "mlstate"  # in the output folder of the Trainer
 
@@ -147,6 +148,9 @@ class MLStateCallback:
         Folder of the steps. Default: ``mlstate`` in the Trainer's output folder.
     keep : int, optional
         Number of newest steps that stay even if the Trainer has deleted their folders. Default: 1.
+    exclude : str or iterable of str, optional
+        As for `mlstate.save`, for optimizers with objects among their states, such as the
+        projectors of GaLore: ``exclude="*.projector"``.
     **options
         Further keywords of `CheckpointManager`.
 
@@ -166,8 +170,9 @@ class MLStateCallback:
     resumed with a warning. If the number of ranks has changed, generators are not restored, as
     in the Trainer itself. ``save_total_limit``, ``save_strategy="best"``,
     ``load_best_model_at_end`` and, in one process, ``enable_jit_checkpoint`` work as without the
-    callback. A training that starts anew keeps the steps that it finds in `directory`, and
-    warns. `CompatibilityError` is raised when training begins for ``deepspeed``,
+    callback. An optimizer that cannot be stored raises `CompatibilityError` when training begins,
+    or after the first step, which creates its states. A training that starts anew keeps the steps
+    that it finds in `directory`, and warns. `CompatibilityError` is raised when training begins for ``deepspeed``,
     ``hyperparameter_search``, ``push_to_hub`` with steps in the output folder, and, with several
     ranks, ``enable_jit_checkpoint`` or ``save_on_each_node`` without `directory`.
 
@@ -188,6 +193,7 @@ class MLStateCallback:
         self,
         directory: str | os.PathLike[str] | None = None,
         keep: int | None = None,
+        exclude: str | Iterable[str] | None = None,
         **options: Any,
     ) -> None:
         """Check the arguments (see the class); `options` are those of `CheckpointManager`."""
@@ -200,6 +206,8 @@ class MLStateCallback:
             ) from None
         self._directory = directory
         self._keep = keep
+        self._exclude = exclude
+        self._is_checked = False  # whether the states of this training can be stored
         self._options = options
         self._manager: CheckpointManager | None = None
         self._group: Any = None
@@ -317,6 +325,8 @@ class MLStateCallback:
             `directory` has steps.
         """
         _check_arguments(args, state, self._directory)
+        self._check_optimizer(args, model, optimizer)
+        self._is_checked = False
         manager = self._open(args)
         self._restored, self._signal_step = [], None
         if state.global_step == 0:
@@ -348,6 +358,23 @@ class MLStateCallback:
                 CheckpointWarning,
                 stacklevel=2,
             )
+
+    def _check_optimizer(self, args: Any, model: Any, optimizer: Any) -> None:
+        """Raise CompatibilityError if a save could not store the optimizer; all ranks call it.
+
+        `args`, `model`, `optimizer`: of the Trainer.
+        """
+        wrapped = getattr(optimizer, "optimizer", optimizer)
+        try:
+            check_optimizer(model, wrapped, self._exclude, args.world_size)
+        except (TypeError, ValueError) as cause:
+            error = CompatibilityError(
+                f"MLStateCallback cannot store {type(wrapped).__name__} (optim={args.optim}): "
+                f"{cause}; in a Trainer, pass MLStateCallback(exclude=) for an object among its "
+                "states, choose another optim=, or leave the callback out"
+            )
+            error.name = "optim"
+            raise error from cause
 
     def _keep_earlier(self, args: Any) -> None:
         """Keep the steps in an own `directory` when a training starts anew, and warn of them.
@@ -455,7 +482,14 @@ class MLStateCallback:
         self._save_after_signal(args, state, control, objects)
 
     def on_step_end(self, args: object, state: object, control: object, **objects: object) -> None:
-        """Save the step if a signal has made the Trainer save here."""
+        """Save the step if a signal has made the Trainer save here.
+
+        After the first step, which creates the optimizer's states, raises CompatibilityError if
+        they cannot be stored.
+        """
+        if not self._is_checked:
+            self._check_optimizer(args, objects.get("model"), objects.get("optimizer"))
+            self._is_checked = True
         self._save_after_signal(args, state, control, objects)
 
     def on_epoch_end(self, args: object, state: object, control: object, **objects: object) -> None:
@@ -520,6 +554,7 @@ class MLStateCallback:
             getattr(optimizer, "optimizer", optimizer),
             states=states,
             metadata={"epoch": state.epoch},
+            exclude=self._exclude,
             group=self._group,
         )
 
