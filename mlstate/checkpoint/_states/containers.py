@@ -1,7 +1,8 @@
 """The containers of nested values: list the values in one, and make another of the same class.
 
 All code that walks values uses this table, so that what a save accepts, a comparison and a load
-know too. A *record* is a named tuple or an object of a dataclass.
+know too. A *record* is a named tuple or an object of a dataclass. A *wrapper* is a tensor of a
+subclass that torch's protocol ``__tensor_flatten__`` divides into plain tensors, its parts.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..._common.arrays import is_torch
+from ...errors import CompatibilityError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +40,18 @@ def field_names(value: object) -> tuple[str, ...] | None:
     return tuple(field.name for field in fields(value))  # type: ignore[arg-type]
 
 
+def is_wrapper(value: Any) -> bool:
+    """Return whether a value is a wrapper; torch's own classes, such as DTensor, are none."""
+    cls = type(value)
+    is_other = hasattr(cls, "__tensor_flatten__") and not cls.__module__.startswith("torch.")
+    return is_other and is_torch(value) and not hasattr(value, "device_mesh")
+
+
+def new_wrapper(cls: Any, parts: dict[str, Any], meta: Any, size: Any, stride: Any) -> Any:
+    """Return a wrapper of its parts by name; `meta`: what ``__tensor_flatten__`` returned last."""
+    return cls.__tensor_unflatten__(parts, meta, size, stride)
+
+
 def children(value: Any) -> Sequence[tuple[Any, Any]] | None:
     """Return the values in a container, each with its key, index or field; None for other values.
 
@@ -45,6 +59,8 @@ def children(value: Any) -> Sequence[tuple[Any, Any]] | None:
     """
     if isinstance(value, Mapping):
         return [*value.items()]
+    if is_wrapper(value):
+        return [(name, getattr(value, name)) for name in value.__tensor_flatten__()[0]]
     names = field_names(value)
     if names is None:
         return [*enumerate(value)] if isinstance(value, CONTAINERS) else None
@@ -69,6 +85,10 @@ def rebuilt(value: Any, values: Sequence[Any]) -> Any:
         new: Any = copy.copy(value)  # keeps attributes, and the factory of a defaultdict
         new.update(zip(value, values, strict=True))
         return new
+    if is_wrapper(value):
+        names, meta = value.__tensor_flatten__()
+        parts = dict(zip(names, values, strict=True))
+        return new_wrapper(type(value), parts, meta, value.size(), value.stride())
     names = field_names(value)
     if names is not None:
         return new_record(type(value), dict(zip(names, values, strict=True)))
@@ -105,7 +125,12 @@ def equal_values(first: Any, second: Any) -> bool:
         return True
     if type(first) is not type(second):
         return False
-    if is_torch(first) or isinstance(first, np.ndarray | np.generic):
+    if is_wrapper(first) and not equal_values(
+        *(t.__tensor_flatten__()[1] for t in (first, second))
+    ):
+        return False
+    is_tensor = is_torch(first) and not is_wrapper(first)
+    if is_tensor or isinstance(first, np.ndarray | np.generic):
         return _equal_arrays(first, second)
     if isinstance(first, set | frozenset):
         return bool(first == second)
@@ -140,14 +165,67 @@ def _equal_arrays(first: Any, second: Any) -> bool:
     return bool(torch.equal(*bits))
 
 
-def record_classes(value: Any) -> dict[str, type]:
-    """Return the classes of the records in a value, by full name."""
-    classes = (type(each) for each in walk(value) if field_names(each) is not None)
-    return {full_name(cls): cls for cls in classes}
+def known_classes(value: Any) -> dict[str, type]:
+    """Return the classes of records and wrappers in a value, and torch's safe ones, by full name.
+
+    torch's are those that ``torch.serialization.add_safe_globals`` was called with.
+    """
+    torch = sys.modules.get("torch")
+    safe = () if torch is None else torch.serialization.get_safe_globals()
+    classes = {full_name(cls): cls for cls in safe if isinstance(cls, type)}
+    for each in walk(value):
+        if is_wrapper(each):
+            classes |= known_classes(each.__tensor_flatten__()[1])
+        if is_wrapper(each) or field_names(each) is not None:
+            classes[full_name(type(each))] = type(each)
+    return classes
 
 
 def full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def copy_of_wrapper(value: Any) -> Any:
+    """Return a copy of a wrapper in new memory; many lack the operation ``clone``."""
+    return mapped(
+        value, lambda _, part: copy_of_wrapper(part) if is_wrapper(part) else part.clone()
+    )
+
+
+def refuse_other_parts(new: Any, own: Any, name: str) -> None:
+    """Raise CompatibilityError if a loaded wrapper differs from the target's own in its division.
+
+    Such are another class, block size or type of codes. `name`: of the tensor.
+    """
+    if not is_wrapper(new) or not is_wrapper(own):
+        return
+    (got, expected) = (
+        (
+            full_name(type(each)),
+            each.__tensor_flatten__()[1],
+            [tuple(p.shape) for _, p in children(each) or ()],
+        )
+        for each in (new, own)
+    )
+    if not equal_values(got, expected):
+        error = CompatibilityError(
+            f"{name!r} is stored as {got[0]} with {got[1]} and parts of {got[2]}, the target has "
+            f"{expected[0]} with {expected[1]} and parts of {expected[2]}: create the target with "
+            "the saved class and block size"
+        )
+        error.name, error.expected, error.got = name, str(expected), str(got)
+        raise error
+
+
+def class_named(node: Mapping[str, Any], classes: Mapping[str, type]) -> type:
+    """Return the class of a wrapper's JSON form; raise UnknownRecordError unless it is known."""
+    name = f"{node['module']}.{node['class']}"
+    if name not in classes:
+        raise UnknownRecordError(
+            f"the checkpoint holds a tensor of {name}, which the target lacks: import its library, "
+            "or call torch.serialization.add_safe_globals([class]), before the load"
+        )
+    return classes[name]
 
 
 def record_of(node: Mapping[str, Any], fields: dict[str, Any], classes: Mapping[str, type]) -> Any:

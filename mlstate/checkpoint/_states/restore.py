@@ -26,7 +26,7 @@ from ..._sharding.layout import Layout, Shard
 from ...errors import CompatibilityError
 from ...state._kind import kind_of
 from .._sections import STATES
-from .containers import children, mapped, walk
+from .containers import children, copy_of_wrapper, is_wrapper, mapped, walk
 from .excluded import fill_excluded
 from .generators import (
     check_fits,
@@ -750,12 +750,15 @@ def _copy_state(where: str, target: object) -> Any:
 
 
 def _copies_of_results(state: Any) -> dict[int, Any]:
-    """Return copies of the results of operations in a state that autograd records, by id.
+    """Return copies of the tensors in a state that `copy.deepcopy` refuses, by id.
 
-    `copy.deepcopy` refuses these tensors.
+    These are results of operations that autograd records, and wrappers.
     """
-    results = (each for each in walk(state) if is_torch(each) and not each.is_leaf)
-    return {id(each): copy_of(each) for each in results}
+    return {
+        id(each): copy_of_wrapper(each) if is_wrapper(each) else copy_of(each)
+        for each in walk(state)
+        if is_wrapper(each) or (is_torch(each) and not each.is_leaf)
+    }
 
 
 def _load_action(where: str, target: Any, value: Any, before: Any) -> Action:

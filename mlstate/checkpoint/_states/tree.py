@@ -21,6 +21,7 @@ in the JSON text. Every other value is an object whose member ``"$"`` names its 
     generator               library, state, and seeds of NumPy's SeedSequence
     cache                   class, values: a KVState, RollingKVState or CacheState
     object                  state: the result of ``state_dict()``
+    wrapper (newer)         a tensor of a subclass: module, class, size, stride, meta, parts by name
     excluded (newer)        a value that is not stored
 
 A file with a newer form has a newer version. Objects, generators and caches are stored as their
@@ -52,9 +53,12 @@ from .containers import (
     CONTAINERS,
     UnknownRecordError,
     children,
+    class_named,
     field_names,
     full_name,
-    record_classes,
+    is_wrapper,
+    known_classes,
+    new_wrapper,
     record_of,
 )
 from .excluded import EXCLUDED, NONE_EXCLUDED, Excluded
@@ -189,6 +193,8 @@ class _Encoder:
         if type(value) in STATE_DICTS:
             values = self.node(dict(value), where, path, levels - 1)
             return {"$": "state", "kind": kind_of(value), "values": values}
+        if is_wrapper(value):
+            return self.wrapper(value, where, path, levels - 1)
         if field_names(value) is not None and method_of(value, "state_dict") is None:
             return self.record(value, where, path, levels - 1)
         if self.exact:
@@ -389,6 +395,22 @@ class _Encoder:
         form = "tuple" if isinstance(value, tuple) else "dataclass"
         node = {"$": "record", "form": form, "module": cls.__module__, "class": cls.__qualname__}
         return {**node, "fields": fields}
+
+    def wrapper(self, value: Any, where: str, path: tuple[Any, ...], levels: int) -> Any:
+        """Return the JSON form of a tensor that torch's protocol divides into plain tensors.
+
+        `node` describes the parameters.
+        """
+        cls, meta = type(value), value.__tensor_flatten__()[1]
+        self.is_newer, exact, self.exact = True, self.exact, True
+        parts = {
+            name: self.node(part.detach(), f"{where}.{name}", (*path, name), levels)
+            for name, part in children(value) or ()
+        }
+        form = {"meta": self.node(meta, f"{where}.meta", (*path, ...), levels), "parts": parts}
+        self.exact = exact
+        names = {"$": "wrapper", "module": cls.__module__, "class": cls.__qualname__}
+        return {**names, "size": [*value.size()], "stride": [*value.stride()], **form}
 
     def object(self, value: Any, where: str, path: tuple[Any, ...], levels: int) -> Any:
         """Return the JSON form of a generator or an object with ``state_dict()``.
@@ -759,9 +781,21 @@ class Decoder:
         fields = {name: self.value(inner) for name, inner in node["fields"].items()}
         if self.target is None:
             return tuple(fields.values()) if node["form"] == "tuple" else fields
+        return record_of(node, fields, self.known_classes())
+
+    def wrapper(self, node: dict[str, Any]) -> Any:
+        """Return the tensor of the JSON form `node`; its parts if arrays are NumPy's."""
+        parts = {name: self.value(part) for name, part in node["parts"].items()}
+        if self.tensor_of is None:
+            return parts
+        cls = class_named(node, self.known_classes())
+        return new_wrapper(cls, parts, self.value(node["meta"]), node["size"], node["stride"])
+
+    def known_classes(self) -> dict[str, type]:
+        """Return the classes that the result may have: of the target, and torch's safe ones."""
         if self.classes is None:
-            self.classes = record_classes(self.target())
-        return record_of(node, fields, self.classes)
+            self.classes = known_classes(None if self.target is None else self.target())
+        return self.classes
 
     def special(self, kind: str, node: dict[str, Any]) -> Any:
         """Return the value of the JSON form `node` of the kind `kind`; raise KeyError if unknown.
@@ -776,6 +810,8 @@ class Decoder:
             return deque((self.value(item) for item in node["items"]), node["maxlen"])
         if kind == "record":
             return self.record(node)
+        if kind == "wrapper":
+            return self.wrapper(node)
         if kind == "excluded":
             return EXCLUDED
         if kind == "float":

@@ -172,9 +172,9 @@ class MLStateCallback:
     ``load_best_model_at_end`` and, in one process, ``enable_jit_checkpoint`` work as without the
     callback. An optimizer that cannot be stored raises `CompatibilityError` when training begins,
     or after the first step, which creates its states. A training that starts anew keeps the steps
-    that it finds in `directory`, and warns. `CompatibilityError` is raised when training begins for ``deepspeed``,
-    ``hyperparameter_search``, ``push_to_hub`` with steps in the output folder, and, with several
-    ranks, ``enable_jit_checkpoint`` or ``save_on_each_node`` without `directory`.
+    that it finds in `directory`, and warns. `CompatibilityError` is raised when training begins
+    for ``deepspeed``, ``hyperparameter_search``, ``push_to_hub`` with steps in the output folder,
+    and, with several ranks, ``enable_jit_checkpoint`` or ``save_on_each_node`` without `directory`.
 
     Examples
     --------

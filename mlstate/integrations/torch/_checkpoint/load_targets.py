@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...._common.arrays import overlaps_itself, with_order
 from ...._common.staged_targets import StagedTargets
 from ...._sharding.layout import Shard
-from ....checkpoint._states.containers import mapped
+from ....checkpoint._states.containers import mapped, refuse_other_parts
 from ....errors import CompatibilityError
 from .._tensors.dtypes import torch_has
 from .._tensors.state import state_dict_of
@@ -594,6 +594,8 @@ class OptimizerFilling(Filling):
         group = self.group_of[self.records[key].parameter]
         if key in self.packed:
             value = unpack_state(key, array, self.optimizer)
+            own = self.optimizer.state.get(slot.owner, {}).get(self.records[key].state)
+            refuse_other_parts(value, own, key)
             return value if self.own_loader else _convert_nested(key, slot, group, value)
         if number:
             return array.item()

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ...._common.staged_targets import tied_error
+from ....checkpoint._states.containers import copy_of_wrapper, is_wrapper
 from ....errors import CompatibilityError
 from .._tensors.state import refuse_unstorable, restore_table
 from .module_names import by_name, unwrapped_name, wrapped_attribute
@@ -176,6 +177,8 @@ def _copy_of(name: str, value: Any) -> Any:
     import torch
 
     try:
+        if is_wrapper(value):
+            return copy_of_wrapper(value)
         if isinstance(value, torch.Tensor) and not torch.nn.parameter.is_lazy(value):
             return value.detach().clone()
         return copy.deepcopy(value)
@@ -244,7 +247,8 @@ class ModuleContract:
         """
         if unit is None:
             is_whole = self._is_whole(module, name)
-            if is_whole or _has_extra_state(module) or id(module) in chosen:
+            has_wrapper = any(is_wrapper(tensor) for _, tensor in _tensors_of(module))
+            if is_whole or _has_extra_state(module) or has_wrapper or id(module) in chosen:
                 unit = Unit(module, prefix, name, is_whole)
                 self.units.append(unit)
         self._unit_of[name] = unit

@@ -13,6 +13,7 @@ import numpy as np
 from ...._common.arrays import dimension_order, with_order
 from ...._common.set_module import set_module
 from ....checkpoint._folder.names import NEWER
+from ....checkpoint._states.containers import is_wrapper
 from ....checkpoint._states.tree import encode, packed, unpacked
 from ....errors import CompatibilityError
 from ....state._compatibility import join, rename_hint
@@ -127,10 +128,11 @@ def is_number(value: object) -> bool:
 
 
 def is_tensor(value: object) -> bool:
-    """Return whether a value is a tensor or a ShardedTensor."""
+    """Return whether a value is a tensor or a ShardedTensor; wrappers are nested values."""
     import torch
 
-    return isinstance(value, torch.Tensor) or hasattr(value, "local_shards")
+    is_known = isinstance(value, torch.Tensor) or hasattr(value, "local_shards")
+    return is_known and not is_wrapper(value)
 
 
 def as_array(number: complex) -> NDArray:
