@@ -138,6 +138,26 @@ def _read_forms(value: Any) -> Any:
     return {key: _read_forms(each) for key, each in value.items()}
 
 
+def _match_groups(first: Sequence[Any], second: Sequence[Any]) -> list[Sequence[Any]]:
+    """Return the groups of two optimizers, in the order of the first, as a load matches them.
+
+    A load finds groups by the names of their parameters, in any order. Entries that depend on this
+    order are left out. Groups without names, or with other parameters, stay as they are.
+    """
+    sides = [
+        [frozenset(map(str, group.get("params", ()))) for group in each] for each in (first, second)
+    ]
+    is_named = all(names for side in sides for names in side)
+    if not is_named or len(set(sides[0])) != len(sides[0]) or {*sides[0]} != {*sides[1]}:
+        return [first, second]
+    ordered = [second[sides[1].index(names)] for names in sides[0]]
+    by_position = ("params", "packed_states", "dimension_orders")
+    return [
+        [{key: value for key, value in group.items() if key not in by_position} for group in groups]
+        for groups in (first, ordered)
+    ]
+
+
 def diff_settings(
     first: Mapping[str, Settings | None],
     second: Mapping[str, Settings | None],
@@ -155,9 +175,12 @@ def diff_settings(
         right = second.get(prefix)
         if left is None or right is None or bool(left.param_groups) != bool(right.param_groups):
             continue
-        for entries, each in zip(sides, (left, right), strict=True):
-            label = "param_groups" if each.param_groups else "learning_rate"
-            values = _read_forms(getattr(each, label))
+        label = "param_groups" if left.param_groups else "learning_rate"
+        pair = [getattr(each, label) for each in (left, right)]
+        if label == "param_groups":
+            pair = _match_groups(*pair)
+        for entries, each in zip(sides, pair, strict=True):
+            values = _read_forms(each)
             for keys, array, end in list_entries((), values):
                 path = label + "".join(f"[{key!r}]" for key in keys)
                 entries[prefix + path + end] = array

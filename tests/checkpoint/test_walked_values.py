@@ -201,3 +201,21 @@ def test_a_diff_lists_the_items_of_every_container(tmp_path):
         mlstate.save(tmp_path / name, states={"x": [deque([0, value]), {0.5: value}]})
     difference = mlstate.diff(tmp_path / "a", tmp_path / "b")
     assert [each.name for each in difference.changes] == ["states.x.0.1", "states.x.1.0.5"]
+
+
+def groups_in(order):
+    groups = [{"params": ["a", "b"], "lr": 0.1}, {"params": ["c"], "lr": 0.2}]
+    arrays = {f"{name}.m": np.ones(2) for name in "abc"}
+    return mlstate.OptimizerStateDict(arrays, param_groups=[groups[i] for i in order])
+
+
+def test_a_diff_matches_groups_in_any_order(tmp_path):
+    first, second = groups_in([0, 1]), groups_in([1, 0])
+    second.param_groups = [{**g, "params": g["params"][::-1]} for g in second.param_groups]
+    mlstate.save(tmp_path / "a", optimizer=first)
+    mlstate.save(tmp_path / "b", optimizer=second)
+    assert mlstate.diff(tmp_path / "a", tmp_path / "b").identical
+    second.param_groups = [{**second.param_groups[0], "lr": 0.3}, second.param_groups[1]]
+    mlstate.save(tmp_path / "b", optimizer=second)
+    difference = mlstate.diff(tmp_path / "a", tmp_path / "b")
+    assert [each.name for each in difference.changes] == ["optimizer.param_groups[1]['lr']"]

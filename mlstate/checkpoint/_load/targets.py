@@ -41,7 +41,13 @@ from .._sections import OPTIMIZER, OPTIMIZER_STATE
 from .._states.collect import modules_of, owner_of
 from .._states.excluded import Excluded
 from .._states.modules import prepare_units, stored_entries, text_of_section
-from .._states.restore import Sources, prepare_object, prepare_tree, read_trees
+from .._states.restore import (
+    Sources,
+    prepare_object,
+    prepare_tree,
+    read_trees,
+    refuse_overlaps,
+)
 from .._store.name_globs import ALL_NAMES
 from .._ties import TiedName, refuse_other_bytes
 from .decoded import check_decoded, decode_names, decoded_parts, without_whole_steps
@@ -800,6 +806,7 @@ def prepare(loader: Loader, prepared: Prepared) -> None:
             prepared.actions += prepare_tree(loader, name, stored, target, prepared.sources)
         else:
             _prepare_tensors_of_state(loader, prepared, name, target, modules)
+    refuse_overlaps(prepared.sources.tensors)
     if prepared.optimizer is not None:
         loader.refuse_lacking(chosen)
     loader.need(

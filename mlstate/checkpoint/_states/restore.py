@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..._common.arrays import copy_of, is_cache, is_torch, overlaps_itself
+from ..._common.arrays import copy_of, is_cache, is_torch, overlaps_itself, pairs_sharing_elements
 from ..._common.backend import TensorBackend, backend_of, is_optimizer, torch_backend
 from ..._common.dtypes import name_of
 from ..._common.text import count_text
@@ -85,6 +85,7 @@ class Sources:
 
     def __init__(self) -> None:
         self.cache_arrays: dict[str, Mapping[str, Any]] = {}  # by the names of caches
+        self.tensors: dict[str, Any] = {}  # to fill, by their names
         self._values: dict[tuple[int, str], list[tuple[str, Callable[[], str], bool]]] = {}
 
     def add(
@@ -115,6 +116,17 @@ class Sources:
                 raise _error(where, reason, "another object", f"that of {first}")
         values.append((where, text, has_memory))
         return len(values) == 1
+
+
+def refuse_overlaps(tensors: Mapping[str, Any]) -> None:
+    """Raise ValueError if two targets share elements, so that one load overwrites the other.
+
+    `tensors`: different objects by name.
+    """
+    for first, other in pairs_sharing_elements(tensors):
+        raise ValueError(
+            f"the targets {first} and {other} share memory: load into one of them, or into a clone"
+        )
 
 
 def text_of_value(node: object, arrays: Mapping[str, Any]) -> str:
@@ -413,6 +425,8 @@ class _Restorer:
         elif method_of(target, "load_state_dict") is not None:
             self.add_object(target, node, where)
         elif is_torch(target):
+            if is_new:
+                self.sources.tensors[where] = target
             self.add_tensor(target, node, where)
         elif type(target) in (*DICTS.values(), *STATE_DICTS):
             self.add_dict(target, node, where)

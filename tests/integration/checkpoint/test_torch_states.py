@@ -304,3 +304,15 @@ def test_a_tensor_whose_elements_share_memory_is_refused_in_a_list(tmp_path, sav
     with pytest.raises(ValueError, match=r"states\['s'\]\[1\] has elements that share memory"):
         mlstate.load(tmp_path / "c", into={"states": {"s": target}})
     assert not first.any() and not memory.any()
+
+
+def test_overlapping_parameters_in_a_list_are_refused(tmp_path):
+    mlstate.save(tmp_path, states={"x": [torch.zeros(4), torch.ones(2)]})
+    memory = torch.full((6,), 7.0)
+    parameters = [torch.nn.Parameter(memory[:4]), torch.nn.Parameter(memory[2:4])]
+    with pytest.raises(ValueError, match=r"states\['x'\]\[0\] and states\['x'\]\[1\] share memory"):
+        mlstate.load(tmp_path, into={"states": {"x": parameters}})
+    assert (memory == 7).all()
+    parameters[1] = torch.nn.Parameter(memory[4:])
+    mlstate.load(tmp_path, into={"states": {"x": parameters}})
+    assert memory.tolist() == [0, 0, 0, 0, 1, 1]
