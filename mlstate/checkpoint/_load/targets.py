@@ -108,12 +108,12 @@ class _Ready(NamedTuple):
 class Prepared:
     """The checked targets of a load; `actions` restore the objects among the named states."""
 
-    def __init__(self, model: Any, optimizer: Any, states: dict[str, Any], whole: Any) -> None:
+    def __init__(self, model: Any, optimizer: Any, states: dict[str, Any], as_state: Any) -> None:
         """Keep the user's targets, which `prepare` checks; they are also the result of the load.
 
-        `whole`: the target of ``into["optimizer"]`` if this is stored as a named state.
+        `as_state`: the target of ``into["optimizer"]`` if this is stored as a named state.
         """
-        self.whole = whole
+        self.as_state = as_state
         self.model = model
         self.optimizer = optimizer
         self.states = states
@@ -139,7 +139,7 @@ class Prepared:
         for ready_target in self.ready:
             _fill(loader, ready_target)
         manifest = loader.manifest
-        optimizer = self.optimizer if self.whole is None else self.whole
+        optimizer = self.optimizer if self.as_state is None else self.as_state
         return LoadedState(self.model, optimizer, manifest.metadata, manifest.step, self.states)
 
 
@@ -732,9 +732,9 @@ def find_targets(loader: Loader) -> Prepared:
     model, optimizer = _target(into, "model"), _target(into, "optimizer")
     states = dict(states or {})
     is_state = optimizer is not None and OPTIMIZER_STATE in loader.states
-    whole = optimizer if is_state and loader.sections[OPTIMIZER].kind is None else None
-    if whole is not None:
-        states[OPTIMIZER_STATE], optimizer = whole, None
+    as_state = optimizer if is_state and loader.sections[OPTIMIZER].kind is None else None
+    if as_state is not None:
+        states[OPTIMIZER_STATE], optimizer = as_state, None
     lacking = [
         section.label
         for section, target in zip(loader.sections, (model, optimizer), strict=False)
@@ -751,7 +751,7 @@ def find_targets(loader: Loader) -> Prepared:
         have = ", ".join(repr(name) for name in loader.states if name[0] != ".") or "none"
         text = ", ".join(map(repr, absent))
         find_caller().warn(f"{folder} holds no state {text} (named states: {have}): not loaded")
-    return Prepared(model, optimizer, states, whole)
+    return Prepared(model, optimizer, states, as_state)
 
 
 def _prepare_tensors_of_state(

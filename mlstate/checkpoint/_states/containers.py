@@ -192,12 +192,12 @@ def copy_of_wrapper(value: Any) -> Any:
     )
 
 
-def refuse_other_parts(new: Any, own: Any, name: str) -> None:
+def refuse_other_parts(new: Any, current: Any, name: str) -> None:
     """Raise CompatibilityError if a loaded wrapper differs from the target's own in its division.
 
     Such are another class, block size or type of codes. `name`: of the tensor.
     """
-    if not is_wrapper(new) or not is_wrapper(own):
+    if not is_wrapper(new) or not is_wrapper(current):
         return
     (got, expected) = (
         (
@@ -205,7 +205,7 @@ def refuse_other_parts(new: Any, own: Any, name: str) -> None:
             each.__tensor_flatten__()[1],
             [tuple(p.shape) for _, p in children(each) or ()],
         )
-        for each in (new, own)
+        for each in (new, current)
     )
     if not equal_values(got, expected):
         error = CompatibilityError(

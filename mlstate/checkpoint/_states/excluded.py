@@ -43,15 +43,15 @@ class Excluded:
 NONE_EXCLUDED = Excluded(None)
 
 
-def fill_excluded(value: Any, own: Any) -> Any:
+def fill_excluded(value: Any, current: Any) -> Any:
     """Return a decoded value with the target's own values in place of those that were not stored.
 
-    Without such a value in `own`, a dict lacks the key, and other containers have None.
+    Without such a value in `current`, a dict lacks the key, and other containers have None.
     """
     inner = children(value)
     if inner is None:
         return value
-    values = dict(children(own) or ())
+    values = dict(children(current) or ())
     pairs = [
         (
             key,

@@ -330,14 +330,14 @@ def _decode(
     tensors: bool,
     cutting: Cutting | None = None,
     target: Callable[[], Any] | None = None,
-    own: Callable[[], Any] | None = None,
+    current: Callable[[], Any] | None = None,
 ) -> Any:
     """Return the value of `node`, the JSON form of a piece of the stored state `name`.
 
     `stored`: the whole state, with its arrays. `template`: the target's value, whose tensors'
     layouts are used; None: no target. `cutting`: of other sharded arrays; None: the part that the
-    load requests. `target`: as for `Decoder`. `own`: returns the value with those to keep in place
-    of excluded ones; None: `template`. `tensors`: return torch tensors for arrays that were
+    load requests. `target`: as for `Decoder`. `current`: returns the value with those to keep in
+    place of excluded ones; None: `template`. `tensors`: return torch tensors for arrays that were
     saved from these, as a `device` of the load does. Raises FormatError if `node` is malformed.
     """
     device = loader.options["device"]
@@ -347,7 +347,7 @@ def _decode(
     value = decode(node, arrays, f"states[{name!r}]", convert, target)
     if not loader.manifest.exclude:
         return value
-    return fill_excluded(value, template if own is None else own())
+    return fill_excluded(value, template if current is None else current())
 
 
 def load_trees(loader: Loader, names: Iterable[str]) -> dict[str, Any]:
@@ -507,7 +507,7 @@ class _Restorer:
         before = _copy_state(where, target)
         options = {"cutting": _WHOLE_TENSOR, "target": lambda: before}
         if hasattr(target, "state_dict"):
-            options["own"] = target.state_dict
+            options["current"] = target.state_dict
         value = self.decode(node, before, tensors=_has_torch(node), **options)
         value = like_tensors(value, before)
         if is_optimizer(target) and isinstance(value, dict):

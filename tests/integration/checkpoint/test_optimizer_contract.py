@@ -366,10 +366,10 @@ def test_the_remedy_for_helper_objects_excludes_them(tmp_path, by_group):
         mlstate.save(tmp_path / "c", *source)
     pattern = str(refused.value).partition("exclude=['")[2].partition("']")[0]
     mlstate.save(tmp_path / "c", *source, exclude=pattern)
-    kept = target[1].state[target[0].weight]["projector"]
+    projector = target[1].state[target[0].weight]["projector"]
     mlstate.load(tmp_path / "c", into={"model": target[0], "optimizer": target[1]})
     state, expected = (each[1].state[each[0].weight] for each in (target, source))
-    assert state["projector"] is kept
+    assert state["projector"] is projector
     assert torch.equal(state["momentum_buffer"], expected["momentum_buffer"])
     fresh = trained(sgd, 1)
     mlstate.load(tmp_path / "c", into={"model": fresh[0], "optimizer": fresh[1]})

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+import mlstate
 from mlstate import CompatibilityError, OptimizerStateDict, StateDict
 
 pytestmark = pytest.mark.torch
@@ -446,3 +447,42 @@ def test_to_torch_without_optimizer_keeps_names():
     state = OptimizerStateDict({"w.m": np.ones(3, np.float32)}, optimizer_type="adam")
     tensors = state.to_torch()
     assert list(tensors) == ["w.m"] and np.shares_memory(tensors["w.m"].numpy(), state["w.m"])
+
+
+class Tied(torch.nn.Module):
+    """Has one weight under two names."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(4, 3)
+        self.head = torch.nn.Linear(3, 4, bias=False)
+        self.tie()
+
+    def tie(self):
+        self.head.weight = self.embedding.weight
+
+
+def test_the_remedies_for_meta_modules_and_broken_ties_load(tmp_path):
+    def make(module):
+        return torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+
+    source = Tied()
+    optimizer = make(source)
+    source.head(source.embedding(torch.tensor([1]))).sum().backward()
+    optimizer.step()
+    mlstate.save(tmp_path, source, optimizer)
+    with torch.device("meta"):
+        target = Tied()
+    with pytest.raises(
+        BufferError, match=r"meta device: .* call to_empty\(device=\) on the module"
+    ):
+        mlstate.load(tmp_path, into={"model": target, "optimizer": make(target)})
+    target.to_empty(device="cpu")
+    with pytest.raises(CompatibilityError, match=r"has 'head.weight'.*tie it again before"):
+        mlstate.load(tmp_path, into={"model": target, "optimizer": make(target)})
+    target.tie()
+    fresh = make(target)
+    mlstate.load(tmp_path, into={"model": target, "optimizer": fresh})
+    assert torch.equal(target.head.weight, source.head.weight)
+    state = fresh.state[target.head.weight]["momentum_buffer"]
+    assert torch.equal(state, optimizer.state[source.head.weight]["momentum_buffer"])

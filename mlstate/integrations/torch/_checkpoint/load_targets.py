@@ -349,7 +349,10 @@ def _new_state(
 
     owner, dtype = slot.owner.detach(), like.dtype
     if owner.device.type == "meta":
-        raise BufferError(f"{key!r} is of a parameter on torch's meta device")
+        raise BufferError(
+            f"{key!r} is of a parameter on torch's meta device: call to_empty(device=) on the "
+            "module first, tie its weights again, and create the optimizer after that"
+        )
     mesh = getattr(owner, "device_mesh", None)
     if slot.run is None and mesh is None:
         zeros = torch.zeros(record.shape, dtype=dtype, device=owner.device)
@@ -594,8 +597,8 @@ class OptimizerFilling(Filling):
         group = self.group_of[self.records[key].parameter]
         if key in self.packed:
             value = unpack_state(key, array, self.optimizer)
-            own = self.optimizer.state.get(slot.owner, {}).get(self.records[key].state)
-            refuse_other_parts(value, own, key)
+            current = self.optimizer.state.get(slot.owner, {}).get(self.records[key].state)
+            refuse_other_parts(value, current, key)
             return value if self.own_loader else _convert_nested(key, slot, group, value)
         if number:
             return array.item()

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
     import torch
 
+_UNTIED = (
+    ", and if it is a tied weight that to_empty() has separated, tie it again before "
+    "(module.head.weight = module.embedding.weight)"
+)
 _NUMBERS = (list, int, float)  # forms of tensors in old checkpoints
 
 
@@ -37,11 +41,14 @@ def _values_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in NOT_VALUES}
 
 
-def _mismatch(problem: str, name: str | None = None) -> CompatibilityError:
-    """Return the error for groups that do not match; `name`: of a parameter, or None."""
+def _mismatch(problem: str, name: str | None = None, remedy: str = "") -> CompatibilityError:
+    """Return the error for groups that do not match; `name`: of a parameter, or None.
+
+    `remedy`: beyond the general one.
+    """
     error = CompatibilityError(
         f"the optimizer's groups do not match the saved ones: {problem}; create the optimizer "
-        "with the saved groups"
+        f"with the saved groups{remedy}"
     )
     error.name = name
     return error
@@ -117,7 +124,9 @@ def _saved_group(
     """
     unknown = [name for name in group_names if name not in groups_of]
     if unknown:
-        raise _mismatch(f"no saved group has {quoted(unknown)} of group {number}", unknown[0])
+        raise _mismatch(
+            f"no saved group has {quoted(unknown)} of group {number}", unknown[0], _UNTIED
+        )
     if group_names:
         return _merge(number, sorted({groups_of[name] for name in group_names}), saved)
     # a group without parameters matches a saved one without, by position if possible

@@ -55,7 +55,10 @@ def refuse_unstorable(name: str, tensor: torch.Tensor, label: str = "") -> None:
     """
     reason = explain_unsupported_tensor(tensor)
     if not reason and tensor.device.type == "meta":
-        reason = "a tensor on torch's meta device: it has no elements"
+        reason = (
+            "a tensor on torch's meta device: it has no elements: call to_empty(device=) on the "
+            "module first"
+        )
     if reason:
         raise _unstorable(name, label, reason, tensor)
 
