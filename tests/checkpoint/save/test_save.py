@@ -249,10 +249,10 @@ def test_damaged_manifest_is_replaced_and_newer_is_refused(path):
     with pytest.warns(UserWarning, match="damaged and will be replaced"):
         mlstate.save(path, {"w": random(11)})
     assert same({"w": random(11)}, mlstate.load(path).model)
-    newer = manifest.read_bytes().replace(b'"format_version": 2', b'"format_version": 3')
+    newer = manifest.read_bytes().replace(b'"format_version": 2', b'"format_version": 4')
     newer = renew_checksum(newer)
     manifest.write_bytes(newer)
-    with pytest.raises(mlstate.FormatError, match="format version is 3"):
+    with pytest.raises(mlstate.FormatError, match="format version is 4"):
         mlstate.save(path, {"w": random(12)})
     assert manifest.read_bytes() == newer
 

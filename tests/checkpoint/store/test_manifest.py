@@ -114,12 +114,12 @@ def test_texts_that_are_not_such_json_are_refused():
         (
             '"format_version": 2',
             '"format_version": 1',
-            "version is 1, but this mlstate reads only 2",
+            "version is 1, but this mlstate reads only 2 and 3",
         ),
         (
             '"format_version": 2',
-            '"format_version": 3',
-            "version is 3, but this mlstate reads only 2",
+            '"format_version": 4',
+            "version is 4, but this mlstate reads only 2 and 3",
         ),
     ]:
         assert text.count(old) == 1
