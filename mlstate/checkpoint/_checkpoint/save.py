@@ -49,7 +49,9 @@ def save(
         Entries of a module that are not tensors (extra states) are stored as in `states`.
     optimizer : mapping of str to array or Shard, or torch.optim.Optimizer, optional
         An `OptimizerStateDict`, a dict with keys ``"<parameter>.<state name>"``, or a torch
-        optimizer. The names of its parameters come from the module given as `model`.
+        optimizer. The names of its parameters come from the module given as `model`. An optimizer
+        with values that tensors by parameter cannot hold becomes the named state ``"optimizer"``,
+        in which `load` finds it.
     states : mapping of str to object, optional
         Further states by name: models, optimizers and mappings of arrays, stored like `model` and
         `optimizer`; random generators (``random.Random``, NumPy's and torch's, or the modules

@@ -718,6 +718,12 @@ def _memory_id(target: Any, array: Any) -> object:
     return memory_range(array.array if isinstance(array, Shard) else array)
 
 
+def _optimizer_as_state(loader: Loader, optimizer: Any) -> Any:
+    """Return the target of ``into["optimizer"]`` if it is stored as a named state, else None."""
+    is_state = OPTIMIZER_STATE in loader.states and loader.sections[OPTIMIZER].kind is None
+    return optimizer if is_state else None
+
+
 def find_targets(loader: Loader) -> Prepared:
     """Return the caller's targets of `into`; raise CompatibilityError if one was not saved.
 
@@ -731,8 +737,7 @@ def find_targets(loader: Loader) -> Prepared:
         )
     model, optimizer = _target(into, "model"), _target(into, "optimizer")
     states = dict(states or {})
-    is_state = optimizer is not None and OPTIMIZER_STATE in loader.states
-    as_state = optimizer if is_state and loader.sections[OPTIMIZER].kind is None else None
+    as_state = _optimizer_as_state(loader, optimizer)
     if as_state is not None:
         states[OPTIMIZER_STATE], optimizer = as_state, None
     lacking = [

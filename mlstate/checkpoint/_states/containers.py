@@ -83,7 +83,8 @@ def rebuilt(value: Any, values: Sequence[Any]) -> Any:
     """Return a container like `value` with other values in it, in the order of `children`."""
     if isinstance(value, Mapping):
         new: Any = copy.copy(value)  # keeps attributes, and the factory of a defaultdict
-        new.update(zip(value, values, strict=True))
+        for key, each in zip([*value], values, strict=True):
+            new[key] = each  # not `update`, which counts in a Counter
         return new
     if is_wrapper(value):
         names, meta = value.__tensor_flatten__()
@@ -134,6 +135,11 @@ def equal_values(first: Any, second: Any) -> bool:
         return _equal_arrays(first, second)
     if isinstance(first, set | frozenset):
         return bool(first == second)
+    return _equal_children(first, second)
+
+
+def _equal_children(first: Any, second: Any) -> bool:
+    """Return whether two values of one class, not arrays, are equal, with all values in them."""
     left, right = children(first), children(second)
     if left is None or right is None:
         try:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from .._store.name_globs import listed_names
 from .containers import children, rebuilt
 
 if TYPE_CHECKING:
@@ -20,11 +18,15 @@ class Excluded:
 
     def __init__(self, patterns: str | Iterable[str] | None) -> None:
         """Keep the patterns; raise TypeError unless they are str."""
-        self.patterns = listed_names(patterns) or []
+        self.patterns = [patterns] if isinstance(patterns, str) else [*(patterns or ())]
+        if not all(isinstance(pattern, str) for pattern in self.patterns):
+            raise TypeError(f"exclude must be a str or several, got {patterns!r}")
         self._used: set[str] = set()
 
     def matches(self, name: str) -> bool:
         """Return whether a name is excluded, and note the patterns that match it."""
+        from fnmatch import fnmatchcase
+
         used = {pattern for pattern in self.patterns if fnmatchcase(name, pattern)}
         self._used |= used
         return bool(used)
@@ -62,6 +64,8 @@ def fill_excluded(value: Any, current: Any) -> Any:
     if isinstance(value, dict):
         new = copy.copy(value)
         new.clear()
-        new.update((key, each) for key, each in pairs if each is not EXCLUDED)
+        for key, each in pairs:
+            if each is not EXCLUDED:
+                new[key] = each
         return new
     return rebuilt(value, [None if each is EXCLUDED else each for _, each in pairs])

@@ -61,6 +61,7 @@ from .containers import (
     new_wrapper,
     record_of,
 )
+from .exact_values import check_exact
 from .excluded import EXCLUDED, NONE_EXCLUDED, Excluded
 from .generators import library_of, restored, seeds_of, state_of
 from .named_values import enum_node, enum_of, path_node, path_of
@@ -89,10 +90,6 @@ _SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
     "set": set,
     "frozenset": frozenset,
 }
-_EXACT = (
-    *(bool, str, int, float, complex, bytes, bytearray, BytesIO, np.ndarray),
-    *(dict, OrderedDict, Counter, defaultdict, list, tuple, set, frozenset, deque),
-)
 # errors of lookups in a malformed form
 MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 _MOST_BITS = 64  # of an int in the JSON text; larger ones are hexadecimal
@@ -144,7 +141,10 @@ class _Encoder:
     The parameters are those of `encode`.
     """
 
-    def __init__(self, exact: bool, records: bool, name: str, excluded: Excluded) -> None:
+    def __init__(
+        self, exact: bool, records: bool, name: str, excluded: Excluded, sorts: bool
+    ) -> None:
+        self.sorts = sorts
         self.name = name
         self.excluded = excluded
         self.exact = exact
@@ -172,16 +172,8 @@ class _Encoder:
         if full and self.excluded.matches(full):
             self.is_newer = True
             return {"$": "excluded"}
-        if value is None or type(value) in (bool, str):
-            if isinstance(value, str):
-                check_text(value, where)
-            return value
-        if type(value) is int:
-            is_small = value.bit_length() <= _MOST_BITS
-            return value if is_small else {"$": "int", "value": hex(value)}
-        if type(value) is float:
-            is_finite = math.isfinite(value)
-            return value if is_finite else {"$": "float", "value": str(value)}
+        if value is None or type(value) in (bool, str, int, float):
+            return _plain_node(value, where)
         if levels == 0:
             raise ValueError(f"{where}: nested more than {DEEPEST} levels deep, or contains itself")
         node = _named_node(value, where)
@@ -199,7 +191,7 @@ class _Encoder:
             return self.record(value, where, path, levels - 1)
         if self.exact:
             name = ".".join(map(str, (self.name, *path))) if self.name else ""
-            _check_exact(value, where, self.keeps_gradients, name.rpartition(".")[2])
+            check_exact(value, where, self.keeps_gradients, name.rpartition(".")[2])
         if isinstance(value, CONTAINERS):
             node = self.container(value, where, path, levels - 1)
         else:
@@ -262,13 +254,17 @@ class _Encoder:
         if kind in "OSUMm":
             raise TypeError(f"{where} is an array of {value.dtype}: store numbers or text instead")
         node: dict[str, Any] = {"$": "array", "key": self.store(value, path), "form": form}
-        order = (
-            None if isinstance(value, Shard) or form == "scalar" else _order_of_dimensions(value)
-        )
-        if order is not None:
+        if isinstance(value, Shard):
+            return {**node, "sharded": [*map(str, path)]}
+        return node if form == "scalar" else self.ordered(node, value)
+
+    def ordered(self, node: dict[str, Any], array: Any) -> Any:
+        """Return the JSON form of an array with its order of dimensions, unless it is C order."""
+        is_known = isinstance(array, np.ndarray) or is_torch(array)
+        if is_known and (order := dimension_order(array)) is not None:
             self.is_newer = True
             node["order"] = order
-        return {**node, "sharded": list(map(str, path))} if isinstance(value, Shard) else node
+        return node
 
     def items(
         self, values: Iterable[Any], where: str, path: tuple[Any, ...], levels: int
@@ -325,7 +321,8 @@ class _Encoder:
             key_form = self.key(key, where)
             node = self.node(inner, f"{where}[{key!r}]", (*path, key), levels)
             pairs.append([key_form, node])
-        if kind == "dict" and all(isinstance(key, str) and key != "$" for key, _ in pairs):
+        is_text = all(isinstance(key, str) and key != "$" for key, _ in pairs)
+        if kind == "dict" and is_text and not (self.sorts and pairs != sorted(pairs, key=_first)):
             return dict(pairs)
         form: dict[str, Any] = {"$": "dict", "class": kind, "items": pairs}
         if isinstance(value, defaultdict) and (factory := value.default_factory) is not None:
@@ -387,10 +384,10 @@ class _Encoder:
                 f"{where} is a {full_name(cls)}, which {problem}: store a dict of its values"
             )
         self.is_newer, exact, self.exact = True, self.exact, True
-        fields = {
-            name: self.node(each, f"{where}.{name}", (*path, name), levels)
+        fields = [
+            [name, self.node(each, f"{where}.{name}", (*path, name), levels)]
             for name, each in inner.items()
-        }
+        ]
         self.exact = exact
         form = "tuple" if isinstance(value, tuple) else "dataclass"
         node = {"$": "record", "form": form, "module": cls.__module__, "class": cls.__qualname__}
@@ -450,10 +447,19 @@ class _Encoder:
         return {"$": "object", "state": node}
 
 
-def _order_of_dimensions(array: Any) -> list[int] | None:
-    """Return `dimension_order` of an array of NumPy or torch; None for other arrays."""
-    is_known = isinstance(array, np.ndarray) or is_torch(array)
-    return dimension_order(array) if is_known else None
+def _plain_node(value: Any, where: str) -> Any:
+    """Return the JSON form of None, a bool, number or str; `where`: path of the value."""
+    if type(value) is str:
+        check_text(value, where)
+    if type(value) is int and value.bit_length() > _MOST_BITS:
+        return {"$": "int", "value": hex(value)}
+    if type(value) is float and not math.isfinite(value):
+        return {"$": "float", "value": str(value)}
+    return value
+
+
+def _first(pair: list[Any]) -> Any:
+    return pair[0]
 
 
 def _order_of(item: Any, where: str) -> bytes:
@@ -518,39 +524,6 @@ def _is_hashable(node: Any) -> bool:
     return kind in hashable or node.get("form") == "scalar"
 
 
-def _check_exact(value: Any, where: str, keeps_gradients: bool, name: str) -> None:
-    """Raise UnstorableError if a value would be decoded as another type.
-
-    Such values are objects, instances of subclasses, and, unless `keeps_gradients`, tensors that
-    require gradients. `where`: path of the value. `name`: the last part of the name by which a save
-    can exclude it, or "".
-    """
-    is_tensor = is_torch(value)
-    if is_tensor and (keeps_gradients or not value.requires_grad):
-        return
-    if not is_tensor and (type(value) in _EXACT or isinstance(value, np.generic | Shard)):
-        return
-    cls = type(value)
-    problem, remedy = (
-        "cannot be restored as such without pickle",
-        (
-            "use numbers, str, bytes, BytesIO, arrays, detached tensors, or lists, tuples, sets, "
-            "dicts and records of these"
-        ),
-    )
-    if is_tensor:
-        problem = f"requires gradients, which {problem}"
-    elif library_of(value) is not None or method_of(value, "state_dict") is not None:
-        problem = "is an object inside a value, so a load would return its state instead"
-        remedy = (
-            "store it as a state of its own, states={'name': object}, and its state_dict() here, "
-            "or leave it out"
-        )
-    if name:
-        remedy += f"; exclude=['*.{name}'] leaves it out, and a load keeps the target's own value"
-    raise UnstorableError(f"{where} is a {full_name(cls)}: it {problem}: {remedy}")
-
-
 def encode(
     value: Any,
     where: str,
@@ -559,15 +532,16 @@ def encode(
     records: bool = True,
     name: str = "",
     excluded: Excluded = NONE_EXCLUDED,
+    sorts: bool = False,
 ) -> Tree:
     """Convert a nested value to JSON and arrays, which are not copied.
 
     `where`: name of the value, at the start of paths in errors. `exact`: raise UnstorableError for
     values that would be decoded with another type, such as subclasses. `records`: accept records,
     whose classes a load finds in its target. `name`: of the value, by which a save can exclude it,
-    or "". `excluded`: what to leave out.
+    or "". `excluded`: what to leave out. `sorts`: the caller sorts the keys of the JSON objects.
     """
-    encoder = _Encoder(exact, records, name, excluded)
+    encoder = _Encoder(exact, records, name, excluded, sorts)
     node = encoder.node(value, where, (), DEEPEST)
     text = json.dumps(node, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return Tree(text.encode(), encoder.arrays, encoder.is_newer)
@@ -677,6 +651,8 @@ def leaves_of(node: Any) -> list[Leaf]:
             continue
         elif kind is None:
             pairs = current.items()
+        elif kind == "record":
+            pairs = current["fields"]
         elif kind == "dict":
             stack.append(((path, ...), current.get("attributes")))
             pairs = [(key_of(key), each) for key, each in current["items"]]
@@ -778,7 +754,7 @@ class Decoder:
 
     def record(self, node: dict[str, Any]) -> Any:
         """Return the record of the JSON form `node`; without a target, a tuple or a dict."""
-        fields = {name: self.value(inner) for name, inner in node["fields"].items()}
+        fields = {name: self.value(inner) for name, inner in node["fields"]}
         if self.target is None:
             return tuple(fields.values()) if node["form"] == "tuple" else fields
         return record_of(node, fields, self.known_classes())
@@ -808,10 +784,8 @@ class Decoder:
             return file
         if kind == "deque":
             return deque((self.value(item) for item in node["items"]), node["maxlen"])
-        if kind == "record":
-            return self.record(node)
-        if kind == "wrapper":
-            return self.wrapper(node)
+        if kind in ("record", "wrapper"):
+            return self.record(node) if kind == "record" else self.wrapper(node)
         if kind == "excluded":
             return EXCLUDED
         if kind == "float":

@@ -271,13 +271,11 @@ def test_random_optimizers_are_restored_as_by_torch_or_refused(seed, tmp_path):
         add_hooks(r, source, target)
     before, weights = view(target), copy.deepcopy(fresh.state_dict())
     if wrapper is Lookahead:
-        with pytest.raises(TypeError, match="Lookahead does not keep all of its state"):
-            mlstate.save(tmp_path / "c", module, source)
         twin.load_state_dict(copy.deepcopy(source.state_dict()))
         want = view(twin)
     else:
         want = expected(source, parts, twin, other_parts)
-    if wrapper is Lookahead or r.random() < 0.2:
+    if (seed % 2 == 0) if wrapper is Lookahead else r.random() < 0.2:
         mlstate.save(tmp_path / "c", module, states={"o": source})
         into = {"model": fresh, "states": {"o": target}}
     else:

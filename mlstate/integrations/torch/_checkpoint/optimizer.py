@@ -124,7 +124,7 @@ def is_number(value: object) -> bool:
     """Return whether a value is a Python number that an array can hold: an int must fit 64 bits."""
     if type(value) is int:
         return -(1 << 63) <= value < 1 << 63
-    return type(value) in (bool, float, complex)
+    return type(value) in (bool, float)
 
 
 def is_tensor(value: object) -> bool:
@@ -135,8 +135,8 @@ def is_tensor(value: object) -> bool:
     return is_known and not is_wrapper(value)
 
 
-def as_array(number: complex) -> NDArray:
-    """Return a number as a 0-d array of int64, float64, bool or complex128."""
+def as_array(number: float) -> NDArray:
+    """Return a number as a 0-d array of int64, float64 or bool."""
     return np.asarray(number, np.int64 if type(number) is int else None)
 
 

@@ -66,7 +66,7 @@ def encode_value(value: object, where: str) -> Any:
     json_value = as_json(value)
     if json_value is not NotImplemented:
         return json_value
-    tree = encode(value, where, exact=True)
+    tree = encode(value, where, exact=True, sorts=True)
     if any(isinstance(array, Shard) for array in tree.arrays.values()):
         raise TypeError(f"{where} contains a DTensor: use a plain tensor")
     arrays = whole_arrays(tree)
