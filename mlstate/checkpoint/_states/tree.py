@@ -784,8 +784,9 @@ class Decoder:
             return file
         if kind == "deque":
             return deque((self.value(item) for item in node["items"]), node["maxlen"])
-        if kind in ("record", "wrapper"):
-            return self.record(node) if kind == "record" else self.wrapper(node)
+        methods = {"record": self.record, "wrapper": self.wrapper}
+        if kind in methods:
+            return methods[kind](node)
         if kind == "excluded":
             return EXCLUDED
         if kind == "float":
