@@ -434,10 +434,10 @@ def _optimizer_target(
     """Return memory for the states of a torch optimizer; states that it lacks are created.
 
     `selected`: stored names. `module`: the model, of which a module has the parameters.
-    `chosen_names`: the user's choice. `elsewhere`: parameters that only other ranks have. The saved param_groups, the dtype
-    and shape of each selected state, and the shapes of the model's parameters go to the backend,
-    which fits them to `optimizer`. Raises CompatibilityError if the stored states cannot be matched
-    to parameters.
+    `chosen_names`: the user's choice. `elsewhere`: parameters that only other ranks have. The saved
+    param_groups, the dtype and shape of each selected state, and the shapes of the model's
+    parameters go to the backend, which fits them to `optimizer`. Raises CompatibilityError if the
+    stored states cannot be matched to parameters.
     """
     module = module if is_module(module) else None
     chosen = set(selected)
@@ -558,7 +558,7 @@ def _choose_entries(
     CompatibilityError if `target` is not a module, and the load is strict or a chosen name is one
     of its arrays.
     """
-    stored = stored_entries(loader, section, target.state_dict if is_module(target) else None)
+    stored = stored_entries(loader, section, target)
     if elsewhere:
         entries = {name: each for name, each in stored.entries.items() if name not in elsewhere}
         stored = stored._replace(entries=entries)
@@ -811,7 +811,8 @@ def prepare(loader: Loader, prepared: Prepared) -> None:
             prepared.actions += prepare_tree(loader, name, stored, target, prepared.sources)
         else:
             _prepare_tensors_of_state(loader, prepared, name, target, modules)
-    refuse_overlaps(prepared.sources.tensors)
+    if prepared.sources.tensors:
+        refuse_overlaps(prepared.sources.tensors)
     if prepared.optimizer is not None:
         loader.refuse_lacking(chosen)
     loader.need(

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
-from ..._common.backend import TensorBackend, backend_of, torch_backend
+from ..._common.backend import TensorBackend, backend_of, is_module, torch_backend
 from ..._common.dtypes import FLOATS, name_of
 from ..._sharding.layout import Shard
 from ...errors import CompatibilityError
@@ -28,7 +28,7 @@ from .restore import (
 from .tree import Tree, encode, malformed, parse, whole_arrays
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping
 
     from .._load.loader import Loader
     from .._sections import Section
@@ -159,13 +159,12 @@ class StoredEntries(NamedTuple):
     metadata: dict[str, dict[str, object]] | None  # None: the checkpoint is not of mlstate
 
 
-def stored_entries(
-    loader: Loader, section: Section, target: Callable[[], Any] | None = None
-) -> StoredEntries:
+def stored_entries(loader: Loader, section: Section, target: Any = None) -> StoredEntries:
     """Return the stored entries of a section's module that are not tensors, and torch's metadata.
 
-    `target`: as for `Decoder`. Entries are {} if none were stored. Metadata of None: unknown, for
-    weights of another program. Raises FormatError if the stored value has another form.
+    `target`: receives them; a module also gives the classes of records in them. Entries are {} if
+    none were stored. Metadata of None: unknown, for weights of another program. Raises FormatError
+    if the stored value has another form.
     """
     if section.is_optimizer or section.kind is None:
         return StoredEntries({}, None)
@@ -174,7 +173,7 @@ def stored_entries(
         return StoredEntries({}, None if loader.manifest.weights is not None else {})
     label = f"states[{name!r}]"
     is_saved = loader.options["into"] is None and label in loader.source.saved
-    value = loader.source.saved[label] if is_saved else read_own(loader, name, target)
+    value = loader.source.saved[label] if is_saved else _read_entries(loader, name, target)
     if not isinstance(value, dict) or not all(
         isinstance(value.get(part), dict) for part in ("entries", "metadata")
     ):
@@ -185,6 +184,10 @@ def stored_entries(
         entries = _core.state_rename(entries, tuple(rules.items()))[0]
         metadata = section.renamed_layers(metadata)
     return StoredEntries(entries, metadata)
+
+
+def _read_entries(loader: Loader, name: str, target: Any) -> Any:
+    return read_own(loader, name, target.state_dict if is_module(target) else None)
 
 
 def _by_unit(contract: Any, names: Iterable[str]) -> dict[int, list[str]]:
