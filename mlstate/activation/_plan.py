@@ -131,6 +131,13 @@ def _with_head(steps: NDArray, chain: Chain) -> NDArray:
     return np.insert(steps, at, [[_SAVE, n], [_BACKWARD, n]], axis=0)
 
 
+def _is_head(steps: NDArray, chain: Chain) -> NDArray:
+    """Return for each step whether it is of the head."""
+    kinds, blocks = steps.T
+    is_head: NDArray = (kinds != _DROP) & (blocks == chain.blocks)
+    return is_head
+
+
 class Plan:
     """A valid schedule of a chain, with its time and peak memory.
 
@@ -196,14 +203,13 @@ class Plan:
         self.schedules = schedules
         self.method = method
         self.exact = exact
-        self._all_steps = _with_head(_steps_array(steps), chain)  # as the core runs them
-        self._is_head = (self._all_steps[:, 0] != _DROP) & (self._all_steps[:, 1] == chain.blocks)
-        self._steps = self._all_steps[~self._is_head]
+        all_steps = _with_head(_steps_array(steps), chain)
+        self._steps = all_steps[~_is_head(all_steps, chain)]
         self.predicted_seconds: float
         self.predicted_peak_bytes: int
         self.predicted_seconds, self.predicted_peak_bytes = _core.chain_simulate(
             chain._arrays,
-            self._all_steps,
+            all_steps,
             False,  # not detailed
         )[:2]
         if budget is not None and self.predicted_peak_bytes > budget.nbytes:
@@ -211,6 +217,11 @@ class Plan:
                 f"the schedule's peak of {budget.text(self.predicted_peak_bytes)} exceeds the "
                 f"budget of {budget.text(budget.nbytes)}"
             )
+
+    @property
+    def _all_steps(self) -> NDArray:
+        """The steps of the blocks and of the head, as the core runs them."""
+        return _with_head(self._steps, self.chain)
 
     def steps(self) -> list[Step]:
         """Return the steps as a list.
@@ -251,10 +262,10 @@ class Plan:
         >>> plan(chain, 80).simulate().after_bytes.tolist()
         [20, 50, 30, 20, 50, 20]
         """
-        before, peak, after, seconds = _core.chain_simulate(
-            self.chain._arrays, self._all_steps, True
-        )[2:]
-        starts = np.flatnonzero(~self._is_head)  # the head's steps count in the step before them
+        all_steps = self._all_steps
+        before, peak, after, seconds = _core.chain_simulate(self.chain._arrays, all_steps, True)[2:]
+        # the head's steps count in the step before them
+        starts = np.flatnonzero(~_is_head(all_steps, self.chain))
         return Simulation(
             before[starts],
             np.maximum.reduceat(peak, starts),
