@@ -24,6 +24,17 @@ class MLStateError(Exception):
     offset: int | None
     rank: int | None
 
+    def __init__(  # mlstate.errors adds it
+        self,
+        *args: object,
+        name: str | None = ...,
+        expected: str | None = ...,
+        got: str | None = ...,
+        path: object = ...,
+        offset: int | None = ...,
+        rank: int | None = ...,
+    ) -> None: ...
+
 class TensorNotFoundError(MLStateError, KeyError): ...
 
 class CompatibilityError(MLStateError, ValueError):

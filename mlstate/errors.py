@@ -31,6 +31,16 @@ from ._core import (
 from ._exports import show_exports
 
 
+def _set_fields(self: MLStateError, *args: object, **fields: object) -> None:
+    """Create an error with the text in `args`, and its fields by keyword."""
+    super(MLStateError, self).__init__(*args)
+    for field, value in fields.items():
+        setattr(self, field, value)
+
+
+MLStateError.__init__ = _set_fields  # type: ignore[method-assign]
+
+
 class GradientMismatchError(CollectiveError, ValueError):
     """On this rank, a gradient of the call is missing, has no unit, or does not fit its unit."""
 

@@ -63,14 +63,13 @@ def _check_working_folder(path: str) -> None:
     try:
         os.getcwd()
     except FileNotFoundError as error:
-        not_found = StoreNotFoundError(
+        raise StoreNotFoundError(
             error.errno,
             "cannot use a relative path, since the working folder no longer exists: pass an "
             "absolute path, or change to a folder that exists",
             path,
-        )
-        not_found.path = path
-        raise not_found from None
+            path=path,
+        ) from None
 
 
 def local_folder(path: str | os.PathLike[str]) -> str:

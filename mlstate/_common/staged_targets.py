@@ -145,9 +145,8 @@ def tied_error(first: str, second: str, remedy: str) -> CompatibilityError:
 
     `first`, `second`: their texts in errors, in the order of a load. `remedy`: what to do.
     """
-    error = CompatibilityError(
+    return CompatibilityError(
         f"the targets {first} and {second} share memory, as tied weights do, but their stored "
-        f"tensors have different bytes: {remedy}"
+        f"tensors have different bytes: {remedy}",
+        name=second,
     )
-    error.name = second
-    return error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..errors import FormatError, StoreError, StoreNotFoundError, StorePermissionError
 
@@ -18,18 +18,14 @@ def store_error(error: OSError, action: str, path: str | os.PathLike[str]) -> St
     """
     if isinstance(error, StoreError):
         return error
-    cls: Any = StoreError
+    cls = StoreError
     if isinstance(error, FileNotFoundError):
         cls = StoreNotFoundError
     elif isinstance(error, PermissionError):
         cls = StorePermissionError
-    mapped = cls(error.errno, f"{action}: {error.strerror}", path)
-    mapped.path = path
-    return mapped  # type: ignore[no-any-return]
+    return cls(error.errno, f"{action}: {error.strerror}", path, path=path)
 
 
 def format_error(text: str, path: str | os.PathLike[str], name: str | None = None) -> FormatError:
     """Return the error for a malformed file, or its part `name`; `text` names the file itself."""
-    error = FormatError(text)
-    error.path, error.name = path, name
-    return error
+    return FormatError(text, path=path, name=name)

@@ -96,9 +96,7 @@ def failed(operation: str, rank: int, reason: str) -> CollectiveError:
 
     `reason`: the cause and the remedy, as text.
     """
-    error = CollectiveError(f"{operation} on rank {rank}: {reason}")
-    error.name, error.rank = operation, rank
-    return error
+    return CollectiveError(f"{operation} on rank {rank}: {reason}", name=operation, rank=rank)
 
 
 def _mismatch_error(

@@ -192,9 +192,7 @@ def _numbers_text(numbers: Iterable[int]) -> str:
 
 
 def _missing_error(path: str, text: str) -> StoreNotFoundError:
-    error = StoreNotFoundError(2, text, path)
-    error.path = path
-    return error
+    return StoreNotFoundError(2, text, path, path=path)
 
 
 # ---- meta.yaml ----

@@ -47,9 +47,7 @@ class Field(NamedTuple):
 
 def error_at(offset: int, text: str) -> FormatError:
     """Return the FormatError for the byte `offset` of a file."""
-    error = FormatError(f"byte {offset}: {text}")
-    error.offset = offset
-    return error
+    return FormatError(f"byte {offset}: {text}", offset=offset)
 
 
 def length_error(field: int, offset: int, length: int, left: int, text: str) -> FormatError:

@@ -372,9 +372,7 @@ class Publisher:
             raise error
         for rank, reply in enumerate(replies):
             if reply["error"] is not None:
-                failed = CollectiveError(f"not published: rank {rank}: {reply['error']}")
-                failed.rank = rank
-                raise failed
+                raise CollectiveError(f"not published: rank {rank}: {reply['error']}", rank=rank)
             for name, value in replies[0]["arguments"].items():
                 if reply["arguments"][name] != value:
                     other = reply["arguments"][name]

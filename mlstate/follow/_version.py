@@ -185,9 +185,7 @@ def part_of(name: str, value: Any) -> Part:
 
 def named_error(name: str, reason: str) -> CompatibilityError:
     """Return the CompatibilityError for the tensor `name`, with the reason after the name."""
-    error = CompatibilityError(f"{name!r}: {reason}")
-    error.name = name
-    return error
+    return CompatibilityError(f"{name!r}: {reason}", name=name)
 
 
 def values_of(model: Any, ranks: int) -> dict[str, Any]:

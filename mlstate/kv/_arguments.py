@@ -16,9 +16,7 @@ def incompatible(text: str, name: str | None, expected: object, got: object) -> 
     `name`: the state or array that differs, or None. `expected`, `got`: the facts that do not
     match, both kept as text.
     """
-    error = CompatibilityError(text)
-    error.name, error.expected, error.got = name, str(expected), str(got)
-    return error
+    return CompatibilityError(text, name=name, expected=str(expected), got=str(got))
 
 
 def capacity_error(
@@ -29,9 +27,7 @@ def capacity_error(
     `expected`: the range; `got`: the number; both kept as text. `name`: the argument, state or
     entry that it belongs to, or None.
     """
-    error = CapacityError(text)
-    error.name, error.expected, error.got = name, str(expected), str(got)
-    return error
+    return CapacityError(text, name=name, expected=str(expected), got=str(got))
 
 
 def tokens_error(tokens: int, size: int, remedy: str, name: str | None = None) -> CapacityError:

@@ -422,9 +422,7 @@ class CacheSpec(CopiedByValue):
         entry = self._by_name.get(name) if isinstance(name, str) else None
         if entry is None:
             hint = names_hint(str(name), self._by_name)
-            error = TensorNotFoundError(f"the cache has no array {name!r}{hint}")
-            error.name = str(name)
-            raise error
+            raise TensorNotFoundError(f"the cache has no array {name!r}{hint}", name=str(name))
         return entry
 
     def __len__(self) -> int:

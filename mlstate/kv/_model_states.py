@@ -81,9 +81,7 @@ def choose_function(functions: Mapping[str, object], function: str | None) -> st
 
 def format_error(path: str, text: str) -> FormatError:
     """Return a FormatError about the file `path`, which is damaged or of another format."""
-    error = FormatError(f"{path}: {text}")
-    error.path = path
-    return error
+    return FormatError(f"{path}: {text}", path=path)
 
 
 def read_file(path: str, most_bytes: int) -> bytes:

@@ -272,9 +272,7 @@ def validate_state_shapes(
     for name, shape in source_state_shape.items():
         if name not in target_state_shape:
             hint = names_hint(name, target_state_shape)
-            error = CompatibilityError(f"{name}: the target has no such state{hint}")
-            error.name = name
-            raise error
+            raise CompatibilityError(f"{name}: the target has no such state{hint}", name=name)
         target = target_state_shape[name]
         with name_errors(name):
             _core.kv_check_shapes(

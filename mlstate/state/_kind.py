@@ -117,6 +117,4 @@ def restore_kind(arrays: dict[str, object], description: Any, path: object) -> S
 
 def _format_error(reason: Exception, path: object) -> FormatError:
     """Return the FormatError, with `path`, for a description that is malformed."""
-    error = FormatError(f"metadata {KEY!r} does not describe a state: {reason}")
-    error.path = path
-    return error
+    return FormatError(f"metadata {KEY!r} does not describe a state: {reason}", path=path)

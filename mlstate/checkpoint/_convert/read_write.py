@@ -187,13 +187,12 @@ def _refuse_parts(state: StateDict) -> None:
     """Raise CompatibilityError for shards: other formats cannot record that they are parts."""
     for name, value in dict(state).items():
         if isinstance(value, Shard) and value.layout.parts > 1:
-            error = CompatibilityError(
+            raise CompatibilityError(
                 f"{name!r} is part {value.index} of {value.layout.parts} of an array of shape "
                 f"{value.shape}: only checkpoints of mlstate.save can hold parts; save it with "
-                "mlstate.save, then convert the checkpoint"
+                "mlstate.save, then convert the checkpoint",
+                name=name,
             )
-            error.name = name
-            raise error
 
 
 # ---- writers ----

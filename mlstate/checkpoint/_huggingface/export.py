@@ -141,12 +141,11 @@ def _refuse_entries(content: SaveContent) -> None:
     The format cannot hold them. Metadata of torch are dropped.
     """
     for name in content.entries:
-        error = CompatibilityError(
+        raise CompatibilityError(
             f"{name!r} is not a tensor, and a Hugging Face folder holds only tensors: save the "
-            "module by mlstate.save, or export a dict without it"
+            "module by mlstate.save, or export a dict without it",
+            name=name,
         )
-        error.name = name
-        raise error
     content.named = NO_STATES
 
 

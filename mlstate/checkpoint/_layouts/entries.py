@@ -87,9 +87,7 @@ def malformed(path: object, reason: str, name: str | None = None) -> FormatError
 
 def refusal(path: object, reason: str, name: str | None = None) -> CompatibilityError:
     """Return the error for an intact file with a value that mlstate cannot hold, of this `name`."""
-    error = CompatibilityError(f"{path}: {reason}")
-    error.path, error.name = str(path), name
-    return error
+    return CompatibilityError(f"{path}: {reason}", path=str(path), name=name)
 
 
 # ---- the rules ----

@@ -103,12 +103,11 @@ class Loader:
             anchors = [step for _, _, step, kind in facts["chain"] if kind != DELTA]
         text = "or load the newest version with all weights"
         load = f", {text}, step={anchors[-1]}" if anchors else ""
-        error = CompatibilityError(
+        raise CompatibilityError(
             f"{path}: step {manifest.step} is a published delta, which has only the weights that "
-            f"changed: read it by mlstate.follow.Follower({path!r}, into=...){load}"
+            f"changed: read it by mlstate.follow.Follower({path!r}, into=...){load}",
+            path=path,
         )
-        error.path = path
-        raise error
 
     def chosen(self) -> tuple[Names, list[list[str]]]:
         """Return the name matcher, and the selected names of the model and of the optimizer."""

@@ -76,9 +76,7 @@ def try_root(
     answers = gather_bytes(group, b"good" if error is None else b"bad")
     if b"stop" in answers:
         rank = answers.index(b"stop")
-        failed = CollectiveError(f"rank {rank} cannot restore; see the error on that rank")
-        failed.rank = rank
-        raise failed
+        raise CollectiveError(f"rank {rank} cannot restore; see the error on that rank", rank=rank)
     if b"bad" in answers and error is None:
         rank = answers.index(b"bad")
         state, error = None, CollectiveError(f"rank {rank} cannot read it; see the error there")

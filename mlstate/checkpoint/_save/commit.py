@@ -144,9 +144,7 @@ class Commit:
             if error is not None:
                 raise error
             if "error" in answer:
-                refused = StoreError(f"rank 0 cannot begin to save: {answer['error']}")
-                refused.rank = 0
-                raise refused
+                raise StoreError(f"rank 0 cannot begin to save: {answer['error']}", rank=0)
             self._generation = answer["generation"]
         finally:
             del error  # its traceback refers to this frame
@@ -271,9 +269,7 @@ class Commit:
                     raise self._error
             finally:
                 self._error = None  # its traceback refers to this frame
-            failed = CollectiveError(f"not saved: {decision['error']}")
-            failed.rank = decision["rank"]
-            raise failed
+            raise CollectiveError(f"not saved: {decision['error']}", rank=decision["rank"])
 
     def _decide(
         self, claim: Claim, header: dict[str, Any], messages: list[tuple[bytes, bytes, bytes]]

@@ -241,9 +241,7 @@ def _peer_error(summaries: dict[int, _Summary]) -> CollectiveError | None:
     """Return the error of the first rank that reports one in `summaries`; None if none does."""
     for rank, summary in summaries.items():
         if "error" in summary:
-            error = CollectiveError(f"not saved: rank {rank}: {summary['error']}")
-            error.rank = rank
-            return error
+            return CollectiveError(f"not saved: rank {rank}: {summary['error']}", rank=rank)
     return None
 
 

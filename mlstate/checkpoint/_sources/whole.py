@@ -160,12 +160,11 @@ class MemoryIndex:
             if other == shape:
                 continue
             name = key.removeprefix(prefix)
-            error = CompatibilityError(
+            raise CompatibilityError(
                 f"{name!r} has shape {shape}, and {label} {other}: the format does not tell how to "
-                "cut it; load it whole, or convert it by mlstate convert first"
+                "cut it; load it whole, or convert it by mlstate convert first",
+                name=name,
             )
-            error.name = name
-            raise error
         projected, number = _core.layout_project(steps, index, len(shape), None)
         return Layout(projected).take(array, number)
 

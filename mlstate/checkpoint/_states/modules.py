@@ -222,12 +222,11 @@ def _selected_units(
         left_out = set(every[id(unit)]) - set(some[id(unit)])
         if left_out:
             where = unit.name or "the module"
-            error = CompatibilityError(
+            raise CompatibilityError(
                 f"{where!r} loads its entries by its own methods, all together, and names= leaves "
-                f"out {min(left_out)!r}: select all of its entries, or none"
+                f"out {min(left_out)!r}: select all of its entries, or none",
+                name=min(left_out),
             )
-            error.name = min(left_out)
-            raise error
         units.append(unit)
     return units
 

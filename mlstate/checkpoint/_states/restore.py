@@ -721,9 +721,7 @@ def _mismatch(where: str, expected: str, got: str) -> CompatibilityError:
 
 def _error(where: str, text: str, expected: str, got: str) -> CompatibilityError:
     """Return a CompatibilityError with its attributes; `where`: path of the target."""
-    error = CompatibilityError(f"{where}: {text}")
-    error.name, error.expected, error.got = where, expected, got
-    return error
+    return CompatibilityError(f"{where}: {text}", name=where, expected=expected, got=got)
 
 
 def _replacement(where: str, target: Any, new: object, before: object) -> Action:
@@ -755,12 +753,11 @@ def _copy_state(where: str, target: object) -> Any:
         state = getattr(target, method)()
         return copy.deepcopy(state, _copies_of_results(state))
     except Exception as error:
-        refused = CompatibilityError(
+        raise CompatibilityError(
             f"{where}: the result of {type(target).__name__}.{method}() cannot be copied, so a "
-            f"load could not be undone: {type(error).__name__}: {error}"
-        )
-        refused.name = where
-        raise refused from error
+            f"load could not be undone: {type(error).__name__}: {error}",
+            name=where,
+        ) from error
 
 
 def _copies_of_results(state: Any) -> dict[int, Any]:
@@ -831,12 +828,11 @@ def undo_all(actions: list[Action], cause: BaseException) -> str:
             failures.append((action, error))
     if failures:
         labels = "; ".join(f"{action.label}: {error}" for action, error in failures)
-        refused = CompatibilityError(
+        raise CompatibilityError(
             f"the load failed ({type(cause).__name__}: {cause}), and the earlier state of these "
-            f"objects, which stay changed, could not be loaded back: {labels}"
-        )
-        refused.name = failures[0][0].label
-        raise refused from failures[0][1]
+            f"objects, which stay changed, could not be loaded back: {labels}",
+            name=failures[0][0].label,
+        ) from failures[0][1]
     return changed
 
 
@@ -856,9 +852,8 @@ def apply_all(actions: list[Action]) -> None:
             result = "nothing was restored"
             if changed:
                 result = f"{changed} may stay changed, without a state_dict() to undo that"
-            refused = CompatibilityError(
+            raise CompatibilityError(
                 f"{action.label}: the target refused the saved state, and {result}: "
-                f"{type(error).__name__}: {error}"
-            )
-            refused.name = action.label
-            raise refused from error
+                f"{type(error).__name__}: {error}",
+                name=action.label,
+            ) from error

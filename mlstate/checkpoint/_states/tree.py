@@ -874,6 +874,4 @@ def malformed(where: str, reason: object) -> FormatError:
 
     `where`: name of the value.
     """
-    error = FormatError(f"{where}: the stored text does not describe a value: {reason}")
-    error.name = where
-    return error
+    return FormatError(f"{where}: the stored text does not describe a value: {reason}", name=where)

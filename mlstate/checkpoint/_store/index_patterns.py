@@ -89,9 +89,7 @@ def check_complete(merged: _core.MergedIndex, patterns: Sequence[Pattern] | None
                     first, second, *_ = sorted(ranks)
                     text += f"; ranks {first} and {second} both give part {part}"
                     break
-            error = FormatError(f"'{name}': {text}")
-            error.name = name
-            raise error
+            raise FormatError(f"'{name}': {text}", name=name)
 
 
 def with_patterns(

@@ -178,12 +178,11 @@ class TierMoves:
         budgets = self._budgets
         if len(budgets) == 2 and all(unit.nbytes > budget.nbytes for budget in budgets.values()):
             hot, warm = (budget.text(budget.nbytes) for budget in budgets.values())
-            error = CapacityError(
+            raise CapacityError(
                 f"unit {unit.name!r} has {unit.nbytes} bytes, more than the whole hot budget of "
-                f"{hot} and the whole warm budget of {warm}: it could never be used"
+                f"{hot} and the whole warm budget of {warm}: it could never be used",
+                name=unit.name,
             )
-            error.name = unit.name
-            raise error
 
     def _open_directory(self) -> None:
         """Create the folder if it does not exist, and take its lock; raise StoreError."""
@@ -328,9 +327,7 @@ class TierMoves:
         except KeyError:
             pass
         hint = names_hint(str(name), self._units)
-        error = TensorNotFoundError(f"there is no unit {name!r}{hint}")
-        error.name = name
-        raise error
+        raise TensorNotFoundError(f"there is no unit {name!r}{hint}", name=name)
 
     def _unit_at_rest(self, name: str) -> Unit:
         """Return a unit by name, after its current move has ended; the caller holds the lock.

@@ -71,6 +71,4 @@ def _units_of(gaps: NDArray, dtype: np.dtype[Any]) -> NDArray:
 
 
 def _error(name: str, text: str) -> FormatError:
-    error = FormatError(f"the delta of {name!r} {text}")
-    error.name = name
-    return error
+    return FormatError(f"the delta of {name!r} {text}", name=name)

@@ -164,11 +164,10 @@ def write_patches(
         is_integer = values.dtype.kind in "iub"
         if is_integer or np.isnan(values).any():
             problem = f"dtype {values.dtype}" if is_integer else "a NaN"
-            error = CompatibilityError(
-                f"vLLM cannot patch {name!r} with {problem}: NaN marks unchanged elements"
+            raise CompatibilityError(
+                f"vLLM cannot patch {name!r} with {problem}: NaN marks unchanged elements",
+                name=name,
             )
-            error.name = name
-            raise error
         patches.append((name, _int32_numbers(name, delta), delta.values, tuple(shapes[name])))
     return patches
 

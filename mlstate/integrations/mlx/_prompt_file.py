@@ -73,9 +73,7 @@ def parse_prompt(arrays: Mapping[str, Any], texts: Mapping[str, str], path: str)
 
 def _fail(path: str, name: str | None, text: str) -> NoReturn:
     """Raise FormatError for the file at `path`; `name`: of the tensor or layer, or None."""
-    error = FormatError(f"{path}: {text}")
-    error.path, error.name = path, name
-    raise error
+    raise FormatError(f"{path}: {text}", path=path, name=name)
 
 
 class _Parser:

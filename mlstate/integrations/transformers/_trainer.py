@@ -343,13 +343,12 @@ class MLStateCallback:
         # a new scheduler has counted no steps
         if not is_own and not getattr(lr_scheduler, "last_epoch", 0) > 0:
             manager.checkpoint(state.global_step)  # raises StoreError if the step does not exist
-            error = CompatibilityError(
+            raise CompatibilityError(
                 f"step {state.global_step} in {manager.directory} belongs to another run than the "
                 "checkpoint that the Trainer resumes, which holds no optimizer: resume from "
-                "MLStateCallback.last_checkpoint(output_dir)"
+                "MLStateCallback.last_checkpoint(output_dir)",
+                name="resume_from_checkpoint",
             )
-            error.name = "resume_from_checkpoint"
-            raise error
         if args.process_index == 0:
             warnings.warn(
                 f"{manager.directory} has no step {state.global_step} of this run: the training "

@@ -81,12 +81,11 @@ def _refuse_overlap(name: str, tensor: torch.Tensor) -> None:
     This is so after expand(); torch refuses such writes too. `name`: for the error.
     """
     if overlaps_itself(tensor):
-        error = CompatibilityError(
+        raise CompatibilityError(
             f"{name!r} has elements that share memory (strides {tensor.stride()}): load into a "
-            "clone() of it"
+            "clone() of it",
+            name=name,
         )
-        error.name = name
-        raise error
 
 
 # ---- saving ----
@@ -560,12 +559,11 @@ class OptimizerFilling(Filling):
         state = record.state or ""
         run = slot.run
         if run is not None and record.shape != slot.shape:
-            error = CompatibilityError(
+            raise CompatibilityError(
                 f"{key!r} has shape {record.shape}, its parameter {slot.shape}: FSDP1 flattens "
-                "parameters and their states; load into FSDP2 or a plain module"
+                "parameters and their states; load into FSDP2 or a plain module",
+                name=key,
             )
-            error.name = key
-            raise error
         if run is not None and slot.owner.numel() == 0:  # torch never creates a state for it
             import torch
 
@@ -631,13 +629,12 @@ class OptimizerFilling(Filling):
                 continue
             if state_id in first and arrays[first[state_id]].tobytes() != array.tobytes():
                 other = first[state_id]
-                error = CompatibilityError(
+                raise CompatibilityError(
                     f"{other!r} is {arrays[other]} and {key!r} is {array}, but FSDP1 "
                     "stores them in one flat parameter: wrap them separately, or with "
-                    "use_orig_params=True"
+                    "use_orig_params=True",
+                    name=key,
                 )
-                error.name = key
-                raise error
             first.setdefault(state_id, key)
             values_to_set[state_id] = (
                 slot,

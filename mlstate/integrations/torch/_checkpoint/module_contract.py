@@ -201,9 +201,7 @@ def _same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def _refusal(name: str, text: str) -> CompatibilityError:
     """Return a CompatibilityError about the entry or module `name`."""
-    error = CompatibilityError(text)
-    error.name = name
-    return error
+    return CompatibilityError(text, name=name)
 
 
 # ---- the contract ----

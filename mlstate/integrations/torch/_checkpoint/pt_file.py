@@ -73,18 +73,17 @@ def _check_names(state: OptimizerStateDict, listed: list[str]) -> None:
         name for name in state if name.rpartition(".")[0] not in parameters or name.endswith(".")
     ]
     if others:
-        error = CompatibilityError(
+        raise CompatibilityError(
             "the optimizer has arrays that are not named <parameter>.<state>, as torch needs: "
-            f"{join(others)}; convert to another format, or leave the optimizer out (--skip)"
+            f"{join(others)}; convert to another format, or leave the optimizer out (--skip)",
+            name=others[0],
         )
-        error.name = others[0]
-        raise error
     if unknown:
-        error = CompatibilityError(
-            f"the optimizer has states of parameters that none of its groups lists: {join(unknown)}"
+        raise CompatibilityError(
+            "the optimizer has states of parameters that none of its groups lists: "
+            f"{join(unknown)}",
+            name=unknown[0],
         )
-        error.name = unknown[0]
-        raise error
 
 
 def _optimizer_tree(state: OptimizerStateDict, *, numbered: bool = False) -> dict[str, Any]:

@@ -292,11 +292,10 @@ def _refuse_outdated_hooks(optimizer: torch.optim.Optimizer, *_: object) -> None
     for hooks in live_hooks():
         name, problem = hooks.outdated() if isinstance(hooks, ModuleHooks) else ("", "")
         if problem and hooks.bindings.concerns(optimizer):  # type: ignore[attr-defined]
-            error = CollectiveError(
-                f"{type(optimizer).__name__}.step: its gradient is not reduced: {problem}"
+            raise CollectiveError(
+                f"{type(optimizer).__name__}.step: its gradient is not reduced: {problem}",
+                name=name,
             )
-            error.name = name
-            raise error
 
 
 def _warn_of_taken_gradients(optimizer: torch.optim.Optimizer, *_: object) -> None:
