@@ -14,6 +14,8 @@ from ..errors import MLStateError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from .._common.callback import Progress
+
 _LEAST_SECONDS = 0.1  # between two texts
 
 
@@ -57,7 +59,7 @@ def _clock_text(seconds: float) -> str:
 
 
 @contextmanager
-def progress_of(label: str, count: Callable[[], int]) -> Iterator[Callable[[int], object] | None]:
+def progress_of(label: str, count: Callable[[], int]) -> Iterator[Progress]:
     """Yield a function that adds bytes to the line, or None if stderr is not a terminal.
 
     `label`: start of the line. `count`: returns the total of bytes; if it is 0 or unknown, None is

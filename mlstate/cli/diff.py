@@ -41,8 +41,9 @@ from ._common import (
 from ._progress import progress_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
+    from .._common.callback import Progress
     from .._types import NDArray
     from ..checkpoint._sources.protocol import Source
 
@@ -217,10 +218,7 @@ def _batches(
 
 
 def _compare_section(
-    section: int,
-    sides: list[_Side],
-    progress: Callable[[int], object] | None,
-    arguments: argparse.Namespace,
+    section: int, sides: list[_Side], progress: Progress, arguments: argparse.Namespace
 ) -> StateDiff:
     """Return the differences of one section of two sides, compared batch by batch.
 

@@ -323,8 +323,8 @@ def start_job(job: SaveJob, devices: list[object], *, until_staged: bool = False
         try:
             job.reserve(devices)
             handle = SaveHandle(job)
-            if job.target.started is not None:
-                job.target.started(handle)
+            if job.target.request.started is not None:
+                job.target.request.started(handle)
             job.start()
             job.started = True
             if until_staged:

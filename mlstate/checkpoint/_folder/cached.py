@@ -15,8 +15,7 @@ from ._remote.read_cache import ReadCache
 from .object import ObjectFolder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from ..._common.callback import Progress
     from ._remote.options import StoreOptions
     from .range_load import Answer, LoadCall, Unit
 
@@ -72,7 +71,7 @@ class CachedFolder(ObjectFolder):
             cache.put(path, begin, data, nbytes)
         return answers
 
-    def _fill(self, call: LoadCall, progress: Callable[[int], object] | None) -> None:
+    def _fill(self, call: LoadCall, progress: Progress) -> None:
         """Read the call's tensors through the cache; warn once if it cannot be written.
 
         `progress` is called with numbers of bytes.

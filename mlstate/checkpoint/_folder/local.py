@@ -22,6 +22,7 @@ from .writer_lock import WriterLock
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
+    from ..._common.callback import Progress
     from .protocol import TensorParts
 
 _MOST_BYTES = 512 << 20  # of a manifest or an index
@@ -197,41 +198,36 @@ class LocalFolder:
                 return False
         return True
 
-    @staticmethod
-    def _info(status: os.stat_result) -> FileInfo:
-        identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
-        return FileInfo(status.st_size, status.st_mtime_ns / 1e9, identity)
-
     def find_files(self, paths: Collection[str]) -> dict[str, FileInfo]:
         """Return size and time of files by path, without those that do not exist.
 
         Links are not followed. Raises StoreError if the system does not tell.
         """
-        infos = {}
-        for path in sorted(paths):
-            name = self._join(path)
-            try:
-                infos[path] = self._info(os.lstat(name))
-            except FileNotFoundError:
-                continue
-            except OSError as error:
-                raise store_error(error, "cannot find the file", name) from None
-        return infos
+        infos = self._infos(sorted(paths), os.lstat)
+        return {path: info for path, info in infos.items() if info is not None}
 
     def note_files(self, names: Iterable[str]) -> dict[str, FileInfo | None]:
         """Return size and time of files of another program by name; None for a missing file.
 
         Links are followed. Raises StoreError if the system does not tell.
         """
-        infos: dict[str, FileInfo | None] = dict.fromkeys(names)
-        for name in infos:
-            path = self._join(name)
+        return self._infos(names, os.stat)
+
+    def _infos(
+        self, paths: Iterable[str], stat_of: Callable[[str], os.stat_result]
+    ) -> dict[str, FileInfo | None]:
+        """Return size and time of files by path, None for a missing one; `stat_of` reads them."""
+        infos: dict[str, FileInfo | None] = dict.fromkeys(paths)
+        for path in infos:
+            name = self._join(path)
             try:
-                infos[name] = self._info(os.stat(path))
+                facts = stat_of(name)
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
-                raise store_error(error, "cannot find the file", path) from None
+                raise store_error(error, "cannot find the file", name) from None
+            identity = (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+            infos[path] = FileInfo(facts.st_size, facts.st_mtime_ns / 1e9, identity)
         return infos
 
     def _hint(self) -> str:
@@ -282,24 +278,18 @@ class LocalFolder:
         return False
 
     def load(
-        self, parts: TensorParts, verify: bool, mmap: bool, progress: Callable[[int], object] | None
+        self, parts: TensorParts, verify: bool, mmap: bool, progress: Progress
     ) -> dict[str, Any]:
         """Return the tensors by key; `mmap`: as views of the files. See `Folder.load`."""
         return parts.merged.load(self.path, *parts[1:], verify, mmap, progress)
 
     def load_into(
-        self,
-        parts: TensorParts,
-        targets: dict[str, Any],
-        verify: bool,
-        progress: Callable[[int], object] | None,
+        self, parts: TensorParts, targets: dict[str, Any], verify: bool, progress: Progress
     ) -> None:
         """Read the tensors into `targets`, which fit them; see `Folder.load_into`."""
         parts.merged.load_into(self.path, *parts[1:], targets, verify, progress)
 
-    def verify(
-        self, merged: _core.MergedIndex, progress: Callable[[int], object] | None
-    ) -> tuple[int, list[Any]]:
+    def verify(self, merged: _core.MergedIndex, progress: Progress) -> tuple[int, list[Any]]:
         """Read and verify the files of an index; return the bytes read and the problems' fields."""
         return merged.verify(self.path, progress)
 
@@ -342,9 +332,7 @@ class LocalFolder:
         except OSError as error:
             raise store_error(error, action, self.path) from None
 
-    def new_files(
-        self, progress: Callable[[int], object] | None
-    ) -> AbstractContextManager[NewFiles]:
+    def new_files(self, progress: Progress) -> AbstractContextManager[NewFiles]:
         """Return a context with the folder itself."""
         mode = mode_within(self.path, self._join(MANIFEST))
         return nullcontext(NewFiles(self.path, mode, is_temporary=False))

@@ -26,6 +26,7 @@ from .range_load import LoadCall, load_units
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
+    from ..._common.callback import Progress
     from ._remote.object_store import ObjectInfo, ObjectStore, Tag
     from ._remote.options import StoreOptions
     from ._remote.root_claim import RootClaim
@@ -372,7 +373,7 @@ class ObjectFolder:
             self._copy_range(local, path, begin, end)
 
     def load(
-        self, parts: TensorParts, verify: bool, mmap: bool, progress: Callable[[int], object] | None
+        self, parts: TensorParts, verify: bool, mmap: bool, progress: Progress
     ) -> dict[str, Any]:
         """Return the tensors as new arrays, as `Folder.load`; `mmap` is ignored."""
         # The core creates the arrays, zeroed, and reads nothing: it gets no answers yet.
@@ -382,16 +383,12 @@ class ObjectFolder:
         return arrays
 
     def load_into(
-        self,
-        parts: TensorParts,
-        targets: dict[str, Any],
-        verify: bool,
-        progress: Callable[[int], object] | None,
+        self, parts: TensorParts, targets: dict[str, Any], verify: bool, progress: Progress
     ) -> None:
         """Read the tensors into `targets`, as `Folder.load_into`."""
         self._fill(LoadCall(self.path, *parts, targets, verify, is_zeroed=False), progress)
 
-    def _fill(self, call: LoadCall, progress: Callable[[int], object] | None) -> None:
+    def _fill(self, call: LoadCall, progress: Progress) -> None:
         """Read the tensors of a call into its targets; `progress` gets numbers of bytes."""
         options = self._options
         parts = options.part_bytes, options.max_concurrency
@@ -410,9 +407,7 @@ class ObjectFolder:
         """Copy the answers of a unit into its arrays; return the number of bytes."""
         return call.read(unit.answers, unit.at)
 
-    def verify(
-        self, merged: _core.MergedIndex, progress: Callable[[int], object] | None
-    ) -> tuple[int, list[Any]]:
+    def verify(self, merged: _core.MergedIndex, progress: Progress) -> tuple[int, list[Any]]:
         """Copy all files of an index, some at a time, to local files, and verify these.
 
         Returns bytes and problems as `Folder.verify`. A missing object is one of the problems.
@@ -432,7 +427,7 @@ class ObjectFolder:
         return total, problems
 
     @contextmanager
-    def new_files(self, progress: Callable[[int], object] | None) -> Iterator[NewFiles]:
+    def new_files(self, progress: Progress) -> Iterator[NewFiles]:
         """Yield a local folder for new files, and upload these when the block ends.
 
         Objects that the same save uploaded before an interruption, since the last change of the

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ... import _core
+    from ..._common.callback import Progress
 
 
 class FileInfo(NamedTuple):
@@ -166,7 +167,7 @@ class Files(Place, Protocol):
         """
 
     def load(
-        self, parts: TensorParts, verify: bool, mmap: bool, progress: Callable[[int], object] | None
+        self, parts: TensorParts, verify: bool, mmap: bool, progress: Progress
     ) -> dict[str, Any]:
         """Return the tensors `parts` as new arrays, by key; all have the same cut.
 
@@ -175,11 +176,7 @@ class Files(Place, Protocol):
         """
 
     def load_into(
-        self,
-        parts: TensorParts,
-        targets: dict[str, Any],
-        verify: bool,
-        progress: Callable[[int], object] | None,
+        self, parts: TensorParts, targets: dict[str, Any], verify: bool, progress: Progress
     ) -> None:
         """Read the tensors `parts` into existing arrays or torch tensors, `targets` by key.
 
@@ -187,9 +184,7 @@ class Files(Place, Protocol):
         the targets is undefined.
         """
 
-    def verify(
-        self, merged: _core.MergedIndex, progress: Callable[[int], object] | None
-    ) -> tuple[int, list[Any]]:
+    def verify(self, merged: _core.MergedIndex, progress: Progress) -> tuple[int, list[Any]]:
         """Read and verify the files that `merged` lists.
 
         Returns the number of bytes read, and for each problem a tuple of the fields of a `Problem`.
@@ -240,9 +235,7 @@ class Writers(Place, Protocol):
     def create(self, parts: Iterable[str]) -> None:
         """Create the folder and its subfolders `parts` durably; existing ones stay."""
 
-    def new_files(
-        self, progress: Callable[[int], object] | None
-    ) -> AbstractContextManager[NewFiles]:
+    def new_files(self, progress: Progress) -> AbstractContextManager[NewFiles]:
         """Return the context for a save's new files; see `NewFiles`.
 
         When it ends without an error, they are complete in the folder. `progress` is called with 0

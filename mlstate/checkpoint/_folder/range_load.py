@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator
 
     from ... import _core
+    from ..._common.callback import Progress
     from ..._sharding.layout import Cuts
 
 _SPAN = 4 << 20  # MLS_READ_SPAN of read_plan.h: where the core divides a stored shard
@@ -82,7 +83,7 @@ def load_units(
     read: Callable[[LoadCall, Unit], int],
     part_bytes: int,
     threads: int,
-    progress: Callable[[int], object] | None,
+    progress: Progress,
 ) -> None:
     """Fill the targets of `call` from an object store.
 

@@ -47,6 +47,7 @@ replacement of the manifest is lost, so that it may still happen, nothing is del
 from __future__ import annotations
 
 import os
+import time
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -56,14 +57,15 @@ from .._folder.names import FOLDERS, MANIFEST
 from .._rank_messages import broadcast_text, error_text, gather_bytes, pack_message, unpack_message
 from .._store.checkpoint_files import Generation, Replaced, generations_to_delete, root_path
 from .._store.index_patterns import pattern_of, with_patterns
-from .._store.manifest import IndexRecord, Manifest, build_checked
+from .._store.manifest import IndexRecord, Manifest, build_checked, time_text
 from .._store.open_path import RootPath
 from .replica_assignment import check_copies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
     from contextlib import AbstractContextManager
 
+    from ..._common.callback import Progress
     from ...collectives import ProcessGroup
     from .._folder.protocol import Claim
     from .shards import GatheredShards
@@ -72,10 +74,7 @@ if TYPE_CHECKING:
 
 def creation_time() -> str:
     """Return the current time in the manifest's form."""
-    import datetime
-
-    now = datetime.datetime.now(datetime.UTC)
-    return now.isoformat(timespec="microseconds").replace("+00:00", "Z")
+    return time_text(time.time())
 
 
 def _record_of(written: dict[str, Any]) -> IndexRecord:
@@ -159,10 +158,11 @@ class Commit:
         files = self._files
         self._folder.create(FOLDERS if states else [part for part in FOLDERS if part != "states"])
         claim.acquire()
-        if self._target.content is not None:
-            files.refuse_change(self._target.content)
+        request = self._target.request
+        if request.content is not None:
+            files.refuse_change(request.content)
         self._replaced = files.find_replaced(
-            refuses_steps=not (self._target.keep_root or self._target.replace_steps),
+            refuses_steps=request.retain is None and not request.replace_steps,
             warn=self._target.caller.warn,
         )
         if claim.unfinished is not None:
@@ -176,7 +176,7 @@ class Commit:
     def write(
         self,
         gathered: GatheredShards,
-        progress: Callable[[int], object] | None = None,
+        progress: Progress = None,
         freed: Callable[[], object] | None = None,
     ) -> None:
         """Write one rank's shards and index durably; call `freed` when arrays may change.
@@ -373,12 +373,10 @@ class Commit:
             return self._delete_own_replaced(self._delete_old_roots(manifest)) or None
         target = self._target
         try:
-            roots: Mapping[str, Manifest] = {MANIFEST: manifest}
-            if target.retain is not None:
-                roots = {**target.retain(manifest), **roots}
+            roots = {**target.retain(manifest), MANIFEST: manifest}
             # a killed writer may have left the root of its first step, without a manifest
             before = self._replaced
-            if before.manifest is not None or before.has_steps or target.replace_steps:
+            if before.manifest is not None or before.has_steps or target.request.replace_steps:
                 self._files.prune(merged_indexes=self._merged_indexes, roots=roots)
         except (MLStateError, MemoryError) as error:
             return f"old files of the checkpoint were not deleted: {error}"
@@ -390,14 +388,15 @@ class Commit:
         `manifest`: the committed one. Returns the generations that ended ("gone") and those that
         stay ("kept"), or {} if they are unknown; see `generations_to_delete`.
         """
-        before, retain = self._replaced.manifest, self._target.retain
-        if before is None and retain is None:
+        before, request = self._replaced.manifest, self._target.request
+        deletes_roots = request.retain is not None or request.replace_steps
+        if before is None and not deletes_roots:
             return {}
         with suppress(MLStateError, MemoryError):
             old = [] if before is None else [before]
-            if retain is not None:
+            if deletes_roots:
                 old += self._files.read_all_roots()
-                retain(manifest)
+                self._target.retain(manifest)
             return generations_to_delete(old, self._files.read_all_roots())
         return {}
 
@@ -459,7 +458,7 @@ class Commit:
 def write_and_commit(
     target: SaveTarget,
     gathered: GatheredShards,
-    progress: Callable[[int], object] | None,
+    progress: Progress,
     freed: Callable[[], object] | None = None,
 ) -> RootPath:
     """Write the gathered shards and commit them; every rank calls it, even after a failure.

@@ -241,7 +241,7 @@ def _refuse_manager_folder_early(target: SaveTarget) -> None:
 
     Other errors are left to the commit.
     """
-    if target.keep_root or target.replace_steps:
+    if target.keep_root or target.request.replace_steps:
         return
     try:
         target.files.refuse_steps(target.files.list_roots())
@@ -278,7 +278,7 @@ def take_content(
         refuse_empty_save(*pair, states)
         if any(others):
             named = add_entries(named, None, others)
-        for state, stored in target.entries.items():
+        for state, stored in target.request.entries.items():
             named = add_entries(named, state, stored)
         params = _as_dict(pair[0], "params", model)
         dicts = (params, _as_dict(pair[1], "optim_state", optimizer), named.arrays)
@@ -290,7 +290,7 @@ def take_content(
             "optimizer": kind_of(pair[1]),
             "metadata": _checked_metadata(options["metadata"]),
             "states": named.kinds or None,
-            "quantization_config": target.quantization_config,
+            "quantization_config": target.request.quantization_config,
             "exclude": excluded.patterns or None,
         }
         if target.layout is not None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from ..._common.budget import Budget
+    from ..._common.callback import Progress
     from ...collectives import ProcessGroup
     from .content import SaveContent
     from .shards import GatheredShards
@@ -59,7 +60,7 @@ class SaveJob:
         content: SaveContent,
         staging: Staging,
         budget: Budget | None,
-        progress: Callable[[int], object] | None,
+        progress: Progress,
         began: float,
     ) -> None:
         """Keep all that a save in the background and its handle share; the thread starts later.

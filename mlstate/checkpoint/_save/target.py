@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -65,13 +64,7 @@ class SaveTarget(NamedTuple):
     world_size: int
     layout: Layout | str | None  # for arrays that are not a `Shard`
     write_options: WriteOptions
-    keep_root: bool  # keep the root under roots/, as `CheckpointManager` does
-    replace_steps: bool
-    content: FolderContent | None  # as of `SaveFolder`
-    entries: Mapping[str | None, tuple[Any, Any]]  # as of `SaveFolder`
-    retain: Callable[[Manifest], Mapping[str, Manifest]] | None  # as of `SaveFolder`
-    started: Callable[[SaveHandle], object] | None
-    quantization_config: dict[str, Any] | None  # as of `SaveFolder`
+    request: SaveFolder
     caller: Caller
 
     @property
@@ -79,11 +72,18 @@ class SaveTarget(NamedTuple):
         """Absolute path of the folder, or its URL."""
         return self.files.path
 
+    @property
+    def keep_root(self) -> bool:
+        """Whether to keep the root under roots/, as `CheckpointManager` does."""
+        return self.request.retain is not None
 
-def delete_all_roots(files: CheckpointFiles, newest: Manifest) -> dict[str, Manifest]:
-    """Delete all steps of a manager's folder after `newest` has replaced them."""
-    files.delete_roots(files.list_roots())
-    return {}
+    def retain(self, newest: Manifest) -> Mapping[str, Manifest]:
+        """Delete old roots after `newest` was committed; return the remaining ones by path."""
+        if self.request.retain is not None:
+            return self.request.retain(newest)
+        if self.request.replace_steps:
+            self.files.delete_roots(self.files.list_roots())
+        return {}
 
 
 def check_target(
@@ -121,14 +121,6 @@ def check_target(
         world_size=world_size,
         layout=options["layout"],
         write_options=WriteOptions(pack_below, is_sparse, is_incremental, options["compress"]),
-        keep_root=save_folder.retain is not None,
-        replace_steps=save_folder.replace_steps,
-        content=save_folder.content,
-        entries=save_folder.entries,
-        retain=partial(delete_all_roots, files)
-        if save_folder.replace_steps
-        else save_folder.retain,
-        started=save_folder.started,
-        quantization_config=save_folder.quantization_config,
+        request=save_folder,
         caller=find_caller(),
     )

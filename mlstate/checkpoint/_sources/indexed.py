@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from ... import _core
+    from ..._common.callback import Progress
     from ..._sharding.layout import Cuts
     from .._options import LoadOptions
     from .._report import VerifyReport
@@ -246,7 +247,7 @@ class IndexedSource:
         *,
         verify: bool,
         mmap: bool = False,
-        progress: Callable[[int], object] | None = None,
+        progress: Progress = None,
     ) -> dict[str, Any]:
         """Return parts of tensors by key; see `Source`."""
         parts = TensorParts(self.merged, section, keys, cuts)
@@ -260,7 +261,7 @@ class IndexedSource:
         targets: dict[str, Any],
         *,
         verify: bool,
-        progress: Callable[[int], object] | None,
+        progress: Progress,
     ) -> None:
         """Read parts of tensors into `targets`; see `Source`."""
         parts = TensorParts(self.merged, section, keys, cuts)
@@ -315,12 +316,12 @@ class IndexedSource:
         for problem in self.find_problems(None)[1]:
             raise problem.as_error(self.files.path)
 
-    def find_problems(self, progress: Callable[[int], object] | None) -> tuple[int, list[Problem]]:
+    def find_problems(self, progress: Progress) -> tuple[int, list[Problem]]:
         """Verify all files that `merged` lists; return the bytes read, and the problems."""
         count, problems = self.files.folder.verify(self.merged, progress)
         return count, [Problem(*problem) for problem in problems]
 
-    def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
+    def verify(self, report: VerifyReport, progress: Progress) -> None:
         """Verify the root and its files, and mark a damaged step; list files that no root needs."""
         from .verify_root import list_others, verify_root
 

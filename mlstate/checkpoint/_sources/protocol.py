@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
     from typing import TypeVar
 
+    from ..._common.callback import Progress
     from ..._sharding.layout import Cuts
     from .._options import LoadOptions
     from .._report import VerifyReport
@@ -93,7 +94,7 @@ class Source(Protocol):
         *,
         verify: bool,
         mmap: bool = False,
-        progress: Callable[[int], object] | None = None,
+        progress: Progress = None,
     ) -> dict[str, Any]:
         """Return parts of tensors as new arrays, by key; `mmap`: as views of the files."""
 
@@ -105,7 +106,7 @@ class Source(Protocol):
         targets: dict[str, Any],
         *,
         verify: bool,
-        progress: Callable[[int], object] | None,
+        progress: Progress,
     ) -> None:
         """Read parts of tensors into existing arrays, by key, which `Index.fits` has accepted."""
 
@@ -122,5 +123,5 @@ class Source(Protocol):
     def require_loadable(self) -> None:
         """Raise the error that a load of model and optimizer raises; an index raises none."""
 
-    def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
+    def verify(self, report: VerifyReport, progress: Progress) -> None:
         """Read all of it, and add all problems to `report`."""

@@ -18,8 +18,9 @@ from .weights import HuggingFaceSource
 from .whole import WholeSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
+    from ..._common.callback import Progress
     from .._options import LoadOptions
     from .._report import VerifyReport
     from .._store.checkpoint_files import CheckpointFiles
@@ -141,7 +142,7 @@ class StepSource(HuggingFaceSource):
         """Raise the error that a load of the optimizer raises."""
         self._others.require_loadable()
 
-    def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
+    def verify(self, report: VerifyReport, progress: Progress) -> None:
         """Verify the weights, then the files of the training entries."""
         self._needs_others = False
         super().verify(report, progress)

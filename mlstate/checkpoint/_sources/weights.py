@@ -27,8 +27,9 @@ from .._store.weight_files import (
 from .indexed import IndexedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Iterable
 
+    from ..._common.callback import Progress
     from ..._sharding.layout import Cuts
     from .._report import Problem
     from .._store.checkpoint_files import CheckpointFiles
@@ -128,7 +129,7 @@ class HuggingFaceSource(IndexedSource):
 
     # ---- verifying ----
 
-    def find_problems(self, progress: Callable[[int], object] | None) -> tuple[int, list[Problem]]:
+    def find_problems(self, progress: Progress) -> tuple[int, list[Problem]]:
         """Verify the files, and compare them with their checksums unless `verify` does that.
 
         Of files without checksums of mlstate, only the structure is checked. A missing file is a
@@ -141,7 +142,7 @@ class HuggingFaceSource(IndexedSource):
         warn_of_total(folder, self.manifest, self.merged)
         return report.bytes, report.problems
 
-    def _verify_files(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
+    def _verify_files(self, report: VerifyReport, progress: Progress) -> None:
         """Verify the files one by one; add bytes and problems to `report`."""
 
         def has_checksums(path: str) -> bool:
@@ -163,7 +164,7 @@ class HuggingFaceSource(IndexedSource):
                 for problem in of_file.problems
             ]
 
-    def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
+    def verify(self, report: VerifyReport, progress: Progress) -> None:
         """Verify headers and checksums of all files; compare them with recorded checksums too."""
         self.checked = False  # they are compared at the end, and changes are problems
         report.checksums = False
@@ -181,9 +182,7 @@ class HuggingFaceSource(IndexedSource):
         is_gone = isinstance(error, StoreNotFoundError) and folder.file and self._manifest is None
         return bool(is_gone) or folder.is_outage(error)
 
-    def _verify_weights(
-        self, report: VerifyReport, progress: Callable[[int], object] | None
-    ) -> None:
+    def _verify_weights(self, report: VerifyReport, progress: Progress) -> None:
         """Add the problems of the files to `report`, and the files that they do not include."""
         report.strange = unlisted_files(self.files.folder, self._weights)
         try:

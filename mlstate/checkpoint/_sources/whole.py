@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -33,17 +32,19 @@ from .._report import note_refusal
 from .._sections import OPTIMIZER, STATES
 from .._states.collect import add_entries, take_states
 from .._states.modules import split_entries
-from .._store.manifest import Manifest
+from .._store.manifest import foreign_manifest
 from .._store.weight_files import WeightFiles, parse_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
     from typing import TypeVar
 
+    from ..._common.callback import Progress
     from ..._sharding.layout import Cuts
     from .._files.parts import Parts, Selection
     from .._options import LoadOptions
     from .._report import VerifyReport
+    from .._store.manifest import Manifest
 
     _Result = TypeVar("_Result")
 
@@ -227,14 +228,11 @@ def _manifest_of(path: str, name: str, parts: Parts) -> Manifest:
     `parts`: its content. No save wrote it: the manifest has no generation, no indexes, and the time
     of the last change as the time of the save.
     """
-    changed = datetime.datetime.fromtimestamp(os.path.getmtime(path), datetime.UTC)
-    return Manifest(
-        generation="",
-        sequence=1,
-        created=changed.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+    return foreign_manifest(
+        "",
+        os.path.getmtime(path),
         writer=f"a program that writes the format {name}",
         step=parts.step,
-        world_size=1,
         model=None if parts.model is None else _kind_of(parts.model),
         optimizer=None if parts.optimizer is None else _kind_of(parts.optimizer),
         metadata=dict(parts.metadata),
@@ -390,7 +388,7 @@ class WholeSource:
         *,
         verify: bool,
         mmap: bool = False,
-        progress: Callable[[int], object] | None = None,
+        progress: Progress = None,
     ) -> dict[str, Any]:
         """Return parts of tensors by key, in memory that no writer changes; see `Source`."""
         tensors = self.index.sections[section]
@@ -410,7 +408,7 @@ class WholeSource:
         targets: dict[str, Any],
         *,
         verify: bool,
-        progress: Callable[[int], object] | None,
+        progress: Progress,
     ) -> None:
         """Copy parts of tensors into `targets`; see `Source`."""
         parts = self.index.parts(section, keys, cuts)
@@ -436,7 +434,7 @@ class WholeSource:
         """Raise the error that a load of model and optimizer raises."""
         self.parts.refuse_unreadable((MODEL, OPTIMIZER_PART))
 
-    def verify(self, report: VerifyReport, progress: Callable[[int], object] | None) -> None:
+    def verify(self, report: VerifyReport, progress: Progress) -> None:
         """Compare the CRC-32 of zip entries, then read the content as a load does."""
         from .verify_zip import verify_files
 

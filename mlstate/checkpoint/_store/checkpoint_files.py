@@ -168,12 +168,9 @@ class CheckpointFiles:
 
     def find_manifest(self) -> Manifest | None:
         """Read the manifest of the current checkpoint; None if there is none."""
-        path = self.join(MANIFEST)
-        try:
-            data = self.folder.read(MANIFEST)
-        except FileNotFoundError:
-            return None
-        return parse(data, path)
+        with suppress(FileNotFoundError):
+            return parse(self.folder.read(MANIFEST), self.join(MANIFEST))
+        return None
 
     def find_replaced(self, *, refuses_steps: bool, warn: Callable[[str], object]) -> Replaced:
         """Return what a save replaces, and its sequence number.
@@ -261,8 +258,7 @@ class CheckpointFiles:
                 "the folder holds the steps of a CheckpointManager: save with "
                 "CheckpointManager(path).save(step, ...), or into another folder"
             )
-            exists = FileExistsError(errno.EEXIST, text)
-            raise store_error(exists, "cannot save the checkpoint", self.path)
+            raise store_error(OSError(errno.EEXIST, text), "cannot save the checkpoint", self.path)
 
     def content(self, *, roots: bool = True) -> FolderContent:
         """Return the current checkpoints of the folder; an empty content if it has none.
@@ -286,8 +282,7 @@ class CheckpointFiles:
             return
         if foreign := self.foreign_files():
             text = f"it is not a checkpoint, and holds {foreign[0]!r}; choose another path"
-            exists = FileExistsError(errno.EEXIST, text)
-            raise store_error(exists, "cannot write the target", self.path)
+            raise store_error(OSError(errno.EEXIST, text), "cannot write the target", self.path)
 
     def refuse_change(self, before: FolderContent) -> None:
         """Raise StoreError (EEXIST) if the folder's checkpoints have changed since `before`.
@@ -299,8 +294,7 @@ class CheckpointFiles:
             is_same = is_same and not self.foreign_files()
         if not is_same:
             text = "it was changed by another writer meanwhile, and is left as it is"
-            exists = FileExistsError(errno.EEXIST, text)
-            raise store_error(exists, "cannot write the target", self.path)
+            raise store_error(OSError(errno.EEXIST, text), "cannot write the target", self.path)
 
     def is_committed(self, generation: str) -> bool:
         """Return whether a root (manifest) is of the save `generation`; True if one is damaged."""

@@ -65,6 +65,23 @@ class Manifest(NamedTuple):
     weights: WeightFiles | None = None  # of a Hugging Face folder, which has no manifest file
 
 
+def time_text(seconds: float) -> str:
+    """Return a time, in seconds since 1970, in the manifest's form."""
+    import datetime
+
+    moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
+
+
+def foreign_manifest(generation: str, changed: float, **content: Any) -> Manifest:
+    """Return a manifest that describes files of another program, without a step.
+
+    `changed`: time of their last change. `content`: the other members.
+    """
+    members = {"step": None, "sequence": 1, "world_size": 1, "created": time_text(changed)}
+    return Manifest(generation, **{**members, **content})
+
+
 def build(manifest: Manifest) -> bytes:
     """Return the bytes of a manifest: JSON with its checksum.
 

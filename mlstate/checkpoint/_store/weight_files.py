@@ -20,7 +20,7 @@ from ...errors import FormatError, StoreNotFoundError, TensorNotFoundError
 from ...state._kind import KEY, kind_of_text
 from .._folder.protocol import TensorParts
 from .._folder.weight_names import SUFFIX, is_set, set_files, set_of
-from .manifest import IndexRecord, Manifest
+from .manifest import IndexRecord, Manifest, foreign_manifest
 from .name_globs import Names
 from .weight_checksums import records_of
 
@@ -196,8 +196,6 @@ def read_weights(folder: Files, root: str, data: bytes | None) -> Manifest:
     without one. Only the first file's header is read. Missing files are listed in
     `weights.missing`; raises StoreError if the only file is missing.
     """
-    import datetime
-
     # the name of one file, which the caller passed, may look like a pattern
     is_set_root = is_set(root) and root != folder.file
     if data is not None:
@@ -219,30 +217,18 @@ def read_weights(folder: Files, root: str, data: bytes | None) -> Manifest:
         check_unlisted(folder, weights)
     infos = {name: info for name in names if (info := noted[name]) is not None}
     generation, changed = _generation(infos)
-    created = datetime.datetime.fromtimestamp(changed, datetime.UTC)
     present = [name for name in weights.files if name not in weights.missing]
     texts = _read_texts(folder, present[0]) if present else {}
     kind = texts.pop(KEY, None)
-    return Manifest(
-        generation=generation,
-        sequence=1,
-        created=created.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+    return foreign_manifest(
+        generation,
+        changed,
         writer=WRITER,
-        step=None,
-        world_size=1,
         model=kind_of_text(kind if len(weights.files) == 1 else None, folder.path),
         optimizer=None,
         metadata=texts,
         # the index of another program has no checksum, and its counts are in the headers
-        indexes=(
-            IndexRecord(
-                path=root,
-                bytes=0 if data is None else len(data),
-                crc32c="00000000",
-                shards=0,
-                data_bytes=0,
-            ),
-        ),
+        indexes=(IndexRecord(root, len(data or b""), "00000000", shards=0, data_bytes=0),),
         weights=weights,
     )
 

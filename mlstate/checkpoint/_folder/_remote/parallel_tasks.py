@@ -14,13 +14,13 @@ from ...._common.waiting import Waiters, start_thread
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from ...._common.callback import Progress
+
 _PAUSE = 0.05  # seconds between two calls of `progress`
 
 
 def run_tasks(
-    tasks: Iterable[Callable[[], object]],
-    threads: int,
-    progress: Callable[[int], object] | None = None,
+    tasks: Iterable[Callable[[], object]], threads: int, progress: Progress = None
 ) -> None:
     """Run tasks in `threads` threads until all have ended; raise the first error of a task.
 
@@ -82,7 +82,7 @@ class ParallelTasks:
         """Return whether all threads have ended, except those that have not begun."""
         return len(self._ended) >= sum(thread.ident is not None for thread in self._threads)
 
-    def wait(self, progress: Callable[[int], object] | None) -> None:
+    def wait(self, progress: Progress) -> None:
         """Wait until all tasks have ended; raise the first error of a task."""
         pause = None if progress is None else _PAUSE
         while not self._waiters.wait_for(self._have_ended, pause):
