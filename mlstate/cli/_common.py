@@ -1,11 +1,12 @@
-"""Options that commands share: ``--step``, ``--names``; the checkpoint or file at a path."""
+"""Options and output that commands share; the checkpoint or file at a path."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._common.local_path import local_path
 from .._common.text import table_text
@@ -25,7 +26,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 EPILOG = "exit status: 0 good, {status_1}2 wrong usage or an error{status_3}"
 PATH_HELP = "a checkpoint, a run, a Hugging Face model, a folder or file of torch, or a .npz file"
-FORCE_HELP = "replace an existing target, all steps of a run included"
+STEP_HELP = "of the {}: a number, latest, or best by --monitor (default: latest)"
 _WIDTH = 120  # characters of a cell
 
 
@@ -54,17 +55,6 @@ def add_command(
     return parser
 
 
-def add_lock_timeout(parser: argparse.ArgumentParser) -> None:
-    """Add `--lock-timeout`, the seconds to wait for another writer, to a command's parser."""
-    parser.add_argument(
-        "--lock-timeout",
-        type=float,
-        default=0.0,
-        metavar="SECONDS",
-        help="wait while another process writes (default: 0, fail at once)",
-    )
-
-
 def _step(text: str) -> int | str:
     """Parse the value of ``--step``."""
     return text if text in ("latest", "best") else int(text)
@@ -73,35 +63,39 @@ def _step(text: str) -> int | str:
 _step.__name__ = "step"  # argparse: "invalid step value"
 
 
-def add_step(parser: argparse._ActionsContainer, name: str = "step", of: str = "run") -> None:
-    """Add ``--step``, or an option of another `name`, to a command's parser.
+# Options of several commands, as arguments of `add_argument`.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--step": {"type": _step, "metavar": "N", "help": STEP_HELP.format("run")},
+    "--monitor": {"metavar": "KEY", "help": "the metadata that --step best compares"},
+    "--mode": {"choices": ("min", "max"), "help": "which value is best (default: min)"},
+    "--names": {
+        "action": "append",
+        "metavar": "NAME",
+        "help": "only these tensors, layers or globs, such as 'layers.*.bias' (may be repeated)",
+    },
+    "--force": {
+        "action": "store_true",
+        "help": "replace an existing target, all steps of a run included",
+    },
+    "--lock-timeout": {
+        "type": float,
+        "default": 0.0,
+        "metavar": "SECONDS",
+        "help": "wait while another process writes (default: 0, fail at once)",
+    },
+}
 
-    `name` ends in "step", by which `number_of_step` finds the option. `of`: the folder that the
-    help refers to.
-    """
-    parser.add_argument(
-        f"--{name}",
-        type=_step,
-        metavar="N",
-        help=f"of the {of}: a number, latest, or best by --monitor (default: latest)",
-    )
+
+def add_options(parser: argparse._ActionsContainer, *names: str) -> None:
+    """Add the options `names` of `OPTIONS` to a command's parser."""
+    for name in names:
+        parser.add_argument(name, **OPTIONS[name])
 
 
-def add_monitor(parser: argparse.ArgumentParser) -> None:
-    """Add the options ``--monitor`` and ``--mode``, which define the best step."""
-    parser.add_argument("--monitor", metavar="KEY", help="the metadata that --step best compares")
-    text = "which value is best (default: min)"
-    parser.add_argument("--mode", choices=("min", "max"), help=text)
-
-
-def add_names(parser: argparse.ArgumentParser) -> None:
-    """Add `--names`, which selects tensors, to a command's parser."""
-    parser.add_argument(
-        "--names",
-        action="append",
-        metavar="NAME",
-        help="only these tensors, layers or globs, such as 'layers.*.bias' (may be repeated)",
-    )
+def add_actions_of(commands: Commands, name: str, help_text: str) -> Commands:
+    """Add a command that has actions, and return the object that adds them."""
+    parser = commands.add_parser(name, help=help_text, description=help_text)
+    return parser.add_subparsers(title="actions", metavar="ACTION", required=True)
 
 
 def chosen_keys(listed: list[str] | None, sections: list[list[str]]) -> list[set[str]]:
@@ -165,7 +159,13 @@ def kind_of(source: Source) -> str:
     return "checkpoint" if source.format == "mlstate" else source.format
 
 
-# ---- text ----
+# ---- output ----
+
+
+def print_json(data: object, status: int = 0) -> int:
+    """Print a JSON value, and return the exit status of the command."""
+    print(json.dumps(data, indent=2))
+    return status
 
 
 def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.text import printable
 from ..kv._model_states import state_row
-from ._common import Commands
+from ._common import Commands, add_actions_of, add_command, print_json
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -53,8 +52,7 @@ def add_actions(
     those in `_PLAN_OPTIONS` become arguments of the format's plan.
     """
     text = f"read the states of {models}, and plan moves between them"
-    parser = commands.add_parser(which.command, help=text, description=text)
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    actions = add_actions_of(commands, which.command, text)
     _add_states(actions, which)
     return actions, _add_plan(actions, which, seq_axis, default)
 
@@ -62,10 +60,8 @@ def add_actions(
 def _add_states(actions: Commands, which: ModelFormat) -> None:
     """Add the action ``states`` for the models of one format."""
     text = f"list the states that a {which.model} declares, by function"
-    states = actions.add_parser("states", help=text, description=text)
+    states = add_command(actions, "states", text, partial(_run_states, which))
     states.add_argument(which.model, help=which.path_help)
-    states.add_argument("--json", action="store_true", help="print JSON")
-    states.set_defaults(run=partial(_run_states, which))
 
 
 def _add_plan(
@@ -79,12 +75,8 @@ def _add_plan(
     `seq_axis`: default of ``--seq-axis``; `default`: help text about it.
     """
     text = f"show the effect of moving all states from one {which.model} to another"
-    plan: argparse.ArgumentParser = actions.add_parser(
-        "plan",
-        help=text,
-        description=text,
-        epilog="exit status: 0 all states fit, 1 some do not, 2 wrong usage or unreadable input",
-    )
+    run = partial(_run_plan, which)
+    plan = add_command(actions, "plan", text, run, status_1="some states do not fit")
     source_help = f"the {which.model} that holds the states: {which.path_help}"
     plan.add_argument("source", help=source_help)
     plan.add_argument("target", help=f"the {which.model} that is to take them; may be the same")
@@ -94,22 +86,14 @@ def _add_plan(
     plan.add_argument(
         "--seq-axis", type=int, default=seq_axis, metavar="AXIS", help=f"the sequence; {default}"
     )
-    plan.add_argument("--json", action="store_true", help="print JSON")
-    plan.set_defaults(run=partial(_run_plan, which))
     return plan
 
 
 def _state_data(spec: Any) -> dict[str, Any]:
     """Return the description `spec` of a state, of either format, as JSON values."""
-    data = {
-        "name": spec.name,
-        "shape": list(spec.shape),
-        "dtype": spec.dtype.name,
-        "bytes": spec.nbytes,
-    }
-    if hasattr(spec, "seq_axis"):
-        data["seq_axis"] = spec.seq_axis
-    return data
+    facts = {"name": spec.name, "shape": list(spec.shape), "dtype": spec.dtype.name}
+    axis = {"seq_axis": spec.seq_axis} if hasattr(spec, "seq_axis") else {}
+    return {**facts, "bytes": spec.nbytes, **axis}
 
 
 def _run_states(which: ModelFormat, arguments: argparse.Namespace) -> int:
@@ -120,8 +104,7 @@ def _run_states(which: ModelFormat, arguments: argparse.Namespace) -> int:
             name: [_state_data(spec) for spec in states.values()]
             for name, states in functions.items()
         }
-        print(json.dumps({"default_function": default, "functions": listed}, indent=2))
-        return 0
+        return print_json({"default_function": default, "functions": listed})
     for name, states in functions.items():
         label = printable(name)
         print(f"{label} (default)" if name == default and len(functions) > 1 else label)
@@ -139,5 +122,8 @@ def _run_plan(which: ModelFormat, arguments: argparse.Namespace) -> int:
     values = vars(arguments)
     options = {name: values[name] for name in _PLAN_OPTIONS if name in values}
     plan = which.plan(arguments.source, arguments.target, arguments.at, **options)
-    print(json.dumps(plan.to_dict(), indent=2) if arguments.json else plan)
-    return 0 if plan.fits else 1
+    status = 0 if plan.fits else 1
+    if arguments.json:
+        return print_json(plan.to_dict(), status)
+    print(plan)
+    return status

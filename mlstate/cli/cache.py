@@ -16,7 +16,7 @@ from ..checkpoint._convert.read_write import begin_write
 from ..checkpoint._files.safetensors_verify import read_header
 from ..integrations.mlx._prompt_caches import read_prompt
 from ..integrations.mlx._prompt_file import GENERATIONS, flatten_prompt
-from ._common import Commands, add_command, print_table, stat_path
+from ._common import Commands, add_actions_of, add_command, print_json, print_table, stat_path
 
 if TYPE_CHECKING:
     from ..integrations.mlx._layer_values import LayerValues
@@ -33,8 +33,7 @@ _NO_VERIFY = "--no-verify"
 def add(commands: Commands) -> None:
     """Add the parser of ``mlstate cache`` and its actions to `commands`; it sets ``run``."""
     help_text = "show and convert prompt cache files of mlx-lm"
-    parser = commands.add_parser("cache", help=help_text, description=help_text)
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    actions = add_actions_of(commands, "cache", help_text)
     show = add_command(actions, "show", "list the layers of a prompt cache file", run_show)
     show.add_argument("file", help="a .safetensors file of mlx-lm or save_prompt_cache")
     text = "write a prompt cache file for another version of mlx-lm, with checksums"
@@ -130,8 +129,7 @@ def run_show(arguments: argparse.Namespace) -> int:
             "metadata": prompt.metadata,
             "layers": [_layer_data(*each) for each in layers],
         }
-        print(json.dumps(data, indent=2))
-        return 0
+        return print_json(data)
     parts = [
         f"prompt cache of mlx-lm {_VERSIONS[prompt.generation]}",
         count_text(len(prompt.layers), "layer"),
@@ -173,8 +171,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
             "layers": len(prompt.layers),
             "bytes": nbytes,
         }
-        print(json.dumps(data, indent=2))
-        return 0
+        return print_json(data)
     layers, size = count_text(len(prompt.layers), "layer"), bytes_text(nbytes)
     print(f"{printable(arguments.target)}: {layers}, {size}, for mlx-lm {_VERSIONS[arguments.to]}")
     return 0

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from .._common.local_path import local_path
 from .._common.text import bytes_text, count_text, printable
 from ..checkpoint import checksum
-from ._common import Commands, add_command, stat_path
+from ._common import Commands, add_command, print_json, stat_path
 from ._progress import progress_of
 
 __all__ = ["add"]
@@ -37,9 +36,8 @@ def run_checksum(arguments: argparse.Namespace) -> int:
     with progress_of("checksum", lambda: _bytes_to_read(arguments.path)) as progress:
         files = checksum(arguments.path, overwrite=arguments.force, progress=progress)
     if arguments.json:
-        print(json.dumps({"path": arguments.path, "files": files}, indent=2))
-    else:
-        size = bytes_text(sum(files.values()))
-        text = f"checksums of {count_text(len(files), 'file')}, {size}, written"
-        print(f"{printable(arguments.path)}: {text}")
+        return print_json({"path": arguments.path, "files": files})
+    size = bytes_text(sum(files.values()))
+    text = f"checksums of {count_text(len(files), 'file')}, {size}, written"
+    print(f"{printable(arguments.path)}: {text}")
     return 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,15 +14,7 @@ from ..checkpoint._convert.formats import FLAT
 from ..checkpoint._convert.formats import NAMES as FORMATS
 from ..checkpoint._files.parts import Selection
 from ..checkpoint._store.open_path import open_folder
-from ._common import (
-    FORCE_HELP,
-    Commands,
-    add_command,
-    add_monitor,
-    add_step,
-    find,
-    number_of_step,
-)
+from ._common import Commands, add_command, add_options, find, number_of_step, print_json
 from ._progress import progress_of
 
 if TYPE_CHECKING:
@@ -43,9 +34,7 @@ def add(commands: Commands) -> None:
     parser.add_argument(
         "--to", dest="target_format", choices=FORMATS, help="whatever the suffix of the target"
     )
-    add_step(parser)
-    add_monitor(parser)
-    parser.add_argument("--force", action="store_true", help=FORCE_HELP)
+    add_options(parser, "--step", "--monitor", "--mode", "--force")
     entries = "model, optimizer, or the name of another entry; several by commas"
     parser.add_argument(
         "--only",
@@ -135,8 +124,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
             **sizes,
             "states": written.states,
         }
-        print(json.dumps(data, indent=2))
-        return 0
+        return print_json(data)
     texts = [
         f"{name} of {count_text(size['tensors'], 'tensor')}, {bytes_text(size['bytes'])}"
         for name, size in sizes.items()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from .._common.text import printable
 from ..coreai import plan_transition, verify
 from ..coreai._specs import read_functions
 from ..errors import FormatError
-from ._common import Commands, add_command
+from ._common import Commands, add_command, print_json
 from ._states import ModelFormat, add_actions
 
 __all__ = ["add"]
@@ -46,14 +45,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
     except FormatError as error:
         problem = str(error)
     if arguments.json:
-        facts = {
-            "path": arguments.model,
-            "good": problem is None,
-            "sha256": digest,
-            "problem": problem,
-        }
-        print(json.dumps(facts, indent=2))
-    elif problem is None:
+        facts = {"path": arguments.model, "good": problem is None, "sha256": digest}
+        return print_json({**facts, "problem": problem}, 0 if problem is None else 1)
+    if problem is None:
         print(f"{printable(arguments.model)}: good, SHA-256 {digest}")
     else:
         print(printable(problem))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,15 +26,16 @@ from ..errors import CheckpointWarning
 from ..state import diff
 from ..state._diff import StateDiff, diff_states, join_diffs, table_of
 from ._common import (
+    OPTIONS,
     PATH_HELP,
+    STEP_HELP,
     Commands,
     add_command,
-    add_monitor,
-    add_names,
-    add_step,
+    add_options,
     chosen_keys,
     find,
     number_of_step,
+    print_json,
     print_table,
 )
 from ._progress import progress_of
@@ -66,9 +66,9 @@ def add(commands: Commands) -> None:
     parser.add_argument("first", help=PATH_HELP)
     parser.add_argument("second", help="the same; may be the same run, for two of its steps")
     for name in ("first", "second"):
-        add_step(parser, f"{name}-step", name)
-    add_monitor(parser)
-    add_names(parser)
+        options = {**OPTIONS["--step"], "help": STEP_HELP.format(name)}
+        parser.add_argument(f"--{name}-step", **options)
+    add_options(parser, "--monitor", "--mode", "--names")
     for option, of in (("--rtol", "the larger element"), ("--atol", "")):
         text = f"tolerance{of and f', times {of}'}: dtypes may differ then"
         parser.add_argument(option, type=float, default=0.0, metavar="X", help=text)
@@ -313,8 +313,7 @@ def run_diff(arguments: argparse.Namespace) -> int:
             **dict(zip(("first", "second"), ends, strict=True)),
             **dict(zip(_SECTIONS, map(_diff_data, differences), strict=True)),
         }
-        print(json.dumps(data, indent=2))
-        return 0 if identical else 1
+        return print_json(data, 0 if identical else 1)
     for section, (section_name, difference) in enumerate(zip(_SECTIONS, differences, strict=True)):
         if sides[0].sizes[section] or sides[1].sizes[section] or not difference.identical:
             title, headers, rows = table_of(difference)

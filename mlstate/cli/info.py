@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 
-from ._common import Commands, add_command
+from ._common import Commands, add_command, print_json
 
 __all__ = ["add"]
 
@@ -21,5 +20,7 @@ def run_info(arguments: argparse.Namespace) -> int:
     from .._info import info
 
     facts = info()
-    print(json.dumps(facts.to_dict(), indent=2) if arguments.json else facts)
+    if arguments.json:
+        return print_json(facts.to_dict())
+    print(facts)
     return 0

@@ -14,13 +14,12 @@ from ._common import (
     PATH_HELP,
     Commands,
     add_command,
-    add_monitor,
-    add_names,
-    add_step,
+    add_options,
     chosen_keys,
     find,
     kind_of,
     number_of_step,
+    print_json,
     print_table,
 )
 
@@ -40,9 +39,7 @@ def add(commands: Commands) -> None:
     """
     parser = add_command(commands, "inspect", "list what a checkpoint or a file holds", run_inspect)
     parser.add_argument("path", help=PATH_HELP)
-    add_step(parser)
-    add_monitor(parser)
-    add_names(parser)
+    add_options(parser, "--step", "--monitor", "--mode", "--names")
     shown = parser.add_mutually_exclusive_group()
     shown.add_argument("--shards", action="store_true", help="list shards too")
     shown.add_argument("--summary", action="store_true", help="list no tensors")
@@ -196,7 +193,6 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     step = number_of_step(arguments.path, arguments.step, arguments)
     checkpoint = inspect(find(arguments.path, step))
     if arguments.json:
-        print(json.dumps(_checkpoint_data(checkpoint, arguments), indent=2))
-    else:
-        _print_checkpoint(checkpoint, arguments)
+        return print_json(_checkpoint_data(checkpoint, arguments))
+    _print_checkpoint(checkpoint, arguments)
     return 0

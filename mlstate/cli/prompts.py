@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from .._common.local_path import local_folder
 from .._common.text import bytes_text, count_text, printable
 from ..checkpoint._options import check_timeout
 from ..prompts._listing import HEADERS, StoredPrompt, list_prompts
-from ._common import Commands, add_command, add_lock_timeout, print_table
+from ._common import Commands, add_actions_of, add_command, add_options, print_json, print_table
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -29,8 +28,7 @@ def add(commands: Commands) -> None:
     Parsed arguments have the function of the action as ``run``.
     """
     text = "list, verify and prune the prompts of a store"
-    parser = commands.add_parser("prompts", help=text, description=text)
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    actions = add_actions_of(commands, "prompts", text)
     listed = add_command(actions, "ls", "list the prompts, the last used first", run_ls)
     details = add_command(actions, "show", "show one prompt: its tokens and entries", run_show)
     verified = add_command(
@@ -44,8 +42,8 @@ def add(commands: Commands) -> None:
     pruned.add_argument(
         "--max-bytes", metavar="SIZE", help="such as 10GB (default: only compact the files)"
     )
-    add_lock_timeout(repaired)
-    add_lock_timeout(pruned)
+    for action in (repaired, pruned):
+        add_options(action, "--lock-timeout")
 
 
 def _open_log(path: str) -> AbstractContextManager[_core.PromptLog]:
@@ -59,8 +57,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
         prompts, stats = list_prompts(log, arguments.path), log.stats()
     if arguments.json:
         facts = {"path": arguments.path, "prompts": [each.facts() for each in prompts], **stats}
-        print(json.dumps(facts, indent=2))
-        return 0
+        return print_json(facts)
     size = bytes_text(stats["disk_bytes"])
     print(f"{printable(arguments.path)}: {count_text(len(prompts), 'prompt')}, {size} on disk")
     print_table(HEADERS, [each.row() for each in prompts])
@@ -78,8 +75,7 @@ def run_show(arguments: argparse.Namespace) -> int:
     entries = [] if prompt.head is None else prompt.head.stored.to_json()
     if arguments.json:
         facts = prompt.facts() | {"token_ids": tokens, "entries": entries}
-        print(json.dumps(facts, indent=2))
-        return 0
+        return print_json(facts)
     print(f"{prompt.key}: {count_text(len(tokens), 'token')}, {bytes_text(prompt.nbytes)}")
     print(f"model: {printable(prompt.model)}, fingerprint sha256:{prompt.fingerprint}")
     more = "" if len(tokens) <= _TOKENS else " ..."
@@ -129,7 +125,7 @@ def _print_damage(
     """
     if arguments.json:
         listed = [dict(zip(("file", "offset", "text"), each, strict=True)) for each in damage]
-        print(json.dumps({"path": arguments.path, "damage": listed}, indent=2))
+        print_json({"path": arguments.path, "damage": listed})
         return
     print(f"{printable(arguments.path)}: {summary}")
     rows = [(file, str(offset), text) for file, offset, text in damage]
@@ -147,8 +143,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
         freed, stats = log.prune(most, check_timeout(arguments.lock_timeout)), log.stats()
     if arguments.json:
         facts = {"path": arguments.path, "freed_bytes": freed, **stats}
-        print(json.dumps(facts, indent=2))
-        return 0
+        return print_json(facts)
     size = bytes_text(stats["disk_bytes"])
     print(f"{printable(arguments.path)}: {bytes_text(freed)} freed, {size} on disk")
     return 0

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from .._common.text import bytes_text, count_text, printable, sort_steps, steps_text
 from ..checkpoint import prune
 from ..checkpoint._store.open_path import is_url
-from ._common import Commands, add_command, add_lock_timeout, find, print_table
+from ._common import Commands, add_command, add_options, find, print_json, print_table
 
 __all__ = ["add"]
 
@@ -31,7 +30,7 @@ def add(commands: Commands) -> None:
         metavar="N",
         help="in an object store: delete unneeded objects of this age (longer than any save)",
     )
-    add_lock_timeout(parser)
+    add_options(parser, "--lock-timeout")
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
@@ -71,8 +70,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
             "files": report.files,
             "bytes": report.nbytes,
         }
-        print(json.dumps(data, indent=2))
-        return 0
+        return print_json(data)
     print(f"{printable(arguments.path)}: {report._title()}")
     if report.steps:
         verb = "would go" if report.dry_run else "gone"

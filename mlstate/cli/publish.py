@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
 from .._common.text import bytes_text, count_text, printable, steps_text
@@ -14,7 +13,7 @@ from ..checkpoint._options import check_timeout
 from ..checkpoint._store.open_path import RootPath, open_files
 from ..errors import MLStateError
 from ..follow._version import lineage_of, trim_chain
-from ._common import Commands, add_command, add_lock_timeout, print_table
+from ._common import Commands, add_actions_of, add_command, add_options, print_json, print_table
 
 if TYPE_CHECKING:
     from ..checkpoint._folder.names import Root
@@ -30,8 +29,7 @@ def add(commands: Commands) -> None:
     Parsed arguments have the function of the action as ``run``.
     """
     text = "list, verify and delete the versions that a Publisher wrote"
-    parser = commands.add_parser("publish", help=text, description=text)
-    actions = parser.add_subparsers(title="actions", metavar="ACTION", required=True)
+    actions = add_actions_of(commands, "publish", text)
     path_help = "the folder of the versions, or its URL"
     text = "list the versions that followers can reach"
     add_command(actions, "ls", text, run_list).add_argument("path", help=path_help)
@@ -48,7 +46,7 @@ def add(commands: Commands) -> None:
         metavar="N",
         help="newest versions to keep; older ones back to an anchor stay too",
     )
-    add_lock_timeout(pruning)
+    add_options(pruning, "--lock-timeout")
 
 
 def _read_lineage(path: str) -> tuple[CheckpointFiles, Lineage]:
@@ -76,8 +74,7 @@ def run_list(arguments: argparse.Namespace) -> int:
         rows.append({**facts, "ranks": manifest.world_size, "created": manifest.created})
     if arguments.json:
         data = {"path": files.path, "lineage": lineage.name, "versions": rows}
-        print(json.dumps(data, indent=2))
-        return 0
+        return print_json(data)
     count = count_text(len(rows), "version")
     print(f"{printable(arguments.path)}: {count}, lineage {printable(lineage.name)}")
     texts = [
@@ -113,8 +110,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
         rows.append({**facts, "problems": problems})
     is_good = all(row["good"] for row in rows)
     if arguments.json:
-        print(json.dumps({"path": files.path, "good": is_good, "versions": rows}, indent=2))
-        return 0 if is_good else 1
+        data = {"path": files.path, "good": is_good, "versions": rows}
+        return print_json(data, 0 if is_good else 1)
     print(f"{printable(arguments.path)}: {'good' if is_good else 'damaged'}")
     texts = [
         [
@@ -151,8 +148,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
     report = delete_roots(files, choose, dry_run=False, timeout=timeout)
     if arguments.json:
         data = {"path": report.path, "steps": report.steps, "kept": report.kept}
-        print(json.dumps({**data, "files": report.files, "bytes": report.nbytes}, indent=2))
-        return 0
+        return print_json({**data, "files": report.files, "bytes": report.nbytes})
     print(f"{printable(arguments.path)}: {report._title()}")
     print(f"kept: {steps_text(report.kept)}")
     return 0

@@ -3,22 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 
 from .. import _core
 from .._common.text import bytes_text, count_text, names_hint, printable
 from .._sharding.layout import LAYOUT_NAMES
 from ..checkpoint import Layout, inspect, reshard
-from ._common import (
-    FORCE_HELP,
-    Commands,
-    add_command,
-    add_lock_timeout,
-    add_monitor,
-    add_step,
-    find,
-    number_of_step,
-)
+from ._common import Commands, add_command, add_options, find, number_of_step, print_json
 from ._progress import progress_of
 
 __all__ = ["add"]
@@ -41,10 +31,7 @@ def add(commands: Commands) -> None:
         help=f"{', '.join(_NAMES)} or axis:K; several cuts as axis:1=2,rows=4, with their parts",
     )
     parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks")
-    add_step(parser)
-    add_monitor(parser)
-    parser.add_argument("--force", action="store_true", help=FORCE_HELP)
-    add_lock_timeout(parser)
+    add_options(parser, "--step", "--monitor", "--mode", "--force", "--lock-timeout")
 
 
 def _layout(text: str, world_size: int | None) -> Layout:
@@ -107,9 +94,8 @@ def run_reshard(arguments: argparse.Namespace) -> int:
             "bytes": resharded.nbytes,
             "files": len(files),
         }
-        print(json.dumps(data, indent=2))
-    else:
-        ranks = count_text(resharded.world_size, "rank")
-        amount = f"{bytes_text(resharded.nbytes)} in {count_text(len(files), 'file')}"
-        print(f"{printable(arguments.target)}: {amount}, for {ranks}")
+        return print_json(data)
+    ranks = count_text(resharded.world_size, "rank")
+    amount = f"{bytes_text(resharded.nbytes)} in {count_text(len(files), 'file')}"
+    print(f"{printable(arguments.target)}: {amount}, for {ranks}")
     return 0

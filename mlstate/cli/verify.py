@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +20,11 @@ from ._common import (
     PATH_HELP,
     Commands,
     add_command,
-    add_monitor,
-    add_names,
-    add_step,
+    add_options,
     find,
     kind_of,
     number_of_step,
+    print_json,
     print_table,
 )
 from ._progress import progress_of
@@ -55,15 +53,14 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("path", help=PATH_HELP)
     which = parser.add_mutually_exclusive_group()
-    add_step(which)
+    add_options(which, "--step")
     which.add_argument("--all-steps", action="store_true", help="verify every step of a run")
     which.add_argument(
         "--repair",
         action="store_true",
         help="put the newest good step in the place of a damaged newest one; good if there is one",
     )
-    add_monitor(parser)
-    add_names(parser)
+    add_options(parser, "--monitor", "--mode", "--names")
 
 
 # ---- verification ----
@@ -231,8 +228,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
     good = all(reports.values()) or of_folder.repaired is not None
     status = 1 if not good else 3 if of_folder.refusal else 0
     if arguments.json:
-        print(json.dumps(_json_data(reports, of_folder, kind, status == 0), indent=2))
-        return status
+        return print_json(_json_data(reports, of_folder, kind, status == 0), status)
     if arguments.all_steps:
         _print_all(path, reports)
     else:
