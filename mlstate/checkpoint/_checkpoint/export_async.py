@@ -81,12 +81,7 @@ class _ExportJob(SaveJob):
                 freed()
 
         write_folder(
-            self.target,
-            self.plan,
-            [gathered.shards],
-            self.files_from,
-            progress=self.advance,
-            written=written,
+            self.target, self.plan, [gathered.shards], self.files_from, None, self.advance, written
         )
         return open_source(self.path)
 

@@ -5,12 +5,12 @@ Loads, but no verifications, read through the cache of `cache_folder` (read_cach
 
 from __future__ import annotations
 
-import warnings
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ... import _core
-from ...errors import CheckpointWarning, ChecksumError, FormatError
+from ..._common.caller import find_caller
+from ...errors import ChecksumError, FormatError
 from ._remote.read_cache import ReadCache
 from .object import ObjectFolder
 
@@ -82,7 +82,7 @@ class CachedFolder(ObjectFolder):
             self._cache.finish()
             problem = self._cache.problem()
             if problem is not None:
-                warnings.warn(problem, CheckpointWarning, stacklevel=2)
+                find_caller().warn(problem)
 
     def _read_unit(self, call: LoadCall, unit: Unit) -> int:
         """Copy a unit's answers into its arrays; if they are damaged, ask the store again.

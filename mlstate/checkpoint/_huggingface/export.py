@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.arguments import check_callback
-from ..._common.arrays import refuse_unstorable
+from ..._common.arrays import memory_key, refuse_unstorable
 from ..._common.atomic_file import Target
 from ..._common.backend import backend_of, is_module
 from ..._common.budget import parse_size
@@ -101,20 +101,13 @@ def _memory_of(value: Any) -> Any:
     The memory, shape, strides and dtype must be equal, and of shards the part too. None for an
     array without elements, and for values other than arrays and tensors.
     """
-    import numpy as np
-
     array, part = value, None
     if isinstance(value, Shard):
         array, part = value.array, (value.layout, value.index, tuple(value.shape))
         if value.layout.parts == 1 and value.shape == tuple(array.shape):
             part = None  # a whole array
-    if hasattr(array, "data_ptr"):
-        address, steps, size = array.data_ptr(), tuple(array.stride()), array.numel()
-    elif isinstance(array, np.ndarray):
-        address, steps, size = array.__array_interface__["data"][0], array.strides, array.size
-    else:  # such as NumPy scalars, whose memory is temporary
-        return None
-    return (address, tuple(array.shape), steps, str(array.dtype), part) if size else None
+    key = memory_key(array)
+    return None if len(key) == 1 else (*key, part)  # 1: of the object, which has no known memory
 
 
 def _tied_names(model: Any, state: dict[str, Any]) -> set[str]:
@@ -244,11 +237,7 @@ def _stem_of_folder(source: str | os.PathLike[str] | None) -> str:
 
     The other files there belong to weights of this name.
     """
-    if source is None:
-        return stem_of([])
-    if is_url(source):
-        return stem_of(list(open_folder(source, reads=True).names("")))
-    return stem_of(os.listdir(local_path(source)))
+    return stem_of([] if source is None else open_folder(source, reads=True).names(""))
 
 
 def _open_object(folder: Files, name: str) -> BytesIO:
@@ -559,14 +548,7 @@ def export(
     target must be new.
     """
     gathered, plan = gather_parts(request)
-    write_folder(
-        request.target,
-        plan=plan,
-        batches=[gathered.shards],
-        files_from=files_from,
-        start=start,
-        progress=progress,
-    )
+    write_folder(request.target, plan, [gathered.shards], files_from, start, progress)
 
 
 @set_module("mlstate.checkpoint")

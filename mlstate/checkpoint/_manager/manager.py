@@ -5,18 +5,18 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..._common.arguments import check_flags, check_int
+from ..._common.caller import find_caller
 from ..._common.log import log
 from ..._common.set_module import set_module
 from ..._common.store_error import store_error
 from ..._common.text import steps_text
 from ...collectives._arguments import optional_group
-from ...errors import CheckpointWarning, ChecksumError, FormatError, MLStateError
+from ...errors import ChecksumError, FormatError, MLStateError
 from .._checkpoint.checkpoint import Checkpoint
 from .._checkpoint.save import save
 from .._checkpoint.save_async import SaveHandle, save_async
@@ -374,6 +374,14 @@ class CheckpointManager:
 
     # -- saving
 
+    def _prepare(self, step: int, metadata: Any, group: ProcessGroup | None) -> None:
+        """Wait for the running save; refuse another's folder, and warn, before `step` is saved."""
+        self._settle()
+        self._timer.note()
+        self._refuse_other(group)
+        self._warn_of_deletions(step, group)
+        self._warn_without_metric(step, metadata, group)
+
     @show_options(SAVE_DEFAULTS)
     def save(
         self,
@@ -419,18 +427,9 @@ class CheckpointManager:
         options = complete_options(CheckpointManager.save, options, SAVE_DEFAULTS)
         group = options["group"] = optional_group(options["group"])
         with self._turn(group):
-            self._settle()
-            self._timer.note()
-            self._refuse_other(group)
-            self._warn_of_deletions(step, group)
-            self._warn_without_metric(step, options["metadata"], group)
-            saved = save(
-                SaveFolder(self.directory, self._retain),
-                model,
-                optimizer,
-                step=step,
-                **options,
-            )
+            self._prepare(step, options["metadata"], group)
+            folder = SaveFolder(self.directory, self._retain)
+            saved = save(folder, model, optimizer, step=step, **options)
             self._own.add(saved.step)
             self._warn_if_unchanged(saved._manifest, 0 if group is None else group.rank)
         return saved
@@ -486,11 +485,7 @@ class CheckpointManager:
         options = complete_options(CheckpointManager.save_async, options, SAVE_DEFAULTS)
         group = options["group"] = optional_group(options["group"])
         with self._turn(group):
-            self._settle()
-            self._timer.note()
-            self._refuse_other(group)
-            self._warn_of_deletions(step, group)
-            self._warn_without_metric(step, options["metadata"], group)
+            self._prepare(step, options["metadata"], group)
             if self._staging is None:
                 self._staging = OwnStaging(keeps_memory=True)
 
@@ -614,12 +609,10 @@ class CheckpointManager:
         ):
             return
         self._warns_unchanged = False
-        warnings.warn(
+        find_caller().warn(
             f"the model of step {saved.step} has the same bytes as that of step {before}: is this "
             "the model that is trained, and does it wait for save_async(...).staged()? "
-            "warn_unchanged=False allows it",
-            CheckpointWarning,
-            stacklevel=3,
+            "warn_unchanged=False allows it"
         )
 
     # -- deleting
@@ -656,11 +649,9 @@ class CheckpointManager:
         if not foreign:
             return
         more = f", and {steps_text(later, _SHOWN)} with later saves" if later else ""
-        warnings.warn(
+        find_caller().warn(
             f"keep={self.keep} deletes steps that this manager did not save: "
-            f"{steps_text(foreign, _SHOWN)}{more}; keep=None keeps every step",
-            CheckpointWarning,
-            stacklevel=3,
+            f"{steps_text(foreign, _SHOWN)}{more}; keep=None keeps every step"
         )
         self._has_warned = True  # not set if the warning was raised: then nothing is deleted
 
@@ -684,11 +675,9 @@ class CheckpointManager:
         if self._rules.metric_in(metadata or {}) is not None:
             return
         keys = ", ".join(map(repr, metadata or {})) or "none"
-        warnings.warn(
+        find_caller().warn(
             f"step {step} has no number {self._rules.monitor!r} in metadata= (keys: {keys}), so "
-            f"keep_best={self._rules.best} does not keep it",
-            CheckpointWarning,
-            stacklevel=3,
+            f"keep_best={self._rules.best} does not keep it"
         )
 
     def _retain(self, newest: Manifest) -> dict[str, Manifest]:
@@ -892,7 +881,7 @@ class CheckpointManager:
                 if self._checkpoints.folder.exists(root):  # else a writer has deleted it
                     log("WARNING", "%s: %s cannot be restored: %s", self.directory, root, error)
                     text = f"{root} cannot be restored: {error}"
-                    warnings.warn(text, CheckpointWarning, stacklevel=2)
+                    find_caller().warn(text)
                 newest_error = newest_error or error
         if newest_error is not None:
             raise newest_error

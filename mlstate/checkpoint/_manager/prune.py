@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..._common.arguments import check_flags, check_int
 from ..._common.set_module import set_module
 from ..._common.text import bytes_text, count_text
-from ...errors import FormatError, MLStateError
+from ...errors import FormatError
 from .._folder.protocol import NoExclusion, exclusion_of
 from .._options import check_timeout
 from .._store.open_path import open_files
@@ -83,16 +82,6 @@ def _old_roots(files: CheckpointFiles, keep: int | None) -> list[Root]:
     newest = files.read_manifest().generation
     old, _ = manager._divide_roots(newest, manager._roots(FormatError), is_new=False)
     return old
-
-
-def _steps_of(files: CheckpointFiles) -> dict[Root, int | None]:
-    """Return the step number of each root, oldest first; None for one that cannot be read."""
-    steps: dict[Root, int | None] = {}
-    for root in files.list_roots():
-        steps[root] = None
-        with suppress(MLStateError):
-            steps[root] = files.read_manifest(root.path).step
-    return steps
 
 
 def _is_dead(name: str, changed: float, generations: set[str], abandoned_before: float) -> bool:
@@ -201,7 +190,7 @@ def delete_roots(
     exclusion = NoExclusion() if dry_run else exclusion_of(folder, timeout)
     with exclusion.holder:
         exclusion.acquire()
-        old, steps = choose(), _steps_of(files)
+        old, steps = choose(), files.steps_of(files.list_roots())
         temporary = files.temporary_files()
         unneeded = {*files.known_files()} - files.needed_files(old)
         infos = folder.find_files({*unneeded, *temporary, *(root.path for root in old)})

@@ -518,21 +518,22 @@ class CheckpointFiles:
         """Delete roots (manifests of steps) and their marks durably, before their files go."""
         if not roots:
             return
-        steps = self._steps_of(roots) if is_logged("INFO") else []
+        steps = self.steps_of(roots) if is_logged("INFO") else {}
         names = self.folder.names("roots")
         deleted = {os.path.basename(root.path) for root in roots}
         marks = orphaned_marks(names, [name for name in names if name not in deleted])
         if self.remove([*(root.path for root in roots), *marks]):
             self.folder.sync("roots")
-        for step, root in zip(steps, roots, strict=False):
-            log("INFO", "%s: deleted step %s (%s)", self.path, step, root.path)
+        for root, step in steps.items():
+            text = "?" if step is None else step
+            log("INFO", "%s: deleted step %s (%s)", self.path, text, root.path)
 
-    def _steps_of(self, roots: list[Root]) -> list[str]:
-        """Return the steps of roots as texts, ``?`` for a damaged root."""
-        steps = ["?"] * len(roots)
-        for number, root in enumerate(roots):
-            with suppress(FormatError, StoreError):
-                steps[number] = str(self.read_manifest(root.path).step)
+    def steps_of(self, roots: list[Root]) -> dict[Root, int | None]:
+        """Return the step of each root; None for one that cannot be read."""
+        steps: dict[Root, int | None] = dict.fromkeys(roots)
+        for root in roots:
+            with suppress(MLStateError):
+                steps[root] = self.read_manifest(root.path).step
         return steps
 
     # ---- garbage of many ranks: each rank deletes its own files ----

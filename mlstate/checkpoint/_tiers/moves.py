@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ..._common.arrays import refuse_given_away
 from ..._common.backend import backend_named, backend_of, is_module, is_optimizer
 from ..._common.budget import parse_budget
+from ..._common.caller import find_caller
 from ..._common.changes import exchange
 from ..._common.local_path import local_folder
 from ..._common.store_error import store_error
@@ -25,7 +26,7 @@ from ..._common.text import names_hint
 from ..._common.waiting import Monitor
 from ..._sharding.layout import TIERS, Shard, Tier
 from ...distributed._merge import like
-from ...errors import CapacityError, CheckpointWarning, FormatError, TensorNotFoundError
+from ...errors import CapacityError, FormatError, TensorNotFoundError
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import ModelStateDict, StateDict
 from .._folder.local import LocalFolder, make_path
@@ -244,14 +245,12 @@ class TierMoves:
 
         A damaged file is left out with a warning.
         """
-        import warnings
-
         self._folder.remove(self._folder.temporary_files())
         for file in self._files():
             try:
                 self._insert(open_unit(os.path.join(self._directory, file)))
             except FormatError as error:
-                warnings.warn(f"a unit is left out: {error}", CheckpointWarning, stacklevel=3)
+                find_caller().warn(f"a unit is left out: {error}")
         units = self._units.values()
         self._choose_device([part.array for unit in units for part in unit.parts])
 

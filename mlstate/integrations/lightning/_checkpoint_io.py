@@ -6,11 +6,11 @@ import errno
 import hashlib
 import os
 import shutil
-import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..._common.caller import find_caller
 from ..._common.local_path import local_folder
 from ..._common.set_module import set_module
 from ..._common.store_error import store_error
@@ -18,7 +18,7 @@ from ...checkpoint._convert.lightning import read_checkpoint, save_checkpoint
 from ...checkpoint._folder.names import FOLDERS, MANIFEST, TEMPORARY
 from ...checkpoint._layouts.lightning import read_ckpt
 from ...checkpoint._save.target import SaveFolder
-from ...errors import CheckpointWarning, StoreError
+from ...errors import StoreError
 from ._errors import is_checkpoint, name_conversion_in_errors
 
 
@@ -218,11 +218,9 @@ class MLStateCheckpointIO:
             The path is a file: Lightning wrote it without this plugin.
         """
         if os.path.isfile(path):
-            warnings.warn(
+            find_caller().warn(
                 f"{os.fspath(path)} is a file of Lightning, not a folder of mlstate: it has no "
-                "checksums. mlstate convert FILE.ckpt FOLDER converts it",
-                CheckpointWarning,
-                stacklevel=2,
+                "checksums. mlstate convert FILE.ckpt FOLDER converts it"
             )
             return read_ckpt(Path(path))
         is_device = isinstance(map_location, str) or hasattr(map_location, "index")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..._common.caller import find_caller
 from ..._common.local_path import local_path
 from ..._common.set_module import set_module
 from ..._common.text import steps_text
@@ -18,7 +18,7 @@ from ...checkpoint._rank_messages import gather_bytes
 from ...checkpoint._save.content import check_optimizer
 from ...checkpoint._states.generators import library_of, restored, set_state, state_of
 from ...checkpoint._store.open_path import is_url
-from ...errors import CheckpointWarning, CompatibilityError, FormatError, StoreNotFoundError
+from ...errors import CompatibilityError, FormatError, StoreNotFoundError
 from ._trainer_folders import (
     folder_of,
     is_complete,
@@ -350,12 +350,10 @@ class MLStateCallback:
                 name="resume_from_checkpoint",
             )
         if args.process_index == 0:
-            warnings.warn(
+            find_caller().warn(
                 f"{manager.directory} has no step {state.global_step} of this run: the training "
                 "resumes with the optimizer, scheduler and generators that the Trainer itself "
-                "has saved",
-                CheckpointWarning,
-                stacklevel=2,
+                "has saved"
             )
 
     def _check_optimizer(self, args: Any, model: Any, optimizer: Any) -> None:
@@ -392,12 +390,10 @@ class MLStateCallback:
         manager._is_kept_elsewhere = lambda step: (
             step in earlier or folder_of(output, step).is_dir()
         )
-        warnings.warn(
+        find_caller().warn(
             f"{manager.directory} has steps of another training: {steps_text(earlier)}. This one "
             "starts at step 0: it keeps them, but replaces a step of the same number. To resume, "
-            "pass MLStateCallback.last_checkpoint(output_dir, directory) to train()",
-            CheckpointWarning,
-            stacklevel=3,
+            "pass MLStateCallback.last_checkpoint(output_dir, directory) to train()"
         )
 
     def _has_step(self, state: Any) -> bool:

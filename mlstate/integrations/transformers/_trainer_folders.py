@@ -10,16 +10,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import warnings
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..._common.atomic_file import Target, new_path
+from ..._common.caller import find_caller
 from ..._common.text import steps_text
 from ..._safetensors import load_metadata, save_file
 from ...checkpoint._folder.local import LocalFolder
-from ...errors import CheckpointWarning, MLStateError
+from ...errors import MLStateError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -204,11 +204,9 @@ def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: boo
             resumable = step
             break
     if damaged and newest is not None:
-        warnings.warn(
+        find_caller().warn(
             f"{manager.directory} has damaged steps, which are passed over: "
-            f"{steps_text(damaged)}; mlstate verify names the damage",
-            CheckpointWarning,
-            stacklevel=3,
+            f"{steps_text(damaged)}; mlstate verify names the damage"
         )
     # later folders: written without mlstate, or by a process that was killed before the save
     later = [
@@ -220,11 +218,9 @@ def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: boo
         if is_complete(folder) and not _is_mixed(folder):
             return str(folder)
         if is_complete(folder):
-            warnings.warn(
+            find_caller().warn(
                 f"{folder} is passed over: its weights are newer than its optimizer, which may be "
-                "of another run; if the folder was only copied, resume from its path",
-                CheckpointWarning,
-                stacklevel=4,
+                "of another run; if the folder was only copied, resume from its path"
             )
     if newest is not None and newest_position is not None:
         # killed between the deletion of the newest step's folder and the save of the next step
@@ -234,12 +230,10 @@ def last_checkpoint(output: Path, manager: CheckpointManager, *, is_default: boo
             return str(_restore_folder(output, manager, newest, position))
     if resumable < 0 and (folders or saved):
         steps = "no step of the Trainer that is undamaged" if saved else "no step"
-        warnings.warn(
+        find_caller().warn(
             f"{output} has no checkpoint that can be resumed, and {manager.directory} has {steps}, "
             "so training starts anew; if the callback has another directory=, pass it to "
-            "last_checkpoint too",
-            CheckpointWarning,
-            stacklevel=3,
+            "last_checkpoint too"
         )
     return str(folder_of(output, resumable)) if resumable >= 0 else None
 

@@ -6,10 +6,10 @@ Groups are matched by the names of their parameters, and without names by positi
 from __future__ import annotations
 
 import json
-import warnings
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ....errors import CheckpointWarning, CompatibilityError
+from ...._common.caller import find_caller
+from ....errors import CompatibilityError
 from .optimizer_contract import has_own_loader
 from .optimizer_values import EXACT, NOT_VALUES, as_json, decode_value, quoted
 
@@ -101,11 +101,9 @@ def _by_position(saved: Sequence[Mapping[str, Any]], members: Sequence[Sequence[
             f"{lengths} parameters, and the optimizer's have {want}"
         )
     if len(saved) > 1:
-        warnings.warn(
+        find_caller().warn(
             f"the {len(saved)} groups of the optimizer were saved without names of parameters "
-            "and are matched by position: save the model with the optimizer to store the names",
-            CheckpointWarning,
-            stacklevel=2,
+            "and are matched by position: save the model with the optimizer to store the names"
         )
     return list(range(len(saved)))
 
@@ -160,9 +158,7 @@ def _by_name(
             unlisted = [name for name in group_names if name not in groups_of]
             if scope.strict and not (unlisted and scope.recorded.issuperset(unlisted)):
                 raise
-            warnings.warn(
-                f"group {number} keeps its own values: {error}", CheckpointWarning, stacklevel=2
-            )
+            find_caller().warn(f"group {number} keeps its own values: {error}")
             matches.append(None)
     return matches
 
@@ -204,11 +200,9 @@ def _with_defaults(
         if key not in values and (key in optimizer.defaults or as_json(value) is NotImplemented)
     }
     if unsaved:
-        warnings.warn(
+        find_caller().warn(
             f"the checkpoint lacks {quoted(unsaved)} of the optimizer's groups, which keep "
-            "their values",
-            CheckpointWarning,
-            stacklevel=2,
+            "their values"
         )
     return {**values, **unsaved}
 
