@@ -276,9 +276,7 @@ class Target(NamedTuple):
         """Return the StoreError (EEXIST) for a target that another program changed."""
         state = "appeared" if self.is_vacant else "was changed"
         text = f"it {state} while its replacement was written, and is left as it is"
-        return store_error(
-            FileExistsError(errno.EEXIST, text), "cannot write the target", self.path
-        )
+        return store_error(OSError(errno.EEXIST, text), "cannot write the target", self.path)
 
 
 def change_mode(file: int | str, mode: int) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .. import _core
 from .._common.arguments import check_callback, check_flags
 from .._common.atomic_file import Target, replacing
-from .._common.callback import ProgressErrors
+from .._common.callback import Progress, ProgressErrors
 from .._common.file_checksums import BLOCK, NAME, build
 from .._common.file_kinds import is_damage
 from .._common.regular_file import open_regular
@@ -22,8 +22,6 @@ from ._sources.open_source import open_source
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from .._common.callback import Progress
 
 
 def _identity(file: Any) -> tuple[int, ...]:
@@ -158,8 +156,7 @@ def checksum(
     target = Target.of(target_path, follow_links=False)
     if target.entries and not overwrite:
         text = "the checksums exist; overwrite=True (--force on the command line) writes new ones"
-        exists = FileExistsError(errno.EEXIST, text)
-        raise store_error(exists, "cannot write the checksums", target_path)
+        raise store_error(OSError(errno.EEXIST, text), "cannot write the checksums", target_path)
     entries = {}
     with ProgressErrors(progress) as guarded:
         for name in names:

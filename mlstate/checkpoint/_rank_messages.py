@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ def pack_message(content: dict[str, Any]) -> bytes:
 
     Only the text of an error in it may be too long; it is cut.
     """
-    import json
-
     text = json.dumps(content).encode()
     while len(text) > _MESSAGE_BYTES:
         content["error"] = content["error"][: len(content["error"]) // 2] + "…"
@@ -51,8 +50,6 @@ def pack_message(content: dict[str, Any]) -> bytes:
 
 def unpack_message(text: bytes) -> dict[str, Any]:
     """Return the content of a message."""
-    import json
-
     content: dict[str, Any] = json.loads(text)
     return content
 

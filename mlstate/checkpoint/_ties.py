@@ -15,13 +15,12 @@ from .._common.arrays import memory_image, memory_key
 from .._common.converted import converted, is_converted
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._common.staged_targets import tied_error
-from .._sharding.layout import Layout, part_of_cutting
+from .._sharding.layout import Layout, Steps, part_of_cutting
 from ._folder.names import SECTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from .._sharding.layout import Steps
     from .._types import NDArray
     from ._load.loader import Loader
     from ._sections import Section

@@ -6,7 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from .._common.arguments import check_callback, check_flags
-from .._common.callback import ProgressErrors
+from .._common.callback import Progress, ProgressErrors
 from .._common.file_kinds import is_damage
 from .._common.log import log
 from ..errors import (
@@ -23,7 +23,7 @@ from ._folder.names import MANIFEST, SECTIONS, Root
 from ._report import Problem, VerifyReport, problem_of
 from ._sections import STATES
 from ._sources.indexed import IndexedSource
-from ._sources.open_source import open_source
+from ._sources.open_source import Choice, open_source
 from ._sources.verify_root import index_problems, is_of_header, verify_root
 from ._store.checkpoint_files import CheckpointFiles
 from ._store.chosen_names import chosen_names
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from .. import _core
-    from .._common.callback import Progress
-    from ._sources.open_source import Choice
     from ._sources.protocol import Source
 
 _CRC32C, _LAYERS = -3, -1  # indices of these fields in a row of `MergedIndex.shards`

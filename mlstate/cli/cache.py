@@ -15,12 +15,11 @@ from .._safetensors import save_file
 from ..checkpoint._convert.read_write import begin_write
 from ..checkpoint._files.safetensors_verify import read_header
 from ..integrations.mlx._prompt_caches import read_prompt
-from ..integrations.mlx._prompt_file import GENERATIONS, flatten_prompt
+from ..integrations.mlx._prompt_file import GENERATIONS, PromptFile, flatten_prompt
 from ._common import Commands, add_actions_of, add_command, print_json, print_table, stat_path
 
 if TYPE_CHECKING:
     from ..integrations.mlx._layer_values import LayerValues
-    from ..integrations.mlx._prompt_file import PromptFile
 
 __all__ = ["add"]
 

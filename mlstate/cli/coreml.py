@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..coreml import StateSpecs, plan_transition
+from ..coreml import StateSpecs, TransitionPlan, plan_transition
 from ..coreml._specs import read_functions, warn_of_shapes
 from ._common import Commands
 from ._states import ModelFormat, add_actions
-
-if TYPE_CHECKING:
-    from ..coreml import TransitionPlan
 
 __all__ = ["add"]
 

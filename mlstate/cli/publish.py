@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.text import bytes_text, count_text, printable, steps_text
 from ..checkpoint import verify
-from ..checkpoint._folder.names import MANIFEST
+from ..checkpoint._folder.names import MANIFEST, Root
 from ..checkpoint._manager.prune import delete_roots
 from ..checkpoint._options import check_timeout
 from ..checkpoint._store.open_path import RootPath, open_files
 from ..errors import MLStateError
-from ..follow._version import lineage_of, trim_chain
+from ..follow._version import Lineage, lineage_of, trim_chain
 from ._common import Commands, add_actions_of, add_command, add_options, print_json, print_table
 
 if TYPE_CHECKING:
-    from ..checkpoint._folder.names import Root
     from ..checkpoint._store.checkpoint_files import CheckpointFiles
-    from ..follow._version import Lineage
 
 __all__ = ["add"]
 

@@ -15,7 +15,7 @@ from ...errors import FormatError, StoreError
 from .._folder.names import SECTIONS
 from .._load.load import load
 from .._loaded_state import LoadedState
-from .._options import LOAD_DEFAULTS, show_options
+from .._options import LOAD_DEFAULTS, LoadOptions, show_options
 from .._quantized.parts import scheme_of
 from .._report import VerifyReport
 from .._sources.open_source import is_source, known_source, open_source
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Unpack
 
-    from .._options import LoadOptions
     from .._sources.protocol import Index, Source
 
 _ROWS = 20

@@ -19,9 +19,9 @@ from .._huggingface.export import (
     write_folder,
 )
 from .._save.job import SaveJob, devices_of, refuse_default_group
-from .._save.staging import staging_of
+from .._save.staging import Staging, staging_of
 from .._sources.open_source import open_source
-from .save_async import start_job
+from .save_async import SaveHandle, start_job
 
 if TYPE_CHECKING:
     import os
@@ -31,9 +31,7 @@ if TYPE_CHECKING:
     from .._huggingface.export import Export
     from .._huggingface.export_plan import ExportPlan
     from .._save.shards import GatheredShards
-    from .._save.staging import Staging
     from .._sources.protocol import Source
-    from .save_async import SaveHandle
 
 
 class _ExportJob(SaveJob):

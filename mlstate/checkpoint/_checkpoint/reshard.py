@@ -10,22 +10,20 @@ from ..._common.arguments import check_callback, check_flags, check_int
 from ..._common.set_module import set_module
 from ..._sharding.layout import Layout, Shard, Steps, steps_of
 from .._folder.names import SECTIONS
-from .._options import PACK_BELOW, complete_save_options
+from .._options import PACK_BELOW, SaveOptions, complete_save_options
 from .._save.commit import Commit
 from .._save.content import WRITER
 from .._save.shards import GatheredShards
 from .._save.target import SaveFolder, SaveTarget, check_target
 from .._sections import STATES
 from .._sources.indexed import IndexedSource
-from .._sources.open_source import open_source
+from .._sources.open_source import Choice, open_source
 from .._store.open_path import RootPath, is_url, open_files, refuse_existing, refuse_file_name
 from .checkpoint import Checkpoint, TensorRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from .._options import SaveOptions
-    from .._sources.open_source import Choice
     from .._store.checkpoint_files import CheckpointFiles
     from .._store.manifest import Manifest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ..._common.set_module import set_module
-from .._options import SAVE_DEFAULTS, complete_save_options, show_options
+from .._options import SAVE_DEFAULTS, SaveOptions, complete_save_options, show_options
 from .._save.save_root import save_root
 from .checkpoint import Checkpoint
 
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
     from typing import Unpack
-
-    from .._options import SaveOptions
 
 
 @set_module("mlstate.checkpoint")

@@ -7,22 +7,18 @@ import os
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..._common.budget import parse_budget
+from ..._common.budget import MemorySize, parse_budget
 from ..._common.set_module import set_module
-from .._options import SAVE_DEFAULTS, complete_save_options, show_options
+from .._options import SAVE_DEFAULTS, SaveOptions, complete_save_options, show_options
 from .._save.content import take_content
 from .._save.job import SaveJob, add_wait, devices_of, refuse_default_group
-from .._save.staging import staging_of
+from .._save.staging import Staging, staging_of
 from .._save.target import check_target
 from .checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Unpack
-
-    from ..._common.budget import MemorySize
-    from .._options import SaveOptions
-    from .._save.staging import Staging
 
 
 @set_module("mlstate.checkpoint")

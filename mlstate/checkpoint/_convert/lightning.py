@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from ..._common.backend import TensorBackend, torch_backend
 from ..._common.file_checksums import require_unchanged
 from ...state._state_dict import StateDict
-from .._files.parts import Parts
+from .._files.parts import Parts, Selection
 from .._layouts.lightning import STATE, checkpoint_of, read_ckpt, split_checkpoint
 from .._load.load import load
-from .._options import complete_save_options
+from .._options import SaveOptions, complete_save_options
 from .._save.save_root import save_root
 from .._sources.open_source import open_source
 from .._sources.readers import store_errors
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from typing import Unpack
 
-    from .._files.parts import Selection
-    from .._options import SaveOptions
     from .._sources.protocol import Source
     from .._store.open_path import RootPath
 

@@ -22,7 +22,7 @@ from .._files.parts import Parts, Selection
 from .._huggingface.export import export, take_export
 from .._load.arguments import check_request
 from .._load.loader import Loader, load_new_state
-from .._options import LOAD_DEFAULTS, complete_options
+from .._options import LOAD_DEFAULTS, LoadOptions, SaveOptions, complete_options
 from .._save.save_root import save_root
 from .._save.target import SaveFolder
 from .._sources.readers import store_errors
@@ -36,7 +36,6 @@ from .lightning_file import checkpoint_from, with_order
 if TYPE_CHECKING:
     from ...state._state_dict import StateDict
     from .._loaded_state import LoadedState
-    from .._options import LoadOptions, SaveOptions
     from .._sources.protocol import Source
 
 
@@ -220,14 +219,6 @@ def _write_huggingface(target: Target, parts: Parts) -> None:
     export(take_export(target.path, model), start=target)
 
 
-def _write_torch(target: Target, parts: Parts) -> None:
-    torch_backend("files of torch", PtBackend).write_pt(target, parts)
-
-
-def _write_dcp(target: Target, parts: Parts) -> None:
-    torch_backend("files of torch", DcpBackend).write_dcp(target, parts)
-
-
 def _write_lightning(target: Target, parts: Parts) -> None:
     checkpoint = checkpoint_from(parts, target.path)
     with replacing(target.path, target) as file:
@@ -237,8 +228,8 @@ def _write_lightning(target: Target, parts: Parts) -> None:
 _WRITERS: dict[str, Callable[[Target, Parts], None]] = {
     "safetensors": write_safetensors_parts,
     "npz": write_npz_parts,
-    "torch": _write_torch,
-    "dcp": _write_dcp,
+    "torch": lambda *write: torch_backend("files of torch", PtBackend).write_pt(*write),
+    "dcp": lambda *write: torch_backend("files of torch", DcpBackend).write_dcp(*write),
     "huggingface": _write_huggingface,
     "lightning": _write_lightning,
 }

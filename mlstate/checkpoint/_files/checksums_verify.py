@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from io import BytesIO
 from typing import IO, TYPE_CHECKING
 
-from ..._common.file_checksums import NAME, find_changes, is_checksums_name
+from ..._common.file_checksums import NAME, Checksums, Record, find_changes, is_checksums_name
 from ..._common.local_path import local_folder
 from ..._common.regular_file import open_regular
 from ..._common.store_error import store_error
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
     from ..._common.callback import Progress
-    from ..._common.file_checksums import Checksums, Record
     from .._folder.protocol import Folder
 
 _BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}", re.ASCII)

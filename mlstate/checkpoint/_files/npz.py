@@ -19,13 +19,12 @@ from ..._common.atomic_file import Target, replacing
 from ..._common.dtypes import label_of, name_of, stored_dtype
 from ..._common.regular_file import open_regular
 from ..._common.store_error import format_error
-from ...errors import CompatibilityError
+from ...errors import CompatibilityError, FormatError, MLStateError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ..._types import NDArray, NumpyDType
-    from ...errors import FormatError, MLStateError
     from .parts import Parts
 
 RECORD = "mlstate.json"

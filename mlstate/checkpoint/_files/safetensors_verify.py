@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
 from ..._common.dtypes import FILE_DTYPES
-from ..._common.file_checksums import BLOCK, compare_blocks
+from ..._common.file_checksums import BLOCK, Change, compare_blocks
 from ..._common.local_path import local_folder
 from ..._common.regular_file import open_regular
 from ..._common.store_error import format_error, store_error
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ..._common.callback import Progress
-    from ..._common.file_checksums import Change
 
 # By the branch of the metadata that it is in: see csrc/core/safetensors/safetensors.h.
 CHECKSUMS = tuple(f"{branch}mlstate.blocks.crc32c" for branch in ("", "0.", "1."))

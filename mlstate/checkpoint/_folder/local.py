@@ -15,7 +15,7 @@ from ..._common.log import is_logged, log
 from ..._common.regular_file import NOT_REGULAR, check_regular
 from ..._common.store_error import format_error, store_error
 from .names import FOLDERS, LOCK, MANIFEST, group_by_part, is_checkpoint_file
-from .protocol import FileInfo, NewFiles
+from .protocol import FileInfo, NewFiles, TensorParts
 from .weight_names import INDEX, SINGLE, SUFFIX, TORCH_SUFFIX, weights_root
 from .writer_lock import WriterLock
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
 
     from ..._common.callback import Progress
-    from .protocol import TensorParts
 
 _MOST_BYTES = 512 << 20  # of a manifest or an index
 _HUB_NAME = re.compile(r"(\w[\w.-]*)/(\w[\w.-]*)\Z", re.ASCII)

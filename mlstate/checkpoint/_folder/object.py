@@ -20,8 +20,8 @@ from ...errors import FormatError, MLStateError, StoreError
 from ._remote.interrupted_uploads import INDEX_FOLDER, find_uploaded
 from ._remote.parallel_tasks import run_tasks
 from .names import MANIFEST, SECTIONS, root_of
-from .protocol import FileInfo, NewFiles
-from .range_load import LoadCall, load_units
+from .protocol import FileInfo, NewFiles, TensorParts
+from .range_load import Answer, LoadCall, Range, Unit, load_units
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ._remote.object_store import ObjectInfo, ObjectStore, Tag
     from ._remote.options import StoreOptions
     from ._remote.root_claim import RootClaim
-    from .protocol import TensorParts
-    from .range_load import Answer, Range, Unit
 
 _MOST_BYTES = 512 << 20  # of a manifest or an index
 _BATCH = 128 << 20  # bytes of a verification that are copied together

@@ -14,6 +14,7 @@ on other hosts (NFS) cannot be recognised: only one host may write.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import stat
@@ -256,8 +257,6 @@ class WriterLock:
 
     def _text(self, descriptor: _core.Descriptor) -> dict[str, Any]:
         """Return the JSON object in the lock file: owner and generation; {} if it has none."""
-        import json
-
         # a writer killed before ftruncate leaves the end of a longer text after the first line
         line = os.pread(descriptor.fileno(), 4096, 0).partition(b"\n")[0]
         try:
@@ -291,8 +290,6 @@ class WriterLock:
 
     def _write(self, generation: str | None) -> None:
         """Write the lock's text: this process, and `generation`, the save in progress or None."""
-        import json
-
         text = json.dumps({**self._owner, "generation": generation}).encode()
         number = self.holder.fileno()
         os.pwrite(number, text + b"\n", 0)

@@ -20,6 +20,8 @@ from io import BytesIO
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from ... import _core
 from ..._common.arguments import check_callback
 from ..._common.arrays import memory_key, refuse_unstorable
@@ -44,12 +46,12 @@ from .._folder.weight_names import find_weights, index_of, is_index, stem_of
 from .._options import SAVE_DEFAULTS
 from .._quantized.config import OTHER_FILES, find_entry, parse_entry
 from .._save.content import SaveContent, take_content
-from .._save.shards import gather_shards
-from .._save.target import check_target
+from .._save.shards import GatheredShards, gather_shards
+from .._save.target import SaveTarget, check_target
 from .._states.collect import NO_STATES
 from .._store.open_path import is_url, open_folder
 from .config import config_of_dtype, has_codes, other_without_entry, weights_dtype
-from .export_plan import StateTable, drop_copies, exchange_tables, make_plan, table_of
+from .export_plan import ExportPlan, StateTable, drop_copies, exchange_tables, make_plan, table_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -57,9 +59,6 @@ if TYPE_CHECKING:
 
     from ...collectives import ProcessGroup
     from .._folder.protocol import Files
-    from .._save.shards import GatheredShards
-    from .._save.target import SaveTarget
-    from .export_plan import ExportPlan
 
     _Opened: TypeAlias = dict[str, Callable[[], Any]]  # names of files, and how to open each
 
@@ -355,8 +354,6 @@ def _pack(values: Any, dtype: str) -> bytes:
     `values`: a one-dimensional array; most of a rank's values are 0. `dtype`: that the values have
     in the bytes.
     """
-    import numpy as np
-
     positions = np.flatnonzero(values)
     parts = (
         np.array([len(positions)], "<u8"),
@@ -371,8 +368,6 @@ def _unpack(data: memoryview, dtype: str) -> tuple[Any, Any, memoryview]:
 
     `dtype`: of the values in `data`.
     """
-    import numpy as np
-
     count = int(np.frombuffer(data[:8], "<u8")[0])
     item = np.dtype(dtype).itemsize
     middle, end = 8 + 8 * count, 8 + (8 + item) * count  # of the positions, of the values
@@ -394,8 +389,6 @@ def _write_parts(
     None: no calls. The result, for `_checksums`, has the CRC32C of each block, combined over the
     ranks by XOR, and the bytes written of each tensor.
     """
-    import numpy as np
-
     crcs = np.zeros(plan.starts[-1], np.uint32)
     written = np.zeros(len(plan.places), np.uint64)
     for shards in batches:
@@ -408,8 +401,6 @@ def _checksums(plan: ExportPlan, shares: list[bytes]) -> Any:
 
     `shares`: the result of each rank's `_write_parts`.
     """
-    import numpy as np
-
     crcs = np.zeros(plan.starts[-1], np.uint32)
     written = np.zeros(len(plan.places), np.uint64)
     for data in shares:

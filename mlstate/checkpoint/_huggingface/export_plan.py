@@ -8,6 +8,8 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from ... import _core
 from ..._common.converted import is_converted
 from ..._common.dtypes import DTYPES, name_of
@@ -190,8 +192,6 @@ def _mix(parts: Any) -> Any:
 
     `_irregular_names` compares sums of them, modulo 2**64.
     """
-    import numpy as np
-
     mixed = (parts.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -206,8 +206,6 @@ def _irregular_names(
     `tensors`: of all ranks. `state`: this rank's. Each part has a pseudo-random number: the sum
     over all ranks' parts must equal the sum over all parts of the layout.
     """
-    import numpy as np
-
     own_sums = np.zeros(len(tensors), np.uint64)
     expected_sums = np.zeros(len(tensors), np.uint64)
     sums: dict[int, Any] = {}  # of all parts, by their number
@@ -233,8 +231,6 @@ def _part_keys(names: list[str], state: Mapping[str, Any]) -> Any:
     """
     import hashlib
 
-    import numpy as np
-
     keys = np.zeros(len(names), "<u8")
     for number, name in enumerate(names):
         part = _own_part(state, name)
@@ -254,8 +250,6 @@ def drop_copies(
     not shard has a separate mesh in each FSDP2 group, with replica numbers of 0. The holders of a
     part take turns: of k holders, the one at place n modulo k writes tensor number n of these.
     """
-    import numpy as np
-
     names = [] if group is None else _irregular_names(group, tensors, state)
     if group is None or not names:
         return

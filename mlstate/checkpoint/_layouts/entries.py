@@ -31,20 +31,18 @@ import numpy as np
 from ..._common.arrays import is_torch
 from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.store_error import format_error
-from ...errors import CompatibilityError, FormatError
+from ...errors import CompatibilityError, FormatError, MLStateError
 from ...state._kind import restore
 from ...state._optimizer_state import OptimizerStateDict
 from ...state._state_dict import StateDict
 from .._files.backend import PtBackend
-from .._files.parts import MODEL, OPTIMIZER, STATES, Parts, Unreadable
+from .._files.parts import MODEL, OPTIMIZER, STATES, Parts, Selection, Unreadable
 from .._states.modules import entries_name, metadata_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from ...errors import MLStateError
-    from .._files.parts import Selection
 
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..._common.backend import torch_backend
 from ...errors import StoreNotFoundError
 from .._files.backend import PtBackend
-from .._files.parts import MODEL, OPTIMIZER
+from .._files.parts import MODEL, OPTIMIZER, Parts, Selection
 from .._folder.local import LocalFolder
 from .._store.weight_files import listed
 from . import sharded_safetensors
@@ -28,7 +28,6 @@ from .entries import refusal, sort_entries
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
 
-    from .._files.parts import Parts, Selection
     from .._folder.protocol import Folder
 
 

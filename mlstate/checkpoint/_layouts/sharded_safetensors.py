@@ -17,14 +17,13 @@ import numpy as np
 
 from ..._safetensors import load_file, load_metadata
 from ...state._state_dict import StateDict
-from .._files.parts import Parts
+from .._files.parts import Parts, Selection
 from .entries import malformed, refusal
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from ..._types import NDArray
-    from .._files.parts import Selection
     from .._folder.protocol import Folder
 
 INFO = "DCP_SHARDING_INFO"

@@ -17,7 +17,7 @@ from ..._common.file_checksums import require_unchanged
 from ..._safetensors import load_file
 from ...errors import StoreNotFoundError
 from .._files.backend import PtBackend
-from .._files.parts import STATES, Parts
+from .._files.parts import STATES, Parts, Selection
 from .._folder.weight_names import SUFFIX, TORCH_SUFFIX, weights_root
 from .entries import malformed, refusal, sort_entries
 from .folders import files_of_ranks, has_rank_files
@@ -25,7 +25,6 @@ from .folders import files_of_ranks, has_rank_files
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from .._files.parts import Selection
     from .._folder.protocol import Folder
 
 METADATA = "trainer_state.json"  # of a Trainer

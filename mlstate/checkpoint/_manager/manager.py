@@ -623,11 +623,8 @@ class CheckpointManager:
         with if_alone(group):
             is_other = holds_other_checkpoint(self._checkpoints)
         if is_other:
-            raise store_error(
-                FileExistsError(errno.EEXIST, f"{OTHER}: save steps into another folder"),
-                "cannot save the step",
-                self.directory,
-            )
+            text = f"{OTHER}: save steps into another folder"
+            raise store_error(OSError(errno.EEXIST, text), "cannot save the step", self.directory)
 
     def _warn_of_deletions(self, step: int, group: ProcessGroup | None) -> None:
         """Warn once, before `step` is saved, if `keep` deletes steps of another manager."""

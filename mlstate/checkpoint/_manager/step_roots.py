@@ -48,9 +48,8 @@ def agreed_roots(files: CheckpointFiles, group: ProcessGroup | None) -> list[str
     if error is not None:
         raise error
     if not reply:
-        failed = CollectiveError("rank 0 cannot list the checkpoints; see the error on that rank")
-        failed.rank = 0
-        raise failed
+        text = "rank 0 cannot list the checkpoints; see the error on that rank"
+        raise CollectiveError(text, rank=0)
     return reply.decode().split(" ")[1:]
 
 
@@ -79,6 +78,6 @@ def try_root(
         raise CollectiveError(f"rank {rank} cannot restore; see the error on that rank", rank=rank)
     if b"bad" in answers and error is None:
         rank = answers.index(b"bad")
-        state, error = None, CollectiveError(f"rank {rank} cannot read it; see the error there")
-        error.rank = rank
+        text = f"rank {rank} cannot read it; see the error there"
+        state, error = None, CollectiveError(text, rank=rank)
     return state, error

@@ -6,7 +6,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from ..._common.text import bytes_text, count_text, first_by_number, shorten, table_html
-from .table import columns_of, groups_of
+from .table import Group, Parameter, columns_of, groups_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from .._loaded_state import LoadedState
     from .._report import VerifyReport
     from .._store.manifest import Manifest
-    from .table import Group, Parameter
 
 MOST_BYTES = 30_000
 ROWS = 160  # of parameters, in total

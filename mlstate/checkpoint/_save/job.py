@@ -24,7 +24,7 @@ from ..._common.waiting import Waiters, start_thread
 from ..._sharding.layout import Shard
 from ...errors import StoreError
 from .commit import write_and_commit
-from .shards import gather_shards, is_on_device
+from .shards import GatheredShards, gather_shards, is_on_device
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from ..._common.callback import Progress
     from ...collectives import ProcessGroup
     from .content import SaveContent
-    from .shards import GatheredShards
     from .staging import Staging
     from .target import SaveTarget
 

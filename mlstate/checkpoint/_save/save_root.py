@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .._options import SAVE_DEFAULTS
+from .._options import SAVE_DEFAULTS, SaveOptions
 from .commit import write_and_commit
 from .content import take_content
 from .shards import gather_shards
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     import os
     from collections.abc import Mapping
 
-    from .._options import SaveOptions
     from .._store.open_path import RootPath
 
 

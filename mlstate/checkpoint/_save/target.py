@@ -10,9 +10,9 @@ from ..._common.budget import parse_size
 from ..._common.caller import Caller, find_caller
 from ..._sharding.layout import Layout
 from ...collectives._arguments import optional_group
-from .._folder.protocol import require_local
-from .._options import PACK_BELOW_MOST
-from .._store.checkpoint_files import CheckpointFiles
+from .._folder.protocol import Claim, require_local
+from .._options import PACK_BELOW_MOST, SaveOptions
+from .._store.checkpoint_files import CheckpointFiles, FolderContent
 from .._store.open_path import open_target
 
 if TYPE_CHECKING:
@@ -20,9 +20,6 @@ if TYPE_CHECKING:
 
     from ...collectives import ProcessGroup
     from .._checkpoint.save_async import SaveHandle
-    from .._folder.protocol import Claim
-    from .._options import SaveOptions
-    from .._store.checkpoint_files import FolderContent
     from .._store.manifest import Manifest
 
 

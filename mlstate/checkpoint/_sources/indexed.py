@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import FormatError
 from .._folder.names import MANIFEST
 from .._folder.protocol import TensorParts
-from .._report import Problem
+from .._report import Problem, VerifyReport
 from .._sections import OPTIMIZER, STATES
 from .._store.checkpoint_files import TRIES, CheckpointFiles
 from .._store.index_patterns import owners_of
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..._common.callback import Progress
     from ..._sharding.layout import Cuts
     from .._options import LoadOptions
-    from .._report import VerifyReport
     from .._store.manifest import Manifest
     from .protocol import Index
 

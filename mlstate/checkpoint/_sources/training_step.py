@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ...errors import MLStateError
 from .._files.parts import Parts, Selection
 from .._layouts.training_step import read_metadata, step_entries
-from .._report import note_refusal
+from .._report import VerifyReport, note_refusal
 from .readers import read_training_entries
 from .verify_zip import verify_files
 from .weights import HuggingFaceSource
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from ..._common.callback import Progress
     from .._options import LoadOptions
-    from .._report import VerifyReport
     from .._store.checkpoint_files import CheckpointFiles
     from .._store.manifest import Manifest
     from .protocol import Index

@@ -10,12 +10,11 @@ from ..._common.log import log
 from ..._common.store_error import store_error
 from ...errors import MLStateError, StoreError
 from .._report import Problem, VerifyReport, problem_of
-from .._store.checkpoint_files import TRIES
+from .._store.checkpoint_files import TRIES, CheckpointFiles
 
 if TYPE_CHECKING:
     from ... import _core
     from ..._common.callback import Progress
-    from .._store.checkpoint_files import CheckpointFiles
     from .._store.manifest import Manifest
 
 _NAMED = 3  # tensors of one file that a problem names

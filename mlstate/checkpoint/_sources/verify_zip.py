@@ -8,13 +8,12 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ..._common.file_kinds import dangling_blob, kind_of_file
-from .._report import file_problem
+from .._report import VerifyReport, file_problem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from ..._common.callback import Progress
-    from .._report import VerifyReport
 
 _BLOCK = 1 << 20
 _SUFFIXES = (".bin", ".ckpt", ".distcp", ".npz", ".pkl", ".pt", ".pth", ".safetensors")

@@ -14,7 +14,7 @@ from .._files.checksums_verify import compare_files, compare_recorded
 from .._files.safetensors_verify import read_header, verify_file
 from .._folder.weight_names import is_index, set_of, weights_root
 from .._quantized.config import find_entry
-from .._report import VerifyReport, problem_of
+from .._report import Problem, VerifyReport, problem_of
 from .._store.weight_checksums import find_checksums, require_index
 from .._store.weight_files import (
     listed,
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
     from ..._common.callback import Progress
     from ..._sharding.layout import Cuts
-    from .._report import Problem
     from .._store.checkpoint_files import CheckpointFiles
     from .._store.manifest import Manifest
     from .._store.weight_files import WeightFiles

@@ -12,7 +12,7 @@ from ..._common.arrays import is_torch
 from ..._common.backend import TensorBackend, backend_of, is_module
 from ..._common.caller import find_caller
 from ..._common.dtypes import dtype_name, name_of
-from ..._sharding.layout import Layout
+from ..._sharding.layout import Cuts, Layout
 from ...errors import CompatibilityError, MLStateError
 from ...state._kind import kind_of
 from ...state._load_into import check_load, load_into
@@ -28,11 +28,11 @@ from .._folder.names import SECTIONS
 from .._folder.weight_names import TORCH_SUFFIX, is_index
 from .._layouts.folders import step_folder
 from .._quantized.config import entry_of_metadata, find_entry
-from .._report import note_refusal
+from .._report import VerifyReport, note_refusal
 from .._sections import OPTIMIZER, STATES
 from .._states.collect import add_entries, take_states
 from .._states.modules import split_entries
-from .._store.manifest import foreign_manifest
+from .._store.manifest import Manifest, foreign_manifest
 from .._store.weight_files import WeightFiles, parse_index
 
 if TYPE_CHECKING:
@@ -40,11 +40,8 @@ if TYPE_CHECKING:
     from typing import TypeVar
 
     from ..._common.callback import Progress
-    from ..._sharding.layout import Cuts
     from .._files.parts import Parts, Selection
     from .._options import LoadOptions
-    from .._report import VerifyReport
-    from .._store.manifest import Manifest
 
     _Result = TypeVar("_Result")
 

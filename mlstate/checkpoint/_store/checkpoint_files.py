@@ -216,24 +216,18 @@ class CheckpointFiles:
         """Return whether a root no longer has `generation`: then its files may be deleted."""
         return self.read_manifest(root).generation != generation
 
-    def read_root(
-        self,
-        root: str,
-        read: Callable[[Manifest], _Result],
-        manifest: Manifest | None = None,
-    ) -> _Result:
+    def read_root(self, root: str, read: Callable[[Manifest], _Result]) -> _Result:
         """Call `read` with the manifest in the file `root`; return its result.
 
         If `read` misses a file and a writer has replaced the root meanwhile, start again: files are
-        deleted only after every root that names them. `manifest`: the root's, if already read.
+        deleted only after every root that names them.
         """
         for _ in range(TRIES - 1):  # the last attempt, below, raises its error
-            current = self.read_manifest(root) if manifest is None else manifest
-            manifest = None
+            manifest = self.read_manifest(root)
             try:
-                return read(current)
+                return read(manifest)
             except FileNotFoundError:
-                if not self.is_replaced(root, current.generation):
+                if not self.is_replaced(root, manifest.generation):
                     raise
         return read(self.read_manifest(root))
 

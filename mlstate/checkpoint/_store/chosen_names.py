@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from itertools import chain
-from typing import TYPE_CHECKING
 
 from ..._common.text import names_hint
 from ...errors import TensorNotFoundError
 from .name_globs import ALL_NAMES, Names
-from .weight_files import listed_only_error
-
-if TYPE_CHECKING:
-    from .weight_files import WeightFiles
+from .weight_files import WeightFiles, listed_only_error
 
 
 def chosen_names(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from itertools import chain
@@ -87,8 +88,6 @@ def build(manifest: Manifest) -> bytes:
 
     Raises ValueError for a number that JSON cannot hold.
     """
-    import json
-
     indexes = manifest.indexes
     version = NEWER_VERSION if _has_newer_values(manifest) else VERSION
     content = {"format": FORMAT, "format_version": version, **manifest._asdict()}
@@ -291,8 +290,6 @@ def parse(data: bytes, path: str = MANIFEST) -> Manifest:
     `path`: for errors. A RecursionError means that the caller's stack is nearly full, not that the
     manifest is bad.
     """
-    import json
-
     try:
         if len(data) > _MOST_BYTES:
             raise _WrongError(f"it is {len(data)} bytes long, more than {_MOST_BYTES}")

@@ -11,14 +11,13 @@ from ..._common.local_path import local_folder
 from ..._common.store_error import store_error
 from .._folder.local import LocalFolder
 from .._folder.names import MANIFEST
-from .._folder.protocol import require_local
+from .._folder.protocol import Folder, Probe, require_local
 from .._folder.weight_names import is_weights_root
 from .checkpoint_files import CheckpointFiles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .._folder.protocol import Folder, Probe
     from .manifest import Manifest
 
 # ---- URLs ----
@@ -234,12 +233,8 @@ def refuse_format(folder: Folder, name: str) -> None:
 def refuse_existing(folder: Probe, overwrite: bool) -> None:
     """Raise StoreError (EEXIST) if a path exists; an empty folder, or `overwrite`, is accepted."""
     if not overwrite and not folder.is_empty():
-        raise store_error(
-            FileExistsError(
-                errno.EEXIST,
-                "it exists already; overwrite=True (--force on the command line) replaces all of "
-                "it, the steps of a CheckpointManager included",
-            ),
-            "cannot write the target",
-            folder.path,
+        text = (
+            "it exists already; overwrite=True (--force on the command line) replaces all of it, "
+            "the steps of a CheckpointManager included"
         )
+        raise store_error(OSError(errno.EEXIST, text), "cannot write the target", folder.path)

@@ -18,7 +18,7 @@ from ..._common.store_error import format_error, store_error
 from ..._common.text import names_hint
 from ...errors import FormatError, StoreNotFoundError, TensorNotFoundError
 from ...state._kind import KEY, kind_of_text
-from .._folder.protocol import TensorParts
+from .._folder.protocol import FileInfo, Files, TensorParts
 from .._folder.weight_names import SUFFIX, is_set, set_files, set_of
 from .manifest import IndexRecord, Manifest, foreign_manifest
 from .name_globs import Names
@@ -27,7 +27,6 @@ from .weight_checksums import records_of
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from .._folder.protocol import FileInfo, Files
 
 WRITER = "a program that writes Hugging Face folders"
 _MOST_NAME = 240  # bytes of a file name, MLS_PATH_BYTES

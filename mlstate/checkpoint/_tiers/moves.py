@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..._common.arrays import refuse_given_away
 from ..._common.backend import backend_named, backend_of, is_module, is_optimizer
-from ..._common.budget import parse_budget
+from ..._common.budget import MemorySize, parse_budget
 from ..._common.caller import find_caller
 from ..._common.changes import exchange
 from ..._common.local_path import local_folder
@@ -35,15 +35,12 @@ from .._store.checkpoint_files import CheckpointFiles
 from .backend import TierBackend
 from .policy import TierPolicy
 from .report import Traffic
-from .unit_file import SUFFIX, Move, arrays_in, is_unit_file, open_unit, units_of
-from .unit_handle import parts_near, refuse_other_states, refuse_shared, take_back
+from .unit_file import SUFFIX, Move, Part, Unit, arrays_in, is_unit_file, open_unit, units_of
+from .unit_handle import TieredUnit, parts_near, refuse_other_states, refuse_shared, take_back
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from ..._common.budget import MemorySize
-    from .unit_file import Part, Unit
-    from .unit_handle import TieredUnit
 
 NEARER = {Tier.COLD: Tier.WARM, Tier.WARM: Tier.HOT, Tier.HOT: Tier.HOT}
 FARTHER = {Tier.HOT: Tier.WARM, Tier.WARM: Tier.COLD, Tier.COLD: Tier.COLD}

@@ -7,6 +7,7 @@ unit's name, and for each part the properties that its array does not have.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from contextlib import suppress
@@ -225,8 +226,6 @@ def write_unit(path: str, unit: Unit, arrays: list[Any]) -> None:
     Nothing is written if the file has these bytes already. After an error, the file may be
     incomplete, so the next call writes it again.
     """
-    import json
-
     text = json.dumps({"unit": unit.name, "parts": [part.describe() for part in unit.parts]})
     stored = tuple((p.stored, a) for p, a in zip(unit.parts, arrays, strict=True))
     if unit.is_durable and _is_stored(path, stored, text):
@@ -319,8 +318,6 @@ def _read_description(texts: Mapping[str, str], path: str) -> dict[str, Any]:
 
     Raises FormatError if it is missing or malformed.
     """
-    import json
-
     try:
         description = json.loads(texts[KEY])
         if not isinstance(description["unit"], str) or not isinstance(description["parts"], list):

@@ -19,14 +19,13 @@ from ..._common.dtypes import name_of
 from ..._common.set_module import set_module
 from ...distributed._byte_ranges import array_of
 from ...errors import CompatibilityError
-from .unit_file import SECTIONS, Part
+from .unit_file import SECTIONS, Part, Unit
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ..._sharding.layout import Tier
     from ..._types import Array
-    from .unit_file import Unit
 
 
 @set_module("mlstate.checkpoint")

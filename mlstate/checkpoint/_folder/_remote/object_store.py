@@ -19,14 +19,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._common.store_error import store_error
 from ....errors import StoreError
-from .options import CLIENT_KEYS
+from .options import CLIENT_KEYS, StoreOptions
 
 if TYPE_CHECKING:
     import pathlib
     from collections.abc import Callable, Collection, Iterator
     from typing import TypeVar
-
-    from .options import StoreOptions
 
     _Result = TypeVar("_Result")
 

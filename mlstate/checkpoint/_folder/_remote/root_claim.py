@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING
 
 from ...._common.store_error import store_error
 from ....errors import StoreError
-from .object_store import RETRIED, Attempts
+from .object_store import RETRIED, Attempts, ObjectStore, Tag
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from .object_store import ObjectStore, Tag
 
 _MOST_BYTES = 1 << 40  # of a manifest: in effect no limit
 

@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from .... import _core
-from ...._common.atomic_file import new_path
+from ...._common.atomic_file import Target, new_path
 from ...._common.regular_file import open_regular
 from ....checkpoint._layouts.entries import (
     RECORD,
@@ -30,7 +30,6 @@ from .pt_file import first_line, load_value, read_tree, tree_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from ...._common.atomic_file import Target
     from ....checkpoint._files.parts import Parts, Selection
 
 # Lightning stores the entries other than model and optimizers in this file of the folder.
