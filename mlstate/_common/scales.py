@@ -165,9 +165,8 @@ def refuse_codes(
     for key, scales in codes_of(tensors).items():
         if names is None or key in names:
             near = f"its scales are {listed_names(scales.names)}" if scales else "it has no scale"
-            error = CompatibilityError(
+            raise CompatibilityError(
                 f"{key!r} is quantized ({near}), and its numbers alone are not its values, so it "
-                f"{text}: load the whole folder or file with cast=, which computes the values"
+                f"{text}: load the whole folder or file with cast=, which computes the values",
+                name=key,
             )
-            error.name = key
-            raise error

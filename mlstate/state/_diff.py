@@ -228,12 +228,11 @@ def diff_states(
 
 def _code_error(name: str) -> CompatibilityError:
     """Return the error for a quantized weight `name` that a tolerance cannot be applied to."""
-    error = CompatibilityError(
+    return CompatibilityError(
         f"{name!r} is quantized, and a tolerance is of values, not of codes: compare states that "
-        "were loaded with cast=, or omit rtol and atol"
+        "were loaded with cast=, or omit rtol and atol",
+        name=name,
     )
-    error.name = name
-    return error
 
 
 def join_diffs(first: StateDiff, second: StateDiff) -> StateDiff:

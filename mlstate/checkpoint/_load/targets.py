@@ -187,10 +187,7 @@ def names_error(
             lines.append(f"{words} key(s) in checkpoint: {quoted}{more}.")
     hint = rename_hint(dict.fromkeys(unexpected), dict.fromkeys(unfilled), unexpected, unfilled)[1]
     lines += [f"{hint}."] if hint else []
-    error = CompatibilityError("\n    ".join(lines))
-    error.name = (missing or unexpected)[0]
-    error.path = path
-    return error
+    return CompatibilityError("\n    ".join(lines), name=(missing or unexpected)[0], path=path)
 
 
 # ---- names, parts and dtypes ----
@@ -746,9 +743,7 @@ def find_targets(loader: Loader) -> Prepared:
         if target is not None and section.kind is None
     ]
     if lacking:
-        error = CompatibilityError(f"{folder} holds no {lacking[0]}")
-        error.path = folder
-        raise error
+        raise CompatibilityError(f"{folder} holds no {lacking[0]}", path=folder)
     absent = [name for name in states if name not in loader.states]
     for name in absent:
         del states[name]

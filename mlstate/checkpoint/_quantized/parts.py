@@ -153,9 +153,8 @@ def _refuse_methods_without_parts(
     is_ordered = method == "gptq" and (entry or {}).get("desc_act") is True
     if is_ordered or method == "exl2" or any(name.endswith(".q_scale_max") for name in tensors):
         text = "gptq with desc_act" if is_ordered else "exl2"
-        error = CompatibilityError(
+        raise CompatibilityError(
             f"{path}: weights of the method {text} have no parts: their columns are stored in "
-            "another order; load them whole, without rank= and layout="
+            "another order; load them whole, without rank= and layout=",
+            path=path,
         )
-        error.path = path
-        raise error

@@ -831,9 +831,7 @@ def decode(
     try:
         return Decoder(arrays, tensor_of, target).value(node)
     except UnknownRecordError as error:
-        refused = CompatibilityError(f"{where}: {error}")
-        refused.name = where
-        raise refused from None
+        raise CompatibilityError(f"{where}: {error}", name=where) from None
     except MALFORMED as error:
         raise malformed(where, error) from None
 

@@ -365,13 +365,12 @@ class MLStateCallback:
         try:
             check_optimizer(model, wrapped, self._exclude, args.world_size)
         except (TypeError, ValueError) as cause:
-            error = CompatibilityError(
+            raise CompatibilityError(
                 f"MLStateCallback cannot store {type(wrapped).__name__} (optim={args.optim}): "
                 f"{cause}; in a Trainer, pass MLStateCallback(exclude=) for an object among its "
-                "states, choose another optim=, or leave the callback out"
-            )
-            error.name = "optim"
-            raise error from cause
+                "states, choose another optim=, or leave the callback out",
+                name="optim",
+            ) from cause
 
     def _keep_earlier(self, args: Any) -> None:
         """Keep the steps in an own `directory` when a training starts anew, and warn of them.

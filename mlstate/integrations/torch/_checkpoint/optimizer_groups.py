@@ -46,12 +46,11 @@ def _mismatch(problem: str, name: str | None = None, remedy: str = "") -> Compat
 
     `remedy`: beyond the general one.
     """
-    error = CompatibilityError(
+    return CompatibilityError(
         f"the optimizer's groups do not match the saved ones: {problem}; create the optimizer "
-        f"with the saved groups{remedy}"
+        f"with the saved groups{remedy}",
+        name=name,
     )
-    error.name = name
-    return error
 
 
 def _same(form: Any, other: Any) -> bool:
