@@ -265,6 +265,22 @@ def delta_filter(
     /,
 ) -> tuple[NDArray, NDArray]: ...
 def array_crc32c(array: Array, start: int, /) -> int: ...
+def change_table(
+    dtypes: tuple[str, ...],
+    layouts: tuple[_Steps, ...],
+    columns: NDArray,
+    names: NDArray,
+    shapes: NDArray,
+    gaps: NDArray,
+    values: NDArray,
+    /,
+) -> tuple[
+    list[str],
+    list[tuple[int, ...]],
+    list[int],
+    list[NDArray | None],
+    list[NDArray | None],
+]: ...
 def layout_names() -> tuple[str, ...]: ...
 def layout_parse(text: str, /) -> tuple[_Steps, bool] | None: ...
 def layout_part(

@@ -178,6 +178,9 @@ def memory_range(array: Any) -> tuple[int, int] | None:
 
     None without an array, elements or a known address.
     """
+    if type(array) is np.ndarray and array.flags.c_contiguous and array.size:
+        address: int = _core.array_memory(array)[0]
+        return address, address + array.nbytes
     if not _has_memory(array) or _size_of(array) == 0:
         return None
     memory = _memory_of(array)

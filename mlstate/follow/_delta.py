@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from itertools import repeat
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import numpy as np
 
 from .. import _core
 from .._common.arrays import is_torch
 from .._common.backend import TensorBackend, backend_of
-from ..errors import ChecksumError, CompatibilityError
+from ..errors import ChecksumError, CompatibilityError, FormatError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
     from typing import TypeAlias
 
     from .._sharding.layout import Layout
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
 
     # (target, gaps, overwritten elements) of each application, in order
     ElementLog: TypeAlias = list[tuple[Any, NDArray, NDArray]]
+
+BATCH_BYTES = 1 << 20  # of arrays that are handled without a look at Python's signals
 
 
 class DeltaBackend(Protocol):
@@ -42,8 +47,7 @@ class DeltaBackend(Protocol):
         """Return the CRC32C of the elements of `tensor` in C order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(NamedTuple):
     """The elements of an array that differ from a base; docs/follow.md specifies the bytes.
 
     Parameters
@@ -127,12 +131,82 @@ def apply_delta(target: Array, delta: Delta, log: ElementLog, *, check: bool = T
     """
     crc = _write_values(target, delta, log, checksum=check and delta.crc32c is not None)
     if crc is not None and crc != delta.crc32c:
-        error = ChecksumError(
-            f"after the change the elements have CRC32C {crc:08x} instead of {delta.crc32c:08x}: "
-            "the delta belongs to another base, or it is damaged"
-        )
-        error.expected, error.got = f"{delta.crc32c:08x}", f"{crc:08x}"
-        raise error
+        raise base_error(delta.crc32c, crc)
+
+
+def base_error(expected: int | None, got: int) -> ChecksumError:
+    """Return the error for elements with the CRC32C `got` after a delta, not the delta's."""
+    error = ChecksumError(
+        f"after the change the elements have CRC32C {got:08x} instead of {expected:08x}: "
+        "the delta belongs to another base, or it is damaged"
+    )
+    error.expected, error.got = f"{expected:08x}", f"{got:08x}"
+    return error
+
+
+def batches_of(sizes: Sequence[int]) -> Iterator[slice]:
+    """Yield slices of successive arrays that together have about `BATCH_BYTES`, or of one array.
+
+    `sizes`: bytes of the arrays.
+    """
+    first = total = 0
+    for number, size in enumerate(sizes):
+        if total and total + size > BATCH_BYTES:
+            yield slice(first, number)
+            first, total = number, 0
+        total += size
+    if first < len(sizes):
+        yield slice(first, len(sizes))
+
+
+def compare_many(bases: Sequence[Array], news: Sequence[Array]) -> list[Delta]:
+    """Return `compare_arrays` of each pair; a batch in main memory is compared in one call."""
+    if not _are_in_memory([*bases, *news]):
+        return [compare_arrays(base, new) for base, new in zip(bases, news, strict=True)]
+    encoded = map(_core.delta_encode, bases, news, repeat(True))
+    return [
+        tuple.__new__(Delta, (prod(new.shape), *streams))
+        for new, streams in zip(news, encoded, strict=True)
+    ]
+
+
+def apply_many(
+    targets: Sequence[Array],
+    deltas: Sequence[Delta | None],
+    log: ElementLog | None,
+    checks: Sequence[bool],
+) -> tuple[int, int] | None:
+    """Apply deltas one after another, as `apply_delta`; in main memory a batch in one call.
+
+    `checks`: whether to compare the CRC32C after each. `log`: None to keep no overwritten elements.
+    Returns the number of the first delta after which the CRC32C is another one, and that CRC32C, or
+    None. After a FormatError or CompatibilityError the log has an entry for each delta before the
+    wrong one, and raises FormatError before the first one if a delta is None.
+    """
+    present = [delta for delta in deltas if delta is not None]
+    if len(present) < len(deltas):
+        raise FormatError("a version lacks the delta of a tensor")
+    if not _are_in_memory(targets):
+        for number, (target, delta, check) in enumerate(zip(targets, present, checks, strict=True)):
+            crc = _write_values(target, delta, log, checksum=check)
+            if crc is not None and crc != delta.crc32c:
+                return number, crc
+        return None
+    if not deltas:
+        return None
+    elements, gaps, values, expected = zip(*present, strict=True)
+    try:
+        crcs = list(map(_core.delta_apply, targets, gaps, values, elements, repeat(log), checks))
+    finally:
+        tensors = [target for target in targets if is_torch(target)]
+        if tensors:  # autograd must see the write
+            backend_of(tensors[0], TensorBackend).note_written(tensors)
+    if crcs == list(expected):
+        return None
+    for number, (crc, right) in enumerate(zip(crcs, expected, strict=True)):
+        if crc is not None and crc != right:
+            return number, crc
+    return None
 
 
 def roll_back(log: ElementLog) -> None:
@@ -144,11 +218,6 @@ def roll_back(log: ElementLog) -> None:
         former = Delta(_elements_of(target), gaps, old)
         _write_values(target, former, log=None, checksum=False)
     log.clear()
-
-
-def write_delta(target: Array, delta: Delta) -> None:
-    """Write the changed elements into `target`; after an interrupt, some may be written."""
-    _write_values(target, delta, log=None, checksum=False)
 
 
 def checksum_of(array: Array) -> int:
@@ -238,6 +307,16 @@ def _write_values(
     backend = backend_of(array, DeltaBackend)
     backend.apply_delta(array, delta.gaps, delta.values, log)
     return backend.tensor_crc32c(array) if checksum else None
+
+
+def _are_in_memory(arrays: Sequence[Any]) -> bool:
+    """Return whether all arrays are NumPy's, or tensors on the CPU without a graph."""
+    others = [array for array in arrays if type(array) is not np.ndarray]
+    return not any(_is_on_device(array) or _has_graph(array) for array in others)
+
+
+def _has_graph(array: Any) -> bool:
+    return is_torch(array) and array.requires_grad
 
 
 def _detached(array: Any) -> Any:

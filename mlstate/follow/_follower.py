@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import replace
 from threading import Lock, get_ident
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
@@ -32,7 +31,7 @@ from .._common.log import log as write_log
 from .._common.staged_targets import tied_error
 from .._common.store_error import format_error, store_error
 from .._common.text import steps_text
-from .._sharding.layout import Layout, Shard
+from .._sharding.layout import Shard
 from ..checkpoint._load.arguments import ranks_of
 from ..checkpoint._store.open_path import open_files
 from ..errors import (
@@ -41,10 +40,21 @@ from ..errors import (
     CompatibilityError,
     FormatError,
 )
-from ._delta import apply_delta, checksum_of, compare_arrays, filter_delta, roll_back
+from ._delta import (
+    apply_delta,
+    apply_many,
+    base_error,
+    batches_of,
+    checksum_of,
+    compare_arrays,
+    filter_delta,
+    roll_back,
+)
 from ._version import (
+    WHOLE,
     Part,
     Version,
+    layout_of,
     lineage_of,
     named_error,
     part_of,
@@ -56,8 +66,9 @@ from ._version import (
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from .._sharding.layout import Layout
     from ..checkpoint._load.loader import Loader
     from ..checkpoint._store.manifest import Manifest
     from ._delta import Delta, ElementLog
@@ -186,6 +197,7 @@ class Follower:
         self._is_empty_known = False  # a folder without a version is warned of once
         self._into = into
         self._shards: dict[str, Part] = {}  # of `into`, by name; other arrays are not in it
+        self._dtypes: dict[str, str] = {}  # of `into`, by name
         self._state = _without_version(self._own_arrays())
         again = self._own_arrays()  # a module that copies a tensor for its state does so each time
         for name, array in self._state.arrays.items():
@@ -365,11 +377,13 @@ class Follower:
         values = values_of(self._into, sys.maxsize)  # parts of any number of ranks are accepted
         parts = {name: part_of(name, value) for name, value in values.items()}
         for name, part in () if self._double_buffer else parts.items():
-            if not is_torch(part.array) and not part.array.flags.writeable:
+            flags = None if is_torch(part.array) else part.array.flags
+            if flags is not None and not flags.writeable:
                 raise named_error(name, "the array is read-only: pass a writable one")
-            if overlaps_itself(part.array):
+            if (flags is None or not flags.c_contiguous) and overlaps_itself(part.array):
                 raise named_error(name, "its elements share memory, as in a broadcast view")
         self._shards = {name: parts[name] for name in parts if isinstance(values[name], Shard)}
+        self._dtypes = {name: part.dtype for name, part in parts.items()}
         return {name: part.array for name, part in parts.items()}
 
     def _present_arrays(self) -> dict[str, Any]:
@@ -412,11 +426,13 @@ class Follower:
             array, old, part = arrays.get(name), state.arrays.get(name), state.parts.get(name)
             if array is None or old is None or part is None:
                 return name
-            is_alike = old.shape == array.shape and name_of(array.dtype) == part.dtype
-            if not is_alike or self._shards.get(name, part)._replace(array=None) != part:
+            shard = self._shards.get(name, part)
+            if old.shape != array.shape or (self._dtypes[name], *shard[2:]) != part[1:]:
                 return name
-            is_known = is_same_memory(old, array) and not (reads and name in state.checksums)
-            if not is_known and checksum_of(array) != state.checksums.get(name):
+            is_known = old is array or is_same_memory(old, array)
+            if is_known and not (reads and name in state.checksums):
+                continue
+            if checksum_of(array) != state.checksums.get(name):
                 return name
         return None
 
@@ -506,7 +522,7 @@ class Follower:
         if not is_anchor and parts != self._state.parts:
             raise format_error(f"{self.path}: step {versions[0].step} has other tensors", self.path)
         steps = published[1:] if is_anchor else published
-        for version, changes in zip(versions, published, strict=True):
+        for version, changes in zip(versions[1:], published[1:], strict=True):
             if self._parts(changes) != parts:
                 text = f"{self.path}: step {version.step} has other tensors than its anchor"
                 raise format_error(text, self.path)
@@ -526,15 +542,19 @@ class Follower:
         self._undo = undo
 
         def change() -> None:
-            for number, (name, part) in enumerate(parts.items()):
+            checked = self._checked_names(parts, versions[-1]) | sharing
+            same = set() if is_anchor else _published_names(parts, published)
+            checksums.update(_update_same(same, arrays, steps, checked, log))
+            for name, part in parts.items():
+                if name in same:
+                    continue
                 update = _ArrayUpdate(
                     part,
                     arrays[name],
                     [changes[name] for changes in steps],
                     published[-1][name],
                 )
-                is_checked = name in sharing or self._is_sampled(number, versions[-1])
-                crc32c = _update_array(name, update, anchor, log, check=is_checked)
+                crc32c = _update_array(name, update, anchor, log, check=name in checked)
                 if crc32c is not None:
                     checksums[name] = crc32c
             shared_arrays = {name: arrays[name] for name in parts if name in sharing}
@@ -557,17 +577,22 @@ class Follower:
         cover these. `published`: changes of the last version; `parts`: of the arrays. All are
         compared before any change, because tied tensors have the same memory.
         """
-        for name, crc32c in self._state.checksums.items():
-            if self._check != "none" and not _same_arrays(parts[name], published[name]):
+        same = _published_names(parts, [published])
+        for name, crc32c in () if self._check == "none" else self._state.checksums.items():
+            if name not in same and not _same_arrays(parts[name], published[name]):
                 _compare_checksum(name, self._state.arrays[name], crc32c)
 
-    def _is_sampled(self, number: int, version: Version) -> bool:
-        """Return whether ``check=`` chooses the tensor of index `number` in a version.
+    def _checked_names(self, parts: Mapping[str, Part], version: Version) -> set[str]:
+        """Return the names of the tensors that ``check=`` chooses in a version.
 
         A sample has other tensors in the next version.
         """
-        is_turn = number % _SAMPLE == version.sequence % _SAMPLE
-        return self._check == "all" or (is_turn and self._check == "sample")
+        first, step = {
+            "all": (0, 1),
+            "sample": (version.sequence % _SAMPLE, _SAMPLE),
+            "none": (len(parts), 1),
+        }[self._check]
+        return {*[*parts][first::step]}
 
     def _undo_lost(self) -> None:
         """Restore the elements if another exception ended an earlier restoration.
@@ -588,9 +613,14 @@ class Follower:
         for name, changes in published.items():
             array, source = self._state.arrays[name], changes[0].part
             target = self._shards.get(name)
+            dtype = self._dtypes[name]
+            is_whole = target is None and source.layout is WHOLE and self._cutting[0] is None
+            if is_whole and (dtype, array.shape) == (source.dtype, source.shape):
+                parts[name] = source
+                continue
             if target is None:
                 layout, number = self._layout_of_part(source)
-                target = Part(None, name_of(array.dtype), source.shape, layout, number)
+                target = Part(None, dtype, source.shape, layout, number)
                 shape = layout.shape(source.shape, number)
             else:
                 target, shape = target._replace(array=None), tuple(array.shape)
@@ -611,12 +641,12 @@ class Follower:
         steps, index, world_size = self._cutting
         if steps is None:
             if world_size == 0 or len(published.layout.steps) != 1:
-                return Layout(), 0
+                return WHOLE, 0
             axis, _ = published.layout.steps[0]
             steps = ((axis, world_size),)
         # without the steps of axes that the tensor lacks
         steps, index = _core.layout_project(steps, index, len(published.shape), None)
-        return Layout(steps), index
+        return layout_of(steps), index
 
 
 def _ways(
@@ -697,6 +727,55 @@ def _published_indices(part: Part, published: list[Change]) -> list[int]:
     return [number for number, each in enumerate(published) if part.has_place_of(each.part)]
 
 
+def _published_names(parts: Mapping[str, Part], published: Sequence[Any]) -> set[str]:
+    """Return the names of the `parts` that are the only part of the tensor in all versions.
+
+    `published`: the changes of each version.
+    """
+    names = {*parts}
+    for each in published:
+        names = {name for name in names if len(each[name]) == 1 and each[name][0][0] == parts[name]}
+    return names
+
+
+def _update_same(
+    names: set[str],
+    arrays: Mapping[str, Any],
+    steps: Sequence[dict[str, list[Change]]],
+    checked: set[str],
+    log: ElementLog,
+) -> dict[str, int]:
+    """Change the arrays that are published parts; return the CRC32C that they must have now.
+
+    `steps`: the changes of successive versions. `checked`: names of the tensors to compare with
+    the last checksum. Raises as `_update_array`.
+    """
+    chosen = [name for name in arrays if name in names]
+    for batch in batches_of([arrays[name].nbytes for name in chosen]):
+        rows = [(name, step) for name in chosen[batch] for step in steps]
+        last = steps[-1]
+        checks = [step is last and name in checked for name, step in rows]
+        done = len(log)
+        deltas = [step[name][0].delta for name, step in rows]
+        targets = [arrays[name] for name, _ in rows]
+        try:
+            wrong = apply_many(targets, deltas, log, checks)
+        except (FormatError, CompatibilityError) as error:
+            raise _add_name(error, rows[len(log) - done][0]) from None
+        if wrong is not None:
+            number, crc = wrong
+            name = rows[number][0]
+            raise _add_name(base_error(last[name][0].crc32c, crc), name)
+    return {name: steps[-1][name][0].crc32c for name in chosen}
+
+
+def _add_name(error: Any, name: str) -> Any:
+    """Return the error with the name of a tensor before its text."""
+    error.args = (f"{name!r}: {error}",)
+    error.name = name
+    return error
+
+
 def _update_array(
     name: str, update: _ArrayUpdate, anchor: dict[str, Any], log: ElementLog, *, check: bool
 ) -> int | None:
@@ -726,9 +805,7 @@ def _update_array(
             for each in published:
                 apply_delta(array, _widened(_filtered_delta(each, part), part), log)
     except (FormatError, CompatibilityError) as error:
-        error.args = (f"{name!r}: {error}",)
-        error.name = name
-        raise
+        raise _add_name(error, name) from None
     if not indices:
         return checksum_of(array) if check else None
     crc32c = final[indices[0]].crc32c
@@ -740,7 +817,7 @@ def _update_array(
 def _widened(delta: Delta, part: Part) -> Delta:
     """Return a delta for the dtype of `part`; a converted one has no checksum."""
     values = converted_value(delta.values, part.dtype)
-    return delta if values is delta.values else replace(delta, values=values, crc32c=None)
+    return delta if values is delta.values else delta._replace(values=values, crc32c=None)
 
 
 def _filtered_delta(source: Change, target: Part) -> Delta:

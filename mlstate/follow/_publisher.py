@@ -36,7 +36,7 @@ from ..checkpoint._store.manifest import parse
 from ..checkpoint._store.open_path import open_target
 from ..collectives._arguments import optional_group
 from ..errors import CollectiveError, FormatError
-from ._delta import checksum_of, compare_arrays, write_delta
+from ._delta import apply_many, batches_of, checksum_of, compare_many
 from ._version import (
     STATE,
     Change,
@@ -46,6 +46,8 @@ from ._version import (
     lineage_of,
     metadata_of,
     named_error,
+    new_change,
+    new_part,
     part_of,
     trim_chain,
     values_of,
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from ..checkpoint._store.checkpoint_files import FolderContent
     from ..checkpoint._store.manifest import Manifest
     from ..collectives import ProcessGroup
+    from ._delta import Delta
 
 BASES = ("memory", "disk")
 _ALIGNED = 64  # start of an array in a file
@@ -218,20 +221,21 @@ class Publisher:
         error: BaseException | None = None
         try:
             parts = {name: part_of(name, value) for name, value in values.items()}
-            is_comparable = base and _without_arrays(base) == _without_arrays(parts)
+            is_comparable = base and _kinds_of(base) == _kinds_of(parts)
             changes = _changes(base if base and is_comparable else {}, parts)
         except BaseException as caught:
             if self._group is None:
                 raise
             error = caught
         try:
-            kind, lineage = self._agree_on_kind(step, base, changes, error)
+            nbytes = sum([part.array.nbytes for part in parts.values()])
+            kind, lineage = self._agree_on_kind(step, base, changes, nbytes, error)
         finally:
             del error  # its traceback refers to this frame
         chain = self._begin_version(step, kind, lineage)
         stored = changes
         if kind == "anchor":
-            stored = {name: change._replace(delta=None) for name, change in changes.items()}
+            stored = {name: Change(part, crc, None) for name, (part, crc, _) in changes.items()}
         saved = save(
             # the path of a URL opens the same store again
             SaveFolder(self.path, self._retain, content=content),
@@ -345,13 +349,14 @@ class Publisher:
         step: int,
         base: dict[str, Part] | None,
         changes: dict[str, Change],
+        nbytes: int,
         error: BaseException | None,
     ) -> tuple[str, str]:
         """Return kind and lineage of the version, the same on all ranks, after all have agreed.
 
         Every rank calls it, even after a failure, which is its `error`; then every rank raises.
-        `base`: last published parts of this rank, or None. `changes`: of this rank. Raises
-        ValueError if an argument differs between the ranks.
+        `base`: last published parts of this rank, or None. `changes`: of this rank, whose
+        parts have `nbytes` bytes. Raises ValueError if an argument differs between the ranks.
         """
         deltas = [change.delta for change in changes.values()]
         restarts = base is None or not self._versions or step <= self._versions[-1].step
@@ -361,8 +366,8 @@ class Publisher:
             "error": None if error is None else error_text(error),
             "restarts": restarts,
             "lacks_delta": None in deltas,
-            "delta_bytes": sum(delta.nbytes for delta in deltas if delta is not None),
-            "part_bytes": sum(change.part.nbytes for change in changes.values()),
+            "delta_bytes": sum([d.gaps.nbytes + d.values.nbytes for d in deltas if d is not None]),
+            "part_bytes": nbytes,
             "lineage": os.urandom(8).hex() if self._rank == 0 else "",
         }
         replies = [
@@ -427,9 +432,13 @@ class Publisher:
         """
         if base and all(change.delta is not None for change in changes.values()):
             copies = base
-            _run_for_each(
-                base, lambda name: write_delta(copies[name].array, changes[name].required_delta)
-            )
+
+            def write(names: list[str]) -> None:
+                deltas = [changes[name].delta for name in names]
+                arrays = [copies[name].array for name in names]
+                apply_many(arrays, deltas, None, [False] * len(names))
+
+            _run_for_batches(base, write)
             return base
         if base:
             base.clear()  # its memory is free before the new copies need it
@@ -467,9 +476,9 @@ def _max_magnitude(array: Any) -> float:
     return float(abs(array).max())
 
 
-def _without_arrays(parts: dict[str, Part]) -> dict[str, Part]:
+def _kinds_of(parts: dict[str, Part]) -> dict[str, tuple[Any, ...]]:
     """Return dtype, shape and cut of each part, to compare parts of two versions."""
-    return {name: part._replace(array=None) for name, part in parts.items()}
+    return {name: part[1:] for name, part in parts.items()}
 
 
 def _changes(base: dict[str, Part], parts: dict[str, Part]) -> dict[str, Change]:
@@ -479,31 +488,36 @@ def _changes(base: dict[str, Part], parts: dict[str, Part]) -> dict[str, Change]
     """
     changes: dict[str, Change] = {}
 
-    def compare(name: str) -> None:
-        """Store the change of the part `name` in `changes`; several threads may run it."""
-        part, delta = parts[name], None
+    def compare(names: list[str]) -> None:
+        """Store the changes of some parts in `changes`; several threads may run it."""
+        news = [parts[name].array for name in names]
+        crcs: list[int | None] = [None] * len(names)
+        deltas: list[Delta | None] = [None] * len(names)
         if base:
-            old, new = base[name].array, part.array
-            if is_torch(new) and new.device != old.device:
-                new = new.cpu()  # the base is a file
-            delta = compare_arrays(old, new)
-        crc32c = None if delta is None else delta.crc32c
-        if crc32c is None:
-            crc32c = checksum_of(part.array)
-        changes[name] = Change(part._replace(array=None), crc32c, delta)
+            olds = [base[name].array for name in names]
+            near = [  # with a base in a file, copies of tensors on a device
+                new.cpu() if is_torch(new) and new.device != old.device else new
+                for old, new in zip(olds, news, strict=True)
+            ]
+            compared = compare_many(olds, near)
+            deltas, crcs = [*compared], [delta.crc32c for delta in compared]
+        for name, crc, delta, new in zip(names, crcs, deltas, news, strict=True):
+            crc32c = checksum_of(new) if crc is None else crc
+            changes[name] = new_change((new_part((None, *parts[name][1:])), crc32c, delta))
 
-    _run_for_each(parts, compare)
+    _run_for_batches(parts, compare)
     return {name: changes[name] for name in parts}
 
 
-def _run_for_each(parts: dict[str, Part], act: Callable[[str], None]) -> None:
-    """Call `act` with the name of each part; in several threads if the parts are large.
+def _run_for_batches(parts: dict[str, Part], act: Callable[[list[str]], None]) -> None:
+    """Call `act` with the names of each batch of parts; in several threads if they are large.
 
     Parts on a device are handled one after another, in this thread.
     """
-    tasks = [partial(act, name) for name in parts]
+    names, sizes = [*parts], [part.array.nbytes for part in parts.values()]
+    tasks = [partial(act, names[batch]) for batch in batches_of(sizes)]
     threads = _core.get_num_threads()
-    is_large = sum(part.nbytes for part in parts.values()) >= _LARGE
+    is_large = sum(sizes) >= _LARGE
     if threads > 1 and is_large and not any(is_on_device(part.array) for part in parts.values()):
         run_tasks(tasks, threads)
         return

@@ -7,19 +7,23 @@ A version is a checkpoint. Its metadata have the member ``"mlstate.follow"``:
     chain       the kept versions of the lineage before this one, oldest first, each as a list of
                 sequence, generation, step and kind
 
-The state ``follow`` is a nested value, one for each rank that published: by the names of its
-tensors, dtype, shape of the whole tensor, layout and number of the part, CRC32C of the part's
-elements, and the two streams of its delta (the values as bytes), which are left out together.
+The state ``follow`` is a nested value, one for each rank that published: a table with a row for
+each part, stored by columns, and the two streams of all deltas, each concatenated.
+csrc/core/follow/change_table.h has the columns. Versions of the earlier form have, by the names of
+the tensors, a dict with the members that `_decode_change` reads.
 """
 
 from __future__ import annotations
 
 import re
+from functools import lru_cache, partial
+from itertools import repeat
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .. import _core
 from .._common.arrays import is_torch, refuse_unstorable
 from .._common.dtypes import NAMES, name_of, numpy_dtype
 from .._common.store_error import format_error
@@ -35,8 +39,9 @@ from ..errors import CompatibilityError, FormatError
 from ._delta import Delta
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
+    from .._sharding.layout import Steps
     from .._types import NDArray
     from ..checkpoint._store.checkpoint_files import CheckpointFiles
     from ..checkpoint._store.manifest import Manifest
@@ -124,6 +129,18 @@ def metadata_of(lineage: str, kind: str, chain: Iterable[Version]) -> dict[str, 
 # ---- parts of tensors ----
 
 
+_ARRAYS = (np.ndarray, np.generic)
+
+
+@lru_cache(maxsize=256)
+def layout_of(steps: Steps) -> Layout:
+    """Return the layout with these steps, the same object each time: it is compared quickly."""
+    return Layout(steps)
+
+
+WHOLE = layout_of(())
+
+
 class Part(NamedTuple):
     """A part of a tensor; `array` has its elements, or is None if they are not here."""
 
@@ -137,11 +154,6 @@ class Part(NamedTuple):
     def elements(self) -> int:
         """Elements of the part."""
         return prod(self.layout.shape(self.shape, self.number))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the part."""
-        return self.elements * numpy_dtype(self.dtype).itemsize
 
     def has_place_of(self, other: Part) -> bool:
         """Return whether both are the same part of a tensor; layouts of one part are equal."""
@@ -164,22 +176,33 @@ class Change(NamedTuple):
         return self.delta
 
 
+# From a tuple of all fields, without a call of Python code.
+_new: Any = tuple.__new__
+new_part: Callable[[tuple[Any, ...]], Part] = partial(_new, Part)
+new_delta: Callable[[tuple[Any, ...]], Delta] = partial(_new, Delta)
+new_change: Callable[[tuple[Any, ...]], Change] = partial(_new, Change)
+
+
 def part_of(name: str, value: Any) -> Part:
     """Return the part of the tensor `name` that `value` has: a `Shard`, or an array with all of it.
 
     Its array is over the same memory. Raises CompatibilityError for a dtype that is not supported,
     and a byte-swapped array.
     """
-    shard = value if isinstance(value, Shard) else Shard(value)
-    array = shard.array.detach() if is_torch(shard.array) else shard.array
+    shard = value if isinstance(value, Shard) else None
+    array = value if shard is None else shard.array
+    if type(array) is not np.ndarray and is_torch(array):
+        array = array.detach()
     dtype = name_of(array.dtype)
     reason = ""
     if dtype not in NAMES:
         reason = f"dtype {dtype} is not supported"
-    elif not is_torch(array) and not array.dtype.isnative:
+    elif isinstance(array, _ARRAYS) and not array.dtype.isnative:
         reason = f"an array of {array.dtype} is byte-swapped: convert it"
     if reason:
         raise named_error(name, reason)
+    if shard is None:
+        return new_part((array, dtype, tuple(array.shape), WHOLE, 0))
     return Part(array, dtype, shard.shape, shard.layout, shard.index)
 
 
@@ -203,7 +226,7 @@ def values_of(model: Any, ranks: int) -> dict[str, Any]:
     values = dict(state)
     for name, value in values.items():
         array = value.array if isinstance(value, Shard) else value
-        if not is_torch(array) and not isinstance(array, np.ndarray | np.generic):
+        if not isinstance(array, _ARRAYS) and not is_torch(array):
             text = f"must be a NumPy array, a torch tensor or a Shard, got {type(array).__name__}"
             raise TypeError(f"{name!r} {text}")
     refuse_unstorable(values, every=True)
@@ -214,30 +237,88 @@ def values_of(model: Any, ranks: int) -> dict[str, Any]:
 
 
 def encode_changes(changes: Mapping[str, Change], rank: int) -> dict[str, Any]:
-    """Return the state ``follow`` of a rank: its `changes`, by tensor name, as JSON values.
+    """Return the state ``follow`` of a rank: the table of its `changes`, by tensor name."""
+    parts = [change.part for change in changes.values()]
+    deltas = [change.delta for change in changes.values()]
+    names = [name.encode() for name in changes]
+    dtypes = {dtype: number for number, dtype in enumerate(dict.fromkeys([p.dtype for p in parts]))}
+    steps_of_parts = [part.layout.steps for part in parts]
+    layouts = {steps: number for number, steps in enumerate(dict.fromkeys(steps_of_parts))}
+    gaps = [_NO_BYTES if delta is None else delta.gaps.view(np.uint8) for delta in deltas]
+    values = [_NO_BYTES if delta is None else delta.values.view(np.uint8) for delta in deltas]
+    columns = [
+        [len(name) for name in names],
+        [dtypes[part.dtype] for part in parts],
+        [len(part.shape) for part in parts],
+        [layouts[steps] for steps in steps_of_parts],
+        [part.number for part in parts],
+        [change.crc32c for change in changes.values()],
+        [0 if delta is None else delta.gaps.itemsize for delta in deltas],
+        [stream.size for stream in gaps],
+        [stream.size for stream in values],
+    ]
+    shapes = [size for part in parts for size in part.shape]
+    text = b"".join(names)
+    words = np.frombuffer(text + bytes(-len(text) % 8), np.uint64)
+    table = np.concatenate([*np.array(columns, np.uint64), np.array(shapes, np.uint64), words])
+    return {
+        "rank": rank,
+        "dtypes": list(dtypes),
+        "layouts": [[list(step) for step in steps] for steps in layouts],
+        "rows": len(parts),
+        "lengths": len(shapes),
+        "name_bytes": len(text),
+        # makes the text of each version another one: a save does not write an unchanged array, and
+        # the version would need the file of an earlier one; so the table is one array, too
+        "crc32c": _core.array_crc32c(table, 0),
+        "table": table,
+        "gaps": np.concatenate([_NO_BYTES, *gaps]),
+        "values": np.concatenate([_NO_BYTES, *values]),
+    }
 
-    The two streams of a delta are arrays, or None for a change without a delta.
+
+_NO_BYTES = np.zeros(0, np.uint8)
+_COLUMNS = 9  # of a table
+
+
+def _decode_table(table: Any) -> Iterable[tuple[str, Change]]:
+    """Return names and changes of the rows of a table of `encode_changes`; it is untrusted.
+
+    Raises FormatError, KeyError, TypeError or ValueError if it is malformed.
     """
-    tensors = {}
-    for name, (part, crc32c, delta) in changes.items():
-        tensors[name] = {
-            "dtype": part.dtype,
-            "shape": list(part.shape),
-            "layout": [list(step) for step in part.layout.steps],
-            "part": part.number,
-            "crc32c": crc32c,
-            "gaps": None if delta is None else delta.gaps,
-            "values": None if delta is None else delta.values.view(np.uint8),
-        }
-    return {"rank": rank, "tensors": tensors}
+    dtypes = tuple(table["dtypes"])
+    for dtype in dtypes:
+        if dtype not in NAMES:
+            raise ValueError(f"dtype {dtype} is not supported")
+    layouts = [layout_of(tuple((axis, parts) for axis, parts in each)) for each in table["layouts"]]
+    rows, lengths, name_bytes = table["rows"], table["lengths"], table["name_bytes"]
+    words = _vector(table, "table")
+    size = _COLUMNS * rows + lengths - (-name_bytes // 8)
+    if min(rows, lengths, name_bytes) < 0 or words.size != size:
+        raise ValueError(f"the table has {words.size} numbers instead of {size}")
+    if _core.array_crc32c(words, 0) != table["crc32c"]:
+        raise ValueError("the table has another CRC32C than its description")
+    columns, axes, text = np.split(words, [_COLUMNS * rows, _COLUMNS * rows + lengths])
+    columns, text = columns.reshape(_COLUMNS, rows), text.view(np.uint8)[:name_bytes]
+    steps = tuple(layout.steps for layout in layouts)
+    names, shapes, elements, gaps, values = _core.change_table(
+        dtypes, steps, columns, text, axes, table["gaps"], table["values"]
+    )
+    _, dtype, _, layout, numbers, crc32c, *_ = columns.tolist()
+    facts = (map(dtypes.__getitem__, dtype), shapes, map(layouts.__getitem__, layout), numbers)
+    streams = zip(elements, gaps, values, crc32c, strict=True)
+    deltas = [None if row[1] is None else new_delta(row) for row in streams]
+    parts = map(new_part, zip(repeat(None), *facts, strict=False))
+    changes = map(new_change, zip(parts, crc32c, deltas, strict=True))
+    return zip(names, changes, strict=True)
 
 
 def _decode_change(facts: Any) -> Change:
-    """Return the change in an item of ``tensors`` of `encode_changes`; it is untrusted.
+    """Return the change of a tensor in a version of the earlier form; it is untrusted.
 
     Raises KeyError, TypeError or ValueError if it is malformed.
     """
-    layout = Layout(tuple((axis, parts) for axis, parts in facts["layout"]))
+    layout = layout_of(tuple((axis, parts) for axis, parts in facts["layout"]))
     shape = tuple(int(size) for size in facts["shape"])
     part = Part(None, facts["dtype"], shape, layout, int(facts["part"]))
     if part.dtype not in NAMES:
@@ -301,13 +382,19 @@ def read_changes(loader: Loader) -> dict[str, list[Change]]:
     name = STATE
     try:
         for each in value if isinstance(value, list) else [value]:
+            if "table" in each:
+                for name, change in _decode_table(each):
+                    changes.setdefault(name, []).append(change)
+                continue
             for name, facts in each["tensors"].items():
                 changes.setdefault(name, []).append(_decode_change(facts))
         for name in changes:
-            _sort_parts(changes[name])
+            parts = changes[name]
+            if len(parts) != 1 or parts[0].part.layout is not WHOLE:
+                _sort_parts(parts)
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         if isinstance(error, FormatError):
-            raise
+            name = error.name or name
         text = f"{path}: step {loader.manifest.step}: {name!r}: {error}"
         raise format_error(text, path) from None
     return changes

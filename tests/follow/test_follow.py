@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from checkpoint_model import flip
+from follow_tables import encode_by_tensor
 from interruption import raise_once
 
 import mlstate
@@ -23,8 +24,7 @@ from mlstate.errors import (
     FormatError,
     StoreError,
 )
-from mlstate.follow import Follower, Publisher, _follower
-from mlstate.follow._version import encode_changes
+from mlstate.follow import Follower, Publisher, _delta, _follower
 
 
 def model_of(seed=0, tensors=3):
@@ -421,6 +421,7 @@ def test_an_exception_between_two_tensors_restores_the_old_version(path, monkeyp
     _, models = published(path, 3)
     follower, into = follower_at(path, models, 1)
     calls = []
+    monkeypatch.setattr(_delta, "BATCH_BYTES", 1)  # each tensor is a batch
 
     def fail(*arguments, **keywords):
         calls.append(1)
@@ -428,9 +429,9 @@ def test_an_exception_between_two_tensors_restores_the_old_version(path, monkeyp
             raise error("in the middle")
         return apply(*arguments, **keywords)
 
-    apply = _follower.apply_delta
+    apply = _follower.apply_many
     with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(_follower, "apply_delta", fail)
+        patch.setattr(_follower, "apply_many", fail)
         follower.advance()
         if count == 4:
             raise error
@@ -444,7 +445,7 @@ def test_an_exception_between_two_tensors_restores_the_old_version(path, monkeyp
 def test_the_state_is_restored_after_an_interrupted_restoration(path, monkeypatch):
     _, models = published(path, 3)
     follower, into = follower_at(path, models, 1)
-    apply, states = _follower.apply_delta, []
+    apply, states = _follower.apply_many, []
 
     def apply_and_interrupt(*arguments, **keywords):
         apply(*arguments, **keywords)
@@ -452,7 +453,7 @@ def test_the_state_is_restored_after_an_interrupted_restoration(path, monkeypatc
         raise_once(monkeypatch, UndoLog, "roll_back")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_follower, "apply_delta", apply_and_interrupt)
+    monkeypatch.setattr(_follower, "apply_many", apply_and_interrupt)
     with pytest.raises(KeyboardInterrupt):
         follower.advance()
     assert not same(states[0], models[1])
@@ -462,14 +463,14 @@ def test_the_state_is_restored_after_an_interrupted_restoration(path, monkeypatc
 def test_a_signal_handler_cannot_advance_arrays_that_change(path, monkeypatch):
     _, models = published(path, 3)
     follower, into = follower_at(path, models, 1)
-    apply = _follower.apply_delta
+    apply = _follower.apply_many
 
     def handle_signal_and_apply(*arguments, **keywords):
         with pytest.raises(RuntimeError, match="are changing in this thread"):
             follower.advance()
         return apply(*arguments, **keywords)
 
-    monkeypatch.setattr(_follower, "apply_delta", handle_signal_and_apply)
+    monkeypatch.setattr(_follower, "apply_many", handle_signal_and_apply)
     follower.advance()
     assert same(into, models[2])
     assert follower.advance() == 2
@@ -481,7 +482,7 @@ def test_an_interrupted_publication_starts_a_new_lineage(path, monkeypatch):
     follower, into = follower_at(path, models)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(
-            "mlstate.follow._publisher.write_delta",
+            "mlstate.follow._publisher.apply_many",
             lambda *_: (_ for _ in ()).throw(KeyboardInterrupt),
         )
         publisher.publish(2, model)
@@ -548,7 +549,7 @@ def test_wrong_facts_of_a_delta_raise_and_keep_the_version(path, monkeypatch, ch
     follower, into = follower_at(path, models)
 
     def wrong(changes, rank):
-        value = encode_changes(changes, rank)
+        value = encode_by_tensor(changes, rank)
         value["tensors"]["layers.1"] |= change
         return value
 

@@ -5,11 +5,11 @@ import warnings
 
 import numpy as np
 import pytest
+from follow_tables import encode_by_tensor
 from traced_memory import traced
 
 from mlstate.errors import CheckpointWarning, CompatibilityError, FormatError, StoreError
 from mlstate.follow import Follower, Publisher, _publisher
-from mlstate.follow._version import encode_changes
 
 
 def model_of(step):
@@ -143,7 +143,7 @@ def test_a_hostile_version_is_refused_with_the_name_of_the_tensor(
     tmp_path, monkeypatch, member, value, reason, steps
 ):
     def encode_hostile(changes, rank):
-        facts = encode_changes(changes, rank)
+        facts = encode_by_tensor(changes, rank)
         facts["tensors"]["a"][member] = value
         return facts
 

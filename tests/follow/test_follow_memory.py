@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mlstate.errors import CheckpointWarning, ChecksumError, CompatibilityError
-from mlstate.follow import Follower, Publisher, _follower
+from mlstate.follow import Follower, Publisher, _delta, _follower
 
 ROWS = {"layout": "rows", "rank": 1, "world_size": 2}
 
@@ -120,10 +120,12 @@ def test_reading_the_version_in_another_thread_does_not_disturb(path, monkeypatc
     for array in model.values():
         array[3] = 5
     publisher.publish(1, model)
-    apply, versions = _follower.apply_delta, []
+    apply, versions = _follower.apply_many, []
 
     def read():
         versions.extend([follower.version, repr(follower), follower.state])
+
+    monkeypatch.setattr(_delta, "BATCH_BYTES", 1)  # each tensor is a batch
 
     def apply_and_read(*arguments, **keywords):
         apply(*arguments, **keywords)
@@ -131,7 +133,7 @@ def test_reading_the_version_in_another_thread_does_not_disturb(path, monkeypatc
         thread.start()
         thread.join()
 
-    monkeypatch.setattr(_follower, "apply_delta", apply_and_read)
+    monkeypatch.setattr(_follower, "apply_many", apply_and_read)
     assert follower.advance() == 1
     assert all(np.array_equal(follower.state[name], model[name]) for name in model)
     assert versions[::3] == [0] * 4
@@ -146,10 +148,12 @@ def test_interrupts_during_the_restoration_leave_the_old_version(path, monkeypat
     for array in model.values():
         array[3] = 5
     publisher.publish(1, model)
-    apply, restore, calls = _follower.apply_delta, _follower.roll_back, []
+    apply, restore, calls = _follower.apply_many, _follower.roll_back, []
 
-    def interrupted_apply(array, delta, log, **keywords):
-        apply(array, delta, log, **keywords)
+    monkeypatch.setattr(_delta, "BATCH_BYTES", 1)  # each tensor is a batch
+
+    def interrupted_apply(arrays, deltas, log, checks):
+        apply(arrays, deltas, log, checks)
         if len(log) == 2:
             raise KeyboardInterrupt
 
@@ -159,7 +163,7 @@ def test_interrupts_during_the_restoration_leave_the_old_version(path, monkeypat
             raise KeyboardInterrupt
         restore(log)
 
-    monkeypatch.setattr(_follower, "apply_delta", interrupted_apply)
+    monkeypatch.setattr(_follower, "apply_many", interrupted_apply)
     monkeypatch.setattr(_follower, "roll_back", interrupted_restore)
     with pytest.raises(KeyboardInterrupt):
         follower.advance()
