@@ -21,6 +21,7 @@ from .._common.arrays import assign, copy_of, is_torch
 from .._common.backend import TensorBackend, backend_of
 from .._common.converted import converted_value, float_name
 from .._common.dtypes import name_of, numpy_dtype
+from .._common.scales import facts_of, refuse_codes
 from .._common.store_error import store_error
 from .._sharding.layout import Shard
 from ..checkpoint._checkpoint.save import save
@@ -451,9 +452,12 @@ def _narrowed(model: Any, dtype: str, ranks: int) -> dict[str, Any]:
     """Return the values of a model by name; floats of more bytes than `dtype` are converted to it.
 
     `ranks`: number of ranks that publish the model. Raises CompatibilityError for a finite value
-    that `dtype` does not have.
+    that `dtype` does not have, and for codes with scales.
     """
     values = values_of(model, ranks)
+    refuse_codes(
+        facts_of(values), "is not published in another dtype; leave dtype= out, or publish values"
+    )
     item_bytes = numpy_dtype(dtype).itemsize
     for name, value in values.items():
         array = value.array if isinstance(value, Shard) else value

@@ -170,3 +170,15 @@ def test_modules_are_narrowed_and_widened(tmp_path):
             follower.verify()
         assert torch.equal(rollout.weight, trainer.weight.bfloat16())
         assert torch.equal(wide.weight, trainer.weight.bfloat16().float())
+
+
+@pytest.mark.parametrize("codes", [ml_dtypes.float8_e4m3fn, np.int8])
+def test_scales_of_quantized_weights_are_not_narrowed(tmp_path, codes):
+    model = {"l.weight": np.ones((4, 4), codes), "l.weight_scale": np.full(4, 0.1, np.float32)}
+    with pytest.raises(CompatibilityError, match=r"'l.weight' is quantized .* leave dtype= out"):
+        Publisher(tmp_path / "w", dtype="bfloat16").publish(0, model)
+    publisher = Publisher(tmp_path / "w")
+    publisher.publish(0, model)
+    into = zeros_like(model)
+    Follower(publisher.path, into=into, cast=True).advance()
+    assert same(into, model)
