@@ -132,12 +132,19 @@ class Prepared:
     def fill(self, loader: Loader) -> LoadedState:
         """Read all tensors into their targets, and return these.
 
-        After an error, their content is undefined.
+        After an error or interrupt, their content is undefined, and a note in the error tells it.
         """
         if loader.request.written is not None:
             loader.request.written.update(*(each.filled() for each in self.ready))
-        for ready_target in self.ready:
-            _fill(loader, ready_target)
+        try:
+            for ready_target in self.ready:
+                _fill(loader, ready_target)
+        except BaseException as error:
+            error.add_note(
+                "the arrays and tensors in into= are partly written: load into them again before "
+                'you use them; verify="first" finds damage before anything is written'
+            )
+            raise
         manifest = loader.manifest
         optimizer = self.optimizer if self.as_state is None else self.as_state
         return LoadedState(self.model, optimizer, manifest.metadata, manifest.step, self.states)
