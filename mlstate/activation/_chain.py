@@ -227,7 +227,7 @@ class Chain:
         )
         if not isinstance(note, str):
             raise TypeError(f"note must be a str, got {type(note).__name__}")
-        self.note = note
+        self.note: str = note
         # in the order that the core expects: seconds, then bytes as in `_BYTES`, then rates
         self._numbers = (forward, backward, *sizes)
         self._arrays: tuple[Any, ...] = (*self._model_numbers(), *rates)

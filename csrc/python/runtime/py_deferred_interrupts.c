@@ -212,7 +212,7 @@ static PyMethodDef section_methods[] = {
     MLSPY_METHOD(section, __enter__, METH_NOARGS, "/"),
     MLSPY_METHOD(section, __exit__, METH_VARARGS, "/, *unused"),
     MLSPY_METHOD(section, is_pending, METH_NOARGS, "/"),
-    MLSPY_METHOD(section, is_active, METH_NOARGS | METH_STATIC, "/"),
+    {"is_active", section_is_active, METH_NOARGS | METH_STATIC, "is_active()\n--\n\n"},
     {NULL, NULL, 0, NULL},
 };
 
