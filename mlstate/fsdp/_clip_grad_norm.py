@@ -113,16 +113,17 @@ def clip_grad_norm(
 
 def _find_partials(
     gradients: Mapping[str, Any],
-) -> tuple[dict[str, tuple[float, int]], dict[str, Any], Exception | None]:
+) -> tuple[dict[str, tuple[float, int]], Mapping[str, Any], Exception | None]:
     """Return the `norm_partials` of gradients, those to scale, and the error of either, or None.
 
     If they cannot be read, the partials are NaN, so that the norm fails on all ranks.
     """
-    partials, distinct = dict.fromkeys(gradients, (nan, 0)), {}
+    partials: dict[str, tuple[float, int]] = dict.fromkeys(gradients, (nan, 0))
+    distinct: Mapping[str, Any] = {}
     try:
         partials = norm_partials(gradients)
-        distinct = distinct_memory(gradients)
-        scale(distinct, 1)  # only checks
+        may_share = scale(gradients, 1)  # only checks
+        distinct = distinct_memory(gradients) if may_share else gradients
     except Exception as error:  # all ranks raise it: they wait for this one
         return partials, distinct, error
     return partials, distinct, None

@@ -41,7 +41,7 @@ def detached(gradient: Any) -> Any:
     Shares the memory of tensors. Other objects are returned unchanged.
     """
     if is_torch(gradient):
-        return gradient.detach()
+        return gradient.detach() if gradient.requires_grad else gradient
     return np.asarray(gradient) if isinstance(gradient, np.generic) else gradient
 
 
@@ -93,8 +93,10 @@ def copy_gradient(gradient: Any) -> Any:
 
 def _split_by_device(gradients: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return two dicts by name: the gradients in main memory, and those on other devices."""
-    host = {name: detached(array) for name, array in gradients.items() if on_host(array)}
-    device = {name: detached(array) for name, array in gradients.items() if name not in host}
+    host: dict[str, Any] = {}
+    device: dict[str, Any] = {}
+    for name, array in gradients.items():
+        (host if on_host(array) else device)[name] = detached(array)
     return host, device
 
 
@@ -200,13 +202,16 @@ def distinct_memory(gradients: Mapping[str, Any]) -> dict[str, Any]:
     return distinct
 
 
-def scale(gradients: Mapping[str, object], factor: float) -> None:
-    """Multiply gradients by a factor in place; 1 only checks whether that is possible."""
+def scale(gradients: Mapping[str, object], factor: float) -> bool:
+    """Multiply gradients by a factor in place; 1 only checks whether that is possible.
+
+    Returns whether some of them may share memory, which `distinct_memory` then examines.
+    """
     host, device = _split_by_device(gradients)
-    if host:
-        _core.scale(list(host), list(host.values()), factor)
+    may_share = bool(host) and _core.scale(list(host), list(host.values()), factor)
     for target in device.values() if factor != 1 else ():
         target *= factor
+    return may_share or len(device) > 1
 
 
 def norm_partials(gradients: Mapping[str, object]) -> dict[str, tuple[float, int]]:

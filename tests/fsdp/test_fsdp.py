@@ -100,6 +100,23 @@ def test_disjoint_views_of_one_array_are_scaled():
         buffer *= 9
 
 
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda square: square.T,
+        lambda square: square.reshape(-1),
+        lambda square: square.view(np.float32),
+        lambda square: square[1:],
+    ],
+)
+def test_views_of_another_form_are_refused(view):
+    square = np.ones((2, 2))
+    units = units_with({"a": square, "x": np.ones(3), "b": view(square)})
+    with pytest.raises(ValueError, match="'a' and 'b' share memory"):
+        clip_grad_norm(units, 1.0, SingleGroup())
+    assert (square == 1).all()
+
+
 def test_gradients_that_share_a_part_of_their_memory_are_refused_on_all_ranks():
     def work(group):
         buffer = np.arange(1.0, 7.0)

@@ -106,8 +106,9 @@ def test_norm_partials_are_the_same_by_any_way():
 
 def test_scale_and_clear():
     a, b = np.ones((3, 4), np.float16), np.full(5, 2 - 1j, np.complex64)
-    assert _core.scale(["a", "b"], [a[:, ::2], b], 0.5) is None
+    assert _core.scale(["a", "b"], [a[:, ::2], b], 0.5) is False
     assert a.tolist() == [[0.5, 1, 0.5, 1]] * 3 and b.tolist() == [1 - 0.5j] * 5
+    assert _core.scale(["a", "b"], [a[:, 3:], a[:, :2]], 1.0)  # interleaved: may share memory
     _core.clear(["a", "b"], [a[1:], b])
     assert a.tolist() == [[0.5, 1, 0.5, 1], [0] * 4, [0] * 4] and not b.any()
     with pytest.raises(CompatibilityError, match="'n': int64 cannot be scaled") as caught:

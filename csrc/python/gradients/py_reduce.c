@@ -16,6 +16,7 @@
 #include "dictionaries/dict_pairs.h"
 #include "gradients/bucket_capsule.h"
 
+#include "base/address_ranges.h"
 #include "base/memory.h"
 
 /* ---- many named arrays ---- */
@@ -216,8 +217,37 @@ PyObject *core_accumulate(mlspy_state *state, PyObject *const *args)
 
 /* ---- single arrays ---- */
 
-/* scale(names, arrays, factor): multiplies all arrays by `factor`, or none; a factor of 1
- * only checks them */
+/* For mls_address_ranges_tied: ends the search at the first two ranges that overlap. */
+static mls_sharing compare_ranges(const void *data, size_t a, size_t b)
+{
+    (void)data, (void)a, (void)b;
+    return MLS_MIXED;
+}
+
+/* Returns 1 if the ranges of addresses of two arrays overlap, else 0, or -1 with
+ * MemoryError set. Arrays with gaps may still share no element. */
+static int ranges_overlap(const named_views *v)
+{
+    size_t pair[2], used = 0;
+    mls_address_range *ranges = mls_alloc(2 * (size_t)v->count, sizeof *ranges);
+    if (ranges == NULL) {
+        return mlspy_no_memory();
+    }
+    for (Py_ssize_t i = 0; i < v->count; i++) {
+        mls_address_range *next = &ranges[used];
+        used += mls_tensor_range(&v->views[i].tensor, &next->low, &next->high);
+    }
+    const mls_address_range *sorted =
+        mls_address_ranges_sort(ranges, ranges + v->count, used);
+    const bool apart =
+        mls_address_ranges_tied(sorted, used, compare_ranges, NULL, NULL, pair);
+    mls_free(ranges);
+    return !apart;
+}
+
+/* scale(names, arrays, factor) -> bool: multiplies all arrays by `factor`, or none; a
+ * factor of 1 only checks them. Returns whether arrays may share memory: whether the
+ * ranges of addresses of two overlap. */
 PyObject *core_scale(mlspy_state *state, PyObject *const *args)
 {
     named_views v;
@@ -227,8 +257,9 @@ PyObject *core_scale(mlspy_state *state, PyObject *const *args)
         named_views_of(state, args[0], args[1], true /* writable */, &v) < 0) {
         return NULL;
     }
-    const int failed = check_arrays(state, NULL, &v, factor);
-    if (failed == 0 && factor != 1.0) {
+    const int overlap =
+        check_arrays(state, NULL, &v, factor) < 0 ? -1 : ranges_overlap(&v);
+    if (overlap >= 0 && factor != 1.0) {
         PyThreadState *saved = mlspy_leave_python(v.bytes);
         for (Py_ssize_t i = 0; i < v.count; i++) {
             (void)mls_scale(state->kernels->cpu, state->pool, &v.views[i].tensor, factor,
@@ -237,7 +268,7 @@ PyObject *core_scale(mlspy_state *state, PyObject *const *args)
         mlspy_resume_python(saved);
     }
     named_views_release(&v);
-    return failed < 0 ? NULL : Py_NewRef(Py_None);
+    return overlap < 0 ? NULL : PyBool_FromLong(overlap);
 }
 
 /* norm_partials(names, arrays) -> [(squares, nonfinite)], one for each array
