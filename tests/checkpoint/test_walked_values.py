@@ -172,6 +172,44 @@ def test_excluded_values_of_nested_states_keep_the_targets(tmp_path):
     assert loaded["x"] == {"value": {"count": 2}} and loaded["list"] == [{}, 3]
 
 
+def test_a_pattern_must_match_on_any_rank(tmp_path):
+    from rank_threads import run_ranks
+
+    states = [{"x": {"a": 1, "b": 2}}, {"x": {"a": 1}}, {"x": {"c": 3}}]
+    excludes = [["x.b", "x.c"], ["x.c", "x.b", "x.b"], ("x.b", "x.c")]
+
+    def save(group):
+        exclude = excludes[group.rank]
+        mlstate.save(tmp_path / "c", states=states[group.rank], exclude=exclude, group=group)
+
+    run_ranks(save, 3)
+    assert mlstate.load(tmp_path / "c").states["x"] == [{"a": 1}, {"a": 1}, {}]
+
+
+@pytest.mark.parametrize(
+    ("excludes", "text"),
+    [
+        ([["x.a", "x.d"]] * 2, r"^exclude= has 'x\.d', which matches no state"),
+        ([["x.a"], ["x.a", "x.b"]], r"exclude= has 'x\.b' on rank 1, and not on rank 0"),
+        (["x.a", None], r"exclude= has 'x\.a' on rank 0, and not on rank 1"),
+    ],
+)
+@pytest.mark.parametrize("save", [mlstate.save, mlstate.checkpoint.save_async])
+def test_all_ranks_refuse_unused_or_different_patterns(tmp_path, excludes, text, save):
+    from rank_threads import run_ranks
+
+    def refused(group):
+        with pytest.raises(ValueError, match=text) as caught:
+            options = {"states": {"x": {"a": 1, "b": 2}}, "exclude": excludes[group.rank]}
+            handle = save(tmp_path / "c", **options, group=group)
+            if save is not mlstate.save:
+                handle.wait()
+        return str(caught.value)
+
+    assert len(set(run_ranks(refused, 2))) == 1
+    assert not (tmp_path / "c" / "manifest.json").exists()
+
+
 OLDER = [1, {"a": (2, {3: None}), "b": deque([np.ones(2)])}, {4.5}]
 
 

@@ -88,7 +88,7 @@ def save(
     exclude : str or iterable of str, optional
         Patterns of optimizer states, such as ``"*.projector"``, and of paths in nested states, such
         as ``"warm_up.after"``, that are not stored. A load keeps the target's own values there. A
-        pattern that matches nothing raises ValueError.
+        pattern that matches nothing on any rank raises ValueError on all.
     progress : callable, optional
         Called repeatedly with the number of bytes processed since the last call. An exception
         from it stops the save. With a URL, these bytes are in temporary files; it is called with 0

@@ -214,7 +214,7 @@ def _checked_metadata(mapping: Mapping[str, Any] | None) -> dict[str, Any]:
 class SaveContent:
     """The content of one rank's save; its arrays are not copied."""
 
-    __slots__ = ("dicts", "entries", "error", "header", "named", "step")
+    __slots__ = ("dicts", "entries", "error", "excluded", "header", "named", "step")
 
     def __init__(
         self,
@@ -224,6 +224,7 @@ class SaveContent:
         named: NamedStates = NO_STATES,
         entries: Iterable[str] = (),
         step: int | None = None,
+        excluded: Excluded = NONE_EXCLUDED,
     ) -> None:
         """Keep what one rank saves; the comments describe each attribute."""
         # which ranks must agree on: the caller's, or -2 minus that of an `OptimizerStateDict`
@@ -233,6 +234,7 @@ class SaveContent:
         self.header = header  # description of the state in the manifest
         self.error = error  # why this rank cannot save, if it saves with others
         self.entries = tuple(entries)  # names of a torch module's entries that are not tensors
+        self.excluded = excluded  # what is left out; `gather_shards` refuses unused patterns
         self.named = named  # `gather_shards` adds the arrays of its trees to `dicts`
 
 
@@ -274,7 +276,8 @@ def take_content(
         ranks = target.world_size
         named = NO_STATES if states is None else take_states(states, model, ranks, excluded)
         *pair, others = states_of(model, optimizer, ranks, excluded)
-        excluded.refuse_unused()
+        if target.group is None:
+            excluded.refuse_unused([excluded.used])
         refuse_empty_save(*pair, states)
         if any(others):
             named = add_entries(named, None, others)
@@ -302,4 +305,4 @@ def take_content(
     # torch's steps are computed from the states, which ranks may have of different parameters
     if step is None and isinstance(pair[1], OptimizerStateDict) and not is_optimizer(optimizer):
         step = -2 - pair[1].step
-    return SaveContent(dicts, header, None, named, others[0], step)
+    return SaveContent(dicts, header, None, named, others[0], step, excluded)

@@ -92,8 +92,8 @@ def _summarize(
 ) -> _Summary:
     """Return what this rank saves, as other ranks compare it: names, dtypes, shapes, layout.
 
-    `steps`: of the layout for whole arrays. `states`: kind and name of each named state. `groups`:
-    parameter groups by optimizer.
+    `steps`: of the layout for whole arrays. `states`: kind and name of each named state and pattern of
+    ``exclude=``. `groups`: parameter groups by optimizer.
     """
     cache: dict[Any, str] = {}
     entries = sorted(_entries(dicts), key=itemgetter(0))
@@ -122,10 +122,9 @@ def _compare_sections(rank: int, first: _Summary, other: int, other_summary: _Su
     if lacking:
         name = min(lacking)
         has, lacks = (rank, other) if name in first["states"] else (other, rank)
-        section_name, _, name = name.partition(" ")
-        raise ValueError(
-            f"{both} states= has {name!r} ({section_name}) on rank {has}, and not on rank {lacks}"
-        )
+        kind, _, name = name.partition(" ")
+        text = f"exclude= has {name!r}" if kind == "exclude" else f"states= has {name!r} ({kind})"
+        raise ValueError(f"{both} {text} on rank {has}, and not on rank {lacks}")
     if other_summary["layout"] != first["layout"]:
         raise ValueError(
             f"{both} layout= cuts by {first['layout']} on rank {rank}, and by "

@@ -109,21 +109,27 @@ def _assign_replicas(group: ProcessGroup, steps: Steps, content: SaveContent) ->
 
     Every rank calls it, even after a failure. `steps`: of the layout for these arrays. The
     optimizers' groups in `content` become the groups of all ranks, and its step the one of any
-    rank. Raises ValueError if callers pass different steps.
+    rank. Raises ValueError if callers pass different steps or patterns, or one that matches no name
+    on any rank.
     """
     digests: list[bytes] = []
+    excluded = content.excluded
     try:
         step = -1 if content.step is None else int(content.step)
-        digests = [*content.named.digests(), step.to_bytes(16, "little", signed=True)]
+        packed_step = step.to_bytes(16, "little", signed=True)
+        digests = [*content.named.digests(), excluded.used, packed_step]
     except BaseException as error:  # must not raise here: other ranks wait for a message
         content.error = content.error or error
-    names = content.named.summary()
+    names = content.named.summary() + [f"exclude {pattern}" for pattern in excluded.patterns]
     kinds = _optimizer_kinds(content)
     groups = {label: kind["param_groups"] for label, kind in kinds.items()}
     assigned = assign_replicas(group, content.dicts, steps, content.error, names, digests, groups)
+    if assigned.error is not None:
+        return assigned
+    *_, used, packed_steps = assigned.digests
+    excluded.refuse_unused(used)
     for label, merged in (assigned.groups or {}).items():
         kinds[label]["param_groups"] = merged
-    packed_steps = assigned.digests[-1] if assigned.error is None and assigned.digests else ()
     values = {int.from_bytes(each, "little", signed=True) for each in packed_steps} - {-1}
     # a step that the caller of any rank passes replaces the steps of optimizers
     steps_of_ranks = {each for each in values if each >= 0} or {-2 - each for each in values}

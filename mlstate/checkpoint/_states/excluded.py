@@ -17,10 +17,11 @@ class Excluded:
     """Globs of names; they match the names of optimizer states and the paths of nested values."""
 
     def __init__(self, patterns: str | Iterable[str] | None) -> None:
-        """Keep the patterns; raise TypeError unless they are str."""
-        self.patterns = [patterns] if isinstance(patterns, str) else [*(patterns or ())]
-        if not all(isinstance(pattern, str) for pattern in self.patterns):
+        """Keep the patterns, sorted; raise TypeError unless they are str."""
+        given = [patterns] if isinstance(patterns, str) else [*(patterns or ())]
+        if not all(isinstance(pattern, str) for pattern in given):
             raise TypeError(f"exclude must be a str or several, got {patterns!r}")
+        self.patterns = sorted(set(given))  # in the same order on all ranks
         self._used: set[str] = set()
 
     def matches(self, name: str) -> bool:
@@ -31,10 +32,18 @@ class Excluded:
         self._used |= used
         return bool(used)
 
-    def refuse_unused(self) -> None:
-        """Raise ValueError for a pattern that no name has matched."""
-        for pattern in self.patterns:
-            if pattern not in self._used:
+    @property
+    def used(self) -> bytes:
+        """For each pattern a byte: 1 if a name has matched it, else 0."""
+        return bytes(pattern in self._used for pattern in self.patterns)
+
+    def refuse_unused(self, used: Iterable[bytes]) -> None:
+        """Raise ValueError for a pattern that no name has matched on any rank.
+
+        `used`: of the ranks.
+        """
+        for pattern, *matched in zip(self.patterns, *used, strict=True):
+            if not any(matched):
                 raise ValueError(
                     f"exclude= has {pattern!r}, which matches no state of an optimizer, such as "
                     "'fc.weight.projector', and no path in a nested state, such as "
