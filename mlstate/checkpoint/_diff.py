@@ -13,6 +13,7 @@ from .._common.arrays import is_cache
 from ..errors import FormatError
 from ..state._diff import StateDiff, join_diffs
 from ..state._diff import diff as diff_states
+from ..state._group_merge import match_groups
 from ..state._optimizer_state import OptimizerStateDict
 from ._states.containers import children
 
@@ -141,16 +142,11 @@ def _read_forms(value: Any) -> Any:
 def _match_groups(first: Sequence[Any], second: Sequence[Any]) -> list[Sequence[Any]]:
     """Return the groups of two optimizers, in the order of the first, as a load matches them.
 
-    A load finds groups by the names of their parameters, in any order. Entries that depend on this
-    order are left out. Groups without names, or with other parameters, stay as they are.
+    Entries that depend on this order are left out. Groups that do not match stay as they are.
     """
-    sides = [
-        [frozenset(map(str, group.get("params", ()))) for group in each] for each in (first, second)
-    ]
-    is_named = all(names for side in sides for names in side)
-    if not is_named or len(set(sides[0])) != len(sides[0]) or {*sides[0]} != {*sides[1]}:
+    ordered = match_groups(first, second)
+    if ordered is None:
         return [first, second]
-    ordered = [second[sides[1].index(names)] for names in sides[0]]
     by_position = ("params", "packed_states", "dimension_orders")
     return [
         [{key: value for key, value in group.items() if key not in by_position} for group in groups]

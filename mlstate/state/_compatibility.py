@@ -11,6 +11,8 @@ from .._common.arguments import check_flags
 from .._common.backend import backend_of, is_module
 from .._common.text import shorten
 from ._backend import StateBackend
+from ._group_merge import match_groups, split_group
+from ._optimizer_state import OptimizerStateDict
 from ._rename_guess import guess_rules
 
 LISTED = 20  # names that a message lists
@@ -413,6 +415,27 @@ def _is_refused(target: dict[str, Any], source: dict[str, Any]) -> bool:
         return True
 
 
+def _compare_groups(source: OptimizerStateDict, target: OptimizerStateDict) -> list[str]:
+    """Return warnings about the parameter groups of two optimizers, if both have groups."""
+    groups = source.param_groups, target.param_groups
+    if not all(groups) or any("params" not in group for each in groups for group in each):
+        return []
+    matched = match_groups(*reversed(groups))
+    if matched is None:
+        return [
+            "param_groups: the parameters are in other groups in the source than in the target; "
+            "a load matches groups by the names of their parameters, in any order"
+        ]
+    warnings = []
+    for number, pair in enumerate(zip(matched, groups[1], strict=True)):
+        left, right = (split_group(group)[0] for group in pair)
+        for side, own, other in (("source", left, right), ("target", right, left)):
+            names = [name for name in own if name not in other]
+            if names:
+                warnings.append(f"param_groups[{number}]: only in the {side}: {join(names)}")
+    return warnings
+
+
 def check_compatibility(
     source: Mapping[str, Any], target: Mapping[str, Any]
 ) -> CompatibilityResult:
@@ -430,7 +453,9 @@ def check_compatibility(
         A name that only one side has is a warning, so that a part of a model can be loaded.
         A different shape is an error, a different dtype a warning. The first line of the text
         tells whether all, some or no names match. ``is_loadable()`` tells whether `load_into`
-        accepts the pair as it is. If a prefix explains the difference of the
+        accepts the pair as it is. Parameter groups of two `OptimizerStateDict` are matched by the
+        names of their parameters, in any order, as `mlstate.load` does; other parameters, and
+        names of values that only one group has, are warnings. If a prefix explains the difference of the
         names, ``renames`` has the rules.
 
     Raises
@@ -474,6 +499,8 @@ target, 3 warnings
     result.renames, hint = rename_hint(source, target, missing, unexpected)
     if hint:
         result.add_warning(hint)
+    if isinstance(source, OptimizerStateDict) and isinstance(target, OptimizerStateDict):
+        result.warnings += _compare_groups(source, target)
     for label, add, pairs in (
         ("shape", result.add_error, shapes),
         ("dtype", result.add_warning, dtypes),

@@ -1,14 +1,17 @@
-"""Parameter groups of an optimizer whose parameters ranks hold in part: merged, compared."""
+"""Parameter groups of optimizers: matched by names; merged, if ranks hold parameters in part."""
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from .._common.arrays import is_torch
 from .._common.backend import TensorBackend, backend_of
 from ..errors import CompatibilityError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 _Group: TypeAlias = dict[str, Any]
 
@@ -21,7 +24,26 @@ _OF_PARAMETERS = frozenset(
 )
 
 
-def _split_group(group: _Group) -> tuple[dict[str, Any], dict[str, Any]]:
+def match_groups(
+    first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]] | None:
+    """Return the groups of `second` in the order of `first`, as a load matches them.
+
+    A load finds groups by the names of their parameters, in any order. Groups with the same
+    parameters in place match, also without names. None for groups that do not match.
+    """
+    sides = [
+        [frozenset(map(str, group.get("params", ()))) for group in each] for each in (first, second)
+    ]
+    if sides[0] == sides[1]:
+        return [*second]
+    is_named = all(names for side in sides for names in side)
+    if not is_named or len(set(sides[0])) != len(sides[0]) or {*sides[0]} != {*sides[1]}:
+        return None
+    return [second[sides[1].index(names)] for names in sides[0]]
+
+
+def split_group(group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the hyperparameters of a group, and the entries that describe its parameters."""
     values = {key: value for key, value in group.items() if key not in _OF_PARAMETERS}
     parameter_values = {key: value for key, value in group.items() if key in _OF_PARAMETERS}
@@ -83,7 +105,7 @@ def merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group]
     merged: list[_Group] = []
     for rank, groups in groups_of.items():
         for group in groups:
-            values, parameter_values = _split_group(group)
+            values, parameter_values = split_group(group)
             params = parameter_values["params"]
             # in `params`; an earlier rank has the other parameters
             kept_positions = [i for i, name in enumerate(params) if name not in seen]

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from thread_team import num_threads
 from tries import tries
 
-from mlstate import CompatibilityError, StateDict
+from mlstate import CompatibilityError, OptimizerStateDict, StateDict
 from mlstate.state import (
     CompatibilityResult,
     Difference,
@@ -78,6 +78,30 @@ def test_compatibility_lists_all_differences_with_both_shapes():
     assert text.startswith("not compatible, 1 error, 3 warnings\n  error: w: shape")
     assert "<table>" in page and "(3, 2) in the target" in page
     assert "CompatibilityResult: not compatible" in repr(result)
+
+
+GROUPS = [{"params": ["a", "b"], "lr": 0.1}, {"params": ["c"], "lr": 0.2, "eps": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expected"),
+    [
+        (GROUPS, GROUPS[::-1], []),
+        (GROUPS, [{**GROUPS[1], "lr": 0.5}, {"params": ["b", "a"], "lr": 0.1}], []),
+        ([GROUPS[0], {"params": []}], [GROUPS[0], {"params": [], "lr": 1}], ["target: lr"]),
+        (GROUPS, [{"params": ["c"], "x": 1, "lr": 1}, GROUPS[0]], ["source: eps", "target: x"]),
+        (GROUPS, [{"params": ["a"]}, {"params": ["b", "c"]}], ["in other groups"]),
+        (GROUPS, [{"params": ["a", "b", "c"], "lr": 0.1}], ["in other groups"]),
+        (GROUPS, [], []),
+        ([{"lr": 0.1}], GROUPS, []),
+    ],
+)
+def test_groups_are_matched_by_names_in_any_order(source, target, expected):
+    first, second = (OptimizerStateDict(param_groups=groups) for groups in (source, target))
+    result = check_compatibility(first, second)
+    assert len(result.warnings) == len(expected) and result.is_loadable()
+    for warning, text in zip(result.warnings, expected, strict=True):
+        assert warning.startswith("param_groups") and text in warning
 
 
 def test_headline_counts_loadable_tensors():
