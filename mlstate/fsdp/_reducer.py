@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 _LISTED = 5  # failures that an error lists
-_OVERFLOW = "with a GradScaler, which skips such steps, pass nonfinite='allow'"
+OVERFLOW = "with a GradScaler, which skips such steps, pass nonfinite='allow'"
 _MAGIC = b"mlsg"
 _HEADER = struct.Struct("<4sHQ16sQdH16s")  # 64 bytes
 _MAX_READY = 0xFFFF  # limit of the header's 16-bit field `ready`
@@ -411,12 +411,12 @@ class Session:
             parts = [(rank, count) for rank, (_, count) in enumerate(counts) if count]
             if gradients and parts:  # a minimum of such elements can be finite
                 reason = "; ".join(f"rank {rank}: {count:,}" for rank, count in gradients)
-                bad[name] = gradients[0][0], f"NaN or infinite elements ({reason}); {_OVERFLOW}"
+                bad[name] = gradients[0][0], f"NaN or infinite elements ({reason}); {OVERFLOW}"
             elif parts:
                 reason = "; ".join(f"shard of rank {rank}: {count:,}" for rank, count in parts)
                 bad[name] = (
                     parts[0][0],
-                    f"the sum is not finite, all gradients are ({reason}); {_OVERFLOW}",
+                    f"the sum is not finite, all gradients are ({reason}); {OVERFLOW}",
                 )
         return bad
 

@@ -455,8 +455,8 @@ def check_compatibility(
         tells whether all, some or no names match. ``is_loadable()`` tells whether `load_into`
         accepts the pair as it is. Parameter groups of two `OptimizerStateDict` are matched by the
         names of their parameters, in any order, as `mlstate.load` does; other parameters, and
-        names of values that only one group has, are warnings. If a prefix explains the difference of the
-        names, ``renames`` has the rules.
+        names of values that only one group has, are warnings. If a prefix explains the difference
+        of the names, ``renames`` has the rules.
 
     Raises
     ------

@@ -92,8 +92,8 @@ def _summarize(
 ) -> _Summary:
     """Return what this rank saves, as other ranks compare it: names, dtypes, shapes, layout.
 
-    `steps`: of the layout for whole arrays. `states`: kind and name of each named state and pattern of
-    ``exclude=``. `groups`: parameter groups by optimizer.
+    `steps`: of the layout for whole arrays. `states`: kind and name of each named state, and of
+    each pattern of ``exclude=``. `groups`: parameter groups by optimizer.
     """
     cache: dict[Any, str] = {}
     entries = sorted(_entries(dicts), key=itemgetter(0))

@@ -18,10 +18,10 @@ class Excluded:
 
     def __init__(self, patterns: str | Iterable[str] | None) -> None:
         """Keep the patterns, sorted; raise TypeError unless they are str."""
-        given = [patterns] if isinstance(patterns, str) else [*(patterns or ())]
-        if not all(isinstance(pattern, str) for pattern in given):
+        globs = [patterns] if isinstance(patterns, str) else [*(patterns or ())]
+        if not all(isinstance(pattern, str) for pattern in globs):
             raise TypeError(f"exclude must be a str or several, got {patterns!r}")
-        self.patterns = sorted(set(given))  # in the same order on all ranks
+        self.patterns = sorted(set(globs))  # in the same order on all ranks
         self._used: set[str] = set()
 
     def matches(self, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import re
 
 import torch
 from group_model import raises
@@ -77,7 +78,56 @@ def same_but(layer, gradients, expected):
             assert torch.equal(gradient, expected[name])
 
 
+def train_with_scaler(module, scaler, rank, overflows):
+    """Weights after a step of SGD; `overflows`: one row of this rank's gradient is infinite."""
+    sgd = torch.optim.SGD(module.parameters(), lr=0.1)
+    first = next(m for m in module.modules() if isinstance(m, torch.nn.Linear))
+
+    def overflow(gradient):
+        is_bad = overflows & (torch.arange(gradient.shape[1]) == 0)
+        return gradient.masked_fill(is_bad, torch.inf)
+
+    handle = first.register_forward_hook(lambda *args: args[2].register_hook(overflow) and None)
+    module.zero_grad()
+    try:
+        scaler.scale(module(rows_of(rank)).square().sum()).backward()
+    finally:
+        handle.remove()
+    scaler.step(sgd)
+    scaler.update()
+    weights = [p.detach() for p in module.parameters()]
+    return [(p.full_tensor() if hasattr(p, "full_tensor") else p).clone() for p in weights]
+
+
+def check_remedy_for_overflow(group, reduced_module):
+    """A scaler skips a step that overflows on one rank if the remedy of the error is applied."""
+    is_bad_rank = group.rank == group.world_size - 1
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    arguments = (scaler, group.rank)
+    error = raises(
+        CollectiveError, "GradScaler", train_with_scaler, reduced_module(), *arguments, is_bad_rank
+    )
+    remedy = dict([re.search(r"pass (\w+)='(\w+)'", str(error)).groups()])
+    module = reduced_module(**remedy)
+    before = train_with_scaler(module, *arguments, False)
+    after = train_with_scaler(module, *arguments, is_bad_rank)
+    assert all(map(torch.equal, before, after)) and scaler.get_scale() == 4.0
+    moved = train_with_scaler(module, *arguments, False)
+    assert all(each.isfinite().all() for each in moved) and scaler.get_scale() == 4.0
+    assert not any(map(torch.equal, before, moved))
+
+
 # ---- FSDP2 ----
+
+
+@scenario
+def fsdp2_skips_an_overflow_by_the_remedy_of_its_error(group):
+    def reduced_module(**options):
+        module = sharded(group.world_size)
+        reduce_scatter_with(module, group, **options)
+        return module
+
+    check_remedy_for_overflow(group, reduced_module)
 
 
 @scenario
@@ -259,6 +309,16 @@ def fsdp2_refuses_invalid_arguments(group):
 
 
 # ---- DDP ----
+
+
+@scenario
+def ddp_skips_an_overflow_by_the_remedy_of_its_error(group):
+    def reduced_module(**options):
+        module = replicated()
+        all_reduce_with(module, group, **options)
+        return module
+
+    check_remedy_for_overflow(group, reduced_module)
 
 
 def replicated(dtype=torch.float32, **keywords):

@@ -9,7 +9,7 @@ from ...._common.set_module import set_module
 from ....collectives._arguments import dtype_name, failed
 from ....collectives._engine import OperationQueue
 from ....fsdp._gradient_ops import norm_partials
-from ....fsdp._reducer import IDLE, REFUSED, ConsistencyCheck
+from ....fsdp._reducer import IDLE, OVERFLOW, REFUSED, ConsistencyCheck
 from .backward import PassErrors, check_reduction
 
 if TYPE_CHECKING:
@@ -201,7 +201,7 @@ class _Buckets:
             return
         # ranks with another bucket number or other parameters cannot agree on later buckets either
         current.is_lost = len({(header.sequence, header.digest) for header in headers}) > 1
-        problems = dict.fromkeys(nonfinite_names, "NaN or infinite elements")
+        problems = dict.fromkeys(nonfinite_names, f"NaN or infinite elements; {OVERFLOW}")
         entries = [(n, fact, problems.get(n, "")) for n, fact in zip(parts, facts, strict=True)]
         failures = check.find_failures(entries, {}, has_ended=False).failures
         lines = [f"{name!r}: {reason}" for name, (_, reason) in failures.items()]
