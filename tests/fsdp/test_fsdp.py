@@ -150,6 +150,30 @@ def test_other_values_than_units_are_refused_by_name():
         clip_grad_norm({"w": np.ones(2)}, 1.0, SingleGroup())
 
 
+def test_all_ranks_skip_a_scalers_overflow_in_one_part(torch):
+    def work(group):
+        units = {"w": FSDPShardingUnit("w", (4,), "float32", group.rank, world_size=2)}
+        hook = FSDPBackwardHook(FSDP(group, nonfinite="allow"))
+        part = torch.nn.Parameter(torch.ones(2))
+        sgd = torch.optim.SGD([part], lr=1.0)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for first in (torch.inf, 1.0):  # element 0 is in the part of rank 0
+            gradient = scaler.scale(torch.tensor([first, 1.0, 1.0, 1.0]))
+            hook.scatter_multiple(units, {"w": gradient})
+            part.grad = torch.as_tensor(units["w"].local_gradient)
+            scaler.unscale_(sgd)
+            try:
+                clip_grad_norm(units, 100.0, group)
+            except CollectiveError:
+                scaler.update(scaler.get_scale() / 2)
+            else:
+                scaler.step(sgd)
+                scaler.update()
+        return scaler.get_scale(), part.tolist()
+
+    assert run(work, 2) == [(4.0, [-1.0, -1.0])] * 2
+
+
 def test_units_without_gradients_count_as_zero():
     units = unit_of(np.array([3.0, 4.0]))
     units["v"] = FSDPShardingUnit("v", (9,), "float64", 0, world_size=1)
