@@ -22,7 +22,7 @@ def source_of(kind, folder, state):
 
 
 @pytest.mark.parametrize("kind", ["checkpoint", "folder", "file", "archive"])
-def test_an_interrupted_copy_tells_that_targets_are_partly_written(tmp_path, kind):
+def test_the_error_of_an_interrupted_copy_names_partly_written_targets(tmp_path, kind):
     state = {"a": np.arange(400_000.0), "b": np.ones(300_000)}
     path = source_of(kind, tmp_path, state)
     targets = {name: np.zeros_like(array) for name, array in state.items()}
@@ -51,7 +51,7 @@ def test_an_error_before_the_first_write_has_no_such_note(tmp_path, kind):
     assert not targets["a"].any()
 
 
-def test_damage_that_a_copy_finds_tells_that_targets_are_partly_written(tmp_path):
+def test_the_error_of_a_damaged_copy_names_partly_written_targets(tmp_path):
     checkpoint = mlstate.save(tmp_path / "c", {"a": np.arange(400_000.0)})
     [shard] = checkpoint.shards()
     with (tmp_path / "c" / shard.path).open("r+b") as file:

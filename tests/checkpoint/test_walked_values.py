@@ -125,7 +125,7 @@ def test_a_class_with_other_fields_is_refused(tmp_path):
         mlstate.load(tmp_path, into={"states": {"x": {"value": other(1, 2)}}})
 
 
-def test_attributes_beside_fields_are_refused(tmp_path):
+def test_attributes_without_a_field_are_refused(tmp_path):
     value = Window(1)
     object.__setattr__(value, "note", "lost")
     with pytest.raises(TypeError, match=r"states\['x'\]\[0\] .* other attributes .*note"):
