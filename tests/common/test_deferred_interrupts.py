@@ -87,10 +87,11 @@ def test_signals_without_a_function_of_python_are_left_alone(action):
 def test_a_signal_before_a_section_is_handled_before_it():
     entered = []
     with handler(signal.SIGUSR1, refuse), pytest.raises(Handled):
-        # the kernel delivers a blocked signal at once when it is unblocked
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
-        os.kill(os.getpid(), signal.SIGUSR1)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
+        try:
+            signal.raise_signal(signal.SIGUSR1)  # this thread gets it when it is unblocked
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
         with deferred_interrupts():
             entered.append(1)
     assert not entered

@@ -1,9 +1,11 @@
 """Errors at every line of mlstate during one operation: nothing is half changed."""
 
+import linecache
 import pathlib
 import sys
 
 import mlstate
+from mlstate._core import deferred_interrupts
 
 PACKAGE = str(pathlib.Path(mlstate.__file__).parent)
 ERRORS = (MemoryError, KeyboardInterrupt)
@@ -12,11 +14,13 @@ ERRORS = (MemoryError, KeyboardInterrupt)
 class Injected:
     """Raises an error at one line of the package that a call runs; 0: at none.
 
-    `files`: end of the paths of files whose lines count.
+    `files`: end of the paths of files whose lines count. Nothing is raised between a `with` block
+    and its `__exit__`, nor in a section of deferred interrupts: no signal handler runs there.
     """
 
     def __init__(self, at, error, files):
         self.at, self.error, self.files, self.count = at, error, files, 0
+        self.lines = {}  # the last line of each frame
 
     def __call__(self, call):
         former = sys.gettrace()
@@ -31,9 +35,15 @@ class Injected:
         if not (file.startswith(PACKAGE) and file.endswith(self.files)):
             return None
         if event == "line":
-            self.count += 1
-            if self.count == self.at:
-                raise self.error("injected")
+            line, last = frame.f_lineno, self.lines.get(id(frame), 0)
+            self.lines[id(frame)] = line
+            leaves = line < last and linecache.getline(file, line).lstrip().startswith("with ")
+            if not (leaves or deferred_interrupts.is_active()):
+                self.count += 1
+                if self.count == self.at:
+                    raise self.error("injected")
+        elif event == "return":
+            self.lines.pop(id(frame), None)
         return self._trace
 
 

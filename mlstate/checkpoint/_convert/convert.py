@@ -150,12 +150,12 @@ def _export(
         folder = source.path if is_folder else os.path.dirname(source.path)
         options.setdefault("files_from", folder)
     error = ValueError(f"{source.path} holds no model to export")
-    entry = known_entry(source)
     if request.selection is None:
         loader = open_loader(source, request.changes)
         if loader.manifest.model is None:
             raise error
-        size = export_loaded(target, loader, start=start, progress=progress, entry=entry, **options)
+        options["entry"] = known_entry(source)
+        size = export_loaded(target, loader, start=start, progress=progress, **options)
         has_optimizer = bool(loader.sections[1].names)
         others = [name for name in loader.states if name[0] != "."]
         states: dict[str, Any] = {**dict.fromkeys(others), **all_entries(loader)}
@@ -164,7 +164,8 @@ def _export(
         if parts.model is None:
             raise error
         files_from, dtype = options.pop("files_from", None), request.changes.get("cast") or None
-        written = take_export(target, parts.model, dtype=dtype, **options)._replace(entry=entry)
+        written = take_export(target, parts.model, dtype=dtype, **options)
+        written = written._replace(entry=known_entry(source))
         size = {"tensors": len(parts.model), "bytes": sum(a.nbytes for a in parts.model.values())}
         with progress(lambda: size["bytes"]) as report:
             export(written, files_from, start, report)

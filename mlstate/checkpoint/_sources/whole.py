@@ -296,8 +296,9 @@ class WholeSource:
         self._dtype = "" if isinstance(options["cast"], FLAG) else dtype_name(options["cast"])
 
     def select(self, selection: Selection) -> None:
-        """Read only these entries; call it before anything is read."""
+        """Read only these entries, also if others were read before."""
         self._selection = selection
+        self._parts = self._manifest = self._index = None
 
     # ---- description ----
 

@@ -308,11 +308,18 @@ def _reshard(module: torch.nn.Module) -> None:
 
 
 def optimizer_parts(
+    optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, *, fill: bool = False
+) -> tuple[dict[str, Any], dict[str, Any], Store | None]:
+    """Return this rank's part of an optimizer's states, as `included_parts`; none is left out."""
+    return included_parts(optimizer, module, NONE_EXCLUDED, fill=fill)
+
+
+def included_parts(
     optimizer: torch.optim.Optimizer,
     module: torch.nn.Module | None,
+    excluded: Excluded,
     *,
     fill: bool = False,
-    excluded: Excluded = NONE_EXCLUDED,
 ) -> tuple[dict[str, Any], dict[str, Any], Store | None]:
     """Return this rank's part of an optimizer's states, by ``"<parameter>.<state name>"``.
 

@@ -19,8 +19,8 @@ from .._tensors.dtypes import torch_has
 from .._tensors.state import state_dict_of
 from .dtensor_shards import (
     _reshard,
+    included_parts,
     module_state,
-    optimizer_parts,
     part_of,
 )
 from .dtensor_shards import tied_names as tied_names
@@ -164,7 +164,7 @@ def saved_module(
 def saved_optimizer(
     optimizer: torch.optim.Optimizer, module: torch.nn.Module | None, ranks: int, excluded: Excluded
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the states and keywords of `optimizer_parts`, to save by `ranks` processes.
+    """Return the states and keywords of `included_parts`, to save by `ranks` processes.
 
     `module`: has the parameters; None: unknown. `excluded`: states to leave out. Raises ValueError
     if the parameters are spread over more ranks.
@@ -173,7 +173,7 @@ def saved_optimizer(
         _check_optimizer(optimizer, ranks)
     else:
         _check_ranks(module, ranks)
-    states, keywords, _ = optimizer_parts(optimizer, module, excluded=excluded)
+    states, keywords, _ = included_parts(optimizer, module, excluded)
     return states, keywords
 
 
