@@ -57,24 +57,9 @@ NEAR = {**OLD, "b": np.where(np.arange(3000) % 40, 0.0, 1.0), "c": OLD["c"] + np
 EMPTY = {name: np.zeros_like(array) for name, array in OLD.items()}
 LITTER = "0123456789abcdef"
 
-# Lines at which Python itself allows no cleanup, by reason. The first set is found from the source.
+# Lines at which Python itself allows no cleanup, by reason; they are found from the source.
 WITH_EXIT = "the tracer is called between a `with` block and __exit__; no signal handler is"
 TRY = "the line of a `try` has no instruction that can raise, so a `with` around it does not end"
-# function -> reason; the state is not checked after an interrupt there
-NO_CALL = "it makes no call between two changes, so that no signal handler runs between them"
-NO_WAY = dict.fromkeys(
-    (
-        "TierMoves._move",
-        "TierMoves._end_move",
-        "TierMoves._hold",
-        "TierMoves._release",
-        "TierPolicy.begin",
-        "TierPolicy.end",
-        "TierPolicy.hold",
-        "TierPolicy.release",
-    ),
-    NO_CALL,
-)
 
 
 # ---- cases: prepare a folder, then the call that is interrupted ----
@@ -644,7 +629,7 @@ class Tracer:
             if self.count >= self.at > 0 and not deferred_interrupts.is_active():
                 leaves = end is not None and line < before <= end
                 name = f"{Path(code.co_filename).name}:{line} {code.co_qualname}"
-                reason = WITH_EXIT if leaves else NO_WAY.get(code.co_qualname)
+                reason = WITH_EXIT if leaves else None
                 reason = TRY if line in try_statements(code.co_filename) else reason
                 self.where = (name, reason)
                 self.at = 0

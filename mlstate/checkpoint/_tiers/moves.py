@@ -15,6 +15,7 @@ import weakref
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from ... import _core
 from ..._common.arrays import refuse_given_away
 from ..._common.backend import backend_named, backend_of, is_module, is_optimizer
 from ..._common.budget import MemorySize, parse_budget
@@ -36,7 +37,7 @@ from .backend import TierBackend
 from .policy import TierPolicy
 from .report import Traffic
 from .unit_file import SUFFIX, Move, Part, Unit, arrays_in, is_unit_file, open_unit, units_of
-from .unit_handle import TieredUnit, parts_near, refuse_other_states, refuse_shared, take_back
+from .unit_handle import TieredUnit, changes_by, parts_near, refuse_other_states, refuse_shared
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -245,7 +246,7 @@ class TierMoves:
         self._folder.remove(self._folder.temporary_files())
         for file in self._files():
             try:
-                self._insert(open_unit(os.path.join(self._directory, file)))
+                self._insert([open_unit(os.path.join(self._directory, file))])
             except FormatError as error:
                 find_caller().warn(f"a unit is left out: {error}")
         units = self._units.values()
@@ -265,9 +266,12 @@ class TierMoves:
                 self._folder.remove([unit.file])  # also of a move that was interrupted
         self._close()
 
-    def _insert(self, unit: Unit) -> None:
-        self._policy.add(unit.name, unit.nbytes, unit.tier)
-        self._units[unit.name] = unit
+    def _insert(self, units: Iterable[Unit]) -> None:
+        """Insert all of these units, or none."""
+        with self._changed, _core.deferred_interrupts():
+            for unit in units:
+                self._policy.add(unit.name, unit.nbytes, unit.tier)
+                self._units[unit.name] = unit
 
     def _add(self, units: list[Unit]) -> None:
         """Insert new units, and move each to the tier that its shards mark, within the budgets.
@@ -275,9 +279,7 @@ class TierMoves:
         A unit marked hot stays as it is if it does not fit. Of the new units, the last ones move
         away if a budget is exceeded.
         """
-        for unit in units:
-            with self._changed:
-                self._insert(unit)
+        self._insert(units)
         for unit in units:
             tier = next((p.shard_tier for p in unit.parts if p.shard_tier is not None), unit.tier)
             if tier == Tier.COLD:
@@ -346,25 +348,9 @@ class TierMoves:
         else:
             self._changed.wait_for(lambda: unit.move is not move or not move.running.locked())
 
-    def _release(self, unit: Unit, user: Any) -> None:
-        """End the use of a unit by `user`; do nothing if it has ended."""
-        with self._changed:
-            if user in unit.users:
-                # no other call between these two, so that no interrupt can separate them
-                self._policy.release(unit.name)
-                unit.users.remove(user)
-
-    def _release_lost(self, units: Iterable[Unit]) -> None:
-        """End uses whose end was interrupted; the caller holds the lock."""
-        for unit in units:
-            for user in list(unit.users):
-                if not user.locked():
-                    self._release(unit, user)
-
     def _refuse_used(self, unit: Unit) -> None:
         """Raise BufferError if a block uses the unit; the caller holds the lock."""
-        self._release_lost([unit])
-        if self._policy[unit.name].pins:
+        if self._policy[unit.name].is_pinned:
             raise BufferError(f"unit {unit.name!r} is in use: move it after that use has ended")
 
     def _refusal(self, error: CapacityError, unit: Unit, to: Tier) -> CapacityError:
@@ -392,30 +378,31 @@ class TierMoves:
         """
         move = Move(to)
         with move.running:
-            with self._changed:
-                self._unit_at_rest(unit.name)
-                if unit.tier == to:
-                    return False
-                self._refuse_used(unit)
-                if checks:
-                    self._check_fits(unit, to)
-                self._policy.begin(unit.name, to)
-                unit.move = move
-            began = time.perf_counter()
             try:
+                with self._changed:
+                    self._unit_at_rest(unit.name)
+                    if unit.tier == to:
+                        return False
+                    self._refuse_used(unit)
+                    if checks:
+                        self._check_fits(unit, to)
+                    with _core.deferred_interrupts():
+                        unit.move = move
+                        self._policy.begin(unit.name, to)
+                began = time.perf_counter()
                 move.arrays = arrays_in(unit, to, self._path(unit), self._device)
+                move.seconds = time.perf_counter() - began
                 move.is_ready = True
             finally:
-                move.seconds = time.perf_counter() - began
                 self._end_move(unit, move)
         return True
 
     def _end_move(self, unit: Unit, move: Move) -> None:
-        """Give the parts their new arrays if these are ready, and end the move.
+        """Give the parts their new arrays if these are ready, and end the move if it has not ended.
 
-        After an interrupt, `_await_move` repeats it.
+        After an interrupt before it, or an error in it, `_await_move` calls it.
         """
-        with self._changed:
+        with self._changed, _core.deferred_interrupts():
             if unit.move is not move:
                 return
             source, to = unit.tier, move.to
@@ -430,8 +417,7 @@ class TierMoves:
                     nbytes=traffic.nbytes + unit.nbytes,
                     seconds=traffic.seconds + move.seconds,
                 )
-            # no other call from here on, so that no interrupt can separate these
-            self._policy.end(unit.name, to, moved=move.is_ready)
+            self._policy.end(unit.name, moved=move.is_ready)
             unit.move = None
             if move.is_ready:
                 unit.tier = to
@@ -447,7 +433,6 @@ class TierMoves:
         with self._making_room:
             for _ in range(_TRIES):
                 with self._changed:
-                    self._release_lost(self._units.values())
                     try:
                         moves = self._policy.make_room(unit.name, to)
                     except CapacityError as error:
@@ -478,17 +463,8 @@ class TierMoves:
         self._move(unit, target, checks=True)
         return target
 
-    def _hold(self, unit: Unit, user: Any) -> None:
-        """Count a use of a unit, and pin it until `_release`; the caller holds the lock.
-
-        `user`: a lock that the caller of the use holds until it ends.
-        """
-        # no other call between these two, so that no interrupt can separate them
-        self._policy.hold(unit.name)
-        unit.users.append(user)
-
     def _hold_unit(self, name: str, to: Tier | None, user: Any) -> Unit:
-        """Bring a unit to `to` (None: a usable tier), and pin it there, as `_hold`.
+        """Bring a unit to `to` (None: a usable tier), and pin it there while `user` is locked.
 
         Counts the use. Raises CapacityError if it does not fit, and BufferError if it is in use in
         another tier, or other threads move it away again and again.
@@ -498,7 +474,7 @@ class TierMoves:
                 unit = self._unit_at_rest(name)
                 target = to or self._usable_tier(unit)
                 if unit.tier == target:
-                    self._hold(unit, user)
+                    self._policy.hold(name, user)
                     return unit
                 self._refuse_used(unit)
             self._make_room(unit, target)
@@ -522,12 +498,15 @@ class TierMoves:
     def _take_back_arrays(self, unit: Unit, used: TieredUnit) -> None:
         """After a use, keep the arrays that the user replaced or added in the handle `used`.
 
-        A torch optimizer's new states are added, too. Raises as `take_back`; nothing changes then.
+        A torch optimizer's new states are added, too. Raises as `changes_by`; nothing changes then.
         """
         with self._changed:
             states = {}
             parameter = unit.parts[0]  # or a state, for which the optimizer has no states
             if self._optimizer is not None and parameter.is_tensor:
                 states = self._optimizer.state.get(parameter.array, {})
-            take_back(unit, used, states, lambda parts: self._refuse_shared(parts, unit))
-            self._policy.resize(unit.name, unit.nbytes)
+            changes = changes_by(unit, used, states, lambda new: self._refuse_shared(new, unit))
+            if changes:
+                with _core.deferred_interrupts():
+                    exchange(changes)
+                    self._policy.resize(unit.name, unit.nbytes)

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from ... import _core
 from ..._sharding.layout import TIERS, Tier
 from ...errors import CapacityError
 
@@ -33,7 +34,7 @@ Moves: TypeAlias = list[tuple[str, Tier]]  # names of units and their new tiers
 class PlacedUnit:
     """Size, tier and use counts of one unit."""
 
-    __slots__ = ("name", "nbytes", "pins", "score", "tier", "used_at", "uses")
+    __slots__ = ("moving_to", "name", "nbytes", "score", "tier", "used_at", "users", "uses")
 
     def __init__(self, name: str, nbytes: int, tier: Tier) -> None:
         """Create the unit `name` of `nbytes` bytes in `tier`, without uses."""
@@ -43,7 +44,13 @@ class PlacedUnit:
         self.uses = 0
         self.score = 0  # uses with ageing, USE each
         self.used_at = 0  # clock value of the last use
-        self.pins = 0  # above 0: in use or moving, and must not move
+        self.users: list[Any] = []  # a lock for each use, held by the call that uses the unit
+        self.moving_to: Tier | None = None
+
+    @property
+    def is_pinned(self) -> bool:
+        """Whether the unit is in use or moving, and must not move."""
+        return self.moving_to is not None or any(user.locked() for user in self.users)
 
 
 def _rank(unit: PlacedUnit) -> tuple[int, int, int]:
@@ -102,18 +109,15 @@ class TierPolicy:
         self._bytes[unit.tier] += nbytes - unit.nbytes
         unit.nbytes = nbytes
 
-    def hold(self, name: str) -> None:
-        """Count a use of the unit `name`, and pin it until `release`."""
+    def hold(self, name: str, user: Any) -> None:
+        """Count a use of the unit `name`, and pin it until the lock `user` is released."""
         unit = self._units[name]
-        self._clock += 1
-        unit.uses += 1
-        unit.score += USE
-        unit.used_at = self._clock
-        unit.pins += 1
-
-    def release(self, name: str) -> None:
-        """End a use; each call matches one of `hold`."""
-        self._units[name].pins -= 1
+        with _core.deferred_interrupts():
+            unit.users = [*(each for each in unit.users if each.locked()), user]
+            self._clock += 1
+            unit.uses += 1
+            unit.score += USE
+            unit.used_at = self._clock
 
     # ---- one move ----
 
@@ -142,18 +146,21 @@ class TierPolicy:
     def begin(self, name: str, to: Tier) -> None:
         """Begin a move to the tier `to`: the unit counts in both tiers, and is pinned.
 
-        Every call must be followed by `end`, even after a failed move.
+        Every call must be followed by `end`, even after a failed move or call.
         """
         unit = self._units[name]
-        self._bytes[to] += unit.nbytes  # memory is allocated before the copy
-        unit.pins += 1
+        # memory is allocated before the copy; one statement, which an error cannot split
+        self._bytes[to], unit.moving_to = self._bytes[to] + unit.nbytes, to
 
-    def end(self, name: str, to: Tier, *, moved: bool) -> None:
-        """End a move to `to`; `moved` is False if the unit is still in its old tier."""
+    def end(self, name: str, *, moved: bool) -> None:
+        """End a move, if one has begun; `moved` is False if the unit is still in its old tier."""
         unit = self._units[name]
-        self._bytes[unit.tier if moved else to] -= unit.nbytes
-        unit.tier = to if moved else unit.tier
-        unit.pins -= 1
+        if unit.moving_to is not None:
+            stays, leaves = unit.tier, unit.moving_to
+            if moved:
+                stays, leaves = leaves, stays
+            left = self._bytes[leaves] - unit.nbytes
+            self._bytes[leaves], unit.tier, unit.moving_to = left, stays, None
 
     # ---- making room ----
 
@@ -208,7 +215,7 @@ class TierPolicy:
         movable = [
             unit
             for unit in reversed(self._units.values())
-            if unit.tier == tier and not unit.pins and unit is not staying and unit.nbytes
+            if unit.tier == tier and not unit.is_pinned and unit is not staying and unit.nbytes
         ]
         movable.sort(key=lambda unit: (unit.score, unit.used_at))
         candidates: list[PlacedUnit] = []
@@ -236,7 +243,7 @@ class TierPolicy:
         A unit that was never used does not move nearer, and moves only if its tier has no space.
         Pinned units stay.
         """
-        ranked = sorted((unit for unit in self._units.values() if not unit.pins), key=_rank)
+        ranked = sorted((unit for unit in self._units.values() if not unit.is_pinned), key=_rank)
         targets = self._choose_tiers(ranked)
         moves: Moves = [
             (unit.name, Tier.COLD) for unit, to in reversed(targets) if to == Tier.COLD != unit.tier

@@ -10,6 +10,7 @@ import threading
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ... import _core
 from ..._common.arguments import check_flags
 from ..._common.backend import backend_of
 from ..._common.set_module import set_module
@@ -300,8 +301,9 @@ class TieredState(TierMoves):
             self._refuse_used(unit)
             unit.is_durable = False
             self._folder.remove([unit.file])
-            self._policy.remove(name)
-            del self._units[name]
+            with _core.deferred_interrupts():
+                self._policy.remove(name)
+                del self._units[name]
 
     def __contains__(self, name: object) -> bool:
         return name in self._units
@@ -497,12 +499,9 @@ class TieredState(TierMoves):
         user = threading.Lock()
         with user:
             unit = self._hold_unit(name, None if to is None else Tier(to), user)
-            try:
-                used = TieredUnit(unit)
-                yield used
-                self._take_back_arrays(unit, used)
-            finally:
-                self._release(unit, user)
+            used = TieredUnit(unit)
+            yield used
+            self._take_back_arrays(unit, used)
         with suppress(BufferError):  # another block uses it, and will check at its end
             self._enforce_budget(unit)
 
@@ -541,7 +540,6 @@ class TieredState(TierMoves):
             with self._changed:
                 if not self._close.alive:
                     raise ValueError("this TieredState is closed")
-                self._release_lost(self._units.values())
                 planned = [(self._units[name], tier) for name, tier in self._policy.rebalance()]
             moved = {}
             for unit, tier in planned:
@@ -599,15 +597,12 @@ class TieredState(TierMoves):
             with user:
                 with self._changed:
                     unit = self._unit_at_rest(name)
-                    self._hold(unit, user)
-                try:
-                    arrays = [part.elements for part in unit.parts]
-                    if unit.tier == Tier.COLD:
-                        arrays = read_unit(self._path(unit), unit, mmap=True)
-                    for part, array in zip(unit.parts, arrays, strict=True):
-                        states[part.section][part.key] = part.shard(array, unit.tier)
-                finally:
-                    self._release(unit, user)
+                    self._policy.hold(name, user)
+                arrays = [part.elements for part in unit.parts]
+                if unit.tier == Tier.COLD:
+                    arrays = read_unit(self._path(unit), unit, mmap=True)
+                for part, array in zip(unit.parts, arrays, strict=True):
+                    states[part.section][part.key] = part.shard(array, unit.tier)
         return states
 
     def report(self) -> TierReport:

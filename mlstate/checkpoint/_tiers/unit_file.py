@@ -180,7 +180,7 @@ class Move:
 class Unit:
     """Arrays that move together, and their tier."""
 
-    __slots__ = ("file", "is_durable", "move", "name", "parts", "tier", "users")
+    __slots__ = ("file", "is_durable", "move", "name", "parts", "tier")
 
     def __init__(self, name: str, tier: Tier) -> None:
         """Create a unit without parts, in `tier`."""
@@ -189,7 +189,6 @@ class Unit:
         self.parts: list[Part] = []
         self.file: str = file_of(name)
         self.move: Move | None = None  # also one whose end was interrupted
-        self.users: list[Any] = []  # a lock for each use, held by the call
         self.is_durable: bool = False  # whether the file is known to be complete and on disk
 
     @property

@@ -14,7 +14,6 @@ from ..._common.arrays import (
     pairs_sharing_elements,
     refuse_masked,
 )
-from ..._common.changes import exchange
 from ..._common.dtypes import name_of
 from ..._common.set_module import set_module
 from ...distributed._byte_ranges import array_of
@@ -143,7 +142,7 @@ def _updated_part(
 ) -> tuple[Part, Any] | None:
     """Return a part of the unit from now on, and the array with its elements; None if removed.
 
-    See `take_back` for the arguments.
+    See `changes_by` for the arguments.
     """
     parameter_before, states_before = used._before
     if part.section == 0:
@@ -165,7 +164,7 @@ def _updated_part(
 def _added_parts(unit: Unit, used: TieredUnit, states: Mapping[str, object]) -> list[Part]:
     """Return parts of the states that the unit lacks.
 
-    See `take_back` for the arguments. Raises ValueError for an invalid name.
+    See `changes_by` for the arguments. Raises ValueError for an invalid name.
     """
     known = {part.state for part in unit.parts if part.section}
     _, states_before = used._before
@@ -185,19 +184,19 @@ def _added_parts(unit: Unit, used: TieredUnit, states: Mapping[str, object]) -> 
     return parts
 
 
-def take_back(
+def changes_by(
     unit: Unit,
     used: TieredUnit,
     states: Mapping[str, object],
     refuse: Callable[[list[Part]], None],
-) -> None:
-    """Take over arrays that the user replaced, and states that the user added or removed.
+) -> list[partial[Any]]:
+    """Return the changes that take over arrays that the user replaced, and states added or removed.
 
     `used`: the user's handle. `states`: the states that a torch optimizer now has for the
     parameter. `refuse` raises for parts that share memory. A tensor with which the optimizer
     replaced a state becomes the part's; if the user replaced the state too, it gets the user's
     elements. A state is removed if the user removed it and the optimizer lacks it; changes by other
-    blocks stay. Everything is checked before anything is changed. Raises CompatibilityError if the
+    blocks stay. Nothing is changed yet. Raises CompatibilityError if the
     parameter was removed, or a replacement has another shape, dtype or kind; ValueError for an
     invalid name of a state or arrays that share memory, TypeError for a state of the optimizer that
     is not a tensor.
@@ -221,4 +220,6 @@ def take_back(
         )
         refuse(list(new_parts.values()))
     changes = [part.change_to(array) for part, array in replaced]
-    exchange([*changes, partial(setattr, unit, "parts", parts)])
+    if parts != unit.parts:
+        changes.append(partial(setattr, unit, "parts", parts))
+    return changes

@@ -1,6 +1,7 @@
 """Tier placement compared with a plain Python model; budgets are never exceeded."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Lock
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ class Unit:
     tier: str
     score: int = 0
     used_at: int = 0
-    held: int = 0
+    held: list = field(default_factory=list)  # locks of the uses
 
 
 class Model:
@@ -127,10 +128,18 @@ steps = st.lists(
 )
 
 
+def hold(policy, name):
+    """Count a use that lasts until the returned lock is released."""
+    user = Lock()
+    user.acquire()
+    policy.hold(name, user)
+    return user
+
+
 def follow(policy, moves):
     for name, tier in moves:
         policy.begin(name, tier)
-        policy.end(name, tier, moved=True)
+        policy.end(name, moved=True)
 
 
 def follow_both(policy, model, moves):
@@ -150,16 +159,13 @@ def test_decisions_match_a_reference_model(hot, warm, steps):
             continue
         unit = model.units[which % len(model.units)]
         if action == "use":
-            policy.hold(unit.number)
-            policy.release(unit.number)
+            policy.hold(unit.number, Lock())
             model.use(unit)
         elif action == "hold":
-            policy.hold(unit.number)
+            unit.held.append(hold(policy, unit.number))
             model.use(unit)
-            unit.held += 1
         elif action == "release" and unit.held:
-            policy.release(unit.number)
-            unit.held -= 1
+            unit.held.pop().release()
         elif action == "room" and tier != "cold" and not unit.held:
             expected = model.make_room(unit, tier)
             if expected is None:
@@ -203,8 +209,7 @@ def test_rebalancing_exceeds_budgets_only_by_swapped_units(units):
         policy.add(number, nbytes, tier)
         where[number], size[number] = tier, nbytes
         for _ in range(uses):
-            policy.hold(number)
-            policy.release(number)
+            policy.hold(number, Lock())
 
     def used(tier):
         return sum(size[n] for n in where if where[n] == tier)
@@ -223,8 +228,7 @@ def policy_of(hot, warm, *units):
     for name, (nbytes, tier, uses) in zip("abcdefgh", units, strict=False):
         policy.add(name, nbytes, tier)
         for _ in range(uses):
-            policy.hold(name)
-            policy.release(name)
+            policy.hold(name, Lock())
     return policy
 
 
@@ -243,12 +247,12 @@ def test_units_count_toward_their_tier():
 def test_a_move_counts_in_both_tiers_until_it_ends():
     policy = policy_of(100, 100, (60, WARM, 0))
     policy.begin("a", HOT)
-    assert bytes_in(policy) == [60, 60, 0] and policy["a"].pins == 1
-    policy.end("a", HOT, moved=False)
+    assert bytes_in(policy) == [60, 60, 0] and policy["a"].is_pinned
+    policy.end("a", moved=False)
     assert bytes_in(policy) == [0, 60, 0] and policy["a"].tier == WARM
     policy.begin("a", HOT)
-    policy.end("a", HOT, moved=True)
-    assert bytes_in(policy) == [60, 0, 0] and policy["a"].tier == HOT and not policy["a"].pins
+    policy.end("a", moved=True)
+    assert bytes_in(policy) == [60, 0, 0] and policy["a"].tier == HOT and not policy["a"].is_pinned
 
 
 def test_a_unit_that_does_not_fit_reports_the_reason():
@@ -275,13 +279,13 @@ def test_eviction_spares_units_covered_by_a_larger_one():
 
 def test_units_in_use_are_kept_and_reported():
     policy = policy_of(5, 100, (60, WARM, 0), (40, WARM, 0), (50, COLD, 0))
-    policy.hold("a")
+    user = hold(policy, "a")
     with pytest.raises(errors.CapacityError, match="units in use or moving occupy too much"):
         policy.make_room("c", WARM)
     with pytest.raises(errors.CapacityError, match="more than the whole hot budget"):
         policy.make_room("c", HOT)
-    policy.release("a")
-    policy.hold("b")
+    user.release()
+    hold(policy, "b")
     assert policy.make_room("c", WARM) == [("a", COLD)]
 
 
@@ -289,8 +293,8 @@ def test_hot_units_move_to_warm_and_warm_ones_to_cold():
     policy = policy_of(50, 100, (50, HOT, 0), (50, WARM, 0), (50, WARM, 0), (50, COLD, 0))
     assert policy.make_room("b", HOT) == [("a", WARM)]  # they are exchanged
     assert policy.make_room("d", HOT) == [("c", COLD), ("a", WARM)]
-    policy.hold("b")
-    policy.hold("c")
+    hold(policy, "b")
+    hold(policy, "c")
     assert policy.make_room("d", HOT) == [("a", COLD)]  # too large for warm
 
 

@@ -1,6 +1,6 @@
 """Interrupts of moves and uses of tiered states, and of their ends."""
 
-import contextlib
+import signal
 import threading
 
 import numpy as np
@@ -9,7 +9,9 @@ from interruption import raise_once, split_condition
 
 from mlstate.checkpoint import Tier, TieredState
 from mlstate.checkpoint._tiers import moves
+from mlstate.checkpoint._tiers.policy import TierPolicy
 from mlstate.checkpoint._tiers.unit_file import Part
+from mlstate.checkpoint._tiers.unit_handle import TieredUnit
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -50,20 +52,71 @@ def test_a_unit_is_usable_after_its_move_was_interrupted_twice(tiers, monkeypatc
     check(tiers)
 
 
-@pytest.mark.parametrize("step", ["_release", "_take_back_arrays"])
-def test_a_unit_is_not_in_use_after_the_end_of_its_use_was_interrupted(tiers, monkeypatch, step):
-    raise_once(monkeypatch, TieredState, step)
-    with contextlib.suppress(KeyboardInterrupt), tiers.use("a"):
+@pytest.mark.parametrize(
+    "owner, step", [(TieredUnit, "__init__"), (TieredState, "_take_back_arrays")]
+)
+def test_a_unit_is_not_in_use_after_its_use_was_interrupted(tiers, monkeypatch, owner, step):
+    raise_once(monkeypatch, owner, step)
+    with pytest.raises(KeyboardInterrupt), tiers.use("a"):
         pass
     tiers.demote("a", to=Tier.COLD)
     check(tiers)
 
 
 def test_states_are_not_in_use_after_an_interrupt(tiers, monkeypatch):
-    raise_once(monkeypatch, TieredState, "_release")
+    raise_once(monkeypatch, Part, "shard")
     with pytest.raises(KeyboardInterrupt):
         tiers.state_dicts()
     check(tiers)
+
+
+def test_a_unit_is_usable_after_an_error_at_the_begin_of_its_move(tiers, monkeypatch):
+    raise_once(monkeypatch, TierPolicy, "begin")
+    with pytest.raises(KeyboardInterrupt):
+        tiers.demote("a", to=Tier.COLD)
+    assert tiers._units["a"].move is None and not tiers._policy["a"].is_pinned
+    check(tiers)
+
+
+def use(tiers):
+    """Use a unit, and add a state to it."""
+    with tiers.use("a") as unit:
+        unit.states["v"] = np.ones(4, np.float32)
+
+
+@pytest.mark.parametrize(
+    "step, call",
+    [
+        ("add", lambda tiers: tiers.add({"d": np.ones(4), "e": np.ones(4)})),
+        ("remove", lambda tiers: tiers.remove("b")),
+        ("hold", use),
+        ("resize", use),
+        ("hold", TieredState.state_dicts),
+        ("begin", lambda tiers: tiers.demote("a", to=Tier.COLD)),
+        ("end", lambda tiers: tiers.demote("a", to=Tier.COLD)),
+    ],
+)
+def test_a_signal_does_not_separate_a_unit_from_its_place(tiers, monkeypatch, step, call):
+    function = getattr(TierPolicy, step)
+
+    def signalled(*arguments, **options):
+        signal.raise_signal(signal.SIGINT)
+        function(*arguments, **options)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(TierPolicy, step, signalled)
+    with pytest.raises(KeyboardInterrupt):
+        call(tiers)
+    monkeypatch.undo()
+    assert tiers._units.keys() == tiers._policy._units.keys()
+    assert len(tiers) in {3, 2 if step == "remove" else 5}
+    for name, unit in tiers._units.items():
+        place = tiers._policy[name]
+        assert (place.nbytes, place.tier, place.moving_to) == (unit.nbytes, unit.tier, None)
+        assert unit.move is None and not place.is_pinned
+        tiers.demote(name, to=Tier.COLD)
+    nbytes = sum(unit.nbytes for unit in tiers._units.values())
+    assert [total for total, _ in tiers._policy.totals().values()] == [0, 0, nbytes]
 
 
 def test_other_threads_move_units_after_an_interrupted_call(tiers, monkeypatch):
