@@ -167,8 +167,8 @@ class WriterLock:
     def acquire(self) -> None:
         """Take the lock, and set `unfinished` if its last owner died during a save.
 
-        After the timeout, raises StoreError (EBUSY) that names the owner; the lock is then not
-        held.
+        After the timeout, raises StoreError (EBUSY) that names the owner. The lock is then not
+        held; after an exception that is not an OSError, the end of `holder` unlocks.
         """
         import time
 
@@ -184,15 +184,13 @@ class WriterLock:
                     if not is_alone:
                         time.sleep(_PAUSE)
                 raise self._busy_error("other writers keep replacing it")
-            except BaseException as error:
+            except OSError as error:
                 self.release()  # we may hold it, with a text that could not be written
                 left = end - time.monotonic()
                 is_busy = isinstance(error, StoreError) and error.errno == errno.EBUSY
-                if isinstance(error, OSError) and not (is_busy and left > 0):
+                if not (is_busy and left > 0):
                     action = f"cannot lock the {self._subject}"
                     raise store_error(error, action, self._path) from None
-                if not is_busy:
-                    raise
             time.sleep(min(_PAUSE, left))
 
     def _busy_error(self, reason: str) -> StoreError:

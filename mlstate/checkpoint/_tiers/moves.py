@@ -95,6 +95,8 @@ class TierMoves:
         self._policy = TierPolicy(limits.get(Tier.HOT), limits.get(Tier.WARM))
         self._directory: str = local_folder(directory)
         self._folder = CheckpointFiles(LocalFolder(self._directory))
+        self._lock = WriterLock(self._directory, "folder of tiers")
+        self._close = weakref.finalize(self, self._lock.release)  # at the latest at exit
         self._changed = Monitor()  # guards the following; wakes threads after a move
         self._making_room = threading.RLock()  # one thread at a time plans moves of other units
         self._units: dict[str, Unit] = {}
@@ -189,13 +191,7 @@ class TierMoves:
             make_path(self._directory)
         except OSError as error:
             raise store_error(error, "cannot create the folder of tiers", self._directory) from None
-        self._lock_directory()
-
-    def _lock_directory(self) -> None:
-        """Take the writers' lock of the folder; `_close` releases it, at the latest at exit."""
-        lock = WriterLock(self._directory, "folder of tiers")
-        self._close = weakref.finalize(self, lock.release)  # before acquire, for interrupts
-        lock.acquire()
+        self._lock.acquire()
 
     def _files(self) -> list[str]:
         names = self._folder.folder.names("")

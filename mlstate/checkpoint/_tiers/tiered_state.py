@@ -166,8 +166,8 @@ class TieredState(TierMoves):
         self._init_attributes(directory, hot_budget_bytes, warm_budget_bytes, nbytes or None)
         model, optimizer, torch_optimizer = self._prepare_states(model, optimizer, device)
         units = self._make_units(model, optimizer)
-        self._open_directory()
         try:
+            self._open_directory()
             self._refuse_or_discard(discard)
             self._refuse_existing_files(units)
             self._add(units)
@@ -223,8 +223,8 @@ class TieredState(TierMoves):
         tiered = cls.__new__(cls)
         tiered._init_attributes(directory, hot_budget_bytes, warm_budget_bytes)
         tiered._choose_device([], device)
-        tiered._lock_directory()
         try:
+            tiered._lock.acquire()
             tiered._open_units()
         except BaseException:
             tiered._close()

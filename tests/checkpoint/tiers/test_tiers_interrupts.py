@@ -8,6 +8,7 @@ import pytest
 from interruption import raise_once, split_condition
 
 from mlstate.checkpoint import Tier, TieredState
+from mlstate.checkpoint._folder.writer_lock import WriterLock
 from mlstate.checkpoint._tiers import moves
 from mlstate.checkpoint._tiers.policy import TierPolicy
 from mlstate.checkpoint._tiers.unit_file import Part
@@ -145,6 +146,17 @@ def test_a_signal_handler_cannot_wait_for_the_move_that_it_interrupts(tiers, mon
     assert errors == ["unit 'a' is moving in this thread"] * 2
     monkeypatch.undo()
     check(tiers)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda folder: TieredState({}, {}, folder), TieredState.open], ids=["new", "open"]
+)
+def test_an_interrupted_constructor_leaves_no_lock(tmp_path, monkeypatch, make):
+    raise_once(monkeypatch, WriterLock, "_write")
+    with pytest.raises(KeyboardInterrupt) as kept:  # with the frames of its traceback
+        make(tmp_path)
+    make(tmp_path).close()
+    assert kept.value.__traceback__ is not None
 
 
 def test_an_interrupted_constructor_leaves_no_file(tmp_path, monkeypatch):
