@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import _core
 from .._common.log import log
 from .._common.waiting import Waiters
 from ..collectives._engine import OperationQueue
@@ -31,7 +32,7 @@ class _Put:
         self.is_submitted = False
 
     def is_lost(self) -> bool:
-        """Return whether interrupts stopped both the call and its clean-up."""
+        """Return whether the call ended before it submitted the put, by an error or interrupt."""
         return not self.starting.locked() and not self.is_submitted
 
 
@@ -56,7 +57,7 @@ class PendingPuts:
     @property
     def nbytes(self) -> int:
         """Bytes of the copies."""
-        return sum(put.nbytes for put in self._queue)
+        return sum(put.nbytes for put in self._queue if not put.is_lost())
 
     def _check_process(self) -> None:
         """Forget the thread of the parent, which a forked process does not have."""
@@ -86,18 +87,15 @@ class PendingPuts:
         put = _Put(ids, sum(part.nbytes for *_, parts in records for part in parts))
         done = PutHandle()
         with put.starting:
-            try:
-                self._waiters.wait_for(lambda: self._reserve(put))
-                if put.nbytes <= self._most:
-                    copies = [(*rest, [copied(part) for part in parts]) for *rest, parts in records]
+            self._waiters.wait_for(lambda: self._reserve(put))
+            if put.nbytes <= self._most:
+                copies = [(*rest, [copied(part) for part in parts]) for *rest, parts in records]
+                with _core.deferred_interrupts():
                     self._thread.run(
                         "put", lambda: self._run_put(put, copies, write, done), async_op=True
                     )
                     put.is_submitted = True
-                    return done
-            except BaseException:
-                self._forget(put)
-                raise
+                return done
         done.finish(write(records))
         return done
 
