@@ -7,6 +7,8 @@ import time
 
 import pytest
 
+from mlstate._core import deferred_interrupts
+
 
 def interrupt(call, *, after, within):
     """Press Ctrl-C `after` seconds; `call` raises KeyboardInterrupt `within` seconds of it."""
@@ -40,13 +42,17 @@ def raise_once(monkeypatch, owner, name):
 
 @contextlib.contextmanager
 def split_condition(monkeypatch):
-    """Let an interrupt split the next `with condition` of the main thread: its lock is held."""
+    """Let an interrupt split the next `with condition` of the main thread: its lock is held.
+
+    A condition in a section of deferred interrupts cannot be split.
+    """
     enter = threading.Condition.__enter__
     split = []
 
     def enter_and_raise(condition):
         entered = enter(condition)
-        if threading.get_ident() == threading.main_thread().ident and not split:
+        is_main = threading.get_ident() == threading.main_thread().ident
+        if is_main and not split and not deferred_interrupts.is_active():
             split.append(condition)
             raise KeyboardInterrupt
         return entered
