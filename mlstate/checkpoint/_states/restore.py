@@ -193,12 +193,15 @@ def _own_rank(loader: Loader, label: str, ranks: int) -> int | None:
     return rank
 
 
-def read_trees(loader: Loader, names: Iterable[str]) -> dict[str, list[_StoredTree]]:
+def read_trees(
+    loader: Loader, names: Iterable[str], *, at_once: bool = False
+) -> dict[str, list[_StoredTree]]:
     """Return the stored values of named states by name, each as a list of one item.
 
     A list has an item for each rank if the values of the ranks differ and no rank loads. All states
-    are read together. Raises FormatError if one is malformed, and CompatibilityError as
-    `_own_rank`.
+    are read together. `at_once`: the checkpoint has no other states and no shards of any, so all
+    its arrays are read with the texts, before these tell which are needed. Raises FormatError if
+    one is malformed, and CompatibilityError as `_own_rank`.
     """
     trees: dict[str, list[_StoredTree]] = {}
     texts: dict[str, str] = {}  # keys of the texts, by state
@@ -216,14 +219,12 @@ def read_trees(loader: Loader, names: Iterable[str]) -> dict[str, list[_StoredTr
     if not texts:
         return trees
     stored_keys = set(loader.source.index.keys(STATES))
-    stored_texts = loader.load_keys(STATES, list(texts.values()), _WHOLE_TENSOR)
-    nodes = {
-        name: parse(stored_texts.pop(key).tobytes(), _label(name)) for name, key in texts.items()
-    }
+    first = {*texts.values()} | (stored_keys if at_once else set())
+    arrays = loader.load_keys(STATES, sorted(first), _WHOLE_TENSOR)
+    nodes = {name: parse(arrays.pop(key).tobytes(), _label(name)) for name, key in texts.items()}
     keys = {name: _array_keys(name, node, stored_keys) for name, node in nodes.items()}
-    arrays = loader.load_keys(
-        STATES, [key for each in keys.values() for key in each], _WHOLE_TENSOR
-    )
+    others = [key for each in keys.values() for key in each if key not in arrays]
+    arrays |= loader.load_keys(STATES, others, _WHOLE_TENSOR) if others else {}
     for name, array_keys in keys.items():
         values = {key: arrays[stored_key] for stored_key, key in array_keys.items()}
         trees[name] = [_StoredTree(nodes[name], values)]
@@ -350,13 +351,14 @@ def _decode(
     return fill_excluded(value, template if current is None else current())
 
 
-def load_trees(loader: Loader, names: Iterable[str]) -> dict[str, Any]:
+def load_trees(loader: Loader, names: Iterable[str], *, at_once: bool = False) -> dict[str, Any]:
     """Return the values of named states by name.
 
-    A value is a list with one item for each rank if these differ and no rank is loaded.
+    A value is a list with one item for each rank if these differ and no rank is loaded. `at_once`:
+    as for `read_trees`.
     """
     values: dict[str, Any] = {}
-    for name, trees in read_trees(loader, names).items():
+    for name, trees in read_trees(loader, names, at_once=at_once).items():
         items = [_decode(loader, name, each, each.node, tensors=False) for each in trees]
         by_rank = "ranks" in loader.states[name] and loader.request.rank is None
         values[name] = items if by_rank else items[0]
