@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from threading import Lock, get_ident
+from contextvars import Context, copy_context
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from .. import _core
@@ -204,8 +204,7 @@ class Follower:
             if not is_same_memory(array, again[name]):
                 raise named_error(name, "into= gives a copy of the tensor: pass the tensor")
         self._undo = UndoLog()  # of a change that has begun
-        self._changing = Lock()  # held while arrays change
-        self._changer = 0  # the thread that holds it, or held it last
+        self._context = Context()  # entered while arrays change
 
     @property
     def path(self) -> str:
@@ -281,7 +280,7 @@ class Follower:
         TypeError, ValueError
             `step` is not an integer from 0.
         RuntimeError
-            A signal handler called it during another call, in the same thread.
+            A signal handler, or another thread, called it while the arrays change.
         FormatError, ChecksumError
             A version is damaged or does not belong to the arrays, and no later anchor exists.
         StoreError
@@ -312,8 +311,7 @@ class Follower:
         """
         if step is not None:
             step = check_int("step", step, 0)
-        if self._changing.locked() and self._changer == get_ident():
-            raise RuntimeError(f"{self.path}: the arrays are changing in this thread")
+        self._refuse_change()
         self._undo_lost()
         self._use_present_arrays(reads=step is not None and step == self.version)
         for attempt in range(_TRIES):
@@ -470,9 +468,11 @@ class Follower:
         for is_anchor, versions in _ways(lineage.versions[: end + 1], current):
             reason = "" if first is None else str(first)
             try:
-                with self._changing:
-                    self._changer = get_ident()
-                    self._apply_versions(is_anchor, versions, lineage.name, manifest, reason)
+                self._refuse_change()
+                self._context = copy_context()
+                self._context.run(
+                    self._apply_versions, is_anchor, versions, lineage.name, manifest, reason
+                )
                 self._verify_error = None
                 return
             except (FormatError, FileNotFoundError) as error:
@@ -599,8 +599,28 @@ class Follower:
 
         Each public method calls it first.
         """
-        if not self._changing.locked():
+        if not self._is_changing():
             self._undo.roll_back()
+
+    def _is_changing(self) -> bool:
+        """Return whether a call changes the arrays now, in this thread or another.
+
+        The interpreter leaves the context after any exception. A lock would have a gap before its
+        release, where an interrupt keeps it locked.
+        """
+        try:
+            self._context.run(bool)
+        except RuntimeError:  # it is entered
+            return True
+        return False
+
+    def _refuse_change(self) -> None:
+        """Raise RuntimeError if a call changes the arrays now."""
+        if self._is_changing():
+            raise RuntimeError(
+                f"{self.path}: the arrays are changing in this thread or another one: "
+                "let that call end first"
+            )
 
     def _parts(self, published: Mapping[str, list[Change]]) -> dict[str, Part]:
         """Return the followed part of each published tensor by name, without its array.

@@ -13,6 +13,7 @@ import pytest
 from checkpoint_model import flip
 from follow_tables import encode_by_tensor
 from interruption import raise_once
+from thread_team import run_in_threads
 
 import mlstate
 from mlstate._common.changes import UndoLog
@@ -460,14 +461,15 @@ def test_the_state_is_restored_after_an_interrupted_restoration(path, monkeypatc
     assert same(follower.state, models[1]) and same(into, models[1])
 
 
-def test_a_signal_handler_cannot_advance_arrays_that_change(path, monkeypatch):
+@pytest.mark.parametrize("threads", [1, 2])
+def test_no_handler_or_thread_can_advance_arrays_that_change(path, monkeypatch, threads):
     _, models = published(path, 3)
     follower, into = follower_at(path, models, 1)
     apply = _follower.apply_many
 
     def handle_signal_and_apply(*arguments, **keywords):
         with pytest.raises(RuntimeError, match="are changing in this thread"):
-            follower.advance()
+            run_in_threads(lambda _: follower.advance(), 1) if threads == 2 else follower.advance()
         return apply(*arguments, **keywords)
 
     monkeypatch.setattr(_follower, "apply_many", handle_signal_and_apply)
