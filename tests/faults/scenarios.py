@@ -10,12 +10,14 @@ import io
 import json
 import os
 import re
+import warnings
 from typing import ClassVar
 
 import numpy as np
 
 import mlstate.checkpoint  # also loads the C library, before processes are forked
 import mlstate.follow
+from mlstate.errors import CheckpointWarning
 
 TENSORS = {
     # name: shape, dtype, and the states that have it
@@ -343,7 +345,10 @@ class PublishSteps(SaveStep):
     def load_step(self, root):
         """Return the step that a new follower has, and its arrays."""
         arrays = {name: np.zeros_like(array) for name, array in self.states["A"].items()}
-        step = mlstate.follow.Follower(f"{root}/{self.folder}", into=arrays).advance()
+        follower = mlstate.follow.Follower(f"{root}/{self.folder}", into=arrays)
+        with warnings.catch_warnings():  # before the first commit
+            warnings.filterwarnings("ignore", ".*nothing is published here yet", CheckpointWarning)
+            step = follower.advance()
         if step is None:
             raise FileNotFoundError(errno.ENOENT, "nothing is published")
         return step, arrays
