@@ -24,8 +24,11 @@ def random_prompt(rng):
     return np.concatenate(parts)[: int(rng.integers(1, 97))]
 
 
-def random_step(store, spec, rng, folder):
-    """Put, restore, pin, delete, verify or damage; return whether the store was damaged."""
+def random_step(store, spec, rng, folder, puts):
+    """Put, restore, pin, delete, verify or damage; return whether the store was damaged.
+
+    `puts`: gets the handles of asynchronous puts. These also delete files.
+    """
     tokens = random_prompt(rng)
     match int(rng.integers(0, 10)):
         case 0 | 1 | 2:
@@ -33,18 +36,21 @@ def random_step(store, spec, rng, folder):
             for stop in sorted({int(rng.integers(1, len(tokens) + 1)), len(tokens)}):
                 is_asynchronous, has_snapshot = rng.random(2) < (0.3, 0.8)
                 prefill(state, tokens[:stop])
-                store.put(
+                put = store.put(
                     tokens[:stop],
                     state,
                     asynchronous=bool(is_asynchronous),
                     snapshot=bool(has_snapshot),
                 )
+                puts += [put] if is_asynchronous else []
         case 3:
             store.delete(tokens)
         case 4:
             (store.pin if rng.random() < 0.3 else store.unpin)(tokens)
         case 5 if rng.random() < 0.3:
             name = next(entry.name for entry in spec if entry.kind == "full")
+            for put in puts:
+                put.exception()  # waits
             row = np.ascontiguousarray(prefilled(spec, tokens).ordered(name)[0, 0, -1])
             try:
                 flip(folder, row.tobytes())
@@ -64,8 +70,9 @@ def test_a_random_history_never_restores_wrong_tokens(tmp_path, spec, max_bytes,
     is_damaged = False
     for _ in range(4):  # the store is opened again
         with store_at(tmp_path, max_bytes=max_bytes) as store:
+            puts = []
             for _ in range(25):
-                is_damaged |= random_step(store, spec, rng, tmp_path)
+                is_damaged |= random_step(store, spec, rng, tmp_path, puts)
             if not is_damaged:
                 assert store.verify() == []
             store.repair()
