@@ -165,3 +165,23 @@ def test_int8_rows_as_numpy_multiplies_them(tmp_path):
     folder = write(tmp_path / "m", None, {"l.weight": codes, "l.weight_scale": scales})
     expected = codes.numpy().astype(np.float32) * scales.numpy()
     assert np.array_equal(mlstate.load(folder, cast="float32").model["l.weight"], expected)
+
+
+# ---- diffusers: single files of Black Forest Labs ----
+
+
+@pytest.mark.parametrize("kind", ["fp8r", "nvfp4"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_single_files_have_the_values_of_diffusers(tmp_path, kind, dtype):
+    bfl = pytest.importorskip("diffusers.quantizers.bfl.utils")
+    weight = torch.randn(48, 96, generator=torch.Generator().manual_seed(3))
+    codes, *scales = getattr(bfl, f"quantize_{kind}")(weight)
+    names = ["double_blocks.0.proj.weight_scale", "double_blocks.0.proj.weight_scale_2"]
+    tensors = {"double_blocks.0.proj.weight": codes, **dict(zip(names, scales, strict=False))}
+    if kind == "nvfp4":
+        tensors["double_blocks.0.proj.input_scale"] = torch.tensor(0.5)
+    folder = write(tmp_path / "m", None, tensors)
+    expected = getattr(bfl, f"dequantize_{kind}")(codes, *scales)
+    check(folder, "double_blocks.0.proj.weight", expected, dtype)
+    file = mlstate.load(folder / "model.safetensors", cast=dtype).model
+    assert file["double_blocks.0.proj.weight"].dtype.name == dtype
