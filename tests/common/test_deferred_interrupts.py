@@ -109,7 +109,7 @@ def test_a_lost_section_ends():
     assert not deferred_interrupts.is_active()
 
 
-def test_a_section_of_another_thread_defers_nothing():
+def test_sections_of_other_threads_defer_no_signal():
     is_active, in_section, ends = [], threading.Event(), threading.Event()
 
     def run():

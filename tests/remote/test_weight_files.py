@@ -57,7 +57,7 @@ def folder(url, store, tmp_path):
 
 
 @pytest.mark.parametrize("model", [MODEL, None], ids=["both", "optimizer"])
-def test_an_optimizer_in_a_file_is_no_model(url, store, options, tmp_path, model):
+def test_a_load_refuses_a_file_that_also_holds_an_optimizer(url, store, options, tmp_path, model):
     write_any(tmp_path / "a.safetensors", model, {"head.m": np.ones(7, np.float32)})
     target = f"{url}/a.safetensors"
     store.put(target, (tmp_path / "a.safetensors").read_bytes())

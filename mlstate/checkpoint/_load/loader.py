@@ -12,7 +12,7 @@ from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.caller import find_caller
 from ..._common.converted import converted, converted_value, is_converted
 from ..._common.dtypes import numpy_dtype
-from ..._sharding.layout import part_of_cutting
+from ..._sharding.layout import Layout, part_of_cutting
 from ...errors import CompatibilityError
 from ...state._state_dict import StateDict
 from .._folder.names import SECTIONS
@@ -275,6 +275,31 @@ class Loader:
                 scales = self._read(section.number, [key], WHOLE, mmap=mmap)[key]
                 result[key] = part.take(scales, box_of((steps, index, 1), shape))
         return result
+
+    def refuse_scales_of_other_codes(self, section: Section, names: list[str]) -> None:
+        """Raise CompatibilityError if a rank's part of scales is not that of its codes.
+
+        `names`: of tensors that are cut one by one, into targets.
+        """
+        import numpy as np
+
+        if not self.request.cutting[2] or section.is_optimizer:
+            return
+        parts, old_names = scale_parts(self, section), section.old_names()
+        for name in names:
+            if (part := parts.get(old_names[name])) is None:
+                continue
+            (steps, index), shape = self._part_of(section, part.codes)
+            (own_steps, own_index), own_shape = self._part_of(section, old_names[name])
+            numbers = np.arange(prod(own_shape)).reshape(own_shape)
+            needed = part.take(numbers, box_of((steps, index, 1), shape))
+            if not np.array_equal(needed, Layout(own_steps).take(numbers, own_index)):
+                raise CompatibilityError(
+                    f"{self.folder}: this rank's part of {part.codes!r} needs other scales than "
+                    f"its part of {name!r}, which into= would receive: load the part without "
+                    "into=, or its values with cast=True",
+                    name=name,
+                )
 
     def _batches(self, section: Section, keys: list[str]) -> list[tuple[list[str], str]]:
         """Return batches of keys to load at the same time, each with a dtype to convert to, or "".

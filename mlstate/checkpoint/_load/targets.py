@@ -302,10 +302,12 @@ def _cuts(loader: Loader, section: Section, filling: Any, names: list[str]) -> C
     """
     if isinstance(filling, _ArrayTarget):
         _check_shards(loader, section, filling, names)
+        loader.refuse_scales_of_other_codes(section, names)
         return loader.request.cutting
     if loader.request.by_target:
         return filling.cuts(names)  # type: ignore[no-any-return]
     filling.whole()  # raises TypeError if the target is a part itself
+    loader.refuse_scales_of_other_codes(section, names)
     return loader.request.cutting
 
 

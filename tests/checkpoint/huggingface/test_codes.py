@@ -408,3 +408,32 @@ def test_random_folders_have_their_values_or_are_refused(tmp_path, capsys):
             raise AssertionError(journey.text) from error
         capsys.readouterr()
     assert ends["right"] > count * 0.75, ends
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("kind", ["file", "checkpoint"])
+def test_targets_get_no_scales_of_other_codes(tmp_path, kind, world_size):
+    scales = np.arange(4, dtype=np.float32).reshape(2, 2)
+    codes = np.ones((256, 256), ml_dtypes.float8_e4m3fn)
+    state = {"l.weight": codes, "l.weight_scale_inv": scales, "bias": np.ones(8, np.float32)}
+    path = tmp_path / "m.safetensors"
+    if kind == "file":
+        mlstate.save_file(state, path)
+    else:
+        path = mlstate.save(tmp_path / "c", state).path
+    rows = 256 // world_size
+    for rank in range(world_size):
+        into = {
+            "l.weight": np.zeros((rows, 256), codes.dtype),
+            "l.weight_scale_inv": np.zeros((-(-2 // world_size), 2), np.float32),
+            "bias": np.zeros(8 // world_size, np.float32),
+        }
+        part = {"rank": rank, "world_size": world_size, "layout": "rows"}
+        if world_size == 4 and rank > 0:  # two ranks share the scales of a block
+            with pytest.raises(mlstate.CompatibilityError, match="needs other scales"):
+                mlstate.load(path, into={"model": into}, **part)
+            assert not into["bias"].any()
+        else:
+            mlstate.load(path, into={"model": into}, **part)
+            expected = mlstate.load(path, **part).model
+            assert all(np.array_equal(into[name], expected[name]) for name in state)

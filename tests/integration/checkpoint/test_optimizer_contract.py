@@ -378,7 +378,7 @@ def test_the_remedy_for_helper_objects_excludes_them(tmp_path, by_group):
     assert manifest["exclude"] == [pattern] and manifest["format_version"] == 3
 
 
-def test_a_pattern_that_excludes_nothing_is_refused(tmp_path):
+def test_a_pattern_without_a_match_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"exclude= has '\*.projectors', which matches no"):
         mlstate.save(tmp_path / "c", *with_projectors(0), exclude=["*.projector", "*.projectors"])
     assert not (tmp_path / "c").exists()
