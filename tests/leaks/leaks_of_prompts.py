@@ -1,10 +1,13 @@
 """Leak cases of stores of prompts."""
 
+from concurrent.futures import CancelledError
+
 import numpy as np
+import pytest
 from leak_cases import case, each, methods, raises, with_members
 
 from mlstate import errors
-from mlstate.prompts import Match, PromptStore, fingerprint
+from mlstate.prompts import Match, PromptStore, PutHandle, check_split, fingerprint
 
 TOKENS = np.arange(40)
 
@@ -49,6 +52,44 @@ def puts(folder):
         store.delete(TOKENS + 1)  # is not stored: deletions leave entries until the next packing
 
     return put, [array]
+
+
+@case("PutHandle", *methods(PutHandle))
+def handles(_):
+    ended = []
+
+    def written():
+        handle = PutHandle()
+        handle.add_done_callback(ended.append)
+        assert handle.start() and handle.running() and not handle.cancel()
+        handle.finish(7)
+        assert handle.done() and handle.result() == 7 and handle.exception() is None
+        ended.clear()
+
+    def failed():
+        handle = PutHandle()
+        handle.finish(0, errors.StoreError("the disk is full"))
+        raises(errors.StoreError, handle.result)()
+
+    def cancelled():
+        handle = PutHandle()
+        assert handle.cancel() and handle.cancelled() and not handle.start()
+        raises(CancelledError, handle.exception)()
+
+    return each(written, failed, cancelled), [ended]
+
+
+@case("check_split", calls=20)
+def split_prefills(_):
+    pytest.importorskip("torch", reason="transformers needs it")
+    transformers = pytest.importorskip("transformers", reason="checks its models")
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=11, num_hidden_layers=1, **sizes)
+    model = transformers.LlamaForCausalLM(config)
+    return each(lambda: check_split(model, tokens=4), raises(TypeError, check_split, model, "4")), [
+        model,
+        config,
+    ]
 
 
 @case("fingerprint", "Match")

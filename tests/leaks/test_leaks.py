@@ -5,6 +5,7 @@ reference counts must not change. `test_every_public_name_has_a_case` fails if a
 class or method has no case, so a new name needs a case here.
 """
 
+import _thread
 import copy
 import ctypes
 import gc
@@ -672,13 +673,21 @@ def frozen():
     gc.unfreeze()
 
 
+THREADS = _thread._count()  # before any case
+
+
 def settle():
     """Let idle threads end, and bring the caches of Python and of malloc into one state.
+
+    A thread that ends keeps about 30 blocks until its last step, which can be late under load.
 
     Python's cache of 4,096 looked-up attributes fills slowly, because an attribute that C looks
     up by name takes another entry each time.
     """
+    latest = time.monotonic() + 0.3  # some threads stay
     time.sleep(0.005)
+    while _thread._count() > THREADS and time.monotonic() < latest:
+        time.sleep(0.005)
     gc.collect()
     ctypes.pythonapi.PyType_ClearCache()
     fill_thread_cache()
