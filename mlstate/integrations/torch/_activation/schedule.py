@@ -4,6 +4,10 @@ The forward pass runs every block once and builds one graph. For a ``forward`` s
 contains slots instead of saved tensors. Before the backward pass reaches a block, the steps
 scheduled before it run and fill that block's slots. So the backward pass is the same as without
 a plan: the same nodes in the same order, with the same hooks of parameters.
+
+Nested `torch.utils.checkpoint` runs persistent schedules alike. It cannot run schedules that are
+not trees (``schedules="any"``, offloading at chosen steps), nor regions whose blocks the model
+calls. It misses writes in place in inner regions, and nests calls of Python as deep as the plan.
 """
 
 from __future__ import annotations
