@@ -72,7 +72,7 @@ def shapes(quick: bool) -> Iterator[Shape]:
         num_hidden_layers=count,
         num_attention_heads=4,
         image_size=64 if quick else 192,
-        patch_size=16,
+        patch_size=8 if quick else 16,
         num_labels=100,
     )
     model = hf.ViTForImageClassification(vit)

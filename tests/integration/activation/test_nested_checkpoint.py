@@ -214,6 +214,29 @@ def test_blocks_are_called_by_the_model_with_its_arguments(stop):
     assert not torch.equal(gradients(model, x, lambda x: nested(tree, first, x))[0], expected[0])
 
 
+class Sends(nn.Module):
+    """Ends with an operator that saves nothing, such as the all-reduce of tensor parallelism."""
+
+    sent = 0
+
+    def forward(self, x):
+        y = nn.functional.rrelu(x, training=True) + 1
+        self.sent += 1
+        return y
+
+
+def test_recomputation_ends_after_the_last_operator_that_saves():
+    """Torch ends before it has finished, and gradients of RReLU are wrong, or with the block."""
+    model, x = nn.Sequential(Sends(), nn.Tanh()), torch.randn(3, 4, requires_grad=True)
+    steps = [("forward", 0), ("save", 1), ("backward", 1), ("drop", 1), ("save", 0)]
+    steps += [("backward", 0)]
+    gradients(model, x, lambda x: nested(decode(steps), model, x))
+    assert model[0].sent == 2
+    with Plan(chain_of(2), steps).apply(model):
+        gradients(model, x, model)
+    assert model[0].sent == 3
+
+
 def test_only_torch_runs_a_graph_twice():
     model, x, _ = seen_blocks(3)
     nested(decode(segments(3, 1)), model, x).sum().backward(retain_graph=True)
