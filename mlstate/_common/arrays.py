@@ -78,12 +78,16 @@ def _memory_of(array: Any) -> _Memory:
     if is_torch(array):
         item_bytes = array.element_size()
         strides = tuple([item_bytes * stride for stride in array.stride()])
-        try:
-            address = array.data_ptr()
-        except RuntimeError:  # under torch.func, and some subclasses
-            address = 0
-        return _Memory(address, item_bytes, tuple(array.shape), strides)
+        return _Memory(_address_of(array), item_bytes, tuple(array.shape), strides)
     return _Memory(*_core.array_memory(array))
+
+
+def _address_of(tensor: Any) -> int:
+    """Return the address of a tensor's first element; 0 if it is unknown."""
+    try:
+        return int(tensor.data_ptr())
+    except RuntimeError:  # under torch.func, and some subclasses
+        return 0
 
 
 def dimension_order(array: Any) -> list[int] | None:
@@ -181,6 +185,9 @@ def memory_range(array: Any) -> tuple[int, int] | None:
     if type(array) is np.ndarray and array.flags.c_contiguous and array.size:
         address: int = _core.array_memory(array)[0]
         return address, address + array.nbytes
+    if is_torch(array) and array.layout is sys.modules["torch"].strided and array.is_contiguous():
+        address = _address_of(array)
+        return (address, address + array.nbytes) if address and array.nbytes else None
     if not _has_memory(array) or _size_of(array) == 0:
         return None
     memory = _memory_of(array)
@@ -211,25 +218,25 @@ def memory_image(array: Any, values: NDArray) -> NDArray:
     return image
 
 
-def names_sharing_memory(arrays: Mapping[str, Any]) -> set[str]:
+def names_sharing_memory(arrays: Mapping[_Name, Any]) -> set[_Name]:
     """Return the names of arrays whose range of addresses meets the range of another array.
 
     Such arrays may still have no element in common. Values that are not arrays, and arrays without
     elements or with an unknown address, are left out.
     """
     ranges = [
-        (*addresses, name)
-        for name, array in arrays.items()
+        (*addresses, number)
+        for number, array in enumerate(arrays.values())
         if (addresses := memory_range(array)) is not None
     ]
-    sharing: set[str] = set()
-    end, end_name = 0, ""  # the highest address so far, and the array that has it
-    for low, high, name in sorted(ranges):
+    sharing: set[int] = set()
+    end, last = 0, 0  # the highest address so far, and the array that has it
+    for low, high, number in sorted(ranges):
         if low < end:
-            sharing |= {end_name, name}
+            sharing |= {last, number}
         if high > end:
-            end, end_name = high, name
-    return sharing
+            end, last = high, number
+    return {name for number, name in enumerate(arrays) if number in sharing}
 
 
 def pairs_sharing_elements(arrays: Mapping[_Name, Any]) -> Iterator[tuple[_Name, _Name]]:
@@ -238,15 +245,13 @@ def pairs_sharing_elements(arrays: Mapping[_Name, Any]) -> Iterator[tuple[_Name,
     Arrays with equal memory are yielded only with the first of these, which is compared for all.
     Values that are not strided arrays, or have no known address, are left out.
     """
+    near = names_sharing_memory(arrays)
+    arrays = {name: array for name, array in arrays.items() if name in near}
     names = list(arrays)
     first_numbers: dict[tuple[object, ...], int] = {}  # of the arrays, by device and memory
     spans: list[_Span] = []
     for number, array in enumerate(arrays.values()):
-        if not _has_memory(array) or _size_of(array) == 0:
-            continue
         memory = _memory_of(array)
-        if not memory.address:
-            continue
         device = str(array.device) if is_on_device(array) else ""
         first = first_numbers.setdefault((device, *memory), number)
         if first != number:

@@ -74,6 +74,8 @@ def _hint(value: object) -> str:
     """Return an expression that converts a value for JSON, such as ``int(...)``; "" if unknown."""
     if isinstance(value, set | frozenset):
         return "sorted(...)"
+    if getattr(value, "is_nested", False):  # a tensor without a shape
+        return ""
     kind = getattr(getattr(value, "dtype", None), "kind", "")  # NumPy scalars and arrays
     if getattr(value, "shape", None) != ():
         return "its tolist()" if hasattr(value, "tolist") else ""

@@ -110,6 +110,7 @@ def test_json_values_keep_their_types(tmp_path):
         ({"a": np.array([object()])}, r"states 'x/a': dtype numpy.object_ is not supported"),
         ([np.array([object()])], r"states\['x'\]\[0\] is an array of object"),
         ([np.array(["text"])], r"states\['x'\]\[0\] is an array of <U4"),
+        ([np.zeros(1, "i4,f4")], r"states\['x'\]\[0\] is an array of \[\('f0'"),
         (["\ud800"], r"states\['x'\]\[0\]: .*surrogates"),
         (type("N", (tuple,), {"_fields": ()})(), r"states\['x'\] is a "),
     ],

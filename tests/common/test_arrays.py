@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mlstate._common.arrays
 from mlstate._common.arrays import memory_key, pairs_sharing_elements, shares_elements
 
 
@@ -45,6 +46,16 @@ def test_the_pairs_are_those_of_a_comparison_of_all_pairs(data):
         and shares_elements(arrays[left], arrays[right])
     }
     assert set(pairs) == expected
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_arrays_apart_are_only_sorted(library, monkeypatch):
+    ones = pytest.importorskip(library).ones
+    arrays = {i: ones((i % 3, 4)) for i in range(60)}
+    monkeypatch.setattr(mlstate._common.arrays, "_memory_of", None)
+    assert not list(pairs_sharing_elements(arrays))
+    monkeypatch.undo()
+    assert list(pairs_sharing_elements({**arrays, "view": arrays[1][:, ::2]})) == [(1, "view")]
 
 
 @pytest.mark.parametrize(

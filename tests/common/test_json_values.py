@@ -38,7 +38,7 @@ def nested(levels):
         ([np.int64(1)], TypeError, r"\[0\] is a numpy\.int64: give int\(\.\.\.\)"),
         (np.ones(2), TypeError, r" is a numpy\.ndarray: give its tolist\(\)"),
         ({1, 2}, TypeError, r" is a set: give sorted\(\.\.\.\)"),
-        (b"x", TypeError, " is a bytes$"),
+        (b"x", TypeError, " is a bytes; states= stores other values"),
         (
             {"best": float("inf")},
             ValueError,
@@ -54,6 +54,15 @@ def test_lossy_metadata_values_are_named(path, value, kind, text):
     with pytest.raises(kind, match=f"JSON values .*: {where}.*{text}"):
         mlstate.save(path, {"w": np.ones(2)}, metadata={"sched": value})
     assert not path.exists()
+
+
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore")
+def test_nested_tensors_are_named(path):
+    torch = pytest.importorskip("torch", reason="has nested tensors")
+    value = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    with pytest.raises(TypeError, match=r"metadata\['x'\] is a torch.Tensor; states="):
+        mlstate.save(path, {"w": np.ones(2)}, metadata={"x": value})
 
 
 def test_maximum_nesting_round_trips(path):

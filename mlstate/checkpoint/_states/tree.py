@@ -41,7 +41,7 @@ import numpy as np
 
 from ..._common.arrays import dimension_order, is_cache, is_torch, refuse_masked, with_order
 from ..._common.backend import TensorBackend, backend_of, torch_backend
-from ..._common.dtypes import name_of, numpy_dtype
+from ..._common.dtypes import NAMES, name_of, numpy_dtype
 from ..._common.json_values import DEEPEST, check_text
 from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Shard
@@ -249,10 +249,12 @@ class _Encoder:
             hasattr(value, "__dlpack__") or hasattr(value, "__array_interface__")
         ):
             return None
-        # Object, bytes, text and date arrays; dtypes of torch have no kind.
-        kind = getattr(value.dtype, "kind", "f")
-        if kind in "OSUMm":
-            raise TypeError(f"{where} is an array of {value.dtype}: store numbers or text instead")
+        is_numpy = isinstance(value.dtype, np.dtype)
+        if is_numpy and name_of(value.dtype) not in NAMES:  # such as objects, text, records
+            raise TypeError(
+                f"{where} is an array of {value.dtype}, which no checkpoint stores: use numbers of "
+                "at most 64 bits, or lists of other values"
+            )
         node: dict[str, Any] = {"$": "array", "key": self.store(value, path), "form": form}
         if isinstance(value, Shard):
             return {**node, "sharded": [*map(str, path)]}

@@ -435,6 +435,33 @@ def test_torch_casts_states_to_the_parameters_dtype():
     assert (values["exp_avg"].dtype, values["step"].dtype) == (torch.bfloat16, torch.float32)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16", "uint8"])
+def test_states_that_torch_widens_are_loaded_as_by_torch(tmp_path, dtype):
+    module = model()
+    optimizer, fresh, peer = (optim.SGD(module.parameters(), lr=0.1) for _ in range(3))
+    codes = torch.tensor([[0.5, 2.0]]).to(getattr(torch, dtype))
+    optimizer.state[module[0].weight]["codes"] = codes
+    mlstate.save(tmp_path / "c", module, optimizer)
+    mlstate.load(tmp_path / "c", into={"model": module, "optimizer": fresh})
+    peer.load_state_dict(optimizer.state_dict())
+    loaded, expected = (each.state[module[0].weight]["codes"] for each in (fresh, peer))
+    assert loaded.dtype == expected.dtype and torch.equal(loaded, expected)
+
+
+@pytest.mark.parametrize("value", [np.zeros(1, "i4,f4"), np.longdouble(1)], ids=["record", "long"])
+@pytest.mark.parametrize("place", ["state", "group", "nested"])
+def test_arrays_that_no_load_reads_are_refused(tmp_path, value, place):
+    module = model()
+    optimizer = optim.SGD(module.parameters(), lr=0.1)
+    if place == "group":
+        optimizer.param_groups[0]["odd"] = value
+    else:
+        optimizer.state[module[0].weight]["odd"] = value if place == "state" else [value]
+    with pytest.raises(TypeError, match="odd.* is an array of .*, which no checkpoint stores"):
+        mlstate.save(tmp_path / "c", module, optimizer)
+    assert not (tmp_path / "c").exists()
+
+
 def test_bfloat16_states_are_shared():
     pytest.importorskip("ml_dtypes", reason="has bfloat16")
     module, optimizer, state = trained(dtype=torch.bfloat16)

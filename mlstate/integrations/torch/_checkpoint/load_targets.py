@@ -325,8 +325,11 @@ def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
 
     try:
         return source == target or torch.promote_types(source, target) == target
-    except RuntimeError:  # torch has no rule for some of them
-        return False
+    except RuntimeError:  # torch has no rule for some of them, such as float8
+        if not (source.is_floating_point and target.is_floating_point):
+            return False
+        narrow, wide = torch.finfo(source), torch.finfo(target)
+        return narrow.max <= wide.max and narrow.eps >= wide.eps and narrow.tiny >= wide.tiny
 
 
 def _new_state(
