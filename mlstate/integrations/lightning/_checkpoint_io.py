@@ -60,6 +60,13 @@ def _is_torch_file(path: str) -> bool:
         return file.read(4) == b"PK\x03\x04"
 
 
+def _is_of_strategy(path: str) -> bool:
+    """Return whether a path is a folder that a strategy of Lightning wrote itself, in parts."""
+    return not os.path.islink(path) and all(
+        os.path.isfile(os.path.join(path, name)) for name in ("meta.pt", ".metadata")
+    )
+
+
 def _delete_remains(folder: str) -> None:
     """Delete what a killed process left of a checkpoint at a path, if it exists.
 
@@ -102,7 +109,7 @@ class MLStateCheckpointIO:
     Notes
     -----
     Lightning passes the whole checkpoint on rank 0, so strategies that store shards of each rank
-    themselves, such as FSDP, do not use the plugin. Hyperparameters and states of callbacks must be
+    themselves, such as FSDP and ModelParallelStrategy, do not use the plugin, and warn. Hyperparameters and states of callbacks must be
     values that the states of `mlstate.save` can hold, such as numbers, tensors, paths, members of
     enums, and lists, tuples and dicts of these; the error names a value that is not. Random
     generators are not part of Lightning's checkpoints.
@@ -124,6 +131,7 @@ class MLStateCheckpointIO:
     def __init__(self, **options: Any) -> None:
         _register(type(self))
         self._options = options
+        self._saves = 0  # a strategy that passes over the plugin leaves it
 
     def save_checkpoint(
         self,
@@ -154,6 +162,7 @@ class MLStateCheckpointIO:
         """
         if storage_options is not None:
             raise TypeError("MLStateCheckpointIO takes no storage_options")
+        self._saves += 1
         folder = local_folder(path)
         if is_checkpoint(folder) and not os.path.islink(folder):
             # Lightning names it .ckpt; `save` replaces a checkpoint atomically
@@ -236,8 +245,8 @@ class MLStateCheckpointIO:
         Parameters
         ----------
         path : str or os.PathLike
-            A folder that `save_checkpoint` wrote, a relative link, or a file that Lightning wrote
-            without the plugin.
+            A folder that `save_checkpoint` wrote, a relative link, or a file or folder that
+            Lightning wrote without the plugin.
 
         Raises
         ------
@@ -249,6 +258,9 @@ class MLStateCheckpointIO:
         removed = f"{folder}.mlstate-removed"
         if _is_relative_link(folder) or _is_torch_file(folder):
             os.unlink(folder)
+            return
+        if _is_of_strategy(folder):
+            shutil.rmtree(folder)
             return
         if not os.path.lexists(folder):
             with suppress(StoreError):  # other files are not of a killed process

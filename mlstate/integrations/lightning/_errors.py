@@ -1,4 +1,4 @@
-"""Errors of Lightning for a folder of `MLStateCheckpointIO`: they name ``mlstate convert``.
+"""Errors and warnings where Lightning passes over `MLStateCheckpointIO`; they name the way out.
 
 Lightning calls `add_no_callbacks` when it makes a Trainer or a Fabric, in any process: the entry
 points of the package name it. So this module imports nothing heavy.
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 # Lightning's modules that open a checkpoint as a file; there are two names of its packages.
+_STRATEGIES = ("lightning.pytorch.strategies", "pytorch_lightning.strategies")
 _READERS = (
     "lightning.pytorch.core.saving",
     "lightning.fabric.plugins.io.torch_io",
@@ -38,7 +39,13 @@ def name_conversion_in_errors() -> None:
 
     Lightning offers no hook there: its reader opens the path as a file. Only the text of the error
     changes, and only for folders of the plugin. Readers that are not imported yet are left out.
+    Strategies that store checkpoints themselves, such as ModelParallelStrategy, warn.
     """
+    for name in _STRATEGIES:
+        for cls in vars(sys.modules.get(name, object)).values():
+            save = vars(cls).get("save_checkpoint") if isinstance(cls, type) else None
+            if hasattr(cls, "load_checkpoint") and save and not hasattr(save, "warns"):
+                cls.save_checkpoint = _with_warning(save)
     for name in _READERS:
         module = sys.modules.get(name)
         load = getattr(module, "pl_load", None)
@@ -51,6 +58,35 @@ def is_checkpoint(folder: str) -> bool:
     from ...checkpoint._folder.names import MANIFEST
 
     return os.path.isfile(os.path.join(folder, MANIFEST))
+
+
+def _with_warning(save: Callable[..., None]) -> Callable[..., None]:
+    """Return a strategy's method `save` with a warning if it passes over the plugin.
+
+    Such a strategy replaces the methods of Lightning's base class.
+    """
+
+    @wraps(save)
+    def save_checkpoint(self: Any, *args: Any, **keywords: Any) -> None:
+        """Save as Lightning does; warn if the plugin does not read or did not write the result."""
+        plugin = getattr(self, "_checkpoint_io", None)
+        before = getattr(plugin, "_saves", None)
+        save(self, *args, **keywords)
+        if before is None or not self.is_global_zero or "load_checkpoint" not in vars(type(self)):
+            return
+        from ..._common.caller import find_caller
+
+        name = type(self).__name__
+        find_caller().warn(
+            f"{name} stores the parts of each rank itself, and not through MLStateCheckpointIO: "
+            "leave the plugin out, or save with mlstate.save(path, module, optimizer, group=)"
+            if plugin._saves == before
+            else f"{name} does not read through MLStateCheckpointIO: to resume, write the file "
+            "that it reads by mlstate convert FOLDER OUT.ckpt --to lightning"
+        )
+
+    save_checkpoint.warns = True  # type: ignore[attr-defined]
+    return save_checkpoint
 
 
 def _with_conversion(load: Callable[..., Any]) -> Callable[..., Any]:

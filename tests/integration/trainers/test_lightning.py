@@ -19,6 +19,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import killed_jobs  # noqa: E402
+from child import PATHS, run  # noqa: E402
 from needs import needs  # noqa: E402
 from regression import digest  # noqa: E402
 
@@ -735,6 +736,74 @@ def test_process_that_never_imported_mlstate_names_the_conversion(tmp_path, read
 class Trap:
     def __reduce__(self):
         return os.system, ("false",)
+
+
+STRATEGY = """
+import sys, warnings
+warnings.simplefilter("ignore")
+import lightning, torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+import mlstate
+from mlstate.integrations.lightning import MLStateCheckpointIO
+from mlstate.integrations.torch import TorchGroup
+
+folder, divides, plugins, resume = sys.argv[1:]
+
+class Module(lightning.LightningModule):
+    def configure_model(self):
+        if not hasattr(self, "net"):
+            torch.manual_seed(0)
+            self.net = torch.nn.Linear(4, 2)
+            fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch, index):
+        return self.net(batch).square().sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+steps = 3 if resume else 2
+strategy = ModelParallelStrategy(save_distributed_checkpoint=divides == "parts")
+trainer = lightning.Trainer(
+    accelerator="cpu", devices=1, strategy=strategy, max_steps=steps, logger=False,
+    plugins=[MLStateCheckpointIO()] if plugins == "plugin" else [], default_root_dir=folder,
+    callbacks=[ModelCheckpoint(folder, every_n_train_steps=1, save_top_k=1, monitor=None)],
+    enable_progress_bar=False, enable_model_summary=False)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always", mlstate.errors.CheckpointWarning)
+    module = Module()
+    trainer.fit(module, torch.utils.data.DataLoader(torch.ones(9, 4)), ckpt_path=resume or None)
+print(*{str(each.message) for each in caught if each.category is mlstate.errors.CheckpointWarning})
+with TorchGroup() as group:  # as a warning says
+    state = module.net, trainer.optimizers[0]
+    mlstate.save(folder + "/own", *state, group=group)
+    mlstate.load(folder + "/own", into=dict(zip(["model", "optimizer"], state)), group=group)
+print(trainer.global_step)
+"""
+
+
+def train_by_strategy(folder, *arguments):
+    *texts, step = run(STRATEGY, str(folder), *arguments, **PATHS).splitlines()
+    return texts[-1], int(step)
+
+
+def test_a_strategy_that_stores_parts_itself_warns(tmp_path):
+    text, _ = train_by_strategy(tmp_path, "parts", "plugin", "")
+    assert text.startswith("ModelParallelStrategy stores the parts of each rank itself")
+    [path] = tmp_path.glob("*.ckpt")  # the earlier one is deleted
+    assert not (path / "manifest.json").exists()
+    assert train_by_strategy(tmp_path, "parts", "none", str(path)) == ("", 3)
+
+
+@pytest.mark.long
+def test_the_remedy_for_a_strategy_that_reads_files_itself_resumes(tmp_path, capsys):
+    text, _ = train_by_strategy(tmp_path, "whole", "plugin", "")
+    assert "to resume, write the file that it reads by mlstate convert FOLDER OUT.ckpt" in text
+    [path] = tmp_path.glob("*.ckpt")
+    convert(capsys, path, tmp_path / "file.ckpt", "--to", "lightning")
+    assert train_by_strategy(tmp_path, "whole", "none", str(tmp_path / "file.ckpt")) == ("", 3)
 
 
 def test_no_code_of_a_file_runs(tmp_path):
