@@ -142,7 +142,8 @@ def _read_forms(value: Any) -> Any:
 def _match_groups(first: Sequence[Any], second: Sequence[Any]) -> list[Sequence[Any]]:
     """Return the groups of two optimizers, in the order of the first, as a load matches them.
 
-    Entries that depend on this order are left out. Groups that do not match stay as they are.
+    Of groups that one side has joined, each is compared with the joined one. Entries that depend
+    on this order are left out. Groups that do not match stay as they are.
     """
     ordered = match_groups(first, second)
     if ordered is None:

@@ -27,20 +27,51 @@ _OF_PARAMETERS = frozenset(
 def match_groups(
     first: Sequence[Mapping[str, Any]], second: Sequence[Mapping[str, Any]]
 ) -> list[Mapping[str, Any]] | None:
-    """Return the groups of `second` in the order of `first`, as a load matches them.
+    """Return for each group of `first` the group of `second` that has its values after a load.
 
-    A load finds groups by the names of their parameters, in any order. Groups with the same
-    parameters in place match, also without names. None for groups that do not match.
+    A load finds groups by the names of their parameters, in any order; the parameters of one group
+    may come from several with equal values. Groups with the same parameters in place match, also
+    without names. None for groups that do not match.
     """
-    sides = [
-        [frozenset(map(str, group.get("params", ()))) for group in each] for each in (first, second)
-    ]
+    sides = [[{*map(str, group.get("params", ()))} for group in each] for each in (first, second)]
     if sides[0] == sides[1]:
         return [*second]
-    is_named = all(names for side in sides for names in side)
-    if not is_named or len(set(sides[0])) != len(sides[0]) or {*sides[0]} != {*sides[1]}:
+    homes = homes_of(second)
+    is_named = not is_numbered(second) and all(names for side in sides for names in side)
+    if not is_named or {*homes} != set().union(*sides[0]):
         return None
-    return [second[sides[1].index(names)] for names in sides[0]]
+    matched = []
+    for names in sides[0]:
+        index, *others = sorted({homes[name] for name in names})
+        values = split_group(second[index])[0]
+        if any(differing_key(values, split_group(second[i])[0]) for i in others):
+            return None
+        matched.append(second[index])
+    return matched
+
+
+def homes_of(groups: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """Return the number of the group of each parameter, by name."""
+    return {str(name): i for i, group in enumerate(groups) for name in group.get("params", ())}
+
+
+def is_numbered(groups: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether groups have no names of parameters, or only ``param_0`` and so on."""
+    listed = [str(name) for group in groups for name in group.get("params", ())]
+    named = all("params" in group for group in groups)
+    return not named or (bool(listed) and listed == [f"param_{i}" for i in range(len(listed))])
+
+
+def differing_key(first: Mapping[str, Any], second: Mapping[str, Any]) -> str | None:
+    """Return the first key whose values differ in two groups or that one lacks; None without."""
+    return next(
+        (
+            key
+            for key in {**first, **second}
+            if (key in first) != (key in second) or not _is_equal(first[key], second[key])
+        ),
+        None,
+    )
 
 
 def split_group(group: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -58,14 +89,13 @@ def _refuse_values(
     `label`: the optimizer. `name`: the parameter. `first`, `other`: rank and hyperparameters of
     each.
     """
-    values = first[1], other[1]
-    for key in {**values[0], **values[1]}:
-        got = [v.get(key, "no value") for v in values]
-        if (key in values[0]) != (key in values[1]) or not _is_equal(*got):
-            raise CompatibilityError(
-                f"{label}: the group of {name!r} has {key!r} = {got[0]} on rank {first[0]}, and "
-                f"{got[1]} on rank {other[0]}: set the same values on every rank"
-            )
+    key = differing_key(first[1], other[1])
+    if key is not None:
+        got = [values.get(key, "no value") for _, values in (first, other)]
+        raise CompatibilityError(
+            f"{label}: the group of {name!r} has {key!r} = {got[0]} on rank {first[0]}, and "
+            f"{got[1]} on rank {other[0]}: set the same values on every rank"
+        )
 
 
 def _is_equal(first: Any, second: Any) -> bool:
@@ -88,7 +118,8 @@ def _is_equal(first: Any, second: Any) -> bool:
         if left.shape != right.shape:
             return False
         return bool(np.all((left == right) | ((left != left) & (right != right))))
-    return bool(first == second or (first != first and second != second))
+    is_same = first == second or (first != first and second != second)
+    return bool(is_same) and type(first) is type(second)
 
 
 def merge_groups(label: str, groups_of: dict[int, list[_Group]]) -> list[_Group]:

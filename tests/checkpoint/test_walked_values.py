@@ -257,3 +257,27 @@ def test_a_diff_matches_groups_in_any_order(tmp_path):
     mlstate.save(tmp_path / "b", optimizer=second)
     difference = mlstate.diff(tmp_path / "a", tmp_path / "b")
     assert [each.name for each in difference.changes] == ["optimizer.param_groups[1]['lr']"]
+
+
+def test_split_and_joined_groups_match_if_their_values_are_equal(tmp_path):
+    joined, split = groups_in([0, 1]), groups_in([0, 1])
+    joined.param_groups = [{"params": ["a", "b", "c"], "lr": 0.1, "betas": (0.9, 0.99)}]
+    halves = [{"params": names, "lr": 0.1, "betas": (0.9, 0.99)} for names in (["c", "a"], ["b"])]
+    split.param_groups = halves
+    mlstate.save(tmp_path / "joined", optimizer=joined)
+    mlstate.save(tmp_path / "split", optimizer=split)
+    for pair in (("joined", "split"), ("split", "joined")):
+        assert mlstate.diff(*(tmp_path / name for name in pair)).identical
+    assert not mlstate.state.check_compatibility(joined, split).warnings
+    assert not mlstate.state.check_compatibility(split, joined).warnings
+    split.param_groups = [halves[0], {**halves[1], "lr": 0.3}]
+    mlstate.save(tmp_path / "split", optimizer=split)
+    difference = mlstate.diff(tmp_path / "joined", tmp_path / "split")
+    assert "optimizer.param_groups[1]['lr']" in difference.unexpected
+    [warning] = mlstate.state.check_compatibility(split, joined).warnings
+    assert "in other groups" in warning
+    names = ["param_0", "param_1", "param_2"]
+    joined.param_groups = [{"params": names, "lr": 0.1}]
+    split.param_groups = [{"params": each, "lr": 0.1} for each in (names[:2], names[2:])]
+    [warning] = mlstate.state.check_compatibility(joined, split).warnings  # by position
+    assert "in other groups" in warning

@@ -207,8 +207,8 @@ def _checked_metadata(mapping: Mapping[str, Any] | None) -> dict[str, Any]:
     except (TypeError, ValueError) as error:
         cls = TypeError if isinstance(error, TypeError) else ValueError
         raise cls(
-            f"metadata must be JSON values (strings, numbers, lists, dicts): {error}; states= stores "
-            "other values, and objects as their state"
+            f"metadata must be JSON values (strings, numbers, lists, dicts): {error}; states= "
+            "stores other values, and objects as their state"
         ) from None
 
 

@@ -109,10 +109,10 @@ class MLStateCheckpointIO:
     Notes
     -----
     Lightning passes the whole checkpoint on rank 0, so strategies that store shards of each rank
-    themselves, such as FSDP and ModelParallelStrategy, do not use the plugin, and warn. Hyperparameters and states of callbacks must be
-    values that the states of `mlstate.save` can hold, such as numbers, tensors, paths, members of
-    enums, and lists, tuples and dicts of these; the error names a value that is not. Random
-    generators are not part of Lightning's checkpoints.
+    themselves, such as FSDP and ModelParallelStrategy, do not use the plugin, and warn.
+    Hyperparameters and states of callbacks must be values that the states of `mlstate.save` can
+    hold, such as numbers, tensors, paths, members of enums, and lists, tuples and dicts of these;
+    the error names a value that is not. Random generators are not part of Lightning's checkpoints.
 
     ``LightningModule.load_from_checkpoint``, and a Trainer without the plugin, raise
     `IsADirectoryError` for a folder: they open the path as a file, and use no plugin. In a process

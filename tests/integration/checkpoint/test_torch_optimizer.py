@@ -457,7 +457,7 @@ def test_arrays_that_no_load_reads_are_refused(tmp_path, value, place):
         optimizer.param_groups[0]["odd"] = value
     else:
         optimizer.state[module[0].weight]["odd"] = value if place == "state" else [value]
-    with pytest.raises(TypeError, match="odd.* is an array of .*, which no checkpoint stores"):
+    with pytest.raises(TypeError, match=r"odd.* is an array of .*, which no checkpoint stores"):
         mlstate.save(tmp_path / "c", module, optimizer)
     assert not (tmp_path / "c").exists()
 

@@ -5,11 +5,11 @@ Groups are matched by the names of their parameters, and without names by positi
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._common.caller import find_caller
 from ....errors import CompatibilityError
+from ....state._group_merge import differing_key, homes_of, is_numbered
 from .optimizer_contract import has_own_loader
 from .optimizer_values import EXACT, NOT_VALUES, as_json, decode_value, quoted
 
@@ -53,10 +53,6 @@ def _mismatch(problem: str, name: str | None = None, remedy: str = "") -> Compat
     )
 
 
-def _same(form: Any, other: Any) -> bool:
-    return json.dumps(form, sort_keys=True) == json.dumps(other, sort_keys=True)
-
-
 def _merge(number: int, indexes: Sequence[int], saved: Sequence[Mapping[str, Any]]) -> int:
     """Return the number of the saved group whose values the optimizer's group `number` gets.
 
@@ -67,13 +63,8 @@ def _merge(number: int, indexes: Sequence[int], saved: Sequence[Mapping[str, Any
     values = _values_of(saved[first])
     for index in indexes[1:]:
         others = _values_of(saved[index])
-        differing = [
-            key
-            for key in {**values, **others}
-            if (key in values) != (key in others) or not _same(values[key], others[key])
-        ]
-        if differing:
-            key = differing[0]
+        key = differing_key(values, others)
+        if key is not None:
             raise _mismatch(
                 f"group {number} has parameters of the saved groups {first} and {index}, which "
                 f"differ in {key!r}: {values.get(key, 'no value')} and "
@@ -144,7 +135,7 @@ def _by_name(
     saved groups lack parameters that have states (old checkpoints of several ranks), this warns
     instead, and the number is None.
     """
-    groups_of = {str(name): i for i, group in enumerate(saved) for name in group["params"]}
+    groups_of = homes_of(saved)
     present = scope.elsewhere.union(*members)
     absent = [name for name in groups_of if name not in present]
     if absent and scope.strict and scope.complete:
@@ -160,13 +151,6 @@ def _by_name(
             find_caller().warn(f"group {number} keeps its own values: {error}")
             matches.append(None)
     return matches
-
-
-def _is_numbered(saved: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether saved groups have no names of parameters, or only ``param_0`` and so on."""
-    listed = [str(name) for group in saved for name in group.get("params", ())]
-    named = all("params" in group for group in saved)
-    return not named or (bool(listed) and listed == [f"param_{i}" for i in range(len(listed))])
 
 
 def set_state(
@@ -257,7 +241,7 @@ def match_groups(
             rate = _restore_value(learning_rate, own_values[0].get("lr"), "lr", tensors=_NUMBERS)
             own_values[0]["lr"] = rate
         return own_values
-    numbered = _is_numbered(saved)
+    numbered = is_numbered(saved)
     matches = _by_position(saved, members) if numbered else _by_name(saved, members, scope)
     matched = []
     for own_group, index in zip(groups, matches, strict=True):
