@@ -69,12 +69,15 @@ def _torch_states(
 def _place_optimizer(optimizer: Any, states: Any) -> tuple[Any, Any]:
     """Return the optimizer and the named states to save.
 
-    A torch optimizer that a table of tensors by parameter cannot hold becomes a named state. Raises
-    ValueError if another state has its name.
+    An optimizer that a table of tensors by parameter cannot hold becomes a named state, and so does
+    an object with parameter groups that wraps one. Raises ValueError if another state has its name.
     """
-    if not is_optimizer(optimizer) or backend_of(optimizer, CheckpointBackend).fits_table(
-        optimizer
-    ):
+    if is_optimizer(optimizer):
+        fits = backend_of(optimizer, CheckpointBackend).fits_table(optimizer)
+    else:
+        names = ("param_groups", "state_dict", "load_state_dict")
+        fits = hasattr(optimizer, "keys") or not all(hasattr(optimizer, name) for name in names)
+    if fits:
         return optimizer, states
     states = dict(check_names(states or {}))
     if states.setdefault(OPTIMIZER_STATE, optimizer) is not optimizer:

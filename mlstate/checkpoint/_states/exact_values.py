@@ -14,10 +14,26 @@ from ...errors import UnstorableError
 from .containers import full_name
 from .generators import library_of
 
+ZERO_REMEDY = (
+    "store the optimizer by engine.save_checkpoint(folder), and restore it by "
+    "engine.load_checkpoint(folder)"
+)
 _EXACT = (
     *(bool, str, int, float, complex, bytes, bytearray, BytesIO, np.ndarray),
     *(dict, OrderedDict, Counter, defaultdict, list, tuple, set, frozenset, deque),
 )
+
+
+def refuse_divided(value: Any, where: str) -> None:
+    """Raise UnstorableError for an optimizer of DeepSpeed's ZeRO, which ranks hold in parts.
+
+    Its ``load_state_dict`` takes the parts of all ranks. `where`: path of the value.
+    """
+    if hasattr(value, "dp_process_group") and hasattr(value, "param_groups"):
+        raise UnstorableError(
+            f"{where} is a {full_name(type(value))}, whose state DeepSpeed divides among the "
+            f"ranks: {ZERO_REMEDY}"
+        )
 
 
 def check_exact(value: Any, where: str, keeps_gradients: bool, name: str) -> None:

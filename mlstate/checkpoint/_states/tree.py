@@ -61,7 +61,7 @@ from .containers import (
     new_wrapper,
     record_of,
 )
-from .exact_values import check_exact
+from .exact_values import check_exact, refuse_divided
 from .excluded import EXCLUDED, NONE_EXCLUDED, Excluded
 from .generators import library_of, restored, seeds_of, state_of
 from .named_values import enum_node, enum_of, path_node, path_of
@@ -442,6 +442,7 @@ class _Encoder:
                 f"without pickle: {remedy}give numbers, str, bytes, arrays, random generators, "
                 "objects with state_dict(), or lists, tuples, sets and dicts of these"
             )
+        refuse_divided(value, where)
         state = _result(method, value, "state_dict()", where)
         exact, self.exact = self.exact, True
         node = self.node(state, where, path, levels)

@@ -14,6 +14,7 @@ from ...._common.arrays import dimension_order, with_order
 from ...._common.set_module import set_module
 from ....checkpoint._folder.names import NEWER
 from ....checkpoint._states.containers import is_wrapper
+from ....checkpoint._states.exact_values import ZERO_REMEDY
 from ....checkpoint._states.tree import encode, packed, unpacked
 from ....errors import CompatibilityError
 from ....state._compatibility import join, rename_hint
@@ -64,10 +65,16 @@ def _names_of_module(module: torch.nn.Module, parameters: list[torch.Tensor]) ->
         if id(p) not in names
     ]
     if lost:
-        raise ValueError(
-            f"the optimizer has parameters that {type(module).__name__} lacks: {join(lost)}; "
+        remedy = (
             "pass a module that has all of them, such as a ModuleDict of several modules, or save "
             "the optimizer by states=; create the optimizer after fully_shard"
+        )
+        # attributes that DeepSpeed adds to parameters of which ZeRO keeps flat copies
+        if any(hasattr(p, "get_full_hp_param") for p in module.parameters()):
+            remedy = f"these are copies in DeepSpeed's ZeRO: {ZERO_REMEDY}"
+        raise ValueError(
+            f"the optimizer has parameters that {type(module).__name__} lacks: {join(lost)}; "
+            f"{remedy}"
         )
     return [names[id(p)] for p in parameters]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -66,10 +67,20 @@ def refuse_unstorable(name: str, tensor: torch.Tensor, label: str = "") -> None:
 def state_dict_of(module: torch.nn.Module) -> Mapping[str, Any]:
     """Return a module's ``state_dict()``.
 
-    If torch refuses because of a lazy parameter, raise UnstorableError with its name.
+    Raises UnstorableError with the name of a parameter that is lazy, which torch refuses, or that
+    DeepSpeed's ZeRO has divided among the ranks, which leaves an empty tensor in the module.
     """
     import torch
 
+    # a program with such parameters has imported deepspeed
+    for name, parameter in module.named_parameters() if "deepspeed" in sys.modules else ():
+        whole = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if whole != tuple(parameter.shape):
+            raise UnstorableError(
+                f"{name!r} of shape {whole} is divided among the ranks by DeepSpeed's ZeRO: call "
+                "this in a block of `with deepspeed.zero.GatheredParameters(list(module."
+                "parameters()), modifier_rank=0):` on every rank"
+            )
     try:
         return module.state_dict()
     except (RuntimeError, ValueError):
