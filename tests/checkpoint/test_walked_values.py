@@ -172,6 +172,14 @@ def test_excluded_values_of_nested_states_keep_the_targets(tmp_path):
     assert loaded["x"] == {"value": {"count": 2}} and loaded["list"] == [{}, 3]
 
 
+def test_a_pattern_matches_no_part_of_a_generator(tmp_path):
+    source, target = (np.random.default_rng(seed) for seed in range(2))
+    states = {"x": {"generator": source, "state": 1}}
+    mlstate.save(tmp_path, states=states, exclude="*.state")
+    mlstate.load(tmp_path, into={"states": {"x": {"generator": target, "state": 2}}})
+    assert target.random() == source.random()
+
+
 def test_a_pattern_must_match_on_any_rank(tmp_path):
     from rank_threads import run_ranks
 

@@ -86,8 +86,9 @@ def save(
         ``zlib`` is always available; ``zstd`` is faster in both directions and needs
         ``mlstate[zstd]`` to save and to load.
     exclude : str or iterable of str, optional
-        Patterns of optimizer states, such as ``"*.projector"``, and of paths in nested states, such
-        as ``"warm_up.after"``, that are not stored. A load keeps the target's own values there. A
+        Patterns of optimizer states, such as ``"*.projector"``, of values of its groups, such as
+        ``"param_groups.*.helper"``, and of paths in nested states, such as ``"warm_up.after"``,
+        that are not stored. A load keeps the target's own values there. A
         pattern that matches nothing on any rank raises ValueError on all.
     progress : callable, optional
         Called repeatedly with the number of bytes processed since the last call. An exception

@@ -40,8 +40,8 @@ def check_exact(value: Any, where: str, keeps_gradients: bool, name: str) -> Non
     """Raise UnstorableError if a value would be decoded as another type.
 
     Such values are objects, instances of subclasses, and, unless `keeps_gradients`, tensors that
-    require gradients. `where`: path of the value. `name`: the last part of the name by which a save
-    can exclude it, or "".
+    require gradients. `where`: path of the value. `name`: by which a save can exclude it, or
+    "".
     """
     is_tensor = is_torch(value)
     if is_tensor and (keeps_gradients or not value.requires_grad):
@@ -64,6 +64,15 @@ def check_exact(value: Any, where: str, keeps_gradients: bool, name: str) -> Non
             "store it as a state of its own, states={'name': object}, and its state_dict() here, "
             "or leave it out"
         )
-    if name:
-        remedy += f"; exclude=['*.{name}'] leaves it out, and a load keeps the target's own value"
-    raise UnstorableError(f"{where} is a {full_name(cls)}: it {problem}: {remedy}")
+    raise UnstorableError(
+        f"{where} is a {full_name(cls)}: it {problem}: {remedy}{exclude_remedy(name)}"
+    )
+
+
+def exclude_remedy(name: str) -> str:
+    """Return how a save leaves out the value with this name; "" without a name."""
+    if not name:
+        return ""
+    start, _, end = name.rpartition(".")
+    pattern = f"param_groups.*.{end}" if start.startswith("param_groups.") else f"*.{end}"
+    return f"; exclude=['{pattern}'] leaves it out, and a load keeps the target's own value"

@@ -14,7 +14,7 @@ EXCLUDED = object()  # in a decoded value, in place of one that was not stored
 
 
 class Excluded:
-    """Globs of names; they match the names of optimizer states and the paths of nested values."""
+    """Globs of names: of states and group values of optimizers, and paths of nested values."""
 
     def __init__(self, patterns: str | Iterable[str] | None) -> None:
         """Keep the patterns, sorted; raise TypeError unless they are str."""
@@ -46,7 +46,8 @@ class Excluded:
             if not any(matched):
                 raise ValueError(
                     f"exclude= has {pattern!r}, which matches no state of an optimizer, such as "
-                    "'fc.weight.projector', and no path in a nested state, such as "
+                    "'fc.weight.projector', no value of its groups, such as "
+                    "'param_groups.0.helper', and no path in a nested state, such as "
                     "'scheduler.after'"
                 )
 

@@ -34,6 +34,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict, deque
+from contextlib import contextmanager
 from io import BytesIO
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -43,6 +44,7 @@ from ..._common.arrays import dimension_order, is_cache, is_torch, refuse_masked
 from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.dtypes import NAMES, name_of, numpy_dtype
 from ..._common.json_values import DEEPEST, check_text
+from ..._common.text import shorten
 from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Shard
 from ...errors import CompatibilityError, FormatError, UnstorableError
@@ -61,13 +63,13 @@ from .containers import (
     new_wrapper,
     record_of,
 )
-from .exact_values import check_exact, refuse_divided
+from .exact_values import check_exact, exclude_remedy, refuse_divided
 from .excluded import EXCLUDED, NONE_EXCLUDED, Excluded
 from .generators import library_of, restored, seeds_of, state_of
 from .named_values import enum_node, enum_of, path_node, path_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from ..._types import NDArray
 
@@ -168,7 +170,7 @@ class _Encoder:
         `where`: path of the value, for errors. `path`: the same path as a tuple of keys and
         indices. `levels`: how many levels of containers may still follow.
         """
-        full = ".".join(map(str, (self.name, *path))) if self.excluded.patterns and path else ""
+        full = self.name_of(path) if self.excluded.patterns and path else ""
         if full and self.excluded.matches(full):
             self.is_newer = True
             return {"$": "excluded"}
@@ -190,8 +192,7 @@ class _Encoder:
         if field_names(value) is not None and method_of(value, "state_dict") is None:
             return self.record(value, where, path, levels - 1)
         if self.exact:
-            name = ".".join(map(str, (self.name, *path))) if self.name else ""
-            check_exact(value, where, self.keeps_gradients, name.rpartition(".")[2])
+            check_exact(value, where, self.keeps_gradients, self.name_of(path))
         if isinstance(value, CONTAINERS):
             node = self.container(value, where, path, levels - 1)
         else:
@@ -211,7 +212,17 @@ class _Encoder:
 
         refuse_unstored(value, where)
         name, values = cache_values(value)
-        return {"$": "cache", "class": name, "values": self.node(values, where, path, levels)}
+        with self.nothing_excluded():
+            return {"$": "cache", "class": name, "values": self.node(values, where, path, levels)}
+
+    @contextmanager
+    def nothing_excluded(self) -> Iterator[None]:
+        """Store all values in the block: a cache or generator lacks no part of its state."""
+        excluded, self.excluded = self.excluded, NONE_EXCLUDED
+        try:
+            yield
+        finally:
+            self.excluded = excluded
 
     def array(self, value: Any, where: str, path: tuple[Any, ...]) -> Any:
         """Return the JSON form of an array, a NumPy scalar or bytes; None for other values.
@@ -320,7 +331,7 @@ class _Encoder:
         kind = type(value).__name__
         pairs = []
         for key, inner in value.items():
-            key_form = self.key(key, where)
+            key_form = self.key(key, where, path)
             node = self.node(inner, f"{where}[{key!r}]", (*path, key), levels)
             pairs.append([key_form, node])
         is_text = all(isinstance(key, str) and key != "$" for key, _ in pairs)
@@ -340,8 +351,12 @@ class _Encoder:
             form["attributes"] = self.node(attributes, where, path, levels)
         return form
 
-    def key(self, key: Any, where: str) -> Any:
-        """Return the JSON form of a dict's key; `where`: path of the dict.
+    def name_of(self, path: tuple[Any, ...]) -> str:
+        """Return the name by which a save can exclude the value at a path, or ""."""
+        return ".".join(map(str, (self.name, *path))) if self.name else ""
+
+    def key(self, key: Any, where: str, path: tuple[Any, ...]) -> Any:
+        """Return the JSON form of a dict's key; `where`, `path`: of the dict.
 
         Raises TypeError for a key that is not None, bool, a number, str, bytes or a tuple of these,
         ValueError for NaN.
@@ -354,11 +369,12 @@ class _Encoder:
         if type(key) is bytes:
             return {"$": "bytes", "hex": key.hex()}
         if type(key) is tuple:
-            return {"$": "tuple", "items": [self.key(each, where) for each in key]}
+            return {"$": "tuple", "items": [self.key(each, where, path) for each in key]}
         if type(key) is not float:
             raise TypeError(
-                f"{where} has the key {key!r} of type {type(key).__name__}: keys of nested dicts "
-                "must be str, bytes, int, float, None or tuples of these"
+                f"{where} has the key {shorten(repr(key), 40)} of type {type(key).__name__}: keys "
+                "of nested dicts must be str, bytes, int, float, None or tuples of these"
+                f"{exclude_remedy(self.name_of(path))}"
             )
         if math.isnan(key):
             raise ValueError(
@@ -420,11 +436,12 @@ class _Encoder:
         library = library_of(value)
         if library is not None:
             own_state = _result(lambda: state_of(value, library), value, "state", where)
-            state = self.node(own_state, where, path, levels)
-            form = {"$": "generator", "library": library, "state": state}
-            seeds = seeds_of(value, library)
-            if seeds is not None:
-                form["seeds"] = self.node(seeds, where, (*path, ...), levels)
+            with self.nothing_excluded():
+                state = self.node(own_state, where, path, levels)
+                form = {"$": "generator", "library": library, "state": state}
+                seeds = seeds_of(value, library)
+                if seeds is not None:
+                    form["seeds"] = self.node(seeds, where, (*path, ...), levels)
             return form
         method = method_of(value, "state_dict")
         if method is None:

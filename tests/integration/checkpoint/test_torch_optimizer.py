@@ -462,6 +462,31 @@ def test_arrays_that_no_load_reads_are_refused(tmp_path, value, place):
     assert not (tmp_path / "c").exists()
 
 
+def test_excluded_values_of_groups_keep_the_targets(tmp_path):
+    module = model()
+    source, target = (optim.SGD(module.parameters(), lr=rate) for rate in (0.1, 0.2))
+    helpers = {parameter: object() for parameter in module.parameters()}
+    source.param_groups[0] |= {"helpers": helpers, "mixed": {"a": object(), "b": 1}, "own": 5}
+    own = {"a": 7, "b": 2}
+    target.param_groups[0] |= {"helpers": 3, "mixed": own}
+    text = (
+        r"\['helpers'\] has the key .* of type Parameter.*exclude=\['param_groups\.\*\.helpers'\]"
+    )
+    with pytest.raises(TypeError, match=text) as caught:
+        mlstate.save(tmp_path / "c", module, source)
+    assert len(str(caught.value)) < 400
+    exclude = ["param_groups.*.helpers", "param_groups.*.mixed.a", "*.own", "*.lr"]
+    mlstate.save(tmp_path / "c", module, source, exclude=exclude)
+    mlstate.load(tmp_path / "c", into={"model": module, "optimizer": target})
+    group = target.param_groups[0]
+    assert (group["helpers"], group["mixed"], group["lr"]) == (3, {"a": 7, "b": 1}, 0.2)
+    assert "own" not in group
+    fresh = optim.SGD(module.parameters(), lr=0.3)
+    state = mlstate.load(tmp_path / "c").optimizer
+    fresh.load_state_dict(state.to_torch(fresh, module))
+    assert fresh.param_groups[0]["mixed"] == {"b": 1} and fresh.param_groups[0]["lr"] == 0.3
+
+
 def test_bfloat16_states_are_shared():
     pytest.importorskip("ml_dtypes", reason="has bfloat16")
     module, optimizer, state = trained(dtype=torch.bfloat16)

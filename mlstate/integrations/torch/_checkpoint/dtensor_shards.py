@@ -345,7 +345,7 @@ def included_parts(
         named = by_name(module, named)
     values = _included(_collect_states(named, optimizer), excluded)
     _refuse_local(named, values)
-    groups, stored = stored_states(optimizer.param_groups, named, values)
+    groups, stored = stored_states(optimizer.param_groups, named, values, excluded)
     nested = packed_states(groups)
     if fill and nested:
         raise TypeError(
@@ -416,7 +416,7 @@ def _parts_of_flat(
         _, members = parameter_slots(optimizer, module, module)
         pairs = zip(optimizer.param_groups, members, strict=True)
         named = [{**group, "params": names} for group, names in pairs]
-        groups, _ = stored_states(named, [name for names in members for name in names], {})
+        groups, _ = stored_states(named, [n for names in members for n in names], {}, excluded)
         return {}, keywords_from(_kind_of(optimizer), groups, {})
     with _suppress_warnings():
         state_dict: dict[str, Any] = dict(get_optimizer_state_dict(module, optimizer))
@@ -427,6 +427,6 @@ def _parts_of_flat(
     }
     values = _included(values, excluded)
     listed = [name for group in state_dict["param_groups"] for name in group["params"]]
-    groups, stored = stored_states(state_dict["param_groups"], listed, values)
+    groups, stored = stored_states(state_dict["param_groups"], listed, values, excluded)
     states = {k: part_of(k, v, replica) if is_tensor(v) else v for k, v in stored.items()}
     return states, keywords_from(_kind_of(optimizer), groups, stored)

@@ -15,6 +15,7 @@ from ...._common.set_module import set_module
 from ....checkpoint._folder.names import NEWER
 from ....checkpoint._states.containers import is_wrapper
 from ....checkpoint._states.exact_values import ZERO_REMEDY
+from ....checkpoint._states.excluded import NONE_EXCLUDED
 from ....checkpoint._states.tree import encode, packed, unpacked
 from ....errors import CompatibilityError
 from ....state._compatibility import join, rename_hint
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     import torch
 
     from ...._types import Array, NDArray
+    from ....checkpoint._states.excluded import Excluded
     from ....state._optimizer_state import OptimizerStateDict
 
 # States that are smaller than the parameter by design, such as Adafactor's.
@@ -239,28 +241,34 @@ def order_of_state(tensor: Any) -> list[int] | None:
     return dimension_order(tensor) if is_whole and not explain_unsupported_tensor(tensor) else None
 
 
-def _group_values(group: Mapping[str, object], where: str) -> dict[str, Any]:
-    """Return the hyperparameters of a group in JSON form; `where`: its name in errors.
+def _group_values(group: Mapping[str, object], number: int, excluded: Excluded) -> dict[str, Any]:
+    """Return the hyperparameters of the group `number` in JSON form, without those `excluded`.
 
     Raises TypeError or ValueError for a value that cannot be stored.
     """
     forms: dict[str, Any] = {}
+    where = f"param_groups[{number}]"
     for key, value in group.items():
         if key in ("params", "param_names"):
             continue
         if type(key) is not str or key in NOT_VALUES:
             raise TypeError(f"{where} has the key {key!r}, which cannot be stored")
-        forms[key] = encode_value(value, f"{where}[{key!r}]")
+        name = f"param_groups.{number}.{key}"
+        forms[key] = encode_value(value, f"{where}[{key!r}]", name, excluded)
     return forms
 
 
 def stored_states(
-    param_groups: Iterable[Mapping[str, Any]], named: Iterable[str], states: Mapping[str, Any]
+    param_groups: Iterable[Mapping[str, Any]],
+    named: Iterable[str],
+    states: Mapping[str, Any],
+    excluded: Excluded = NONE_EXCLUDED,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return groups in their JSON form, and states as tensors or arrays.
 
     Numbers become 0-d arrays, and nested values arrays of bytes; the groups list both. `named`:
     names of the parameters in the order of the groups. `states`: by ``"<parameter>.<state>"``.
+    `excluded`: values of groups to leave out.
     Raises TypeError or ValueError for a value that cannot be stored or would not be restored equal.
     """
     by_parameter: dict[str, dict[str, Any]] = {}
@@ -271,7 +279,7 @@ def stored_states(
     groups = []
     for number, group in enumerate(param_groups):
         members = [next(names) for _ in group["params"]]
-        values = _group_values(group, f"param_groups[{number}]")
+        values = _group_values(group, number, excluded)
         # a number in a capturable group would look like a tensor that an old version stored
         if values.get("capturable") and any(map(is_number, group.values())):
             values[EXACT] = True

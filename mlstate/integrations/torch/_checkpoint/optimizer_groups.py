@@ -8,6 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...._common.caller import find_caller
+from ....checkpoint._folder.names import NEWER
+from ....checkpoint._states.excluded import EXCLUDED, fill_excluded
 from ....errors import CompatibilityError
 from ....state._group_merge import differing_key, homes_of, is_numbered
 from .optimizer_contract import has_own_loader
@@ -202,15 +204,20 @@ def _refuse_ambiguous_rate(optimizer: torch.optim.Optimizer, rate: float) -> Non
 def _restore_value(form: Any, current: Any, where: str, *, tensors: tuple[type, ...]) -> Any:
     """Return the saved value of a group's key; `form`: stored, `current`: the optimizer's value.
 
-    `where`: name of the value, for the FormatError if `form` is malformed. Old checkpoints store
-    tensors as numbers and lists as tuples, so `current` decides the type.
-    `tensors`: types of forms that may have been tensors, which CUDA graphs need.
+    A value that was excluded is `current`, which is `EXCLUDED` if the group lacks the key. `where`:
+    name of the value, for the FormatError if `form` is malformed. Old checkpoints store tensors as
+    numbers and lists as tuples, so `current` decides the type. `tensors`: types of forms that may
+    have been tensors, which CUDA graphs need.
     """
     import torch
 
     if isinstance(form, list) and isinstance(current, list):
         return form
     value = decode_value(form, where, lambda: current)
+    if value is EXCLUDED:
+        return current
+    if isinstance(form, dict) and form.get(NEWER):
+        value = fill_excluded(value, current)
     if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor):
         return value.to(current.device)
     if isinstance(current, torch.Tensor) and isinstance(form, tensors):
@@ -252,8 +259,11 @@ def match_groups(
         # old checkpoints, without EXACT, stored tensors as numbers or lists
         tensors = () if EXACT in group else _NUMBERS if group.get("capturable") else (list,)
         values = {
-            key: _restore_value(form, own_group.get(key), f"{where}[{key!r}]", tensors=tensors)
+            key: _restore_value(
+                form, own_group.get(key, EXCLUDED), f"{where}[{key!r}]", tensors=tensors
+            )
             for key, form in _values_of(group).items()
         }
+        values = {key: value for key, value in values.items() if value is not EXCLUDED}
         matched.append(_with_defaults(optimizer, values, own_group))
     return matched

@@ -14,6 +14,7 @@ import numpy as np
 from ...._common.dtypes import name_of
 from ...._sharding.layout import Shard
 from ....checkpoint._folder.names import NEWER
+from ....checkpoint._states.excluded import NONE_EXCLUDED, Excluded
 from ....checkpoint._states.tree import Tree, encode, value_of_form, whole_arrays
 from ....state._compatibility import join
 from .._tensors.state import tensors_of
@@ -57,16 +58,21 @@ def as_json(value: Any) -> Any:
     return value if value is None or type(value) in (bool, int, float, str) else NotImplemented
 
 
-def encode_value(value: object, where: str) -> Any:
+def encode_value(
+    value: object, where: str, name: str = "", excluded: Excluded = NONE_EXCLUDED
+) -> Any:
     """Return the JSON form of a group's value, which `decode_value` reads.
 
-    `where`: name of the value in errors. Raises TypeError for values that would not be restored
-    equal, ValueError for arrays that are too large for a manifest.
+    `where`: name of the value in errors; `name`: for `excluded`, the values to leave out. Raises
+    TypeError for values that would not be restored equal, ValueError for arrays that are too large
+    for a manifest.
     """
+    if excluded.matches(name):
+        return {"$": "tree", "value": {"$": "excluded"}, NEWER: True}
     json_value = as_json(value)
     if json_value is not NotImplemented:
         return json_value
-    tree = encode(value, where, exact=True, sorts=True)
+    tree = encode(value, where, exact=True, sorts=True, name=name, excluded=excluded)
     if any(isinstance(array, Shard) for array in tree.arrays.values()):
         raise TypeError(f"{where} contains a DTensor: use a plain tensor")
     arrays = whole_arrays(tree)
