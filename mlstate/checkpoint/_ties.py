@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .._types import NDArray
     from ._load.loader import Loader
     from ._sections import Section
+    from ._sources.protocol import How
 
     # Shape of the whole tensor; then steps and index, or begin and end of a range of elements.
     Place = tuple[tuple[int, ...], Steps | int, int]
@@ -162,10 +163,8 @@ def _read(loader: Loader, each: TiedName, tensor: _Stored, place: Place) -> NDAr
     shape, cut, last = place
     part = (last - cut,) if isinstance(cut, int) else Layout(cut).shape(shape, last)
     array = np.empty(part, numpy_dtype(tensor.dtype))
-    number, targets = each.section.number, {tensor.key: array}
-    loader.source.read_into(
-        number, [tensor.key], [place], targets, verify=loader.verify, progress=None
-    )
+    how: How = {"verify": loader.how["verify"], "into": {tensor.key: array}}
+    loader.source.read(each.section.number, [tensor.key], [place], **how)
     dtype = name_of(each.target.dtype)
     is_cast = dtype in FLOATS and is_converted(tensor.dtype, dtype)
     return converted(array, dtype) if is_cast else array

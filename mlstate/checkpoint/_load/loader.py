@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .._options import LoadOptions
     from .._quantized.pairs import Pair
     from .._sections import Section
-    from .._sources.protocol import Source
+    from .._sources.protocol import How, Source
     from .._store.name_globs import Names
     from .arguments import LoadRequest
 
@@ -63,7 +63,7 @@ class Loader:
         self.folder = source.path  # for errors
         self._grouped: tuple[Any, dict[Any, Any]] = (None, {})  # see `records`
         self._rows: tuple[Any, dict[str, dict[str, Any]]] = (None, {})  # see `_part_of`
-        self.verify = bool(options["verify"])
+        self.how: How = {"verify": bool(options["verify"]), "progress": options["progress"]}
         names = request.names if options["rename"] is None else None
         source.begin(names, request.rank, options["into"])
         index = source.index  # first: a source may complete its manifest then
@@ -87,7 +87,7 @@ class Loader:
         if options["verify"] == "first":
             assert isinstance(source, IndexedSource)  # others refuse the option
             source.require_good()
-            self.verify = False
+            self.how["verify"] = False
 
     def _refuse_delta(self) -> None:
         """Raise CompatibilityError if the source has only the changes of published weights.
@@ -124,23 +124,16 @@ class Loader:
         if self.manifest.world_size > 1:  # the index of one rank was read
             self.source.need((each.number, each.keys(names), cut) for each, names, cut in requests)
 
-    def load_keys(self, section: int, keys: list[str], cutting: Cutting) -> dict[str, Any]:
-        """Read the tensors `keys` into new arrays, by key, and first the indexes that list them."""
-        self.source.need([(section, keys, cutting)])
-        return self._read(section, keys, cutting)
-
-    def _read(
+    def load_keys(
         self, section: int, keys: list[str], cutting: Cutting, *, mmap: bool = False
     ) -> dict[str, Any]:
-        """Read tensors into new arrays, by key; `mmap`: into views of the files."""
-        return self.source.read(
-            section,
-            keys,
-            cutting,
-            verify=self.verify,
-            mmap=mmap,
-            progress=self.options["progress"],
-        )
+        """Return the tensors `keys` as new arrays, by key; first read the indexes that list them.
+
+        `mmap`: as views of the files.
+        """
+        self.source.need([(section, keys, cutting)])
+        how: How = {**self.how, "mmap": mmap}
+        return self.source.read(section, keys, cutting, **how)
 
     def records(self, section: Section) -> list[tuple[Any, ...]]:
         """Return the fields of a `TensorRecord` for each tensor of a section.
@@ -192,9 +185,8 @@ class Loader:
         arrays_loaded = self._pair_values(section, names) | self._scale_parts(section, names)
         others = [key for key in keys if key not in arrays_loaded] if arrays_loaded else keys
         for batch, dtype in self._batches(section, others):
-            loaded = self._read(
-                section.number, batch, self.request.cutting, mmap=self.options["mmap"]
-            )
+            mmap, cutting = self.options["mmap"], self.request.cutting
+            loaded = self.load_keys(section.number, batch, cutting, mmap=mmap)
             while loaded:  # frees each array before the next one is converted
                 key, array = loaded.popitem()
                 arrays_loaded[key] = converted(array, dtype) if dtype else array
@@ -271,8 +263,7 @@ class Loader:
                 key = section.key_of(old_names[name])
                 (steps, index), shape = self._part_of(section, part.codes)
                 mmap = self.options["mmap"]
-                self.source.need([(section.number, [key], WHOLE)])
-                scales = self._read(section.number, [key], WHOLE, mmap=mmap)[key]
+                scales = self.load_keys(section.number, [key], WHOLE, mmap=mmap)[key]
                 result[key] = part.take(scales, box_of((steps, index, 1), shape))
         return result
 
@@ -359,7 +350,7 @@ class Loader:
             section, section.names
         )
         others = [key for key in keys if key not in computed]
-        loaded = computed | self._read(section.number, others, request.cutting)
+        loaded = computed | self.load_keys(section.number, others, request.cutting)
         arrays = {}
         for (name, old), key in zip(names.items(), keys, strict=True):
             array = converted_value(loaded[key], dtype) if dtype else loaded[key]

@@ -57,6 +57,7 @@ if TYPE_CHECKING:
 
     from .._quantized.pairs import Pair
     from .._sections import Section
+    from .._sources.protocol import How
     from .._states.modules import StoredEntries
     from .._states.restore import Action
     from .._store.name_globs import Names
@@ -364,14 +365,8 @@ def _fill(loader: Loader, ready_target: _Ready) -> None:
         section.keys(ready_target.names),
         section.by_key(filling.arrays, ready_target.names),
     )
-    loader.source.read_into(
-        section.number,
-        keys,
-        ready_target.cuts,
-        arrays,
-        verify=loader.verify,
-        progress=loader.options["progress"],
-    )
+    how: How = {**loader.how, "into": arrays}
+    loader.source.read(section.number, keys, ready_target.cuts, **how)
     if ready_target.casts:
         was_read = set(ready_target.names)
         casts = {name: each for name, each in ready_target.casts.items() if name in was_read}

@@ -16,14 +16,14 @@ from .._store.index_patterns import owners_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from typing import TypeVar
+    from typing import TypeVar, Unpack
 
     from ... import _core
     from ..._common.callback import Progress
     from ..._sharding.layout import Cuts
     from .._options import LoadOptions
     from .._store.manifest import Manifest
-    from .protocol import Index
+    from .protocol import How, Index
 
     _Result = TypeVar("_Result")
 
@@ -238,33 +238,14 @@ class IndexedSource:
 
     # ---- reading ----
 
-    def read(
-        self,
-        section: int,
-        keys: list[str],
-        cuts: Any,
-        *,
-        verify: bool,
-        mmap: bool = False,
-        progress: Progress = None,
-    ) -> dict[str, Any]:
+    def read(self, section: int, keys: list[str], cuts: Any, **how: Unpack[How]) -> dict[str, Any]:
         """Return parts of tensors by key; see `Source`."""
-        parts = TensorParts(self.merged, section, keys, cuts)
-        return self.files.folder.load(parts, verify, mmap, progress)
-
-    def read_into(
-        self,
-        section: int,
-        keys: list[str],
-        cuts: Any,
-        targets: dict[str, Any],
-        *,
-        verify: bool,
-        progress: Progress,
-    ) -> None:
-        """Read parts of tensors into `targets`; see `Source`."""
-        parts = TensorParts(self.merged, section, keys, cuts)
-        self.files.folder.load_into(parts, targets, verify, progress)
+        parts, folder = TensorParts(self.merged, section, keys, cuts), self.files.folder
+        verify, progress = how.get("verify", True), how.get("progress")
+        if "into" not in how:
+            return folder.load(parts, verify, how.get("mmap", False), progress)
+        folder.load_into(parts, how["into"], verify, progress)
+        return how["into"]
 
     @property
     def quantization(self) -> dict[str, Any] | None:

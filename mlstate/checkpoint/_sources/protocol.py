@@ -10,11 +10,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
-    from typing import TypeVar
+    from typing import TypeVar, Unpack
 
     from ..._common.callback import Progress
     from ..._sharding.layout import Cuts
@@ -47,6 +47,15 @@ class Index(Protocol):
         self, folder: str, section: int, keys: list[str], cuts: Any, targets: dict[str, Any], /
     ) -> object:
         """Raise if a target has another shape or dtype than its part, or cannot be written."""
+
+
+class How(TypedDict, total=False):
+    """How a source reads tensors."""
+
+    verify: bool  # compare the bytes with checksums: the default
+    mmap: bool  # return views of the files, if possible
+    into: dict[str, Any]  # arrays to fill and return, which `Index.fits` has accepted
+    progress: Progress  # called with numbers of bytes as they arrive
 
 
 class Source(Protocol):
@@ -86,29 +95,8 @@ class Source(Protocol):
     def need(self, requests: Iterable[tuple[int, list[str], Cuts]]) -> None:
         """Read the indexes that list the requested parts: section, keys, and how they are cut."""
 
-    def read(
-        self,
-        section: int,
-        keys: list[str],
-        cuts: Any,
-        *,
-        verify: bool,
-        mmap: bool = False,
-        progress: Progress = None,
-    ) -> dict[str, Any]:
-        """Return parts of tensors as new arrays, by key; `mmap`: as views of the files."""
-
-    def read_into(
-        self,
-        section: int,
-        keys: list[str],
-        cuts: Any,
-        targets: dict[str, Any],
-        *,
-        verify: bool,
-        progress: Progress,
-    ) -> None:
-        """Read parts of tensors into existing arrays, by key, which `Index.fits` has accepted."""
+    def read(self, section: int, keys: list[str], cuts: Any, **how: Unpack[How]) -> dict[str, Any]:
+        """Return parts of tensors by key, in new arrays unless `how` asks for others."""
 
     @property
     def quantization(self) -> dict[str, Any] | None:

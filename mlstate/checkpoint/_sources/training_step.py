@@ -19,12 +19,13 @@ from .whole import WholeSource
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from typing import Unpack
 
     from ..._common.callback import Progress
     from .._options import LoadOptions
     from .._store.checkpoint_files import CheckpointFiles
     from .._store.manifest import Manifest
-    from .protocol import Index
+    from .protocol import How, Index
 
 
 class StepIndex:
@@ -124,18 +125,10 @@ class StepSource(HuggingFaceSource):
         if self._needs_others:
             self._others.begin(names, rank, into)
 
-    def read(self, section: int, keys: list[str], cuts: Any, **options: Any) -> dict[str, Any]:
+    def read(self, section: int, keys: list[str], cuts: Any, **how: Unpack[How]) -> dict[str, Any]:
         """Return parts of tensors by key; see `Source`."""
-        if section:
-            return self._others.read(section, keys, cuts, **options)
-        return super().read(section, keys, cuts, **options)
-
-    def read_into(
-        self, section: int, keys: list[str], cuts: Any, targets: dict[str, Any], **options: Any
-    ) -> None:
-        """Read parts of tensors into `targets`; see `Source`."""
-        read = self._others.read_into if section else super().read_into
-        read(section, keys, cuts, targets, **options)
+        read = self._others.read if section else super().read
+        return read(section, keys, cuts, **how)
 
     def require_loadable(self) -> None:
         """Raise the error that a load of the optimizer raises."""

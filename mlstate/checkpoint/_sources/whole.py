@@ -37,11 +37,12 @@ from .._store.weight_files import WeightFiles, parse_index
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
-    from typing import TypeVar
+    from typing import TypeVar, Unpack
 
     from ..._common.callback import Progress
     from .._files.parts import Parts, Selection
     from .._options import LoadOptions
+    from .protocol import How
 
     _Result = TypeVar("_Result")
 
@@ -378,41 +379,17 @@ class WholeSource:
 
     # ---- reading ----
 
-    def read(
-        self,
-        section: int,
-        keys: list[str],
-        cuts: Any,
-        *,
-        verify: bool,
-        mmap: bool = False,
-        progress: Progress = None,
-    ) -> dict[str, Any]:
+    def read(self, section: int, keys: list[str], cuts: Any, **how: Unpack[How]) -> dict[str, Any]:
         """Return parts of tensors by key, in memory that no writer changes; see `Source`."""
-        tensors = self.index.sections[section]
-        parts = self.index.parts(section, keys, cuts)
-        for key, part in parts.items():
+        tensors, parts = self.index.sections[section], self.index.parts(section, keys, cuts)
+        if "into" in how:
+            load_into({key: how["into"][key] for key in keys}, parts)
+        for key, part in parts.items() if "into" not in how else ():
             array = _array_of(key, part, self.path) if is_torch(part) else part
             parts[key] = array if array is tensors[key] and not self.is_mapped else array.copy()
-        if progress is not None:
+        if (progress := how.get("progress")) is not None:
             progress(sum(int(part.nbytes) for part in parts.values()))
         return parts
-
-    def read_into(
-        self,
-        section: int,
-        keys: list[str],
-        cuts: Any,
-        targets: dict[str, Any],
-        *,
-        verify: bool,
-        progress: Progress,
-    ) -> None:
-        """Copy parts of tensors into `targets`; see `Source`."""
-        parts = self.index.parts(section, keys, cuts)
-        load_into({key: targets[key] for key in keys}, parts)
-        if progress is not None:
-            progress(sum(int(part.nbytes) for part in parts.values()))
 
     @property
     def quantization(self) -> dict[str, Any] | None:
