@@ -6,7 +6,7 @@ The names are the stored keys, except after a rename, and without the prefix of 
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
 from ..errors import CompatibilityError
@@ -16,12 +16,26 @@ from ..state._load_into import check_rules, unused_rules
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping
 
+    from .._sharding.layout import Steps
     from ._sources.protocol import Index
     from ._store.manifest import Manifest
 
 OPTIMIZER = 1  # number of the optimizer's section
 OPTIMIZER_STATE = "optimizer"  # named state of one that a table of tensors cannot hold
 STATES = 2  # number of the section of named states
+
+
+class TensorRow(NamedTuple):
+    """The facts of an index about a stored tensor: the first fields of a `TensorRecord`."""
+
+    section: str
+    key: str
+    parameter: str
+    state: str | None
+    dtype: str
+    shape: tuple[int, ...]
+    layout: Steps
+    axes: tuple[int | None, ...] | None
 
 
 class Section:

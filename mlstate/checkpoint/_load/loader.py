@@ -19,7 +19,7 @@ from .._folder.names import SECTIONS
 from .._loaded_state import LoadedState
 from .._quantized.pairs import WHOLE, box_of
 from .._quantized.parts import pairs_of_sections, scale_parts
-from .._sections import OPTIMIZER, STATES, rename_sections, sections_of, states_of
+from .._sections import OPTIMIZER, STATES, TensorRow, rename_sections, sections_of, states_of
 from .._sources.indexed import IndexedSource
 from .._states.modules import shown_states
 from .._states.restore import load_trees
@@ -28,7 +28,7 @@ from .._store.name_globs import ALL_NAMES
 from .targets import names_error
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from ..._sharding.layout import Cuts, Cutting, Steps
     from .._options import LoadOptions
@@ -61,8 +61,7 @@ class Loader:
         self.options = options
         self.source = source
         self.folder = source.path  # for errors
-        self._grouped: tuple[Any, dict[Any, Any]] = (None, {})  # see `records`
-        self._rows: tuple[Any, dict[str, dict[str, Any]]] = (None, {})  # see `_part_of`
+        self._grouped: tuple[Any, dict[Any, dict[str, TensorRow]]] = (None, {})  # see `rows`
         self.how: How = {"verify": bool(options["verify"]), "progress": options["progress"]}
         names = request.names if options["rename"] is None else None
         source.begin(names, request.rank, options["into"])
@@ -135,22 +134,29 @@ class Loader:
         how: How = {**self.how, "mmap": mmap}
         return self.source.read(section, keys, cutting, **how)
 
-    def records(self, section: Section) -> list[tuple[Any, ...]]:
-        """Return the fields of a `TensorRecord` for each tensor of a section.
+    def rows(self, section: Section) -> dict[str, TensorRow]:
+        """Return the facts of the index about each tensor of a section, by key.
 
         The tensors of all sections are grouped once for an index, so that many named states take
         linear time.
         """
         index = self.source.index
         if self._grouped[0] is not index:
-            groups: dict[tuple[int, str | None], list[tuple[Any, ...]]] = {}
-            for row in index.tensors():
-                number = SECTIONS.index(row[0])
-                for name in states_of(row[1], self.named) if number == STATES else [None]:
-                    groups.setdefault((number, name), []).append(row)
+            groups: dict[Any, dict[str, TensorRow]] = {}
+            for fields in index.tensors():
+                row = TensorRow._make(fields[: len(TensorRow._fields)])
+                states = (
+                    states_of(row.key, self.named) if row.section == SECTIONS[STATES] else [None]
+                )
+                for name in states:
+                    groups.setdefault((row.section, name), {})[row.key] = row
             self._grouped = index, groups
-        rows: list[tuple[Any, ...]] = self._grouped[1].get((section.number, section.state), [])
-        return rows
+        return self._grouped[1].get((SECTIONS[section.number], section.state), {})
+
+    def rows_of(self, section: Section, names: Collection[str]) -> dict[str, TensorRow]:
+        """Return the facts of the index about the tensors `names` that it lists, by name."""
+        rows, keys = self.rows(section), section.keys(names)
+        return {name: rows[key] for name, key in zip(names, keys, strict=True) if key in rows}
 
     def dtypes_and_shapes(
         self, section: Section, names: list[str]
@@ -160,20 +166,14 @@ class Loader:
         Raises FormatError if the scales of a quantized weight are missing or do not fit.
         """
         dtype = self.request.dtype
-        stored = {
-            key: (stored_dtype, shape)
-            for _, key, _, _, stored_dtype, shape, *_ in self.records(section)
-        }
         pairs = self._chosen_pairs(section, names) if dtype else {}
         converted_tensors = {}
-        for name, key in zip(names, section.keys(names), strict=True):
-            result_dtype, shape = stored[key]
+        for name, row in self.rows_of(section, names).items():
+            is_cast = dtype and not section.is_optimizer and is_converted(row.dtype, dtype)
+            converted_tensors[name] = dtype if is_cast else row.dtype, row.shape
             if name in pairs:
                 pairs[name].check()
-                result_dtype, shape = dtype, pairs[name].shape
-            elif dtype and not section.is_optimizer and is_converted(result_dtype, dtype):
-                result_dtype = dtype
-            converted_tensors[name] = result_dtype, shape
+                converted_tensors[name] = dtype, pairs[name].shape
         return converted_tensors
 
     def load_state(self, section: Section, names: list[str], extra: dict[str, object]) -> Any:
@@ -239,14 +239,10 @@ class Loader:
 
     def _part_of(self, section: Section, stored: str) -> tuple[tuple[Steps, int], tuple[int, ...]]:
         """Return steps and index of the part to load of a stored tensor, and its shape."""
-        index = self.source.index
-        if self._rows[0] is not index:
-            self._rows = index, {}
-        if section.label not in self._rows[1]:
-            self._rows[1][section.label] = {row[1]: row for row in self.records(section)}
-        row = self._rows[1][section.label][section.key_of(stored)]
-        _, _, _, _, _, shape, layout, axes, *_ = row
-        return part_of_cutting(self.request.cutting, len(shape), layout, axes), shape
+        row = self.rows(section)[section.key_of(stored)]
+        return part_of_cutting(
+            self.request.cutting, len(row.shape), row.layout, row.axes
+        ), row.shape
 
     def _scale_parts(self, section: Section, names: list[str]) -> dict[str, Any]:
         """Return the scales among `names` that belong to a part of a quantized weight, by key.
@@ -302,9 +298,9 @@ class Loader:
         if not dtype or section.is_optimizer:
             return [(keys, "")]
         sizes = {
-            key: prod(shape) * numpy_dtype(stored).itemsize
-            for _, key, _, _, stored, shape, *_ in self.records(section)
-            if is_converted(stored, dtype)
+            key: prod(row.shape) * numpy_dtype(row.dtype).itemsize
+            for key, row in self.rows(section).items()
+            if is_converted(row.dtype, dtype)
         }
         batches: list[tuple[list[str], str]] = [([key for key in keys if key not in sizes], "")]
         room = 0
@@ -369,20 +365,14 @@ class Loader:
         existing key is of such a state. `names`: the loaded names of model and optimizer. If the
         saved optimizer lists the parameters that it trains, only these are considered.
         """
-        by_key = self.sections[0].names_by_key()  # without the scales of quantized weights
-        shapes: dict[str, tuple[int, ...]] = {
-            by_key[key]: shape
-            for _, key, _, _, _, shape, *_ in self.records(self.sections[0])
-            if key in by_key
-        }
+        model, optimizer = self.sections[:STATES]
+        shapes = {name: row.shape for name, row in self.rows_of(model, model.names).items()}
         chosen = set(names[OPTIMIZER])
-        by_key = self.sections[OPTIMIZER].names_by_key()
         states: dict[str, str] = {}
-        for _, key, _, state, _, shape, _, axes, *_ in self.records(self.sections[OPTIMIZER]):
-            name = by_key[key]
-            is_full = axes is None and shapes.get(name.rpartition(".")[0]) == shape
-            if state and is_full and name in chosen:
-                states.setdefault(state, name)
+        for name, row in self.rows_of(optimizer, optimizer.names).items():
+            is_full = row.axes is None and shapes.get(name.rpartition(".")[0]) == row.shape
+            if row.state and is_full and name in chosen:
+                states.setdefault(row.state, name)
         parameters = [name for name in names[0] if shapes[name]]
         trained = self._trained()
         # all of them, if the saved optimizer lists none of these
@@ -422,14 +412,9 @@ class Loader:
         """
         import numpy as np
 
-        shapes = {name: tuple(parameters[name].shape) for name in names[0]}
-        section = self.sections[OPTIMIZER]
-        by_key = section.names_by_key()
-        dtypes = {
-            by_key[key]: numpy_dtype(dtype) for _, key, _, _, dtype, *_ in self.records(section)
-        }
+        rows = self.rows_of(self.sections[OPTIMIZER], names[OPTIMIZER])
         return {
-            key: np.zeros(shapes[name], dtypes[like])
+            key: np.zeros(tuple(parameters[name].shape), numpy_dtype(rows[like].dtype))
             for key, (name, like) in self.lacking(names).items()
         }
 

@@ -30,7 +30,7 @@ from ..._common.caller import find_caller
 from ..._common.converted import converted, is_converted
 from ..._common.dtypes import FLOAT8S, FLOATS, name_of, numpy_dtype
 from ..._common.staged_targets import StagedTargets, refuse_overlaps_on_devices
-from ..._sharding.layout import Cuts, Layout, Shard, Steps, part_of_cutting
+from ..._sharding.layout import Cuts, Layout, Shard, part_of_cutting
 from ...errors import CompatibilityError
 from ...state._compatibility import LISTED, join, rename_hint
 from ...state._load_into import check_load, load_into
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
 
     from .._quantized.pairs import Pair
-    from .._sections import Section
+    from .._sections import Section, TensorRow
     from .._sources.protocol import How
     from .._states.modules import StoredEntries
     from .._states.restore import Action
@@ -84,14 +84,17 @@ class _Ready(NamedTuple):
         """Return the arrays that the load writes, by name: after conversion, or before a copy."""
         return {**self.filling.arrays, **self.casts}
 
-    def tied_name(self, position: int) -> TiedName:
+    def tied_name(self, loader: Loader, position: int) -> TiedName:
         """Return the name at a position, with the memory and the part that it receives."""
-        name, place = self.names[position], None
+        name, section = self.names[position], self.section
+        [row] = loader.rows_of(section, [name]).values()
         target = self.casts.get(name, self.filling.arrays[name])
+        array = target.array if isinstance(target, Shard) else target
         if isinstance(self.cuts, list):
             place = self.cuts[position]
-        array = target.array if isinstance(target, Shard) else target
-        return TiedName(self.section, name, array, place)
+        else:
+            place = row.shape, *part_of_cutting(self.cuts, len(row.shape), row.layout, row.axes)
+        return TiedName(f"{section.label}[{name!r}]", section.number, row, array, place)
 
     def of(self, positions: list[int]) -> _Ready:
         """Return the target with the names at these positions alone."""
@@ -247,18 +250,12 @@ def _without_tied(
     return [name for name in unfilled if name not in left_out]
 
 
-def _shape_of(
-    loader: Loader, shape: tuple[int, ...], layout: Steps, axes: tuple[int | None, ...] | None
-) -> tuple[int, ...]:
-    """Return the shape of the part to load into a target that does not know its own part.
-
-    `shape`, `layout`, `axes`: of the stored tensor. `axes` has the parameter's axis for each axis
-    of a state whose axes differ; None: the same axes.
-    """
+def _shape_of(loader: Loader, row: TensorRow) -> tuple[int, ...]:
+    """Return the shape of the part to load into a target that does not know its own part."""
     if loader.request.by_target:
-        return shape
-    steps, index = part_of_cutting(loader.request.cutting, len(shape), layout, axes)
-    return Layout(steps).shape(shape, index)
+        return row.shape
+    steps, index = part_of_cutting(loader.request.cutting, len(row.shape), row.layout, row.axes)
+    return Layout(steps).shape(row.shape, index)
 
 
 def _check_shards(
@@ -271,29 +268,26 @@ def _check_shards(
     shards = {n: filling.targets[n] for n in names if isinstance(filling.targets[n], Shard)}
     if not shards:
         return
-    by_key = section.names_by_key()
     steps, index, world = loader.request.cutting
-    for _, key, _, _, _, shape, layout, axes, *_ in loader.records(section):
-        name = by_key.get(key, "")
-        if name not in shards:
-            continue
-        cut = (layout, index) if steps is None and world else ((), 0)
+    for name, row in loader.rows_of(section, shards).items():
+        cut = (row.layout, index) if steps is None and world else ((), 0)
         if steps is not None:
-            cut = _core.layout_project(steps, index, len(shape), axes)
+            cut = _core.layout_project(steps, index, len(row.shape), row.axes)
         shard = shards[name]
-        part_read = (tuple(shape), *without_whole_steps(*cut))
+        part_read = (row.shape, *without_whole_steps(*cut))
         part_of_target = (shard.shape, *without_whole_steps(shard._steps, shard.index))
         if part_read != part_of_target:
             got, expected = (
                 f"part {number} of shape {whole_shape}, cut by {list(cuts)}"
                 for whole_shape, cuts, number in (part_read, part_of_target)
             )
-            error = CompatibilityError(
+            raise CompatibilityError(
                 f"{section.label}[{name!r}] is a Shard, {expected}, and the load reads {got}: pass "
-                "the layout= and rank= of this part"
+                "the layout= and rank= of this part",
+                name=name,
+                expected=expected,
+                got=got,
             )
-            error.name, error.expected, error.got = name, expected, got
-            raise error
 
 
 def _cuts(loader: Loader, section: Section, filling: Any, names: list[str]) -> Cuts:
@@ -321,17 +315,12 @@ def _casts(loader: Loader, section: Section, filling: Any, names: list[str]) -> 
     casts: dict[str, Any] = {}
     if not loader.request.cast:
         return casts
-    by_key = section.names_by_key()
-    selected = set(names)
-    for _, key, _, _, dtype, *_ in loader.records(section):
-        name = by_key.get(key)
-        if name not in selected:
-            continue
+    for name, row in loader.rows_of(section, names).items():
         target = filling.arrays[name]
-        is_cast = is_converted(dtype, name_of(target.dtype)) and name_of(target.dtype) in FLOATS
-        if is_cast:
+        dtype = name_of(target.dtype)
+        if is_converted(row.dtype, dtype) and dtype in FLOATS:
             casts[name] = target
-            filling.arrays[name] = np.empty(tuple(target.shape), numpy_dtype(dtype))
+            filling.arrays[name] = np.empty(tuple(target.shape), numpy_dtype(row.dtype))
     return casts
 
 
@@ -441,23 +430,19 @@ def _optimizer_target(
     stored states cannot be matched to parameters.
     """
     module = module if is_module(module) else None
-    chosen = set(selected)
-    by_key = section.names_by_key()
+    model = loader.sections[0]
+    parameters = model.names if section.number == OPTIMIZER else []
+    shapes = {n: _shape_of(loader, row) for n, row in loader.rows_of(model, parameters).items()}
     records = {}
-    parameters = loader.sections[0].names_by_key() if section.number == OPTIMIZER else {}
-    shapes = {
-        parameters[key]: _shape_of(loader, shape, layout, axes)
-        for _, key, _, _, _, shape, layout, axes, *_ in loader.records(loader.sections[0])
-        if key in parameters
-    }
-    for _, key, _, _, dtype, shape, layout, axes, *_ in loader.records(section):
-        name = by_key.get(key, "")
-        if name in chosen:
-            parameter, dot, state = name.rpartition(".")
-            part_shape = _shape_of(loader, shape, layout, axes)
-            records[name] = OptimizerRecord(
-                parameter if dot else name, state if dot else None, part_shape, dtype, axes
-            )
+    for name, row in loader.rows_of(section, selected).items():
+        parameter, dot, state = name.rpartition(".")
+        records[name] = OptimizerRecord(
+            parameter if dot else name,
+            state if dot else None,
+            _shape_of(loader, row),
+            row.dtype,
+            row.axes,
+        )
 
     def read(names_read: list[str]) -> dict[str, Any]:
         """Return whole tensors as new arrays, by name."""
@@ -680,7 +665,7 @@ def _join_tied_names(
             names_of.setdefault(key, []).append((number, position))
     groups = [group for key, group in names_of.items() if key is not None and len(group) > 1]
     refuse_other_bytes(
-        loader, [[ready[number].tied_name(position) for number, position in g] for g in groups]
+        loader, [[ready[number].tied_name(loader, at) for number, at in g] for g in groups]
     )
     joined = set()
     for group in groups:  # several sections with one memory are read one after the other

@@ -53,8 +53,7 @@ def scheme_of(source: Source) -> str | None:
 def _tensors_of(loader: Loader, section: Section) -> dict[str, Stored]:
     """Return dtype and shape of the tensors of a section, by stored name."""
     start = len(section.key_of(""))
-    rows = loader.records(section)
-    return {key[start:]: (dtype, tuple(shape)) for _, key, _, _, dtype, shape, *_ in rows}
+    return {key[start:]: (row.dtype, row.shape) for key, row in loader.rows(section).items()}
 
 
 def pairs_of_sections(loader: Loader) -> dict[str, Pairs]:

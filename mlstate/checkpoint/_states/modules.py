@@ -240,18 +240,12 @@ def _check_dtypes(loader: Loader, section: Section, contract: Any, units: list[A
     memory: dict[str, Any] = {}
     for unit in units:
         memory.update(contract.memory(unit))
-    by_key = section.names_by_key()
-    for _, key, _, _, dtype, *_ in loader.records(section):
-        name = by_key.get(key)
-        if name not in memory:
-            continue
-        target_dtype = name_of(memory[name].dtype)
-        if target_dtype != dtype and not (loader.request.cast and {target_dtype, dtype} <= FLOATS):
-            error = CompatibilityError(
-                f"{name!r} is {dtype} in the checkpoint, expected {target_dtype}"
-            )
-            error.name, error.expected, error.got = name, target_dtype, dtype
-            raise error
+    stored = [name for name in section.names if name in memory]
+    for name, row in loader.rows_of(section, stored).items():
+        expected, got = name_of(memory[name].dtype), row.dtype
+        if expected != got and not (loader.request.cast and {expected, got} <= FLOATS):
+            text = f"{name!r} is {got} in the checkpoint, expected {expected}"
+            raise CompatibilityError(text, name=name, expected=expected, got=got)
 
 
 def _read_tensors(
