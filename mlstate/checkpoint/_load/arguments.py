@@ -13,11 +13,21 @@ from ...collectives._arguments import check_group
 from .._store.name_globs import listed_names
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from ...collectives import ProcessGroup
     from .._options import LoadOptions
 
 
 _MISSING = ("skip", "zeros", "error")
+
+
+class Targets(NamedTuple):
+    """The caller's ``into=``: what receives each section; None without a target."""
+
+    model: Any
+    optimizer: Any
+    states: Mapping[str, Any]
 
 
 class LoadRequest(NamedTuple):
@@ -70,21 +80,6 @@ def ranks_of(
     return steps, rank, world_size
 
 
-def _refuse_without_target(options: LoadOptions) -> None:
-    """Raise ValueError for options about targets of ``into=`` that are not given."""
-    into, missing = options["into"], options["missing"]
-    if into is None and not options["strict"]:
-        raise ValueError(
-            "strict=False concerns the names of the targets in into=, which is not given: leave it "
-            "out"
-        )
-    take = getattr(into, "get", lambda name: getattr(into, name, None))
-    if into is not None and missing != "skip" and take("optimizer") is None:
-        raise ValueError(
-            f"missing={missing!r} concerns the optimizer in into=, which is not given: leave it out"
-        )
-
-
 def _checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
     """Check the user's ``cast=``; return whether to convert to the dtypes of `into`, and a dtype.
 
@@ -130,11 +125,11 @@ def _checked_device(device: object, *, mmap: bool) -> Any:
     return torch_backend("tensors on a device=", TensorBackend).device_of(device)
 
 
-def _checked_into(into: Any, *, mmap: bool) -> Any:
-    """Return the caller's ``into=``, a mapping or an object; a module becomes the model of one.
+def _checked_into(into: Any, *, mmap: bool) -> Targets:
+    """Return the targets in the caller's ``into=``; a module is the model's.
 
     Raises TypeError unless it is a mapping with only the keys model, optimizer and states, or an
-    object with `model` and `optimizer`; ValueError with `mmap`.
+    object with `model` and `optimizer`, or if its states are no mapping; ValueError with `mmap`.
     """
     if not isinstance(into, dict) and is_module(into):
         into = {"model": into}
@@ -157,7 +152,13 @@ def _checked_into(into: Any, *, mmap: bool) -> Any:
         raise ValueError(
             "mmap=True returns views of the files and cannot fill into=: pass only one of them"
         )
-    return into
+    take = getattr(into, "get", lambda name: getattr(into, name, None))
+    states = take("states")
+    if states is not None and not hasattr(states, "keys"):
+        raise TypeError(
+            f"into['states'] must be a mapping of names to objects, got {type(states).__name__}"
+        )
+    return Targets(take("model"), take("optimizer"), states or {})
 
 
 def check_request(options: LoadOptions) -> LoadRequest:
@@ -180,8 +181,17 @@ def check_request(options: LoadOptions) -> LoadRequest:
         raise ValueError(f"missing must be one of {', '.join(_MISSING)}, got {missing!r}")
     options["device"] = _checked_device(options["device"], mmap=mmap)
     if options["into"] is not None:
-        options["into"] = _checked_into(options["into"], mmap=mmap)
-    _refuse_without_target(options)
+        options["into"] = into = _checked_into(options["into"], mmap=mmap)
+        if missing != "skip" and into.optimizer is None:
+            raise ValueError(
+                f"missing={missing!r} concerns the optimizer in into=, which is not given: leave "
+                "it out"
+            )
+    elif not options["strict"]:
+        raise ValueError(
+            "strict=False concerns the names of the targets in into=, which is not given: leave it "
+            "out"
+        )
     # by the user's arguments: `group` sets rank and world size later
     by_target = layout is None and rank is None and world_size is None
     if (group := options["group"]) is not None:

@@ -154,11 +154,6 @@ class Prepared:
         return LoadedState(self.model, optimizer, manifest.metadata, manifest.step, self.states)
 
 
-def _target(into: Any, name: str) -> Any:
-    """Return the user's target for the section `name` ("model", ...); None without one."""
-    return into.get(name) if hasattr(into, "get") else getattr(into, name, None)
-
-
 class _ArrayTarget(StagedTargets):
     """Arrays of the caller that receive one section."""
 
@@ -715,14 +710,9 @@ def find_targets(loader: Loader) -> Prepared:
 
     Named states that were not saved are left out, with a warning.
     """
-    into, folder = loader.options["into"], loader.folder
-    states = _target(into, "states")
-    if states is not None and not hasattr(states, "keys"):
-        raise TypeError(
-            f"into['states'] must be a mapping of names to objects, got {type(states).__name__}"
-        )
-    model, optimizer = _target(into, "model"), _target(into, "optimizer")
-    states = dict(states or {})
+    into: Any = loader.options["into"]
+    (model, optimizer, states), folder = into, loader.folder
+    states = dict(states)
     as_state = _optimizer_as_state(loader, optimizer)
     if as_state is not None:
         states[OPTIMIZER_STATE], optimizer = as_state, None

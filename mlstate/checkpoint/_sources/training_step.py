@@ -85,10 +85,8 @@ class StepSource(HuggingFaceSource):
     def check(self, options: LoadOptions) -> None:
         """Raise ValueError for options that the training entries do not support."""
         super().check(options)
-        into = options["into"]
-        take = getattr(into, "get", lambda name: getattr(into, name, None))
-        targets = [take("optimizer"), take("states")]
-        self._needs_others = into is None or any(each is not None for each in targets)
+        into: Any = options["into"]
+        self._needs_others = into is None or into.optimizer is not None or bool(into.states)
         if self._needs_others:  # these are read into memory, and compared before, in any case
             is_verified = bool(options["verify"])
             self._others.check(options | {"mmap": False, "verify": is_verified})

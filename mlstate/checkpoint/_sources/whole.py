@@ -340,13 +340,12 @@ class WholeSource:
         excludes it. Warns of named states that cannot be read.
         """
         parts = self.parts
-        take = getattr(into, "get", lambda name: getattr(into, name, None))
         if self._takes_all:
             needed = ((MODEL, self._strict), (OPTIMIZER_PART, True))
             parts.refuse_unreadable(
                 part
                 for part, is_needed in needed
-                if into is None or (take(part) is not None and is_needed)
+                if into is None or (getattr(into, part) is not None and is_needed)
             )
         unread = parts.unreadable.get(STATES_PART, {})
         if into is None:
@@ -354,11 +353,10 @@ class WholeSource:
                 names_unread = ", ".join(sorted(unread))
                 find_caller().warn(f"{self.path}: these entries are not read: {names_unread}")
             return
-        targets = take("states") or ()
-        for name in targets:
+        for name in into.states:
             if name in unread:
                 raise unread[name]
-        self._list_targets(targets, take("model"))
+        self._list_targets(into.states, into.model)
 
     def _list_targets(self, targets: Collection[str], model: Any) -> None:
         """List the named states in `targets`, and the entries of the module `model`, as saved."""
