@@ -14,12 +14,12 @@ class OptimizerRecord(NamedTuple):
     """A checkpoint's description of an optimizer state.
 
     `parameter`: its parameter's name, or the whole key of a state without a parameter. `state`: its
-    own name, such as ``exp_avg``; None without a parameter. `shape`: of the part to load. `dtype`:
+    own name, such as ``exp_avg``; empty without a parameter. `shape`: of the part to load. `dtype`:
     the stored one. `axes`: the parameter's axis for each axis, None for the same axes.
     """
 
     parameter: str
-    state: str | None
+    state: str
     shape: tuple[int, ...]
     dtype: str
     axes: tuple[int | None, ...] | None

@@ -430,14 +430,9 @@ def _optimizer_target(
     shapes = {n: _shape_of(loader, row) for n, row in loader.rows_of(model, parameters).items()}
     records = {}
     for name, row in loader.rows_of(section, selected).items():
-        parameter, dot, state = name.rpartition(".")
-        records[name] = OptimizerRecord(
-            parameter if dot else name,
-            state if dot else None,
-            _shape_of(loader, row),
-            row.dtype,
-            row.axes,
-        )
+        parameter, _, state = name.rpartition(".") if "." in name else (name, "", "")
+        shape = _shape_of(loader, row)
+        records[name] = OptimizerRecord(parameter, state, shape, row.dtype, row.axes)
 
     def read(names_read: list[str]) -> dict[str, Any]:
         """Return whole tensors as new arrays, by name."""

@@ -7,6 +7,7 @@ each part directly into its memory; ranks exchange no data.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -407,8 +408,17 @@ class OptimizerFilling(Filling):
         # keys of states that are stored as nested values
         self.packed = packed_states(saved.param_groups) & records.keys()
         self.orders = dimension_orders(saved.param_groups)  # other than C order, by key
-        self._check_shapes(request.shapes)
-        self.groups = self._match_groups(request, members)
+        shapes_needed = {
+            name: (slot.shape, {} if slot.run else optimizer.state.get(slot.owner, {}))
+            for name, slot in self.slots.items()
+        }
+        have = {key: () if key in self.packed else r.shape for key, r in records.items()}
+        refuse_unfit(have, shapes_needed, request.shapes)
+        parameters = frozenset(record.parameter for record in records.values())
+        scope = Scope(request.strict, request.complete, parameters, request.elsewhere)
+        self.groups = match_groups(
+            saved.param_groups, saved.learning_rate, optimizer, members, scope
+        )
         # values of the group of each parameter, by the parameter's name
         self.group_of = {
             name: group
@@ -416,78 +426,48 @@ class OptimizerFilling(Filling):
             for name in names_of
         }
         self.likes: dict[Any, torch.Tensor] = {}  # results of `_like`, by dtypes, device and group
-        # by id of a parameter: the parameter, and the states that this load has created
-        self.created: dict[int, tuple[torch.Tensor, dict[str, Any]]] = {}
+        # states by parameter that `finish` adds: created ones to fill, and converted values
+        self.new: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         places, is_number_of = self._sort_states(saved)
-        stored = request.read(sorted(is_number_of)) if is_number_of else {}
-        # by (id of a parameter, state's name): the parameter's slot, and the value to set
-        self.values_to_set = self._convert_stored(stored, is_number_of)
+        self._convert_stored(
+            request.read(sorted(is_number_of)) if is_number_of else {}, is_number_of
+        )
         super().__init__(places)
         self._stage_exact_conversions()
-        self.unsaved = self._list_unsaved()
+        # states by key that the checkpoint lacks: the parameter's slot, name and value
+        self.unsaved = {
+            f"{name}.{state}": (slot, state, value)
+            for name, slot in self.slots.items()
+            for state, value in optimizer.state.get(slot.owner, {}).items()
+            if f"{name}.{state}" not in records
+        }
         # the unsaved states that the user chose: `zero` or `finish` resets them
         self.rest = {key: self.unsaved[key] for key in request.meant(list(self.unsaved))}
         self.known = {**records, **self.rest}.keys()
         if not self.own_loader and not is_flat:
             self._set_state(is_whole=request.strict and request.complete)
 
-    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CompatibilityError for states that do not fit; `shapes`: of stored parameters."""
-        shapes_needed = {
-            name: (slot.shape, {} if slot.run else self.optimizer.state.get(slot.owner, {}))
-            for name, slot in self.slots.items()
-        }
-        have = {key: () if key in self.packed else r.shape for key, r in self.records.items()}
-        refuse_unfit(have, shapes_needed, shapes)
+    def _slot_of(self, key: str) -> tuple[ParameterSlot, OptimizerRecord, Any]:
+        """Return the parameter of the stored state `key`, its record, and the optimizer's value."""
+        record = self.records[key]
+        slot = self.slots[record.parameter]
+        return slot, record, self.optimizer.state.get(slot.owner, {}).get(record.state)
 
-    def _match_groups(
-        self, request: OptimizerRequest, members: list[list[str]]
-    ) -> list[dict[str, Any]]:
-        """Return the saved values of each group; `members`: its parameters' names."""
-        parameters = frozenset(record.parameter for record in self.records.values())
-        scope = Scope(request.strict, request.complete, parameters, request.elsewhere)
-        saved = request.saved
-        return match_groups(saved.param_groups, saved.learning_rate, self.optimizer, members, scope)
-
-    def _find_state(
-        self, key: str, slot: ParameterSlot, record: OptimizerRecord, like: torch.Tensor
-    ) -> Any:
+    def _find_state(self, key: str, like: torch.Tensor) -> Any:
         """Return the tensor of the state to fill in place; None if torch would replace it.
 
-        `slot`: of its parameter. `record`: the stored state. `like`: a tensor with the dtype and
-        device that torch would give the state.
+        `like`: a tensor with the dtype and device that torch would give the state.
         """
-        state = record.state or ""
-        _, created_states = self.created.get(id(slot.owner), (None, {}))
-        if state in created_states:
-            return created_states[state]
-        state_value = self.optimizer.state.get(slot.owner, {}).get(state)
-        if self.own_loader or not is_tensor(state_value):
+        slot, record, value = self._slot_of(key)
+        if record.state in self.new.get(slot.owner, {}):  # of another parameter in a flat one
+            return self.new[slot.owner][record.state]
+        if self.own_loader or not is_tensor(value):
             return None
-        fits = (
-            state_value.dtype == like.dtype
-            and state_value.shape == record.shape
-            and state_value.device == like.device
-            and (
-                hasattr(slot.owner, "device_mesh")
-                or order_of_state(state_value) == self.orders.get(key)
-            )
+        has_order = hasattr(slot.owner, "device_mesh") or (
+            order_of_state(value) == self.orders.get(key)
         )
-        return state_value if slot.run or fits else None
-
-    def _add_state(self, slot: ParameterSlot, state: str, value: Any) -> None:
-        """Note a new state of a parameter's tensor, which `finish` adds to the optimizer."""
-        self.created.setdefault(id(slot.owner), (slot.owner, {}))[1][state] = value
-
-    def _is_number(self, key: str, slot: ParameterSlot, saved: Any, numbers: set[str]) -> bool:
-        """Return whether the state `key` is to be a number: as saved, or as the optimizer has it.
-
-        `slot`: of its parameter. `saved`: the saved parameter groups. `numbers`: keys that these
-        record as numbers; without groups, the optimizer decides.
-        """
-        if saved.param_groups:
-            return key in numbers
-        return is_number(self.optimizer.state.get(slot.owner, {}).get(key.rpartition(".")[2]))
+        form, form_like = (value.dtype, value.device, value.shape), (like.dtype, like.device)
+        return value if slot.run or (form == (*form_like, record.shape) and has_order) else None
 
     def _sort_states(self, saved: Any) -> tuple[dict[str, Place], dict[str, bool]]:
         """Return the places of states to read in place, and the keys of those that `finish` sets.
@@ -499,67 +479,60 @@ class OptimizerFilling(Filling):
         numbers = number_states(saved.param_groups)
         places: dict[str, Place] = {}
         is_number_of: dict[str, bool] = {}
-        for key, record in self.records.items():
-            slot = self.slots[record.parameter]
+        for key in self.records:
             if key in self.packed:
                 is_number_of[key] = False
                 continue
-            like = self._like(key, slot, record)
-            current = self._find_state(key, slot, record, like)
-            number = self._is_number(key, slot, saved, numbers)
+            slot, record, value = self._slot_of(key)
+            like = self._like(key)
+            current = self._find_state(key, like)
+            # without saved groups, the optimizer decides
+            number = key in numbers if saved.param_groups else is_number(value)
             is_scalar = record.shape != slot.shape and record.shape in ((), (1,))
             # the parameters in a flat one share a scalar: it is not a part of a run
             if number or (is_scalar and (slot.run or current is None)):
                 is_number_of[key] = number
             else:
-                places[key] = self._place_of(key, slot, record, current, like)
+                places[key] = self._place_of(key, current, like)
         return places, is_number_of
 
-    def _like(self, key: str, slot: ParameterSlot, record: OptimizerRecord) -> torch.Tensor:
+    def _like(self, key: str) -> torch.Tensor:
         """Return an empty tensor with the dtype and device that torch would give the state `key`.
 
         Raises CompatibilityError if torch lacks the stored dtype.
         """
         import torch
 
+        slot, record, _ = self._slot_of(key)
         if not torch_has(record.dtype):
-            error = CompatibilityError(f"{key!r} is {record.dtype}, a dtype that torch lacks")
-            error.name, error.got = key, record.dtype
-            raise error
+            text = f"{key!r} is {record.dtype}, a dtype that torch lacks"
+            raise CompatibilityError(text, name=key, got=record.dtype)
         owner, group = slot.owner, self.group_of[record.parameter]
         # torch chooses by these values alone, so states that agree in them share one answer
         inputs = (record.dtype, record.state, owner.dtype, owner.device, id(group))
         if inputs not in self.likes:
             empty = torch.empty(0, dtype=getattr(torch, record.dtype), device="cpu")
-            self.likes[inputs] = self._convert(key, slot, group, empty)
+            self.likes[inputs] = self._convert(key, empty)
         return self.likes[inputs]
 
-    def _convert(
-        self, key: str, slot: ParameterSlot, group: dict[str, Any], value: torch.Tensor
-    ) -> torch.Tensor:
-        """Return a state as torch would load it; see `_convert_like_torch` for the arguments.
+    def _convert(self, key: str, value: torch.Tensor) -> torch.Tensor:
+        """Return the value of the state `key` as torch would load it.
 
         An optimizer with its own load methods converts it itself: then only the device changes.
         """
-        converted = _convert_like_torch(key, slot, group, value)
+        slot, record, _ = self._slot_of(key)
+        converted = _convert_like_torch(key, slot, self.group_of[record.parameter], value)
         return value.to(converted.device) if self.own_loader else converted
 
-    def _place_of(
-        self,
-        key: str,
-        slot: ParameterSlot,
-        record: OptimizerRecord,
-        current: Any,
-        like: torch.Tensor,
-    ) -> Place:
-        """Return the memory for the state `key`, whose parameter has the `slot`.
+    def _place_of(self, key: str, current: Any, like: torch.Tensor) -> Place:
+        """Return the memory for the state `key`.
 
-        `record`: the stored state. `current`: the optimizer's own tensor; None: create one like
-        `like`, and add it. A flat parameter without elements on this rank gets empty memory. Raises
-        CompatibilityError for a state of FSDP1 that has another shape than its parameter, and
-        BufferError for a new state of a parameter on the meta device.
+        `current`: the optimizer's own tensor; None: create one like `like`, and add it. A flat
+        parameter without elements on this rank gets empty memory. Raises CompatibilityError for a
+        state of FSDP1 that has another shape than its parameter, and BufferError for a new state of
+        a parameter on the meta device.
         """
-        state = record.state or ""
+        slot, record, _ = self._slot_of(key)
         run = slot.run
         if run is not None and record.shape != slot.shape:
             raise CompatibilityError(
@@ -573,7 +546,7 @@ class OptimizerFilling(Filling):
             return Place(*run.place(torch.empty(0, dtype=getattr(torch, record.dtype))))
         if current is None:
             current = _new_state(key, slot, record, like, self.orders.get(key))
-            self._add_state(slot, state, current)
+            self.new[slot.owner][record.state] = current
         return _place(key, current) if run is None else Place(*run.place(current.detach()))
 
     def _stage_exact_conversions(self) -> None:
@@ -589,100 +562,74 @@ class OptimizerFilling(Filling):
             if array.dtype != dtype and _is_exact(dtype, array.dtype):
                 self.arrays[key] = torch.empty(array.shape, dtype=dtype, device="cpu")
 
-    def _value_of(self, key: str, slot: ParameterSlot, array: Any, *, number: bool) -> Any:
+    def _value_of(self, key: str, array: Any, *, number: bool) -> Any:
         """Return the value that torch would load for the stored scalar or nested state `key`.
 
-        `slot`: of its parameter. `array`: the stored bytes or number. `number`: return a Python
-        number. Raises CompatibilityError for a conversion that rounds, without `cast`.
+        `array`: the stored bytes or number. `number`: return a Python number. Raises
+        CompatibilityError for a conversion that rounds, without `cast`.
         """
-        group = self.group_of[self.records[key].parameter]
+        slot, record, current = self._slot_of(key)
         if key in self.packed:
             value = unpack_state(key, array, self.optimizer)
-            current = self.optimizer.state.get(slot.owner, {}).get(self.records[key].state)
             refuse_other_parts(value, current, key)
+            group = self.group_of[record.parameter]
             return value if self.own_loader else _convert_nested(key, slot, group, value)
         if number:
             return array.item()
         tensor = tensor_of(array)
-        value = self._convert(key, slot, group, tensor)
+        value = self._convert(key, tensor)
         if not self.cast and not _is_exact(tensor.dtype, value.dtype):
-            error = CompatibilityError(
+            text = (
                 f"{key!r} is {tensor.dtype} in the checkpoint, and torch would convert it to "
                 f"{value.dtype}, the dtype of its parameter: pass cast=True to allow this"
             )
-            error.name, error.got, error.expected = key, str(tensor.dtype), str(value.dtype)
-            raise error
+            got, expected = str(tensor.dtype), str(value.dtype)
+            raise CompatibilityError(text, name=key, got=got, expected=expected)
         return value
 
-    def _convert_stored(
-        self, arrays: dict[str, NDArray], is_number_of: dict[str, bool]
-    ) -> dict[tuple[int, str], tuple[ParameterSlot, Any]]:
-        """Return the slots and values that `finish` sets, by (id of the owner, state's name).
+    def _convert_stored(self, arrays: dict[str, NDArray], is_number_of: dict[str, bool]) -> None:
+        """Add the values to `new` that `finish` sets.
 
         `arrays`: stored values by key. `is_number_of`: of `_sort_states`. Raises CompatibilityError
         if parameters in one flat parameter have different values.
         """
-        values_to_set: dict[tuple[int, str], tuple[ParameterSlot, Any]] = {}
         first: dict[tuple[int, str], str] = {}  # first key of each state of a flat parameter
         for key, array in arrays.items():
-            record = self.records[key]
-            slot = self.slots[record.parameter]
-            state_id = (id(slot.owner), record.state or "")
+            slot, record, _ = self._slot_of(key)
             if slot.run is not None and slot.owner.numel() == 0:
                 continue
-            if state_id in first and arrays[first[state_id]].tobytes() != array.tobytes():
-                other = first[state_id]
+            other = first.setdefault((id(slot.owner), record.state), key)
+            if arrays[other].tobytes() != array.tobytes():
                 raise CompatibilityError(
                     f"{other!r} is {arrays[other]} and {key!r} is {array}, but FSDP1 "
                     "stores them in one flat parameter: wrap them separately, or with "
                     "use_orig_params=True",
                     name=key,
                 )
-            first.setdefault(state_id, key)
-            values_to_set[state_id] = (
-                slot,
-                self._value_of(key, slot, array, number=is_number_of[key]),
-            )
-        return values_to_set
+            value = self._value_of(key, array, number=is_number_of[key])
+            self.new[slot.owner][record.state] = value
 
-    def _list_unsaved(self) -> dict[str, tuple[ParameterSlot, str, Any]]:
-        """Return states, by key, that the optimizer has and the checkpoint lacks.
-
-        Each is a tuple of the parameter's slot, the state's name and its value.
-        """
-        unsaved = {}
-        for name, slot in self.slots.items():
-            for state, value in self.optimizer.state.get(slot.owner, {}).items():
-                key = f"{name}.{state}"
-                if key not in self.records:
-                    unsaved[key] = (slot, state, value)
-        return unsaved
+    def _loaded_states(self) -> dict[Any, dict[str, Any]]:
+        """Return the states after the load by parameter, without those that are filled in place."""
+        states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        for key, (slot, state, value) in self.unsaved.items():
+            if key not in self.rest:
+                states[slot.owner][state] = value
+        for owner, values in self.new.items():
+            states[owner].update(values)
+        return states
 
     def _set_state(self, *, is_whole: bool) -> None:
-        """Convert `values_to_set` as the optimizer's ``__setstate__`` does at the end of a load.
+        """Convert values in `new` as the optimizer's ``__setstate__`` does at the end of a load.
 
         The optimizer itself is unchanged. `is_whole`: the load includes all of its states. Raises
         CompatibilityError if that fails; if the load is not whole, states that the optimizer
         requires may be missing, and the values stay as read.
         """
-        states: dict[Any, dict[str, Any]] = {}
-        for slot, state, value in self.unsaved.values():
-            states.setdefault(slot.owner, {})[state] = value
-        for slot, state, _ in self.rest.values():
-            states[slot.owner].pop(state, None)
-        for key, record in self.records.items():
-            slot, state = self.slots[record.parameter], record.state or ""
-            if key in self.places:
-                current = self.created.get(id(slot.owner), (None, {}))[1].get(state)
-                value = (
-                    self.optimizer.state.get(slot.owner, {}).get(state)
-                    if current is None
-                    else current
-                )
-                states.setdefault(slot.owner, {})[state] = value
-        for (_, state), (slot, value) in self.values_to_set.items():
-            states.setdefault(slot.owner, {})[state] = value
-        states = {owner: owner_states for owner, owner_states in states.items() if owner_states}
+        states = self._loaded_states()
+        for key in self.places:
+            slot, record, value = self._slot_of(key)
+            states[slot.owner].setdefault(record.state, value)
         pairs = zip(self.groups, self.optimizer.param_groups, strict=True)
         groups = [{**values, "params": group["params"]} for values, group in pairs]
         try:
@@ -694,8 +641,9 @@ class OptimizerFilling(Filling):
                 f"{type(self.optimizer).__name__} cannot take the saved states, which are of "
                 f"another optimizer: its __setstate__ raised {type(error).__name__}: {error}"
             ) from error
-        for state_id, (slot, _) in self.values_to_set.items():
-            self.values_to_set[state_id] = (slot, states[slot.owner][state_id[1]])
+        for key in self.records.keys() - self.places.keys():
+            slot, record, _ = self._slot_of(key)
+            self.new[slot.owner][record.state] = states[slot.owner][record.state]
 
     def zero(self, name: str) -> None:
         """Register a state that the checkpoint lacks, to become zeros in `finish`.
@@ -708,13 +656,13 @@ class OptimizerFilling(Filling):
         if is_tensor(value) or is_number(value):
             del self.rest[name]
         if self.own_loader and isinstance(value, torch.Tensor):
-            self._add_state(slot, state, torch.zeros_like(value))
+            self.new[slot.owner][state] = torch.zeros_like(value)
         elif isinstance(value, torch.Tensor):
             detached = value.detach()
             flat = slot.run is not None and detached.numel() == slot.owner.numel()
             self.zeros[name] = slot.run.view(detached) if slot.run and flat else detached
         elif is_number(value):
-            self._add_state(slot, state, type(value)(0))
+            self.new[slot.owner][state] = type(value)(0)
 
     def finish(self, names: Collection[str]) -> None:
         """Complete the load: add created and read states, and set the groups' values.
@@ -727,10 +675,8 @@ class OptimizerFilling(Filling):
             return
         for slot, state, value in self.rest.values():
             self._drop_state(slot, state, value)
-        for owner, states in self.created.values():
+        for owner, states in self.new.items():
             self.optimizer.state[owner].update(states)
-        for (_, state), (slot, value) in self.values_to_set.items():
-            self.optimizer.state[slot.owner][state] = value
         for group, values in zip(self.optimizer.param_groups, self.groups, strict=True):
             for key in group.keys() - values.keys() - NOT_VALUES:
                 del group[key]
@@ -744,16 +690,8 @@ class OptimizerFilling(Filling):
         """
         form = torch_form(self.optimizer)
         parameters = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
-        numbers = {id(parameter): number for number, parameter in enumerate(parameters)}
-        states: dict[int, dict[str, Any]] = {}
-        dropped = {(id(slot.owner), state) for slot, state, _ in self.rest.values()}
-        for slot, state, value in self.unsaved.values():
-            if (id(slot.owner), state) not in dropped:
-                states.setdefault(numbers[id(slot.owner)], {})[state] = value
-        for owner, values in self.created.values():
-            states.setdefault(numbers[id(owner)], {}).update(values)
-        for (owner_id, state), (_, value) in self.values_to_set.items():
-            states.setdefault(numbers[owner_id], {})[state] = value
+        numbers = {parameter: number for number, parameter in enumerate(parameters)}
+        states = {numbers[owner]: each for owner, each in self._loaded_states().items()}
         groups = [
             {**values, **{key: group[key] for key in NOT_VALUES & group.keys()}}
             for values, group in zip(self.groups, form["param_groups"], strict=True)
