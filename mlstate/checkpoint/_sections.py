@@ -9,6 +9,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
+from .._sharding.layout import part_of_cutting
 from ..errors import CompatibilityError
 from ..state._kind import restore_kind
 from ..state._load_into import check_rules, unused_rules
@@ -16,7 +17,7 @@ from ..state._load_into import check_rules, unused_rules
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Iterator, Mapping
 
-    from .._sharding.layout import Steps
+    from .._sharding.layout import Cutting, Steps
     from ._sources.protocol import Index
     from ._store.manifest import Manifest
 
@@ -36,6 +37,10 @@ class TensorRow(NamedTuple):
     shape: tuple[int, ...]
     layout: Steps
     axes: tuple[int | None, ...] | None
+
+    def part(self, cutting: Cutting) -> tuple[Steps, int]:
+        """Return steps and index of the part that `cutting` selects."""
+        return part_of_cutting(cutting, len(self.shape), self.layout, self.axes)
 
 
 class Section:

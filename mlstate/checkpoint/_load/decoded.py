@@ -16,8 +16,6 @@ from ...state._load_into import check_load
 from .._quantized.pairs import WHOLE, box_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from ..._sharding.layout import Cutting, Steps
     from .._quantized.pairs import Pair
     from .._sections import Section
@@ -71,26 +69,8 @@ def decode_names(
     return section.with_values(names), [name for name in renamed if name is not None], decoded
 
 
-def decoded_parts(
-    loader: Loader,
-    section: Section,
-    filling: Any,
-    pairs: Mapping[str, Pair],
-    names: Iterable[str],
-) -> dict[str, Decoded]:
-    """Return the weights of `pairs` among `names`, each with the part that its target receives.
-
-    Raises as `_decoded_part`.
-    """
-    return {
-        name: _decoded_part(loader, section, filling, name, pairs[name])
-        for name in names
-        if name in pairs
-    }
-
-
-def _decoded_part(loader: Loader, section: Section, filling: Any, name: str, pair: Pair) -> Decoded:
-    """Return the part of a weight's values that the target `name` receives.
+def decoded_part(loader: Loader, section: Section, filling: Any, name: str, pair: Pair) -> Decoded:
+    """Return a quantized weight with the part of its values that the target `name` receives.
 
     Raises CompatibilityError if the target is of another tensor or part, FormatError if the scales
     are missing or do not fit.
@@ -114,12 +94,11 @@ def _decoded_part(loader: Loader, section: Section, filling: Any, name: str, pai
     if cut is not None or (shape is not None and tuple(shape) != pair.shape):
         want = f"{shape}, cut by {list(cut[0])} as number {cut[1]}" if cut else str(shape)
         have = f"{pair.shape}, cut by {list(cutting[0] or ())} as number {cutting[1]}"
-        error = CompatibilityError(
+        text = (
             f"{section.label}[{name!r}] is of shape {want}, and the load decodes {have}: pass the "
             "layout= and rank= of this part"
         )
-        error.name, error.expected, error.got = name, want, have
-        raise error
+        raise CompatibilityError(text, name=name, expected=want, got=have)
     return Decoded(pair, cutting, elements)
 
 

@@ -14,7 +14,6 @@ from .._rank_messages import gather_bytes
 from .._sections import STATES
 from .._states.modules import entries_name, stored_entries
 from .._store.name_globs import ALL_NAMES
-from .targets import names_of_targets
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -39,12 +38,12 @@ class TargetNames(NamedTuple):
     lacks: bool  # a target is strict, and lacks a name to load
 
 
-def target_names(loader: Loader, prepared: Prepared) -> TargetNames:
+def target_names(prepared: Prepared) -> TargetNames:
     """Return the stored names that this rank's targets load; reads no tensor.
 
     Raises the errors of the targets' modules and optimizers.
     """
-    targets = names_of_targets(loader, prepared)
+    loader, targets = prepared.loader, prepared.names()
     chosen_names, _ = loader.chosen()
     stored: list[str] = []
     names: list[tuple[str, str]] = []

@@ -3,7 +3,7 @@
 load -> LoadRequest   the arguments, checked
 -> open_source    the path, by its content
 -> Loader         the sections of tensors; then new arrays, or
-prepare, fill  targets; see targets.py
+Prepared      targets; see targets.py
 """
 
 from __future__ import annotations
@@ -24,16 +24,19 @@ from .._store.open_path import RootPath
 from .arguments import check_request
 from .group_names import names_elsewhere, target_names
 from .loader import Loader, load_new_state
-from .targets import find_targets, prepare
+from .targets import Prepared
 
 if TYPE_CHECKING:
-    from typing import Unpack
+    from collections.abc import Callable
+    from typing import TypeVar, Unpack
 
     from ...collectives import ProcessGroup
     from .._options import LoadOptions
     from .._sources.protocol import Source
     from .._states.restore import Action
     from .arguments import LoadRequest
+
+    _Result = TypeVar("_Result")
 
 
 def _load_into_targets(request: LoadRequest, source: Source) -> LoadedState:
@@ -42,13 +45,12 @@ def _load_into_targets(request: LoadRequest, source: Source) -> LoadedState:
     After an error while arrays are filled, objects get their old states back, but the content of
     the arrays is undefined.
     """
-    loader = Loader(request, source)
-    prepared = find_targets(loader)
-    prepare(loader, prepared)
+    prepared = Prepared(Loader(request, source))
+    prepared.prepare()
     if prepared.actions:
         apply_all(prepared.actions)
     try:
-        return prepared.fill(loader)
+        return prepared.fill()
     except BaseException as error:
         undo_all(prepared.actions, error)
         raise
@@ -62,15 +64,32 @@ def _load_together(group: ProcessGroup, request: LoadRequest, source: IndexedSou
     or if the best step is deleted or differs between ranks, and raise StoreError if that happens
     `TRIES` times.
     """
+    error: BaseException | None = None  # of this rank, in one attempt
+    generation = ""
 
-    def agree_on(generation: str, error: BaseException | None, attempt: int) -> bool:
+    def run(step: Callable[[], _Result]) -> _Result | None:
+        """Return the result of a step; None if it or an earlier step of this attempt failed."""
+        nonlocal error
+        try:
+            return step() if error is None else None
+        except BaseException as caught:
+            error = caught
+            return None
+
+    def begin() -> Prepared:
+        nonlocal generation
+        generation = source.manifest.generation
+        return Prepared(Loader(request, source))
+
+    def agree_on(*, is_last: bool) -> bool:
         """Return whether all ranks read the same checkpoint; False: all open it again.
 
-        `generation`, `error`: of this rank, "" or None. `attempt`: from 0; with `TRIES`, no other
-        follows. Raises on all ranks if one has an error that a newer manifest does not explain.
+        Raises on all ranks if one has an error that a newer manifest does not explain, or with
+        `is_last` any error.
         """
+        nonlocal error
         again = False
-        if attempt < TRIES - 1 and isinstance(error, FileNotFoundError):
+        if not is_last and isinstance(error, FileNotFoundError):
             try:
                 again = source.reopen(generation)
             except MLStateError as other:
@@ -78,43 +97,28 @@ def _load_together(group: ProcessGroup, request: LoadRequest, source: IndexedSou
         return agree(group, generation, error, again=again)
 
     applied: list[Action] = []
-    for attempt in range(TRIES):
-        loader = prepared = own = None
-        generation, error = "", None
-        try:
-            undo_all(applied, StoreError("the checkpoint was replaced"))  # of the last attempt
-            applied = []
-            if attempt > 0:
-                source.forget()
-            generation = source.manifest.generation
-            loader = Loader(request, source)
-            prepared = find_targets(loader)
-            own = target_names(loader, prepared)
-        except BaseException as caught:
-            error = caught
+    for tries_left in reversed(range(TRIES)):
+        error, generation = None, ""
+        run(partial(undo_all, applied, StoreError("the checkpoint was replaced")))
+        applied = []
+        if tries_left < TRIES - 1:
+            run(source.forget)
+        prepared = run(begin)
+        own = None if prepared is None else run(partial(target_names, prepared))
         elsewhere = names_elsewhere(group, own)
-        if elsewhere is not None and loader is not None and prepared is not None:
+        if elsewhere is not None and prepared is not None:
             prepared.elsewhere = elsewhere
-            try:
-                prepare(loader, prepared)
-            except BaseException as caught:
-                error = caught
-        if not agree_on(generation, error, attempt):
+            run(prepared.prepare)
+        if not agree_on(is_last=not tries_left):
             continue
-        assert loader is not None
         assert prepared is not None
+        run(partial(apply_all, prepared.actions))
+        applied = [] if error else prepared.actions
         try:
-            apply_all(prepared.actions)
-            applied = prepared.actions
-        except BaseException as caught:
-            error = caught
-        try:
-            agree_on(generation, error, TRIES)  # raises if a rank failed
-            try:
-                loaded = prepared.fill(loader)
-            except BaseException as caught:
-                error = caught
-            if agree_on(generation, error, attempt):
+            agree_on(is_last=True)  # raises if a rank failed
+            loaded = run(prepared.fill)
+            if agree_on(is_last=not tries_left):
+                assert loaded is not None
                 return loaded
         except BaseException as caught:
             undo_all(applied, caught)

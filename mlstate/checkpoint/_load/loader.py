@@ -12,7 +12,7 @@ from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.caller import find_caller
 from ..._common.converted import converted, converted_value, is_converted
 from ..._common.dtypes import numpy_dtype
-from ..._sharding.layout import Layout, part_of_cutting
+from ..._sharding.layout import Layout
 from ...errors import CompatibilityError
 from ...state._state_dict import StateDict
 from .._folder.names import SECTIONS
@@ -240,9 +240,7 @@ class Loader:
     def _part_of(self, section: Section, stored: str) -> tuple[tuple[Steps, int], tuple[int, ...]]:
         """Return steps and index of the part to load of a stored tensor, and its shape."""
         row = self.rows(section)[section.key_of(stored)]
-        return part_of_cutting(
-            self.request.cutting, len(row.shape), row.layout, row.axes
-        ), row.shape
+        return row.part(self.request.cutting), row.shape
 
     def _scale_parts(self, section: Section, names: list[str]) -> dict[str, Any]:
         """Return the scales among `names` that belong to a part of a quantized weight, by key.

@@ -203,7 +203,7 @@ def test_ranks_that_begin_again_keep_the_state_from_before_the_first_attempt(tmp
     mlstate.save(path, states={"counter": Counter(1)})
     attempts, lock = [], threading.Lock()
 
-    def fill(prepared, loader):
+    def fill(prepared):
         with lock:  # the other rank waits for the save
             attempts.append(prepared)
             if len(attempts) == 1:
