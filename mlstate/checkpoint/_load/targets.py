@@ -146,7 +146,8 @@ class _Target:
         text = partial(text_of_section, loader, section)
         has_memory = not is_optimizer(target)
         prepared.sources.add(target, section.label, text, has_memory=has_memory)
-        selected = [name for name in selected if name not in self.elsewhere]
+        if self.elsewhere:
+            selected = [name for name in selected if name not in self.elsewhere]
         stored, entries = self.choose_entries(target)
         chosen = [*selected, *entries]
         if is_module(target) and not section.is_optimizer:
@@ -188,8 +189,10 @@ class _Target:
         name is one of its arrays.
         """
         stored = stored_entries(self.loader, self.section, target)
+        if not stored.entries:
+            return stored, []
         entries = {n: each for n, each in stored.entries.items() if n not in self.elsewhere}
-        chosen = self.choice.select(list(entries), self.section.number)[0] if entries else []
+        chosen = self.choice.select(list(entries), self.section.number)[0]
         clash = [name for name in chosen if not is_module(target) and name in target]
         if clash or (chosen and not is_module(target) and self.loader.options["strict"]):
             raise names_error([], clash or chosen, [], self.loader.folder)
@@ -493,7 +496,6 @@ class Prepared:
             if self.as_state is not None:
                 self.states[OPTIMIZER_STATE] = self.as_state
         self.actions: list[Action] = []
-        self.sources = Sources()
         self.ready: list[_Target] = []
         self.elsewhere: Mapping[str, set[str]] = {}  # names that other ranks load, by section
         self._modules: dict[str, Any] = {}
@@ -548,19 +550,12 @@ class Prepared:
 
         Nested values, and states of optimizers with their own load methods, are read to new memory.
         """
-        loader = self.loader
+        loader, self.sources = self.loader, Sources()
         names, chosen = loader.chosen()
         for section, target in self._parts():
             self._add(section, chosen[section.number], target, self.model, names)
-        modules = modules_of(self.model, self.states) if self.states else []
-        nested = [name for name in self.states if name not in loader.named]
-        trees = read_trees(loader, nested) if nested else {}
-        for name, target in self.states.items():
-            if name in trees:
-                [stored] = trees.pop(name)
-                self.actions += prepare_tree(loader, name, stored, target, self.sources)
-            else:
-                self._add_state(loader.named[name], target, modules)
+        if self.states:
+            self._add_states()
         if self.sources.tensors:
             refuse_overlaps(self.sources.tensors)
         if self.optimizer is not None:
@@ -582,6 +577,17 @@ class Prepared:
         new = _Target(self.loader, section, choice, elsewhere)
         new.prepare(selected, target, module, self)
         self.ready.append(new)
+
+    def _add_states(self) -> None:
+        """Add the targets of named states, and the actions that restore nested values."""
+        loader, modules = self.loader, modules_of(self.model, self.states)
+        trees = read_trees(loader, [name for name in self.states if name not in loader.named])
+        for name, target in self.states.items():
+            if name in trees:
+                [stored] = trees.pop(name)
+                self.actions += prepare_tree(loader, name, stored, target, self.sources)
+            else:
+                self._add_state(loader.named[name], target, modules)
 
     def _add_state(self, section: Section, target: Any, modules: list[object]) -> None:
         """Check the tensors of a named state against their target, and add how to fill it.
