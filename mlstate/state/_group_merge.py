@@ -11,7 +11,7 @@ from .._common.backend import TensorBackend, backend_of
 from ..errors import CompatibilityError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 _Group: TypeAlias = dict[str, Any]
 
@@ -22,6 +22,16 @@ _Group: TypeAlias = dict[str, Any]
 _OF_PARAMETERS = frozenset(
     {"params", "python_numbers", "packed_states", "dimension_orders", "newer_values"}
 )
+
+
+def packed_states(groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Return the keys of states that are stored as nested values, as the groups record."""
+    return {
+        f"{group['params'][position]}.{state}"
+        for group in groups
+        for state, positions in group.get("packed_states", {}).items()
+        for position in positions
+    }
 
 
 def match_groups(

@@ -7,12 +7,14 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from ...errors import FormatError
+from ...state._group_merge import packed_states
 from .._folder.names import MANIFEST
 from .._folder.protocol import TensorParts
 from .._report import Problem, VerifyReport
 from .._sections import OPTIMIZER, STATES
 from .._store.checkpoint_files import TRIES, CheckpointFiles
 from .._store.index_patterns import owners_of
+from .protocol import Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -40,29 +42,17 @@ def _read_merged(
     of the optimizers in the `manifest` list these.
     """
     merged = files.load_merged_index(manifest, ranks, texts)
-    if nested := _nested_keys(manifest.optimizer):
-        merged.keep_whole(OPTIMIZER, nested)
-    named = {
-        f"{name}/{key}"
-        for name, kind in (manifest.states or {}).items()
-        for key in _nested_keys(kind)
-    }
-    if named:
-        merged.keep_whole(STATES, named)
+    kinds = [(OPTIMIZER, "", manifest.optimizer or {})]
+    kinds += [(STATES, f"{name}/", kind) for name, kind in (manifest.states or {}).items()]
+    nested: dict[int, set[str]] = {}
+    for section, prefix, kind in kinds:
+        with suppress(AttributeError, LookupError, TypeError):  # another program may list anything
+            if groups := kind.get("param_groups"):
+                keys = {prefix + key for key in packed_states(groups)}
+                nested[section] = nested.get(section, set()) | keys
+    for section, keys in nested.items():
+        merged.keep_whole(section, keys)
     return merged
-
-
-def _nested_keys(kind: Mapping[str, Any] | None) -> set[str]:
-    """Return the keys of an optimizer's states that are nested values; `kind`: its description."""
-    groups = (kind or {}).get("param_groups") or ()
-    with suppress(AttributeError, LookupError, TypeError):  # another program may list anything
-        return {
-            f"{group['params'][position]}.{state}"
-            for group in groups
-            for state, positions in group.get("packed_states", {}).items()
-            for position in positions
-        }
-    return set()
 
 
 class _Indexes:
@@ -141,11 +131,10 @@ class _Indexes:
             self.merged_index = self._read(self.ranks)
 
 
-class IndexedSource:
+class IndexedSource(Source):
     """One root of a folder: the manifest of a checkpoint, or of a step of a run; see `Source`."""
 
     format = "mlstate"
-    is_mapped = False
     has_index = True  # of all its tensors
 
     def __init__(
@@ -168,9 +157,6 @@ class IndexedSource:
         self._manifest = manifest
         self._merged: _core.MergedIndex | None = None
         self._indexes: _Indexes | None = None  # of a load
-
-    def __fspath__(self) -> str:
-        return self.path
 
     def fresh(self) -> IndexedSource:
         """Return an unread source of the same root."""
@@ -234,7 +220,7 @@ class IndexedSource:
     @property
     def ranks_read(self) -> list[int]:
         """The ranks whose indexes `index` merges."""
-        return [] if self._indexes is None else self._indexes.ranks
+        return [0] if self._indexes is None else self._indexes.ranks
 
     # ---- reading ----
 
@@ -285,9 +271,6 @@ class IndexedSource:
         self._manifest = self._merged = self._indexes = None
 
     # ---- verifying ----
-
-    def require_loadable(self) -> None:
-        """Do nothing: `find_problems` reads what a load reads."""
 
     def require_good(self) -> None:
         """Verify all files, and raise the first problem as an error."""

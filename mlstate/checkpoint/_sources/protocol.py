@@ -63,10 +63,11 @@ class Source(Protocol):
 
     path: str  # absolute, or the URL
     format: str  # name of the format
-    is_mapped: bool  # the arrays in `saved` are views of files that a writer may change
+    is_mapped: bool = False  # the arrays in `saved` are views of files that a writer may change
 
     def __fspath__(self) -> str:
         """Return `path`: functions that open a path also accept a source."""
+        return self.path
 
     def fresh(self) -> Source:
         """Return an unread source of the same path."""
@@ -94,6 +95,7 @@ class Source(Protocol):
 
     def need(self, requests: Iterable[tuple[int, list[str], Cuts]]) -> None:
         """Read the indexes that list the requested parts: section, keys, and how they are cut."""
+        return
 
     def read(self, section: int, keys: list[str], cuts: Any, **how: Unpack[How]) -> dict[str, Any]:
         """Return parts of tensors by key, in new arrays unless `how` asks for others."""
@@ -107,9 +109,11 @@ class Source(Protocol):
 
     def attempt(self, read: Callable[[], _Result]) -> _Result:
         """Return ``read()``; repeat it if a writer replaces the content meanwhile."""
+        return read()
 
     def require_loadable(self) -> None:
         """Raise the error that a load of model and optimizer raises; an index raises none."""
+        return
 
     def verify(self, report: VerifyReport, progress: Progress) -> None:
         """Read all of it, and add all problems to `report`."""

@@ -27,10 +27,7 @@ from .._store.weight_files import (
 from .indexed import IndexedSource
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from ..._common.callback import Progress
-    from ..._sharding.layout import Cuts
     from .._store.checkpoint_files import CheckpointFiles
     from .._store.manifest import Manifest
     from .._store.weight_files import WeightFiles
@@ -103,14 +100,6 @@ class HuggingFaceSource(IndexedSource):
         roots = ((entry.name, weights_root(os.listdir(entry.path))) for entry in folders)
         if unread := sorted(f"{name}/{root}" for name, root in roots if root is not None):
             find_caller().warn(f"{path}: weights in subfolders are not read: {listed(unread)}")
-
-    @property
-    def ranks_read(self) -> list[int]:
-        """The only rank."""
-        return [0]
-
-    def need(self, requests: Iterable[tuple[int, list[str], Cuts]]) -> None:
-        """Do nothing: the headers of all files were read."""
 
     @property
     def quantization(self) -> dict[str, Any] | None:

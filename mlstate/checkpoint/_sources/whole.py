@@ -12,7 +12,7 @@ from ..._common.arrays import is_torch
 from ..._common.backend import TensorBackend, backend_of, is_module
 from ..._common.caller import find_caller
 from ..._common.dtypes import dtype_name, name_of
-from ..._sharding.layout import Cuts, Layout
+from ..._sharding.layout import Layout
 from ...errors import CompatibilityError, MLStateError
 from ...state._kind import kind_of
 from ...state._load_into import check_load, load_into
@@ -27,6 +27,7 @@ from .._folder.local import LocalFolder
 from .._folder.names import SECTIONS
 from .._folder.weight_names import TORCH_SUFFIX, is_index
 from .._layouts.folders import step_folder
+from .._options import LOAD_DEFAULTS
 from .._quantized.config import entry_of_metadata, find_entry
 from .._report import VerifyReport, note_refusal
 from .._sections import OPTIMIZER, STATES
@@ -34,17 +35,16 @@ from .._states.collect import add_entries, take_states
 from .._states.modules import split_entries
 from .._store.manifest import Manifest, foreign_manifest
 from .._store.weight_files import WeightFiles, parse_index
+from .protocol import Source
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
-    from typing import TypeVar, Unpack
+    from collections.abc import Callable, Collection, Mapping
+    from typing import Unpack
 
     from ..._common.callback import Progress
     from .._files.parts import Parts, Selection
     from .._options import LoadOptions
     from .protocol import How
-
-    _Result = TypeVar("_Result")
 
 # Formats whose arrays are views of mapped files: a load returns memory that no writer changes.
 _MAPPED = ("torch", "huggingface")
@@ -243,7 +243,7 @@ def _manifest_of(path: str, name: str, parts: Parts) -> Manifest:
     )
 
 
-class WholeSource:
+class WholeSource(Source):
     """A local file or folder that `read` reads as a whole; see `Source`."""
 
     def __init__(
@@ -263,16 +263,11 @@ class WholeSource:
         self.format = name
         self.is_mapped = name in _MAPPED
         self._read_parts = read
-        self._checked = True
-        self._dtype = ""  # of `cast=`
-        self._strict = self._takes_all = True  # without `strict=False`, or `names=`
+        self._options = LOAD_DEFAULTS
         self._selection: Selection | None = None
         self._parts: Parts | None = None
         self._index: MemoryIndex | None = None
         self._manifest = manifest
-
-    def __fspath__(self) -> str:
-        return self.path
 
     def fresh(self) -> WholeSource:
         """Return an unread source of the same path."""
@@ -292,9 +287,7 @@ class WholeSource:
                     f"{self.path}: {text} is not possible for the format {self.format}: leave it "
                     "out, or convert it by mlstate convert first"
                 )
-        self._checked, self._strict = bool(options["verify"]), bool(options["strict"])
-        self._takes_all = options["names"] is None
-        self._dtype = "" if isinstance(options["cast"], FLAG) else dtype_name(options["cast"])
+        self._options = options
 
     def select(self, selection: Selection) -> None:
         """Read only these entries, also if others were read before."""
@@ -307,9 +300,11 @@ class WholeSource:
     def parts(self) -> Parts:
         """The content, read at the first use."""
         if self._parts is None:
-            self._parts = self._read_parts(self._checked, self._selection)
+            self._parts = self._read_parts(bool(self._options["verify"]), self._selection)
             if self.format == "npz" and self._parts.unreadable:
-                self._parts = restore_lost_dtypes(self._parts, self._dtype)
+                cast = self._options["cast"]
+                dtype = "" if isinstance(cast, FLAG) else dtype_name(cast)
+                self._parts = restore_lost_dtypes(self._parts, dtype)
         return self._parts
 
     @property
@@ -340,8 +335,9 @@ class WholeSource:
         excludes it. Warns of named states that cannot be read.
         """
         parts = self.parts
-        if self._takes_all:
-            needed = ((MODEL, self._strict), (OPTIMIZER_PART, True))
+        takes_all = self._options["names"] is None
+        if takes_all:
+            needed = ((MODEL, self._options["strict"]), (OPTIMIZER_PART, True))
             parts.refuse_unreadable(
                 part
                 for part, is_needed in needed
@@ -349,7 +345,7 @@ class WholeSource:
             )
         unread = parts.unreadable.get(STATES_PART, {})
         if into is None:
-            if unread and self._takes_all:
+            if unread and takes_all:
                 names_unread = ", ".join(sorted(unread))
                 find_caller().warn(f"{self.path}: these entries are not read: {names_unread}")
             return
@@ -372,9 +368,6 @@ class WholeSource:
         kinds = {n: kind for n, kind in (self.manifest.states or {}).items() if n[0] != "."}
         self._manifest = self.manifest._replace(states={**kinds, **named.kinds})
 
-    def need(self, requests: Iterable[tuple[int, list[str], Cuts]]) -> None:
-        """Do nothing: everything was read."""
-
     # ---- reading ----
 
     def read(self, section: int, keys: list[str], cuts: Any, **how: Unpack[How]) -> dict[str, Any]:
@@ -396,10 +389,6 @@ class WholeSource:
             return entry_of_metadata(self.path, self.manifest.metadata)
         folder = self.path if os.path.isdir(self.path) else os.path.dirname(self.path)
         return find_entry(LocalFolder(folder), self.manifest.metadata)
-
-    def attempt(self, read: Callable[[], _Result]) -> _Result:
-        """Return ``read()``: the content is in memory."""
-        return read()
 
     # ---- verifying ----
 

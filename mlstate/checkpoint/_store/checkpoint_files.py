@@ -326,20 +326,17 @@ class CheckpointFiles:
     ) -> _core.MergedIndex:
         """Read the indexes of a root, of all ranks or of `ranks`, and return them as one.
 
-        `texts`: bytes of indexes by rank that were read before; replaced by the ones of this call.
-        Raises FormatError for an index that is damaged or of another checkpoint.
+        `texts`: bytes of the indexes by rank that were read before; those that are read now are
+        added. Raises FormatError for an index that is damaged or of another checkpoint.
         """
         chosen = list(range(len(manifest.indexes)) if ranks is None else ranks)
         records = [manifest.indexes[rank] for rank in chosen]
-        before = {} if texts is None else dict(texts)
         paths = tuple(self.join(record.path) for record in records)
-        data = []
+        texts = {} if texts is None else texts
         for rank, record in zip(chosen, records, strict=True):
-            data.append(before[rank] if rank in before else self.load_index(record))
-        if texts is not None:
-            texts.clear()
-            texts.update(zip(chosen, data, strict=True))
-        merged = _core.MergedIndex(tuple(data), paths)
+            if rank not in texts:
+                texts[rank] = self.load_index(record)
+        merged = _core.MergedIndex(tuple(map(texts.__getitem__, chosen)), paths)
         for record, head in zip(records, merged.heads(), strict=True):
             generation, rank, world_size, *sums, _ = head
             if (generation, world_size, sums) != (
@@ -590,16 +587,12 @@ class CheckpointFiles:
         deleted = []
         worlds = [which.world_size for which in replaced]
         for owner in range(rank, max(worlds, default=0), world_size):
-            needed: set[str] = set()
-            for which in remaining:
-                if owner < which.world_size:
-                    needed |= self._index_files(which, owner, merged_indexes)[1]
-            dead: list[str] = []
-            for which in replaced:
-                if owner < which.world_size:
-                    path, files = self._index_files(which, owner, merged_indexes)
-                    dead += sorted(files - needed)
-                    dead.append(path)
+            kept, gone = (
+                [self._index_files(s, owner, merged_indexes) for s in saves if owner < s.world_size]
+                for saves in (remaining, replaced)
+            )
+            needed = {name for _, files in kept for name in files}
+            dead = [name for path, files in gone for name in (*sorted(files - needed), path)]
             suffix = f"-{owner}.safetensors"
             dead = [name for name in dict.fromkeys(dead) if name.endswith((suffix, ".json"))]
             deleted += self.remove(dead)

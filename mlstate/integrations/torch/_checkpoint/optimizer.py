@@ -19,6 +19,7 @@ from ....checkpoint._states.excluded import NONE_EXCLUDED
 from ....checkpoint._states.tree import encode, packed, unpacked
 from ....errors import CompatibilityError
 from ....state._compatibility import join, rename_hint
+from ....state._group_merge import packed_states as packed_states
 from .._tensors.state import (
     arrays_of,
     clusters,
@@ -330,16 +331,6 @@ def number_states(groups: Iterable[Mapping[str, Any]]) -> set[str]:
         for state in group.get(NUMBERS, ())
         for name in group.get("params", ())
     } - packed_states(groups)
-
-
-def packed_states(groups: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Return the keys of states that are stored as nested values, as the groups record."""
-    return {
-        f"{group['params'][position]}.{state}"
-        for group in groups
-        for state, positions in group.get(PACKED, {}).items()
-        for position in positions
-    }
 
 
 def dimension_orders(groups: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
