@@ -129,7 +129,7 @@ def _checked_into(into: Any, *, mmap: bool) -> Targets:
     """Return the targets in the caller's ``into=``; a module is the model's.
 
     Raises TypeError unless it is a mapping with only the keys model, optimizer and states, or an
-    object with `model` and `optimizer`, or if its states are no mapping; ValueError with `mmap`.
+    object with `model` and `optimizer`; ValueError with `mmap`.
     """
     if not isinstance(into, dict) and is_module(into):
         into = {"model": into}
@@ -154,11 +154,7 @@ def _checked_into(into: Any, *, mmap: bool) -> Targets:
         )
     take = getattr(into, "get", lambda name: getattr(into, name, None))
     states = take("states")
-    if states is not None and not hasattr(states, "keys"):
-        raise TypeError(
-            f"into['states'] must be a mapping of names to objects, got {type(states).__name__}"
-        )
-    return Targets(take("model"), take("optimizer"), states or {})
+    return Targets(take("model"), take("optimizer"), {} if states is None else states)
 
 
 def check_request(options: LoadOptions) -> LoadRequest:

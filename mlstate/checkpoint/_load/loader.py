@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from ..._common.arrays import is_torch
 from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.caller import find_caller
-from ..._common.converted import converted, converted_value, is_converted
+from ..._common.converted import converted, is_converted
 from ..._common.dtypes import numpy_dtype
 from ..._sharding.layout import Layout
 from ...errors import CompatibilityError
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
     from ..._sharding.layout import Cuts, Cutting, Steps
-    from .._options import LoadOptions
     from .._quantized.pairs import Pair
     from .._sections import Section
     from .._sources.protocol import How, Source
@@ -181,20 +180,23 @@ class Loader:
 
         `extra`: further arrays to add to it.
         """
-        keys = section.keys(names)
-        arrays_loaded = self._pair_values(section, names) | self._scale_parts(section, names)
-        others = [key for key in keys if key not in arrays_loaded] if arrays_loaded else keys
-        for batch, dtype in self._batches(section, others):
-            mmap, cutting = self.options["mmap"], self.request.cutting
-            loaded = self.load_keys(section.number, batch, cutting, mmap=mmap)
-            while loaded:  # frees each array before the next one is converted
-                key, array = loaded.popitem()
-                arrays_loaded[key] = converted(array, dtype) if dtype else array
-        arrays = {name: arrays_loaded[key] for name, key in zip(names, keys, strict=True)} | extra
+        arrays = self._load_arrays(section, names) | extra
         if (device := self.options["device"]) is not None:
             tensors = torch_backend("tensors on a device=", TensorBackend).tensors_of(arrays)
             arrays = {name: each.to(device) for name, each in tensors.items()}
         return section.restore(arrays, self.folder)
+
+    def _load_arrays(self, section: Section, names: list[str]) -> dict[str, Any]:
+        """Return the tensors `names` by name, cut and converted as requested."""
+        keys, request, mmap = section.keys(names), self.request, self.options["mmap"]
+        arrays = self._pair_values(section, names) | self._scale_parts(section, names)
+        others = [key for key in keys if key not in arrays] if arrays else keys
+        for batch, dtype in self._batches(section, others):
+            loaded = self.load_keys(section.number, batch, request.cutting, mmap=mmap)
+            while loaded:  # frees each array before the next one is converted
+                key, array = loaded.popitem()
+                arrays[key] = converted(array, dtype) if dtype else array
+        return {name: arrays[key] for name, key in zip(names, keys, strict=True)}
 
     def _chosen_pairs(self, section: Section, names: list[str]) -> dict[str, Pair]:
         """Return those tensors `names` of a section that are quantized, by name."""
@@ -210,15 +212,10 @@ class Loader:
 
         Raises FormatError if the scales are missing or do not fit.
         """
-        pairs = self._chosen_pairs(section, names) if self.request.dtype else {}
-        for pair in pairs.values():
-            pair.check()
-        return {
-            section.key_of(pair.codes): self.decode(
-                section, pair, self.cutting_of(section, pair), self.request.dtype
-            )
-            for pair in pairs.values()
-        }
+        dtype = self.request.dtype
+        pairs = self._chosen_pairs(section, names).values() if dtype else ()
+        cuttings = [(pair, self.cutting_of(section, pair)) for pair in pairs]
+        return {section.key_of(p.codes): self.decode(section, p, cut, dtype) for p, cut in cuttings}
 
     def decode(self, section: Section, pair: Pair, cutting: Cutting, dtype: str) -> Any:
         """Return the values of a part of a quantized weight."""
@@ -338,20 +335,10 @@ class Loader:
             is_renamed = any(name != old for name, old in names.items())
             arrays = {name: section.saved[old] for name, old in names.items()}
             return section.restore(arrays, self.folder) if is_renamed else section.saved
-        dtype = "" if section.is_optimizer else request.dtype
-        keys = section.keys(section.names)
-        computed = self._pair_values(section, section.names) | self._scale_parts(
-            section, section.names
-        )
-        others = [key for key in keys if key not in computed]
-        loaded = computed | self.load_keys(section.number, others, request.cutting)
-        arrays = {}
-        for (name, old), key in zip(names.items(), keys, strict=True):
-            array = converted_value(loaded[key], dtype) if dtype else loaded[key]
-            like = section.saved[old]
-            if is_torch(like):
-                array = backend_of(like, TensorBackend).tensors_of({name: array})[name]
-            arrays[name] = array
+        arrays = self._load_arrays(section, section.names)
+        for name, old in names.items():
+            if is_torch(like := section.saved[old]):
+                arrays |= backend_of(like, TensorBackend).tensors_of({name: arrays[name]})
         return section.restore(arrays, self.folder)
 
     # ---- states that an optimizer lacks ----
@@ -417,20 +404,18 @@ class Loader:
         }
 
 
-def _expects_parts(options: LoadOptions) -> bool:
-    """Return whether a caller asks for one rank's part as it was saved, so without a layout."""
-    if options["rank"] is None or options["world_size"] == 1 or options["layout"] is not None:
-        return False
-    return options["into"] is None and options["group"] is None
-
-
-def _warn_of_whole_tensors(options: LoadOptions, path: str) -> None:
-    """Warn a caller who expects parts: all tensors were saved whole."""
-    find_caller().warn(
-        f"{path}: no tensor was saved in parts, so rank {options['rank']} of "
-        f"{options['world_size']} gets all of each tensor: pass layout='rows' or another layout "
-        "for a part of each, or layout='whole' for all without this warning"
-    )
+def _warn_of_whole_tensors(loader: Loader) -> None:
+    """Warn a caller who asks for one rank's part as it was saved, if all tensors are whole."""
+    options = loader.options
+    others = (options["layout"], options["into"], options["group"])
+    if options["rank"] is None or options["world_size"] == 1 or others != (None, None, None):
+        return
+    if _is_whole(loader):
+        find_caller().warn(
+            f"{loader.folder}: no tensor was saved in parts, so rank {options['rank']} of "
+            f"{options['world_size']} gets all of each tensor: pass layout='rows' or another "
+            "layout for a part of each, or layout='whole' for all without this warning"
+        )
 
 
 def _is_whole(loader: Loader) -> bool:
@@ -452,8 +437,7 @@ def load_new_state(request: LoadRequest, source: Source) -> LoadedState:
     part if all tensors were saved whole.
     """
     loader = Loader(request, source)
-    if _expects_parts(request.options) and _is_whole(loader):
-        _warn_of_whole_tensors(request.options, loader.folder)
+    _warn_of_whole_tensors(loader)
     _, chosen = loader.chosen()
     loader.refuse_lacking(chosen)
     has_states = request.names is None
@@ -464,18 +448,15 @@ def load_new_state(request: LoadRequest, source: Source) -> LoadedState:
         for each, names in selections + named
         if each.kind is not None
     )
-    results: list[Any] = []
+    results: list[Any] = []  # model and optimizer
     for section, names in selections:
-        extra: dict[str, Any] = {}
-        has_zeros = loader.options["missing"] == "zeros" and section.number == OPTIMIZER
-        if has_zeros and results[0] is not None:
-            extra = loader.zeros(chosen, results[0])
-        state = loader.load_state(section, names, extra) if section.kind is not None else None
-        results.append(state)
-    states: dict[str, Any] = {}
-    if has_states and loader.states:
-        states = shown_states(loader.load_named())
+        has_zeros = section.number == OPTIMIZER and loader.options["missing"] == "zeros"
+        extra = loader.zeros(chosen, results[0]) if has_zeros and results[0] is not None else {}
+        results.append(
+            loader.load_state(section, names, extra) if section.kind is not None else None
+        )
     manifest = loader.manifest
+    states = shown_states(loader.load_named()) if has_states and loader.states else {}
     return LoadedState(results[0], results[1], manifest.metadata, manifest.step, states)
 
 

@@ -489,6 +489,9 @@ class Prepared:
         """
         self.loader = loader
         into: Any = loader.options["into"]
+        if not hasattr(into.states, "keys"):
+            kind = type(into.states).__name__
+            raise TypeError(f"into['states'] must be a mapping of names to objects, got {kind}")
         self.model, self.optimizer, self.states = into.model, into.optimizer, dict(into.states)
         self.as_state = None  # the target of ``into["optimizer"]`` if this is a named state
         if OPTIMIZER_STATE in loader.states and loader.sections[OPTIMIZER].kind is None:
