@@ -21,6 +21,7 @@ from .._quantized.pairs import WHOLE, box_of
 from .._quantized.parts import pairs_of_sections, scale_parts
 from .._sections import OPTIMIZER, STATES, TensorRow, rename_sections, sections_of, states_of
 from .._sources.indexed import IndexedSource
+from .._states.containers import mapped
 from .._states.modules import shown_states
 from .._states.restore import load_trees
 from .._store.chosen_names import chosen_names
@@ -316,7 +317,8 @@ class Loader:
         for name, label in in_memory.items():
             value = self._changed_state(self.named[name]) if name in self.named else saved[label]
             value = deepcopy(value) if self.source.is_mapped else value
-            values[name] = _moved_to(self.options["device"], value)
+            device = self.options["device"]
+            values[name] = value if device is None else _moved_to(device, value)
         others = [name for name in values if name not in in_memory]
         values |= load_trees(self, [name for name in others if name not in self.named])
         for name in others:
@@ -461,22 +463,10 @@ def load_new_state(request: LoadRequest, source: Source) -> LoadedState:
 
 
 def _moved_to(device: Any, value: Any) -> Any:
-    """Return a nested value with its tensors on `device`; dicts and lists in it are changed.
-
-    None as the device changes nothing.
-    """
-    if device is None:
-        return value
+    """Return a nested value with its tensors on `device`; arrays of a state become tensors."""
     if is_torch(value):
         return backend_of(value, TensorBackend).move_tensor(value, device)
     if isinstance(value, StateDict):
         backend = torch_backend("tensors on a device=", TensorBackend)
         value.update(backend.tensors_of(value))
-    if isinstance(value, dict):
-        for key in value:  # `update` of a Counter would add
-            value[key] = _moved_to(device, value[key])
-    elif isinstance(value, list):
-        value[:] = [_moved_to(device, inner) for inner in value]
-    elif type(value) is tuple:
-        return tuple(_moved_to(device, inner) for inner in value)
-    return value
+    return mapped(value, lambda _, inner: _moved_to(device, inner))

@@ -276,13 +276,16 @@ class IndexedSource(Source):
         """Verify all files, and raise the first problem as an error."""
         if self._indexes is not None:
             self._indexes.read_all()
-        for problem in self.find_problems(None)[1]:
+        report = VerifyReport(self.path)
+        self.find_problems(report, None)
+        for problem in report.problems:
             raise problem.as_error(self.files.path)
 
-    def find_problems(self, progress: Progress) -> tuple[int, list[Problem]]:
-        """Verify all files that `merged` lists; return the bytes read, and the problems."""
+    def find_problems(self, report: VerifyReport, progress: Progress) -> None:
+        """Verify all files that `merged` lists; add the bytes read and problems to `report`."""
         count, problems = self.files.folder.verify(self.merged, progress)
-        return count, [Problem(*problem) for problem in problems]
+        report.bytes += count
+        report.problems += [Problem(*problem) for problem in problems]
 
     def verify(self, report: VerifyReport, progress: Progress) -> None:
         """Verify the root and its files, and mark a damaged step; list files that no root needs."""

@@ -14,7 +14,7 @@ from .._files.checksums_verify import compare_files, compare_recorded
 from .._files.safetensors_verify import read_header, verify_file
 from .._folder.weight_names import is_index, set_of, weights_root
 from .._quantized.config import find_entry
-from .._report import Problem, VerifyReport, problem_of
+from .._report import VerifyReport, problem_of
 from .._store.weight_checksums import find_checksums, require_index
 from .._store.weight_files import (
     listed,
@@ -117,18 +117,17 @@ class HuggingFaceSource(IndexedSource):
 
     # ---- verifying ----
 
-    def find_problems(self, progress: Progress) -> tuple[int, list[Problem]]:
+    def find_problems(self, report: VerifyReport, progress: Progress) -> None:
         """Verify the files, and compare them with their checksums unless `verify` does that.
 
         Of files without checksums of mlstate, only the structure is checked. A missing file is a
         problem.
         """
-        report, folder = VerifyReport(self.path), self.files.folder
+        folder = self.files.folder
         self._verify_files(report, progress)
         if self.checked:
             compare_files(folder, self._weights.files, find_checksums(folder), report, progress)
         warn_of_total(folder, self.manifest, self.merged)
-        return report.bytes, report.problems
 
     def _verify_files(self, report: VerifyReport, progress: Progress) -> None:
         """Verify the files one by one; add bytes and problems to `report`."""
@@ -182,9 +181,8 @@ class HuggingFaceSource(IndexedSource):
             if not report.problems:
                 report.problems.append(problem_of("index", self.root, error))
             return
-        count, problems = self.find_problems(progress)
-        report.bytes += count + sum(record.bytes for record in self.manifest.indexes)
-        report.problems += problems
+        self.find_problems(report, progress)
+        report.bytes += sum(record.bytes for record in self.manifest.indexes)
         report.checksums = all(shard[_CRC32C] is not None for shard in shards)
 
 

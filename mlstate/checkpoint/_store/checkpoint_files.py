@@ -27,10 +27,13 @@ from .manifest import IndexRecord, Manifest, parse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-    from typing import TypeVar
+    from typing import TypeAlias, TypeVar
 
     from .._folder.protocol import Folder
 
+    Indexes: TypeAlias = Mapping[str, _core.MergedIndex]  # by generation
+    Roots: TypeAlias = Mapping[str, Manifest]  # by path
+    Saves: TypeAlias = "list[Generation]"
     _Result = TypeVar("_Result")
 
 _NONE: Mapping[str, Any] = {}
@@ -439,10 +442,7 @@ class CheckpointFiles:
         return sorted(foreign + linked)
 
     def needed_files(
-        self,
-        without: Collection[Root] = (),
-        merged_indexes: Mapping[str, _core.MergedIndex] = _NONE,
-        roots: Mapping[str, Manifest] = _NONE,
+        self, without: Collection[Root] = (), merged_indexes: Indexes = _NONE, roots: Roots = _NONE
     ) -> set[str]:
         """Return the paths of all shard files and indexes that any root (manifest) needs.
 
@@ -476,11 +476,7 @@ class CheckpointFiles:
         return needed
 
     def prune(
-        self,
-        *,
-        dry_run: bool = False,
-        merged_indexes: Mapping[str, _core.MergedIndex] = _NONE,
-        roots: Mapping[str, Manifest] = _NONE,
+        self, *, dry_run: bool = False, merged_indexes: Indexes = _NONE, roots: Roots = _NONE
     ) -> list[str]:
         """Delete the shard files and indexes that no root (manifest) needs.
 
@@ -546,16 +542,13 @@ class CheckpointFiles:
                 manifests[manifest.generation] = manifest
         return list(manifests.values())
 
-    def _index_files(
-        self, which: Generation, rank: int, merged_indexes: Mapping[str, _core.MergedIndex]
-    ) -> tuple[str, set[str]]:
+    def _index_files(self, which: Generation, rank: int, indexes: Indexes) -> tuple[str, set[str]]:
         """Return the path of one rank's index of the save `which`, and the paths that it names.
 
-        `merged_indexes`: as of `delete_own_files`. Raises FormatError if the index is of another
-        save.
+        `indexes`: that were read before. Raises FormatError if the index is of another save.
         """
         path = f"index/{which.generation}.{rank}.json"
-        merged = merged_indexes.get(which.generation)
+        merged = indexes.get(which.generation)
         if merged is None:
             where = self.join(path)
             merged = _core.MergedIndex((self.folder.read(path),), (where,))
@@ -573,9 +566,9 @@ class CheckpointFiles:
         self,
         rank: int,
         world_size: int,
-        replaced: list[Generation],
-        remaining: list[Generation],
-        merged_indexes: Mapping[str, _core.MergedIndex] = _NONE,
+        replaced: Saves,
+        remaining: Saves,
+        merged_indexes: Indexes = _NONE,
     ) -> list[str]:
         """Delete a rank's files of the saves `replaced` that the saves `remaining` do not need.
 

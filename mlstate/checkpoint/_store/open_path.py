@@ -184,25 +184,10 @@ class RootPath(NamedTuple):
 
 
 # Suffixes of files that other programs, or `save_file`, read and write.
-FILE_SUFFIXES = frozenset(
-    [
-        ".safetensors",
-        ".npz",
-        ".npy",
-        ".pt",
-        ".pth",
-        ".bin",
-        ".ckpt",
-        ".pkl",
-        ".pickle",
-        ".h5",
-        ".hdf5",
-        ".msgpack",
-        ".onnx",
-        ".gguf",
-        ".json",
-    ]
-)
+FILE_SUFFIXES = frozenset((
+    ".safetensors", ".npz", ".npy", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle", ".h5",
+    ".hdf5", ".msgpack", ".onnx", ".gguf", ".json",
+))  # fmt: skip
 
 
 def refuse_file_name(folder: Probe) -> None:

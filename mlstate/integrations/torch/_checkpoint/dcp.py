@@ -68,11 +68,6 @@ def read_dcp(path: Path, selection: Selection) -> Parts:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that there is only one process
             _load_state_dict(tree, storage_reader=reader, planner=_planner(path), no_dist=True)
-    except FormatError as error:
-        error.path = str(path)
-        raise
-    except OSError:
-        raise
     except BaseException as error:
         # torch collects errors in a class that does not derive from Exception: its `failures` have
         # (exception, traceback) by rank
@@ -80,10 +75,9 @@ def read_dcp(path: Path, selection: Selection) -> Parts:
             raise
         failure = next(iter(getattr(error, "failures", {}).values()), error)
         cause = failure[0] if isinstance(failure, tuple) else failure
-        if isinstance(cause, OSError):
-            raise cause from None
         if isinstance(cause, FormatError):
             cause.path = str(path)
+        if isinstance(cause, OSError | FormatError):
             raise cause from None
         raise malformed(path, f"torch cannot read it: {first_line(cause)}") from None
     _restore_empty(tree, path)
