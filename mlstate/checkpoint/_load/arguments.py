@@ -80,11 +80,11 @@ def ranks_of(
     return steps, rank, world_size
 
 
-def _checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
+def _checked_cast(cast: Any, into: object) -> tuple[bool, str]:
     """Check the user's ``cast=``; return whether to convert to the dtypes of `into`, and a dtype.
 
     The dtype is for the floats of new arrays; "" keeps the stored ones. Raises TypeError unless
-    `cast` is a flag or a dtype of floats, ValueError if `into` or `mmap` does not allow it.
+    `cast` is a flag or a dtype of floats, ValueError if `into` does not allow it.
     """
     if isinstance(cast, FLAG):
         if cast and into is None:
@@ -102,34 +102,28 @@ def _checked_cast(cast: Any, into: object, *, mmap: bool) -> tuple[bool, str]:
             f"cast={dtype!r} is the dtype of new arrays, and the targets of into= have their own: "
             "pass cast=True to convert to these"
         )
-    if mmap:
-        raise ValueError(
-            "mmap=True returns views of the files, which have the stored dtypes: pass either "
-            "mmap=True or a dtype as cast="
-        )
     return False, dtype
 
 
-def _checked_device(device: object, *, mmap: bool) -> Any:
-    """Return `device` as a device of torch; None stays None.
+def _refuse_mapped(dtype: str, options: LoadOptions) -> None:
+    """Raise ValueError for options that ``mmap=True`` excludes; `dtype`: of ``cast=``, or ""."""
+    for value, text in (
+        (
+            dtype or None,
+            ", which have the stored dtypes: pass either mmap=True or a dtype as cast=",
+        ),
+        (options["device"], ", which are NumPy arrays: pass either mmap=True or device="),
+        (options["into"], " and cannot fill into=: pass only one of them"),
+    ):
+        if value is not None:
+            raise ValueError(f"mmap=True returns read-only views of the files{text}")
 
-    Raises ValueError with `mmap`, and the errors of `TensorBackend.device_of`.
-    """
-    if device is None:
-        return None
-    if mmap:
-        raise ValueError(
-            "mmap=True returns read-only views of the files, which are NumPy arrays: pass either "
-            "mmap=True or device="
-        )
-    return torch_backend("tensors on a device=", TensorBackend).device_of(device)
 
-
-def _checked_into(into: Any, *, mmap: bool) -> Targets:
+def _checked_into(into: Any) -> Targets:
     """Return the targets in the caller's ``into=``; a module is the model's.
 
     Raises TypeError unless it is a mapping with only the keys model, optimizer and states, or an
-    object with `model` and `optimizer`; ValueError with `mmap`.
+    object with `model` and `optimizer`.
     """
     if not isinstance(into, dict) and is_module(into):
         into = {"model": into}
@@ -148,10 +142,6 @@ def _checked_into(into: Any, *, mmap: bool) -> Targets:
             "into= takes {'model': ..., 'optimizer': ...} or something with these attributes, "
             f"got {type(into).__name__}"
         )
-    if mmap:
-        raise ValueError(
-            "mmap=True returns views of the files and cannot fill into=: pass only one of them"
-        )
     take = getattr(into, "get", lambda name: getattr(into, name, None))
     states = take("states")
     return Targets(take("model"), take("optimizer"), {} if states is None else states)
@@ -163,11 +153,13 @@ def check_request(options: LoadOptions) -> LoadRequest:
     Replaces ``into``, ``names``, ``group`` and ``device`` in `options` by their checked forms.
     Raises TypeError or ValueError for arguments that do not fit one another.
     """
-    mmap, verify, missing = options["mmap"], options["verify"], options["missing"]
+    verify, missing = options["verify"], options["missing"]
     rank, world_size, layout = options["rank"], options["world_size"], options["layout"]
     if options["group"] is not None:
         options["group"] = check_group(options["group"])
-    cast, dtype = _checked_cast(options["cast"], options["into"], mmap=mmap)
+    cast, dtype = _checked_cast(options["cast"], options["into"])
+    if options["mmap"]:
+        _refuse_mapped(dtype, options)
     cutting = ranks_of(rank, world_size, layout, options["group"])
     if options["names"] is not None:
         options["names"] = listed_names(options["names"])  # an iterator is read once
@@ -175,9 +167,11 @@ def check_request(options: LoadOptions) -> LoadRequest:
         raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
     if not isinstance(missing, str) or missing not in _MISSING:
         raise ValueError(f"missing must be one of {', '.join(_MISSING)}, got {missing!r}")
-    options["device"] = _checked_device(options["device"], mmap=mmap)
+    if options["device"] is not None:
+        backend = torch_backend("tensors on a device=", TensorBackend)
+        options["device"] = backend.device_of(options["device"])
     if options["into"] is not None:
-        options["into"] = into = _checked_into(options["into"], mmap=mmap)
+        options["into"] = into = _checked_into(options["into"])
         if missing != "skip" and into.optimizer is None:
             raise ValueError(
                 f"missing={missing!r} concerns the optimizer in into=, which is not given: leave "

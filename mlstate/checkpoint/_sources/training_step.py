@@ -8,12 +8,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from ...errors import MLStateError
 from .._files.parts import Parts, Selection
 from .._layouts.training_step import read_metadata, step_entries
-from .._report import VerifyReport, note_refusal
 from .readers import read_training_entries
-from .verify_zip import verify_files
 from .weights import HuggingFaceSource
 from .whole import WholeSource
 
@@ -23,6 +20,7 @@ if TYPE_CHECKING:
 
     from ..._common.callback import Progress
     from .._options import LoadOptions
+    from .._report import VerifyReport
     from .._store.checkpoint_files import CheckpointFiles
     from .._store.manifest import Manifest
     from .protocol import How, Index
@@ -63,6 +61,15 @@ class StepIndex:
         return self._by_section[section].fits(folder, section, keys, cuts, targets)
 
 
+class _Entries(WholeSource):
+    """The training entries of a folder."""
+
+    def files_to_verify(self) -> dict[str, str]:
+        """Return the paths of the entries' files, by name."""
+        entries = step_entries(os.listdir(self.path)).values()
+        return {name: f"{self.path}/{name}" for files in entries for name in files.values()}
+
+
 class StepSource(HuggingFaceSource):
     """The weights of a folder, and its optimizer, named states and metadata; see `Source`."""
 
@@ -72,7 +79,7 @@ class StepSource(HuggingFaceSource):
     def __init__(self, files: CheckpointFiles, root: str, manifest: Manifest | None = None) -> None:
         """Create the source of a local folder; nothing is read."""
         super().__init__(files, root, manifest)
-        self._others = WholeSource(self.path, self.format, self._read_others)
+        self._others = _Entries(self.path, self.format, self._read_others)
         self._needs_others = True
 
     def _read_others(self, checked: bool, selection: Selection | None) -> Parts:
@@ -136,17 +143,6 @@ class StepSource(HuggingFaceSource):
         """Verify the weights, then the files of the training entries."""
         self._needs_others = False
         super().verify(report, progress)
-        folder = self.files.folder
-        files = {
-            name: os.path.join(folder.path, name)
-            for names in step_entries(folder.names("")).values()
-            for name in names.values()
-        }
         has_checksums = report.checksums
-        verify_files(files, report, progress)
+        self._others.verify(report, progress)
         report.checksums = report.checksums and has_checksums
-        if not report.problems:
-            try:
-                self.require_loadable()
-            except MLStateError as error:
-                note_refusal(report, error, os.path.basename(getattr(error, "path", "")))

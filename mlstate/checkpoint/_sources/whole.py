@@ -396,6 +396,11 @@ class WholeSource(Source):
         """Raise the error that a load of model and optimizer raises."""
         self.parts.refuse_unreadable((MODEL, OPTIMIZER_PART))
 
+    def files_to_verify(self) -> dict[str, str]:
+        """Return the paths of the files with the content, by name."""
+        is_run = self.format == "deepspeed"
+        return files_of(step_folder(LocalFolder(self.path)).path if is_run else self.path)
+
     def verify(self, report: VerifyReport, progress: Progress) -> None:
         """Compare the CRC-32 of zip entries, then read the content as a load does."""
         from .verify_zip import verify_files
@@ -407,13 +412,11 @@ class WholeSource(Source):
                 report.problems += contents.problems
                 report.bytes += contents.bytes
             else:
-                folder = LocalFolder(self.path)
-                place = step_folder(folder).path if self.format == "deepspeed" else self.path
-                verify_files(files_of(place), report, progress)
+                verify_files(self.files_to_verify(), report, progress)
             if not report.problems:
                 self.require_loadable()
         except MLStateError as error:
-            note_refusal(report, error, os.path.basename(self.path))
+            note_refusal(report, error, os.path.basename(error.path or self.path))
 
 
 def _array_of(key: str, value: Any, path: str) -> Any:
