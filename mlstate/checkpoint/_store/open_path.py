@@ -157,8 +157,7 @@ def open_target(
     Without `any_suffix`, raises ValueError for the name of another format's file.
     """
     folder = open_folder(path, storage_options)
-    suffix = os.path.splitext(folder.path)[1].lower()
-    if suffix in FILE_SUFFIXES and not any_suffix:
+    if not any_suffix:
         refuse_file_name(folder)
     return folder
 

@@ -416,9 +416,8 @@ class OptimizerFilling(Filling):
         refuse_unfit(have, shapes_needed, request.shapes)
         parameters = frozenset(record.parameter for record in records.values())
         scope = Scope(request.strict, request.complete, parameters, request.elsewhere)
-        self.groups = match_groups(
-            saved.param_groups, saved.learning_rate, optimizer, members, scope
-        )
+        rate = saved.learning_rate
+        self.groups = match_groups(saved.param_groups, rate, optimizer, members, scope)
         # values of the group of each parameter, by the parameter's name
         self.group_of = {
             name: group
@@ -429,9 +428,8 @@ class OptimizerFilling(Filling):
         # states by parameter that `finish` adds: created ones to fill, and converted values
         self.new: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         places, is_number_of = self._sort_states(saved)
-        self._convert_stored(
-            request.read(sorted(is_number_of)) if is_number_of else {}, is_number_of
-        )
+        stored = request.read(sorted(is_number_of)) if is_number_of else {}
+        self._convert_stored(stored, is_number_of)
         super().__init__(places)
         self._stage_exact_conversions()
         # states by key that the checkpoint lacks: the parameter's slot, name and value
@@ -463,11 +461,11 @@ class OptimizerFilling(Filling):
             return self.new[slot.owner][record.state]
         if self.own_loader or not is_tensor(value):
             return None
-        has_order = hasattr(slot.owner, "device_mesh") or (
-            order_of_state(value) == self.orders.get(key)
-        )
-        form, form_like = (value.dtype, value.device, value.shape), (like.dtype, like.device)
-        return value if slot.run or (form == (*form_like, record.shape) and has_order) else None
+        has_form = value.dtype == like.dtype and value.device == like.device
+        fits = has_form and value.shape == record.shape
+        if not hasattr(slot.owner, "device_mesh"):
+            fits = fits and order_of_state(value) == self.orders.get(key)
+        return value if slot.run or fits else None
 
     def _sort_states(self, saved: Any) -> tuple[dict[str, Place], dict[str, bool]]:
         """Return the places of states to read in place, and the keys of those that `finish` sets.
