@@ -18,13 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ... import _core
-from ..._common.arrays import (
-    is_on_device,
-    is_torch,
-    memory_key,
-    memory_range,
-    refuse_masked,
-)
+from ..._common.arrays import is_on_device, is_torch, memory_key, memory_range, refuse_masked
 from ..._common.backend import TensorBackend, backend_of, is_module, is_optimizer
 from ..._common.caller import find_caller
 from ..._common.converted import converted, is_converted
@@ -41,13 +35,7 @@ from .._sections import OPTIMIZER, OPTIMIZER_STATE
 from .._states.collect import modules_of, owner_of
 from .._states.excluded import Excluded
 from .._states.modules import prepare_units, stored_entries, text_of_section
-from .._states.restore import (
-    Sources,
-    prepare_object,
-    prepare_tree,
-    read_trees,
-    refuse_overlaps,
-)
+from .._states.restore import Sources, prepare_object, prepare_tree, read_trees, refuse_overlaps
 from .._store.name_globs import ALL_NAMES
 from .._ties import TiedName, refuse_other_bytes
 from .decoded import check_decoded, decode_names, decoded_part, without_whole_steps

@@ -8,14 +8,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from ..._common.caller import find_caller
-from ..._common.file_checksums import (
-    NAME,
-    Checksums,
-    Record,
-    find_of_path,
-    parse,
-    require_recorded,
-)
+from ..._common.file_checksums import NAME, Checksums, Record, find_of_path, parse, require_recorded
 from .._folder.weight_names import is_index
 
 if TYPE_CHECKING:

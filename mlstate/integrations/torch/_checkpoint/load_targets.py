@@ -18,12 +18,7 @@ from ....checkpoint._states.containers import mapped, refuse_other_parts
 from ....errors import CompatibilityError
 from .._tensors.dtypes import torch_has
 from .._tensors.state import state_dict_of
-from .dtensor_shards import (
-    _reshard,
-    included_parts,
-    module_state,
-    part_of,
-)
+from .dtensor_shards import _reshard, included_parts, module_state, part_of
 from .dtensor_shards import tied_names as tied_names
 from .fsdp1_flat import flat_runs, flat_wrappers, is_flattened, reshard_flat
 from .module_contract import EXTRA, ModuleContract, OwnLoad, refuse_units
