@@ -107,11 +107,11 @@ class StepSource(HuggingFaceSource):
     def manifest(self) -> Manifest:
         """The description of the weights and, if the load needs them, of the training entries."""
         manifest = super().manifest
-        if not self._needs_others:
-            parts = Parts(None, None, read_metadata(self.files.folder), {})
-            metadata = {**manifest.metadata, **parts.metadata}
-            return manifest._replace(step=parts.step, metadata=metadata)
-        others = self._others.manifest
+        others: Any = Parts(None, None, {}, {})
+        if self._needs_others:
+            others = self._others.manifest
+        else:
+            others.metadata.update(read_metadata(self.files.folder))
         return manifest._replace(
             optimizer=others.optimizer,
             states=others.states,

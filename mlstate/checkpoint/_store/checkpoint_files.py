@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ... import _core
 from ..._common.log import is_logged, log
 from ..._common.store_error import format_error, store_error
-from ...errors import FormatError, MLStateError, StoreError
+from ...errors import ChecksumError, FormatError, MLStateError, StoreError
 from .._folder.names import (
     FOLDERS,
     MANIFEST,
@@ -312,13 +312,11 @@ class CheckpointFiles:
         data = self.folder.read(record.path)
         crc = f"{_core.crc32c(data):08x}"
         if len(data) != record.bytes or crc != record.crc32c:
-            error = _core.ChecksumError(
+            text = (
                 f"{path}: not the index that was committed: {len(data)} bytes with checksum "
                 f"{crc}, expected {record.bytes} bytes with {record.crc32c}"
             )
-            error.path = path
-            error.expected, error.got = record.crc32c, crc
-            raise error
+            raise ChecksumError(text, path=path, expected=record.crc32c, got=crc)
         return data
 
     def load_merged_index(

@@ -40,7 +40,6 @@ def chosen_names(
             raise listed_only
         hint = names_hint(unused[0], chain.from_iterable(sections))
         hint += "; names= takes the names after rename=" if is_renamed else ""
-        error = TensorNotFoundError(f"Tensor {unused[0]!r} not found in checkpoint{hint}")
-        error.name, error.path = unused[0], folder
-        raise error
+        text = f"Tensor {unused[0]!r} not found in checkpoint{hint}"
+        raise TensorNotFoundError(text, name=unused[0], path=folder)
     return names, chosen

@@ -141,20 +141,6 @@ def _state_value(value: Any, where: str, *, numbered: bool = False) -> Any:
     return value
 
 
-def _module_tree(
-    tensors: Mapping[str, Any], entries: Mapping[str, Any], metadata: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the ``state_dict()`` of a module: its tensors and other entries.
-
-    `metadata`: of torch, by module, which the result carries.
-    """
-    tree: dict[str, Any] = {**tensors, **_state_value(dict(entries), "model")}
-    if metadata:
-        tree = OrderedDict(tree)
-        tree._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]
-    return tree
-
-
 def tree_of(parts: Parts) -> dict[str, Any]:
     """Return a tree that torch can store, of the parts of a state.
 
@@ -178,20 +164,18 @@ def entries_of(parts: Parts, *, numbered: bool = False) -> dict[str, Any]:
     `tree_of`.
     """
     states, entries = split_entries(parts.states)
-    tree: dict[str, Any] = {}
-    if parts.model is not None:
-        tree["model"] = _cpu_tensors(parts.model)
-    if parts.optimizer is not None:
-        tree["optimizer"] = _optimizer_tree(parts.optimizer, numbered=numbered)
-    for name, value in states.items():
-        if name in ("model", "optimizer", "metadata", RECORD):
-            raise ValueError(
-                f"a state has the name {name!r} of another entry: leave it out (--skip)"
-            )
-        tree[name] = _state_value(value, f"states[{name!r}]", numbered=numbered)
-    for state, stored in entries.items():
+    for name in ("model", "optimizer", "metadata", RECORD):
+        if name in states:
+            text = f"a state has the name {name!r} of another entry: leave it out (--skip)"
+            raise ValueError(text)
+    named = {"model": parts.model, "optimizer": parts.optimizer}
+    values = {**{name: value for name, value in named.items() if value is not None}, **states}
+    tree = {n: _state_value(v, f"states[{n!r}]", numbered=numbered) for n, v in values.items()}
+    for state, (others, metadata) in entries.items():
         key = "model" if state is None else state
-        tree[key] = _module_tree(tree[key], *stored)
+        tree[key] = OrderedDict({**tree[key], **_state_value(dict(others), "model")})
+        if metadata:
+            tree[key]._metadata = OrderedDict(metadata)
     return tree
 
 

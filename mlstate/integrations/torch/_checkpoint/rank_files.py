@@ -32,23 +32,20 @@ def join_ranks(trees: list[Any], path: Path, *, keeps_differences: bool = False)
     """
     if keeps_differences and all(isinstance(tree, Mapping) for tree in trees):
         by_key = {key: [tree.get(key) for tree in trees] for tree in trees for key in tree}
-        return {key: _join_or_list(values, (key,), path) for key, values in by_key.items()}
+        return {key: _join_all(each, (key,), path, keeps=True) for key, each in by_key.items()}
     return _join_all(trees, (), path)
 
 
-def _join_or_list(values: list[Any], keys: tuple[Any, ...], path: Path) -> Any:
-    """Return the `values` of all ranks as one, or as they are if they differ."""
-    try:
-        return _join_all(values, keys, path)
-    except CompatibilityError:
-        return values
+def _join_all(values: list[Any], keys: tuple[Any, ...], path: Path, *, keeps: bool = False) -> Any:
+    """Return the `values` of all ranks as one; with `keeps`, as they are if they differ.
 
-
-def _join_all(values: list[Any], keys: tuple[Any, ...], path: Path) -> Any:
-    """Return the `values` of all ranks as one; raise FormatError for damaged parts."""
+    Raises FormatError for damaged parts.
+    """
     try:
         return _join(values, keys, path)
     except CompatibilityError:
+        if keeps:
+            return values
         raise
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError, AssertionError) as e:
         text = str(e).partition("\n")[0][:300] or type(e).__name__
