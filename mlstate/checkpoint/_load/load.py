@@ -104,8 +104,8 @@ def _load_together(group: ProcessGroup, request: LoadRequest, source: IndexedSou
         if tries_left < TRIES - 1:
             run(source.forget)
         prepared = run(begin)
-        own = None if prepared is None else run(partial(target_names, prepared))
-        elsewhere = names_elsewhere(group, own)
+        names = None if prepared is None else run(partial(target_names, prepared))
+        elsewhere = names_elsewhere(group, names)
         if elsewhere is not None and prepared is not None:
             prepared.elsewhere = elsewhere
             run(prepared.prepare)

@@ -361,7 +361,9 @@ class Loader:
             if row.state and is_full and name in chosen:
                 states.setdefault(row.state, name)
         parameters = [name for name in names[0] if shapes[name]]
-        trained = self._trained()
+        saved = optimizer.restore({}, self.folder)
+        groups = getattr(saved, "param_groups", ())
+        trained = {str(name) for group in groups for name in group.get("params", ())}
         # all of them, if the saved optimizer lists none of these
         parameters = [name for name in parameters if name in trained] or parameters
         return {
@@ -370,12 +372,6 @@ class Loader:
             for state, like in states.items()
             if f"{name}.{state}" not in chosen
         }
-
-    def _trained(self) -> set[str]:
-        """Return the names of the parameters that the saved optimizer lists, if it lists any."""
-        saved = self.sections[OPTIMIZER].restore({}, self.folder)
-        groups = getattr(saved, "param_groups", ())
-        return {str(name) for group in groups for name in group.get("params", ())}
 
     def refuse_lacking(self, names: list[list[str]]) -> None:
         """With ``missing="error"``, raise if the checkpoint lacks optimizer states.
@@ -424,12 +420,8 @@ def _is_whole(loader: Loader) -> bool:
     """Return whether a checkpoint has tensors, and each rank saved all of them and equal states."""
     if any("ranks" in kind for kind in loader.states.values()):
         return False
-    layouts = [
-        layout
-        for section, _, _, _, _, _, layout, *_ in loader.source.index.tensors()
-        if section in SECTIONS[:STATES]
-    ]
-    return bool(layouts) and not any(layouts)
+    rows = [row for section in loader.sections[:STATES] for row in loader.rows(section).values()]
+    return bool(rows) and not any(row.layout for row in rows)
 
 
 def load_new_state(request: LoadRequest, source: Source) -> LoadedState:
@@ -445,11 +437,7 @@ def load_new_state(request: LoadRequest, source: Source) -> LoadedState:
     has_states = request.names is None
     selections = [*zip(loader.sections, chosen, strict=False)]
     named = [(section, section.names) for section in loader.named.values() if has_states]
-    loader.need(
-        (each, names, request.cutting)
-        for each, names in selections + named
-        if each.kind is not None
-    )
+    loader.need((each, names, request.cutting) for each, names in selections + named)
     results: list[Any] = []  # model and optimizer
     for section, names in selections:
         has_zeros = section.number == OPTIMIZER and loader.options["missing"] == "zeros"

@@ -134,8 +134,6 @@ class _Target:
         text = partial(text_of_section, loader, section)
         has_memory = not is_optimizer(target)
         prepared.sources.add(target, section.label, text, has_memory=has_memory)
-        if self.elsewhere:
-            selected = [name for name in selected if name not in self.elsewhere]
         stored, entries = self.choose_entries(target)
         chosen = [*selected, *entries]
         if is_module(target) and not section.is_optimizer:
@@ -356,10 +354,10 @@ class _Target:
 
     def leave_out(self, names: set[str]) -> None:
         """Do not read the tensors `names`: the memory of each receives another one."""
-        kept = [i for i, name in enumerate(self.names) if name not in names]
+        positions = [i for i, name in enumerate(self.names) if name not in names]
         if isinstance(self.cuts, list):
-            self.cuts = [self.cuts[i] for i in kept]
-        self.names = [self.names[i] for i in kept]
+            self.cuts = [self.cuts[i] for i in positions]
+        self.names = [self.names[i] for i in positions]
         for name in self.casts.keys() & names:
             self.filling.arrays[name] = self.casts.pop(name)
 
@@ -566,6 +564,8 @@ class Prepared:
         """Add the target of a section; see `_Target.prepare`."""
         elsewhere = self.elsewhere.get(section.label, set())
         new = _Target(self.loader, section, choice, elsewhere)
+        if elsewhere:
+            selected = [name for name in selected if name not in elsewhere]
         new.prepare(selected, target, module, self)
         self.ready.append(new)
 
@@ -614,12 +614,12 @@ class Prepared:
         The states are read to new memory, so nothing is changed yet. These targets leave `ready`,
         because the actions fill them.
         """
-        own = [each for each in self.ready if getattr(each.filling, "own_loader", False)]
-        for each in own:
+        loaders = [each for each in self.ready if getattr(each.filling, "own_loader", False)]
+        for each in loaders:
             each.fill()
             target, state = each.filling.optimizer, each.filling.state_dict()
             self.actions.append(prepare_object(each.section.label, target, state))
-        self.ready = [each for each in self.ready if each not in own]
+        self.ready = [each for each in self.ready if each not in loaders]
 
     def _refuse_mixture(self) -> None:
         """Raise CompatibilityError if a target has content of a failed load, and is not filled."""

@@ -54,24 +54,21 @@ def open_source(
     there, FormatError for content that mlstate does not read, and ValueError for a step of a path
     without steps, or a URL of what must be local.
     """
+    is_open = isinstance(path, RootPath) or is_source(path)
+    if is_open and (choice != _NO_CHOICE or storage_options is not None):
+        raise ValueError(
+            f"{os.fspath(path)}: this checkpoint is open, and its step is chosen: pass step=, "
+            "monitor=, mode= and storage_options= with the path"
+        )
     files = getattr(path, "files", None)  # of an internal caller's source or root
-    if files is not None and only_local is not None:
-        require_local(files.folder, *only_local)
-    source: Source | None = None
-    if isinstance(path, RootPath):
-        source = IndexedSource(path.files, path.root, path.manifest)
-    elif is_source(path):
-        source = path.fresh()
-    if source is not None:
-        if choice != _NO_CHOICE or storage_options is not None:
-            raise ValueError(
-                f"{source.path}: this checkpoint is open, and its step is chosen: pass step=, "
-                "monitor=, mode= and storage_options= with the path"
-            )
-        return source
-    folder = open_folder(path, storage_options, reads=True)
+    folder = open_folder(path, storage_options, reads=True) if files is None else files.folder
     if only_local is not None:
         require_local(folder, *only_local)
+    if isinstance(path, RootPath):
+        return IndexedSource(path.files, path.root, path.manifest)
+    if is_open:
+        return path.fresh()  # type: ignore[no-any-return]
+    source: Source
     if not folder.is_local:
         source = _open_store(CheckpointFiles(folder), choice, format)
     elif format in (None, "mlstate") and folder.exists(MANIFEST):
@@ -98,7 +95,7 @@ def known_source(path: str, format: str, root: str, manifest: Manifest) -> Sourc
 
         return whole_source(path, format, manifest)
     folder = open_folder(path, reads=True)
-    if folder.is_local and root and format == "safetensors":
+    if folder.is_local and format == "safetensors":
         folder = LocalFolder(os.path.dirname(folder.path), root)
     cls = _INDEXED[format]
     if format == "huggingface" and folder.is_local:

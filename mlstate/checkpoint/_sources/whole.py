@@ -68,9 +68,7 @@ class MemoryIndex:
         self.sections = [dict(parts.model or {}), dict(parts.optimizer or {}), states]
         # of the parameters of each optimizer, by the prefix of its keys
         self._shapes: dict[str, dict[str, dict[tuple[int, ...], str]]] = {}
-        self._optimizers = {
-            name for name, state in parts.states.items() if isinstance(state, OptimizerStateDict)
-        }
+        self._states = parts.states
         self._unreadable = parts.unreadable.get(MODEL, {})
 
     def keys(self, section: int) -> list[str]:
@@ -151,7 +149,8 @@ class MemoryIndex:
         shape = tuple(array.shape)
         prefix = key.partition("/")[0] + "/" if section == STATES else ""
         expected: dict[tuple[int, ...], str] = {}
-        if section == OPTIMIZER or prefix[:-1] in self._optimizers:
+        is_named = isinstance(self._states.get(prefix[:-1]), OptimizerStateDict)
+        if section == OPTIMIZER or is_named:
             expected = self._shapes_of_parameters(section, prefix).get(key.rpartition(".")[0], {})
             if shape in ((), (1,)) and shape not in expected:
                 return array

@@ -578,12 +578,12 @@ class CheckpointFiles:
         deleted = []
         worlds = [which.world_size for which in replaced]
         for owner in range(rank, max(worlds, default=0), world_size):
-            kept, gone = (
+            current, ended = (
                 [self._index_files(s, owner, merged_indexes) for s in saves if owner < s.world_size]
                 for saves in (remaining, replaced)
             )
-            needed = {name for _, files in kept for name in files}
-            dead = [name for path, files in gone for name in (*sorted(files - needed), path)]
+            needed = {name for _, files in current for name in files}
+            dead = [name for path, files in ended for name in (*sorted(files - needed), path)]
             suffix = f"-{owner}.safetensors"
             dead = [name for name in dict.fromkeys(dead) if name.endswith((suffix, ".json"))]
             deleted += self.remove(dead)

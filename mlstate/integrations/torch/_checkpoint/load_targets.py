@@ -40,7 +40,7 @@ from .optimizer_slots import ParameterSlot, parameter_slots
 from .optimizer_values import NOT_VALUES, tensor_of
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     import torch
 
@@ -403,12 +403,7 @@ class OptimizerFilling(Filling):
         # keys of states that are stored as nested values
         self.packed = packed_states(saved.param_groups) & records.keys()
         self.orders = dimension_orders(saved.param_groups)  # other than C order, by key
-        shapes_needed = {
-            name: (slot.shape, {} if slot.run else optimizer.state.get(slot.owner, {}))
-            for name, slot in self.slots.items()
-        }
-        have = {key: () if key in self.packed else r.shape for key, r in records.items()}
-        refuse_unfit(have, shapes_needed, request.shapes)
+        self._check_shapes(request.shapes)
         parameters = frozenset(record.parameter for record in records.values())
         scope = Scope(request.strict, request.complete, parameters, request.elsewhere)
         rate = saved.learning_rate
@@ -423,8 +418,7 @@ class OptimizerFilling(Filling):
         # states by parameter that `finish` adds: created ones to fill, and converted values
         self.new: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         places, is_number_of = self._sort_states(saved)
-        stored = request.read(sorted(is_number_of)) if is_number_of else {}
-        self._convert_stored(stored, is_number_of)
+        self._convert_stored(request.read, is_number_of)
         super().__init__(places)
         self._stage_exact_conversions()
         # states by key that the checkpoint lacks: the parameter's slot, name and value
@@ -439,6 +433,16 @@ class OptimizerFilling(Filling):
         self.known = {**records, **self.rest}.keys()
         if not self.own_loader and not is_flat:
             self._set_state(is_whole=request.strict and request.complete)
+
+    def _check_shapes(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise CompatibilityError for states that do not fit; `shapes`: of stored parameters."""
+        states = self.optimizer.state
+        shapes_needed = {
+            name: (slot.shape, {} if slot.run else states.get(slot.owner, {}))
+            for name, slot in self.slots.items()
+        }
+        have = {key: () if key in self.packed else r.shape for key, r in self.records.items()}
+        refuse_unfit(have, shapes_needed, shapes)
 
     def _slot_of(self, key: str) -> tuple[ParameterSlot, OptimizerRecord, Any]:
         """Return the parameter of the stored state `key`, its record, and the optimizer's value."""
@@ -580,12 +584,13 @@ class OptimizerFilling(Filling):
             raise CompatibilityError(text, name=key, got=got, expected=expected)
         return value
 
-    def _convert_stored(self, arrays: dict[str, NDArray], is_number_of: dict[str, bool]) -> None:
+    def _convert_stored(self, read: Callable[..., Any], is_number_of: dict[str, bool]) -> None:
         """Add the values to `new` that `finish` sets.
 
-        `arrays`: stored values by key. `is_number_of`: of `_sort_states`. Raises CompatibilityError
-        if parameters in one flat parameter have different values.
+        `read`: returns stored values by key. `is_number_of`: of `_sort_states`. Raises
+        CompatibilityError if parameters in one flat parameter have different values.
         """
+        arrays = read(sorted(is_number_of)) if is_number_of else {}
         first: dict[tuple[int, str], str] = {}  # first key of each state of a flat parameter
         for key, array in arrays.items():
             slot, record, _ = self._slot_of(key)
