@@ -70,22 +70,6 @@ class CheckpointBackend(Protocol):
     def fill_module(self, module: Any) -> Any:
         """Return this rank's memory for a module's state, by the names of `saved_module`."""
 
-    def own_load(
-        self,
-        filling: Any,
-        entries: Mapping[str, Any],
-        metadata: Mapping[str, dict[str, Any]] | None,
-        units: list[Any],
-        *,
-        strict: bool,
-    ) -> Any:
-        """Prepare a load of some submodules by their own `load_state_dict`, and return it.
-
-        The result has `apply` and `undo`. `filling`: the target's memory. `entries`: values to load
-        by name. `metadata`: of torch's modules, None if it was not saved. `units`: the submodules.
-        `strict`: names must match, as in `load`.
-        """
-
     def parameter_names(self, optimizer: Any, module: Any, names: Any) -> list[str]:
         """Return the names of an optimizer's parameters.
 

@@ -16,6 +16,7 @@ from .._common.converted import converted, is_converted
 from .._common.dtypes import FLOATS, name_of, numpy_dtype
 from .._common.staged_targets import tied_error
 from .._sharding.layout import Layout, Steps
+from ._states.containers import equal_values
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -88,7 +89,7 @@ def _is_equal(
         left, right = (_read(loader, *each) for each in zip(pair, places, strict=True))
         if not is_one_view:
             left, right = memory_image(first.target, left), memory_image(second.target, right)
-        if left.dtype != right.dtype or not np.array_equal(_bytes_of(left), _bytes_of(right)):
+        if not equal_values(left, right):
             return False
     return True
 
@@ -124,8 +125,3 @@ def _read(loader: Loader, each: TiedName, place: Place) -> NDArray:
     dtype = name_of(each.target.dtype)
     is_cast = dtype in FLOATS and is_converted(row.dtype, dtype)
     return converted(array, dtype) if is_cast else array
-
-
-def _bytes_of(array: NDArray) -> NDArray:
-    """Return the bytes of a packed array."""
-    return array.reshape(-1).view(np.uint8)

@@ -139,7 +139,7 @@ class _Target:
         if is_module(target) and not section.is_optimizer:
             self.filling = filling = prepared.fill_module(section.label, target)
             prepared.actions += prepare_units(
-                loader, section, target, filling, chosen, stored, self.choice, prepared.sources
+                loader, section, filling, chosen, stored, self.choice, prepared.sources
             )
             selected = [name for name in chosen if not filling.loads_itself(name)]
             clash = [name for name in entries if name in filling.arrays]

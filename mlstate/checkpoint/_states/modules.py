@@ -11,11 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
-from ..._common.backend import TensorBackend, backend_of, is_module, torch_backend
+from ..._common.backend import TensorBackend, is_module, torch_backend
 from ..._common.dtypes import FLOATS, name_of
 from ..._sharding.layout import Shard
 from ...errors import CompatibilityError
-from .._backend import CheckpointBackend
 from .restore import (
     Action,
     describe_array,
@@ -277,7 +276,6 @@ def _read_tensors(
 def prepare_units(
     loader: Loader,
     section: Section,
-    target: Any,
     filling: Any,
     chosen: list[str],
     stored: StoredEntries,
@@ -286,8 +284,8 @@ def prepare_units(
 ) -> list[Action]:
     """Read the entries of submodules that load themselves; return the action that loads them.
 
-    [] if there are none. The module is not changed yet. `target`: the module. `filling`: the result
-    of `fill_module` for it. `chosen`: names that the load selects, from the user's choice `names`.
+    [] if there are none. The module is not changed yet. `filling`: the result of `fill_module` for
+    it. `chosen`: names that the load selects, from the user's choice `names`.
     `stored`: entries that are not tensors. `sources`: of the targets so far; the submodules' are
     added. Raises CompatibilityError for another dtype, a choice of only some entries of a
     submodule, or a submodule that an earlier target loads from other entries.
@@ -314,7 +312,5 @@ def prepare_units(
             where = f"{section.label}[{name!r}]"
             text = partial(_text_of_entries, {"": entries[name]}, where)
             sources.add(submodule, where, text, name[len(prefix) :])
-    load = backend_of(target, CheckpointBackend).own_load(
-        filling, entries, stored.metadata, units, strict=loader.options["strict"]
-    )
+    load = filling.own_load(entries, stored.metadata, units, strict=loader.options["strict"])
     return [Action(section.label, load.apply, load.undo)]

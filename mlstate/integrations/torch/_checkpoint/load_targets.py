@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     import torch
 
     from ...._sharding.layout import Steps
-    from ...._types import NDArray
     from ....checkpoint._backend import OptimizerRecord, OptimizerRequest
     from ....checkpoint._states.excluded import Excluded
 
@@ -203,6 +202,17 @@ class Filling(StagedTargets):
         """Return whether an entry belongs to a submodule that loads its entries itself."""
         return self.contract is not None and self.contract.unit_of(name) is not None
 
+    def own_load(self, entries: Any, metadata: Any, units: list[Any], *, strict: bool) -> OwnLoad:
+        """Return the load of `units` of the module by their own methods; nothing is loaded yet.
+
+        `entries`: their values by name. `metadata`: of modules, as `saved_module` returned it; None
+        if the checkpoint is not of mlstate. `strict`: as torch's.
+        """
+        assert self.contract is not None
+        default = {} if metadata is None else {"version": 1}
+        by_prefix = self.contract.metadata_by_prefix(metadata or {}, default)
+        return OwnLoad(self.contract, units, entries, by_prefix, strict=strict)
+
     def cuts(self, keys: Sequence[str]) -> list[tuple[tuple[int, ...], Any, int]]:
         """Return for each key the part that it receives: shape of the whole, cut, and last."""
         return [self.places[key][1:] for key in keys]
@@ -242,27 +252,6 @@ def fill_module(module: torch.nn.Module) -> Filling:
         places[unwrapped_name(module, name)] = _place(name, tensor)
     tied = [name for name, run in runs.items() if run.tied]
     return Filling(places, tied)
-
-
-def own_load(
-    filling: Filling,
-    entries: Mapping[str, Any],
-    metadata: Mapping[str, dict[str, Any]] | None,
-    units: list[Any],
-    *,
-    strict: bool,
-) -> OwnLoad:
-    """Return the load of `units` by their own methods; nothing is loaded yet.
-
-    `filling`: of the module that contains them. `entries`: their values by name. `metadata`: of
-    modules, as `saved_module` returned it; None if the checkpoint is not of mlstate. `strict`: as
-    torch's.
-    """
-    contract = filling.contract
-    assert contract is not None
-    default = {} if metadata is None else {"version": 1}
-    metadata_by_prefix = contract.metadata_by_prefix(metadata or {}, default)
-    return OwnLoad(contract, units, entries, metadata_by_prefix, strict=strict)
 
 
 def _unflattened_tensors(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
@@ -707,11 +696,10 @@ class OptimizerFilling(Filling):
             if hasattr(value, "numel") and value.numel() == slot.owner.numel():
                 slot.run.view(value.detach()).zero_()
             return
-        states = self.optimizer.state.get(slot.owner)
-        if states is not None:
-            states.pop(state, None)
-            if not states:
-                del self.optimizer.state[slot.owner]
+        states = self.optimizer.state.get(slot.owner, {})
+        states.pop(state, None)
+        if not states:
+            self.optimizer.state.pop(slot.owner, None)
 
     def _is_shared(self, slot: ParameterSlot, state: str) -> bool:
         """Return whether another parameter in the same flat one keeps the state named `state`."""

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ...._sharding.layout import Shard
 from ....checkpoint._files.parts import Unreadable
 from ....checkpoint._layouts.entries import malformed
+from ....checkpoint._states.containers import equal_values
 from ....errors import CompatibilityError
-from .._tensors.memory import as_bytes
 from .._tensors.state import explain_unsupported_tensor
 from .dtensor_shards import part_of
 from .optimizer import is_tensor
@@ -69,7 +67,7 @@ def _join(values: list[Any], keys: tuple[Any, ...], path: Path) -> Any:
         return type(first)(_join([*row], (*keys, n), path) for n, row in enumerate(rows))
     if hasattr(first, "device_mesh"):
         return _join_parts(values, keys, path)
-    if not all(_is_equal(first, value) for value in values[1:]):
+    if not all(equal_values(first, value) for value in values[1:]):
         raise _difference(keys, path)
     return first.clone() if is_tensor(first) and len(values) > 1 else first
 
@@ -100,7 +98,7 @@ def _join_parts(values: list[Any], keys: tuple[Any, ...], path: Path) -> torch.T
         facts = (tuple(value.shape), value.placements, part.dtype)
         if facts != (shape, values[0].placements, values[0].dtype):
             raise _difference(keys, path)
-        if index in parts and not _is_equal(parts[index], part):
+        if index in parts and not equal_values(parts[index], part):
             raise _difference(keys, path)
         parts[index] = part
     if layout is None:
@@ -126,19 +124,6 @@ def _is_special(tensor: Any) -> bool:
     if hasattr(tensor, "device_mesh"):
         return False
     return getattr(tensor, "is_meta", False) or bool(explain_unsupported_tensor(tensor))
-
-
-def _is_equal(first: Any, second: Any) -> bool:
-    """Return whether two values are equal: arrays and tensors bit for bit; NaN equals NaN."""
-    if is_tensor(first):
-        import torch
-
-        facts = [(each.dtype, each.shape) for each in (first, second)]
-        whole = (each.detach().contiguous() for each in (first, second))  # not expanded
-        return facts[0] == facts[1] and torch.equal(*map(as_bytes, whole))
-    if isinstance(first, (np.ndarray, np.generic)):
-        first, second = ((each.dtype, each.shape, each.tobytes()) for each in (first, second))
-    return bool(first == second or (first != first and second != second))  # NaN of both
 
 
 def _name(keys: tuple[Any, ...]) -> str:

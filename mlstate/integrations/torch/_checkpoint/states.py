@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .._tensors.state import tensors_of
-from .load_targets import Filling, fill_module, own_load, saved_module
+from .load_targets import Filling, fill_module, saved_module
 from .module_contract import OwnLoad
 from .optimizer import optimizer_dict as optimizer_dict
 from .optimizer import optimizer_state as optimizer_state
@@ -54,5 +54,5 @@ def module_target(
     return (
         filling,
         memory,
-        own_load(filling, {**entries, **tensors_of(arrays)}, None, units, strict=strict),
+        filling.own_load({**entries, **tensors_of(arrays)}, None, units, strict=strict),
     )
