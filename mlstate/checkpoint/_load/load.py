@@ -129,8 +129,6 @@ def _load_together(group: ProcessGroup, request: LoadRequest, source: IndexedSou
 def open_loader(path: object, options: LoadOptions) -> Loader:
     """Return a loader of all tensors of a source, for a caller that reads one after the other."""
     request = check_request(complete_options(load, options, LOAD_DEFAULTS))
-    if isinstance(path, RootPath):
-        request = request._replace(written=path.written)
     source = open_source(path, options.get("storage_options"))
     source.check(request.options)
     return Loader(request, source)

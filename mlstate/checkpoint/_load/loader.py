@@ -356,9 +356,9 @@ class Loader:
         shapes = {name: row.shape for name, row in self.rows_of(model, model.names).items()}
         chosen = set(names[OPTIMIZER])
         states: dict[str, str] = {}
-        for name, row in self.rows_of(optimizer, optimizer.names).items():
+        for name, row in self.rows_of(optimizer, names[OPTIMIZER]).items():
             is_full = row.axes is None and shapes.get(name.rpartition(".")[0]) == row.shape
-            if row.state and is_full and name in chosen:
+            if row.state and is_full:
                 states.setdefault(row.state, name)
         parameters = [name for name in names[0] if shapes[name]]
         saved = optimizer.restore({}, self.folder)

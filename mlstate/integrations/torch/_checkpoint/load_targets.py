@@ -317,47 +317,6 @@ def _is_exact(source: torch.dtype, target: torch.dtype) -> bool:
         return narrow.max <= wide.max and narrow.eps >= wide.eps and narrow.tiny >= wide.tiny
 
 
-def _new_state(
-    key: str,
-    slot: ParameterSlot,
-    record: OptimizerRecord,
-    like: torch.Tensor,
-    order: list[int] | None,
-) -> torch.Tensor:
-    """Return a new tensor of zeros for the state `key`, sharded like its parameter.
-
-    One that is not sharded has its dimensions in memory in `order`; None: in C order.
-
-    `slot`: of the parameter. `record`: the stored state; if it has another shape than the
-    parameter, `record.axes` tells which axes of the parameter it has, and so how it is sharded.
-    `like`: a tensor with the dtype. Raises BufferError for parameters on the meta device.
-    """
-    import torch
-
-    owner, dtype = slot.owner.detach(), like.dtype
-    if owner.device.type == "meta":
-        raise BufferError(
-            f"{key!r} is of a parameter on torch's meta device: call to_empty(device=) on the "
-            "module first, tie its weights again, and create the optimizer after that"
-        )
-    mesh = getattr(owner, "device_mesh", None)
-    if slot.run is None and mesh is None:
-        zeros = torch.zeros(record.shape, dtype=dtype, device=owner.device)
-        return zeros if order is None else with_order(zeros, order)
-    if slot.run is not None or record.shape == slot.shape:
-        return torch.zeros_like(owner, dtype=dtype)
-    from torch.distributed import tensor as distributed
-
-    axes = record.axes or ()
-    placements = [
-        distributed.Shard(axes.index(placement.dim))
-        if placement.is_shard() and placement.dim in axes
-        else distributed.Replicate()
-        for placement in owner.placements  # type: ignore[attr-defined]
-    ]
-    return distributed.zeros(*record.shape, dtype=dtype, device_mesh=mesh, placements=placements)
-
-
 class OptimizerFilling(Filling):
     """Memory of this rank for the states of an optimizer.
 
@@ -531,9 +490,42 @@ class OptimizerFilling(Filling):
 
             return Place(*run.place(torch.empty(0, dtype=getattr(torch, record.dtype))))
         if current is None:
-            current = _new_state(key, slot, record, like, self.orders.get(key))
-            self.new[slot.owner][record.state] = current
+            self.new[slot.owner][record.state] = current = self._new_state(key, like)
         return _place(key, current) if run is None else Place(*run.place(current.detach()))
+
+    def _new_state(self, key: str, like: torch.Tensor) -> torch.Tensor:
+        """Return a new tensor of zeros for the state `key`, sharded like its parameter.
+
+        If the stored state has another shape than the parameter, `axes` of its record tells which
+        axes of the parameter it has, and so how it is sharded. `like`: a tensor with the dtype.
+        Raises BufferError for parameters on the meta device.
+        """
+        import torch
+
+        slot, record, _ = self._slot_of(key)
+        owner, dtype = slot.owner.detach(), like.dtype
+        if owner.device.type == "meta":
+            raise BufferError(
+                f"{key!r} is of a parameter on torch's meta device: call to_empty(device=) on the "
+                "module first, tie its weights again, and create the optimizer after that"
+            )
+        mesh = getattr(owner, "device_mesh", None)
+        if slot.run is None and mesh is None:
+            zeros = torch.zeros(record.shape, dtype=dtype, device=owner.device)
+            return with_order(zeros, self.orders[key]) if key in self.orders else zeros
+        if slot.run is not None or record.shape == slot.shape:
+            return torch.zeros_like(owner, dtype=dtype)
+        from torch.distributed import tensor as distributed
+
+        axes = record.axes or ()
+        placements = [
+            distributed.Shard(axes.index(placement.dim))
+            if placement.is_shard() and placement.dim in axes
+            else distributed.Replicate()
+            for placement in owner.placements  # type: ignore[attr-defined]
+        ]
+        shape = record.shape
+        return distributed.zeros(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
 
     def _stage_exact_conversions(self) -> None:
         """Let states that torch converts without rounding be read in their stored dtype.
