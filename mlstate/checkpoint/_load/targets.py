@@ -298,7 +298,7 @@ class _Target:
         """
         loader, filling = self.loader, self.filling
         keys, arrays = self._by_key()
-        loader.source.index.fits(loader.folder, self.section.number, keys, self.cuts, arrays)
+        loader.source.fits(self.section.number, keys, self.cuts, arrays)
         for name, target in self.casts.items():  # from any float
             like = np.empty(filling.arrays[name].shape, np.float32)
             check_load({name: target}, {name: like}, strict=True, cast=True)

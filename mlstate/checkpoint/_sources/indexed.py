@@ -224,6 +224,10 @@ class IndexedSource(Source):
 
     # ---- reading ----
 
+    def fits(self, section: int, keys: list[str], cuts: Any, targets: dict[str, Any]) -> None:
+        """Raise if `targets`, by key, do not fit; see `Source`."""
+        self.merged.fits(self.path, section, keys, cuts, targets)
+
     def read(self, section: int, keys: list[str], cuts: Any, **how: Unpack[How]) -> dict[str, Any]:
         """Return parts of tensors by key; see `Source`."""
         parts, folder = TensorParts(self.merged, section, keys, cuts), self.files.folder

@@ -43,18 +43,13 @@ class Index(Protocol):
     def heads(self) -> list[tuple[Any, ...]]:
         """Return facts about each index; the last two are the bytes of shards, and in files."""
 
-    def fits(
-        self, folder: str, section: int, keys: list[str], cuts: Any, targets: dict[str, Any], /
-    ) -> object:
-        """Raise if a target has another shape or dtype than its part, or cannot be written."""
-
 
 class How(TypedDict, total=False):
     """How a source reads tensors."""
 
     verify: bool  # compare the bytes with checksums: the default
     mmap: bool  # return views of the files, if possible
-    into: dict[str, Any]  # arrays to fill and return, which `Index.fits` has accepted
+    into: dict[str, Any]  # arrays to fill and return, which `fits` has accepted
     progress: Progress  # called with numbers of bytes as they arrive
 
 
@@ -96,6 +91,9 @@ class Source(Protocol):
     def need(self, requests: Iterable[tuple[int, list[str], Cuts]]) -> None:
         """Read the indexes that list the requested parts: section, keys, and how they are cut."""
         return
+
+    def fits(self, section: int, keys: list[str], cuts: Any, targets: dict[str, Any]) -> None:
+        """Raise if a target has another shape or dtype than its part, or cannot be written."""
 
     def read(self, section: int, keys: list[str], cuts: Any, **how: Unpack[How]) -> dict[str, Any]:
         """Return parts of tensors by key, in new arrays unless `how` asks for others."""

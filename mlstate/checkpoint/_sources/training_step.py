@@ -30,12 +30,11 @@ class StepIndex:
     """The tensors of the model's source, and of a source for all others; see `Index`."""
 
     def __init__(self, model: Index, others: Index) -> None:
-        self._by_section = (model, others, others)
         self._indexes = (model, others)
 
     def keys(self, section: int) -> list[str]:
         """Return the keys of a section."""
-        return self._by_section[section].keys(section)
+        return self._indexes[bool(section)].keys(section)
 
     def tensors(self) -> list[tuple[Any, ...]]:
         """Return the fields of a `TensorRecord` for each tensor."""
@@ -53,12 +52,6 @@ class StepIndex:
         """Return one head with the bytes of all tensors."""
         total = sum(index.heads()[0][-2] for index in self._indexes)
         return [(0, 0, 0, 0, total, total)]
-
-    def fits(
-        self, folder: str, section: int, keys: list[str], cuts: Any, targets: dict[str, Any]
-    ) -> object:
-        """Raise if the parts do not fit `targets`, by key."""
-        return self._by_section[section].fits(folder, section, keys, cuts, targets)
 
 
 class _Entries(WholeSource):
@@ -129,6 +122,11 @@ class StepSource(HuggingFaceSource):
         super().begin(names, rank)
         if self._needs_others:
             self._others.begin(names, rank, into)
+
+    def fits(self, section: int, keys: list[str], cuts: Any, targets: dict[str, Any]) -> None:
+        """Raise if `targets`, by key, do not fit; see `Source`."""
+        fits = self._others.fits if section else super().fits
+        fits(section, keys, cuts, targets)
 
     def read(self, section: int, keys: list[str], cuts: Any, **how: Unpack[How]) -> dict[str, Any]:
         """Return parts of tensors by key; see `Source`."""

@@ -109,13 +109,6 @@ class MemoryIndex:
         total = sum(row[_NBYTES] for row in self.tensors())
         return [(0, 0, 0, 0, total, total)]
 
-    def fits(
-        self, folder: str, section: int, keys: list[str], cuts: Any, targets: dict[str, Any]
-    ) -> None:
-        """Raise as `check_load` if the parts do not fit `targets`, by key; nothing is changed."""
-        parts = self.parts(section, keys, cuts)
-        check_load({key: targets[key] for key in keys}, parts, strict=True, cast=False)
-
     def parts(self, section: int, keys: list[str], cuts: Any) -> dict[str, Any]:
         """Return parts of tensors by key, as views of the arrays in memory.
 
@@ -368,6 +361,11 @@ class WholeSource(Source):
         self._manifest = self.manifest._replace(states={**kinds, **named.kinds})
 
     # ---- reading ----
+
+    def fits(self, section: int, keys: list[str], cuts: Any, targets: dict[str, Any]) -> None:
+        """Raise if `targets`, by key, do not fit; see `Source`."""
+        parts = self.index.parts(section, keys, cuts)
+        check_load({key: targets[key] for key in keys}, parts, strict=True, cast=False)
 
     def read(self, section: int, keys: list[str], cuts: Any, **how: Unpack[How]) -> dict[str, Any]:
         """Return parts of tensors by key, in memory that no writer changes; see `Source`."""

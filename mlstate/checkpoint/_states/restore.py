@@ -303,7 +303,7 @@ def load_like(loader: Loader, section: int, key: str, like: Any) -> Any:
     array = loader.load_keys(section, [key], cut)[key]
     targets = {key: np.empty(part.array.shape, array.dtype)}
     cuts: Cuts = [(part.shape, part._steps, part.index)]
-    loader.source.index.fits(loader.folder, section, [key], cuts, targets)
+    loader.source.fits(section, [key], cuts, targets)
     return _with_elements(like, _tensor_of(None)(array))
 
 

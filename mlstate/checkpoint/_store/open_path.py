@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeGuard
 
 from ..._common.local_path import local_folder
 from ..._common.store_error import store_error
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from .manifest import Manifest
+
+    Path: TypeAlias = str | os.PathLike[str]
+    Options: TypeAlias = Mapping[str, Any] | None  # storage_options=
 
 # ---- URLs ----
 
@@ -85,12 +88,7 @@ _ONLY_READ = (
 )
 
 
-def open_folder(
-    path: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None = None,
-    *,
-    reads: bool = False,
-) -> Folder:
+def open_folder(path: Path, storage_options: Options = None, *, reads: bool = False) -> Folder:
     """Return the folder of a checkpoint, by a local path or a URL; no file is opened.
 
     With `reads`, a URL may name a safetensors file, or the index of a Hugging Face folder; the
@@ -108,7 +106,7 @@ def open_folder(
     return LocalFolder(place)
 
 
-def _open_url(url: str, storage_options: Mapping[str, Any] | None, reads: bool) -> Folder:
+def _open_url(url: str, storage_options: Options, reads: bool) -> Folder:
     """Return the folder of a URL, as `open_folder`; a local load imports nothing of stores."""
     from .._folder._remote.options import take_options
     from .._folder.object import ObjectFolder, StoreURL
@@ -134,10 +132,7 @@ def _open_url(url: str, storage_options: Mapping[str, Any] | None, reads: bool) 
 
 
 def open_files(
-    path: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None = None,
-    *,
-    reads: bool = False,
+    path: Path, storage_options: Options = None, *, reads: bool = False
 ) -> CheckpointFiles:
     """Return the files of the checkpoint at a path or URL; nothing is read.
 
@@ -146,12 +141,7 @@ def open_files(
     return CheckpointFiles(open_folder(path, storage_options, reads=reads))
 
 
-def open_target(
-    path: str | os.PathLike[str],
-    storage_options: Mapping[str, Any] | None,
-    *,
-    any_suffix: bool = False,
-) -> Folder:
+def open_target(path: Path, storage_options: Options, *, any_suffix: bool = False) -> Folder:
     """Return the folder of a checkpoint to write; nothing is read or written.
 
     Without `any_suffix`, raises ValueError for the name of another format's file.
