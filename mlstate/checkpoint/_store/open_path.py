@@ -147,7 +147,7 @@ def open_target(path: Path, storage_options: Options, *, any_suffix: bool = Fals
     Without `any_suffix`, raises ValueError for the name of another format's file.
     """
     folder = open_folder(path, storage_options)
-    if not any_suffix:
+    if not any_suffix and os.path.splitext(folder.path)[1].lower() in FILE_SUFFIXES:
         refuse_file_name(folder)
     return folder
 
