@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -66,8 +67,6 @@ class MemoryIndex:
             for key, value in state.items()
         }
         self.sections = [dict(parts.model or {}), dict(parts.optimizer or {}), states]
-        # of the parameters of each optimizer, by the prefix of its keys
-        self._shapes: dict[str, dict[str, dict[tuple[int, ...], str]]] = {}
         self._states = parts.states
         self._unreadable = parts.unreadable.get(MODEL, {})
 
@@ -139,48 +138,39 @@ class MemoryIndex:
         shapes if the parameter is unknown.
         """
         array = self.sections[section][key]
-        shape = tuple(array.shape)
-        prefix = key.partition("/")[0] + "/" if section == STATES else ""
-        expected: dict[tuple[int, ...], str] = {}
-        is_named = isinstance(self._states.get(prefix[:-1]), OptimizerStateDict)
-        if section == OPTIMIZER or is_named:
-            expected = self._shapes_of_parameters(section, prefix).get(key.rpartition(".")[0], {})
-            if shape in ((), (1,)) and shape not in expected:
-                return array
-        for other, label in expected.items():
-            if other == shape:
-                continue
-            name = key.removeprefix(prefix)
-            raise CompatibilityError(
-                f"{name!r} has shape {shape}, and {label} {other}: the format does not tell how to "
-                "cut it; load it whole, or convert it by mlstate convert first",
-                name=name,
-            )
+        shape, expected = tuple(array.shape), self._shapes.get((section, key.rpartition(".")[0]))
+        if expected is not None and shape in ((), (1,)) and shape not in expected:
+            return array
+        for other, label in (expected or {}).items():
+            if other != shape:
+                name = key.partition("/")[2] if section == STATES else key
+                raise CompatibilityError(
+                    f"{name!r} has shape {shape}, and {label} {other}: the format does not tell "
+                    "how to cut it; load it whole, or convert it by mlstate convert first",
+                    name=name,
+                )
         projected, number = _core.layout_project(steps, index, len(shape), None)
         return Layout(projected).take(array, number)
 
-    def _shapes_of_parameters(
-        self, section: int, prefix: str
-    ) -> dict[str, dict[tuple[int, ...], str]]:
-        """Return the shapes that an optimizer's states may have, by the keys of their parameters.
+    @cached_property
+    def _shapes(self) -> dict[tuple[int, str], dict[tuple[int, ...], str]]:
+        """The shapes that states of an optimizer may have, by section and key of the parameter.
 
         Each has its text for errors. It is the shape of the parameter in the model; if that lacks
-        it, the shapes of its states, except of single elements. `prefix`: of the keys of a named
-        optimizer.
+        it, the shapes of its states, except of single elements.
         """
-        if prefix in self._shapes:
-            return self._shapes[prefix]
-        model = self.sections[0]
-        shapes = self._shapes[prefix] = {}
-        for key, array in self.sections[section].items():
-            parameter, shape = key.rpartition(".")[0], tuple(array.shape)
-            name = parameter.removeprefix(prefix)
-            if not key.startswith(prefix):
-                continue
-            if name in model:
-                shapes[parameter] = {tuple(model[name].shape): "its parameter"}
-            elif name and shape not in ((), (1,)):
-                shapes.setdefault(parameter, {}).setdefault(shape, repr(key.removeprefix(prefix)))
+        model, shapes = self.sections[0], dict[Any, dict[tuple[int, ...], str]]()
+        for section in (OPTIMIZER, STATES):
+            for key, array in self.sections[section].items():
+                state, _, name = key.partition("/") if section == STATES else ("", "", key)
+                if state and not isinstance(self._states.get(state), OptimizerStateDict):
+                    continue
+                expected = shapes.setdefault((section, key.rpartition(".")[0]), {})
+                parameter, shape = name.rpartition(".")[0], tuple(array.shape)
+                if parameter in model:
+                    expected[tuple(model[parameter].shape)] = "its parameter"
+                elif parameter and shape not in ((), (1,)):
+                    expected.setdefault(shape, repr(name))
         return shapes
 
 
