@@ -116,7 +116,7 @@ def _refuse_mapped(dtype: str, options: LoadOptions) -> None:
         (options["into"], " and cannot fill into=: pass only one of them"),
     ):
         if value is not None:
-            raise ValueError(f"mmap=True returns read-only views of the files{text}")
+            raise ValueError(f"mmap=True returns views of the files{text}")
 
 
 def _checked_into(into: Any) -> Targets:

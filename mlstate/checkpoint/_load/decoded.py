@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -17,9 +17,11 @@ from .._quantized.pairs import WHOLE, box_of
 
 if TYPE_CHECKING:
     from ..._sharding.layout import Cutting, Steps
-    from .._quantized.pairs import Pair
+    from .._quantized.pairs import Pair, Shape
     from .._sections import Section
     from .loader import Loader
+
+    Part: TypeAlias = tuple[Steps, int]
 
 
 class Decoded(NamedTuple):
@@ -30,13 +32,22 @@ class Decoded(NamedTuple):
     elements: slice | None  # of the part, if the target is a range of elements
 
 
-def without_whole_steps(steps: Steps, index: int) -> tuple[Steps, int]:
-    """Return the steps that cut into several parts, and the index of a part; 0 without such steps.
+def refuse_other_part(label: str, name: str, shard: Shard, shape: Shape, part: Part) -> None:
+    """Raise CompatibilityError unless the target `shard` is the part that a load reads.
 
-    So two descriptions of one part are equal.
+    `label`, `name`: of its section and itself. `shape`: of the tensor. `part`: steps and index.
     """
-    steps = tuple((axis, parts) for axis, parts in steps if parts > 1)
-    return steps, index if steps else 0
+    texts = []
+    for whole, cuts, number in ((shape, *part), (shard.shape, shard._steps, shard.index)):
+        cuts = tuple((axis, parts) for axis, parts in cuts if parts > 1)
+        texts.append(f"part {number if cuts else 0} of shape {whole}, cut by {list(cuts)}")
+    got, expected = texts
+    if got != expected:
+        text = (
+            f"{label}[{name!r}] is a Shard, {expected}, and the load reads {got}: pass the layout= "
+            "and rank= of this part"
+        )
+        raise CompatibilityError(text, name=name, expected=expected, got=got)
 
 
 def decode_names(
@@ -47,12 +58,10 @@ def decode_names(
     Weights whose targets have wider floats receive their values: codes get the names of these, and
     scales without a target have none. Other targets receive codes and scales as they are stored.
     """
-    if section.is_optimizer:
-        return section, selected, {}
-    pairs = loader.pairs[section.label]
+    pairs, old_names = loader.pairs[section.label], section.old_names()
     names: dict[str, str | None] = {}  # new ones by stored name
     decoded = {}
-    for name, stored in section.old_names().items():
+    for name, stored in old_names.items():
         pair = pairs.by_codes.get(stored)
         if pair is not None:
             value = name if pair.name == pair.codes else value_name(name)
@@ -64,7 +73,6 @@ def decode_names(
             names[stored] = None
     if not decoded:
         return section, selected, {}
-    old_names = section.old_names()
     renamed = (names.get(old_names[name], name) for name in selected)
     return section.with_values(names), [name for name in renamed if name is not None], decoded
 
@@ -77,13 +85,10 @@ def decoded_part(loader: Loader, section: Section, filling: Any, name: str, pair
     """
     pair.check()
     cutting, elements, target = loader.cutting_of(section, pair), None, filling.arrays[name]
-    shape = cut = None
     if isinstance(target, Shard):
         steps, index, _ = cutting
         part = _core.layout_project(steps or (), index, len(pair.shape), None)
-        shape, cut = target.shape, without_whole_steps(target._steps, target.index)
-        if cut == without_whole_steps(*part):
-            cut = None
+        refuse_other_part(section.label, name, target, pair.shape, part)
     elif hasattr(filling, "cuts") and loader.request.by_target:
         [(shape, steps, last)] = filling.cuts([name])
         cutting = WHOLE
@@ -91,14 +96,10 @@ def decoded_part(loader: Loader, section: Section, filling: Any, name: str, pair
             elements = slice(steps, last)
         elif steps:
             cutting = (steps, last, prod(parts for _, parts in steps))
-    if cut is not None or (shape is not None and tuple(shape) != pair.shape):
-        want = f"{shape}, cut by {list(cut[0])} as number {cut[1]}" if cut else str(shape)
-        have = f"{pair.shape}, cut by {list(cutting[0] or ())} as number {cutting[1]}"
-        text = (
-            f"{section.label}[{name!r}] is of shape {want}, and the load decodes {have}: pass the "
-            "layout= and rank= of this part"
-        )
-        raise CompatibilityError(text, name=name, expected=want, got=have)
+        if tuple(shape) != pair.shape:
+            want, have = str(shape), str(pair.shape)
+            text = f"{section.label}[{name!r}] is of shape {want}, and the load decodes {have}"
+            raise CompatibilityError(text, name=name, expected=want, got=have)
     return Decoded(pair, cutting, elements)
 
 

@@ -38,7 +38,7 @@ from .._states.modules import prepare_units, stored_entries, text_of_section
 from .._states.restore import Sources, prepare_object, prepare_tree, read_trees, refuse_overlaps
 from .._store.name_globs import ALL_NAMES
 from .._ties import TiedName, refuse_other_bytes
-from .decoded import check_decoded, decode_names, decoded_part, without_whole_steps
+from .decoded import check_decoded, decode_names, decoded_part, refuse_other_part
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -260,19 +260,8 @@ class _Target:
         targets = self.filling.targets
         shards = {name: targets[name] for name in self.names if isinstance(targets[name], Shard)}
         for name, row in self.loader.rows_of(self.section, shards).items() if shards else ():
-            shard = shards[name]
-            part_read = (row.shape, *without_whole_steps(*row.part(self.request.cutting)))
-            part_of_target = (shard.shape, *without_whole_steps(shard._steps, shard.index))
-            if part_read != part_of_target:
-                got, expected = (
-                    f"part {number} of shape {whole_shape}, cut by {list(cuts)}"
-                    for whole_shape, cuts, number in (part_read, part_of_target)
-                )
-                text = (
-                    f"{self.section.label}[{name!r}] is a Shard, {expected}, and the load reads "
-                    f"{got}: pass the layout= and rank= of this part"
-                )
-                raise CompatibilityError(text, name=name, expected=expected, got=got)
+            part = row.part(self.request.cutting)
+            refuse_other_part(self.section.label, name, shards[name], row.shape, part)
 
     def _stage_casts(self) -> None:
         """Replace targets that have another float dtype by arrays of the stored one.

@@ -103,13 +103,11 @@ def generations_to_delete(
 
     `before`, `now`: the manifests before and after the deletion of roots.
     """
-    worlds = {m.generation: m.world_size for m in before}
-    remaining = {m.generation: m.world_size for m in now}
-    deleted = {name: world for name, world in worlds.items() if name not in remaining}
-    return {
-        "gone": [Generation(*item) for item in deleted.items()],
-        "kept": [Generation(*item) for item in remaining.items()],
-    }
+    earlier, remaining = (
+        dict.fromkeys(Generation(m.generation, m.world_size) for m in each)
+        for each in (before, now)
+    )
+    return {"gone": [each for each in earlier if each not in remaining], "kept": [*remaining]}
 
 
 class CheckpointFiles:
@@ -423,8 +421,8 @@ class CheckpointFiles:
 
     def foreign_files(self) -> list[str]:
         """Return the sorted paths of files that mlstate did not write, and of linked subfolders."""
-        links = filter(lambda part: os.path.islink(self.join(part)), FOLDERS)
-        linked = [*links] if self.folder.is_local else []  # their files are another folder's
+        # the files of linked folders are another folder's
+        linked = [p for p in FOLDERS if self.folder.is_local and os.path.islink(self.join(p))]
         foreign = [
             f"{part}/{name}"
             for part in FOLDERS

@@ -109,13 +109,7 @@ def with_patterns(
     if None not in ranks_of:
         first = [ranks[0] for ranks in ranks_of.values()]
         patterns = tuple(
-            Pattern(
-                ranks,
-                [
-                    list(each)
-                    for each in zip(*(reports[rank]["parts"] for rank in ranks), strict=True)
-                ],
-            )
+            Pattern(ranks, [*map(list, zip(*(reports[r]["parts"] for r in ranks), strict=True))])
             for ranks in ranks_of.values()
         )
     manifest = manifest._replace(patterns=patterns)
