@@ -312,20 +312,23 @@ class Loader:
 
     def load_named(self) -> dict[str, Any]:
         """Return the named states: of the saved classes, with the changes of the load."""
-        saved, values = self.source.saved, dict.fromkeys(self.states)
-        in_memory = {name: f"states[{name!r}]" for name in values if f"states[{name!r}]" in saved}
-        for name, label in in_memory.items():
-            value = self._changed_state(self.named[name]) if name in self.named else saved[label]
-            value = deepcopy(value) if self.source.is_mapped else value
-            device = self.options["device"]
-            values[name] = value if device is None else _moved_to(device, value)
-        others = [name for name in values if name not in in_memory]
-        values |= load_trees(self, [name for name in others if name not in self.named])
-        for name in others:
-            if name in self.named:
-                section = self.named[name]
+        values, saved, device = (
+            dict.fromkeys(self.states),
+            self.source.saved,
+            self.options["device"],
+        )
+        trees = []
+        for name in values:
+            label, section = f"states[{name!r}]", self.named.get(name)
+            if label in saved:
+                value = saved[label] if section is None else self._changed_state(section)
+                value = deepcopy(value) if self.source.is_mapped else value
+                values[name] = value if device is None else _moved_to(device, value)
+            elif section is not None:
                 values[name] = self.load_state(section, section.names, {})
-        return values
+            else:
+                trees.append(name)
+        return values | load_trees(self, trees)
 
     def _changed_state(self, section: Section) -> Any:
         """Return a state of tensors that is in memory, renamed, cut and converted as requested.

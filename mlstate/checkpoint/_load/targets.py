@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from .._states.modules import StoredEntries
     from .._states.restore import Action
     from .._store.name_globs import Names
+    from .arguments import Targets
     from .decoded import Decoded
     from .loader import Loader
 
@@ -410,38 +411,29 @@ class _Target:
         return Layout(steps).shape(row.shape, index)
 
 
-def _is_numbered(section: Section, folder: str, optimizer: Any, module: Any) -> bool:
-    """Return whether to match stored states by the order of parameters instead of by names.
-
-    True if they are stored as ``param_0.<state>``, and `module` or the optimizer gives other names;
-    without either, the optimizer's parameters are numbered anyway. `module`: of the parameters;
-    None: the user passed none. `folder`: for the error. Raises CompatibilityError if the states are
-    stored under names that neither `module` nor the optimizer gives.
-    """
-    groups = (section.kind or {}).get("param_groups", ())
-    names = section.names or [f"{name}." for g in groups for name in g.get("params", ())]
-    if names and all(map(_NUMBERED.match, names)):
-        # the module's parameter order is then also torch's order
-        return module is not None or any("param_names" in g for g in optimizer.param_groups)
-    has_names = all("param_names" in g for g in optimizer.param_groups)
-    if names and module is None and not has_names:
-        raise CompatibilityError(
-            f"{folder} stores optimizer states under names of parameters, such as "
-            f"{names[0]!r}: pass the module too, "
-            "into={'model': module, 'optimizer': optimizer}"
-        )
-    return False
-
-
 def _parameters_source(loader: Loader, section: Section, optimizer: Any, module: Any) -> Any:
     """Return the source of the names of an optimizer's parameters: a module, None, or the names.
 
-    `module`: has the parameters, or None.
+    `module`: has the parameters; None: the user passed none. States that are stored as
+    ``param_0.<state>`` are matched by the order of parameters if `module` or the optimizer gives
+    other names; without either, the optimizer's parameters are numbered anyway. Raises
+    CompatibilityError if the states are stored under names that neither of them gives.
     """
-    if not _is_numbered(section, loader.folder, optimizer, module):
-        return module
-    # torch numbers the parameters of all groups in their order.
-    return [f"param_{i}" for i in range(sum(len(g["params"]) for g in optimizer.param_groups))]
+    groups = (section.kind or {}).get("param_groups", ())
+    names = section.names or [f"{name}." for g in groups for name in g.get("params", ())]
+    has_names = ["param_names" in group for group in optimizer.param_groups]
+    if names and all(map(_NUMBERED.match, names)):
+        # the module's parameter order is then also torch's order, over all groups
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        is_named = module is not None or any(has_names)
+        return [f"param_{i}" for i in range(count)] if is_named else None
+    if names and module is None and not all(has_names):
+        raise CompatibilityError(
+            f"{loader.folder} stores optimizer states under names of parameters, such as "
+            f"{names[0]!r}: pass the module too, "
+            "into={'model': module, 'optimizer': optimizer}"
+        )
+    return module
 
 
 def _known(filling: Any) -> list[str]:
@@ -463,16 +455,14 @@ class Prepared:
         as a named state is a target of the named states.
         """
         self.loader = loader
-        into: Any = loader.options["into"]
+        into = cast("Targets", loader.options["into"])
         if not hasattr(into.states, "keys"):
             kind = type(into.states).__name__
             raise TypeError(f"into['states'] must be a mapping of names to objects, got {kind}")
         self.model, self.optimizer, self.states = into.model, into.optimizer, dict(into.states)
-        self.as_state = None  # the target of ``into["optimizer"]`` if this is a named state
-        if OPTIMIZER_STATE in loader.states and loader.sections[OPTIMIZER].kind is None:
-            self.as_state, self.optimizer = into.optimizer, None
-            if self.as_state is not None:
-                self.states[OPTIMIZER_STATE] = self.as_state
+        is_state = OPTIMIZER_STATE in loader.states and loader.sections[OPTIMIZER].kind is None
+        if is_state and self.optimizer is not None:
+            self.states[OPTIMIZER_STATE], self.optimizer = self.optimizer, None
         self.actions: list[Action] = []
         self.ready: list[_Target] = []
         self.elsewhere: Mapping[str, set[str]] = {}  # names that other ranks load, by section
@@ -703,9 +693,10 @@ class Prepared:
                 'you use them; verify="first" finds damage before anything is written'
             )
             raise
-        manifest = loader.manifest
-        optimizer = self.optimizer if self.as_state is None else self.as_state
-        return LoadedState(self.model, optimizer, manifest.metadata, manifest.step, self.states)
+        manifest, into = loader.manifest, cast("Targets", loader.options["into"])
+        return LoadedState(
+            into.model, into.optimizer, manifest.metadata, manifest.step, self.states
+        )
 
 
 def _memory_id(target: Any, array: Any) -> object:

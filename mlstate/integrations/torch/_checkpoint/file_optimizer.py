@@ -30,9 +30,8 @@ def _names_of(groups: list[Any], path: Path) -> dict[Any, str]:
             param_names = None
         for number, member in enumerate(members):
             if not isinstance(member, int | str) or member in names:
-                raise malformed(
-                    path, f"the optimizer's parameter {member!r} is not a number, or appears twice"
-                )
+                text = f"the optimizer's parameter {member!r} is not a number, or appears twice"
+                raise malformed(path, text)
             default = member if isinstance(member, str) else f"param_{len(names)}"
             # of members that are names, `param_names` may have another order: flattened optimizers
             # have one entry for each member
@@ -62,15 +61,13 @@ def optimizer_of(tree: Mapping[str, Any], path: Path) -> OptimizerStateDict:
         # torch's checkpoints store numbers as strings
         member = int(key) if key not in names and str(key).isdecimal() else key
         if member not in names or not isinstance(entries, Mapping):
-            raise malformed(
-                path, f"the optimizer has a state for {key!r}, which is in none of its groups"
-            )
+            text = f"the optimizer has a state for {key!r}, which is in none of its groups"
+            raise malformed(path, text)
         for state, value in entries.items():
             name = f"{names[member]}.{state}"
             if not isinstance(state, str) or not state or "." in state:
-                raise refusal(
-                    path, f"the optimizer's {names[member]!r} has a state named {state!r}"
-                )
+                text = f"the optimizer's {names[member]!r} has a state named {state!r}"
+                raise refusal(path, text)
             if name in states:
                 raise refusal(path, f"the optimizer has {name!r} twice")
             states[name] = value

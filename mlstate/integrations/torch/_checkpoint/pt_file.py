@@ -69,9 +69,7 @@ def _check_names(state: OptimizerStateDict, listed: list[str]) -> None:
     """Raise CompatibilityError unless all arrays are states of the parameters that groups list."""
     parameters = set(state.parameters())
     unknown = sorted(parameters - set(listed))
-    others = [
-        name for name in state if name.rpartition(".")[0] not in parameters or name.endswith(".")
-    ]
+    others = [n for n in state if n.rpartition(".")[0] not in parameters or n.endswith(".")]
     if others:
         raise CompatibilityError(
             "the optimizer has arrays that are not named <parameter>.<state>, as torch needs: "
@@ -79,11 +77,8 @@ def _check_names(state: OptimizerStateDict, listed: list[str]) -> None:
             name=others[0],
         )
     if unknown:
-        raise CompatibilityError(
-            "the optimizer has states of parameters that none of its groups lists: "
-            f"{join(unknown)}",
-            name=unknown[0],
-        )
+        text = "the optimizer has states of parameters that none of its groups lists: "
+        raise CompatibilityError(text + join(unknown), name=unknown[0])
 
 
 def _optimizer_tree(state: OptimizerStateDict, *, numbered: bool = False) -> dict[str, Any]:
