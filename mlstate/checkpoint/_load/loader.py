@@ -134,6 +134,12 @@ class Loader:
         how: How = {**self.how, "mmap": mmap}
         return self.source.read(section, keys, cutting, **how)
 
+    def load_tensors(self, section: Section, names: list[str], cutting: Cutting) -> dict[str, Any]:
+        """Return the tensors `names` of a section as new arrays, by name."""
+        keys = section.keys(names)
+        arrays = self.load_keys(section.number, keys, cutting)
+        return {name: arrays[key] for name, key in zip(names, keys, strict=True)}
+
     def rows(self, section: Section) -> dict[str, TensorRow]:
         """Return the facts of the index about each tensor of a section, by key.
 

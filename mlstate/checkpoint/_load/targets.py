@@ -31,6 +31,7 @@ from ...state._load_into import check_load, load_into
 from ...state._optimizer_state import OptimizerStateDict
 from .._backend import CheckpointBackend, OptimizerRecord, OptimizerRequest
 from .._loaded_state import LoadedState
+from .._quantized.pairs import WHOLE
 from .._sections import OPTIMIZER, OPTIMIZER_STATE
 from .._states.collect import modules_of, owner_of
 from .._states.excluded import Excluded
@@ -372,12 +373,6 @@ class _Target:
             shape = self._shape_of(row)
             records[name] = OptimizerRecord(parameter, state, shape, row.dtype, row.axes)
 
-        def read(names: list[str]) -> dict[str, Any]:
-            """Return whole tensors as new arrays, by name."""
-            keys = section.keys(names)
-            arrays = loader.load_keys(section.number, keys, (None, 0, 0))
-            return {name: arrays[key] for name, key in zip(names, keys, strict=True)}
-
         saved = section.restore({}, loader.folder)
         if not hasattr(saved, "param_groups"):  # the optimizer was saved as a plain dict
             saved = OptimizerStateDict()
@@ -392,7 +387,7 @@ class _Target:
             module=module,
             records=records,
             saved=saved,
-            read=read,
+            read=partial(loader.load_tensors, section, cutting=WHOLE),
             names=_parameters_source(loader, section, optimizer, module),
             meant=meant,
             elsewhere=frozenset(self.elsewhere),

@@ -130,9 +130,8 @@ def text_of_section(loader: Loader, section: Section) -> str:
     It is also that of an equal object in a nested value. Classes may differ.
     """
     tensors = {}
-    for name, key in zip(section.names, section.keys(section.names), strict=True):
-        array = loader.load_keys(section.number, [key], (None, 0, 0))[key]
-        tensors[name] = describe_array(array)
+    for name in section.names:  # one at a time
+        tensors[name] = describe_array(loader.load_tensors(section, [name], (None, 0, 0))[name])
     parts: list[Any] = [{"$": "object", "state": tensors}]
     parts += [{name: each} for name, each in (section.kind or {}).items() if name != "kind"]
     entries = entries_name(section.state)
@@ -263,11 +262,9 @@ def _read_tensors(
             "rank= and world_size="
         )
     unsharded = [name for name in names if name not in sharded]
-    keys = section.keys(unsharded)
-    arrays = loader.load_keys(number, keys, (None, 0, 0) if request.by_target else request.cutting)
-    tensors = torch_backend("modules", TensorBackend).tensors_of(
-        dict(zip(unsharded, (arrays[key] for key in keys), strict=True))
-    )
+    cutting = (None, 0, 0) if request.by_target else request.cutting
+    arrays = loader.load_tensors(section, unsharded, cutting)
+    tensors = torch_backend("modules", TensorBackend).tensors_of(arrays)
     for name, key in zip(sharded, section.keys(sharded), strict=True):
         tensors[name] = load_like(loader, number, key, earlier[name])
     return {name: like_tensors(tensors[name], earlier.get(name)) for name in names}
