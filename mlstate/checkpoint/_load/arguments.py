@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from .._options import LoadOptions
 
 
-_MISSING = ("skip", "zeros", "error")
-
-
 class Targets(NamedTuple):
     """The caller's ``into=``: what receives each section; None without a target."""
 
@@ -165,8 +162,8 @@ def check_request(options: LoadOptions) -> LoadRequest:
         options["names"] = listed_names(options["names"])  # an iterator is read once
     if not isinstance(verify, FLAG) and not (isinstance(verify, str) and verify == "first"):
         raise ValueError(f"verify must be True, False or 'first', got {verify!r}")
-    if not isinstance(missing, str) or missing not in _MISSING:
-        raise ValueError(f"missing must be one of {', '.join(_MISSING)}, got {missing!r}")
+    if not isinstance(missing, str) or missing not in ("skip", "zeros", "error"):
+        raise ValueError(f"missing must be one of skip, zeros, error, got {missing!r}")
     if options["device"] is not None:
         backend = torch_backend("tensors on a device=", TensorBackend)
         options["device"] = backend.device_of(options["device"])

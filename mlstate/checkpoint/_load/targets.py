@@ -616,25 +616,20 @@ class Prepared:
 
         Raises ValueError if targets, or caches among them, share memory in any other way.
         """
-        # the arrays of caches of NumPy and torch, whose addresses are known
-        caches = [
-            (label, {n: a for n, a in arrays.items() if isinstance(a, np.ndarray) or is_torch(a)})
-            for label, arrays in self.sources.cache_arrays.items()
+        memories = [(t.section.label, [*t.names, *t.decoded], t.memory()) for t in self.ready]
+        targets = [
+            (label, names, each.filling.targets)
+            for (label, names, _), each in zip(memories, self.ready, strict=True)
         ]
-        ready, count = self.ready, len(self.ready)
-        names = [(each.section.label, [*each.names, *each.decoded]) for each in ready]
-        has_devices = bool(caches) or any(each.filling.is_staged for each in ready)
-        is_tied = has_devices and refuse_overlaps_on_devices(
-            [(*n, each.filling.targets) for n, each in zip(names, ready, strict=True)]
-            + [(label, list(arrays), arrays) for label, arrays in caches],
-            count,
-        )
-        tied = _core.targets_tied(
-            [(*n, each.memory()) for n, each in zip(names, ready, strict=True)]
-            + [(label, [n for n in a if not is_on_device(a[n])], a) for label, a in caches],
-            count,
-        )
-        return is_tied or any(tied)
+        count, has_devices = len(targets), any(each.filling.is_staged for each in self.ready)
+        for label, cache in self.sources.cache_arrays.items():
+            # those of NumPy and torch have known addresses
+            arrays = {n: a for n, a in cache.items() if isinstance(a, np.ndarray) or is_torch(a)}
+            targets.append((label, list(arrays), arrays))
+            memories.append((label, [n for n in arrays if not is_on_device(arrays[n])], arrays))
+            has_devices = True
+        is_tied = has_devices and refuse_overlaps_on_devices(targets, count)
+        return any(_core.targets_tied(memories, count)) or is_tied
 
     def _join_tied_names(self) -> None:
         """Leave out names whose memory a later name shares: one read fills both.

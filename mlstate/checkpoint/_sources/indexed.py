@@ -30,31 +30,6 @@ if TYPE_CHECKING:
     _Result = TypeVar("_Result")
 
 
-def _read_merged(
-    files: CheckpointFiles,
-    manifest: Manifest,
-    ranks: list[int] | None = None,
-    texts: dict[int, bytes] | None = None,
-) -> _core.MergedIndex:
-    """Return the indexes of `ranks` as one; see `CheckpointFiles.load_merged_index`.
-
-    Layouts cut no state of an optimizer in it that is a nested value, stored as bytes: the groups
-    of the optimizers in the `manifest` list these.
-    """
-    merged = files.load_merged_index(manifest, ranks, texts)
-    kinds = [(OPTIMIZER, "", manifest.optimizer or {})]
-    kinds += [(STATES, f"{name}/", kind) for name, kind in (manifest.states or {}).items()]
-    nested: dict[int, set[str]] = {}
-    for section, prefix, kind in kinds:
-        with suppress(AttributeError, LookupError, TypeError):  # another program may list anything
-            if groups := kind.get("param_groups"):
-                keys = {prefix + key for key in packed_states(groups)}
-                nested[section] = nested.get(section, set()) | keys
-    for section, keys in nested.items():
-        merged.keep_whole(section, keys)
-    return merged
-
-
 class _Indexes:
     """The indexes of `ranks`, which have been read, as one `merged_index`.
 
@@ -64,19 +39,20 @@ class _Indexes:
     not grow with the number of ranks.
     """
 
-    def __init__(self, files: CheckpointFiles, manifest: Manifest, rank: int | None) -> None:
+    def __init__(
+        self, files: CheckpointFiles, manifest: Manifest, rank: int | None, *, every: bool = False
+    ) -> None:
         """Read the first indexes: one for each pattern of ranks, or all if no patterns are known.
 
-        `rank`: prefer this rank's index among equal ones; None: the lowest rank's.
+        `rank`: prefer this rank's index among equal ones; None: the lowest rank's. `every`: read
+        all.
         """
-        self._files = files
-        self._manifest = manifest
-        self._rank = rank
+        self._files, self._manifest, self._rank = files, manifest, rank
         self._patterns = [pattern for pattern in manifest.patterns or () if pattern.ranks]
         self._needed: set[int] = set()
         self._owners: dict[bytes, dict[int, list[int]]] = {}  # by `places` of a tensor
         self._texts: dict[int, bytes] = {}  # texts of the indexes that were read first
-        if manifest.patterns is None:
+        if every or manifest.patterns is None:
             self.ranks = list(range(manifest.world_size))
         else:
             self.ranks = [self._choose(pattern.ranks) for pattern in self._patterns]
@@ -90,7 +66,24 @@ class _Indexes:
         return self._rank if self._rank is not None and self._rank in ranks else min(ranks)
 
     def _read(self, ranks: list[int]) -> _core.MergedIndex:
-        return _read_merged(self._files, self._manifest, ranks, self._texts)
+        """Return the indexes of `ranks` as one.
+
+        Layouts cut no state of an optimizer in it that is a nested value, stored as bytes: the
+        groups of the optimizers in the manifest list these.
+        """
+        manifest = self._manifest
+        merged = self._files.load_merged_index(manifest, ranks, self._texts)
+        kinds = [(OPTIMIZER, "", manifest.optimizer or {})]
+        kinds += [(STATES, f"{name}/", kind) for name, kind in (manifest.states or {}).items()]
+        nested: dict[int, set[str]] = {}
+        for section, prefix, kind in kinds:
+            with suppress(AttributeError, LookupError, TypeError):  # of another program
+                if groups := kind.get("param_groups"):
+                    keys = {prefix + key for key in packed_states(groups)}
+                    nested[section] = nested.get(section, set()) | keys
+        for section, keys in nested.items():
+            merged.keep_whole(section, keys)
+        return merged
 
     def read_all(self) -> None:
         """Read the indexes of all ranks."""
@@ -206,7 +199,7 @@ class IndexedSource(Source):
         return self._merged
 
     def _read_index(self) -> _core.MergedIndex:
-        return _read_merged(self.files, self.manifest)
+        return _Indexes(self.files, self.manifest, None, every=True).merged_index
 
     def begin(self, names: list[str] | None, rank: int | None, into: Any = None) -> None:
         """Read the indexes that list all tensors; `rank`: preferred among equal ones."""

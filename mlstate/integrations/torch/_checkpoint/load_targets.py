@@ -64,23 +64,16 @@ def _place(name: str, value: Any) -> Place:
     Raises CompatibilityError if its elements share memory.
     """
     part = part_of(name, value)
-    _refuse_overlap(name, part.array if isinstance(part, Shard) else part)
-    if isinstance(part, Shard):
-        return Place(part.array, part.shape, part._steps, part.index)
-    return Place(part, tuple(part.shape), (), 0)
-
-
-def _refuse_overlap(name: str, tensor: torch.Tensor) -> None:
-    """Raise CompatibilityError if elements of the target `tensor` share memory.
-
-    This is so after expand(); torch refuses such writes too. `name`: for the error.
-    """
-    if overlaps_itself(tensor):
+    tensor = part.array if isinstance(part, Shard) else part
+    if overlaps_itself(tensor):  # so after expand(); torch refuses such writes too
         raise CompatibilityError(
             f"{name!r} has elements that share memory (strides {tensor.stride()}): load into a "
             "clone() of it",
             name=name,
         )
+    if isinstance(part, Shard):
+        return Place(tensor, part.shape, part._steps, part.index)
+    return Place(tensor, tuple(tensor.shape), (), 0)
 
 
 # ---- saving ----
