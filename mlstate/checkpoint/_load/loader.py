@@ -151,10 +151,8 @@ class Loader:
             groups: dict[Any, dict[str, TensorRow]] = {}
             for fields in index.tensors():
                 row = TensorRow._make(fields[: len(TensorRow._fields)])
-                states = (
-                    states_of(row.key, self.named) if row.section == SECTIONS[STATES] else [None]
-                )
-                for name in states:
+                is_named = row.section == SECTIONS[STATES]
+                for name in states_of(row.key, self.named) if is_named else [None]:
                     groups.setdefault((row.section, name), {})[row.key] = row
             self._grouped = index, groups
         return self._grouped[1].get((SECTIONS[section.number], section.state), {})
@@ -318,12 +316,8 @@ class Loader:
 
     def load_named(self) -> dict[str, Any]:
         """Return the named states: of the saved classes, with the changes of the load."""
-        values, saved, device = (
-            dict.fromkeys(self.states),
-            self.source.saved,
-            self.options["device"],
-        )
-        trees = []
+        values, saved = dict.fromkeys(self.states), self.source.saved
+        device, trees = self.options["device"], []
         for name in values:
             label, section = f"states[{name!r}]", self.named.get(name)
             if label in saved:
