@@ -18,7 +18,6 @@ from .._store.name_globs import ALL_NAMES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ..._types import NDArray
     from ...collectives import ProcessGroup
     from .._sections import Section
     from .._store.name_globs import Names
@@ -32,9 +31,9 @@ class TargetNames(NamedTuple):
     """Which of the stored names the targets of this rank load."""
 
     generation: str  # of the checkpoint
-    stored: list[str]  # names in the checkpoint, in an order that all ranks have
-    names: list[tuple[str, str]]  # the same as label of the section and name of this rank's load
-    has: NDArray  # for each name, whether the targets load it
+    # in an order that all ranks have: a text that is the same on all ranks; label of the section
+    # and name of this rank's load; whether the targets load it
+    rows: list[tuple[str, str, str, bool]]
     lacks: bool  # a target is strict, and lacks a name to load
 
 
@@ -45,10 +44,7 @@ def target_names(prepared: Prepared) -> TargetNames:
     """
     loader, targets = prepared.loader, prepared.names()
     chosen_names, _ = loader.chosen()
-    stored: list[str] = []
-    names: list[tuple[str, str]] = []
-    has: list[bool] = []
-    lacks = False
+    rows, lacks = [], False
     for section in loader.sections:
         is_target, target = section.label in targets, targets.get(section.label)
         choice = chosen_names if section.number < STATES else ALL_NAMES
@@ -56,12 +52,10 @@ def target_names(prepared: Prepared) -> TargetNames:
             is_own = target is None or name in target
             if target is not None and section.is_optimizer:  # of a state, or of its parameter
                 is_own |= name.rpartition(".")[0] in target
-            stored.append(text)
-            names.append((section.label, name))
-            has.append(is_target and is_chosen and is_own)
+            rows.append((text, section.label, name, is_target and is_chosen and is_own))
             lacks |= is_target and is_chosen and not is_own
     lacks &= bool(loader.options["strict"])
-    return TargetNames(loader.manifest.generation, stored, names, np.array(has, bool), lacks)
+    return TargetNames(loader.manifest.generation, rows, lacks)
 
 
 def _stored_names(
@@ -103,16 +97,16 @@ def names_elsewhere(group: ProcessGroup, names: TargetNames | None) -> dict[str,
         return {}
     import hashlib
 
-    digest = hashlib.blake2b(
-        "\0".join(names.stored).encode(), digest_size=_DIGEST_BYTES, usedforsecurity=False
-    ).digest()
-    others = np.zeros_like(names.has)
-    for reply in gather_bytes(group, digest + np.packbits(names.has).tobytes()):
+    texts = "\0".join(row[0] for row in names.rows).encode()
+    digest = hashlib.blake2b(texts, digest_size=_DIGEST_BYTES, usedforsecurity=False).digest()
+    has = np.array([row[-1] for row in names.rows], bool)
+    others = np.zeros_like(has)
+    for reply in gather_bytes(group, digest + np.packbits(has).tobytes()):
         if reply[:_DIGEST_BYTES] == digest:
             bits = np.frombuffer(reply, np.uint8, offset=_DIGEST_BYTES)
             others |= np.unpackbits(bits, count=others.size).astype(bool)
     elsewhere: dict[str, set[str]] = {}
-    for position in np.flatnonzero(others & ~names.has):
-        label, name = names.names[position]
+    for position in np.flatnonzero(others & ~has):
+        _, label, name, _ = names.rows[position]
         elsewhere.setdefault(label, set()).add(name)
     return elsewhere

@@ -317,13 +317,11 @@ class WholeSource(Source):
         excludes it. Warns of named states that cannot be read.
         """
         parts = self.parts
-        takes_all = self._options["names"] is None
+        takes_all, strict = self._options["names"] is None, self._options["strict"]
+        needed = [MODEL, OPTIMIZER_PART] if strict or into is None else [OPTIMIZER_PART]
         if takes_all:
-            needed = ((MODEL, self._options["strict"]), (OPTIMIZER_PART, True))
             parts.refuse_unreadable(
-                part
-                for part, is_needed in needed
-                if into is None or (getattr(into, part) is not None and is_needed)
+                p for p in needed if into is None or getattr(into, p) is not None
             )
         unread = parts.unreadable.get(STATES_PART, {})
         if into is None:
