@@ -171,9 +171,8 @@ def plan_load(
         source.begin(listed, rank)
         manifest = source.manifest
         sections = [source.index.keys(section) for section in range(len(SECTIONS))]
-        chosen = list(  # number and keys of each section
-            enumerate(chosen_names(sections[:STATES], listed, source.path, manifest.weights)[1])
-        )
+        _, keys = chosen_names(sections[:STATES], listed, source.path, manifest.weights)
+        chosen = list(enumerate(keys))  # number and keys of each section
         if listed is None:
             chosen.append((STATES, sections[STATES]))
         # the load reads some indexes to learn the names, and then those that list the parts

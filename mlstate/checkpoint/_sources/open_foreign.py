@@ -14,7 +14,7 @@ from ..._common.file_kinds import (
     kind_of_folder,
 )
 from ..._common.store_error import format_error, store_error
-from ...errors import FormatError, MLStateError
+from ...errors import FormatError
 from .._folder.local import LocalFolder
 from .._folder.names import SECTIONS
 from .._folder.weight_names import TORCH_SUFFIX, is_index, weights_root
@@ -89,20 +89,21 @@ def _open_folder(path: str, format: str | None) -> Source:
     names = folder.names("")
     if format == "mlstate" or ("roots" in names and files.list_roots()):
         return IndexedSource(files)
-    if format in (None, "huggingface"):
-        source = _weights_in(files, names)
-        if source is not None:
-            return source
+    if format in (None, "huggingface") and (source := _weights_in(files, names)) is not None:
+        return source
     layout = find_layout(names)
     name = format or ("dcp" if ".metadata" in names else layout and layout.name)
     if name is not None:
         return whole_source(path, name)
     if "index" in names and not set(SECTIONS).isdisjoint(names):
         return IndexedSource(files)  # the manifest alone is missing
-    snapshot = hub_snapshot(path)
-    if snapshot is not None:
+    if (snapshot := hub_snapshot(path)) is not None:
         return _open_folder(snapshot, format)
-    raise _folder_refusal(path, names)
+    kind = kind_of_folder(names)
+    if kind is not None and kind.name != "unknown folder":
+        raise _refusal(path, kind)
+    text = "it is empty" if kind is None else kind.sentence
+    raise store_error(FileNotFoundError(2, text), "cannot read the checkpoint", path)
 
 
 def _weights_in(files: CheckpointFiles, names: list[str]) -> Source | None:
@@ -115,12 +116,3 @@ def _weights_in(files: CheckpointFiles, names: list[str]) -> Source | None:
     if weights_root(names, TORCH_SUFFIX, folder=files.path):
         return whole_source(files.path, "huggingface")
     return None
-
-
-def _folder_refusal(path: str, names: list[str]) -> MLStateError:
-    """Return the error for a folder with these names, which mlstate does not read."""
-    kind = kind_of_folder(names)
-    if kind is not None and kind.name != "unknown folder":
-        return _refusal(path, kind)
-    text = "it is empty" if kind is None else kind.sentence
-    return store_error(FileNotFoundError(2, text), "cannot read the checkpoint", path)
