@@ -72,7 +72,8 @@ def _with_warning(save: Callable[..., None]) -> Callable[..., None]:
         plugin = getattr(self, "_checkpoint_io", None)
         before = getattr(plugin, "_saves", None)
         save(self, *args, **keywords)
-        if before is None or not self.is_global_zero or "load_checkpoint" not in vars(type(self)):
+        reads_itself = "load_checkpoint" in vars(type(self))
+        if plugin is None or before is None or not (reads_itself and self.is_global_zero):
             return
         from ..._common.caller import find_caller
 
