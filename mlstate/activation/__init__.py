@@ -32,7 +32,6 @@ from ._config import (
 )
 from ._manager import ActivationManager, LayerDecisions
 from ._memory_tracker import MemoryStats, MemoryTracker
-from ._operator_selection import OperatorSelection, select_operators
 from ._plan import Plan, Simulation, Step
 from ._planner import Pareto, pareto, plan
 from ._recompute_check import Finding, RecomputeReport, check
@@ -59,7 +58,6 @@ __all__ = [
     "MemoryStats",
     "MemoryTracker",
     "Not",
-    "OperatorSelection",
     "Pareto",
     "Plan",
     "RecomputeReport",
@@ -79,7 +77,6 @@ __all__ = [
     "pareto",
     "plan",
     "register_strategy",
-    "select_operators",
 ]
 
 set_module_of_exports(globals())

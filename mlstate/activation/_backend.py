@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from types import TracebackType
 
     from ._chain import Chain
@@ -66,13 +66,6 @@ class ActivationBackend(Protocol):
         self, module: Any, plan: Any, sample: Any, *, blocks: Any = None
     ) -> RecomputeReport:
         """Recompute blocks and compare; public as `mlstate.activation.check`."""
-
-    def operator_contexts(self, saved: Iterable[str]) -> tuple[Any, Any]:
-        """Return contexts for a checkpointed call that keeps the outputs of the operators `saved`.
-
-        The first is for the forward run, the second for the recomputation. `saved`: operator names
-        as in `OperatorSelection.contexts`.
-        """
 
     def cuda_memory(self, source: str) -> tuple[int, int, int, str]:
         """Return used, peak and total bytes of a CUDA device, and its name ("cuda:0").

@@ -15,7 +15,6 @@ from mlstate.activation import (
     Plan,
     SizeBasedStrategy,
     plan,
-    select_operators,
 )
 
 GIB = 1 << 30
@@ -124,11 +123,6 @@ def test_a_budget_in_bytes_is_named_in_bytes():
         CapacityError, match="budget of 60 bytes: the smallest sufficient budget is 80 b"
     ):
         plan(chain(1), 60)
-
-
-def test_operators_take_every_form():
-    for budget in ("60B", 60, 0.5, "50%"):
-        assert select_operators([5, 1, 4], [60, 10, 50], budget).saved == (0,)
 
 
 @pytest.mark.parametrize(("value", "nbytes"), [(0, 0), (np.int64(7), 7), ("5GB", 5 * 10**9)])

@@ -250,7 +250,6 @@ def torch_records():
     return [
         torch.MemoryUse(12, 4, [(0.5, 12)]),
         torch.PlanUse([torch.StepUse("save", 0, 96, 96, 95, "")]),
-        torch.OperatorProfile(["mm 0"], [0.5], [24], [True]),
     ]
 
 
@@ -311,7 +310,6 @@ OBJECTS = {
     "plan": lambda: activation.plan(chain(), 130),
     "simulation": lambda: activation.plan(chain(), 130).simulate(),
     "pareto": lambda: activation.pareto(chain()),
-    "operators": lambda: activation.select_operators([5, 1, 4], [60, 10, 50], 60),
     "recompute_report": lambda: activation.RecomputeReport(
         [activation.Finding("layers.0", "output", "bits", "text")], ["layers.0"]
     ),

@@ -27,11 +27,11 @@ import leaks_of_coreai  # noqa: F401 - its cases
 import leaks_of_coreml  # noqa: F401 - its cases
 import leaks_of_follow  # noqa: F401 - its cases
 import leaks_of_gradients  # noqa: F401 - its cases
-import leaks_of_operators  # noqa: F401 - its cases
 import leaks_of_planned_models  # noqa: F401 - its cases
 import leaks_of_plans  # noqa: F401 - its cases
 import leaks_of_prompts  # noqa: F401 - its cases
 import leaks_of_saves  # noqa: F401 - its cases
+import leaks_of_schedules  # noqa: F401 - its cases
 import leaks_of_strategies  # noqa: F401 - its cases
 import leaks_of_tiers  # noqa: F401 - its cases
 import numpy as np

@@ -4,7 +4,6 @@ from mlstate.integrations import torch as integration
 
 PUBLIC = [
     "MemoryUse",
-    "OperatorProfile",
     "PlanUse",
     "PlannedModel",
     "StepUse",
@@ -17,11 +16,9 @@ PUBLIC = [
     "cuda_memory",
     "measure_peak",
     "measure_plan",
-    "operator_contexts",
     "optimizer_dict",
     "optimizer_state",
     "profile_chain",
-    "profile_operators",
     "reduce_scatter_with",
     "tensors_of",
 ]

@@ -17,7 +17,6 @@ from ._tensors.pickle import restore_state  # noqa: F401  # torch files name it 
 TYPE_CHECKING = False  # importing typing takes milliseconds
 if TYPE_CHECKING:
     from ._activation.apply_plan import PlannedModel, apply_plan
-    from ._activation.operators import OperatorProfile, operator_contexts, profile_operators
     from ._activation.peak_memory import MemoryUse, cuda_memory, measure_peak
     from ._activation.profile_chain import profile_chain
     from ._activation.recompute_check import check_recompute
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MemoryUse",
-    "OperatorProfile",
     "PlanUse",
     "PlannedModel",
     "StepUse",
@@ -44,11 +42,9 @@ __all__ = [
     "cuda_memory",
     "measure_peak",
     "measure_plan",
-    "operator_contexts",
     "optimizer_dict",
     "optimizer_state",
     "profile_chain",
-    "profile_operators",
     "reduce_scatter_with",
     "tensors_of",
 ]
@@ -56,7 +52,6 @@ __all__ = [
 # Loaded when they are first asked for: together they import most of mlstate.
 _NAMES = {
     "._activation.apply_plan": ("PlannedModel", "apply_plan"),
-    "._activation.operators": ("OperatorProfile", "operator_contexts", "profile_operators"),
     "._activation.peak_memory": ("MemoryUse", "cuda_memory", "measure_peak"),
     "._activation.profile_chain": ("profile_chain",),
     "._activation.recompute_check": ("check_recompute",),
