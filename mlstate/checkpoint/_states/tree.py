@@ -212,11 +212,11 @@ class _Encoder:
 
         refuse_unstored(value, where)
         name, values = cache_values(value)
-        with self.nothing_excluded():
+        with self.without_exclusions():
             return {"$": "cache", "class": name, "values": self.node(values, where, path, levels)}
 
     @contextmanager
-    def nothing_excluded(self) -> Iterator[None]:
+    def without_exclusions(self) -> Iterator[None]:
         """Store all values in the block: a cache or generator lacks no part of its state."""
         excluded, self.excluded = self.excluded, NONE_EXCLUDED
         try:
@@ -436,7 +436,7 @@ class _Encoder:
         library = library_of(value)
         if library is not None:
             own_state = _result(lambda: state_of(value, library), value, "state", where)
-            with self.nothing_excluded():
+            with self.without_exclusions():
                 state = self.node(own_state, where, path, levels)
                 form = {"$": "generator", "library": library, "state": state}
                 seeds = seeds_of(value, library)

@@ -53,14 +53,14 @@ def test_the_tutorials_folder_converts_and_resumes(tmp_path):
     assert_same_run(run, other)
 
 
-def test_plain_values_of_the_application_are_metadata(tmp_path):
+def test_values_of_the_application_are_metadata(tmp_path):
     more = {"epoch": 3, "name": "x", "none": None, "flag": True}
     dcp.save({"app": AppState(*trained(0, 1)), **more}, checkpoint_id=tmp_path / "a.dcp")
     model, optimizer, metadata, *_ = read_any(tmp_path / "a.dcp")
     assert len(model) == 4 and len(optimizer) == 12 and metadata == more
 
 
-def test_plain_values_among_tensors_are_metadata(tmp_path):
+def test_values_among_tensors_are_metadata(tmp_path):
     tree = {"w": torch.ones(2), "note": "text", "deep": {"none": None, "n": 2}}
     for form in ("pt", "dcp"):
         model, optimizer, metadata, *_ = read_any(write(form, tree, tmp_path / "a"))

@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 NAMES = [name.value for name in transformers.training_args.OptimizerNames]
-# what a save leaves out, as the refusal says; None: nothing helps, and another optim= is needed
+# the pattern that the refusal advises for exclude=; None: only another optim= helps
 REFUSED = {
     "galore_adamw": "*.projector",
     "galore_adafactor": "*.projector",
@@ -35,7 +35,7 @@ class Net(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        # 4,096 weights, of which optimizers of 8 bits keep codes
+        # 4,096 weights: optimizers of 8 bits keep codes of so many
         self.first, self.last = torch.nn.Linear(64, 64), torch.nn.Linear(64, 4)
 
     def forward(self, x, labels):
