@@ -11,22 +11,24 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from .._common.local_path import local_path
 from .._common.text import table_text
 from ..checkpoint._folder.local import hub_hint
-from ..checkpoint._sources.open_source import open_source
-from ..checkpoint._steps.step_choice import find_best
+from ..checkpoint._sources.open_source import Choice, open_source
+from ..checkpoint._steps.step_choice import check_choice
 from ..checkpoint._store.chosen_names import chosen_names
-from ..checkpoint._store.open_path import is_url, open_files
+from ..checkpoint._store.open_path import is_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from ..checkpoint._sources.protocol import Source
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+# usage of an argument -> its help text, or keywords of `add_argument`
+Usages: TypeAlias = "Mapping[str, str | dict[str, Any]]"
+Table: TypeAlias = "tuple[Sequence[str], Sequence[Sequence[str]]]"  # headers and rows
 
-EPILOG = "exit status: 0 good, {status_1}2 wrong usage or an error{status_3}"
 PATH_HELP = "a checkpoint, a run, a Hugging Face model, a folder or file of torch, or a .npz file"
-STEP_HELP = "of the {}: a number, latest, or best by --monitor (default: latest)"
+NO_CHOICE: Choice = (None, None, None)
 _WIDTH = 120  # characters of a cell
 
 
@@ -35,24 +37,46 @@ def add_command(
     name: str,
     help_text: str,
     run: Callable[[argparse.Namespace], int],
-    status_1: str | None = None,
-    status_3: str | None = None,
+    usages: Usages | None = None,
+    statuses: Mapping[int, str] | None = None,
 ) -> argparse.ArgumentParser:
     """Add the parser of the command `name` to `commands`, with the option ``--json``; return it.
 
-    `run`: called with the parsed arguments; returns the exit status. `status_1`, `status_3`:
-    meaning of these exit statuses in the help; None: they do not occur.
+    `run`: called with the parsed arguments; returns the exit status. `usages`: see `add_arguments`.
+    `statuses`: meaning of exit statuses other than 0 and 2, for the help.
     """
-    epilog = EPILOG.format(
-        status_1="" if status_1 is None else f"1 {status_1}, ",
-        status_3="" if status_3 is None else f", 3 {status_3}",
-    )
+    meanings = {0: "good", 2: "wrong usage or an error", **(statuses or {})}
+    texts = (f"{status} {meanings[status]}" for status in sorted(meanings))
+    epilog = f"exit status: {', '.join(texts)}"
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=help_text, description=help_text, epilog=epilog
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    add_arguments(parser, {"--json": "print JSON", **(usages or {})})
     parser.set_defaults(run=run, parser=parser)
     return parser
+
+
+def add_arguments(parser: argparse._ActionsContainer, usages: Usages) -> None:
+    """Add arguments by their usage, such as ``path``, ``--keep N`` or ``--dry-run``.
+
+    `usages`: the help text of each, or keywords of `add_argument`. An option with a text, and
+    without a value, is a flag. Dots after the value: the option may be repeated.
+    """
+    for usage, settings in usages.items():
+        name, _, value = usage.partition(" ")
+        options: dict[str, Any] = {"metavar": value.removesuffix("...")} if value else {}
+        if value.endswith("..."):
+            options["action"] = "append"
+        elif name.startswith("-") and not value and isinstance(settings, str):
+            options["action"] = "store_true"
+        options |= {"help": settings} if isinstance(settings, str) else settings
+        parser.add_argument(name, **options)
+
+
+def step_usage(of: str) -> dict[str, Any]:
+    """Return the keywords for an option with a step of the run `of`."""
+    text = f"of the {of}: a number, latest, or best by --monitor (default: latest)"
+    return {"type": _step, "help": text}
 
 
 def _step(text: str) -> int | str:
@@ -62,34 +86,24 @@ def _step(text: str) -> int | str:
 
 _step.__name__ = "step"  # argparse: "invalid step value"
 
-
-# Options of several commands, as arguments of `add_argument`.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "--step": {"type": _step, "metavar": "N", "help": STEP_HELP.format("run")},
-    "--monitor": {"metavar": "KEY", "help": "the metadata that --step best compares"},
+_SHARED: Usages = {
+    "--step N": step_usage("run"),
+    "--monitor KEY": "the metadata that --step best compares",
     "--mode": {"choices": ("min", "max"), "help": "which value is best (default: min)"},
-    "--names": {
-        "action": "append",
-        "metavar": "NAME",
-        "help": "only these tensors, layers or globs, such as 'layers.*.bias' (may be repeated)",
-    },
-    "--force": {
-        "action": "store_true",
-        "help": "replace an existing target, all steps of a run included",
-    },
-    "--lock-timeout": {
+    "--names NAME...": "only these tensors, layers or globs, such as 'layers.*.bias' (may be "
+    "repeated)",
+    "--force": "replace an existing target, all steps of a run included",
+    "--lock-timeout SECONDS": {
         "type": float,
         "default": 0.0,
-        "metavar": "SECONDS",
         "help": "wait while another process writes (default: 0, fail at once)",
     },
 }
 
 
-def add_options(parser: argparse._ActionsContainer, *names: str) -> None:
-    """Add the options `names` of `OPTIONS` to a command's parser."""
-    for name in names:
-        parser.add_argument(name, **OPTIONS[name])
+def shared(*names: str) -> Usages:
+    """Return the usages of options that several commands have, by their names."""
+    return {usage: each for usage, each in _SHARED.items() if usage.partition(" ")[0] in names}
 
 
 def add_actions_of(commands: Commands, name: str, help_text: str) -> Commands:
@@ -104,27 +118,17 @@ def chosen_keys(listed: list[str] | None, sections: list[list[str]]) -> list[set
     return [set(names) for names in chosen]
 
 
-def number_of_step(path: str, step: int | str | None, arguments: argparse.Namespace) -> int | None:
-    """Return the number of the step that the user chose; None for the newest.
+def choice_of(arguments: argparse.Namespace, option: str = "step") -> Choice:
+    """Return step, monitor and mode that the user chose, None for those left out.
 
-    `path`: of the run. `step`: a number, "latest", "best" or None. With "best", the metadata of all
-    steps are compared, by the options ``--monitor`` and ``--mode`` in `arguments`. Raises
-    ValueError for options that do not fit.
+    `option`: of the step. The newest step is None. A command may have several options for steps:
+    monitor and mode are of those with the value "best".
     """
-    # a command may have several options for steps, and one of them must be "best"
+    step = getattr(arguments, option)
     steps = [value for name, value in vars(arguments).items() if name.endswith("step")]
-    for option in ("monitor", "mode"):
-        if getattr(arguments, option) is not None and "best" not in steps:
-            text = "tells which step is the best: choose the step best, or leave it out"
-            raise ValueError(f"--{option} {getattr(arguments, option)} {text}")
-    if step == "latest":
-        return None
-    if step != "best":
-        return step  # type: ignore[return-value]
-    if arguments.monitor is None:
-        raise ValueError("--step best needs --monitor KEY, the metadata with the metric")
-    files = open_files(path, reads=True)
-    return find_best(files, arguments.monitor, arguments.mode)[1].step
+    has_rules = step == "best" or "best" not in steps
+    rules = (arguments.monitor, arguments.mode) if has_rules else (None, None)
+    return None if step == "latest" else step, *rules
 
 
 # ---- finding the source ----
@@ -142,16 +146,17 @@ def stat_path(path: str) -> None:
         raise FileNotFoundError(error.errno, text, path) from None
 
 
-def find(path: str, step: int | None, format: str | None = None) -> Source:
+def find(path: str, choice: Choice = NO_CHOICE, format: str | None = None) -> Source:
     """Return what commands read at a path or URL; nothing but the kind of it is read.
 
-    `step`: number; None: the newest. `format`: read the path as this format; None: by its content.
-    Raises StoreError or FormatError if nothing can be read, ValueError for a `step` of a path
-    without steps.
+    `choice`: step, monitor and mode. `format`: read the path as this format; None: by its content.
+    Raises StoreError or FormatError if nothing can be read, ValueError for a step of a path without
+    steps.
     """
+    check_choice(*choice)
     if not is_url(path) and not os.path.islink(local_path(path)):
         stat_path(path)
-    return open_source(path, choice=(step, None, None), format=format)
+    return open_source(path, choice=choice, format=format)
 
 
 def kind_of(source: Source) -> str:
@@ -165,6 +170,17 @@ def kind_of(source: Source) -> str:
 def print_json(data: object, status: int = 0) -> int:
     """Print a JSON value, and return the exit status of the command."""
     print(json.dumps(data, indent=2))
+    return status
+
+
+def print_result(
+    arguments: argparse.Namespace, data: object, lines: Iterable[str | Table], status: int = 0
+) -> int:
+    """Print the result of a command, as JSON or as lines and tables; return the exit status."""
+    if arguments.json:
+        return print_json(data, status)
+    for line in lines:
+        print(line) if isinstance(line, str) else print_table(*line)
     return status
 
 

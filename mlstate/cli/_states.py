@@ -76,7 +76,7 @@ def _add_plan(
     """
     text = f"show the effect of moving all states from one {which.model} to another"
     run = partial(_run_plan, which)
-    plan = add_command(actions, "plan", text, run, status_1="some states do not fit")
+    plan = add_command(actions, "plan", text, run, statuses={1: "some states do not fit"})
     source_help = f"the {which.model} that holds the states: {which.path_help}"
     plan.add_argument("source", help=source_help)
     plan.add_argument("target", help=f"the {which.model} that is to take them; may be the same")

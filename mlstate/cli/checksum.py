@@ -8,7 +8,7 @@ from pathlib import Path
 from .._common.local_path import local_path
 from .._common.text import bytes_text, count_text, printable
 from ..checkpoint import checksum
-from ._common import Commands, add_command, print_json, stat_path
+from ._common import Commands, add_command, print_result, stat_path
 from ._progress import progress_of
 
 __all__ = ["add"]
@@ -17,9 +17,11 @@ __all__ = ["add"]
 def add(commands: Commands) -> None:
     """Add the parser of ``mlstate checksum`` to `commands`; it sets ``run``."""
     help_text = "write checksums next to files of another program, for load and verify"
-    parser = add_command(commands, "checksum", help_text, run_checksum)
-    parser.add_argument("path", help="a folder, or a file of any format; it does not change")
-    parser.add_argument("--force", action="store_true", help="replace existing checksums")
+    usages = {
+        "path": "a folder, or a file of any format; it does not change",
+        "--force": "replace existing checksums",
+    }
+    add_command(commands, "checksum", help_text, run_checksum, usages)
 
 
 def _bytes_to_read(path: str) -> int:
@@ -35,9 +37,6 @@ def run_checksum(arguments: argparse.Namespace) -> int:
         stat_path(arguments.path)
     with progress_of("checksum", lambda: _bytes_to_read(arguments.path)) as progress:
         files = checksum(arguments.path, overwrite=arguments.force, progress=progress)
-    if arguments.json:
-        return print_json({"path": arguments.path, "files": files})
-    size = bytes_text(sum(files.values()))
-    text = f"checksums of {count_text(len(files), 'file')}, {size}, written"
-    print(f"{printable(arguments.path)}: {text}")
-    return 0
+    size = f"{count_text(len(files), 'file')}, {bytes_text(sum(files.values()))}"
+    text = f"{printable(arguments.path)}: checksums of {size}, written"
+    return print_result(arguments, {"path": arguments.path, "files": files}, [text])

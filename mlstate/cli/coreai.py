@@ -30,7 +30,7 @@ def add(commands: Commands) -> None:
             f"--{which}-size", type=int, metavar="TOKENS", help="context size of a dynamic model"
         )
     text = "check that a model is complete and unaltered"
-    checked = add_command(actions, "verify", text, run_verify, status_1="damaged")
+    checked = add_command(actions, "verify", text, run_verify, statuses={1: "damaged"})
     checked.add_argument("model", help=path_help)
 
 

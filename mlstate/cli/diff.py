@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import warnings
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from .._common.arrays import copy_of
+from .._common.batches import batches_of
 from .._common.scales import codes_of
 from .._common.text import printable
 from ..checkpoint._checkpoint.checkpoint import TensorRecord
@@ -21,22 +22,20 @@ from ..checkpoint._sections import OPTIMIZER, STATES
 from ..checkpoint._sources.indexed import IndexedSource
 from ..checkpoint._sources.whole import WholeSource
 from ..checkpoint._states.restore import load_trees
-from ..checkpoint._store.checkpoint_files import TRIES
 from ..errors import CheckpointWarning
 from ..state import diff
 from ..state._diff import StateDiff, diff_states, join_diffs, table_of
 from ._common import (
-    OPTIONS,
     PATH_HELP,
-    STEP_HELP,
     Commands,
+    Table,
     add_command,
-    add_options,
+    choice_of,
     chosen_keys,
     find,
-    number_of_step,
-    print_json,
-    print_table,
+    print_result,
+    shared,
+    step_usage,
 )
 from ._progress import progress_of
 
@@ -45,10 +44,12 @@ if TYPE_CHECKING:
 
     from .._common.callback import Progress
     from .._types import NDArray
+    from ..checkpoint._sources.open_source import Choice
     from ..checkpoint._sources.protocol import Source
 
 __all__ = ["add"]
 
+_SIDES = ("first", "second")
 _SECTIONS = ("model", "optimizer", "states")
 _NUMBERS = range(len(_SECTIONS))
 _BATCH_BYTES = 64 << 20  # of tensors that must be assembled in memory
@@ -62,26 +63,22 @@ def add(commands: Commands) -> None:
     Parsed arguments have the function of the command as ``run``.
     """
     help_text = "compare two checkpoints or files, tensor by tensor"
-    parser = add_command(commands, "diff", help_text, run_diff, status_1="they differ")
-    parser.add_argument("first", help=PATH_HELP)
-    parser.add_argument("second", help="the same; may be the same run, for two of its steps")
-    for name in ("first", "second"):
-        options = {**OPTIONS["--step"], "help": STEP_HELP.format(name)}
-        parser.add_argument(f"--{name}-step", **options)
-    add_options(parser, "--monitor", "--mode", "--names")
-    for option, of in (("--rtol", "the larger element"), ("--atol", "")):
-        text = f"tolerance{of and f', times {of}'}: dtypes may differ then"
-        parser.add_argument(option, type=float, default=0.0, metavar="X", help=text)
+    usages = {
+        "first": PATH_HELP,
+        "second": "the same; may be the same run, for two of its steps",
+        **{f"--{side}-step N": step_usage(side) for side in _SIDES},
+        **shared("--monitor", "--mode", "--names"),
+        "--rtol X": _tolerance("tolerance, times the larger element: dtypes may differ then"),
+        "--atol X": _tolerance("tolerance: dtypes may differ then"),
+    }
+    add_command(commands, "diff", help_text, run_diff, usages, {1: "they differ"})
+
+
+def _tolerance(text: str) -> dict[str, Any]:
+    return {"type": float, "default": 0.0, "help": text}
 
 
 # ---- two sides ----
-
-
-class _TensorSize(NamedTuple):
-    """The bytes of a tensor, and the memory in bytes that it takes: 0 if it is mapped."""
-
-    nbytes: int
-    memory: int
 
 
 def _is_comparable(array: Any) -> bool:
@@ -104,56 +101,50 @@ class _Side:
 
     def __init__(self, source: Source) -> None:
         """Read what lists the tensors. Warns of nested values that cannot be compared."""
-        self.path = source.path
-        self._source = source
+        self.path, self._source = source.path, source
         self._mmap = isinstance(source, IndexedSource) and source.files.folder.is_local
         if isinstance(source, WholeSource):
             source.parts.refuse_unreadable()
         elif not getattr(source, "has_index", True):
             source.begin(None, None)
-        source.attempt(self._list_tensors)
-        self.step, self._generation = source.manifest.step, source.manifest.generation
-
-    def _list_tensors(self) -> None:
-        """List the tensors, the nested values, and the values of optimizers."""
-        source, manifest = self._source, self._source.manifest
-        # by name: of the model, the optimizer, and the states
-        self.sizes: list[dict[str, _TensorSize]] = [{}, {}, {}]
-        tensors: list[dict[str, Any]] = [{}, {}, {}]  # dtype and shape, by name
-        self._values: dict[str, Any] = {}  # arrays and numbers in nested values
-        kinds = manifest.states or {}
+        manifest, kinds = source.manifest, source.manifest.states or {}
+        self.step = manifest.step
         labels = {name: f"states[{name!r}]" for name in kinds}
+        # nested values in memory, and those that are read now
         values = {n: source.saved[label] for n, label in labels.items() if label in source.saved}
-        nested = {name for name, kind in kinds.items() if kind["kind"] == "tree" or name in values}
-        for record in map(TensorRecord._make, source.index.tensors()):
-            section = SECTIONS.index(record.section)
-            tensors[section][record.key] = record.dtype, tuple(record.shape)
-            if section < STATES or record.key.partition("/")[0] not in nested:
-                in_memory = record.shards > 1 or record.sparse_shards or record.codec
-                memory = record.nbytes if in_memory or not self._mmap else 0
-                self.sizes[section][record.key] = _TensorSize(record.nbytes, memory)
+        stored = [n for n, kind in kinds.items() if kind["kind"] == "tree" and n not in values]
+        records = [*map(TensorRecord._make, source.index.tensors())]
+        # dtypes and shapes by name, of the model, the optimizer, and the states
+        facts: list[dict[str, Any]] = [
+            {each.key: (each.dtype, each.shape) for each in records if each.section == section}
+            for section in SECTIONS
+        ]
         # quantized weights with scales, by section; optimizers have none
-        self.codes = [codes_of(each) if n != OPTIMIZER else {} for n, each in enumerate(tensors)]
-        stored = [name for name in kinds if name in nested and name not in values]
+        self.codes = [codes_of(each) if n != OPTIMIZER else {} for n, each in enumerate(facts)]
+        # records of tensors that are read later, and arrays and numbers in nested values
+        self.entries: list[dict[str, Any]] = [{}, {}, {}]
+        for record in records:
+            section = SECTIONS.index(record.section)
+            name = record.key.partition("/")[0] if section == STATES else None
+            if name not in values and name not in stored:
+                self.entries[section][record.key] = record
         if isinstance(source, IndexedSource) and stored:
             opened = IndexedSource(source.files, source.root, manifest)
             loader = Loader(check_request({**LOAD_DEFAULTS}), opened, takes_deltas=True)
             values |= load_trees(loader, stored)
-        refused = []
-        entries = [*list_entries((), values)] if values else []
-        for key, array in name_entries(entries, lambda keys: "/".join(map(str, keys))).items():
-            if _is_comparable(array):
-                self._values[key] = array
-                self.sizes[STATES][key] = _TensorSize(array.nbytes, 0)
-            else:
-                refused.append(key)
+        nested = [*list_entries((), values)] if values else []
+        arrays = name_entries(nested, lambda keys: "/".join(map(str, keys)))
+        refused = [key for key, array in arrays.items() if not _is_comparable(array)]
         if refused:
             text = f"{self.path}: these values cannot be compared: {', '.join(refused)}"
             warnings.warn(text, CheckpointWarning, stacklevel=2)
-        named = {f"{name}/": self._settings(labels[name], kinds[name]) for name in kinds}
+        self.entries[STATES] |= {key: arrays[key] for key in arrays if key not in refused}
         # of the optimizers in each section, by prefix of their names
-        pairs = (("model", manifest.model), ("optimizer", manifest.optimizer))
-        self.settings = [*({"": self._settings(label, kind)} for label, kind in pairs), named]
+        self.settings = [
+            {"": self._settings("model", manifest.model)},
+            {"": self._settings("optimizer", manifest.optimizer)},
+            {f"{name}/": self._settings(labels[name], kinds[name]) for name in kinds},
+        ]
 
     def _settings(self, label: str, kind: Mapping[str, Any] | None) -> Settings | None:
         """Return the settings of a state, in memory or as the manifest describes it."""
@@ -163,31 +154,31 @@ class _Side:
             return None
         return Settings(kind.get("param_groups") or (), kind.get("learning_rate", 0.0))
 
-    def is_replaced(self) -> bool:
-        """Return whether a writer has replaced the content since it was opened."""
-        return isinstance(self._source, IndexedSource) and self._source.reopen(self._generation)
+    def nbytes(self, section: int, key: str) -> int:
+        """Return the bytes of a tensor; 0 if it does not exist."""
+        return int(getattr(self.entries[section].get(key), "nbytes", 0))
 
-    def size(self, section: int, key: str) -> _TensorSize:
-        """Return the size of a tensor; zeros if it does not exist."""
-        return self.sizes[section].get(key, _TensorSize(0, 0))
+    def memory(self, section: int, key: str) -> int:
+        """Return the bytes of memory that a tensor takes; 0 if it is mapped, or in memory."""
+        entry = self.entries[section].get(key)
+        if not isinstance(entry, TensorRecord):
+            return 0
+        is_mapped = self._mmap and entry.shards == 1 and not (entry.sparse_shards or entry.codec)
+        return 0 if is_mapped else entry.nbytes
 
     def arrays(self, section: int, keys: list[str]) -> dict[str, NDArray]:
         """Return the existing tensors among `keys`, by name: mapped if possible."""
-        values = self._values if section == STATES else {}
-        stored = [key for key in keys if key in self.sizes[section] and key not in values]
+        entries = {key: self.entries[section][key] for key in keys if key in self.entries[section]}
+        stored = [key for key, entry in entries.items() if isinstance(entry, TensorRecord)]
         # elements that differ because of damage are reported as different
         read = self._source.read(section, stored, _WHOLE, verify=not self._mmap, mmap=self._mmap)
-        return {**read, **{key: values[key] for key in keys if key in values}}
+        return {**entries, **read}
 
 
-def _side(path: str, step: int | None) -> _Side:
-    """Return the object that reads the tensors of one path.
-
-    `step`: of a manager's folder; None: the newest. Raises MLStateError or ValueError for other
-    paths.
-    """
-    source = find(path, step)
-    return _Side(as_folder(source, exact=False) if source.format == "lightning" else source)
+def _source(path: str, choice: Choice) -> Source:
+    """Return the source of one path; a file of Lightning is read with all its states."""
+    source = find(path, choice)
+    return as_folder(source, exact=False) if source.format == "lightning" else source
 
 
 # ---- comparing ----
@@ -202,19 +193,15 @@ def _batches(
     number in `_SECTIONS`. `sides`: the two. `names`: patterns of the user; None: all names. Raises
     if a pattern matches no name of any section.
     """
-    every = [list(dict.fromkeys([*sides[0].sizes[s], *sides[1].sizes[s]])) for s in _NUMBERS]
+    first, second = (side.entries for side in sides)
+    every = [list(first[number] | second[number]) for number in _NUMBERS]
     chosen = chosen_keys(names, every)[section]
-    batch: list[str] = []
-    batch_bytes = 0
-    for key in filter(chosen.__contains__, every[section]):
-        more = sum(side.size(section, key).memory for side in sides)
-        if batch and (batch_bytes + more > _BATCH_BYTES or len(batch) == _BATCH_TENSORS):
-            yield batch
-            batch, batch_bytes = [], 0
-        batch.append(key)
-        batch_bytes += more
-    if batch:
-        yield batch
+
+    def memory(key: str) -> int:
+        return sum(side.memory(section, key) for side in sides)
+
+    keys = filter(chosen.__contains__, every[section])
+    return batches_of(keys, memory, _BATCH_BYTES, _BATCH_TENSORS)
 
 
 def _compare_section(
@@ -232,14 +219,12 @@ def _compare_section(
     codes = {key for side in sides for key in side.codes[section]}
     for batch in _batches(section, sides, arguments.names):
         first, second = (side.arrays(section, batch) for side in sides)
-        part = diff_states(first, second, **tolerance, codes=codes)
-        total = join_diffs(total, part)
+        total = join_diffs(total, diff_states(first, second, **tolerance, codes=codes))
         if progress is not None:
-            progress(sum(sides[0].size(section, key).nbytes for key in batch))
+            progress(sum(sides[0].nbytes(section, key) for key in batch))
     if arguments.names is None:
         settings = (side.settings[section] for side in sides)
-        part = diff_settings(*settings, **tolerance)
-        total = join_diffs(total, part)
+        total = join_diffs(total, diff_settings(*settings, **tolerance))
     return total
 
 
@@ -265,38 +250,13 @@ def _diff_data(difference: StateDiff) -> dict[str, Any]:
     return data
 
 
-def _compare_all(sides: list[_Side], arguments: argparse.Namespace) -> list[StateDiff]:
-    """Return the differences of models, optimizers and named states, in this order.
-
-    `sides`: the two. Shows the progress on the terminal.
-    """
-
-    def size() -> int:
-        return sum(size.nbytes for sizes in sides[0].sizes for size in sizes.values())
-
-    with progress_of("compare", size) as progress:
-        return [_compare_section(section, sides, progress, arguments) for section in _NUMBERS]
-
-
-def _diff_paths(arguments: argparse.Namespace) -> tuple[list[_Side], list[StateDiff]]:
-    """Open and compare both paths; return the sides and their differences by section.
-
-    Starts again, a few times, if a writer replaces one of them meanwhile.
-    """
-    paths = arguments.first, arguments.second
-    steps = arguments.first_step, arguments.second_step
-    first, second = (
-        (path, number_of_step(path, step, arguments))
-        for path, step in zip(paths, steps, strict=True)
-    )
-    for tries_left in reversed(range(TRIES)):
-        sides = [_side(*first), _side(*second)]
-        try:
-            return sides, _compare_all(sides, arguments)
-        except FileNotFoundError:
-            if not tries_left or not any(side.is_replaced() for side in sides):
-                raise
-    raise AssertionError
+def _lines(sides: list[_Side], differences: list[StateDiff]) -> Iterator[str | Table]:
+    """Yield a title and a table for each section, without those that both sides lack."""
+    for section, (name, difference) in enumerate(zip(_SECTIONS, differences, strict=True)):
+        if sides[0].entries[section] or sides[1].entries[section] or not difference.identical:
+            title, headers, rows = table_of(difference)
+            yield f"{name}: {printable(title)}"
+            yield headers, rows
 
 
 def run_diff(arguments: argparse.Namespace) -> int:
@@ -304,19 +264,22 @@ def run_diff(arguments: argparse.Namespace) -> int:
 
     Sections that both lack are not printed. ``--json`` prints a JSON object instead.
     """
-    sides, differences = _diff_paths(arguments)
+    first, second = (
+        _source(getattr(arguments, side), choice_of(arguments, f"{side}_step")) for side in _SIDES
+    )
+
+    def compare() -> tuple[list[_Side], list[StateDiff]]:
+        """Return both sides, and the differences of models, optimizers and named states."""
+        sides = [_Side(first), _Side(second)]
+        entries = [entry for entries in sides[0].entries for entry in entries.values()]
+        with progress_of("compare", lambda: sum(entry.nbytes for entry in entries)) as progress:
+            return sides, [_compare_section(n, sides, progress, arguments) for n in _NUMBERS]
+
+    sides, differences = first.attempt(lambda: second.attempt(compare))
     identical = all(difference.identical for difference in differences)
-    if arguments.json:
-        ends = ({"path": side.path, "step": side.step} for side in sides)
-        data = {
-            "identical": identical,
-            **dict(zip(("first", "second"), ends, strict=True)),
-            **dict(zip(_SECTIONS, map(_diff_data, differences), strict=True)),
-        }
-        return print_json(data, 0 if identical else 1)
-    for section, (section_name, difference) in enumerate(zip(_SECTIONS, differences, strict=True)):
-        if sides[0].sizes[section] or sides[1].sizes[section] or not difference.identical:
-            title, headers, rows = table_of(difference)
-            print(f"{section_name}: {printable(title)}")
-            print_table(headers, rows)
-    return 0 if identical else 1
+    data = {
+        "identical": identical,
+        **{name: {"path": s.path, "step": s.step} for name, s in zip(_SIDES, sides, strict=True)},
+        **dict(zip(_SECTIONS, map(_diff_data, differences), strict=True)),
+    }
+    return print_result(arguments, data, _lines(sides, differences), 0 if identical else 1)

@@ -23,7 +23,7 @@ from ..checkpoint._store.open_path import open_files
 from ..errors import CompatibilityError, FormatError, StoreError
 from ..follow import Follower
 from ..follow._version import empty_model
-from ._common import Commands, add_command
+from ._common import Commands, Usages, add_command
 
 __all__ = ["add"]
 
@@ -37,27 +37,17 @@ def add(commands: Commands) -> None:
     Parsed arguments have the function of the command as ``run``.
     """
     text = "keep a Hugging Face folder at the newest version that a Publisher wrote"
-    parser = add_command(commands, "follow", text, run_follow)
-    parser.add_argument("path", help="the folder of the versions, or its URL")
-    parser.add_argument(
-        "--into",
-        required=True,
-        metavar="FOLDER",
-        help="Hugging Face folder, replaced atomically by each version; created if it is missing",
-    )
-    parser.add_argument(
-        "--files-from",
-        metavar="FOLDER",
-        help="folder with config.json and the tokenizer (default: the replaced folder)",
-    )
-    parser.add_argument(
-        "--every",
-        type=float,
-        default=1.0,
-        metavar="SECONDS",
-        help="time between two looks for a new version (default: 1)",
-    )
-    parser.add_argument("--once", action="store_true", help="end at the newest version")
+    into = "Hugging Face folder, replaced atomically by each version; created if it is missing"
+    every = "time between two looks for a new version (default: 1)"
+    usages: Usages = {
+        "path": "the folder of the versions, or its URL",
+        "--into FOLDER": {"required": True, "help": into},
+        "--files-from FOLDER": "folder with config.json and the tokenizer (default: the replaced "
+        "folder)",
+        "--every SECONDS": {"type": float, "default": 1.0, "help": every},
+        "--once": "end at the newest version",
+    }
+    add_command(commands, "follow", text, run_follow, usages)
 
 
 def run_follow(arguments: argparse.Namespace) -> int:

@@ -7,29 +7,35 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from .._common.text import bytes_text, count_text, printable, shorten, steps_text
-from ..checkpoint import CheckpointManager, Layout, inspect
+from ..checkpoint import CheckpointManager, inspect
 from ..checkpoint._checkpoint.checkpoint import TENSOR_HEADERS, in_order, stored_text, tensor_row
 from ..checkpoint._folder.names import SECTIONS
 from ._common import (
     PATH_HELP,
     Commands,
+    Table,
+    add_arguments,
     add_command,
-    add_options,
+    choice_of,
     chosen_keys,
     find,
     kind_of,
-    number_of_step,
     print_json,
-    print_table,
+    print_result,
+    shared,
 )
 
 if TYPE_CHECKING:
-    from ..checkpoint import Checkpoint, LayerRecord, ShardRecord, TensorRecord
+    from ..checkpoint import Checkpoint, ShardRecord, TensorRecord
 
 __all__ = ["add"]
 
 _SHARDS = ("shard", "rank", "shape", "bytes", "version", "file", "offset")
 _TEXT = 200  # characters of a JSON value
+_FACTS = (
+    *("parameters", "nbytes", "stored_nbytes", "generation", "sequence", "step", "created"),
+    *("writer", "world_size", "model", "optimizer", "states", "quantization", "metadata"),
+)  # attributes of a checkpoint that --json prints
 
 
 def add(commands: Commands) -> None:
@@ -37,25 +43,23 @@ def add(commands: Commands) -> None:
 
     Parsed arguments have the function of the command as ``run``.
     """
-    parser = add_command(commands, "inspect", "list what a checkpoint or a file holds", run_inspect)
-    parser.add_argument("path", help=PATH_HELP)
-    add_options(parser, "--step", "--monitor", "--mode", "--names")
+    text = "list what a checkpoint or a file holds"
+    usages = {"path": PATH_HELP, **shared("--step", "--monitor", "--mode", "--names")}
+    parser = add_command(commands, "inspect", text, run_inspect, usages)
     shown = parser.add_mutually_exclusive_group()
-    shown.add_argument("--shards", action="store_true", help="list shards too")
-    shown.add_argument("--summary", action="store_true", help="list no tensors")
+    add_arguments(shown, {"--shards": "list shards too", "--summary": "list no tensors"})
 
 
-def _data_of(record: TensorRecord | ShardRecord | LayerRecord) -> dict[str, Any]:
-    """Return a record as JSON values; its sizes are called "bytes" there.
+def _data_of(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return attributes of a record or a checkpoint as JSON values; sizes are called "bytes" there.
 
     Layers of a sparse or compressed shard are listed too, and only of these.
     """
-    data = {name.replace("nbytes", "bytes"): value for name, value in record._asdict().items()}
-    if isinstance(data.get("layout"), Layout):
+    data = {name.replace("nbytes", "bytes"): value for name, value in facts.items()}
+    if "layout" in data:
         data["layout"] = data["layout"].steps
-    if "layers" in data:
-        layers = data.pop("layers")
-        data |= {} if layers is None else {"layers": [_data_of(layer) for layer in layers]}
+    if (layers := data.pop("layers", None)) is not None:
+        data["layers"] = [_data_of(layer._asdict()) for layer in layers]
     return data
 
 
@@ -112,27 +116,14 @@ def _checkpoint_data(checkpoint: Checkpoint, arguments: argparse.Namespace) -> d
     data = {
         "path": checkpoint.path,
         "format": kind_of(checkpoint._source),
-        "parameters": checkpoint.parameters,
-        "bytes": checkpoint.nbytes,
-        "stored_bytes": checkpoint.stored_nbytes,
-        "generation": checkpoint.generation,
-        "sequence": checkpoint.sequence,
-        "step": checkpoint.step,
+        **_data_of({name: getattr(checkpoint, name) for name in _FACTS}),
         "steps": _steps(checkpoint),
-        "created": checkpoint.created,
-        "writer": checkpoint.writer,
-        "world_size": checkpoint.world_size,
         "checksums": _has_checksums(checkpoint),
         "files": checkpoint.files(),
-        "model": checkpoint.model,
-        "optimizer": checkpoint.optimizer,
-        "states": checkpoint.states,
-        "quantization": checkpoint.quantization,
-        "metadata": checkpoint.metadata,
-        "tensors": [_data_of(record) for record in tensors],
+        "tensors": [_data_of(record._asdict()) for record in tensors],
     }
     if arguments.shards:
-        data["shards"] = [_data_of(record) for record in _shards(checkpoint, tensors)]
+        data["shards"] = [_data_of(record._asdict()) for record in _shards(checkpoint, tensors)]
     return data
 
 
@@ -141,16 +132,16 @@ def _shards(checkpoint: Checkpoint, tensors: list[TensorRecord]) -> list[ShardRe
     return [shard for shard in checkpoint.shards() if (shard.section, shard.key) in listed]
 
 
-def _print_value(label: str, value: object) -> None:
-    """Print a value as one line of JSON; print nothing if it is empty."""
-    if value:
-        print(f"{label}: {shorten(json.dumps(value, ensure_ascii=False), _TEXT)}")
+def _value_lines(label: str, value: object) -> list[str]:
+    """Return a value as one line of JSON; nothing if it is empty."""
+    text = shorten(json.dumps(value, ensure_ascii=False), _TEXT)
+    return [f"{label}: {text}"] if value else []
 
 
-def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> None:
-    """Print a checkpoint: a line with counts, its states and metadata, a table of tensors.
+def _lines(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str | Table]:
+    """Return a line with counts, the states and metadata, and a table of tensors.
 
-    With ``--shards``, also print a table of the shards of these tensors.
+    With ``--shards``, also a table of the shards of these tensors.
     """
     tensors = _tensors(checkpoint, arguments)
     kind = kind_of(checkpoint._source)
@@ -166,33 +157,27 @@ def _print_checkpoint(checkpoint: Checkpoint, arguments: argparse.Namespace) -> 
         parts.append(count_text(checkpoint.world_size, "rank"))
     if kind in ("huggingface", "safetensors"):
         parts.append("with checksums" if _has_checksums(checkpoint) else "no checksums")
-    print(f"{printable(arguments.path)}: {', '.join(parts)}")
+    lines = [f"{printable(arguments.path)}: {', '.join(parts)}"]
     if kind == "checkpoint":
-        text = (
-            f"saved {checkpoint.created} by {checkpoint.writer}, generation {checkpoint.generation}"
-        )
-        print(printable(text))
+        saved = f"saved {checkpoint.created} by {checkpoint.writer}"
+        lines.append(printable(f"{saved}, generation {checkpoint.generation}"))
     for label, state in (("model", checkpoint.model), ("optimizer", checkpoint.optimizer)):
-        _print_value(label, state if state != {"kind": "state"} else None)
+        lines += _value_lines(label, state if state != {"kind": "state"} else None)
     if checkpoint.states:
-        print(f"states: {printable(', '.join(sorted(checkpoint.states)))}")
+        lines.append(f"states: {printable(', '.join(sorted(checkpoint.states)))}")
     if checkpoint.quantization:
-        print(f"quantized: {printable(checkpoint.quantization)}")
-    _print_value("metadata", checkpoint.metadata)
-    steps = _steps(checkpoint)
-    if steps:
-        print(f"steps: {steps_text(steps)}")
-    print_table(TENSOR_HEADERS, [tensor_row(tensor) for tensor in tensors])
-    if arguments.shards:
-        shards = _shards(checkpoint, tensors)
-        print_table(_SHARDS, [row for shard in shards for row in _shard_rows(shard)])
+        lines.append(f"quantized: {printable(checkpoint.quantization)}")
+    lines += _value_lines("metadata", checkpoint.metadata)
+    if steps := _steps(checkpoint):
+        lines.append(f"steps: {steps_text(steps)}")
+    shards = _shards(checkpoint, tensors) if arguments.shards else []
+    rows = [row for shard in shards for row in _shard_rows(shard)]
+    return [*lines, (TENSOR_HEADERS, [*map(tensor_row, tensors)]), (_SHARDS, rows)]
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:
     """Print the contents of the user's checkpoint or file; return 0."""
-    step = number_of_step(arguments.path, arguments.step, arguments)
-    checkpoint = inspect(find(arguments.path, step))
+    checkpoint = inspect(find(arguments.path, choice_of(arguments)))
     if arguments.json:
         return print_json(_checkpoint_data(checkpoint, arguments))
-    _print_checkpoint(checkpoint, arguments)
-    return 0
+    return print_result(arguments, None, _lines(checkpoint, arguments))

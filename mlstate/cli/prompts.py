@@ -12,7 +12,7 @@ from .._common.local_path import local_folder
 from .._common.text import bytes_text, count_text, printable
 from ..checkpoint._options import check_timeout
 from ..prompts._listing import HEADERS, StoredPrompt, list_prompts
-from ._common import Commands, add_actions_of, add_command, add_options, print_json, print_table
+from ._common import Commands, add_actions_of, add_command, print_json, print_table, shared
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -32,18 +32,18 @@ def add(commands: Commands) -> None:
     listed = add_command(actions, "ls", "list the prompts, the last used first", run_ls)
     details = add_command(actions, "show", "show one prompt: its tokens and entries", run_show)
     verified = add_command(
-        actions, "verify", "read every byte, and report damage", run_verify, status_1="damaged"
+        actions, "verify", "read every byte, and report damage", run_verify, statuses={1: "damaged"}
     )
-    repaired = add_command(actions, "repair", "remove damaged records", run_repair)
-    pruned = add_command(actions, "prune", "delete the least recently used prompts", run_prune)
+    lock = shared("--lock-timeout")
+    repaired = add_command(actions, "repair", "remove damaged records", run_repair, lock)
+    text = "delete the least recently used prompts"
+    pruned = add_command(actions, "prune", text, run_prune, lock)
     for action in (listed, details, verified, repaired, pruned):
         action.add_argument("path", help="the folder of a PromptStore")
     details.add_argument("prompt", help="the first digits of its name, as ls prints it")
     pruned.add_argument(
         "--max-bytes", metavar="SIZE", help="such as 10GB (default: only compact the files)"
     )
-    for action in (repaired, pruned):
-        add_options(action, "--lock-timeout")
 
 
 def _open_log(path: str) -> AbstractContextManager[_core.PromptLog]:

@@ -7,7 +7,7 @@ import argparse
 from .._common.text import bytes_text, count_text, printable, sort_steps, steps_text
 from ..checkpoint import prune
 from ..checkpoint._store.open_path import is_url
-from ._common import Commands, add_command, add_options, find, print_json, print_table
+from ._common import Commands, add_command, find, print_result, shared
 
 __all__ = ["add"]
 
@@ -18,19 +18,15 @@ def add(commands: Commands) -> None:
     Parsed arguments have the function of the command as ``run``.
     """
     help_text = "delete old steps, and files that killed writers left behind"
-    parser = add_command(commands, "prune", help_text, run_prune)
-    parser.add_argument("path", help="a checkpoint, or the folder of a run")
-    parser.add_argument("--keep", type=int, metavar="N", help="newest steps to keep (default: all)")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="only list the files that would be deleted"
-    )
-    parser.add_argument(
-        "--orphan-seconds",
-        type=float,
-        metavar="N",
-        help="in an object store: delete unneeded objects of this age (longer than any save)",
-    )
-    add_options(parser, "--lock-timeout")
+    text = "in an object store: delete unneeded objects of this age (longer than any save)"
+    usages = {
+        "path": "a checkpoint, or the folder of a run",
+        "--keep N": {"type": int, "help": "newest steps to keep (default: all)"},
+        "--dry-run": "only list the files that would be deleted",
+        "--orphan-seconds N": {"type": float, "help": text},
+        **shared("--lock-timeout"),
+    }
+    add_command(commands, "prune", help_text, run_prune, usages)
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
@@ -46,37 +42,29 @@ def run_prune(arguments: argparse.Namespace) -> int:
             "--orphan-seconds N to delete those older than the longest save, or --keep N to delete "
             "old steps"
         )
-    source = find(arguments.path, None)
+    source = find(arguments.path)
     if source.format != "mlstate":
         raise ValueError(
             f"{arguments.path} has the format {source.format}: there is nothing to prune"
         )
-    options = None
-    if arguments.orphan_seconds is not None:
-        options = {"orphan_seconds": arguments.orphan_seconds}
+    age = arguments.orphan_seconds
     report = prune(
         arguments.path,
         keep=arguments.keep,
         dry_run=arguments.dry_run,
         lock_timeout=arguments.lock_timeout,
-        storage_options=options,
+        storage_options=None if age is None else {"orphan_seconds": age},
     )
-    if arguments.json:
-        data = {
-            "path": report.path,
-            "dry_run": report.dry_run,
-            "steps": sort_steps(report.steps),
-            "kept": sort_steps(report.kept),
-            "files": report.files,
-            "bytes": report.nbytes,
-        }
-        return print_json(data)
-    print(f"{printable(arguments.path)}: {report._title()}")
+    data = {
+        **report._asdict(),
+        "steps": sort_steps(report.steps),
+        "kept": sort_steps(report.kept),
+        "bytes": report.nbytes,
+    }
+    lines = [f"{printable(arguments.path)}: {report._title()}"]
     if report.steps:
         verb = "would go" if report.dry_run else "gone"
-        kept_steps = steps_text(report.kept)
-        print(f"{count_text(len(report.steps), 'step')} {verb}: {steps_text(report.steps)}")
-        print(f"kept: {kept_steps}")
+        lines.append(f"{count_text(len(report.steps), 'step')} {verb}: {steps_text(report.steps)}")
+        lines.append(f"kept: {steps_text(report.kept)}")
     rows = [[name, bytes_text(size)] for name, size in report.files.items()]
-    print_table(("file", "bytes"), rows)
-    return 0
+    return print_result(arguments, data, [*lines, (("file", "bytes"), rows)])

@@ -13,7 +13,7 @@ from ..checkpoint._options import check_timeout
 from ..checkpoint._store.open_path import RootPath, open_files
 from ..errors import MLStateError
 from ..follow._version import Lineage, lineage_of, trim_chain
-from ._common import Commands, add_actions_of, add_command, add_options, print_json, print_table
+from ._common import Commands, add_actions_of, add_command, print_result, shared
 
 if TYPE_CHECKING:
     from ..checkpoint._store.checkpoint_files import CheckpointFiles
@@ -28,23 +28,15 @@ def add(commands: Commands) -> None:
     """
     text = "list, verify and delete the versions that a Publisher wrote"
     actions = add_actions_of(commands, "publish", text)
-    path_help = "the folder of the versions, or its URL"
-    text = "list the versions that followers can reach"
-    add_command(actions, "ls", text, run_list).add_argument("path", help=path_help)
+    path = {"path": "the folder of the versions, or its URL"}
+    add_command(actions, "ls", "list the versions that followers can reach", run_list, path)
     text = "read every byte of the versions that followers can reach"
-    verifying = add_command(actions, "verify", text, run_verify, status_1="damaged")
-    verifying.add_argument("path", help=path_help)
+    add_command(actions, "verify", text, run_verify, path, statuses={1: "damaged"})
     text = "delete old versions, and files that killed publishers left behind"
-    pruning = add_command(actions, "prune", text, run_prune)
-    pruning.add_argument("path", help=path_help)
-    pruning.add_argument(
-        "--keep",
-        type=int,
-        required=True,
-        metavar="N",
-        help="newest versions to keep; older ones back to an anchor stay too",
-    )
-    add_options(pruning, "--lock-timeout")
+    keep = "newest versions to keep; older ones back to an anchor stay too"
+    settings = {"type": int, "required": True, "help": keep}
+    pruned = {**path, "--keep N": settings, **shared("--lock-timeout")}
+    add_command(actions, "prune", text, run_prune, pruned)
 
 
 def _read_lineage(path: str) -> tuple[CheckpointFiles, Lineage]:
@@ -70,17 +62,15 @@ def run_list(arguments: argparse.Namespace) -> int:
         nbytes = sum(record.data_bytes for record in manifest.indexes)
         facts = {"step": version.step, "kind": version.kind, "bytes": nbytes}
         rows.append({**facts, "ranks": manifest.world_size, "created": manifest.created})
-    if arguments.json:
-        data = {"path": files.path, "lineage": lineage.name, "versions": rows}
-        return print_json(data)
+    data = {"path": files.path, "lineage": lineage.name, "versions": rows}
     count = count_text(len(rows), "version")
-    print(f"{printable(arguments.path)}: {count}, lineage {printable(lineage.name)}")
+    title = f"{printable(arguments.path)}: {count}, lineage {printable(lineage.name)}"
     texts = [
         [bytes_text(cell) if name == "bytes" else str(cell) for name, cell in row.items()]
         for row in rows
     ]
-    print_table(("step", "kind", "bytes", "ranks", "created"), texts)
-    return 0
+    headers = ("step", "kind", "bytes", "ranks", "created")
+    return print_result(arguments, data, [title, (headers, texts)])
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
@@ -107,21 +97,14 @@ def run_verify(arguments: argparse.Namespace) -> int:
         facts = {"step": version.step, "kind": version.kind, "good": not problems, "bytes": nbytes}
         rows.append({**facts, "problems": problems})
     is_good = all(row["good"] for row in rows)
-    if arguments.json:
-        data = {"path": files.path, "good": is_good, "versions": rows}
-        return print_json(data, 0 if is_good else 1)
-    print(f"{printable(arguments.path)}: {'good' if is_good else 'damaged'}")
-    texts = [
-        [
-            str(row["step"]),
-            row["kind"],
-            bytes_text(row["bytes"]),
-            "; ".join(map(printable, row["problems"])) or "good",
-        ]
-        for row in rows
-    ]
-    print_table(("step", "kind", "read", "result"), texts)
-    return 0 if is_good else 1
+    data = {"path": files.path, "good": is_good, "versions": rows}
+    title = f"{printable(arguments.path)}: {'good' if is_good else 'damaged'}"
+    texts = []
+    for row in rows:
+        result = "; ".join(map(printable, row["problems"])) or "good"
+        texts.append([str(row["step"]), row["kind"], bytes_text(row["bytes"]), result])
+    table = ("step", "kind", "read", "result"), texts
+    return print_result(arguments, data, [title, table], 0 if is_good else 1)
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
@@ -144,9 +127,7 @@ def run_prune(arguments: argparse.Namespace) -> int:
 
     timeout = check_timeout(arguments.lock_timeout)
     report = delete_roots(files, choose, dry_run=False, timeout=timeout)
-    if arguments.json:
-        data = {"path": report.path, "steps": report.steps, "kept": report.kept}
-        return print_json({**data, "files": report.files, "bytes": report.nbytes})
-    print(f"{printable(arguments.path)}: {report._title()}")
-    print(f"kept: {steps_text(report.kept)}")
-    return 0
+    data = {**report._asdict(), "bytes": report.nbytes}
+    del data["dry_run"]
+    title = f"{printable(arguments.path)}: {report._title()}"
+    return print_result(arguments, data, [title, f"kept: {steps_text(report.kept)}"])

@@ -8,7 +8,7 @@ from .. import _core
 from .._common.text import bytes_text, count_text, names_hint, printable
 from .._sharding.layout import LAYOUT_NAMES
 from ..checkpoint import Layout, inspect, reshard
-from ._common import Commands, add_command, add_options, find, number_of_step, print_json
+from ._common import Commands, add_command, choice_of, find, print_result, shared
 from ._progress import progress_of
 
 __all__ = ["add"]
@@ -22,16 +22,18 @@ def add(commands: Commands) -> None:
     Parsed arguments have the function of the command as ``run``.
     """
     help_text = "write a checkpoint anew, cut in another way"
-    parser = add_command(commands, "reshard", help_text, run_reshard)
-    parser.add_argument("source", help="a checkpoint, or a folder of a run or a Hugging Face model")
-    parser.add_argument("target", help="the folder to write")
-    parser.add_argument(
-        "--layout",
-        required=True,
-        help=f"{', '.join(_NAMES)} or axis:K; several cuts as axis:1=2,rows=4, with their parts",
-    )
-    parser.add_argument("--world-size", type=int, metavar="N", help="number of ranks")
-    add_options(parser, "--step", "--monitor", "--mode", "--force", "--lock-timeout")
+    usages = {
+        "source": "a checkpoint, or a folder of a run or a Hugging Face model",
+        "target": "the folder to write",
+        "--layout": {
+            "required": True,
+            "help": f"{', '.join(_NAMES)} or axis:K; several cuts as axis:1=2,rows=4, with their "
+            "parts",
+        },
+        "--world-size N": {"type": int, "help": "number of ranks"},
+        **shared("--step", "--monitor", "--mode", "--force", "--lock-timeout"),
+    }
+    add_command(commands, "reshard", help_text, run_reshard, usages)
 
 
 def _layout(text: str, world_size: int | None) -> Layout:
@@ -71,8 +73,7 @@ def run_reshard(arguments: argparse.Namespace) -> int:
     if arguments.world_size is not None and arguments.world_size < 1:
         raise ValueError(f"--world-size must be 1 or more, got {arguments.world_size}")
     layout = _layout(arguments.layout, arguments.world_size)
-    arguments.step = number_of_step(arguments.source, arguments.step, arguments)
-    source = find(arguments.source, arguments.step)
+    source = find(arguments.source, choice_of(arguments))
     with progress_of("reshard", lambda: inspect(source.fresh()).nbytes) as progress:
         resharded = reshard(
             source,
@@ -83,19 +84,16 @@ def run_reshard(arguments: argparse.Namespace) -> int:
             progress=progress,
             lock_timeout=arguments.lock_timeout,
         )
-    files = resharded.files()
-    if arguments.json:
-        data = {
-            "source": source.path,
-            "target": resharded.path,
-            "step": resharded.step,
-            "layout": layout.steps,
-            "world_size": resharded.world_size,
-            "bytes": resharded.nbytes,
-            "files": len(files),
-        }
-        return print_json(data)
-    ranks = count_text(resharded.world_size, "rank")
-    amount = f"{bytes_text(resharded.nbytes)} in {count_text(len(files), 'file')}"
-    print(f"{printable(arguments.target)}: {amount}, for {ranks}")
-    return 0
+    files, ranks = len(resharded.files()), resharded.world_size
+    data = {
+        "source": source.path,
+        "target": resharded.path,
+        "step": resharded.step,
+        "layout": layout.steps,
+        "world_size": ranks,
+        "bytes": resharded.nbytes,
+        "files": files,
+    }
+    amount = f"{bytes_text(resharded.nbytes)} in {count_text(files, 'file')}"
+    text = f"{printable(arguments.target)}: {amount}, for {count_text(ranks, 'rank')}"
+    return print_result(arguments, data, [text])

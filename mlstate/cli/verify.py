@@ -17,15 +17,18 @@ from ..checkpoint._store.checkpoint_files import CheckpointFiles
 from ..checkpoint._verify import verify
 from ..errors import FormatError, MLStateError
 from ._common import (
+    NO_CHOICE,
     PATH_HELP,
     Commands,
+    Table,
+    Usages,
+    add_arguments,
     add_command,
-    add_options,
+    choice_of,
     find,
     kind_of,
-    number_of_step,
-    print_json,
-    print_table,
+    print_result,
+    shared,
 )
 from ._progress import progress_of
 
@@ -42,38 +45,20 @@ def add(commands: Commands) -> None:
 
     Parsed arguments have the function of the command as ``run``.
     """
-    help_text = "read every byte of a checkpoint, and report damage"
-    parser = add_command(
-        commands,
-        "verify",
-        help_text,
-        run_verify,
-        status_1="damaged, or not a checkpoint",
-        status_3="load refuses it",
-    )
-    parser.add_argument("path", help=PATH_HELP)
-    which = parser.add_mutually_exclusive_group()
-    add_options(which, "--step")
-    which.add_argument("--all-steps", action="store_true", help="verify every step of a run")
-    which.add_argument(
-        "--repair",
-        action="store_true",
-        help="put the newest good step in the place of a damaged newest one; good if there is one",
-    )
-    add_options(parser, "--monitor", "--mode", "--names")
+    text = "read every byte of a checkpoint, and report damage"
+    usages = {"path": PATH_HELP, **shared("--monitor", "--mode", "--names")}
+    statuses = {1: "damaged, or not a checkpoint", 3: "load refuses it"}
+    parser = add_command(commands, "verify", text, run_verify, usages, statuses)
+    which: Usages = {
+        **shared("--step"),
+        "--all-steps": "verify every step of a run",
+        "--repair": "put the newest good step in the place of a damaged newest one; good if there "
+        "is one",
+    }
+    add_arguments(parser.add_mutually_exclusive_group(), which)
 
 
 # ---- verification ----
-
-
-def _bytes_to_read(files: CheckpointFiles, roots: list[str]) -> int:
-    """Return the number of bytes that the verification of `roots` reads, for the progress."""
-    total = 0
-    for root in roots:
-        with suppress(MLStateError):  # unreadable roots and indexes are not counted
-            merged = files.load_merged_index(files.read_manifest(root))
-            total += sum(merged.files().values())
-    return total
 
 
 def _roots(files: CheckpointFiles) -> list[str]:
@@ -84,12 +69,11 @@ def _roots(files: CheckpointFiles) -> list[str]:
     """
     roots = files.list_roots()
     names = [root.path for root in roots]
-    try:
+    newest = None
+    with suppress(MLStateError):
         newest = files.read_manifest().generation
-        has_manifest_root = any(root.generation == newest for root in roots)
-    except MLStateError:
-        has_manifest_root = False
-    return names if has_manifest_root else [*names, MANIFEST]
+    is_listed = any(root.generation == newest for root in roots)
+    return names if is_listed else [*names, MANIFEST]
 
 
 def _verify_all(files: CheckpointFiles) -> tuple[dict[str | None, VerifyReport], VerifyReport]:
@@ -99,7 +83,8 @@ def _verify_all(files: CheckpointFiles) -> tuple[dict[str | None, VerifyReport],
     """
     reports: dict[str | None, VerifyReport] = {}
     names = _roots(files)
-    with progress_of("verify", lambda: _bytes_to_read(files, names)) as progress:
+    sources = [IndexedSource(files, name) for name in names]
+    with progress_of("verify", lambda: sum(map(_bytes_of, sources))) as progress:
         while names:
             name = names.pop(0)
             report = VerifyReport(files.path)
@@ -114,14 +99,17 @@ def _verify_all(files: CheckpointFiles) -> tuple[dict[str | None, VerifyReport],
     return dict(steps), of_folder
 
 
-def _bytes_of(path: str, source: Source | None) -> int:
-    """Return the number of bytes that a verification reads, for the progress; 0 if unknown."""
+def _bytes_of(source: Source | str) -> int:
+    """Return the bytes that a verification of a source or path reads, for the progress.
+
+    0 if they are unknown.
+    """
     with suppress(MLStateError, OSError):
         if isinstance(source, IndexedSource):
             index = source.fresh().index
             is_own = source.format == "mlstate"
             return sum(index.files().values()) if is_own else int(index.heads()[0][-2])
-        place = Path(local_folder(path))
+        place = Path(local_folder(source))
         files = [place, *place.rglob("*")]
         return sum(file.stat().st_size for file in files if file.is_file())
     return 0
@@ -159,8 +147,8 @@ def _json_data(
     }
 
 
-def _print_all(path: str, reports: dict[str | None, VerifyReport]) -> None:
-    """Print a line about all steps of a run, a row for each step, then a row for each problem.
+def _lines_of_steps(path: str, reports: dict[str | None, VerifyReport]) -> list[str | Table]:
+    """Return a line about all steps of a run, a row for each step, then a row for each problem.
 
     `path`: as the user gave it. `reports`: on each step, by its root.
     """
@@ -168,33 +156,32 @@ def _print_all(path: str, reports: dict[str | None, VerifyReport]) -> None:
     total = count_text(len(reports), "checkpoint")
     result = f"{damaged:,} of {total} damaged" if damaged else f"{total} good"
     read = bytes_text(sum(report.bytes for report in reports.values()))
-    print(f"{printable(path)}: {result}, {read} read")
     steps, problems = [], []
     for root, report in reports.items():
         step = "?" if report.step is None else str(report.step)
         steps.append([step, report._result(), bytes_text(report.bytes), root or ""])
         problems += [[step, *row] for row in report._rows()]
-    print_table(("step", "result", "read", "manifest"), steps)
-    print_table(("step", *PROBLEM_HEADERS), problems)
+    title = f"{printable(path)}: {result}, {read} read"
+    headers = ("step", "result", "read", "manifest")
+    return [title, (headers, steps), (("step", *PROBLEM_HEADERS), problems)]
 
 
-def _print_files(label: str, names: list[str]) -> None:
-    """Print the number of files and their names, after a title with `label`; nothing for none."""
-    if names:
-        print(f"{count_text(len(names), 'file')} {label}:")
-        print("\n".join(f"  {shorten(name, _WIDTH)}" for name in names))
+def _lines_of_files(label: str, names: list[str]) -> list[str]:
+    """Return the number of files, with `label`, and their names; nothing for none."""
+    title = [f"{count_text(len(names), 'file')} {label}:"] if names else []
+    return [*title, *(f"  {shorten(name, _WIDTH)}" for name in names)]
 
 
-def _print_repair(report: VerifyReport) -> None:
-    """Print which checkpoint a repair has put in place, or why there is none."""
+def _lines_of_repair(report: VerifyReport) -> list[str]:
+    """Return which checkpoint a repair has put in place, or why there is none."""
     if report.repaired is not None:
         step = "" if report.step is None else f"step {report.step}, "
-        print(f"repaired: {step}generation {report.repaired}, is the newest good one, and in place")
-    elif {problem.kind for problem in report.problems} == {"header"}:
+        text = f"{step}generation {report.repaired}, is the newest good one, and in place"
+        return [f"repaired: {text}"]
+    if {problem.kind for problem in report.problems} == {"header"}:
         text = "every tensor loads, and the next save writes files with damaged headers again"
-        print(f"not repaired: {text}")
-    elif report.problems:
-        print("not repaired: there is no older step that is good")
+        return [f"not repaired: {text}"]
+    return ["not repaired: there is no older step that is good"] if report.problems else []
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
@@ -206,10 +193,10 @@ def run_verify(arguments: argparse.Namespace) -> int:
     path = arguments.path
     if arguments.names and (arguments.repair or arguments.all_steps):
         raise ValueError("--names cannot be used with --repair or --all-steps")
-    number = number_of_step(path, arguments.step, arguments)
+    choice = choice_of(arguments)
     source: Any = None
     with suppress(FormatError):  # unrecognized content may have checksums, and be verified
-        source = find(path, number)
+        source = find(path, choice)
     kind = "files" if source is None else kind_of(source)
     reports: dict[str | None, VerifyReport]
     if arguments.all_steps:
@@ -217,9 +204,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
             raise ValueError(f"{path} is not a run of mlstate: it has no steps")
         reports, of_folder = _verify_all(source.files)
     else:
-        with progress_of("verify", lambda: _bytes_of(path, source)) as progress:
+        with progress_of("verify", lambda: _bytes_of(source or path)) as progress:
             of_folder = verify(
-                path if number is None or source is None else source,
+                path if choice == NO_CHOICE or source is None else source,
                 repair=arguments.repair,
                 progress=progress,
                 names=arguments.names,
@@ -227,19 +214,15 @@ def run_verify(arguments: argparse.Namespace) -> int:
         reports = {source.root if kind == "checkpoint" else None: of_folder}
     good = all(reports.values()) or of_folder.repaired is not None
     status = 1 if not good else 3 if of_folder.refusal else 0
-    if arguments.json:
-        return print_json(_json_data(reports, of_folder, kind, status == 0), status)
-    if arguments.all_steps:
-        _print_all(path, reports)
-    else:
-        of_folder.path = path
-        print("\n".join(of_folder._lines()))
-        print_table(PROBLEM_HEADERS, of_folder._rows())
-    _print_files("left over, which mlstate prune deletes", of_folder.leftover)
+    data = _json_data(reports, of_folder, kind, status == 0)
+    of_folder.path = path
+    lines = _lines_of_steps(path, reports)
+    if not arguments.all_steps:
+        lines = [*of_folder._lines(), (PROBLEM_HEADERS, of_folder._rows())]
+    lines += _lines_of_files("left over, which mlstate prune deletes", of_folder.leftover)
     text = {"checkpoint": "of another program", "files": "that the checksums do not list"}.get(
         kind, "that the index or the checksums do not name"
     )
-    _print_files(text, of_folder.strange)
-    if arguments.repair:
-        _print_repair(of_folder)
-    return status
+    lines += _lines_of_files(text, of_folder.strange)
+    lines += _lines_of_repair(of_folder) if arguments.repair else []
+    return print_result(arguments, data, lines, status)

@@ -74,10 +74,10 @@ LOAD = {  # path, keywords, words of the error
     "layout": ("own", {"layout": "rows"}, "layout= requires rank="),
     "layout world": ("own", {**PART, "layout": Layout.rows(4)}, "4 parts for 2 ranks"),
     "step file": ("x.npz", {"step": 1}, "it has no steps"),
-    "monitor": ("run", {"monitor": "loss"}, "pass step='best' too"),
-    "monitor step": ("run", {"monitor": "loss", "step": 1}, "pass step='best' too"),
-    "mode": ("run", {"mode": "max"}, "pass step='best' and monitor= too"),
-    "best": ("run", {"step": "best"}, "step='best' needs the metric"),
+    "monitor": ("run", {"monitor": "loss"}, "pass step='best'"),
+    "monitor step": ("run", {"monitor": "loss", "step": 1}, "pass step='best'"),
+    "mode": ("run", {"mode": "max"}, "pass step='best'"),
+    "best": ("run", {"step": "best"}, "needs the metric: pass monitor='loss'"),
     "storage_options": ("own", {"storage_options": {}}, "storage_options are for URLs"),
     "storage_options file": ("x.npz", {"storage_options": {}}, "storage_options are for URLs"),
 }
@@ -86,7 +86,7 @@ VERIFY = {
     "repair step": ("run", {"repair": True, "step": 1}, "without step="),
     "repair format": ("x.npz", {"repair": True}, "of another program"),
     "names format": ("x.npz", {"names": "w"}, "leave out names"),
-    "monitor": ("run", {"monitor": "loss"}, "pass step='best' too"),
+    "monitor": ("run", {"monitor": "loss"}, "pass step='best'"),
     "storage_options": ("own", {"storage_options": {}}, "storage_options are for URLs"),
     "storage_options checksums": (
         "weights",
@@ -97,7 +97,7 @@ VERIFY = {
 PLAN = {
     "layout": ("own", {"layout": "rows"}, "layout= requires rank="),
     "step root": ("run", {"step": 1, "root": "roots/1.json"}, "pass only one of them"),
-    "monitor": ("run", {"monitor": "loss"}, "pass step='best' too"),
+    "monitor": ("run", {"monitor": "loss"}, "pass step='best'"),
     "verify": ("own", {"verify": "first"}, "verify must be True or False"),
 }
 FOLLOW = {

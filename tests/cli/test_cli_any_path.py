@@ -62,7 +62,7 @@ def test_the_latest_and_the_best_step(place, run_json, run):
     assert run_json("inspect", "best", *best)[1]["step"] == 1
     assert run_json("inspect", "best", *best, "--mode", "max")[1]["step"] == 0
     assert run_json("verify", "best", *best)[1]["checkpoints"][0]["step"] == 1
-    assert "needs --monitor" in run("inspect", "best", "--step", "best")[2][0]
+    assert "pass --monitor loss" in run("inspect", "best", "--step", "best")[2][0]
     assert "no step has a number 'x'" in run("inspect", "best", *best[:3], "x")[2][0]
 
 

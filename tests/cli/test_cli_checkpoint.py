@@ -476,7 +476,7 @@ def test_diff_puts_few_tensors_together_at_a_time(place, monkeypatch):
     mlstate.save("whole", state)
     mlstate.checkpoint.reshard("whole", "cut", layout="rows", world_size=2)
     monkeypatch.setattr(checkpoint_diff, "_BATCH_BYTES", 3 * 64 * 64 * 4)
-    sides = [checkpoint_diff._side(name, None) for name in ("whole", "cut")]
+    sides = [checkpoint_diff._Side(checkpoint_diff.find(name)) for name in ("whole", "cut")]
     assert [len(batch) for batch in checkpoint_diff._batches(0, sides)] == [3, 3, 2]
     assert [len(b) for b in checkpoint_diff._batches(0, [sides[0], sides[0]])] == [8]
 

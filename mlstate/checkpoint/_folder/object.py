@@ -10,9 +10,11 @@ import errno
 import os
 from contextlib import contextmanager, suppress
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from ... import _core
+from ..._common.batches import batches_of
 from ..._common.log import is_logged, log
 from ..._common.store_error import format_error, store_error
 from ..._common.waiting import remove_folder
@@ -411,7 +413,8 @@ class ObjectFolder:
         Returns bytes and problems as `Folder.verify`. A missing object is one of the problems.
         """
         total, problems = 0, []
-        for files in _file_batches(merged.files()):
+        for batch in batches_of(sorted(merged.files().items()), itemgetter(1), _BATCH):
+            files = dict(batch)
             with self._scratch() as local:
                 ranges = [(path, 0, nbytes) for path, nbytes in files.items()]
                 self._copy_ranges(local, ranges, self._copy_existing)
@@ -468,20 +471,3 @@ def _name_url(error: MLStateError, local: str, url: str) -> None:
         value = getattr(error, name, None)
         if isinstance(value, str):
             setattr(error, name, value.replace(local, url))
-
-
-# ---- planning ----
-
-
-def _file_batches(files: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """Yield the sizes of files by path, in batches of at most 128 MiB; a larger file is alone."""
-    batch: dict[str, int] = {}
-    total = 0
-    for path, nbytes in sorted(files.items()):
-        if batch and total + nbytes > _BATCH:
-            yield batch
-            batch, total = {}, 0
-        batch[path] = nbytes
-        total += nbytes
-    if batch:
-        yield batch

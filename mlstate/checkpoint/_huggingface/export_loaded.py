@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ..._common.batches import batches_of
 from ..._common.budget import parse_size
 from ..._common.dtypes import numpy_dtype
 from ..._common.local_path import local_path
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from ... import _core
     from ..._common.atomic_file import Target
     from .._load.loader import Loader
-    from .export_plan import ExportPlan, Facts
+    from .export_plan import Facts
 
     # called with a function that returns the number of bytes to write
     Progress: TypeAlias = Callable[
@@ -32,6 +33,11 @@ if TYPE_CHECKING:
     ]
 
 _BATCH_BYTES = 64 << 20  # of the tensors that are in memory at the same time
+
+
+def _size_of(tensor: tuple[str, str, tuple[int, ...]]) -> int:
+    _, dtype, shape = tensor
+    return prod(shape) * numpy_dtype(dtype).itemsize
 
 
 def export_loaded(
@@ -65,30 +71,12 @@ def export_loaded(
 
     def shards() -> Iterator[_core.ShardItems]:
         """Yield the shards of one batch of tensors after the other, as the writer needs them."""
-        for batch in _batches(plan):
-            state = loader.load_state(section, batch, {})
-            content = take_content(target, dict(state), None, None, SAVE_DEFAULTS)
-            yield gather_shards(target, content).shards
+        for file in plan.tensors:
+            for batch in batches_of(file, _size_of, _BATCH_BYTES):
+                state = loader.load_state(section, [name for name, *_ in batch], {})
+                content = take_content(target, dict(state), None, None, SAVE_DEFAULTS)
+                yield gather_shards(target, content).shards
 
     with progress(lambda: sum(plan.nbytes)) as report:
         write_folder(target, plan, shards(), files_from, start, report)
     return {"tensors": len(plan.nbytes), "bytes": sum(plan.nbytes)}
-
-
-def _batches(plan: ExportPlan) -> Iterator[list[str]]:
-    """Yield the names of tensors to load together, in the order of the plan's files.
-
-    A batch has at most 64 MiB of one file, or one larger tensor.
-    """
-    for file in plan.tensors:
-        batch: list[str] = []
-        room = _BATCH_BYTES
-        for name, dtype, shape in file:
-            size = prod(shape) * numpy_dtype(dtype).itemsize
-            if batch and size > room:
-                yield batch
-                batch, room = [], _BATCH_BYTES
-            batch.append(name)
-            room -= size
-        if batch:
-            yield batch

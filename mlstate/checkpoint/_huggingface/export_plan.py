@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ... import _core
+from ..._common.batches import batches_of
 from ..._common.converted import is_converted
 from ..._common.dtypes import DTYPES, name_of
 from ..._sharding.layout import Shard
@@ -269,25 +270,6 @@ def drop_copies(
 # ---- the files ----
 
 
-def _divide(
-    tensors: dict[str, Facts], sizes: dict[str, int], most: int
-) -> list[list[tuple[str, str, tuple[int, ...]]]]:
-    """Divide the tensors, in their order, over files of at most `most` bytes.
-
-    `sizes`: bytes by name. A larger tensor has its own file. Returns name, dtype and shape of the
-    tensors of each file; without tensors, one empty file.
-    """
-    files: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
-    room = most  # bytes that still fit the last file
-    for name, (dtype, shape, _) in tensors.items():
-        if files[-1] and sizes[name] > room:
-            files.append([])
-            room = most
-        files[-1].append((name, dtype, shape))
-        room -= sizes[name]
-    return files
-
-
 def make_plan(tensors: dict[str, Facts], max_shard_bytes: int) -> ExportPlan:
     """Return the plan of files of at most `max_shard_bytes` bytes of tensors each.
 
@@ -295,7 +277,9 @@ def make_plan(tensors: dict[str, Facts], max_shard_bytes: int) -> ExportPlan:
     the files. A tensor whose dtype is unknown counts as 0 bytes.
     """
     sizes = {n: prod(shape) * _ITEM_BYTES.get(dtype, 0) for n, (dtype, shape, _) in tensors.items()}
-    divided = [tuple(file) for file in _divide(tensors, sizes, max_shard_bytes)]
+    listed = ((name, dtype, shape) for name, (dtype, shape, _) in tensors.items())
+    batches = batches_of(listed, lambda tensor: sizes[tensor[0]], max_shard_bytes)
+    divided = [*map(tuple, batches)] or [()]
     count = len(divided)
     files: tuple[str, ...] = (_STEM + SUFFIX,)
     if count > 1:

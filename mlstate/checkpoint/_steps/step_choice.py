@@ -97,6 +97,23 @@ def no_metric(path: str, monitor: str | None) -> ValueError:
     return ValueError(f"{path}: no step has a number {monitor!r} in its metadata")
 
 
+def check_choice(step: int | str | None, monitor: str | None, mode: str | None) -> None:
+    """Raise ValueError if `monitor` and `mode` do not fit the step: "best" alone has them."""
+    best = "step='best' (--step best on the command line)"
+    if step == "best" and monitor is None:
+        raise ValueError(
+            f"{best} needs the metric: pass monitor='loss' (--monitor loss on the command line) or "
+            "another key of the metadata, and mode='max' (--mode max on the command line) if the "
+            "largest is best"
+        )
+    for name, value in (("monitor", monitor), ("mode", mode)):
+        if step != "best" and value is not None:
+            raise ValueError(
+                f"{name}={value!r} (--{name} {value} on the command line) tells which step is the "
+                f"best: pass {best} too, or leave it out"
+            )
+
+
 def choose_root(
     files: CheckpointFiles, root: str, step: int | str | None, monitor: str | None, mode: str | None
 ) -> str:
@@ -105,23 +122,10 @@ def choose_root(
     `step`: a number, "latest" or "best". `monitor`, `mode`: the metric that "best" compares, and
     only that. Raises ValueError if they do not fit each other.
     """
+    check_choice(step, monitor, mode)
     if step == "best":
-        if monitor is None:
-            raise ValueError(
-                "step='best' needs the metric: pass monitor='loss' or another key of the metadata, "
-                "and mode='max' if the largest is best"
-            )
+        assert monitor is not None
         return find_best(files, monitor, mode)[0].path
-    if monitor is not None:
-        raise ValueError(
-            f"monitor={monitor!r} is the metric of the best step: pass step='best' too, or leave "
-            "monitor= out"
-        )
-    if mode is not None:
-        raise ValueError(
-            f"mode={mode!r} tells which step is the best: pass step='best' and monitor= too, or "
-            "leave mode= out"
-        )
     return root if step is None else find_root(files, step)
 
 
