@@ -15,6 +15,8 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import zlib
+from contextlib import contextmanager
 from functools import partial
 from io import BytesIO
 from itertools import chain
@@ -54,7 +56,7 @@ from .config import config_of_dtype, has_codes, other_without_entry, weights_dty
 from .export_plan import ExportPlan, StateTable, drop_copies, exchange_tables, make_plan, table_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
     from typing import TypeAlias
 
     from ...collectives import ProcessGroup
@@ -89,6 +91,17 @@ def raise_together(group: ProcessGroup | None, error: BaseException | None) -> N
         agree(group, "", error)
     elif error is not None:
         raise error
+
+
+@contextmanager
+def _agreed(group: ProcessGroup | None) -> Iterator[None]:
+    """Run a block on every rank; all raise if it fails on one."""
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        failure = error
+    raise_together(group, failure)
 
 
 # ---- the state ----
@@ -348,33 +361,6 @@ def _finish(folder: str, final: Target, plan: ExportPlan, crcs: Any, other_files
 # ---- parts ----
 
 
-def _pack(values: Any, dtype: str) -> bytes:
-    """Return bytes with the values other than 0: their number, their positions, themselves.
-
-    `values`: a one-dimensional array; most of a rank's values are 0. `dtype`: that the values have
-    in the bytes.
-    """
-    positions = np.flatnonzero(values)
-    parts = (
-        np.array([len(positions)], "<u8"),
-        positions.astype("<u8"),
-        values[positions].astype(dtype),
-    )
-    return b"".join(part.tobytes() for part in parts)
-
-
-def _unpack(data: memoryview, dtype: str) -> tuple[Any, Any, memoryview]:
-    """Return positions, values, and the bytes that follow; the inverse of `_pack`.
-
-    `dtype`: of the values in `data`.
-    """
-    count = int(np.frombuffer(data[:8], "<u8")[0])
-    item = np.dtype(dtype).itemsize
-    middle, end = 8 + 8 * count, 8 + (8 + item) * count  # of the positions, of the values
-    positions = np.frombuffer(data[8:middle], "<u8").astype(np.intp)
-    return positions, np.frombuffer(data[middle:end], dtype), data[end:]
-
-
 def _write_parts(
     folder: str,
     plan: ExportPlan,
@@ -387,13 +373,13 @@ def _write_parts(
     `plan`: the files and the places of all tensors. `batches`: the shards. `sync`: make them
     durable; rank 0 does so after it wrote the headers. `progress`: called with numbers of bytes;
     None: no calls. The result, for `_checksums`, has the CRC32C of each block, combined over the
-    ranks by XOR, and the bytes written of each tensor.
+    ranks by XOR, and the bytes written of each tensor. It is compressed: most values are 0.
     """
-    crcs = np.zeros(plan.starts[-1], np.uint32)
-    written = np.zeros(len(plan.places), np.uint64)
+    crcs = np.zeros(plan.starts[-1], "<u4")
+    written = np.zeros(len(plan.places), "<u8")
     for shards in batches:
         _core.parts_write(shards, folder, plan.files, plan.places, crcs, written, sync, progress)
-    return _pack(crcs, "<u4") + _pack(written, "<u8")
+    return zlib.compress(written.tobytes() + crcs.tobytes())
 
 
 def _checksums(plan: ExportPlan, shares: list[bytes]) -> Any:
@@ -401,13 +387,12 @@ def _checksums(plan: ExportPlan, shares: list[bytes]) -> Any:
 
     `shares`: the result of each rank's `_write_parts`.
     """
-    crcs = np.zeros(plan.starts[-1], np.uint32)
-    written = np.zeros(len(plan.places), np.uint64)
-    for data in shares:
-        positions, values, rest = _unpack(memoryview(data), "<u4")
-        crcs[positions] ^= values
-        positions, values, _ = _unpack(rest, "<u8")
-        written[positions] += values
+    count = len(plan.places)
+    crcs, written = np.zeros(plan.starts[-1], "<u4"), np.zeros(count, "<u8")
+    for share in shares:
+        data = zlib.decompress(share)
+        written += np.frombuffer(data, "<u8", count)
+        crcs ^= np.frombuffer(data, "<u4", offset=8 * count)
     for name, place in plan.places.items():
         if written[place.number] != plan.nbytes[place.number]:
             raise ValueError(
@@ -438,44 +423,31 @@ def write_folder(
     remains.
     """
     group, folder = target.group, os.path.realpath(target.path)
-    temporary, stem, other_files, final = "", "", dict[str, Any](), Target(folder, ())
-    error: BaseException | None = None
-    is_first = target.rank == 0
+    is_first, temporary = target.rank == 0, _temporary_name(folder)
+    share, other_files, final = b"", dict[str, Any](), Target(folder, ())
     try:
-        try:
+        with _agreed(group):
             if is_first:
                 other_files = _files_to_copy(files_from)
-                stem = _stem_of_folder(files_from)
-                plan = plan.named(stem)
+                plan = plan.named(_stem_of_folder(files_from))
                 if files_from is not None:
                     plan = _checked_entry(open_folder(files_from, reads=True), plan)
                 final = _target_of(folder, start)
-                temporary = _temporary_name(folder)
                 _begin(temporary, plan)
-        except BaseException as caught:
-            error = caught
         if group is not None:
-            names = next(iter(group.gather_bytes(os.fsencode(f"{stem}\0{temporary}"))))
+            names = next(iter(group.gather_bytes(os.fsencode(f"{plan.stem}\0{temporary}"))))
             stem, _, temporary = os.fsdecode(names).partition("\0")
-        raise_together(group, error)
-        plan = plan.named(stem)
-        shares = b""
-        try:
-            shares = _write_parts(temporary, plan, batches, not is_first, progress)
+            plan = plan.named(stem)
+        with _agreed(group):
+            share = _write_parts(temporary, plan, batches, not is_first, progress)
             if written is not None:
                 written()
-        except BaseException as caught:
-            error = caught
-        raise_together(group, error)
-        gathered = [shares] if group is None else list(group.gather_bytes(shares))
-        try:
+        shares = [share] if group is None else group.gather_bytes(share)
+        with _agreed(group):
             if is_first:
-                _finish(temporary, final, plan, _checksums(plan, gathered), other_files)
-        except BaseException as caught:
-            error = caught
-        raise_together(group, error)
+                _finish(temporary, final, plan, _checksums(plan, shares), other_files)
     except BaseException:
-        if is_first and temporary:
+        if is_first:
             remove_folder(temporary)
         raise
 
