@@ -33,7 +33,6 @@ class DtypeInfo(NamedTuple):
 
 DTYPES = tuple(DtypeInfo(*row) for row in _core.dtypes())
 NAMES = frozenset(info.name for info in DTYPES)
-FILE_DTYPES = {info.file_name: info for info in DTYPES}
 FLOATS, FLOAT8S, INTEGERS, PACKED = (
     frozenset(info.name for info in DTYPES if info.kind in kinds)
     for kinds in (("float",), ("float8",), ("int", "uint"), ("packed",))

@@ -19,7 +19,7 @@ _NUMBERS = re.compile("([0-9]+)").split
 _FIRST_NUMBER = re.compile("([^0-9]*)([0-9]*)").match
 _UNITS = "%|B|[KMG]iB|GB/s|s|ms|us|x"
 # Colours are inherited, for dark and light themes. Jupyter's own alignment is more specific.
-_TABLE_STYLE = (
+TABLE_STYLE = (
     ".mlstate-table table{margin:.2em 0 .6em;border-collapse:collapse}"
     ".mlstate-table caption{caption-side:top;text-align:left;min-width:36em;padding:0 0 .4em;"
     "color:inherit}"
@@ -158,10 +158,13 @@ def table_html(
     *,
     collapse: bool = False,
     style: bool = True,
+    limit: int = _HTML_ROWS,
+    total: int | None = None,
 ) -> str:
-    """Return a table with a title as HTML; rows after the 50th are only counted.
+    """Return a table with a title as HTML; rows after the first `limit` are only counted.
 
-    Long titles and cells are shortened, and unprintable characters in them escaped.
+    Long titles and cells are shortened, and unprintable characters in them escaped. `total`: number
+    of all rows, if `rows` lacks the last.
 
     Columns of numbers, with or without units, are right-aligned. `collapse` merges rows that differ
     only in their first cell. With `style` false, the page must already have the rules.
@@ -170,8 +173,8 @@ def table_html(
 
     title = shorten(title, _TITLE)
     visible = _collapse(rows) if collapse else rows
-    hidden = len(visible) - _HTML_ROWS
-    visible = visible[:_HTML_ROWS]
+    hidden = (len(visible) if total is None else total) - limit
+    visible = visible[:limit]
     number = re.compile(rf"[+-]?\d[\d,.]*(e[+-]?\d+)?( ?({_UNITS}))?|-|")
     # by column: right-aligned or not; the first column has names
     is_numeric = [
@@ -187,12 +190,12 @@ def table_html(
         )
         return f"<tr>{''.join(html_cells)}</tr>"
 
-    rules = f"<style>{_TABLE_STYLE}</style>" if style else ""
+    rules = f"<style>{TABLE_STYLE}</style>" if style else ""
+    more = f"<p>… {hidden:,} more</p>" if hidden > 0 else ""
     if not visible:
-        return f"<div class=mlstate-table>{rules}<p>{escape(title)}</p></div>"
+        return f"<div class=mlstate-table>{rules}<p>{escape(title)}</p>{more}</div>"
     head = f"<thead>{line('th', headers)}</thead>" if any(headers) else ""
     body = "".join(line("td", row) for row in visible)
-    more = f"<p>… {hidden:,} more</p>" if hidden > 0 else ""
     caption = f"<caption>{escape(title)}</caption>" if title else ""
     table = f"<table>{caption}{head}<tbody>{body}</tbody></table>"
     return f"<div class=mlstate-table>{rules}{table}{more}</div>"

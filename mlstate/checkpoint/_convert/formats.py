@@ -31,24 +31,11 @@ from .._layouts.folders import LAYOUTS
 from .._sources.open_source import open_source
 from .._store.open_path import open_folder, refuse_format
 
-NAMES = (
-    "mlstate",
-    "safetensors",
-    "npz",
-    "torch",
-    "dcp",
-    "huggingface",
-    *(layout.name for layout in LAYOUTS),
-    "lightning",
-)
+_ONLY_READ = tuple(layout.name for layout in LAYOUTS)
+NAMES = ("mlstate", "safetensors", "npz", "torch", "dcp", "huggingface", *_ONLY_READ, "lightning")
 SUFFIXES = {
-    ".safetensors": "safetensors",
-    ".npz": "npz",
-    ".pt": "torch",
-    ".pth": "torch",
-    ".bin": "torch",
-    ".ckpt": "lightning",
-    ".dcp": "dcp",
+    **{".safetensors": "safetensors", ".npz": "npz", ".ckpt": "lightning", ".dcp": "dcp"},
+    **dict.fromkeys((".pt", ".pth", ".bin"), "torch"),
 }
 FLAT = ("safetensors", "npz")  # formats with one level of names
 
@@ -90,7 +77,7 @@ def find_format(format: str | None, path: str | os.PathLike[str]) -> str:
     name = format_of(path) if format is None else format
     if name not in NAMES:
         raise ValueError(f"format must be one of {', '.join(NAMES)}, got {format!r}")
-    if name in (layout.name for layout in LAYOUTS):
+    if name in _ONLY_READ:
         raise CompatibilityError(
             f"{path}: folders of the format {name} are only read; choose another, such as .pt"
         )

@@ -143,7 +143,7 @@ def split_texts(path: Path | str, state: StateDict, metadata: dict[str, Any]) ->
 def as_arrays(state: Mapping[str, Any]) -> dict[str, NDArray]:
     """Return all values as NumPy arrays; tensors are viewed, or copied from their device.
 
-    Raises TypeError for a value that is not in memory, or has Python objects.
+    Raises TypeError for a value that has Python objects.
     """
     import numpy as np
 
@@ -153,17 +153,10 @@ def as_arrays(state: Mapping[str, Any]) -> dict[str, NDArray]:
     arrays: dict[str, NDArray] = {}
     for name, value in dict(state).items():
         if is_torch(value):
-            arrays[name] = backend_of(value, TensorBackend).arrays_of({name: value.detach().cpu()})[
-                name
-            ]
-        elif isinstance(value, np.ndarray | np.generic):
-            arrays[name] = np.asarray(value)
-        elif hasattr(value, "__dlpack__"):
-            arrays[name] = np.from_dlpack(value)
-        elif hasattr(value, "__array_interface__"):
-            arrays[name] = np.asarray(value)
+            tensor = {name: value.detach().cpu()}
+            arrays |= backend_of(value, TensorBackend).arrays_of(tensor)
         else:
-            raise TypeError(f"{name!r} is a {type(value).__name__}, not a whole array in memory")
+            arrays[name] = np.asarray(value)
         if arrays[name].dtype.hasobject:
             raise TypeError(f"{name!r} holds Python objects, which cannot be converted")
     return arrays

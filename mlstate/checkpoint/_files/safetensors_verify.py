@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ... import _core
-from ..._common.dtypes import FILE_DTYPES
 from ..._common.file_checksums import BLOCK, Change, compare_blocks
 from ..._common.local_path import local_folder
 from ..._common.regular_file import open_regular
@@ -25,45 +24,26 @@ _DIGITS = 8  # hex digits of one checksum
 
 
 class FileTensor(NamedTuple):
-    """A file header's entry for one tensor; `offset` counts from the start of the file."""
+    """The bytes of one tensor in a file; `offset` counts from the start of the file."""
 
     key: str
-    dtype: str
-    shape: tuple[int, ...]
     offset: int
     nbytes: int
 
 
 class FileHeader(NamedTuple):
-    """A file's header: its tensors in file order, their checksums, and the file's size in bytes.
+    """A file's header: its tensors in file order, and their checksums.
 
     `digits`: CRC32C of each MiB of each tensor, 8 hex digits each; None without checksums.
     """
 
     tensors: list[FileTensor]
     digits: str | None
-    nbytes: int
 
     @property
     def has_checksums(self) -> bool:
         """Whether the file has checksums, that is, `save_file` wrote it."""
         return self.digits is not None
-
-
-def _as_array(dtype: str, shape: list[int]) -> tuple[str, tuple[int, ...]]:
-    """Return dtype and shape as `load_file` gives them, from those in the file.
-
-    Elements of less than a byte are packed: the last axis then counts bytes. If a row of them is
-    not a whole number of bytes, no array can hold them, and the file's dtype and shape are
-    returned.
-    """
-    info = FILE_DTYPES.get(dtype)
-    if info is not None and info.kind == "packed":
-        bits = shape[-1] * info.element_bits if shape else 1
-        if bits % 8:
-            return dtype, tuple(shape)
-        shape = [*shape[:-1], bits // 8]
-    return dtype if info is None else info.name, tuple(shape)
 
 
 def read_header(path: str, *, verify: bool = True) -> FileHeader:
@@ -77,26 +57,18 @@ def read_header(path: str, *, verify: bool = True) -> FileHeader:
     try:
         with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
-            text = file.read(length)
-            size = os.fstat(file.fileno()).st_size
-        entries: dict[str, Any] = json.loads(text)
+            entries: dict[str, Any] = json.loads(file.read(length))
     except OSError as error:
         raise store_error(error, "cannot read the file", path) from None
     except ValueError:  # the file was replaced since the core read it
         raise format_error(f"{path}: replaced while it was read; try again", path) from None
     texts = entries.pop("__metadata__", None) or {}
-    start = 8 + length
-    tensors = [
-        FileTensor(
-            key,
-            *_as_array(entry["dtype"], entry["shape"]),
-            start + entry["data_offsets"][0],
-            entry["data_offsets"][1] - entry["data_offsets"][0],
-        )
-        for key, entry in entries.items()
-    ]
+    tensors = []
+    for key, entry in entries.items():
+        start, end = (8 + length + offset for offset in entry["data_offsets"])
+        tensors.append(FileTensor(key, start, end - start))
     digits = next((texts[key] for key in CHECKSUMS if key in texts), None)
-    return FileHeader(tensors, digits, size)
+    return FileHeader(tensors, digits)
 
 
 def _blocks_of(header: FileHeader) -> Iterator[tuple[int, int, int, int]]:

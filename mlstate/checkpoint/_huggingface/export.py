@@ -51,7 +51,7 @@ from .._save.content import SaveContent, take_content
 from .._save.shards import GatheredShards, gather_shards
 from .._save.target import SaveTarget, check_target
 from .._states.collect import NO_STATES
-from .._store.open_path import is_url, open_folder
+from .._store.open_path import open_folder
 from .config import config_of_dtype, has_codes, other_without_entry, weights_dtype
 from .export_plan import ExportPlan, StateTable, drop_copies, exchange_tables, make_plan, table_of
 
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from typing import TypeAlias
 
     from ...collectives import ProcessGroup
-    from .._folder.protocol import Files
+    from .._folder.protocol import Files, Folder
 
     _Opened: TypeAlias = dict[str, Callable[[], Any]]  # names of files, and how to open each
 
@@ -216,40 +216,27 @@ def is_copied(name: str) -> bool:
     return not (name.startswith(".") or name.endswith(_WEIGHTS) or is_index(name))
 
 
-def _files_to_copy(source: str | os.PathLike[str] | None) -> _Opened:
+def _files_to_copy(source: Folder) -> _Opened:
     """Return functions that open the files to copy, such as config.json, by name.
 
-    `source`: folder or URL; None: no files. Raises StoreError or FormatError if one cannot be
-    copied.
+    Raises StoreError or FormatError if one cannot be copied.
     """
-    if source is None:
-        return {}
-    if is_url(source):
-        store = open_folder(source, reads=True)
-        names = sorted(filter(is_copied, store.names("")))
-        return {name: partial(_open_object, store, name) for name in names}
-    folder = local_path(source)
+    if not source.is_local:
+        names = sorted(filter(is_copied, source.names("")))
+        return {name: partial(_open_object, source, name) for name in names}
     try:
-        with os.scandir(folder) as entries:
+        with os.scandir(source.path) as entries:
             paths = sorted(
                 entry.path for entry in entries if is_copied(entry.name) and not entry.is_dir()
             )
     except OSError as error:
-        raise store_error(error, "cannot list files_from=", folder) from None
+        raise store_error(error, "cannot list files_from=", source.path) from None
     for path in paths:
         try:
             check_regular(os.stat(path), path)
         except OSError as error:
             raise store_error(error, "cannot copy the file of files_from=", path) from None
     return {os.path.basename(path): partial(open_regular, path) for path in paths}
-
-
-def _stem_of_folder(source: str | os.PathLike[str] | None) -> str:
-    """Return the stem of the weights in `files_from`, such as ``adapter_model``; else ``model``.
-
-    The other files there belong to weights of this name.
-    """
-    return stem_of([] if source is None else open_folder(source, reads=True).names(""))
 
 
 def _open_object(folder: Files, name: str) -> BytesIO:
@@ -312,23 +299,20 @@ def _copy_file(name: str, opened: Callable[[], Any], folder: str, plan: ExportPl
     weights, and no file keeps a description of quantization if no codes are written.
     """
     is_plain = not has_codes(chain(*plan.tensors))
-    data = None
-    if name == _CONFIG:
-        dtype = weights_dtype(chain(*plan.tensors))
-        with opened() as read:
+    with opened() as read:
+        source = read
+        if name == _CONFIG:
+            dtype = weights_dtype(chain(*plan.tensors))
             data = config_of_dtype(read.read(), dtype, is_plain=is_plain, entry=plan.entry)
-    elif name in OTHER_FILES and is_plain:
-        with opened() as read:
-            data = other_without_entry(name, read.read())
-        if data is None:
-            return
-    with opened() as read, open(os.path.join(folder, name), "xb") as write:
-        if data is not None:
-            write.write(data)
-        else:
-            shutil.copyfileobj(read, write)
-        write.flush()
-        os.fsync(write.fileno())
+            source = BytesIO(data)
+        elif name in OTHER_FILES and is_plain:
+            if (rest := other_without_entry(name, read.read())) is None:
+                return
+            source = BytesIO(rest)
+        with open(os.path.join(folder, name), "xb") as write:
+            shutil.copyfileobj(source, write)
+            write.flush()
+            os.fsync(write.fileno())
 
 
 def _finish(folder: str, final: Target, plan: ExportPlan, crcs: Any, other_files: _Opened) -> None:
@@ -428,10 +412,11 @@ def write_folder(
     try:
         with _agreed(group):
             if is_first:
-                other_files = _files_to_copy(files_from)
-                plan = plan.named(_stem_of_folder(files_from))
                 if files_from is not None:
-                    plan = _checked_entry(open_folder(files_from, reads=True), plan)
+                    source = open_folder(files_from, reads=True)
+                    other_files = _files_to_copy(source)
+                    # the other files there belong to weights of this name
+                    plan = _checked_entry(source, plan.named(stem_of(source.names(""))))
                 final = _target_of(folder, start)
                 _begin(temporary, plan)
         if group is not None:

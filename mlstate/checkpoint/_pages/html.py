@@ -5,7 +5,14 @@ from __future__ import annotations
 from html import escape
 from typing import TYPE_CHECKING
 
-from ..._common.text import bytes_text, count_text, first_by_number, shorten, table_html
+from ..._common.text import (
+    TABLE_STYLE,
+    bytes_text,
+    count_text,
+    first_by_number,
+    shorten,
+    table_html,
+)
 from .table import Group, Parameter, columns_of, groups_of
 
 if TYPE_CHECKING:
@@ -35,18 +42,13 @@ _STYLE = (
     ".mlstate-ckpt s{display:inline-block;height:.75em;text-decoration:none}"
     ".mlstate-ckpt u{display:inline-block;width:160px;margin-right:.8em;text-decoration:none;"
     "line-height:1;font-size:13px;background:#8882}"
-    ".mlstate-ckpt table{margin:.2em 0 .6em 1.2em;border-collapse:collapse;font:inherit}"
-    ".mlstate-ckpt :is(td,th){text-align:left!important;vertical-align:top;padding:1px 1em 1px 0;"
-    "font-weight:normal;border:0}"
-    ".mlstate-ckpt th{opacity:.7}"
-    ".mlstate-ckpt .r{text-align:right!important;white-space:nowrap}"
     ".mlstate-ckpt .good{color:#2f9e5b}.mlstate-ckpt .bad{color:#d64550}"
     + "".join(f".mlstate-ckpt .c{i}{{background:{c}}}" for i, c in enumerate(_COLOURS))
 )
 
 
 def _page(content: str) -> str:
-    return f"<div class=mlstate-ckpt><style>{_STYLE}</style>{content}</div>"
+    return f"<div class=mlstate-ckpt><style>{TABLE_STYLE}{_STYLE}</style>{content}</div>"
 
 
 def fit_page(make: Callable[[int], str], rows: int) -> str:
@@ -83,22 +85,17 @@ def _bar(nbytes: dict[str, int], columns: list[str], largest: int) -> str:
     return f"<u>{''.join(parts)}</u>"
 
 
-def _row(parameter: Parameter, layer: str, columns: list[str]) -> str:
+def _row(parameter: Parameter, layer: str, columns: list[str]) -> list[str]:
     """Return a table row: name, dtype, shape, bytes by column, shards, version of a parameter.
 
     `layer`: the name of its layer, which the shown name omits. `columns`: parameter and state
     names.
     """
-    name = parameter.name[len(layer) + 1 :] if layer else parameter.name
+    sizes = [bytes_text(parameter.nbytes[c]) if c in parameter.nbytes else "" for c in columns]
+    name = shorten(parameter.name[len(layer) + 1 :] if layer else parameter.name, 60)
     shape = "" if parameter.shape is None else str(parameter.shape)
-    sizes = "".join(
-        f"<td class=r>{bytes_text(parameter.nbytes[c]) if c in parameter.nbytes else ''}"
-        for c in columns
-    )
-    return (
-        f"<tr><td>{_name(name, 60)}<td>{escape(parameter.dtype)}<td>{shape}{sizes}"
-        f"<td class=r>{parameter.shards:,}<td class=r>{parameter.version:,}"
-    )
+    counts = f"{parameter.shards:,}", f"{parameter.version:,}"
+    return [name, parameter.dtype, shape, *sizes, *counts]
 
 
 def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: bool) -> str:
@@ -109,23 +106,15 @@ def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: 
     """
     label = _name(group.name) if group.name else "<em>without a layer</em>"
     count = count_text(len(group.parameters), "parameter")
-    summary = (
-        f"<summary>{_bar(group.nbytes, columns, largest)}{label}"
-        f"<em>{bytes_text(group.total)}, {count}</em></summary>"
-    )
-    parameters = group.parameters.values()
-    rows_shown = first_by_number(parameters, lambda parameter: parameter.name, rows)
-    hidden = len(group.parameters) - len(rows_shown)
-    heads = "".join(f"<th class=r>{escape(shorten(column, 20))}" for column in columns)
-    body = "".join(_row(parameter, group.name, columns) for parameter in rows_shown)
-    table = (
-        f"<table><tr><th>parameter<th>dtype<th>shape{heads}<th class=r>shards"
-        f"<th class=r>version{body}</table>"
-        if rows_shown
-        else ""
-    )
-    more = f"<p>… {hidden:,} more</p>" if hidden else ""
-    return f"<details{' open' if unfolded else ''}>{summary}{table}{more}</details>"
+    summary = f"{_bar(group.nbytes, columns, largest)}{label}<em>{bytes_text(group.total)}, {count}"
+    first = first_by_number(group.parameters.values(), lambda parameter: parameter.name, rows)
+    heads = [shorten(column, 20) for column in columns]
+    headers = ["parameter", "dtype", "shape", *heads, "shards", "version"]
+    cells = [_row(parameter, group.name, columns) for parameter in first]
+    total = len(group.parameters)
+    table = table_html("", headers, cells, style=False, limit=len(cells), total=total)
+    is_open = " open" if unfolded else ""
+    return f"<details{is_open}><summary>{summary}</em></summary>{table}</details>"
 
 
 def _hidden_layers(groups: Sequence[Group]) -> str:
@@ -196,19 +185,15 @@ def report_html(report: VerifyReport, headers: Sequence[str]) -> str:
     mark = "<b class=good>✓</b>" if report else "<b class=bad>✗</b>"
     title, *lines = (escape(shorten(line, 600)) for line in report._lines())
     head = f"<p>{mark} {'</p><p>'.join([title, *lines])}</p>"
-    problems = report._rows()
+    problems = [[shorten(cell, 240) for cell in row] for row in report._rows()]
 
     def make(rows: int) -> str:
         """Return the page with the first `rows` problems; 0: without problems and files."""
-        hidden = len(problems) - rows
-        cells = [[_name(cell, 240) for cell in row] for row in problems[:rows]]
-        body = "".join(f"<tr><td>{'<td>'.join(row)}" for row in cells)
-        table = f"<table><tr><th>{'<th>'.join(headers)}{body}</table>" if body else ""
-        more = f"<p>… {hidden:,} more</p>" if hidden > 0 else ""
+        table = table_html("", headers, problems, style=False, limit=rows) if problems else ""
         files = _files("left over", report.leftover) + _files(
             "that mlstate did not write", report.strange
         )
-        return _page(head + table + more + (files if rows else ""))
+        return _page(head + table + (files if rows else ""))
 
     return fit_page(make, 50)
 

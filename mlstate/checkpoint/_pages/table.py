@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..._common.text import number_order
@@ -30,19 +32,16 @@ def layer_of(parameter: str) -> str:
     return ".".join(parts[:-1])
 
 
+@dataclass(slots=True)
 class Parameter:
     """A parameter with its states."""
 
-    __slots__ = ("dtype", "name", "nbytes", "shape", "shards", "version")
-
-    def __init__(self, name: str) -> None:
-        """Create a parameter without tensors; `add` counts them."""
-        self.name = name
-        self.dtype = ""
-        self.shape: tuple[int, ...] | None = None
-        self.shards = 0
-        self.version = 0
-        self.nbytes: dict[str, int] = {}  # by column
+    name: str
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    shards: int = 0
+    version: int = 0
+    nbytes: dict[str, int] = field(default_factory=Counter)  # by column
 
     def add(self, record: TensorRecord, column: str) -> None:
         """Add the shards, version and bytes of one tensor; `column`: name for its bytes."""
@@ -50,20 +49,21 @@ class Parameter:
             self.dtype, self.shape = record.dtype, record.shape
         self.shards += record.shards
         self.version = max(self.version, record.version)
-        self.nbytes[column] = self.nbytes.get(column, 0) + record.nbytes
+        self.nbytes[column] += record.nbytes
 
 
+@dataclass(slots=True)
 class Group:
     """A layer: its parameters, and bytes by state."""
 
-    __slots__ = ("name", "nbytes", "parameters", "total")
+    name: str
+    parameters: dict[str, Parameter] = field(default_factory=dict)
+    nbytes: dict[str, int] = field(default_factory=Counter)  # by column
 
-    def __init__(self, name: str) -> None:
-        """Create a layer without parameters."""
-        self.name = name
-        self.parameters: dict[str, Parameter] = {}
-        self.nbytes: dict[str, int] = {}  # by column
-        self.total = 0  # bytes
+    @property
+    def total(self) -> int:
+        """The bytes of all states."""
+        return sum(self.nbytes.values())
 
 
 def column_of(record: TensorRecord, columns: Iterable[str]) -> str:
@@ -81,19 +81,13 @@ def columns_of(records: Iterable[TensorRecord]) -> list[str]:
     At most `_STATES` states have a column; these are sorted by name. A column without tensors is
     left out.
     """
-    sizes: dict[str, int] = {}
-    weights = False
+    sizes: Counter[str] = Counter()
     for record in records:
-        if record.section == "params":
-            weights = True
-        else:
-            name = record.state or OTHER
-            sizes[name] = sizes.get(name, 0) + record.nbytes
-    named = sorted((name for name in sizes if name != OTHER), key=lambda n: (-sizes[n], n))
-    columns = sorted(named[:_STATES])
-    if len(named) > _STATES or OTHER in sizes:
-        columns.append(OTHER)
-    return [WEIGHTS, *columns] if weights else columns
+        sizes[WEIGHTS if record.section == "params" else record.state or OTHER] += record.nbytes
+    names = sizes.keys() - {WEIGHTS, OTHER}
+    largest = sorted(names, key=lambda name: (-sizes[name], name))[:_STATES]
+    weights = [WEIGHTS] if WEIGHTS in sizes else []
+    return weights + sorted(largest) + ([OTHER] if OTHER in sizes or len(names) > _STATES else [])
 
 
 def groups_of(records: Iterable[TensorRecord], columns: list[str]) -> list[Group]:
@@ -103,15 +97,9 @@ def groups_of(records: Iterable[TensorRecord], columns: list[str]) -> list[Group
     """
     groups: dict[str, Group] = {}
     for record in records:
-        name = layer_of(record.parameter)
-        group = groups.get(name)
-        if group is None:
-            group = groups[name] = Group(name)
-        parameter = group.parameters.get(record.parameter)
-        if parameter is None:
-            parameter = group.parameters[record.parameter] = Parameter(record.parameter)
-        column = column_of(record, columns)
+        name, column = layer_of(record.parameter), column_of(record, columns)
+        group = groups.setdefault(name, Group(name))
+        parameter = group.parameters.setdefault(record.parameter, Parameter(record.parameter))
         parameter.add(record, column)
-        group.nbytes[column] = group.nbytes.get(column, 0) + record.nbytes
-        group.total += record.nbytes
+        group.nbytes[column] += record.nbytes
     return sorted(groups.values(), key=lambda group: number_order(group.name))
