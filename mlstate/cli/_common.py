@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._common.local_path import local_path
-from .._common.text import table_text
+from .._common.text import shorten, table_text
 from ..checkpoint._folder.local import hub_hint
 from ..checkpoint._sources.open_source import Choice, open_source
 from ..checkpoint._steps.step_choice import check_choice
@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-# usage of an argument -> its help text, or keywords of `add_argument`
-Usages: TypeAlias = "Mapping[str, str | dict[str, Any]]"
+# by the usage of an argument: its help text, or keywords of `add_argument`
+Usages: TypeAlias = "Mapping[str, Any]"
 Table: TypeAlias = "tuple[Sequence[str], Sequence[Sequence[str]]]"  # headers and rows
 
 PATH_HELP = "a checkpoint, a run, a Hugging Face model, a folder or file of torch, or a .npz file"
 NO_CHOICE: Choice = (None, None, None)
 _WIDTH = 120  # characters of a cell
+_TEXT = 200  # characters of a JSON value
 
 
 def add_command(
@@ -167,24 +168,25 @@ def kind_of(source: Source) -> str:
 # ---- output ----
 
 
-def print_json(data: object, status: int = 0) -> int:
-    """Print a JSON value, and return the exit status of the command."""
-    print(json.dumps(data, indent=2))
-    return status
-
-
 def print_result(
     arguments: argparse.Namespace, data: object, lines: Iterable[str | Table], status: int = 0
 ) -> int:
-    """Print the result of a command, as JSON or as lines and tables; return the exit status."""
+    """Print the result of a command, as JSON or as lines and tables; return the exit status.
+
+    An empty table is not printed.
+    """
     if arguments.json:
-        return print_json(data, status)
+        print(json.dumps(data, indent=2))
+        return status
     for line in lines:
-        print(line) if isinstance(line, str) else print_table(*line)
+        if isinstance(line, str):
+            print(line)
+        elif line[1]:
+            print(table_text(*line, len(line[1]), _WIDTH))
     return status
 
 
-def print_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print all rows; print nothing for an empty table."""
-    if rows:
-        print(table_text(headers, rows, len(rows), _WIDTH))
+def value_lines(label: str, value: object) -> list[str]:
+    """Return a value as one line of JSON; nothing if it is empty."""
+    text = shorten(json.dumps(value, ensure_ascii=False), _TEXT)
+    return [f"{label}: {text}"] if value else []

@@ -8,22 +8,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .._common.text import printable
 from ..kv._model_states import state_row
-from ._common import Commands, add_actions_of, add_command, print_json
+from ._common import Commands, Usages, add_actions_of, add_command, print_result
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ..kv._transition_plan import TransitionPlan
-
-# keywords of the formats' plans: `shared_state` of Core ML, the sizes of dynamic models only
-_PLAN_OPTIONS = (
-    "source_function",
-    "target_function",
-    "seq_axis",
-    "shared_state",
-    "source_size",
-    "target_size",
-)
 
 
 class ModelFormat(NamedTuple):
@@ -37,56 +27,29 @@ class ModelFormat(NamedTuple):
     plan: Callable[..., TransitionPlan]  # (source, target, tokens in the cache, options by name)
 
 
-def add_actions(
-    commands: Commands,
-    which: ModelFormat,
-    models: str,
-    *,
-    seq_axis: int | None,
-    default: str,
-) -> tuple[Commands, argparse.ArgumentParser]:
+def add_actions(commands: Commands, which: ModelFormat, models: str, options: Usages) -> Commands:
     """Add a command with the actions ``states`` and ``plan`` for the models of one format.
 
-    `models`: word for several. `seq_axis`: default of ``--seq-axis``, and `default` its help text.
-    Return the object that adds further actions, and the parser of ``plan`` for further options;
-    those in `_PLAN_OPTIONS` become arguments of the format's plan.
+    `models`: word for several. `options`: further arguments of ``plan``, for the format's plan.
+    Return the object that adds actions.
     """
     text = f"read the states of {models}, and plan moves between them"
     actions = add_actions_of(commands, which.command, text)
-    _add_states(actions, which)
-    return actions, _add_plan(actions, which, seq_axis, default)
-
-
-def _add_states(actions: Commands, which: ModelFormat) -> None:
-    """Add the action ``states`` for the models of one format."""
     text = f"list the states that a {which.model} declares, by function"
-    states = add_command(actions, "states", text, partial(_run_states, which))
-    states.add_argument(which.model, help=which.path_help)
-
-
-def _add_plan(
-    actions: Commands,
-    which: ModelFormat,
-    seq_axis: int | None,
-    default: str,
-) -> argparse.ArgumentParser:
-    """Add the action ``plan`` for the models of one format, and return its parser.
-
-    `seq_axis`: default of ``--seq-axis``; `default`: help text about it.
-    """
+    states = {which.model: which.path_help}
+    add_command(actions, "states", text, partial(_run_states, which), states)
     text = f"show the effect of moving all states from one {which.model} to another"
-    run = partial(_run_plan, which)
-    plan = add_command(actions, "plan", text, run, statuses={1: "some states do not fit"})
-    source_help = f"the {which.model} that holds the states: {which.path_help}"
-    plan.add_argument("source", help=source_help)
-    plan.add_argument("target", help=f"the {which.model} that is to take them; may be the same")
-    plan.add_argument("--at", type=int, required=True, metavar="TOKENS", help="tokens in the cache")
-    for option in ("--source-function", "--target-function"):
-        plan.add_argument(option, metavar="NAME", help=f"of a multi-function {which.model}")
-    plan.add_argument(
-        "--seq-axis", type=int, default=seq_axis, metavar="AXIS", help=f"the sequence; {default}"
-    )
-    return plan
+    usages = {
+        "source": f"the {which.model} that holds the states: {which.path_help}",
+        "target": f"the {which.model} that is to take them; may be the same",
+        "--at TOKENS": {"type": int, "required": True, "help": "tokens in the cache"},
+        "--source-function NAME": f"of a multi-function {which.model}",
+        "--target-function NAME": f"of a multi-function {which.model}",
+        **options,
+    }
+    statuses = {1: "some states do not fit"}
+    add_command(actions, "plan", text, partial(_run_plan, which), usages, statuses)
+    return actions
 
 
 def _state_data(spec: Any) -> dict[str, Any]:
@@ -99,31 +62,27 @@ def _state_data(spec: Any) -> dict[str, Any]:
 def _run_states(which: ModelFormat, arguments: argparse.Namespace) -> int:
     """Print the states of each function of the user's model; return 0."""
     functions, default = which.read(getattr(arguments, which.model))
-    if arguments.json:
-        listed = {
-            name: [_state_data(spec) for spec in states.values()]
-            for name, states in functions.items()
-        }
-        return print_json({"default_function": default, "functions": listed})
+    listed = {
+        name: [_state_data(spec) for spec in states.values()] for name, states in functions.items()
+    }
+    lines = []
     for name, states in functions.items():
         label = printable(name)
-        print(f"{label} (default)" if name == default and len(functions) > 1 else label)
+        lines.append(f"{label} (default)" if name == default and len(functions) > 1 else label)
         rows = [tuple(map(printable, state_row(spec))) for spec in states.values()]
         width = max((len(row[0]) for row in rows), default=0)
         for state, shape, dtype, nbytes in rows:
-            print(f"  {state:{width}}  {dtype}  {shape}  {nbytes}")
-        if not states:
-            print("  no states")
-    return 0
+            lines.append(f"  {state:{width}}  {dtype}  {shape}  {nbytes}")
+        lines += [] if states else ["  no states"]
+    return print_result(arguments, {"default_function": default, "functions": listed}, lines)
 
 
 def _run_plan(which: ModelFormat, arguments: argparse.Namespace) -> int:
     """Print the plan of a move between two models; return 1 if some states do not fit, else 0."""
-    values = vars(arguments)
-    options = {name: values[name] for name in _PLAN_OPTIONS if name in values}
+    options = {
+        action.dest: getattr(arguments, action.dest)
+        for action in arguments.parser._actions
+        if action.option_strings and action.dest not in ("help", "json", "at")
+    }
     plan = which.plan(arguments.source, arguments.target, arguments.at, **options)
-    status = 0 if plan.fits else 1
-    if arguments.json:
-        return print_json(plan.to_dict(), status)
-    print(plan)
-    return status
+    return print_result(arguments, plan.to_dict(), [str(plan)], 0 if plan.fits else 1)

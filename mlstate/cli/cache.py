@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._common.atomic_file import Target, new_file
 from .._common.dtypes import name_of
 from .._common.local_path import local_path
-from .._common.text import bytes_text, count_text, printable, shorten
+from .._common.text import bytes_text, count_text, printable
 from .._safetensors import save_file
 from ..checkpoint._convert.read_write import begin_write
 from ..checkpoint._files.safetensors_verify import read_header
 from ..integrations.mlx._prompt_caches import read_prompt
 from ..integrations.mlx._prompt_file import GENERATIONS, PromptFile, flatten_prompt
-from ._common import Commands, add_actions_of, add_command, print_json, print_table, stat_path
+from ._common import Commands, add_actions_of, add_command, print_result, stat_path, value_lines
 
 if TYPE_CHECKING:
     from ..integrations.mlx._layer_values import LayerValues
@@ -25,7 +24,6 @@ __all__ = ["add"]
 
 _HEADERS = ("layer", "class", "tokens", "numbers", "array", "shape", "dtype", "bytes")
 _VERSIONS = dict(zip(GENERATIONS, ("0.31 or earlier", "0.32 or later"), strict=True))
-_TEXT = 200  # characters of the metadata that `show` prints
 _NO_VERIFY = "--no-verify"
 
 
@@ -33,18 +31,20 @@ def add(commands: Commands) -> None:
     """Add the parser of ``mlstate cache`` and its actions to `commands`; it sets ``run``."""
     help_text = "show and convert prompt cache files of mlx-lm"
     actions = add_actions_of(commands, "cache", help_text)
-    show = add_command(actions, "show", "list the layers of a prompt cache file", run_show)
-    show.add_argument("file", help="a .safetensors file of mlx-lm or save_prompt_cache")
-    text = "write a prompt cache file for another version of mlx-lm, with checksums"
-    convert = add_command(actions, "convert", text, run_convert)
-    convert.add_argument("source", help="a prompt cache file of any version of mlx-lm")
-    convert.add_argument("target", help="the file to write")
+    text = "read a file whose checksums do not match; mlx-lm copies those of another file"
+    no_verify = {_NO_VERIFY: {"action": "store_false", "dest": "verify", "help": text}}
+    usages = {"file": "a .safetensors file of mlx-lm or save_prompt_cache", **no_verify}
+    add_command(actions, "show", "list the layers of a prompt cache file", run_show, usages)
     text = f"version of mlx-lm that reads it: {' or '.join(_VERSIONS.values())} (default: 0.32)"
-    convert.add_argument("--to", choices=GENERATIONS, default=GENERATIONS[-1], help=text)
-    convert.add_argument("--force", action="store_true", help="replace an existing target")
-    for each in (show, convert):
-        text = "read a file whose checksums do not match; mlx-lm copies those of another file"
-        each.add_argument(_NO_VERIFY, action="store_false", dest="verify", help=text)
+    usages = {
+        "source": "a prompt cache file of any version of mlx-lm",
+        "target": "the file to write",
+        "--to": {"choices": GENERATIONS, "default": GENERATIONS[-1], "help": text},
+        "--force": "replace an existing target",
+        **no_verify,
+    }
+    text = "write a prompt cache file for another version of mlx-lm, with checksums"
+    add_command(actions, "convert", text, run_convert, usages)
 
 
 def _flat(layers: list[LayerValues], where: str = "") -> list[tuple[str, LayerValues]]:
@@ -118,17 +118,15 @@ def run_show(arguments: argparse.Namespace) -> int:
     prompt = read_prompt(arguments.file, verify=arguments.verify, mmap=True, remedy=_NO_VERIFY)
     header = read_header(str(local_path(arguments.file)), verify=arguments.verify)
     layers, tokens = _flat(prompt.layers), _tokens_of(prompt)
-    if arguments.json:
-        data = {
-            "path": arguments.file,
-            "mlx_lm": prompt.generation,
-            "tokens": tokens,
-            "bytes": prompt.nbytes,
-            "checksums": header.has_checksums,
-            "metadata": prompt.metadata,
-            "layers": [_layer_data(*each) for each in layers],
-        }
-        return print_json(data)
+    data = {
+        "path": arguments.file,
+        "mlx_lm": prompt.generation,
+        "tokens": tokens,
+        "bytes": prompt.nbytes,
+        "checksums": header.has_checksums,
+        "metadata": prompt.metadata,
+        "layers": [_layer_data(*each) for each in layers],
+    }
     parts = [
         f"prompt cache of mlx-lm {_VERSIONS[prompt.generation]}",
         count_text(len(prompt.layers), "layer"),
@@ -137,11 +135,10 @@ def run_show(arguments: argparse.Namespace) -> int:
         "with checksums" if header.has_checksums else "no checksums",
         *(["not compared"] if header.has_checksums and not arguments.verify else []),
     ]
-    print(f"{printable(arguments.file)}: {', '.join(parts)}")
-    if prompt.metadata:
-        print(f"metadata: {shorten(json.dumps(prompt.metadata, ensure_ascii=False), _TEXT)}")
-    print_table(_HEADERS, [row for each in layers for row in _layer_rows(*each)])
-    return 0
+    lines = [f"{printable(arguments.file)}: {', '.join(parts)}"]
+    lines += value_lines("metadata", prompt.metadata)
+    table = _HEADERS, [row for each in layers for row in _layer_rows(*each)]
+    return print_result(arguments, data, [*lines, table])
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
@@ -161,16 +158,14 @@ def run_convert(arguments: argparse.Namespace) -> int:
     with new_file(start) as temporary:
         save_file(arrays, temporary, texts)
     nbytes = sum(array.nbytes for array in arrays.values())
-    if arguments.json:
-        data = {
-            "source": str(source.absolute()),
-            "source_mlx_lm": prompt.generation,
-            "target": str(target.absolute()),
-            "target_mlx_lm": arguments.to,
-            "layers": len(prompt.layers),
-            "bytes": nbytes,
-        }
-        return print_json(data)
-    layers, size = count_text(len(prompt.layers), "layer"), bytes_text(nbytes)
-    print(f"{printable(arguments.target)}: {layers}, {size}, for mlx-lm {_VERSIONS[arguments.to]}")
-    return 0
+    data = {
+        "source": str(source.absolute()),
+        "source_mlx_lm": prompt.generation,
+        "target": str(target.absolute()),
+        "target_mlx_lm": arguments.to,
+        "layers": len(prompt.layers),
+        "bytes": nbytes,
+    }
+    size = f"{count_text(len(prompt.layers), 'layer')}, {bytes_text(nbytes)}"
+    text = f"{printable(arguments.target)}: {size}, for mlx-lm {_VERSIONS[arguments.to]}"
+    return print_result(arguments, data, [text])

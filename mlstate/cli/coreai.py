@@ -8,7 +8,7 @@ from .._common.text import printable
 from ..coreai import plan_transition, verify
 from ..coreai._specs import read_functions
 from ..errors import FormatError
-from ._common import Commands, add_command, print_json
+from ._common import Commands, add_command, print_result
 from ._states import ModelFormat, add_actions
 
 __all__ = ["add"]
@@ -21,17 +21,17 @@ def add(commands: Commands) -> None:
     """
     path_help = "an .aimodel folder"
     models = ModelFormat("coreai", "model", path_help, read_functions, plan_transition)
-    axis_help = "default: the dynamic or the differing dimension"
-    actions, plan = add_actions(
-        commands, models, "Core AI models", seq_axis=None, default=axis_help
-    )
-    for which in ("source", "target"):
-        plan.add_argument(
-            f"--{which}-size", type=int, metavar="TOKENS", help="context size of a dynamic model"
-        )
+    axis = "the sequence; default: the dynamic or the differing dimension"
+    size = {"type": int, "help": "context size of a dynamic model"}
+    options = {
+        "--seq-axis AXIS": {"type": int, "help": axis},
+        "--source-size TOKENS": size,
+        "--target-size TOKENS": size,
+    }
+    actions = add_actions(commands, models, "Core AI models", options)
     text = "check that a model is complete and unaltered"
-    checked = add_command(actions, "verify", text, run_verify, statuses={1: "damaged"})
-    checked.add_argument("model", help=path_help)
+    usages = {"model": path_help}
+    add_command(actions, "verify", text, run_verify, usages, {1: "damaged"})
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
@@ -44,11 +44,7 @@ def run_verify(arguments: argparse.Namespace) -> int:
         digest = verify(arguments.model)
     except FormatError as error:
         problem = str(error)
-    if arguments.json:
-        facts = {"path": arguments.model, "good": problem is None, "sha256": digest}
-        return print_json({**facts, "problem": problem}, 0 if problem is None else 1)
-    if problem is None:
-        print(f"{printable(arguments.model)}: good, SHA-256 {digest}")
-    else:
-        print(printable(problem))
-    return 0 if problem is None else 1
+    status = 0 if problem is None else 1
+    facts = {"path": arguments.model, "good": not status, "sha256": digest, "problem": problem}
+    good = f"{printable(arguments.model)}: good, SHA-256 {digest}"
+    return print_result(arguments, facts, [printable(problem or "") or good], status)

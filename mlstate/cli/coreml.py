@@ -24,15 +24,15 @@ def add(commands: Commands) -> None:
         "with ANEMLL's meta.yaml"
     )
     packages = ModelFormat("coreml", "package", path_help, _read_model, _plan_move)
-    _, plan = add_actions(
-        commands, packages, "Core ML packages", seq_axis=-2, default="default: -2"
-    )
-    plan.add_argument(
-        "--no-shared-state",
-        dest="shared_state",
-        action="store_false",
-        help="each chunk has a state of its own",
-    )
+    options = {
+        "--seq-axis AXIS": {"type": int, "default": -2, "help": "the sequence; default: -2"},
+        "--no-shared-state": {
+            "dest": "shared_state",
+            "action": "store_false",
+            "help": "each chunk has a state of its own",
+        },
+    }
+    add_actions(commands, packages, "Core ML packages", options)
 
 
 def _as_source(text: str) -> str | list[str]:

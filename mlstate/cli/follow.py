@@ -9,8 +9,9 @@ import os
 import sys
 import time
 import warnings
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from threading import TIMEOUT_MAX
+from typing import TYPE_CHECKING
 
 from .._common.atomic_file import Target
 from .._common.file_checksums import NAME as CHECKSUMS
@@ -23,7 +24,10 @@ from ..checkpoint._store.open_path import open_files
 from ..errors import CompatibilityError, FormatError, StoreError
 from ..follow import Follower
 from ..follow._version import empty_model
-from ._common import Commands, Usages, add_command
+from ._common import Commands, add_command
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 __all__ = ["add"]
 
@@ -39,7 +43,7 @@ def add(commands: Commands) -> None:
     text = "keep a Hugging Face folder at the newest version that a Publisher wrote"
     into = "Hugging Face folder, replaced atomically by each version; created if it is missing"
     every = "time between two looks for a new version (default: 1)"
-    usages: Usages = {
+    usages = {
         "path": "the folder of the versions, or its URL",
         "--into FOLDER": {"required": True, "help": into},
         "--files-from FOLDER": "folder with config.json and the tokenizer (default: the replaced "
@@ -61,44 +65,36 @@ def run_follow(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--every must be a positive number of seconds, got {arguments.every}")
     if arguments.once:
         open_files(arguments.path, reads=True).read_manifest()  # raises if nothing is published
-        _follow_once(_FolderState(), arguments)
-        return 0
-    folder_state = _FolderState()
-    problem = ""
+    follower: Follower | None = None
+    is_written, problem = False, ""  # whether the folder has the follower's version
     while True:
         try:
-            _follow_once(folder_state, arguments)
+            with _printed_warnings():
+                if follower is None or not is_written or follower.poll() is not None:
+                    is_written = False  # also after an error: the next turn writes it
+                    follower = _advance_follower(follower, arguments.path)
+                    if follower is not None:
+                        _write_version(follower, arguments)
+                        is_written = True
             problem = ""
         except (FormatError, StoreError) as error:  # until the next anchor, or the store is back
+            if arguments.once:
+                raise
             if str(error) != problem:
                 problem = str(error)
                 _print_warning(problem)
+        if arguments.once:
+            return 0
         time.sleep(arguments.every)
 
 
-@dataclass
-class _FolderState:
-    """The follower, and whether the folder has its version."""
-
-    follower: Follower | None = None
-    is_written: bool = False
-
-
-def _follow_once(folder_state: _FolderState, arguments: argparse.Namespace) -> None:
-    """Write the newest version unless the folder has it; print warnings.
-
-    `folder_state` is updated.
-    """
+@contextmanager
+def _printed_warnings() -> Iterator[None]:
+    """Print the warnings of a block when it ends."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            follower = folder_state.follower
-            if follower is None or not folder_state.is_written or follower.poll() is not None:
-                folder_state.is_written = False  # also after an error: the next turn writes it
-                folder_state.follower = follower = _advance_follower(follower, arguments.path)
-                if follower is not None:
-                    _write_version(follower, arguments)
-                    folder_state.is_written = True
+            yield
         finally:
             for warning in caught:
                 _print_warning(str(warning.message))
@@ -110,11 +106,9 @@ def _advance_follower(follower: Follower | None, path: str) -> Follower | None:
     `follower` None, or with other tensors than the version: a new one for `path` is returned.
     """
     if follower is not None:
-        try:
+        with suppress(CompatibilityError):
             follower.advance()
             return follower
-        except CompatibilityError:
-            pass
     files = open_files(path, reads=True)
     if files.find_manifest() is None:
         return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from ._common import Commands, add_command, print_json
+from ._common import Commands, add_command, print_result
 
 __all__ = ["add"]
 
@@ -20,7 +20,4 @@ def run_info(arguments: argparse.Namespace) -> int:
     from .._info import info
 
     facts = info()
-    if arguments.json:
-        return print_json(facts.to_dict())
-    print(facts)
-    return 0
+    return print_result(arguments, facts.to_dict(), [str(facts)])

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import TYPE_CHECKING, Any
 
-from .._common.text import bytes_text, count_text, printable, shorten, steps_text
+from .._common.text import bytes_text, count_text, printable, steps_text
 from ..checkpoint import CheckpointManager, inspect
 from ..checkpoint._checkpoint.checkpoint import TENSOR_HEADERS, in_order, stored_text, tensor_row
 from ..checkpoint._folder.names import SECTIONS
@@ -20,9 +19,9 @@ from ._common import (
     chosen_keys,
     find,
     kind_of,
-    print_json,
     print_result,
     shared,
+    value_lines,
 )
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["add"]
 
 _SHARDS = ("shard", "rank", "shape", "bytes", "version", "file", "offset")
-_TEXT = 200  # characters of a JSON value
 _FACTS = (
     *("parameters", "nbytes", "stored_nbytes", "generation", "sequence", "step", "created"),
     *("writer", "world_size", "model", "optimizer", "states", "quantization", "metadata"),
@@ -132,12 +130,6 @@ def _shards(checkpoint: Checkpoint, tensors: list[TensorRecord]) -> list[ShardRe
     return [shard for shard in checkpoint.shards() if (shard.section, shard.key) in listed]
 
 
-def _value_lines(label: str, value: object) -> list[str]:
-    """Return a value as one line of JSON; nothing if it is empty."""
-    text = shorten(json.dumps(value, ensure_ascii=False), _TEXT)
-    return [f"{label}: {text}"] if value else []
-
-
 def _lines(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str | Table]:
     """Return a line with counts, the states and metadata, and a table of tensors.
 
@@ -162,12 +154,12 @@ def _lines(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str | 
         saved = f"saved {checkpoint.created} by {checkpoint.writer}"
         lines.append(printable(f"{saved}, generation {checkpoint.generation}"))
     for label, state in (("model", checkpoint.model), ("optimizer", checkpoint.optimizer)):
-        lines += _value_lines(label, state if state != {"kind": "state"} else None)
+        lines += value_lines(label, state if state != {"kind": "state"} else None)
     if checkpoint.states:
         lines.append(f"states: {printable(', '.join(sorted(checkpoint.states)))}")
     if checkpoint.quantization:
         lines.append(f"quantized: {printable(checkpoint.quantization)}")
-    lines += _value_lines("metadata", checkpoint.metadata)
+    lines += value_lines("metadata", checkpoint.metadata)
     if steps := _steps(checkpoint):
         lines.append(f"steps: {steps_text(steps)}")
     shards = _shards(checkpoint, tensors) if arguments.shards else []
@@ -179,5 +171,5 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     """Print the contents of the user's checkpoint or file; return 0."""
     checkpoint = inspect(find(arguments.path, choice_of(arguments)))
     if arguments.json:
-        return print_json(_checkpoint_data(checkpoint, arguments))
+        return print_result(arguments, _checkpoint_data(checkpoint, arguments), ())
     return print_result(arguments, None, _lines(checkpoint, arguments))

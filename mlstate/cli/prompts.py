@@ -12,7 +12,7 @@ from .._common.local_path import local_folder
 from .._common.text import bytes_text, count_text, printable
 from ..checkpoint._options import check_timeout
 from ..prompts._listing import HEADERS, StoredPrompt, list_prompts
-from ._common import Commands, add_actions_of, add_command, print_json, print_table, shared
+from ._common import Commands, add_actions_of, add_command, print_result, shared
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -29,21 +29,18 @@ def add(commands: Commands) -> None:
     """
     text = "list, verify and prune the prompts of a store"
     actions = add_actions_of(commands, "prompts", text)
-    listed = add_command(actions, "ls", "list the prompts, the last used first", run_ls)
-    details = add_command(actions, "show", "show one prompt: its tokens and entries", run_show)
-    verified = add_command(
-        actions, "verify", "read every byte, and report damage", run_verify, statuses={1: "damaged"}
-    )
+    path = {"path": "the folder of a PromptStore"}
+    prompt = {"prompt": "the first digits of its name, as ls prints it"}
     lock = shared("--lock-timeout")
-    repaired = add_command(actions, "repair", "remove damaged records", run_repair, lock)
+    most = {"--max-bytes SIZE": "such as 10GB (default: only compact the files)"}
+    add_command(actions, "ls", "list the prompts, the last used first", run_ls, path)
+    text = "show one prompt: its tokens and entries"
+    add_command(actions, "show", text, run_show, {**path, **prompt})
+    text = "read every byte, and report damage"
+    add_command(actions, "verify", text, run_verify, path, {1: "damaged"})
+    add_command(actions, "repair", "remove damaged records", run_repair, {**path, **lock})
     text = "delete the least recently used prompts"
-    pruned = add_command(actions, "prune", text, run_prune, lock)
-    for action in (listed, details, verified, repaired, pruned):
-        action.add_argument("path", help="the folder of a PromptStore")
-    details.add_argument("prompt", help="the first digits of its name, as ls prints it")
-    pruned.add_argument(
-        "--max-bytes", metavar="SIZE", help="such as 10GB (default: only compact the files)"
-    )
+    add_command(actions, "prune", text, run_prune, {**path, **most, **lock})
 
 
 def _open_log(path: str) -> AbstractContextManager[_core.PromptLog]:
@@ -55,13 +52,10 @@ def run_ls(arguments: argparse.Namespace) -> int:
     """Print a row for each prompt, the last used first; return 0."""
     with _open_log(arguments.path) as log:
         prompts, stats = list_prompts(log, arguments.path), log.stats()
-    if arguments.json:
-        facts = {"path": arguments.path, "prompts": [each.facts() for each in prompts], **stats}
-        return print_json(facts)
-    size = bytes_text(stats["disk_bytes"])
-    print(f"{printable(arguments.path)}: {count_text(len(prompts), 'prompt')}, {size} on disk")
-    print_table(HEADERS, [each.row() for each in prompts])
-    return 0
+    facts = {"path": arguments.path, "prompts": [each.facts() for each in prompts], **stats}
+    size = f"{count_text(len(prompts), 'prompt')}, {bytes_text(stats['disk_bytes'])} on disk"
+    table = HEADERS, [each.row() for each in prompts]
+    return print_result(arguments, facts, [f"{printable(arguments.path)}: {size}", table])
 
 
 def run_show(arguments: argparse.Namespace) -> int:
@@ -73,16 +67,16 @@ def run_show(arguments: argparse.Namespace) -> int:
         prompt = _choose_prompt(list_prompts(log, arguments.path), arguments.prompt)
     tokens = prompt.tokens()
     entries = [] if prompt.head is None else prompt.head.stored.to_json()
-    if arguments.json:
-        facts = prompt.facts() | {"token_ids": tokens, "entries": entries}
-        return print_json(facts)
-    print(f"{prompt.key}: {count_text(len(tokens), 'token')}, {bytes_text(prompt.nbytes)}")
-    print(f"model: {printable(prompt.model)}, fingerprint sha256:{prompt.fingerprint}")
+    facts = prompt.facts() | {"token_ids": tokens, "entries": entries}
     more = "" if len(tokens) <= _TOKENS else " ..."
-    print(f"tokens: {' '.join(map(str, tokens[:_TOKENS]))}{more}")
+    lines = [
+        f"{prompt.key}: {count_text(len(tokens), 'token')}, {bytes_text(prompt.nbytes)}",
+        f"model: {printable(prompt.model)}, fingerprint sha256:{prompt.fingerprint}",
+        f"tokens: {' '.join(map(str, tokens[:_TOKENS]))}{more}",
+    ]
     rows = [(e["name"], e["kind"], str(tuple(e["shape"])), e["dtype"]) for e in entries]
-    print_table(("entry", "kind", "shape without positions", "dtype"), rows)
-    return 0
+    table = ("entry", "kind", "shape without positions", "dtype"), rows
+    return print_result(arguments, facts, [*lines, table])
 
 
 def _choose_prompt(prompts: list[StoredPrompt], prefix: str) -> StoredPrompt:
@@ -101,8 +95,8 @@ def run_verify(arguments: argparse.Namespace) -> int:
     """Read every byte of the store, and print damaged records; return 1 if it has some."""
     with _open_log(arguments.path) as log:
         damage = log.verify()
-    _print_damage(arguments, damage, "good" if not damage else "damaged")
-    return 1 if damage else 0
+    status = 1 if damage else 0
+    return _print_damage(arguments, damage, "damaged" if damage else "good", status)
 
 
 def run_repair(arguments: argparse.Namespace) -> int:
@@ -112,24 +106,22 @@ def run_repair(arguments: argparse.Namespace) -> int:
     """
     with _open_log(arguments.path) as log:
         damage = log.repair(check_timeout(arguments.lock_timeout))
-    _print_damage(arguments, damage, f"{count_text(len(damage), 'damaged record')} removed")
-    return 0
+    text = f"{count_text(len(damage), 'damaged record')} removed"
+    return _print_damage(arguments, damage, text, 0)
 
 
 def _print_damage(
-    arguments: argparse.Namespace, damage: list[tuple[str, int, str]], summary: str
-) -> None:
+    arguments: argparse.Namespace, damage: list[tuple[str, int, str]], summary: str, status: int
+) -> int:
     """Print the line `summary` and a table of damaged records, or the records as JSON.
 
-    `damage`: (file, offset in bytes, text) of each.
+    `damage`: (file, offset in bytes, text) of each. Return the exit status.
     """
-    if arguments.json:
-        listed = [dict(zip(("file", "offset", "text"), each, strict=True)) for each in damage]
-        print_json({"path": arguments.path, "damage": listed})
-        return
-    print(f"{printable(arguments.path)}: {summary}")
-    rows = [(file, str(offset), text) for file, offset, text in damage]
-    print_table(("file", "offset", "damage"), rows)
+    listed = [dict(zip(("file", "offset", "text"), each, strict=True)) for each in damage]
+    facts = {"path": arguments.path, "damage": listed}
+    table = ("file", "offset", "damage"), [tuple(map(str, each)) for each in damage]
+    title = f"{printable(arguments.path)}: {summary}"
+    return print_result(arguments, facts, [title, table], status)
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
@@ -141,9 +133,6 @@ def run_prune(arguments: argparse.Namespace) -> int:
     most = None if arguments.max_bytes is None else parse_size("max_bytes", arguments.max_bytes)
     with _open_log(arguments.path) as log:
         freed, stats = log.prune(most, check_timeout(arguments.lock_timeout)), log.stats()
-    if arguments.json:
-        facts = {"path": arguments.path, "freed_bytes": freed, **stats}
-        return print_json(facts)
-    size = bytes_text(stats["disk_bytes"])
-    print(f"{printable(arguments.path)}: {bytes_text(freed)} freed, {size} on disk")
-    return 0
+    facts = {"path": arguments.path, "freed_bytes": freed, **stats}
+    size = f"{bytes_text(freed)} freed, {bytes_text(stats['disk_bytes'])} on disk"
+    return print_result(arguments, facts, [f"{printable(arguments.path)}: {size}"])

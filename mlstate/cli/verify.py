@@ -21,7 +21,6 @@ from ._common import (
     PATH_HELP,
     Commands,
     Table,
-    Usages,
     add_arguments,
     add_command,
     choice_of,
@@ -49,7 +48,7 @@ def add(commands: Commands) -> None:
     usages = {"path": PATH_HELP, **shared("--monitor", "--mode", "--names")}
     statuses = {1: "damaged, or not a checkpoint", 3: "load refuses it"}
     parser = add_command(commands, "verify", text, run_verify, usages, statuses)
-    which: Usages = {
+    which = {
         **shared("--step"),
         "--all-steps": "verify every step of a run",
         "--repair": "put the newest good step in the place of a damaged newest one; good if there "
