@@ -30,10 +30,23 @@ if TYPE_CHECKING:
 __all__ = ["add"]
 
 _SHARDS = ("shard", "rank", "shape", "bytes", "version", "file", "offset")
-_FACTS = (
-    *("parameters", "nbytes", "stored_nbytes", "generation", "sequence", "step", "created"),
-    *("writer", "world_size", "model", "optimizer", "states", "quantization", "metadata"),
-)  # attributes of a checkpoint that --json prints
+# attributes of a checkpoint that --json prints
+_FACTS = [
+    "parameters",
+    "nbytes",
+    "stored_nbytes",
+    "generation",
+    "sequence",
+    "step",
+    "created",
+    "writer",
+    "world_size",
+    "model",
+    "optimizer",
+    "states",
+    "quantization",
+    "metadata",
+]
 
 
 def add(commands: Commands) -> None:

@@ -6,15 +6,21 @@ import os
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.atomic_file import Target
+from ..._common.batches import batches_of
+from ..._common.budget import parse_size
 from ..._common.caller import find_caller
+from ..._common.local_path import local_path
 from ...errors import CompatibilityError
-from .._huggingface.export import export, take_export
-from .._huggingface.export_loaded import export_loaded
+from .._huggingface.export import MAX_SHARD_BYTES, export, take_export, write_folder
+from .._huggingface.export_plan import make_plan
 from .._layouts.lightning import STATE
 from .._load.load import open_loader
+from .._options import SAVE_DEFAULTS
 from .._quantized.config import ENTRY
 from .._quantized.parts import known_entry
-from .._save.target import SaveFolder
+from .._save.content import take_content
+from .._save.shards import gather_shards
+from .._save.target import SaveFolder, check_target
 from .._sources.indexed import IndexedSource
 from .._sources.open_source import open_source
 from .._states.modules import all_entries, is_entries, split_entries
@@ -24,12 +30,22 @@ from .lightning import as_folder, is_saved
 from .read_write import begin_write, read_parts, write_parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
+    from typing import TypeAlias
 
+    from ... import _core
     from .._files.parts import Parts, Selection
-    from .._huggingface.export_loaded import Progress
+    from .._load.loader import Loader
     from .._options import LoadOptions
     from .._sources.protocol import Source
+
+    # called with a function that returns the number of bytes to write
+    Progress: TypeAlias = Callable[
+        [Callable[[], int]], AbstractContextManager[Callable[[int], object] | None]
+    ]
+
+_BATCH_BYTES = 64 << 20  # of the tensors that are in memory at the same time
 
 
 class Conversion(NamedTuple):
@@ -96,7 +112,10 @@ def convert(
     step = parts.states[STATE].get("global_step") if is_ckpt else source.manifest.step
     written = write_parts(place, name, start, parts, step)
     states = [] if is_ckpt or is_saved_ckpt else sorted(split_entries(parts.states)[0])
-    return Converted(source, name, _size_of(written.model), _size_of(written.optimizer), states)
+    model, optimizer = (
+        None if state is None else _size_of(state) for state in (written.model, written.optimizer)
+    )
+    return Converted(source, name, model, optimizer, states)
 
 
 def _with_entry(
@@ -125,10 +144,8 @@ def _refuse_same(source: str, target: str) -> None:
         raise ValueError("the target must be another path than the source")
 
 
-def _size_of(state: Mapping[str, Any] | None) -> dict[str, int] | None:
-    """Return the number of tensors of a state, and their bytes; None for None."""
-    if state is None:
-        return None
+def _size_of(state: Mapping[str, Any]) -> dict[str, int]:
+    """Return the number of tensors of a state, and their bytes."""
     return {"tensors": len(state), "bytes": sum(value.nbytes for value in state.values())}
 
 
@@ -154,8 +171,8 @@ def _export(
         loader = open_loader(source, request.changes)
         if loader.manifest.model is None:
             raise error
-        options["entry"] = known_entry(source)
-        size = export_loaded(target, loader, start=start, progress=progress, **options)
+        entry = known_entry(source)
+        size = _export_loaded(target, loader, options, start, progress, entry)
         has_optimizer = bool(loader.sections[1].names)
         others = [name for name in loader.states if name[0] != "."]
         states: dict[str, Any] = {**dict.fromkeys(others), **all_entries(loader)}
@@ -166,7 +183,7 @@ def _export(
         files_from, dtype = options.pop("files_from", None), request.changes.get("cast") or None
         written = take_export(target, parts.model, dtype=dtype, **options)
         written = written._replace(entry=known_entry(source))
-        size = {"tensors": len(parts.model), "bytes": sum(a.nbytes for a in parts.model.values())}
+        size = _size_of(parts.model)
         with progress(lambda: size["bytes"]) as report:
             export(written, files_from, start, report)
         has_optimizer, states = bool(parts.optimizer), parts.states
@@ -177,3 +194,41 @@ def _export(
             "--only model leaves them out without this warning"
         )
     return size
+
+
+def _export_loaded(
+    path: str | os.PathLike[str],
+    loader: Loader,
+    options: Mapping[str, Any],
+    start: Target,
+    progress: Progress,
+    entry: dict[str, Any] | None,
+) -> dict[str, int]:
+    """Export the model of `loader` to a Hugging Face folder; return its size, as of `_size_of`.
+
+    `options`, `start`: as for `_export`. `entry`: the ``quantization_config`` of codes. Memory is
+    needed for one tensor with its stored form, or for 64 MiB.
+    """
+    target = check_target(local_path(path), SAVE_DEFAULTS)
+    most_bytes = options.get("max_shard_bytes", MAX_SHARD_BYTES)
+    section, names = loader.sections[0], loader.chosen()[1][0]
+    loader.need([(section, names, loader.request.cutting)])
+    stored = loader.dtypes_and_shapes(section, names)
+    facts = {name: (dtype, shape, None) for name, (dtype, shape) in stored.items()}  # not cut
+    plan = make_plan(facts, parse_size("max_shard_bytes", most_bytes, 1))
+    plan = plan._replace(is_converted=bool(loader.request.dtype), entry=entry)
+
+    def nbytes(name: str) -> int:
+        return plan.nbytes[plan.places[name].number]
+
+    def shards() -> Iterator[_core.ShardItems]:
+        """Yield the shards of one batch of tensors after the other, as the writer needs them."""
+        for file in plan.tensors:
+            for batch in batches_of((name for name, *_ in file), nbytes, _BATCH_BYTES):
+                state = loader.load_state(section, batch, {})
+                content = take_content(target, dict(state), None, None, SAVE_DEFAULTS)
+                yield gather_shards(target, content).shards
+
+    with progress(lambda: sum(plan.nbytes)) as report:
+        write_folder(target, plan, shards(), options.get("files_from"), start, report)
+    return {"tensors": len(plan.nbytes), "bytes": sum(plan.nbytes)}

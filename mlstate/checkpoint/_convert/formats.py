@@ -34,8 +34,13 @@ from .._store.open_path import open_folder, refuse_format
 _ONLY_READ = tuple(layout.name for layout in LAYOUTS)
 NAMES = ("mlstate", "safetensors", "npz", "torch", "dcp", "huggingface", *_ONLY_READ, "lightning")
 SUFFIXES = {
-    **{".safetensors": "safetensors", ".npz": "npz", ".ckpt": "lightning", ".dcp": "dcp"},
-    **dict.fromkeys((".pt", ".pth", ".bin"), "torch"),
+    ".safetensors": "safetensors",
+    ".npz": "npz",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+    ".ckpt": "lightning",
+    ".dcp": "dcp",
 }
 FLAT = ("safetensors", "npz")  # formats with one level of names
 

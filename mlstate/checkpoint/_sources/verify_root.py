@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..._common.log import log
 from ..._common.store_error import store_error
@@ -36,14 +36,11 @@ def _with_tensors(problems: list[Problem], merged: _core.MergedIndex) -> list[Pr
 
     `merged`: index of all ranks. A file with several tensors names the first ones in the text.
     """
-    damaged_files = {problem.path for problem in problems if problem.name is None}
-    if not damaged_files:
-        return problems
     tensors_by_file: dict[str, list[tuple[str, int]]] = {}
-    for _, key, part, _, _, path, *_, layers in merged.shards():
+    is_needed = any(problem.name is None for problem in problems)
+    for _, key, part, _, _, path, *_, layers in merged.shards() if is_needed else ():
         for file in [path] if layers is None else {layer[0] for layer in layers}:
-            if file in damaged_files:
-                tensors_by_file.setdefault(file, []).append((key, part))
+            tensors_by_file.setdefault(file, []).append((key, part))
     completed = []
     for problem in problems:
         inside = tensors_by_file.get(problem.path, []) if problem.name is None else []
@@ -106,33 +103,30 @@ def verify_root(
     progress: Progress,
     indexes: dict[str, _core.MergedIndex],
 ) -> None:
-    """Add the problems of the manifest `name` and its files to `report`.
+    """Note the problems of the manifest `name` and its files in `report`, with step and bytes.
 
-    Step and bytes are noted there too. Its merged index is added to `indexes`, by generation.
+    `indexes` then has its merged index only, by generation.
     `progress`: called with the bytes read since the last call. Steps with damaged files are marked
     in the folder, and the mark of a good one is removed. If files are missing and a writer has
     replaced the manifest meanwhile, start again. Raises StoreError (EBUSY) after `TRIES` such
     attempts.
     """
     for _ in range(TRIES):
-        fresh_report, read = VerifyReport(files.path), dict[str, Any]()
-        manifest = _verify_once(files, name, fresh_report, progress, read)
-        is_missing = any(problem.kind == "missing" for problem in fresh_report.problems)
+        report.step, report.bytes, report.problems = None, 0, []
+        indexes.clear()
+        manifest = _verify_once(files, name, report, progress, indexes)
+        is_missing = any(problem.kind == "missing" for problem in report.problems)
         if not (manifest and is_missing and _is_replaced(files, name, manifest.generation)):
             break
     else:
         reason = OSError(errno.EBUSY, f"it was replaced at each of {TRIES} attempts to verify it")
         raise store_error(reason, "cannot verify the checkpoint", files.path)
-    indexes.update(read)
-    report.step = fresh_report.step
-    report.bytes += fresh_report.bytes
-    report.problems += fresh_report.problems
-    for problem in fresh_report.problems:
+    for problem in report.problems:
         text = problem.as_error(files.path)
-        log("WARNING", "%s/%s: step %s: %s", files.path, name, fresh_report.step, text)
+        log("WARNING", "%s/%s: step %s: %s", files.path, name, report.step, text)
     if manifest is not None:
-        sizes = {path: size for merged in read.values() for path, size in merged.files().items()}
-        _note_result(files, manifest, fresh_report.problems, sizes)
+        merged = indexes.get(manifest.generation)
+        _note_result(files, manifest, report.problems, merged.files() if merged else {})
 
 
 def is_of_header(problem: Problem, sizes: dict[str, int]) -> bool:

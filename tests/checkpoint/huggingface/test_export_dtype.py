@@ -10,7 +10,7 @@ import rank_threads
 import mlstate
 from mlstate import StateDict
 from mlstate.checkpoint import Layout, export_huggingface, export_huggingface_async
-from mlstate.checkpoint._huggingface import export_loaded
+from mlstate.checkpoint._convert import convert as convert_module
 from mlstate.cli import main
 from mlstate.collectives import LocalGroup
 from mlstate.errors import CompatibilityError
@@ -113,7 +113,7 @@ def test_values_of_a_quantized_folder_are_converted_in_bounded_memory(
     tmp_path, monkeypatch, peak_memory
 ):
     source = quantized_folder(tmp_path / "fp8", 24, (1024, 2048))  # 96 MiB as bfloat16
-    monkeypatch.setattr(export_loaded, "_BATCH_BYTES", 4 << 20)
+    monkeypatch.setattr(convert_module, "_BATCH_BYTES", 4 << 20)
     words = ["convert", str(source), str(tmp_path / "m"), "--to", "huggingface"]
     before = peak_memory()
     assert main([*words, "--dtype", "bfloat16", "--max-shard-bytes", "10MB"]) == 0
@@ -127,7 +127,7 @@ def test_the_conversion_of_a_quantized_folder_equals_the_export_of_its_load(
     tmp_path, monkeypatch, most
 ):
     source = quantized_folder(tmp_path / "fp8", 5, (200, 300))
-    monkeypatch.setattr(export_loaded, "_BATCH_BYTES", 250_000)
+    monkeypatch.setattr(convert_module, "_BATCH_BYTES", 250_000)
     words = ["convert", str(source), str(tmp_path / "a"), "--to", "huggingface"]
     options = ["--dtype", "bf16", "--names", "x.[0-3].*", "--names", "norm", "--rename", "l.=x."]
     assert main([*words, *options, "--max-shard-bytes", most]) == 0
