@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from ..errors import FormatError, StoreError, StoreNotFoundError, StorePermissionError
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Iterator
 
 
 def store_error(error: OSError, action: str, path: str | os.PathLike[str]) -> StoreError:
@@ -24,6 +26,15 @@ def store_error(error: OSError, action: str, path: str | os.PathLike[str]) -> St
     elif isinstance(error, PermissionError):
         cls = StorePermissionError
     return cls(error.errno, f"{action}: {error.strerror}", path, path=path)
+
+
+@contextmanager
+def os_errors(action: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Raise an OSError of the block as `store_error` returns it."""
+    try:
+        yield
+    except OSError as error:
+        raise store_error(error, action, path) from None
 
 
 def format_error(text: str, path: str | os.PathLike[str], name: str | None = None) -> FormatError:

@@ -15,7 +15,7 @@ from .._common.file_checksums import BLOCK, NAME, build
 from .._common.file_kinds import is_damage
 from .._common.regular_file import open_regular
 from .._common.set_module import set_module
-from .._common.store_error import store_error
+from .._common.store_error import os_errors, store_error
 from ..errors import FormatError, StoreNotFoundError
 from ._files.checksums_verify import header_of, list_files, local_place
 from ._sources.open_source import open_source
@@ -161,13 +161,8 @@ def checksum(
     with ProgressErrors(progress) as guarded:
         for name in names:
             file_path = os.path.join(folder, name)
-            try:
+            with os_errors("cannot read the file", file_path):
                 entries[name] = _read_entry(file_path, guarded)
-            except OSError as error:
-                raise store_error(error, "cannot read the file", file_path) from None
-    try:
-        with replacing(target_path, target) as file:
-            file.write(build(entries))
-    except OSError as error:
-        raise store_error(error, "cannot write the checksums", target_path) from None
+    with os_errors("cannot write the checksums", target_path), replacing(target_path, target) as f:
+        f.write(build(entries))
     return {name: entry["bytes"] for name, entry in entries.items()}

@@ -31,22 +31,9 @@ __all__ = ["add"]
 
 _SHARDS = ("shard", "rank", "shape", "bytes", "version", "file", "offset")
 # attributes of a checkpoint that --json prints
-_FACTS = [
-    "parameters",
-    "nbytes",
-    "stored_nbytes",
-    "generation",
-    "sequence",
-    "step",
-    "created",
-    "writer",
-    "world_size",
-    "model",
-    "optimizer",
-    "states",
-    "quantization",
-    "metadata",
-]
+_SIZES = ("parameters", "nbytes", "stored_nbytes")
+_SAVE = ("generation", "sequence", "step", "created", "writer", "world_size")
+_STATES = ("model", "optimizer", "states", "quantization", "metadata")
 
 
 def add(commands: Commands) -> None:
@@ -127,7 +114,7 @@ def _checkpoint_data(checkpoint: Checkpoint, arguments: argparse.Namespace) -> d
     data = {
         "path": checkpoint.path,
         "format": kind_of(checkpoint._source),
-        **_data_of({name: getattr(checkpoint, name) for name in _FACTS}),
+        **_data_of({name: getattr(checkpoint, name) for name in (*_SIZES, *_SAVE, *_STATES)}),
         "steps": _steps(checkpoint),
         "checksums": _has_checksums(checkpoint),
         "files": checkpoint.files(),

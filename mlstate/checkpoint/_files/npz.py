@@ -90,7 +90,6 @@ def write_npz(target: Target, arrays: Mapping[str, NDArray], record: Mapping[str
 def _write_member(archive: zipfile.ZipFile, name: str, array: NDArray) -> None:
     """Write an array as the entry `name`, without its ``.npy``, of the archive."""
     info = zipfile.ZipInfo(name + _SUFFIX)  # fixed date (1980), so equal states give equal bytes
-    info.external_attr = 0o600 << 16  # Unix permissions
     with archive.open(info, "w", force_zip64=True) as member:
         np.lib.format.write_array(member, np.asanyarray(array), allow_pickle=False)
 
@@ -121,10 +120,6 @@ def _damage_error(path: str | os.PathLike[str], name: str | None, reason: object
     return format_error(text, os.fspath(path), name)
 
 
-class _ObjectsError(Exception):
-    """An array holds Python objects, which are pickles."""
-
-
 def _read_members(
     archive: zipfile.ZipFile, path: str | os.PathLike[str]
 ) -> tuple[dict[str, NDArray], dict[str, MLStateError]]:
@@ -146,23 +141,25 @@ def _read_members(
             raise _damage_error(path, name, "claims more bytes than it can hold")
         try:
             with archive.open(info) as member:
-                arrays[name] = _read_array(member, info.file_size)
+                array = _read_array(member, info.file_size)
         except MemoryError:
             raise
-        except _ObjectsError:
-            text = "holds Python objects, which mlstate does not load"
-            refused[name] = _damage_error(path, name, text)
         except Exception as error:  # each codec raises its own class, such as zlib.error
             if getattr(error, "errno", None) is not None:  # of the disk; bz2 raises one without
                 raise
             raise _damage_error(path, name, error) from None
+        if array is None:
+            text = "holds Python objects, which mlstate does not load"
+            refused[name] = _damage_error(path, name, text)
+        else:
+            arrays[name] = array
     return arrays, refused
 
 
-def _read_array(member: IO[bytes], size: int) -> NDArray:
+def _read_array(member: IO[bytes], size: int) -> NDArray | None:
     """Read one array of `size` bytes, header included; raise ValueError if they do not match.
 
-    The shape is checked before memory is allocated.
+    None for an array of Python objects. The shape is checked before memory is allocated.
     """
     version = np.lib.format.read_magic(member)
     readers = {(1, 0): "read_array_header_1_0", (2, 0): "read_array_header_2_0"}
@@ -170,7 +167,7 @@ def _read_array(member: IO[bytes], size: int) -> NDArray:
         raise ValueError(f"version {version} of .npy is not known")
     shape, _, dtype = getattr(np.lib.format, readers[version])(member)
     if dtype.hasobject:
-        raise _ObjectsError
+        return None
     if math.prod(shape) * dtype.itemsize > size - member.tell():
         raise ValueError(f"shape {shape} of {dtype} does not fit {size} bytes")
     member.seek(0)

@@ -9,7 +9,7 @@ from ... import _core
 from ..._common.file_checksums import BLOCK, Change, compare_blocks
 from ..._common.local_path import local_folder
 from ..._common.regular_file import open_regular
-from ..._common.store_error import format_error, store_error
+from ..._common.store_error import format_error, os_errors
 from ...errors import FormatError
 from .._report import Problem, VerifyReport, problem_of
 
@@ -55,11 +55,9 @@ def read_header(path: str, *, verify: bool = True) -> FileHeader:
 
     _core.file_metadata(path, verify)
     try:
-        with open_regular(path) as file:
+        with os_errors("cannot read the file", path), open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             entries: dict[str, Any] = json.loads(file.read(length))
-    except OSError as error:
-        raise store_error(error, "cannot read the file", path) from None
     except ValueError:  # the file was replaced since the core read it
         raise format_error(f"{path}: replaced while it was read; try again", path) from None
     texts = entries.pop("__metadata__", None) or {}
@@ -109,13 +107,11 @@ def verify_file(path: str | os.PathLike[str], progress: Progress = None) -> Veri
         header = read_header(full_path)
         report.checksums = header.has_checksums
         if header.has_checksums:
-            with open_regular(full_path) as file:
+            with os_errors("cannot read the file", full_path), open_regular(full_path) as file:
                 changes = compare_blocks(file, _blocks_of(header), progress)
             text = "the bytes have changed since they were written"
             report.problems = change_problems("altered", name, changes, header, text)
             report.bytes = sum(tensor.nbytes for tensor in header.tensors)
     except FormatError as error:
         report.problems.append(problem_of("header", name, error))
-    except OSError as error:
-        raise store_error(error, "cannot read the file", full_path) from None
     return report

@@ -36,11 +36,11 @@ from ..._common.local_path import local_path
 from ..._common.regular_file import check_regular, open_regular
 from ..._common.scales import CODE_FLOATS, facts_of, refuse_codes
 from ..._common.set_module import set_module
-from ..._common.store_error import store_error
+from ..._common.store_error import os_errors, store_error
 from ..._common.waiting import remove_folder
 from ..._sharding.layout import Shard
 from ...collectives._consensus import agree
-from ...errors import CompatibilityError, MLStateError, StoreError
+from ...errors import CompatibilityError, MLStateError
 from ...state import rename as rename_state
 from .._backend import CheckpointBackend
 from .._folder.local import LocalFolder, make_path
@@ -224,18 +224,12 @@ def _files_to_copy(source: Folder) -> _Opened:
     if not source.is_local:
         names = sorted(filter(is_copied, source.names("")))
         return {name: partial(_open_object, source, name) for name in names}
-    try:
-        with os.scandir(source.path) as entries:
-            paths = sorted(
-                entry.path for entry in entries if is_copied(entry.name) and not entry.is_dir()
-            )
-    except OSError as error:
-        raise store_error(error, "cannot list files_from=", source.path) from None
+    with os_errors("cannot list files_from=", source.path), os.scandir(source.path) as entries:
+        files = [each for each in entries if is_copied(each.name) and not each.is_dir()]
+    paths = sorted(file.path for file in files)
     for path in paths:
-        try:
+        with os_errors("cannot copy the file of files_from=", path):
             check_regular(os.stat(path), path)
-        except OSError as error:
-            raise store_error(error, "cannot copy the file of files_from=", path) from None
     return {os.path.basename(path): partial(open_regular, path) for path in paths}
 
 
@@ -245,10 +239,8 @@ def _open_object(folder: Files, name: str) -> BytesIO:
 
 def _temporary_name(folder: str) -> str:
     """Return an unused name in the folder's parent."""
-    import secrets
-
     parent, name = os.path.split(folder)
-    return os.path.join(parent, f".{name}.mlstate-{secrets.token_hex(8)}.tmp")
+    return os.path.join(parent, f".{name}.mlstate-{os.urandom(8).hex()}.tmp")
 
 
 def _begin(folder: str, plan: ExportPlan) -> None:
@@ -256,7 +248,7 @@ def _begin(folder: str, plan: ExportPlan) -> None:
 
     Missing parents are created too, and stay. Raises StoreError.
     """
-    try:
+    with os_errors("cannot create the folder", folder):
         make_path(os.path.dirname(folder))
         os.mkdir(folder)
         for file, size in zip(plan.files, plan.sizes, strict=True):
@@ -264,8 +256,6 @@ def _begin(folder: str, plan: ExportPlan) -> None:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
             with _core.Descriptor(path, flags) as descriptor:
                 os.truncate(descriptor.fileno(), size)
-    except OSError as error:
-        raise store_error(error, "cannot create the folder", folder) from None
 
 
 def _checked_entry(folder: Files, plan: ExportPlan) -> ExportPlan:
@@ -283,12 +273,12 @@ def _checked_entry(folder: Files, plan: ExportPlan) -> ExportPlan:
             raise
         return plan._replace(entry=None)  # the file is copied as it is
     if entry is not None and plan.code:
-        error = CompatibilityError(
+        raise CompatibilityError(
             f"{plan.code!r} is quantized, as {folder.path} says, and has no scale: load the folder "
-            "of its file with cast=, which computes the values"
+            "of its file with cast=, which computes the values",
+            name=plan.code,
+            path=folder.path,
         )
-        error.name, error.path = plan.code, folder.path
-        raise error
     return plan if entry is None else plan._replace(entry=None)
 
 
@@ -331,15 +321,11 @@ def _finish(folder: str, final: Target, plan: ExportPlan, crcs: Any, other_files
         _core.file_replace(os.path.join(folder, index_of(plan.stem)), text.encode(), 0o666)
     if plan.entry is not None and has_codes(chain(*plan.tensors)):
         other_files.setdefault(_CONFIG, partial(BytesIO, b"{}"))  # receives the entry
-    try:
+    with os_errors("cannot write the folder", final.path):
         for name, opened in other_files.items():
             _copy_file(name, opened, folder, plan)
         _core.folder_sync(folder)
         final.put(folder)
-    except StoreError:
-        raise
-    except OSError as error:
-        raise store_error(error, "cannot write the folder", final.path) from None
 
 
 # ---- parts ----
