@@ -4,6 +4,7 @@ from mlstate import OptimizerStateDict
 from mlstate.checkpoint._convert.formats import NAMES, find_format
 from mlstate.checkpoint._convert.read_write import begin_write, read_parts, write_parts
 from mlstate.checkpoint._files.parts import Parts
+from mlstate.checkpoint._huggingface.export import export, take_export
 from mlstate.checkpoint._sources.open_source import open_source
 from mlstate.checkpoint._store.open_path import open_folder
 from mlstate.state import StateDict
@@ -37,4 +38,7 @@ def write_any(
         optimizer = OptimizerStateDict(optimizer)
     parts = Parts(model, optimizer, metadata or {}, states or {})
     target = begin_write(place, name, overwrite)
+    if name == "huggingface":
+        export(take_export(place, model), start=target)
+        return parts
     return write_parts(place, name, target, parts)

@@ -19,7 +19,6 @@ from ...state._optimizer_state import OptimizerStateDict
 from .._files.backend import DcpBackend, PtBackend
 from .._files.flat_file import split_texts, write_npz_parts, write_safetensors_parts
 from .._files.parts import Parts, Selection
-from .._huggingface.export import export, take_export
 from .._load.arguments import check_request
 from .._load.loader import Loader, load_new_state
 from .._options import LOAD_DEFAULTS, LoadOptions, SaveOptions, complete_options
@@ -97,15 +96,13 @@ def begin_write(
     file.
     """
     files = open_files(path)
-    content = files.content() if name == "mlstate" else None
     if name in ("mlstate", "dcp", "huggingface") and not any_suffix:
         refuse_file_name(files.folder)
-    target = Target.of(path) if content is None else None
+    content = files.content() if name == "mlstate" else Target.of(path)
     # after the listing, so that nothing appears in between
     refuse_existing(files.folder, overwrite)
-    if target is not None:
-        return target
-    assert content is not None
+    if isinstance(content, Target):
+        return content
     files.refuse_others(content)
     return SaveFolder(files.path, replace_steps=overwrite, content=content, any_suffix=any_suffix)
 
@@ -146,10 +143,9 @@ def write_parts(
 
 def _note_step(parts: Parts, step: int | None) -> None:
     """Add the step to the metadata of `parts`, or warn if these have another one."""
-    if step not in (None, parts.step or 0):
-        other = parts.metadata.setdefault("step", step)
-        if other != step:
-            find_caller().warn(f"step {step} is not converted: the metadata have the step {other}")
+    is_new = step not in (None, parts.step or 0)
+    if is_new and (other := parts.metadata.setdefault("step", step)) != step:
+        find_caller().warn(f"step {step} is not converted: the metadata have the step {other}")
 
 
 def _move_json_states(
@@ -205,20 +201,6 @@ def _write_mlstate(target: SaveFolder, parts: Parts, step: int | None) -> None:
     save_root(folder, parts.model, parts.optimizer, step, options)
 
 
-def _write_huggingface(target: Target, parts: Parts) -> None:
-    """Write the model as a Hugging Face folder, which has no place for metadata.
-
-    Raises CompatibilityError for an optimizer, and without a model.
-    """
-    model, optimizer, *_ = parts
-    if optimizer is not None or model is None:
-        raise CompatibilityError(
-            f"{target.path}: a Hugging Face folder holds the weights of a model only: pass model=, "
-            "without optimizer="
-        )
-    export(take_export(target.path, model), start=target)
-
-
 def _write_lightning(target: Target, parts: Parts) -> None:
     checkpoint = checkpoint_from(parts, target.path)
     with replacing(target.path, target) as file:
@@ -230,6 +212,5 @@ _WRITERS: dict[str, Callable[[Target, Parts], None]] = {
     "npz": write_npz_parts,
     "torch": lambda *write: torch_backend("files of torch", PtBackend).write_pt(*write),
     "dcp": lambda *write: torch_backend("files of torch", DcpBackend).write_dcp(*write),
-    "huggingface": _write_huggingface,
     "lightning": _write_lightning,
 }

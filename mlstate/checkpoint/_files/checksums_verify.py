@@ -116,9 +116,9 @@ def compare_files(
 
     `progress`: called with numbers of bytes. Raises an error of a store that does not answer.
     """
-    for name in names if checksums else ():
-        record = checksums.records.get(name) if checksums else None
-        if record is not None:
+    records = checksums.records if checksums else {}
+    for name in names:
+        if (record := records.get(name)) is not None:
             report.bytes += record.nbytes
             report.problems += record_problems(folder, name, record, progress)
 
@@ -168,9 +168,8 @@ def compare_recorded(folder: Folder, report: VerifyReport, progress: Progress) -
         with suppress(OSError):
             report.bytes += os.path.getsize(os.path.join(folder.path, name))
     if blobs:
-        report.compared.append(
-            f"the SHA-256 or SHA-1 in the names of {len(blobs)} blobs of the Hub"
-        )
+        text = f"the SHA-256 or SHA-1 in the names of {len(blobs)} blobs of the Hub"
+        report.compared.append(text)
     is_recorded = bool(checksums or blobs)
     report.checksums = report.checksums or is_recorded
     return is_recorded

@@ -168,13 +168,9 @@ def _files(label: str, names: Sequence[str]) -> str:
     """
     if not names:
         return ""
-    listed = "<br>".join(_name(name, 120) for name in names[:_LIST])
-    hidden = len(names) - _LIST
-    more = f"<br>… {hidden:,} more" if hidden > 0 else ""
-    return (
-        f"<details><summary>{count_text(len(names), 'file')} {label}</summary>"
-        f"<p>{listed}{more}</p></details>"
-    )
+    cells = [[shorten(name, 120)] for name in names[:_LIST]]
+    table = table_html("", ("",), cells, style=False, limit=_LIST, total=len(names))
+    return f"<details><summary>{count_text(len(names), 'file')} {label}</summary>{table}</details>"
 
 
 def report_html(report: VerifyReport, headers: Sequence[str]) -> str:

@@ -33,34 +33,25 @@ def _read_sizes(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> Iterator[in
         yield None
 
 
-def _open_zip(path: str) -> zipfile.ZipFile:
-    """Open a zip file; raise BadZipFile, NotImplementedError or ValueError if it is damaged.
-
-    Entries that share bytes are damage: such a small file could take hours to read.
-    """
-    archive = zipfile.ZipFile(path)
-    if sum(entry.compress_size for entry in archive.infolist()) > os.path.getsize(path):
-        archive.close()
-        raise zipfile.BadZipFile("its entries overlap")
-    return archive
-
-
 def _damage_of(path: str, progress: Progress) -> tuple[str, str | None]:
     """Return a text about the damage of a zip file, and the damaged entry; "" for a good file.
 
-    A good entry matches its CRC-32. `progress` is called with the bytes of each block read.
+    A good entry matches its CRC-32. Entries that share bytes are damage: such a small file could
+    take hours to read. `progress` is called with the bytes of each block read.
     """
+    damage = "the list of its entries is damaged: "
     try:
-        archive = _open_zip(path)
+        archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        text = f"the list of its entries is damaged: {error}"
-        return text, None
+        return f"{damage}{error}", None
     with archive:  # errors of `progress` are the caller's
-        for entry in archive.infolist():
+        entries = archive.infolist()
+        if sum(entry.compress_size for entry in entries) > os.path.getsize(path):
+            return f"{damage}its entries overlap", None
+        for entry in entries:
             for nbytes in _read_sizes(archive, entry):
                 if nbytes is None:
-                    text = f"the entry {entry.filename!r} does not match its CRC-32"
-                    return text, entry.filename
+                    return f"the entry {entry.filename!r} does not match its CRC-32", entry.filename
                 if progress is not None:
                     progress(nbytes)
     return "", None

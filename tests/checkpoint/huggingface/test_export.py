@@ -8,7 +8,6 @@ import child
 import numpy as np
 import pytest
 import rank_threads
-from any_format import write_any
 from checkpoint_model import flip, flip_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -335,8 +334,6 @@ def test_force_replaces_only_hugging_face_folders(tmp_path, capsys):
     assert main([*command, "--to", "huggingface", "--force"]) == 2
     assert "is not a Hugging Face folder" in capsys.readouterr().err
     assert mlstate.verify(tmp_path / "own")
-    with pytest.raises(mlstate.CompatibilityError, match="weights of a model only"):
-        write_any(tmp_path / "m", {"w": np.ones(3)}, {"w.m": np.ones(3)}, format="huggingface")
 
 
 # ---- the core's functions ----
