@@ -78,3 +78,9 @@ def local_folder(path: str | os.PathLike[str]) -> str:
     if not isinstance(name, str):
         raise TypeError(f"the path must be a str or os.PathLike of str, got bytes: {name!r}")
     return os.path.abspath(name)
+
+
+def is_same_path(first: str, second: str) -> bool:
+    """Return whether two paths are the same file or folder, or the same URL."""
+    both_exist = os.path.exists(first) and os.path.exists(second)
+    return first == second or (both_exist and os.path.samefile(first, second))

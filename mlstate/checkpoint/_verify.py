@@ -23,7 +23,7 @@ from ._folder.names import MANIFEST, SECTIONS, Root
 from ._report import Problem, VerifyReport, problem_of
 from ._sections import STATES
 from ._sources.indexed import IndexedSource
-from ._sources.open_source import Choice, open_source
+from ._sources.open_source import open_source
 from ._sources.verify_root import index_problems, is_of_header, verify_root
 from ._store.checkpoint_files import CheckpointFiles
 from ._store.chosen_names import chosen_names
@@ -289,34 +289,28 @@ def verify(
     listed = listed_names(names)
     if repair and listed is not None:
         raise ValueError("a repair verifies all tensors: leave out names")
+    only_local = ("repair=True", "copy the checkpoint to a local folder to repair it")
+    choice = (step, monitor, mode)
     with ProgressErrors(progress) as guarded:
-        report = _verify_path(
-            path, storage_options, (step, monitor, mode), listed, repair=repair, progress=guarded
-        )
+        try:
+            source = open_source(
+                path, storage_options, choice, only_local=only_local if repair else None
+            )
+        except (CompatibilityError, FormatError, StoreNotFoundError) as error:
+            if repair or listed is not None or is_url(path):
+                raise
+            report = _verify_refused(local_place(path), error, guarded)
+        else:
+            report = _verify_opened(source, path, listed, repair, guarded)
     if isinstance(path, str | os.PathLike) and not isinstance(path, RootPath):
         report.path = os.fspath(path)
     return report
 
 
-def _verify_path(
-    path: Any,
-    storage_options: Mapping[str, Any] | None,
-    choice: Choice,
-    listed: list[str] | None,
-    *,
-    repair: bool,
-    progress: Progress,
+def _verify_opened(
+    source: Any, path: Any, listed: list[str] | None, repair: bool, progress: Progress
 ) -> VerifyReport:
-    """Verify a path as `verify` does; `choice`: step, monitor and mode, `listed`: checked names."""
-    only_local = ("repair=True", "copy the checkpoint to a local folder to repair it")
-    try:
-        source: Any = open_source(
-            path, storage_options, choice, only_local=only_local if repair else None
-        )
-    except (CompatibilityError, FormatError, StoreNotFoundError) as error:
-        if repair or listed is not None or is_url(path):
-            raise
-        return _verify_refused(local_place(path), error, progress)
+    """Verify a source as `verify` does; `listed`: the checked names."""
     if repair:
         _refuse_repair(source)
     report = VerifyReport(source.path)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import _core
 from ..._common.arguments import check_callback, check_flags, check_int
+from ..._common.local_path import is_same_path
 from ..._common.set_module import set_module
 from ..._sharding.layout import Layout, Shard, Steps, steps_of
 from .._folder.names import SECTIONS
@@ -127,11 +128,7 @@ def _open_both(
             f"{old.path}: the format {old.format} has no index of its tensors: convert it by "
             "mlstate convert first, and reshard the result"
         )
-    places = old.files.path, new.path
-    can_be_same = all(
-        each.folder.is_local and os.path.exists(each.path) for each in (old.files, new)
-    )
-    if places[0] == places[1] or (can_be_same and os.path.samefile(*places)):
+    if is_same_path(old.files.path, new.path):
         raise ValueError("the target must be another folder than the source")
     return old, new
 

@@ -9,7 +9,7 @@ from ..._common.atomic_file import Target
 from ..._common.batches import batches_of
 from ..._common.budget import parse_size
 from ..._common.caller import find_caller
-from ..._common.local_path import local_path
+from ..._common.local_path import is_same_path
 from ...errors import CompatibilityError
 from .._huggingface.export import MAX_SHARD_BYTES, export, take_export, write_folder
 from .._huggingface.export_plan import make_plan
@@ -83,7 +83,8 @@ def convert(
     before anything is written.
     """
     source_path, place = open_folder(path, reads=True).named_path, open_folder(target).path
-    _refuse_same(source_path, place)
+    if is_same_path(source_path, place):
+        raise ValueError("the target must be another path than the source")
     name = find_format(request.format, target)
     source = open_path(path)
     is_whole = request.selection is None and not any(request.changes.values())
@@ -96,7 +97,7 @@ def convert(
         option = next(iter(request.export)).replace("_", "-")
         raise ValueError(f"--{option} requires --to huggingface: the target's format is {name}")
     if isinstance(start, Target) and name == "huggingface":
-        size = _export(source, target, request, start, progress)
+        size = _export(source, request, start, progress)
         return Converted(source, name, size, None, [])
     opened = as_folder(source, exact=True) if is_ckpt else source
     changes: LoadOptions = {"device": "cpu"} if is_saved_ckpt else request.changes
@@ -136,25 +137,13 @@ def _with_entry(
     return start, parts._replace(metadata=metadata)
 
 
-def _refuse_same(source: str, target: str) -> None:
-    """Raise ValueError if two paths are the same file or folder, or the same URL."""
-    if source == target or (
-        os.path.exists(source) and os.path.exists(target) and os.path.samefile(source, target)
-    ):
-        raise ValueError("the target must be another path than the source")
-
-
 def _size_of(state: Mapping[str, Any]) -> dict[str, int]:
     """Return the number of tensors of a state, and their bytes."""
     return {"tensors": len(state), "bytes": sum(value.nbytes for value in state.values())}
 
 
 def _export(
-    source: Source,
-    target: str | os.PathLike[str],
-    request: Conversion,
-    start: Target,
-    progress: Progress,
+    source: Source, request: Conversion, start: Target, progress: Progress
 ) -> dict[str, int]:
     """Export the model of the source to a Hugging Face folder; return its size, as of `_size_of`.
 
@@ -171,8 +160,7 @@ def _export(
         loader = open_loader(source, request.changes)
         if loader.manifest.model is None:
             raise error
-        entry = known_entry(source)
-        size = _export_loaded(target, loader, options, start, progress, entry)
+        size = _export_loaded(loader, options, start, progress)
         has_optimizer = bool(loader.sections[1].names)
         others = [name for name in loader.states if name[0] != "."]
         states: dict[str, Any] = {**dict.fromkeys(others), **all_entries(loader)}
@@ -181,7 +169,7 @@ def _export(
         if parts.model is None:
             raise error
         files_from, dtype = options.pop("files_from", None), request.changes.get("cast") or None
-        written = take_export(target, parts.model, dtype=dtype, **options)
+        written = take_export(start.path, parts.model, dtype=dtype, **options)
         written = written._replace(entry=known_entry(source))
         size = _size_of(parts.model)
         with progress(lambda: size["bytes"]) as report:
@@ -197,26 +185,22 @@ def _export(
 
 
 def _export_loaded(
-    path: str | os.PathLike[str],
-    loader: Loader,
-    options: Mapping[str, Any],
-    start: Target,
-    progress: Progress,
-    entry: dict[str, Any] | None,
+    loader: Loader, options: Mapping[str, Any], start: Target, progress: Progress
 ) -> dict[str, int]:
     """Export the model of `loader` to a Hugging Face folder; return its size, as of `_size_of`.
 
-    `options`, `start`: as for `_export`. `entry`: the ``quantization_config`` of codes. Memory is
-    needed for one tensor with its stored form, or for 64 MiB.
+    `options`, `start`: as for `_export`. Memory is needed for one tensor with its stored form, or
+    for 64 MiB.
     """
-    target = check_target(local_path(path), SAVE_DEFAULTS)
+    target = check_target(start.path, SAVE_DEFAULTS)
     most_bytes = options.get("max_shard_bytes", MAX_SHARD_BYTES)
     section, names = loader.sections[0], loader.chosen()[1][0]
     loader.need([(section, names, loader.request.cutting)])
     stored = loader.dtypes_and_shapes(section, names)
     facts = {name: (dtype, shape, None) for name, (dtype, shape) in stored.items()}  # not cut
     plan = make_plan(facts, parse_size("max_shard_bytes", most_bytes, 1))
-    plan = plan._replace(is_converted=bool(loader.request.dtype), entry=entry)
+    is_converted = bool(loader.request.dtype)
+    plan = plan._replace(is_converted=is_converted, entry=known_entry(loader.source))
 
     def nbytes(name: str) -> int:
         return plan.nbytes[plan.places[name].number]

@@ -132,6 +132,7 @@ def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
     """
     columns = columns_of(records)
     groups = groups_of(records, columns)
+    count = len(groups)
     largest = max((group.total for group in groups), default=0) or 1
     legend = "".join(
         f"<s class=c{i} style='width:.75em;margin:0 .4em 0 0'></s>{escape(shorten(column, 20))}"
@@ -143,17 +144,14 @@ def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
     def make(rows: int) -> str:
         """Return the page with about `rows` parameters; 0: only layers, and 8 of them at most."""
         first, last = GROUPS if rows else (8, 0)
-        if len(groups) <= first + last + 1:  # a line that counts one layer would save nothing
-            first = len(groups)
-        hidden = groups[first : len(groups) - last] if first < len(groups) else []
-        visible = groups[:first], groups[len(groups) - last :] if hidden and last else []
-        layer_rows = max(3, rows // max(1, len(visible[0]) + len(visible[1]))) if rows else 0
-        unfold = len(groups) == 1
-        layers = [
-            "".join(_layer(group, columns, largest, layer_rows, unfold) for group in part)
-            for part in visible
-        ]
-        return _page(head + layers[0] + (_hidden_layers(hidden) if hidden else "") + layers[1])
+        if count <= first + last + 1:  # a line that counts one layer would save nothing
+            first, last = count, 0
+        hidden, visible = groups[first : count - last], groups[:first] + groups[count - last :]
+        layer_rows = max(3, rows // max(1, len(visible))) if rows else 0
+        layers = [_layer(group, columns, largest, layer_rows, count == 1) for group in visible]
+        if hidden:
+            layers.insert(first, _hidden_layers(hidden))
+        return _page(head + "".join(layers))
 
     return fit_page(make, ROWS)
 
