@@ -80,7 +80,11 @@ def local_folder(path: str | os.PathLike[str]) -> str:
     return os.path.abspath(name)
 
 
-def is_same_path(first: str, second: str) -> bool:
-    """Return whether two paths are the same file or folder, or the same URL."""
-    both_exist = os.path.exists(first) and os.path.exists(second)
-    return first == second or (both_exist and os.path.samefile(first, second))
+def refuse_same_path(source: str, target: str, kind: str = "path") -> None:
+    """Raise ValueError if two paths are the same file or folder, or the same URL.
+
+    `kind`: the word for a path in the error.
+    """
+    both_exist = os.path.exists(source) and os.path.exists(target)
+    if source == target or (both_exist and os.path.samefile(source, target)):
+        raise ValueError(f"the target must be another {kind} than the source")

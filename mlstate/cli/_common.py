@@ -147,6 +147,13 @@ def stat_path(path: str) -> None:
         raise FileNotFoundError(error.errno, text, path) from None
 
 
+def bytes_of_files(path: str) -> int:
+    """Return the bytes of a file, or of all files in a folder, for the progress."""
+    place = Path(local_path(path))
+    files = [place, *place.rglob("*")]
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
 def find(path: str, choice: Choice = NO_CHOICE, format: str | None = None) -> Source:
     """Return what commands read at a path or URL; nothing but the kind of it is read.
 

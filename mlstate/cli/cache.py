@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.atomic_file import Target, new_file
 from .._common.dtypes import name_of
-from .._common.local_path import is_same_path, local_path
+from .._common.local_path import local_path, refuse_same_path
 from .._common.text import bytes_text, count_text, printable
 from .._safetensors import save_file
 from ..checkpoint._convert.read_write import begin_write
@@ -149,8 +149,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
     """
     stat_path(arguments.source)
     source, target = (Path(local_path(each)) for each in (arguments.source, arguments.target))
-    if is_same_path(str(source), str(target)):
-        raise ValueError("the target must be another path than the source")
+    refuse_same_path(str(source), str(target))
     start = begin_write(target, "safetensors", arguments.force)
     assert isinstance(start, Target)
     prompt = read_prompt(arguments.source, verify=arguments.verify, remedy=_NO_VERIFY)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._common.local_path import local_folder
 from .._common.text import bytes_text, count_text, printable, shorten
 from ..checkpoint._folder.names import MANIFEST
 from ..checkpoint._report import PROBLEM_HEADERS, VerifyReport
@@ -23,6 +22,7 @@ from ._common import (
     Table,
     add_arguments,
     add_command,
+    bytes_of_files,
     choice_of,
     find,
     kind_of,
@@ -108,9 +108,7 @@ def _bytes_of(source: Source | str) -> int:
             index = source.fresh().index
             is_own = source.format == "mlstate"
             return sum(index.files().values()) if is_own else int(index.heads()[0][-2])
-        place = Path(local_folder(source))
-        files = [place, *place.rglob("*")]
-        return sum(file.stat().st_size for file in files if file.is_file())
+        return bytes_of_files(os.fspath(source))
     return 0
 
 

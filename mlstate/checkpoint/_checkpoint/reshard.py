@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import _core
 from ..._common.arguments import check_callback, check_flags, check_int
-from ..._common.local_path import is_same_path
+from ..._common.local_path import refuse_same_path
 from ..._common.set_module import set_module
 from ..._sharding.layout import Layout, Shard, Steps, steps_of
 from .._folder.names import SECTIONS
@@ -128,8 +128,7 @@ def _open_both(
             f"{old.path}: the format {old.format} has no index of its tensors: convert it by "
             "mlstate convert first, and reshard the result"
         )
-    if is_same_path(old.files.path, new.path):
-        raise ValueError("the target must be another folder than the source")
+    refuse_same_path(old.files.path, new.path, "folder")
     return old, new
 
 

@@ -9,7 +9,7 @@ from ..._common.atomic_file import Target
 from ..._common.batches import batches_of
 from ..._common.budget import parse_size
 from ..._common.caller import find_caller
-from ..._common.local_path import is_same_path
+from ..._common.local_path import refuse_same_path
 from ...errors import CompatibilityError
 from .._huggingface.export import MAX_SHARD_BYTES, export, take_export, write_folder
 from .._huggingface.export_plan import make_plan
@@ -83,8 +83,7 @@ def convert(
     before anything is written.
     """
     source_path, place = open_folder(path, reads=True).named_path, open_folder(target).path
-    if is_same_path(source_path, place):
-        raise ValueError("the target must be another path than the source")
+    refuse_same_path(source_path, place)
     name = find_format(request.format, target)
     source = open_path(path)
     is_whole = request.selection is None and not any(request.changes.values())
@@ -113,10 +112,7 @@ def convert(
     step = parts.states[STATE].get("global_step") if is_ckpt else source.manifest.step
     written = write_parts(place, name, start, parts, step)
     states = [] if is_ckpt or is_saved_ckpt else sorted(split_entries(parts.states)[0])
-    model, optimizer = (
-        None if state is None else _size_of(state) for state in (written.model, written.optimizer)
-    )
-    return Converted(source, name, model, optimizer, states)
+    return Converted(source, name, _size_of(written.model), _size_of(written.optimizer), states)
 
 
 def _with_entry(
@@ -137,8 +133,10 @@ def _with_entry(
     return start, parts._replace(metadata=metadata)
 
 
-def _size_of(state: Mapping[str, Any]) -> dict[str, int]:
-    """Return the number of tensors of a state, and their bytes."""
+def _size_of(state: Mapping[str, Any] | None) -> dict[str, int] | None:
+    """Return the number of tensors of a state, and their bytes; None for None."""
+    if state is None:
+        return None
     return {"tensors": len(state), "bytes": sum(value.nbytes for value in state.values())}
 
 
@@ -166,12 +164,13 @@ def _export(
         states: dict[str, Any] = {**dict.fromkeys(others), **all_entries(loader)}
     else:
         parts = read_parts(source, request.selection, request.changes)
-        if parts.model is None:
+        sizes = _size_of(parts.model)
+        if sizes is None:
             raise error
+        size = sizes
         files_from, dtype = options.pop("files_from", None), request.changes.get("cast") or None
         written = take_export(start.path, parts.model, dtype=dtype, **options)
         written = written._replace(entry=known_entry(source))
-        size = _size_of(parts.model)
         with progress(lambda: size["bytes"]) as report:
             export(written, files_from, start, report)
         has_optimizer, states = bool(parts.optimizer), parts.states
