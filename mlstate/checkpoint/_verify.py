@@ -33,7 +33,6 @@ from ._store.open_path import RootPath, is_url
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from .. import _core
     from ._sources.protocol import Source
 
 _CRC32C, _LAYERS = -3, -1  # indices of these fields in a row of `MergedIndex.shards`
@@ -161,8 +160,7 @@ def _try_root(files: CheckpointFiles, name: str) -> tuple[VerifyReport, bool]:
     mended = None
     while True:
         report = VerifyReport(files.path, repaired=mended)
-        indexes: dict[str, _core.MergedIndex] = {}
-        verify_root(files, name, report, None, indexes)
+        indexes = verify_root(files, name, report, None)
         if not indexes:
             return report, False
         [(generation, merged)] = indexes.items()

@@ -20,7 +20,6 @@ from ._progress import progress_of
 if TYPE_CHECKING:
     from ..checkpoint._options import LoadOptions
 
-
 __all__ = ["add"]
 
 

@@ -18,7 +18,6 @@ from ._common import Commands, add_actions_of, add_command, print_result, shared
 if TYPE_CHECKING:
     from ..checkpoint._store.checkpoint_files import CheckpointFiles
 
-
 __all__ = ["add"]
 
 

@@ -87,7 +87,7 @@ def _verify_all(files: CheckpointFiles) -> tuple[dict[str | None, VerifyReport],
         while names:
             name = names.pop(0)
             report = VerifyReport(files.path)
-            verify_root(files, name, report, progress, {})
+            verify_root(files, name, report, progress)
             if name == MANIFEST or files.folder.exists(name):
                 reports[name] = report
             elif not names and not reports:  # a writer has deleted all steps for newer ones

@@ -288,6 +288,5 @@ class IndexedSource(Source):
         """Verify the root and its files, and mark a damaged step; list files that no root needs."""
         from .verify_root import list_others, verify_root
 
-        merged_indexes: dict[str, _core.MergedIndex] = {}
-        verify_root(self.files, self.root, report, progress, merged_indexes)
+        merged_indexes = verify_root(self.files, self.root, report, progress)
         list_others(self.files, report, merged_indexes)

@@ -55,17 +55,14 @@ def _with_tensors(problems: list[Problem], merged: _core.MergedIndex) -> list[Pr
 
 
 def _verify_once(
-    files: CheckpointFiles,
-    name: str,
-    report: VerifyReport,
-    progress: Progress,
-    indexes: dict[str, _core.MergedIndex],
-) -> Manifest | None:
-    """Verify the manifest `name` and its files; return it, or None if it cannot be read.
+    files: CheckpointFiles, name: str, report: VerifyReport, progress: Progress
+) -> tuple[Manifest | None, _core.MergedIndex | None]:
+    """Verify the manifest `name` and its files; return it and the index, None if unreadable.
 
-    Problems, step and bytes are added to `report`, and the merged index to `indexes` by its
-    generation. `progress`: as for `verify_root`. Raises the error of a store that does not answer.
+    Problems, step and bytes are noted in `report`. `progress`: as for `verify_root`. Raises the
+    error of a store that does not answer.
     """
+    report.step, report.bytes, report.problems = None, 0, []
     manifest = None
     try:
         manifest = files.read_manifest(name)
@@ -77,12 +74,11 @@ def _verify_once(
         problems = index_problems(files, manifest) if manifest else []
         kind = "index" if manifest else "manifest"
         report.problems += problems or [problem_of(kind, name, error)]
-        return manifest
-    indexes[manifest.generation] = merged
+        return manifest, None
     count, rows = files.folder.verify(merged, progress)
     report.bytes += count + sum(record.bytes for record in manifest.indexes)
     report.problems += _with_tensors([Problem(*problem) for problem in rows], merged)
-    return manifest
+    return manifest, merged
 
 
 def _is_replaced(files: CheckpointFiles, name: str, generation: str) -> bool:
@@ -97,24 +93,18 @@ def _is_replaced(files: CheckpointFiles, name: str, generation: str) -> bool:
 
 
 def verify_root(
-    files: CheckpointFiles,
-    name: str,
-    report: VerifyReport,
-    progress: Progress,
-    indexes: dict[str, _core.MergedIndex],
-) -> None:
+    files: CheckpointFiles, name: str, report: VerifyReport, progress: Progress
+) -> dict[str, _core.MergedIndex]:
     """Note the problems of the manifest `name` and its files in `report`, with step and bytes.
 
-    `indexes` then has its merged index only, by generation.
+    Return its merged index by its generation; {} if it cannot be read.
     `progress`: called with the bytes read since the last call. Steps with damaged files are marked
     in the folder, and the mark of a good one is removed. If files are missing and a writer has
     replaced the manifest meanwhile, start again. Raises StoreError (EBUSY) after `TRIES` such
     attempts.
     """
     for _ in range(TRIES):
-        report.step, report.bytes, report.problems = None, 0, []
-        indexes.clear()
-        manifest = _verify_once(files, name, report, progress, indexes)
+        manifest, merged = _verify_once(files, name, report, progress)
         is_missing = any(problem.kind == "missing" for problem in report.problems)
         if not (manifest and is_missing and _is_replaced(files, name, manifest.generation)):
             break
@@ -125,8 +115,8 @@ def verify_root(
         text = problem.as_error(files.path)
         log("WARNING", "%s/%s: step %s: %s", files.path, name, report.step, text)
     if manifest is not None:
-        merged = indexes.get(manifest.generation)
-        _note_result(files, manifest, report.problems, merged.files() if merged else {})
+        _note_result(files, manifest, report.problems, {} if merged is None else merged.files())
+    return {manifest.generation: merged} if manifest and merged is not None else {}
 
 
 def is_of_header(problem: Problem, sizes: dict[str, int]) -> bool:
