@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from contextlib import suppress
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from .. import _core
@@ -44,7 +45,7 @@ def _read_entry(path: str, progress: Progress) -> dict[str, Any]:
         starts = starts if nbytes else []
         digits, buffer = [], memoryview(bytearray(min(BLOCK, nbytes)))
         is_complete = all(start < nbytes for start in starts)  # False: shorter than at `header_of`
-        for start, end in zip(starts, [*starts[1:], nbytes], strict=True):
+        for start, end in pairwise([*starts, nbytes]):
             for offset in range(start, end, BLOCK):
                 block = buffer[: min(BLOCK, end - offset)]
                 is_complete = is_complete and file.readinto(block) == len(block)

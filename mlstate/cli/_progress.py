@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import time
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from contextlib import closing, contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 from .._common.text import bytes_text
 from ..errors import MLStateError
@@ -28,7 +28,7 @@ class _Line:
         self._printed_text = ""
         self._began, self._printed_at = time.monotonic(), -math.inf  # seconds
 
-    def add(self, count: int) -> None:
+    def update(self, count: int) -> None:
         """Count `count` more bytes, and rewrite the line, at most 10 times per second."""
         self._done += count
         now = time.monotonic()
@@ -72,15 +72,13 @@ def progress_of(label: str, count: Callable[[], int]) -> Iterator[Progress]:
     if not total:
         yield None
         return
+    bar: Any
     try:
         from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
-        line = _Line(label, total)
-        try:
-            yield line.add
-        finally:
-            line.close()
-        return
-    unit = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
-    with tqdm(desc=label, total=total, leave=False, file=sys.stderr, **unit) as bar:
+        bar = _Line(label, total)
+    else:
+        unit = {"unit": "B", "unit_scale": True, "unit_divisor": 1024}
+        bar = tqdm(desc=label, total=total, leave=False, file=sys.stderr, **unit)
+    with closing(bar):
         yield bar.update

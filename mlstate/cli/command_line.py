@@ -151,35 +151,25 @@ def _name_options(text: str, parser: argparse.ArgumentParser | None) -> str:
     return text
 
 
-class _RefusalError(Exception):
-    """An error of a command, as the line to print."""
-
-
 def _run_command(arguments: argparse.Namespace) -> int:
-    """Run the command and return its exit status; print each warning as one line, once.
-
-    Errors for the user become _RefusalError, with the line to print.
-    """
+    """Run the command and return its exit status; print each warning as one line, once."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         try:
-            status: int = arguments.run(arguments)
-        except BrokenPipeError:
-            raise
-        except _ERRORS as error:
-            text = _name_options(_error_text(error), getattr(arguments, "parser", None))
-            raise _RefusalError(text) from error
+            return arguments.run(arguments)  # type: ignore[no-any-return]
         finally:
             for text in dict.fromkeys(str(warning.message) for warning in caught):
                 _print_error(f"warning: {text}")
-    return status
 
 
-def _parse_and_run(argv: Sequence[str] | None) -> int:
-    """Run the command of `argv` (None: of this process) and return its exit status."""
+def _parse_and_run(argv: Sequence[str] | None, arguments: argparse.Namespace) -> int:
+    """Run the command of `argv` (None: of this process) and return its exit status.
+
+    `arguments` receives what is parsed.
+    """
     parser = _parser()
     try:
-        arguments = parser.parse_args(argv)
+        parser.parse_args(argv, arguments)
     except SystemExit as stop:  # --help, --version or wrong usage; argparse printed the text
         return stop.code if isinstance(stop.code, int) else 0
     if not hasattr(arguments, "run"):  # no command
@@ -205,14 +195,15 @@ def run_command_line(argv: Sequence[str] | None) -> int:
 
     Errors are printed as one line, and the status is 2. A closed pipe gives 0.
     """
+    arguments = argparse.Namespace()
     try:
-        status = _parse_and_run(argv)
+        status = _parse_and_run(argv, arguments)
         _flush_output()
     except BrokenPipeError:  # the reader, such as head, has closed the pipe
         _drop_output(sys.stdout)
         return 0
-    except (_RefusalError, *_ERRORS) as error:
-        _print_error(_error_text(error))
+    except _ERRORS as error:
+        _print_error(_name_options(_error_text(error), getattr(arguments, "parser", None)))
         try:
             _flush_output()
         except OSError:  # e.g. the disk is full

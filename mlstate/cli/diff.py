@@ -63,19 +63,17 @@ def add(commands: Commands) -> None:
     Parsed arguments have the function of the command as ``run``.
     """
     help_text = "compare two checkpoints or files, tensor by tensor"
+    tolerance = {"type": float, "default": 0.0}
+    rtol = "tolerance, times the larger element: dtypes may differ then"
     usages = {
         "first": PATH_HELP,
         "second": "the same; may be the same run, for two of its steps",
         **{f"--{side}-step N": step_usage(side) for side in _SIDES},
         **shared("--monitor", "--mode", "--names"),
-        "--rtol X": _tolerance("tolerance, times the larger element: dtypes may differ then"),
-        "--atol X": _tolerance("tolerance: dtypes may differ then"),
+        "--rtol X": {**tolerance, "help": rtol},
+        "--atol X": {**tolerance, "help": "tolerance: dtypes may differ then"},
     }
     add_command(commands, "diff", help_text, run_diff, usages, {1: "they differ"})
-
-
-def _tolerance(text: str) -> dict[str, Any]:
-    return {"type": float, "default": 0.0, "help": text}
 
 
 # ---- two sides ----

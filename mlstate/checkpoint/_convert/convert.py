@@ -170,7 +170,7 @@ def _export(
         size = sizes
         files_from, dtype = options.pop("files_from", None), request.changes.get("cast") or None
         written = take_export(start.path, parts.model, dtype=dtype, **options)
-        written = written._replace(entry=known_entry(source))
+        written.marks["entry"] = known_entry(source)
         with progress(lambda: size["bytes"]) as report:
             export(written, files_from, start, report)
         has_optimizer, states = bool(parts.optimizer), parts.states

@@ -80,9 +80,7 @@ class Export(NamedTuple):
     max_shard_bytes: int
     content: SaveContent
     table: StateTable
-    dtype: str  # of all floats; "" for their own
-    code: str = ""  # name of a float of 8 bits that is converted
-    entry: dict[str, Any] | None = None  # the ``quantization_config`` of the model's codes
+    marks: dict[str, Any]  # fields of the plan: `is_converted`, `code`, and `entry` of the model
 
 
 def raise_together(group: ProcessGroup | None, error: BaseException | None) -> None:
@@ -442,7 +440,8 @@ def take_export(
     content, table = _take_state(target, model, rename, dtype_name)
     facts = facts_of(content.dicts[0] or {}) if dtype_name else {}
     code = next((name for name, (stored, _) in facts.items() if stored in CODE_FLOATS), "")
-    return Export(target, max_bytes, content, table, dtype_name, code)
+    marks = {"is_converted": bool(dtype_name), "code": code}
+    return Export(target, max_bytes, content, table, marks)
 
 
 def gather_parts(
@@ -463,11 +462,7 @@ def gather_parts(
     drop_copies(target.group, table.tensors, state)
     gathered = gather_shards(target, content, copy)
     raise_together(target.group, gathered.error)
-    plan = make_plan(table.tensors, max_bytes)
-    is_converted = bool(request.dtype)
-    return gathered, plan._replace(
-        is_converted=is_converted, code=request.code, entry=request.entry
-    )
+    return gathered, make_plan(table.tensors, max_bytes)._replace(**request.marks)
 
 
 def export(
