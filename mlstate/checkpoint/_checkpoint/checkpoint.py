@@ -19,7 +19,7 @@ from .._options import LOAD_DEFAULTS, LoadOptions, show_options
 from .._quantized.parts import scheme_of
 from .._report import VerifyReport
 from .._sources.open_source import is_source, known_source, open_source
-from .._store.manifest import build, parse
+from .._store.manifest import Manifest, build, parse
 from .._store.open_path import RootPath
 from .._verify import verify
 
@@ -218,6 +218,24 @@ class Checkpoint:
     ----------
     path : str
         Absolute path of the folder or file, or its URL.
+    generation : str
+        Unique identifier of this save.
+    sequence : int
+        Number of saves in this folder, including this one.
+    step : int or None
+        The saved training step.
+    created : str
+        Time of the save in UTC (ISO 8601).
+    writer : str
+        Program that saved, with its version.
+    world_size : int
+        Number of ranks that saved.
+    metadata : dict
+        The saved metadata after a JSON round trip: tuples become lists, dict keys become str.
+    model : dict or None
+        Kind and attributes of the model's state; None if no model was saved.
+    optimizer : dict or None
+        Kind and attributes of the optimizer's state; None if no optimizer was saved.
     written : dict or None
         For a checkpoint returned by `save`: what this rank wrote (``new_shards``,
         ``new_bytes``, ``new_files``), and ``shards`` and ``data_bytes``, the totals of this rank.
@@ -243,9 +261,22 @@ class Checkpoint:
         if that was read, and the report of a save.
         """
         self._source: Source = path if is_source(path) else open_source(path, storage_options)
-        self._manifest = self._source.manifest
+        self._describe(self._source.manifest)
         self.path: str = self._source.path
         self.written: dict[str, Any] | None = path.report if isinstance(path, RootPath) else None
+
+    def _describe(self, manifest: Manifest) -> None:
+        """Set the attributes that describe the save."""
+        self._manifest = manifest
+        self.generation: str = manifest.generation
+        self.sequence: int = manifest.sequence
+        self.step: int | None = manifest.step
+        self.created: str = manifest.created
+        self.writer: str = manifest.writer
+        self.world_size: int = manifest.world_size
+        self.metadata: dict[str, Any] = manifest.metadata
+        self.model: dict[str, Any] | None = manifest.model
+        self.optimizer: dict[str, Any] | None = manifest.optimizer
 
     # Copies and pickles carry the manifest's text, so that they describe this save forever.
     def __getstate__(self) -> dict[str, Any]:
@@ -264,7 +295,8 @@ class Checkpoint:
         manifest = state["manifest"]
         if isinstance(manifest, bytes):
             manifest = parse(manifest, state["root"])
-        self.written, self._manifest = state["written"], manifest
+        self.written = state["written"]
+        self._describe(manifest)
         name = state.get("format", "mlstate" if manifest.weights is None else "huggingface")
         self._source = known_source(state["path"], name, state["root"], manifest)
         self.path = self._source.path  # of a URL, with the options of the environment
@@ -273,51 +305,6 @@ class Checkpoint:
     def _index(self) -> Index:
         """The index of all ranks' shards, read at the first use and kept."""
         return self._source.index
-
-    @property
-    def generation(self) -> str:
-        """Unique identifier of this save."""
-        return self._manifest.generation
-
-    @property
-    def sequence(self) -> int:
-        """Number of saves in this folder, including this one."""
-        return self._manifest.sequence
-
-    @property
-    def step(self) -> int | None:
-        """The saved training step."""
-        return self._manifest.step
-
-    @property
-    def created(self) -> str:
-        """Time of the save in UTC (ISO 8601)."""
-        return self._manifest.created
-
-    @property
-    def writer(self) -> str:
-        """Program that saved, with its version."""
-        return self._manifest.writer
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that saved."""
-        return self._manifest.world_size
-
-    @property
-    def metadata(self) -> dict[str, Any]:
-        """The saved metadata after a JSON round trip: tuples become lists, dict keys become str."""
-        return self._manifest.metadata
-
-    @property
-    def model(self) -> dict[str, Any] | None:
-        """Kind and attributes of the model's state; None if no model was saved."""
-        return self._manifest.model
-
-    @property
-    def optimizer(self) -> dict[str, Any] | None:
-        """Kind and attributes of the optimizer's state; None if no optimizer was saved."""
-        return self._manifest.optimizer
 
     @property
     def states(self) -> dict[str, dict[str, Any]]:
