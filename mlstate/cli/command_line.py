@@ -165,7 +165,7 @@ def _run_command(arguments: argparse.Namespace) -> int:
 def _parse_and_run(argv: Sequence[str] | None, arguments: argparse.Namespace) -> int:
     """Run the command of `argv` (None: of this process) and return its exit status.
 
-    `arguments` receives what is parsed.
+    `arguments` receives the parsed values.
     """
     parser = _parser()
     try:
