@@ -107,9 +107,7 @@ def read_npz(
             arrays, refused = _read_members(archive, path)
     except (zipfile.BadZipFile, NotImplementedError) as error:
         raise _damage_error(path, None, error) from None
-    record: dict[str, object] = {}
-    if RECORD in arrays:
-        record = _parse_record(path, arrays.pop(RECORD))
+    record = _parse_record(path, arrays.pop(RECORD)) if RECORD in arrays else {}
     return _restore_names(path, arrays, record), record, refused
 
 
