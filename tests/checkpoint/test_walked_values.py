@@ -10,7 +10,7 @@ import pytest
 
 import mlstate
 from mlstate import CompatibilityError
-from mlstate.checkpoint._states.containers import equal_values
+from mlstate.checkpoint._states.containers import equal_values, walk
 
 NAN = float("nan")
 
@@ -66,11 +66,11 @@ LEAVES = (
 KEYS = ("a", "1", 1, None, 0.9, -2.5, float("inf"), b"k", b"", ("t", 1, (0.5, b"x")), "~v0~.9", "$")
 
 
-def random_value(numbers, depth=0):
+def random_value(numbers, depth=0, leaves=LEAVES):
     """A value of any accepted class; containers become rare with the depth."""
     if numbers.random() < 0.25 + 0.25 * depth:
-        return numbers.choice(LEAVES)
-    values = [random_value(numbers, depth + 1) for _ in range(numbers.randrange(4))]
+        return numbers.choice(leaves)
+    values = [random_value(numbers, depth + 1, leaves) for _ in range(numbers.randrange(4))]
     keys = numbers.sample(KEYS, len(values))
     make = numbers.choice(
         [
@@ -88,9 +88,13 @@ def random_value(numbers, depth=0):
     return make()
 
 
-def test_random_values_come_back_in_targets(tmp_path):
+AMOUNTS = pytest.mark.parametrize("amount", [300, pytest.param(2000, marks=pytest.mark.long)])
+
+
+@AMOUNTS
+def test_random_values_come_back_in_targets(tmp_path, amount):
     numbers = random.Random(52)
-    values = {f"v{i}": random_value(numbers) for i in range(300)}
+    values = {f"v{i}": random_value(numbers) for i in range(amount)}
     example = [Span(0), Window(0)]  # the target's classes
     saved = {"dict": [*values.values(), example], "object": Holder([values, example])}
     mlstate.save(tmp_path, states=saved)
@@ -100,6 +104,40 @@ def test_random_values_come_back_in_targets(tmp_path):
         assert same(value, loaded), value
     for name, value in values.items():
         assert same(value, targets["object"].value[0][name]), value
+
+
+def tensors_of(torch):
+    """Tensors of several orders of dimensions, of the parameter's dtype: torch converts others."""
+    floats = torch.arange(24.0).reshape(2, 3, 4)
+    channels_last = floats[None].to(memory_format=torch.channels_last)
+    orders = floats, floats.permute(2, 0, 1), floats.mT, channels_last
+    return *orders, torch.tensor(1.5), torch.zeros(0), torch.float16, torch.Size([1, 2])
+
+
+@pytest.mark.torch
+@AMOUNTS
+def test_random_values_come_back_in_optimizers(tmp_path, amount):
+    torch = pytest.importorskip("torch", reason="has optimizers")
+    numbers, leaves = random.Random(53), (*LEAVES, *tensors_of(torch))
+    values = {f"v{i}": [random_value(numbers, leaves=leaves)] for i in range(amount)}
+    weight = torch.nn.Parameter(torch.ones(2))
+    source, target = (torch.optim.SGD([weight], lr=0.1) for _ in range(2))
+    example = [Span(0), Window(0)]  # the target's classes
+    source.state[weight].update(values)
+    source.param_groups[0].update(values)
+    target.state[weight]["v0"] = example
+    target.param_groups[0].update(dict.fromkeys(values, example))
+    mlstate.save(tmp_path, optimizer=source)
+    mlstate.load(tmp_path, into={"optimizer": target})
+    for place in (target.state[weight], target.param_groups[0]):
+        for name, value in values.items():
+            assert same(value, place[name]), value
+            pairs = zip(tensors_in(value, torch), tensors_in(place[name], torch), strict=True)
+            assert all(first.stride() == other.stride() for first, other in pairs), value
+
+
+def tensors_in(value, torch):
+    return [each for each in walk(value) if isinstance(each, torch.Tensor) and each.numel()]
 
 
 @pytest.mark.parametrize(

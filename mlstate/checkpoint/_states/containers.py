@@ -167,8 +167,8 @@ def _equal_arrays(first: Any, second: Any) -> bool:
     if facts[0] != facts[1] or not is_plain or hasattr(first, "__tensor_flatten__"):
         return False
     torch = sys.modules["torch"]
-    bits = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (first, second)]
-    return bool(torch.equal(*bits))
+    flat = [t.detach().cpu().contiguous().as_strided((t.numel(),), (1,)) for t in (first, second)]
+    return bool(torch.equal(*(t.view(torch.uint8) for t in flat)))
 
 
 def known_classes(value: Any) -> dict[str, type]:

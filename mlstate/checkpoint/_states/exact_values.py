@@ -75,4 +75,7 @@ def exclude_remedy(name: str) -> str:
         return ""
     start, _, end = name.rpartition(".")
     pattern = f"param_groups.*.{end}" if start.startswith("param_groups.") else f"*.{end}"
-    return f"; exclude=['{pattern}'] leaves it out, and a load keeps the target's own value"
+    return (
+        f"; exclude=['{pattern}'] leaves it out, and a load keeps the target's own value (which "
+        "some optimizers make in their first step)"
+    )
