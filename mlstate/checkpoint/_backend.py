@@ -67,6 +67,12 @@ class CheckpointBackend(Protocol):
     def fits_table(self, optimizer: Any) -> bool:
         """Return whether a table of tensors by parameter can hold all of an optimizer's state."""
 
+    def divided_state(self, optimizer: Any, state: dict[str, Any], where: str) -> dict[str, Any]:
+        """Return a state for the optimizer's ``load_state_dict``, divided as its parameters.
+
+        `state`: with whole tensors, and this rank's parts of others. `where`: its name in errors.
+        """
+
     def fill_module(self, module: Any) -> Any:
         """Return this rank's memory for a module's state, by the names of `saved_module`."""
 

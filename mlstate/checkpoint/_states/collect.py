@@ -236,7 +236,7 @@ def take_states(
             error.args = (f"{where}: {error}",)
             raise
         if flat is None:
-            named.add(name, encode(value, where, name=name, excluded=excluded))
+            named.add(name, encode(value, where, name=name, excluded=excluded, ranks=ranks))
         else:
             refuse_given_away(dict(flat))
             if not is_module(value) and not is_optimizer(value):

@@ -47,6 +47,12 @@ def is_wrapper(value: Any) -> bool:
     return is_other and is_torch(value) and not hasattr(value, "device_mesh")
 
 
+def local_wrapper(value: Any) -> Any:
+    """Return this rank's part of a DTensor if it is a wrapper; None for other values."""
+    local = getattr(value, "_local_tensor", None) if is_torch(value) else None
+    return local if is_wrapper(local) else None
+
+
 def new_wrapper(cls: Any, parts: dict[str, Any], meta: Any, size: Any, stride: Any) -> Any:
     """Return a wrapper of its parts by name; `meta`: what ``__tensor_flatten__`` returned last."""
     return cls.__tensor_unflatten__(parts, meta, size, stride)
@@ -61,6 +67,8 @@ def children(value: Any) -> Sequence[tuple[Any, Any]] | None:
         return [*value.items()]
     if is_wrapper(value):
         return [(name, getattr(value, name)) for name in value.__tensor_flatten__()[0]]
+    if (local := local_wrapper(value)) is not None:
+        return [("local", local)]
     names = field_names(value)
     if names is None:
         return [*enumerate(value)] if isinstance(value, CONTAINERS) else None
@@ -90,10 +98,19 @@ def rebuilt(value: Any, values: Sequence[Any]) -> Any:
         names, meta = value.__tensor_flatten__()
         parts = dict(zip(names, values, strict=True))
         return new_wrapper(type(value), parts, meta, value.size(), value.stride())
+    if local_wrapper(value) is not None:
+        return divided_like(value, values[0])
     names = field_names(value)
     if names is not None:
         return new_record(type(value), dict(zip(names, values, strict=True)))
     return deque(values, value.maxlen) if type(value) is deque else type(value)(values)
+
+
+def divided_like(tensor: Any, local: Any) -> Any:
+    """Return a DTensor with the division of another one; `local`: this rank's part."""
+    cls = sys.modules["torch.distributed.tensor"].DTensor
+    options = {"run_check": False, "shape": tensor.shape, "stride": tensor.stride()}
+    return cls.from_local(local, tensor.device_mesh, tensor.placements, **options)
 
 
 def mapped(value: Any, change: Callable[[Any, Any], Any]) -> Any:
@@ -130,7 +147,7 @@ def equal_values(first: Any, second: Any) -> bool:
         *(t.__tensor_flatten__()[1] for t in (first, second))
     ):
         return False
-    is_tensor = is_torch(first) and not is_wrapper(first)
+    is_tensor = is_torch(first) and not is_wrapper(first) and local_wrapper(first) is None
     if is_tensor or isinstance(first, np.ndarray | np.generic):
         return _equal_arrays(first, second)
     if isinstance(first, set | frozenset):

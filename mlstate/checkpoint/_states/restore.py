@@ -25,8 +25,9 @@ from ..._sharding.backend import ShardBackend
 from ..._sharding.layout import Layout, Shard
 from ...errors import CompatibilityError
 from ...state._kind import kind_of
+from .._backend import CheckpointBackend
 from .._sections import STATES
-from .containers import children, copy_of_wrapper, is_wrapper, mapped, walk
+from .containers import children, copy_of_wrapper, local_wrapper, mapped, walk
 from .excluded import fill_excluded
 from .generators import (
     check_fits,
@@ -513,6 +514,7 @@ class _Restorer:
         value = self.decode(node, before, tensors=_has_torch(node), **options)
         value = like_tensors(value, before)
         if is_optimizer(target) and isinstance(value, dict):
+            value = backend_of(target, CheckpointBackend).divided_state(target, value, where)
             lost = min(value.keys() - (before or {}).keys(), key=str, default=None)
             if lost is not None:
                 text = f"its state_dict() lacks {lost!r}, which was saved: the load would lose it"
@@ -685,7 +687,7 @@ def like_tensors(value: Any, like: Any) -> Any:
     Tensors at the same keys correspond. A value without a counterpart stays.
     """
     if is_torch(value):
-        if not is_torch(like) or like.is_meta:
+        if not is_torch(like) or like.is_meta or local_wrapper(like) is not None:
             return value
         if not hasattr(like, "device_mesh") or hasattr(value, "device_mesh"):
             return value.to(like.device)
@@ -768,9 +770,9 @@ def _copies_of_results(state: Any) -> dict[int, Any]:
     These are results of operations that autograd records, and wrappers.
     """
     return {
-        id(each): copy_of_wrapper(each) if is_wrapper(each) else copy_of(each)
+        id(each): copy_of_wrapper(each) if parts is not None else copy_of(each)
         for each in walk(state)
-        if is_wrapper(each) or (is_torch(each) and not each.is_leaf)
+        if is_torch(each) and ((parts := children(each)) is not None or not each.is_leaf)
     }
 
 

@@ -60,6 +60,7 @@ from .containers import (
     full_name,
     is_wrapper,
     known_classes,
+    local_wrapper,
     new_wrapper,
     record_of,
 )
@@ -144,9 +145,10 @@ class _Encoder:
     """
 
     def __init__(
-        self, exact: bool, records: bool, name: str, excluded: Excluded, sorts: bool
+        self, exact: bool, records: bool, name: str, excluded: Excluded, sorts: bool, ranks: int
     ) -> None:
         self.sorts = sorts
+        self.ranks = ranks
         self.name = name
         self.excluded = excluded
         self.exact = exact
@@ -187,6 +189,13 @@ class _Encoder:
         if type(value) in STATE_DICTS:
             values = self.node(dict(value), where, path, levels - 1)
             return {"$": "state", "kind": kind_of(value), "values": values}
+        if self.ranks and (part := local_wrapper(value)) is not None:
+            if (size := value.device_mesh.size()) > self.ranks:
+                raise ValueError(
+                    f"{where} is spread over {size} ranks, and {self.ranks} save: pass group= with "
+                    "all of them, and make this call on each"
+                )
+            value = part  # which ranks store as different trees
         if is_wrapper(value):
             return self.wrapper(value, where, path, levels - 1)
         if field_names(value) is not None and method_of(value, "state_dict") is None:
@@ -553,6 +562,7 @@ def encode(
     name: str = "",
     excluded: Excluded = NONE_EXCLUDED,
     sorts: bool = False,
+    ranks: int = 0,
 ) -> Tree:
     """Convert a nested value to JSON and arrays, which are not copied.
 
@@ -560,8 +570,9 @@ def encode(
     values that would be decoded with another type, such as subclasses. `records`: accept records,
     whose classes a load finds in its target. `name`: of the value, by which a save can exclude it,
     or "". `excluded`: what to leave out. `sorts`: the caller sorts the keys of the JSON objects.
+    `ranks`: number of those that save, each its own tree; 0: the tree is the same on all.
     """
-    encoder = _Encoder(exact, records, name, excluded, sorts)
+    encoder = _Encoder(exact, records, name, excluded, sorts, ranks)
     node = encoder.node(value, where, (), DEEPEST)
     text = json.dumps(node, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
     return Tree(text.encode(), encoder.arrays, encoder.is_newer)

@@ -34,6 +34,7 @@ from .optimizer import (
     unpack_state,
 )
 from .optimizer_contract import check_contract, has_own_loader, torch_form
+from .optimizer_contract import divided_state as divided_state
 from .optimizer_contract import fits_table as fits_table
 from .optimizer_groups import Scope, match_groups, set_state
 from .optimizer_slots import ParameterSlot, parameter_slots

@@ -7,7 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ....checkpoint._states.containers import equal_values
+from ...._common.arrays import is_torch
+from ....checkpoint._states.containers import (
+    divided_like,
+    equal_values,
+    is_wrapper,
+    local_wrapper,
+)
+from ....errors import CompatibilityError
 from .optimizer_values import NOT_VALUES, is_small, quoted
 
 if TYPE_CHECKING:
@@ -87,6 +94,11 @@ def is_state_name(state: object) -> bool:
     return isinstance(state, str) and state != "" and "." not in state
 
 
+def has_parts(value: Any) -> bool:
+    """Return whether a value is a DTensor whose local tensors a layout does not describe."""
+    return local_wrapper(value) is not None
+
+
 def fits_table(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a table of tensors by parameter can hold all of an optimizer's state.
 
@@ -96,7 +108,10 @@ def fits_table(optimizer: torch.optim.Optimizer) -> bool:
     groups = optimizer.param_groups
     parameters = {id(parameter) for group in groups for parameter in group["params"]}
     if not all(
-        id(parameter) in parameters and isinstance(states, dict) and all(map(is_state_name, states))
+        id(parameter) in parameters
+        and isinstance(states, dict)
+        and all(map(is_state_name, states))
+        and not (hasattr(parameter, "device_mesh") and any(map(has_parts, states.values())))
         for parameter, states in optimizer.state.items()
     ):
         return False
@@ -107,6 +122,49 @@ def fits_table(optimizer: torch.optim.Optimizer) -> bool:
         return False
     is_own = has_own_state_dict(optimizer)
     return not is_own or equal_values(_own_state_dict(optimizer), torch_form(optimizer))
+
+
+def divided_state(
+    optimizer: torch.optim.Optimizer, state: dict[str, Any], where: str
+) -> dict[str, Any]:
+    """Return a state for ``load_state_dict`` whose tensors are divided as the parameters.
+
+    `state`: with whole tensors, and this rank's parts of tensors of subclasses. `where`: its name
+    in the CompatibilityError for a part of another division.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    by_number = state.get("state")
+    is_divided = any(hasattr(parameter, "device_mesh") for parameter in parameters)
+    if not is_divided or not isinstance(by_number, dict):
+        return state
+    from torch.distributed.tensor import distribute_tensor
+
+    def divided(number: Any, name: str, value: Any) -> Any:
+        is_known = isinstance(number, int) and number < len(parameters) and is_torch(value)
+        parameter: Any = parameters[number] if is_known else None
+        if not hasattr(parameter, "device_mesh") or hasattr(value, "device_mesh"):
+            return value
+        local = tuple(parameter.to_local().shape)
+        if is_wrapper(value) and tuple(value.shape) != local:
+            raise CompatibilityError(
+                f"{where}['state'][{number}][{name!r}] is a part of shape {tuple(value.shape)}, "
+                f"and this rank's part of the parameter has shape {local}: load it with the mesh "
+                "that saved it"
+            )
+        if is_wrapper(value):
+            return divided_like(parameter, value)
+        if value.ndim == 0 or value.shape != parameter.shape:
+            return value
+        layout = parameter.device_mesh, parameter.placements
+        return distribute_tensor(value, *layout, src_data_rank=None)
+
+    new = {
+        number: {name: divided(number, name, value) for name, value in states.items()}
+        if isinstance(states, dict)
+        else states
+        for number, states in by_number.items()
+    }
+    return {**state, "state": new}
 
 
 def check_contract(optimizer: torch.optim.Optimizer) -> None:
