@@ -6,16 +6,18 @@ from pathlib import Path
 import numpy as np
 import torch
 from averaged_model import Ema
+from block_codes import Codes, codes
 from group_model import raises
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Placed
 from torch_processes import main, scenario
 
 import mlstate
 from mlstate import CompatibilityError
+from mlstate.checkpoint._states.containers import equal_values
 
 FOLDER = Path(sys.argv[1]).parent
 
@@ -218,6 +220,52 @@ class Average:
 
     def load_state_dict(self, state):
         self.tensor = state["tensor"]
+
+
+def with_codes(seed, group):
+    """A trained optimizer whose first parameter has codes of the rows of this rank."""
+    module = fully_shard(torch.nn.Linear(8, 8), mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    module(torch.ones(2, 8) + group.rank).sum().backward()
+    optimizer.step()
+    weight = module.weight
+    division = weight.device_mesh, weight.placements
+    optimizer.state[weight]["codes"] = DTensor.from_local(
+        codes(seed + group.rank), *division, run_check=False, shape=weight.shape, stride=(8, 1)
+    )
+    return module, optimizer
+
+
+@scenario
+def block_scaled_states_are_loaded_by_as_many_ranks(group):
+    module, optimizer = with_codes(0, group)
+    mlstate.save(path("codes"), module, optimizer, group=group)
+    fresh = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+    trained_too = with_codes(5, group)
+    for target in ((module, fresh), trained_too):
+        into = dict(zip(["model", "optimizer"], target, strict=True))
+        with torch.serialization.safe_globals([Codes]):
+            mlstate.load(path("codes"), into=into, group=group)
+        pairs = zip(module.parameters(), target[0].parameters(), strict=True)
+        for source, parameter in pairs:
+            expected, state = optimizer.state[source], target[1].state[parameter]
+            buffers = expected["momentum_buffer"], state["momentum_buffer"]
+            assert buffers[1].placements == parameter.placements and equal(*buffers)
+        codes_of = target[1].state[target[0].weight]["codes"]
+        assert codes_of.placements == module.weight.placements
+        assert equal_values(codes_of._local_tensor, codes(group.rank))
+    text = "['codes'] is spread over 2 ranks, and 1 save: pass group="
+    alone, states = path(f"alone {group.rank}"), {"optimizer": optimizer}
+    raises(ValueError, text, mlstate.save, alone, states=states)
+    whole = torch.nn.Linear(8, 8)
+    into = {"model": whole, "optimizer": torch.optim.SGD(whole.parameters(), lr=0.1)}
+    text = "differs between the 2 ranks that saved it"
+    raises(CompatibilityError, text, mlstate.load, path("codes"), into=into)
+    narrow = fully_shard(torch.nn.Linear(8, 6), mesh=init_device_mesh("cpu", (2,)))
+    into = {"optimizer": torch.optim.SGD(narrow.parameters(), lr=0.1)}
+    text = "is a part of shape (4, 8), and this rank's part of the parameter has shape (3, 8)"
+    with torch.serialization.safe_globals([Codes]):
+        raises(CompatibilityError, text, mlstate.load, path("codes"), into=into, group=group)
 
 
 @scenario
