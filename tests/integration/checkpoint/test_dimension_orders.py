@@ -116,3 +116,26 @@ def test_orders_of_all_permutations_return(shape):
             assert np.array_equal(again, array)
         tensor = with_order(torch.zeros(shape), list(order))
         assert with_order(tensor, dimension_order(tensor)).stride() == tensor.stride()
+
+
+class Extra(torch.nn.Module):
+    """Has a tensor as its extra state."""
+
+    def __init__(self, value=None):
+        super().__init__()
+        self.value = value
+
+    def get_extra_state(self):
+        return self.value
+
+    def set_extra_state(self, state):
+        self.value = state
+
+
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
+def test_extra_states_keep_the_order_of_dimensions(tmp_path, make):
+    source, target = torch.nn.Sequential(Extra(make())), torch.nn.Sequential(Extra())
+    mlstate.save(tmp_path, source)
+    mlstate.load(tmp_path, into={"model": target})
+    value = target[0].value
+    assert value.stride() == source[0].value.stride() and torch.equal(value, source[0].value)

@@ -344,6 +344,22 @@ def one_target_for_two_states(folder):
 
 
 @case
+def values_of_other_ranks(folder):
+    from rank_threads import run_ranks
+
+    def save(group):
+        mlstate.save(folder, states={"x": {"rank": group.rank}}, group=group)
+
+    run_ranks(save, 2)
+    into = {"states": {"x": {"rank": 7}}}
+    text = r"pass group=, or rank= and world_size=2 .*, or leave this state out of into="
+    yield lambda: mlstate.load(folder, into=into), text
+    mlstate.load(folder, into=into, rank=1, world_size=2)
+    assert into["states"]["x"] == {"rank": 1}
+    assert mlstate.load(folder).states["x"] == [{"rank": 0}, {"rank": 1}]
+
+
+@case
 def targets_that_cannot_change(folder):
     mlstate.save(folder, states={"x": 3})
     text = r"take the value from LoadedState\.states of load\(path\) without into="

@@ -141,9 +141,11 @@ def saved_module(
     contract = ModuleContract(module, state_dict_of(module))
     tensors, others = {}, {}
     for name, value in contract.entries.items():
-        # an extra state returns with its type: a Parameter would not
-        is_extra = name.rpartition(".")[2] == EXTRA
-        if is_tensor(value) and not (is_extra and getattr(value, "requires_grad", False)):
+        # an extra state returns with its type and order of dimensions, which tables lack
+        is_extra = name.rpartition(".")[2] == EXTRA and is_tensor(value)
+        if is_extra and (getattr(value, "requires_grad", False) or order_of_state(value)):
+            others[name] = value
+        elif is_tensor(value):
             tensors[name] = part_of(name, value)
         else:
             others[name] = value
