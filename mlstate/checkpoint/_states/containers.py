@@ -53,6 +53,23 @@ def local_wrapper(value: Any) -> Any:
     return local if is_wrapper(local) else None
 
 
+def wrapper_of(value: Any, where: str, ranks: int) -> Any:
+    """Return a wrapper, or this rank's part of a DTensor that is one; None for other values.
+
+    `ranks`: number of those that each store their part; 0: none can. Raises ValueError, with the
+    path `where`, if others have parts.
+    """
+    if is_wrapper(value):
+        return value
+    part = local_wrapper(value) if ranks else None
+    if part is not None and (size := value.device_mesh.size()) > ranks:
+        raise ValueError(
+            f"{where} is spread over {size} ranks, and {ranks} save: pass group= with all of them, "
+            "and make this call on each"
+        )
+    return part
+
+
 def new_wrapper(cls: Any, parts: dict[str, Any], meta: Any, size: Any, stride: Any) -> Any:
     """Return a wrapper of its parts by name; `meta`: what ``__tensor_flatten__`` returned last."""
     return cls.__tensor_unflatten__(parts, meta, size, stride)

@@ -58,11 +58,10 @@ from .containers import (
     class_named,
     field_names,
     full_name,
-    is_wrapper,
     known_classes,
-    local_wrapper,
     new_wrapper,
     record_of,
+    wrapper_of,
 )
 from .exact_values import check_exact, exclude_remedy, refuse_divided
 from .excluded import EXCLUDED, NONE_EXCLUDED, Excluded
@@ -172,8 +171,7 @@ class _Encoder:
         `where`: path of the value, for errors. `path`: the same path as a tuple of keys and
         indices. `levels`: how many levels of containers may still follow.
         """
-        full = self.name_of(path) if self.excluded.patterns and path else ""
-        if full and self.excluded.matches(full):
+        if self.excluded.patterns and path and self.excluded.matches(self.name_of(path)):
             self.is_newer = True
             return {"$": "excluded"}
         if value is None or type(value) in (bool, str, int, float):
@@ -189,15 +187,9 @@ class _Encoder:
         if type(value) in STATE_DICTS:
             values = self.node(dict(value), where, path, levels - 1)
             return {"$": "state", "kind": kind_of(value), "values": values}
-        if self.ranks and (part := local_wrapper(value)) is not None:
-            if (size := value.device_mesh.size()) > self.ranks:
-                raise ValueError(
-                    f"{where} is spread over {size} ranks, and {self.ranks} save: pass group= with "
-                    "all of them, and make this call on each"
-                )
-            value = part  # which ranks store as different trees
-        if is_wrapper(value):
-            return self.wrapper(value, where, path, levels - 1)
+        part = wrapper_of(value, where, self.ranks)
+        if part is not None:
+            return self.wrapper(part, where, path, levels - 1)
         if field_names(value) is not None and method_of(value, "state_dict") is None:
             return self.record(value, where, path, levels - 1)
         if self.exact:
@@ -221,11 +213,11 @@ class _Encoder:
 
         refuse_unstored(value, where)
         name, values = cache_values(value)
-        with self.without_exclusions():
+        with self.all_included():
             return {"$": "cache", "class": name, "values": self.node(values, where, path, levels)}
 
     @contextmanager
-    def without_exclusions(self) -> Iterator[None]:
+    def all_included(self) -> Iterator[None]:
         """Store all values in the block: a cache or generator lacks no part of its state."""
         excluded, self.excluded = self.excluded, NONE_EXCLUDED
         try:
@@ -445,7 +437,7 @@ class _Encoder:
         library = library_of(value)
         if library is not None:
             own_state = _result(lambda: state_of(value, library), value, "state", where)
-            with self.without_exclusions():
+            with self.all_included():
                 state = self.node(own_state, where, path, levels)
                 form = {"$": "generator", "library": library, "state": state}
                 seeds = seeds_of(value, library)

@@ -69,7 +69,7 @@ def _with_warning(save: Callable[..., None]) -> Callable[..., None]:
     @wraps(save)
     def save_checkpoint(self: Any, *args: Any, **keywords: Any) -> None:
         """Save as Lightning does; warn if the plugin does not read or did not write the result."""
-        plugin = getattr(self, "_checkpoint_io", None)
+        plugin: Any = getattr(self, "_checkpoint_io", None)
         before = getattr(plugin, "_saves", None)
         save(self, *args, **keywords)
         reads_itself = "load_checkpoint" in vars(type(self))

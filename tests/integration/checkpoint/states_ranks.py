@@ -257,8 +257,8 @@ def block_scaled_states_are_loaded_by_as_many_ranks(group):
     text = "['codes'] is spread over 2 ranks, and 1 save: pass group="
     alone, states = path(f"alone {group.rank}"), {"optimizer": optimizer}
     raises(ValueError, text, mlstate.save, alone, states=states)
-    whole = torch.nn.Linear(8, 8)
-    into = {"model": whole, "optimizer": torch.optim.SGD(whole.parameters(), lr=0.1)}
+    module = torch.nn.Linear(8, 8)
+    into = {"model": module, "optimizer": torch.optim.SGD(module.parameters(), lr=0.1)}
     text = "differs between the 2 ranks that saved it"
     raises(CompatibilityError, text, mlstate.load, path("codes"), into=into)
     narrow = fully_shard(torch.nn.Linear(8, 6), mesh=init_device_mesh("cpu", (2,)))

@@ -35,8 +35,8 @@ class Wrapper:
 
     def load_state_dict(self, state):
         self.optimizer.load_state_dict(state["inner"])
-        for own, saved in zip(self.copies, state["copies"], strict=True):
-            own.data.copy_(saved)
+        for copy, saved in zip(self.copies, state["copies"], strict=True):
+            copy.data.copy_(saved)
 
 
 def test_a_wrapper_of_an_optimizer_is_stored_by_its_methods(tmp_path):
@@ -68,7 +68,7 @@ def test_parameters_that_zero_has_divided_are_refused(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", torch)
     module = torch.nn.Sequential(torch.nn.Linear(2, 2))
     mlstate.save(tmp_path / "whole", module)
-    module[0].weight.ds_shape, whole = (2, 2), module[0].weight.data
+    module[0].weight.ds_shape, gathered = (2, 2), module[0].weight.data
     module[0].weight.data = torch.empty(0)
     divided = r"'0\.weight' of shape \(2, 2\) is divided .*GatheredParameters"
     for call in (
@@ -78,7 +78,7 @@ def test_parameters_that_zero_has_divided_are_refused(tmp_path, monkeypatch):
     ):
         with pytest.raises(UnstorableError, match=divided):
             call()
-    module[0].weight.data = whole  # as in the block
+    module[0].weight.data = gathered  # as in the block
     mlstate.load(tmp_path / "whole", into={"model": module})
 
 

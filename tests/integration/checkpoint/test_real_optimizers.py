@@ -1,7 +1,7 @@
 """Optimizers of other libraries, by schedulers of torch, resume as without the interruption.
 
-Each is compared with the run that goes on, and with a round trip of torch. What a save refuses
-names `exclude=`, which this applies. The libraries are those of requirements/optimizers.txt;
+Each is compared with an uninterrupted run, and with a round trip of torch. If a refusal names
+`exclude=`, this applies it. requirements/optimizers.txt lists the libraries;
 MLSTATE_REAL_OPTIMIZERS limits the cases to names that contain it.
 """
 
@@ -188,7 +188,7 @@ class Run:
 
     def __init__(self, make, groups, scheduler, seed):
         torch.manual_seed(seed)
-        # 4,096 weights, of which optimizers of 8 bits keep codes
+        # 4,096 weights: optimizers of 8 bits keep codes of so many
         self.module = torch.nn.Sequential(
             torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4)
         )
@@ -273,35 +273,35 @@ def outcome(folder, *case):
     """Return what a case shows, as a word and a detail."""
     try:
         source, graph = trained(*case)
-        peer, own = (Run(*case, seed) for seed in (1, 2))
+        peer, resumed = (Run(*case, seed) for seed in (1, 2))
     except Exception as error:
         return "not made", f"{type(error).__name__}: {error}"
     exclude = save(folder, source)
-    states = {"scheduler": own.scheduler}
-    into = {"model": own.module, "optimizer": own.optimizer, "states": states}
+    states = {"scheduler": resumed.scheduler}
+    into = {"model": resumed.module, "optimizer": resumed.optimizer, "states": states}
     mlstate.load(folder, into=into)
     problem = resumed_by_torch(source, peer)
-    states_equal = equal_values(source.optimizer.state_dict(), own.optimizer.state_dict())
-    whole = source.train(range(2, 4), graph)
+    states_equal = equal_values(source.optimizer.state_dict(), resumed.optimizer.state_dict())
+    expected = source.train(range(2, 4), graph)
     try:
-        ours = own.train(range(2, 4), graph)
+        weights = resumed.train(range(2, 4), graph)
     except KeyError:  # of a value that was left out, and that only the first step makes
         if not exclude:
             raise
-        own = Run(*case, 2)
-        own.train(range(1), graph)
-        into = {"model": own.module, "optimizer": own.optimizer}
-        mlstate.load(folder, into={**into, "states": {"scheduler": own.scheduler}})
-        ours = own.train(range(2, 4), graph)
-    if all(map(torch.equal, whole, ours)):
+        resumed = Run(*case, 2)
+        resumed.train(range(1), graph)
+        into = {"model": resumed.module, "optimizer": resumed.optimizer}
+        mlstate.load(folder, into={**into, "states": {"scheduler": resumed.scheduler}})
+        weights = resumed.train(range(2, 4), graph)
+    if all(map(torch.equal, expected, weights)):
         return "equal", ""
     if exclude:
         return "excluded", ", ".join(exclude)
-    theirs = whole if problem is not None else peer.train(range(2, 4), graph)
-    if all(map(torch.equal, theirs, ours)):
+    peer_weights = expected if problem is not None else peer.train(range(2, 4), graph)
+    if all(map(torch.equal, peer_weights, weights)):
         return "as torch", f"states equal: {states_equal}"
-    far = [float((flat(whole) - flat(each)).abs().max()) for each in (ours, theirs)]
-    return "differs", f"ours {far[0]:.1e}, torch {far[1]:.1e} {problem}, states {states_equal}"
+    far = [float((flat(expected) - flat(each)).abs().max()) for each in (weights, peer_weights)]
+    return "differs", f"mlstate {far[0]:.1e}, torch {far[1]:.1e} {problem}, states {states_equal}"
 
 
 def flat(tensors):

@@ -1,4 +1,4 @@
-"""What errors about optimizers and nested states advise: each case fails, then does as advised."""
+"""Errors about optimizers and nested states: each case fails, then applies the remedy."""
 
 import enum
 from collections import Counter, defaultdict
@@ -28,7 +28,7 @@ def case(function):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_an_error_names_what_works(tmp_path, name):
+def test_the_remedy_of_an_error_works(tmp_path, name):
     steps = CASES[name](tmp_path / "c")
     for call, text in steps:
         with pytest.raises(Exception, match=text):
@@ -221,10 +221,10 @@ def a_record_that_no_target_has(folder):
 @case
 def a_state_with_the_name_of_the_optimizer(folder):
     module = torch.nn.Linear(2, 2)
-    own = Own(module.parameters(), lr=0.1)
-    call = lambda: mlstate.save(folder, module, own, states={"optimizer": 1})  # noqa: E731
+    optimizer = Own(module.parameters(), lr=0.1)
+    call = lambda: mlstate.save(folder, module, optimizer, states={"optimizer": 1})  # noqa: E731
     yield call, "another state has this name: rename that one"
-    mlstate.save(folder, module, own, states={"other": 1})
+    mlstate.save(folder, module, optimizer, states={"other": 1})
 
 
 @case
@@ -275,14 +275,14 @@ def local_enum():
     return Local.A
 
 
-def plain(value):
+def with_text_keys(value):
     return {str(key): each for key, each in value.items()}
 
 
 noted = Counter(a=1)
 conjugated = torch.ones(2, dtype=torch.complex64).conj()
 values_of(
-    ("keys", {1j: 1}, "keys of nested dicts must be str, bytes, int, float, None", plain),
+    ("keys", {1j: 1}, "keys of nested dicts must be str, bytes, int, float, None", with_text_keys),
     ("nan", {float("nan"): 1}, "use None instead", lambda value: {None: 1}),
     ("factories", defaultdict(lambda: 0, a=1), "use one of bool, .*, or store a dict", dict),
     ("other factories", defaultdict(lambda: 0), "use one of bool, int", lambda v: defaultdict(int)),

@@ -467,8 +467,8 @@ def test_excluded_values_of_groups_keep_the_targets(tmp_path):
     source, target = (optim.SGD(module.parameters(), lr=rate) for rate in (0.1, 0.2))
     helpers = {parameter: object() for parameter in module.parameters()}
     source.param_groups[0] |= {"helpers": helpers, "mixed": {"a": object(), "b": 1}, "own": 5}
-    own = {"a": 7, "b": 2}
-    target.param_groups[0] |= {"helpers": 3, "mixed": own}
+    values = {"a": 7, "b": 2}
+    target.param_groups[0] |= {"helpers": 3, "mixed": values}
     text = (
         r"\['helpers'\] has the key .* of type Parameter.*exclude=\['param_groups\.\*\.helpers'\]"
     )

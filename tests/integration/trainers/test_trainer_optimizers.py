@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 NAMES = [name.value for name in transformers.training_args.OptimizerNames]
-# the pattern that the refusal advises for exclude=; None: only another optim= helps
+# pattern that the refusal names; None: another optim= is needed
 REFUSED = {
     "galore_adamw": "*.projector",
     "galore_adafactor": "*.projector",
@@ -94,7 +94,7 @@ def weights_without_stop(folder, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_resumes_with_the_same_bits_or_is_refused(tmp_path, name):
-    whole = weights_without_stop(tmp_path / "plain", name)
+    expected = weights_without_stop(tmp_path / "plain", name)
     options = {}
     if name in REFUSED:
         with pytest.raises(CompatibilityError, match=r"in a Trainer, pass .* choose another optim"):
@@ -106,5 +106,5 @@ def test_a_run_resumes_with_the_same_bits_or_is_refused(tmp_path, name):
     train(tmp_path / "run", name, **options)
     trainer = train(tmp_path / "run", name, str(tmp_path / "run" / "checkpoint-2"), **options)
     assert trainer.state.global_step == 4
-    pairs = zip(whole, trainer.model.parameters(), strict=True)
+    pairs = zip(expected, trainer.model.parameters(), strict=True)
     assert options or all(torch.equal(*pair) for pair in pairs)

@@ -72,7 +72,7 @@ def _names_of_module(module: torch.nn.Module, parameters: list[torch.Tensor]) ->
             "pass a module that has all of them, such as a ModuleDict of several modules, or save "
             "the optimizer by states=; create the optimizer after fully_shard"
         )
-        # DeepSpeed adds this attribute to parameters that ZeRO copies into flat tensors
+        # DeepSpeed adds this to parameters whose flat copies its optimizer updates
         if any(hasattr(p, "get_full_hp_param") for p in module.parameters()):
             remedy = f"these are copies in DeepSpeed's ZeRO: {ZERO_REMEDY}"
         raise ValueError(
