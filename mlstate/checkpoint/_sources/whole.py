@@ -40,12 +40,14 @@ from .protocol import Source
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Mapping
-    from typing import Unpack
+    from typing import TypeAlias, Unpack
 
     from ..._common.callback import Progress
     from .._files.parts import Parts, Selection
     from .._options import LoadOptions
     from .protocol import How
+
+    Read: TypeAlias = Callable[[bool, Selection | None], Parts]
 
 # Formats whose arrays are views of mapped files: a load returns memory that no writer changes.
 _MAPPED = ("torch", "huggingface")
@@ -228,21 +230,14 @@ def _manifest_of(path: str, name: str, parts: Parts) -> Manifest:
 class WholeSource(Source):
     """A local file or folder that `read` reads as a whole; see `Source`."""
 
-    def __init__(
-        self,
-        path: str,
-        name: str,
-        read: Callable[[bool, Selection | None], Parts],
-        manifest: Manifest | None = None,
-    ) -> None:
+    def __init__(self, path: str, name: str, read: Read, manifest: Manifest | None = None) -> None:
         """Create the source; nothing is read.
 
         `name`: of the format. `read`: returns the content; its arguments tell whether to compare
         files with the checksums of `checksum`, and which entries to read. `manifest`: the
         description, if it is known.
         """
-        self.path = path
-        self.format = name
+        self.path, self.format = path, name
         self.is_mapped = name in _MAPPED
         self._read_parts = read
         self._options = LOAD_DEFAULTS
