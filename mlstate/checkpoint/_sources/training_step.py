@@ -5,10 +5,10 @@ The weights are read by their headers, and the entries as a whole, but only if t
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from .._files.parts import Parts, Selection
+from .._folder.local import LocalFolder
 from .._layouts.training_step import read_metadata, step_entries
 from .readers import read_training_entries
 from .weights import HuggingFaceSource
@@ -59,7 +59,7 @@ class _Entries(WholeSource):
 
     def files_to_verify(self) -> dict[str, str]:
         """Return the paths of the entries' files, by name."""
-        entries = step_entries(os.listdir(self.path)).values()
+        entries = step_entries(LocalFolder(self.path).names("")).values()
         return {name: f"{self.path}/{name}" for files in entries for name in files.values()}
 
 
