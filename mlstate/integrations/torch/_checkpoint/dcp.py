@@ -28,7 +28,7 @@ from ....errors import CompatibilityError, FormatError
 from .pt_file import first_line, load_value, read_tree, tree_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from ....checkpoint._files.parts import Parts, Selection
 
@@ -112,31 +112,34 @@ def write_dcp(target: Target, parts: Parts) -> None:
         _core.folder_sync(temporary)
 
 
+def _empty_paths(value: Any, path: list[str], *, is_listed: bool = False) -> Iterator[list[str]]:
+    """Yield the paths of the empty dicts in a value of a tree, which is at `path`.
+
+    Raises CompatibilityError for one in a list, because torch cannot read a list that lacks an
+    item. `is_listed`: the value is in a list.
+    """
+    if isinstance(value, list):
+        for each in value:
+            yield from _empty_paths(each, path, is_listed=True)
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _empty_paths(each, [*path, str(key)], is_listed=is_listed)
+        if not value and is_listed:
+            raise CompatibilityError(
+                f"{'.'.join(path)} is a list with an empty dict, which torch's distributed "
+                "checkpoints cannot hold: convert to a checkpoint of mlstate or a .pt file, or "
+                "leave it out (--skip)"
+            )
+        if not value:
+            yield path
+
+
 def _record_empty(tree: dict[str, Any]) -> None:
     """Record the paths of the empty dicts of a tree in its entry `RECORD`, if it has both.
 
-    torch leaves these dicts out of distributed checkpoints. Raises CompatibilityError for one in a
-    list, because torch cannot read a list that lacks an item.
+    torch leaves these dicts out of distributed checkpoints. Raises as `_empty_paths`.
     """
-    paths: list[list[str]] = []
-
-    def add_paths(value: Any, path: list[str], is_listed: bool) -> None:
-        if isinstance(value, list):
-            for each in value:
-                add_paths(each, path, True)
-        elif isinstance(value, Mapping):
-            for key, each in value.items():
-                add_paths(each, [*path, str(key)], is_listed)
-            if not value and is_listed:
-                raise CompatibilityError(
-                    f"{'.'.join(path)} is a list with an empty dict, which torch's distributed "
-                    "checkpoints cannot hold: convert to a checkpoint of mlstate or a .pt file, or "
-                    "leave it out (--skip)"
-                )
-            if not value:
-                paths.append(path)
-
-    add_paths(tree, [], False)
+    paths = [*_empty_paths(tree, [])]
     if paths and RECORD in tree:
         tree[RECORD][_EMPTY] = json.dumps(paths)
 
