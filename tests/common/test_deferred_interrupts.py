@@ -1,6 +1,9 @@
 """Sections of `deferred_interrupts`: no signal handler of Python runs in them, and none is lost."""
 
+import collections
 import contextlib
+import functools
+import operator
 import os
 import signal
 import threading
@@ -150,6 +153,101 @@ def test_a_child_that_another_thread_forks_is_in_no_section():
         thread.start()
         thread.join()
     assert status == [0]
+
+
+def test_a_section_in_a_handler_that_runs_at_the_entry_changes_nothing():
+    handled = []
+
+    def enter_section(number, frame):
+        with deferred_interrupts():
+            handled.append(number)
+
+    with handler(signal.SIGUSR1, enter_section):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+        signal.raise_signal(signal.SIGUSR1)
+        section = deferred_interrupts()
+        unblock = functools.partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, [signal.SIGUSR1])
+        collections.deque(map(operator.call, (unblock, section.__enter__)), maxlen=0)
+        section.__exit__()
+        signal.raise_signal(signal.SIGUSR1)
+    assert handled == [signal.SIGUSR1] * 2 and not deferred_interrupts.is_active()
+
+
+# ---- blocks in which signals are handled ----
+
+
+@pytest.mark.parametrize("is_noted", [False, True], ids=["in the block", "before the block"])
+def test_a_signal_is_handled_in_an_allowed_block_and_not_in_the_clean_up(is_noted):
+    steps = []
+
+    def raise_first(number, frame):
+        steps.append("handled")
+        if len(steps) == 1:
+            raise Handled
+
+    handled = handler(signal.SIGUSR1, raise_first)
+    with handled, pytest.raises(Handled), deferred_interrupts() as section:
+        if is_noted:
+            signal.raise_signal(signal.SIGUSR1)
+        try:
+            with section.allowed():
+                assert not deferred_interrupts.is_active()
+                if not is_noted:
+                    signal.raise_signal(signal.SIGUSR1)
+                steps.append("not reached")
+        finally:
+            assert deferred_interrupts.is_active()
+            signal.raise_signal(signal.SIGUSR1)
+            steps.append("clean-up")
+    assert steps == ["handled", "clean-up", "handled"]
+    assert not deferred_interrupts.is_active()
+
+
+def test_an_allowed_block_changes_nothing_within_another_section():
+    steps = []
+    outer, section = deferred_interrupts(), deferred_interrupts()
+    handled = handler(signal.SIGUSR1, refuse)
+    with handled, pytest.raises(Handled), outer, section, section.allowed():
+        signal.raise_signal(signal.SIGUSR1)
+        steps.append(section.is_pending())
+    assert steps == [True]
+
+
+def test_sections_in_an_allowed_block_are_outermost():
+    with handler(signal.SIGUSR1, refuse), deferred_interrupts() as section:
+        with section.allowed(), pytest.raises(Handled), deferred_interrupts():
+            signal.raise_signal(signal.SIGUSR1)
+        assert deferred_interrupts.is_active()
+
+
+def test_no_signal_of_a_storm_splits_the_clean_up_after_an_allowed_block():
+    began, counts, armed = time.monotonic(), [0, 0], []
+
+    def raise_if_armed(number, frame):
+        if armed:
+            raise Handled
+
+    handled = 0
+    with handler(signal.SIGALRM, raise_if_armed):
+        signal.setitimer(signal.ITIMER_REAL, 1e-4, 1e-4)
+        try:
+            while time.monotonic() - began < 20 and (counts[0] < 5000 or handled < 100):
+                try:
+                    armed.append(1)
+                    while counts[0] < 5000 or handled < 100:
+                        with deferred_interrupts() as section:
+                            counts[0] += 1
+                            try:
+                                with section.allowed():
+                                    sum(range(100))
+                            finally:
+                                counts[1] += 1
+                except Handled:
+                    handled += 1
+                armed.clear()
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    assert handled and counts[0] == counts[1]
 
 
 def test_no_signal_of_a_storm_splits_a_section():

@@ -6,6 +6,17 @@
  * place of Python's own and notes the signals. The end of the outermost section passes
  * them on. Handlers that the user sets during a section, exceptions of other threads and
  * _thread.interrupt_main() are not deferred.
+ *
+ * In a block of section.allowed(), signals are handled, unless another section is around
+ * the section. A long operation runs there, and its undo in the section:
+ *
+ *     with deferred_interrupts() as section:
+ *         begin()
+ *         try:
+ *             with section.allowed():
+ *                 operate()
+ *         finally:
+ *             end()
  */
 #include "common/functions.h"
 
@@ -30,9 +41,11 @@ static struct {
     void (*python_handler)(int); /* the C handler of CPython; NULL: not yet known */
 } sections;
 
-/* One section: whether it is entered, and counted in `depth`. */
+/* A section, or a block of `allowed`. `entered`: the section is counted in `depth`; the
+ * block has ended its section for a while. */
 typedef struct section_object {
     PyObject_HEAD bool entered;
+    struct section_object *around; /* of a block: its section, held; NULL: a section */
 } section_object;
 
 static bool in_main_thread(void)
@@ -87,8 +100,7 @@ static void uninstall(void)
 }
 
 /* Put `note` in the place of CPython's handlers. Returns -1 with an exception set; then
- * none is replaced. A handler of Python for an earlier signal runs now, before the
- * section. */
+ * none is replaced. */
 static int install(void)
 {
     for (int i = 0; i < SIGNALS; i++) {
@@ -109,10 +121,6 @@ static int install(void)
             sections.installed[i] = sigaction(deferrable[i], &action, NULL) == 0;
         }
     }
-    if (PyErr_CheckSignals() < 0) {
-        uninstall();
-        return -1;
-    }
     return 0;
 }
 
@@ -125,6 +133,17 @@ static void pass_on(void)
             (void)PyErr_SetInterruptEx(deferrable[i]);
         }
     }
+}
+
+/* Enter a section of the main thread; a handler of Python for an earlier signal runs now.
+ * Returns -1 with an exception set, in the section too: the caller leaves it. */
+static int enter(void)
+{
+    sections.thread = pthread_self();
+    if (sections.depth++ > 0) {
+        return 0;
+    }
+    return install() < 0 ? -1 : PyErr_CheckSignals();
 }
 
 /* Leave one section of the main thread. */
@@ -154,13 +173,16 @@ static PyObject *section___enter__(section_object *self, PyObject *unused)
         PyErr_SetString(PyExc_RuntimeError, "this section was entered before");
         return NULL;
     }
-    if (in_main_thread()) {
-        if (sections.depth == 0 && install() < 0) {
-            pass_on();
+    if (self->around != NULL) {
+        self->entered = self->around->entered && sections.depth == 1;
+        if (self->entered) {
+            leave(NULL);
+        }
+    } else if (in_main_thread()) {
+        if (enter() < 0) {
+            leave(NULL);
             return NULL;
         }
-        sections.thread = pthread_self();
-        sections.depth++;
         self->entered = true;
     }
     return Py_NewRef(self);
@@ -171,9 +193,25 @@ static PyObject *section___exit__(section_object *self, PyObject *unused)
     (void)unused;
     if (self->entered) {
         self->entered = false;
-        leave(NULL);
+        if (self->around == NULL) {
+            leave(NULL);
+        } else if (enter() < 0) {
+            return NULL;
+        }
     }
     Py_RETURN_NONE;
+}
+
+/* allowed() -> a block in which signals are handled */
+static PyObject *section_allowed(section_object *self, PyObject *unused)
+{
+    PyTypeObject *type = Py_TYPE(self);
+    section_object *block = (section_object *)type->tp_alloc(type, 0);
+    (void)unused;
+    if (block != NULL) {
+        block->around = (section_object *)Py_NewRef(self);
+    }
+    return (PyObject *)block;
 }
 
 /* deferred_interrupts.is_active() -> whether this thread is in a section */
@@ -198,7 +236,9 @@ static PyObject *section_is_pending(section_object *self, PyObject *unused)
 /* A lost section ends, in the main thread. */
 static void section_dealloc(section_object *self)
 {
-    if (self->entered && in_main_thread()) {
+    if (self->around != NULL) {
+        Py_DECREF(self->around);
+    } else if (self->entered && in_main_thread()) {
         leave(NULL);
     } else if (self->entered) {
         (void)Py_AddPendingCall(leave, NULL);
@@ -211,6 +251,7 @@ static void section_dealloc(section_object *self)
 static PyMethodDef section_methods[] = {
     MLSPY_METHOD(section, __enter__, METH_NOARGS, "/"),
     MLSPY_METHOD(section, __exit__, METH_VARARGS, "/, *unused"),
+    MLSPY_METHOD(section, allowed, METH_NOARGS, "/"),
     MLSPY_METHOD(section, is_pending, METH_NOARGS, "/"),
     {"is_active", section_is_active, METH_NOARGS | METH_STATIC, "is_active()\n--\n\n"},
     {NULL, NULL, 0, NULL},
