@@ -193,10 +193,12 @@ static PyObject *section___exit__(section_object *self, PyObject *unused)
     (void)unused;
     if (self->entered) {
         self->entered = false;
-        if (self->around == NULL) {
-            leave(NULL);
-        } else if (enter() < 0) {
-            return NULL;
+        if (self->around != NULL) {
+            return enter() < 0 ? NULL : Py_NewRef(Py_None);
+        }
+        leave(NULL);
+        if (sections.depth == 0 && PyErr_CheckSignals() < 0) {
+            return NULL; /* the signal's exception, at the end of the section */
         }
     }
     Py_RETURN_NONE;
