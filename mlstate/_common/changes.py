@@ -32,6 +32,7 @@ from collections import deque
 from operator import call
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from .. import _core
 from ..errors import MLStateError
 
 if TYPE_CHECKING:
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from functools import partial
 
 T = TypeVar("T")
-
-_TRIES = 8  # of a restoration that interrupts end
 
 
 def exchange(changes: Iterable[partial[Any]]) -> None:
@@ -55,9 +54,9 @@ def exchange(changes: Iterable[partial[Any]]) -> None:
 class UndoLog:
     """How to restore what a change has overwritten; an exception in `run` restores it.
 
-    The change calls `note` before each write. An interrupt does not end the restoration: it is
-    repeated, and the first exception is raised after it. If a value cannot be restored, the error
-    becomes an MLStateError that names it, and an interrupt gets a note.
+    The change calls `note` before each write. A signal waits until the values are restored. If one
+    cannot be restored, the error becomes an MLStateError that names it, and an interrupt gets a
+    note.
     """
 
     def __init__(self, failure: str = "nothing was changed", remedy: str = "") -> None:
@@ -70,62 +69,33 @@ class UndoLog:
         self._steps: list[tuple[str, Callable[[], object]]] = []
 
     def note(self, label: str, restore: Callable[[], object]) -> None:
-        """Note how to restore a value; `restore` can be called again. `label`: for errors."""
+        """Note how to restore a value. `label`: for errors."""
         self._steps.append((label, restore))
 
     def run(self, change: Callable[[], T]) -> T:
         """Return the result of `change`, which notes and writes values; restore them if it raises.
 
-        A ``with`` statement has a gap before its exit: an interrupt there ends it.
+        The last one is restored first.
         """
-        try:
-            return change()
-        except BaseException as error:
-            self.roll_back(error)
-            raise
+        with _core.deferred_interrupts() as section:
+            try:
+                with section.allowed():
+                    return change()
+            except BaseException as error:
+                self._roll_back(error)
+                raise
 
-    def roll_back(self, error: BaseException | None = None) -> None:
-        """Restore all values, the last one first; those that fail stay in the log.
-
-        `error`: the exception that ended the change.
-        """
-        failures: list[BaseException] = []
-        interrupts: list[BaseException] = []
+    def _roll_back(self, error: BaseException) -> None:
+        """Restore all values after `error`, the exception that ended the change."""
         texts = []
-        for step in reversed(self._steps):
-            failure = _run_to_end(step[1], interrupts)
-            if failure is None:
-                self._steps.remove(step)
-            else:
-                failures.append(failure)
-                texts.append(f"{step[0]}: {failure}")
-        is_interrupt = error is not None and not isinstance(error, Exception)
-        first = error if is_interrupt else next(iter(interrupts), None)
-        if failures:
+        for label, restore in reversed(self._steps):
+            try:
+                restore()
+            except BaseException as failure:
+                texts.append(f"{label}: {failure}")
+        if texts:
             text = f"{self._failure}: {error}. Former values could not be written back: "
             text += "; ".join(texts) + (f". {self._remedy}" if self._remedy else "")
-            if first is None:
+            if isinstance(error, Exception):
                 raise MLStateError(text) from error
-            first.add_note(text)
-        if first is not None and first is not error:
-            raise first from error
-
-
-def _run_to_end(
-    restore: Callable[[], object], interrupts: list[BaseException]
-) -> BaseException | None:
-    """Call `restore` until no interrupt ends it; return its error, or None.
-
-    `interrupts`: gets the exceptions of the others.
-    """
-    failure: BaseException | None = None
-    for _ in range(_TRIES):
-        try:
-            restore()
-            return None
-        except BaseException as caught:
-            failure = caught
-            if isinstance(caught, Exception):
-                break
-            interrupts.append(caught)
-    return failure
+            error.add_note(text)

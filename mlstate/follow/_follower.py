@@ -203,7 +203,6 @@ class Follower:
         for name, array in self._state.arrays.items():
             if not is_same_memory(array, again[name]):
                 raise named_error(name, "into= gives a copy of the tensor: pass the tensor")
-        self._undo = UndoLog()  # of a change that has begun
         self._context = Context()  # entered while arrays change
 
     @property
@@ -224,7 +223,6 @@ class Follower:
         With ``double_buffer=True`` no later call changes these arrays. Without it they are the
         arrays of `into`.
         """
-        self._undo_lost()
         return dict(self._state.arrays)
 
     def __repr__(self) -> str:
@@ -253,7 +251,6 @@ class Follower:
         >>> Follower(tempfile.mkdtemp(), into={"w": np.zeros(2)}).poll() is None
         True
         """
-        self._undo_lost()
         manifest = self._find_newest()
         if manifest is None:
             return None
@@ -312,7 +309,6 @@ class Follower:
         if step is not None:
             step = check_int("step", step, 0)
         self._refuse_change()
-        self._undo_lost()
         self._use_present_arrays(reads=step is not None and step == self.version)
         for attempt in range(_TRIES):
             manifest = self._find_newest()
@@ -352,7 +348,6 @@ class Follower:
         >>> _ = follower.advance()
         >>> follower.verify()
         """
-        self._undo_lost()
         state, arrays = self._state, self._present_arrays()
         if state.parts:
             refuse_other_names(arrays, state.parts, self.path)
@@ -539,7 +534,6 @@ class Follower:
         undo = UndoLog("the version was not changed", "Load an anchor into new arrays")
         if not self._double_buffer:  # after the commit, the new elements stay
             undo.note("the arrays", lambda: roll_back(log) if self._state is state else None)
-        self._undo = undo
 
         def change() -> None:
             checked = self._checked_names(parts, versions[-1]) | sharing
@@ -566,7 +560,6 @@ class Follower:
             self._state = _State(versions[-1], lineage, arrays, parts, checksums)
 
         undo.run(change)
-        self._undo = UndoLog()
 
     def _refuse_changed(
         self, published: Mapping[str, list[Change]], parts: Mapping[str, Part]
@@ -594,16 +587,8 @@ class Follower:
         }[self._check]
         return {*[*parts][first::step]}
 
-    def _undo_lost(self) -> None:
-        """Restore the elements if another exception ended an earlier restoration.
-
-        Each public method calls it first.
-        """
-        if not self._is_changing():
-            self._undo.roll_back()
-
-    def _is_changing(self) -> bool:
-        """Return whether a call changes the arrays now, in this thread or another.
+    def _refuse_change(self) -> None:
+        """Raise RuntimeError if a call changes the arrays now, in this thread or another.
 
         The interpreter leaves the context after any exception. A lock would have a gap before its
         release, where an interrupt keeps it locked.
@@ -611,16 +596,10 @@ class Follower:
         try:
             self._context.run(bool)
         except RuntimeError:  # it is entered
-            return True
-        return False
-
-    def _refuse_change(self) -> None:
-        """Raise RuntimeError if a call changes the arrays now."""
-        if self._is_changing():
             raise RuntimeError(
                 f"{self.path}: the arrays are changing in this thread or another one: "
                 "let that call end first"
-            )
+            ) from None
 
     def _parts(self, published: Mapping[str, list[Change]]) -> dict[str, Part]:
         """Return the followed part of each published tensor by name, without its array.

@@ -2,6 +2,7 @@
 
 import pathlib
 import pickle
+import signal
 import tracemalloc
 import warnings
 from copy import copy as shallow_copy
@@ -12,11 +13,9 @@ import numpy as np
 import pytest
 from checkpoint_model import flip
 from follow_tables import encode_by_tensor
-from interruption import raise_once
 from thread_team import run_in_threads
 
 import mlstate
-from mlstate._common.changes import UndoLog
 from mlstate.checkpoint import CheckpointManager, Layout, Shard
 from mlstate.errors import (
     CheckpointWarning,
@@ -443,22 +442,27 @@ def test_an_exception_between_two_tensors_restores_the_old_version(path, monkeyp
     assert same(into, models[2])
 
 
-def test_the_state_is_restored_after_an_interrupted_restoration(path, monkeypatch):
+def test_a_signal_during_the_restoration_leaves_the_old_version(path, monkeypatch):
     _, models = published(path, 3)
     follower, into = follower_at(path, models, 1)
-    apply, states = _follower.apply_many, []
+    apply, restore, states = _follower.apply_many, _follower.roll_back, []
 
-    def apply_and_interrupt(*arguments, **keywords):
+    def apply_and_fail(*arguments, **keywords):
         apply(*arguments, **keywords)
         states.append(copy(follower.state))  # a signal handler reads it, and restores nothing
-        raise_once(monkeypatch, UndoLog, "roll_back")
-        raise KeyboardInterrupt
+        raise MemoryError
 
-    monkeypatch.setattr(_follower, "apply_many", apply_and_interrupt)
+    def restore_in_a_storm(log):
+        signal.raise_signal(signal.SIGINT)
+        restore(log)
+
+    monkeypatch.setattr(_follower, "apply_many", apply_and_fail)
+    monkeypatch.setattr(_follower, "roll_back", restore_in_a_storm)
     with pytest.raises(KeyboardInterrupt):
         follower.advance()
     assert not same(states[0], models[1])
     assert same(follower.state, models[1]) and same(into, models[1])
+    assert follower.version == 1
 
 
 @pytest.mark.parametrize("threads", [1, 2])

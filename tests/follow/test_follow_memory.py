@@ -141,36 +141,6 @@ def test_reading_the_version_in_another_thread_does_not_disturb(path, monkeypatc
         assert not any(state["w0"].any() for state in versions[2::3])
 
 
-def test_interrupts_during_the_restoration_leave_the_old_version(path, monkeypatch):
-    model = {name: np.zeros(50) for name in "abc"}
-    into = {name: np.ones(50) for name in "abc"}
-    publisher, follower = followed(path, model, into)
-    for array in model.values():
-        array[3] = 5
-    publisher.publish(1, model)
-    apply, restore, calls = _follower.apply_many, _follower.roll_back, []
-
-    monkeypatch.setattr(_delta, "BATCH_BYTES", 1)  # each tensor is a batch
-
-    def interrupted_apply(arrays, deltas, log, checks):
-        apply(arrays, deltas, log, checks)
-        if len(log) == 2:
-            raise KeyboardInterrupt
-
-    def interrupted_restore(log):
-        calls.append(1)
-        if len(calls) < 3:
-            raise KeyboardInterrupt
-        restore(log)
-
-    monkeypatch.setattr(_follower, "apply_many", interrupted_apply)
-    monkeypatch.setattr(_follower, "roll_back", interrupted_restore)
-    with pytest.raises(KeyboardInterrupt):
-        follower.advance()
-    assert follower.version == 0
-    assert not any(array.any() for array in into.values())
-
-
 @pytest.mark.parametrize("double_buffer", [False, True])
 def test_samples_notice_changes_of_parts_that_were_not_published(path, double_buffer):
     model = {f"w{number}": np.zeros(80) for number in range(8)}
