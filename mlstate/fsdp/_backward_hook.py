@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .. import _core
 from .._common.arguments import check_flags, check_number
 from .._common.arrays import is_torch, refuse_masked
 from .._common.backend import backend_named
@@ -243,23 +244,29 @@ class FSDPBackwardHook:
     def _current_pass(self) -> BackwardPass:
         """Return the current pass, a new one if there is none; the caller holds the lock."""
         if self._pass is None:
-            self._pass = BackwardPass(self._plan, self._reducer, self._lock)
-            self._pass.session.is_continued = True
+            with _core.deferred_interrupts():
+                self._pass = BackwardPass(self._plan, self._reducer)
         return self._pass
 
     def _abandon_aborted(self) -> None:
         """Abandon a torch pass that an error ended before all gradients had arrived.
 
-        Such a pass never calls `finish`; its token, a weak reference, is dead. Also abandon a pass
-        whose begin or end was interrupted. The caller holds the lock.
+        Such a pass never calls `finish`; its token, a weak reference, is dead. The caller holds the
+        lock.
         """
         current = self._pass
-        if current is None:
-            return
-        is_dead = current.token is not None and current.token() is None
-        if is_dead or not current.session.is_continued:
-            self._pass = None
-            current.abandon()
+        if current is not None and current.token is not None and current.token() is None:
+            self._abandon(current)
+
+    def _abandon(self, current: BackwardPass) -> None:
+        """Abandon the pass `current`, after its thread; the caller holds the lock."""
+        with _core.deferred_interrupts() as section:
+            try:
+                with section.allowed():
+                    current.wait()
+            finally:
+                self._pass = None
+                current.abandon()
 
     def _abandon_if_idle(self) -> None:
         """Abandon an aborted pass, unless a thread holds the lock: then a pass is alive."""
@@ -402,26 +409,28 @@ class FSDPBackwardHook:
             self._abandon_aborted()
             if self._pass is None and not self._is_synced:
                 return
-            current, hooks = self._current_pass(), self._module_hooks
-            current.session.is_continued = False
-            ended = perf_counter()  # of the computation, for the report
-            try:
-                self._add_missing(current)
-                current.finish()
-                if hooks is not None and hooks.is_full:
-                    fsdp = self._fsdp
-                    hooks.gather_full(self._plan.buckets, fsdp.process_group, fsdp.timeout)
-            except BaseException:
-                if hooks is not None and hooks.is_full:
-                    hooks.drop_full()
-                raise
-            finally:
-                self._pass = None
-                current.session.close()
-                if hooks is not None and not hooks.is_full:
-                    hooks.add_earlier()
-                if current.session.events is not None:
-                    self._report = BackwardReport(current.times, ended, current.session.events)
+            hooks = self._module_hooks
+            with _core.deferred_interrupts() as section:
+                current, ended = self._current_pass(), perf_counter()
+                try:
+                    with section.allowed():
+                        self._add_missing(current)
+                        current.finish()
+                        if hooks is not None and hooks.is_full:
+                            fsdp = self._fsdp
+                            hooks.gather_full(self._plan.buckets, fsdp.process_group, fsdp.timeout)
+                except BaseException:
+                    current.fail_others()
+                    if hooks is not None and hooks.is_full:
+                        hooks.drop_full()
+                    raise
+                finally:
+                    self._pass = None
+                    current.session.close()
+                    if hooks is not None and not hooks.is_full:
+                        hooks.add_earlier()
+                    if current.session.events is not None:
+                        self._report = BackwardReport(current.times, ended, current.session.events)
 
     def _add_missing(self, current: BackwardPass) -> None:
         """Complete the pass `current` with the parameters for which it computed no gradient.
@@ -748,8 +757,7 @@ class FSDPBackwardHook:
                 hooks.remove()
         with self._lock:
             if self._pass is not None:
-                self._pass.abandon()
-            self._pass = None
+                self._abandon(self._pass)
         self._module_hooks = self._model_hooks = None
         self._plan = BucketPlan({}, self._reducer, accumulate=False)
         self._sums.clear()

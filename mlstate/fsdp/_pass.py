@@ -15,7 +15,6 @@ from ._bucket import Entry, FullBucket
 from ._reducer import Session, plan_digest
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Mapping
 
     from ..collectives._work import Work
@@ -64,10 +63,10 @@ class BackwardPass:
     The caller holds a lock during each call. A thread reduces full buckets meanwhile.
     """
 
-    def __init__(self, plan: BucketPlan, reducer: Reducer, running: threading.Lock) -> None:
+    def __init__(self, plan: BucketPlan, reducer: Reducer) -> None:
         """Start a pass without gradients; it locks the reductions of `reducer` until it ends.
 
-        `running`: the caller's lock. Raises CollectiveError if that reducer runs another pass.
+        Raises CollectiveError if that reducer runs another pass.
         """
         self.arrived: dict[str, Entry] = {}
         self.token: Callable[[], object] | None = (
@@ -81,7 +80,7 @@ class BackwardPass:
         self._submitted = 0  # number of buckets passed to the thread, or reduced by `finish`
         self._reduced = 0  # number of submitted buckets that are reduced
         self._works: list[Work] = []  # calls of `_reduce_submitted` in the thread
-        self.session = Session(reducer, running)
+        self.session = Session(reducer)
 
     def add(
         self,
@@ -137,38 +136,33 @@ class BackwardPass:
     def finish(self) -> None:
         """Reduce the remaining buckets, end the session with all ranks, and raise the failures.
 
-        All parameters must have an entry by now. The caller closes the session.
+        All parameters must have an entry by now. The caller closes the session, and calls
+        `fail_others` after an exception.
         """
-        try:
-            error = self._wait()
-            if error is not None:
-                self._reducer.queue.join()  # the thread continues if the wait was interrupted
-                raise error
-            while self._submitted < len(self._plan.buckets):
-                self._submitted += 1
-                self._reduce_submitted()
-            self.session.finish("backward pass")
-        except BaseException:
-            self._fail_others()
-            raise
+        error = self.wait()
+        if error is not None:
+            self._reducer.queue.join()  # the thread continues if the wait was interrupted
+            raise error
+        while self._submitted < len(self._plan.buckets):
+            self._submitted += 1
+            self._reduce_submitted()
+        self.session.finish("backward pass")
 
     def abandon(self) -> None:
         """End the pass without the remaining gradients; all local gradients become None."""
-        self.session.is_continued = False
-        self._wait()
-        self._fail_others()
+        self.fail_others()
         for unit in self._plan.units.values():
             unit.local_gradient = None
         self.session.close()
 
-    def _fail_others(self) -> None:
+    def fail_others(self) -> None:
         """Fail the gradients of buckets that have not been submitted."""
         for bucket in self._plan.buckets[self._submitted :]:
             for unit in bucket:
                 if unit.parameter_name in self.arrived:
                     self.arrived[unit.parameter_name].fail()
 
-    def _wait(self) -> BaseException | None:
+    def wait(self) -> BaseException | None:
         """Wait until the thread has reduced all submitted buckets; return its first error, or None.
 
         An interruption of the wait, such as KeyboardInterrupt, counts as an error too.

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import struct
-import threading
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -195,20 +194,15 @@ class Session:
     """The buckets of one backward pass, or of one call with several gradients.
 
     A reducer has at most one open session: opening another raises CollectiveError. The caller
-    must call `close`, also after errors. If the reducer records, `events` has the times of buckets.
+    must call `close`, also after errors: it opens and closes it in a section of deferred
+    interrupts. If the reducer records, `events` has the times of buckets.
 
     If the first bucket's header is to refuse the whole call on all ranks, set `refusal` to the
     class of this rank's error before; an entry must then have a problem.
     """
 
-    def __init__(self, reducer: Reducer, running: threading.Lock) -> None:
-        """Open a session of `reducer`; raise CollectiveError if it has one already.
-
-        `running`: a lock that the caller holds while it uses the session. If no other caller holds
-        it and `is_continued` is False, an interrupt has stopped the caller: another may open one.
-        """
-        self._running = running
-        self.is_continued = False  # between two calls that hold the lock
+    def __init__(self, reducer: Reducer) -> None:
+        """Open a session of `reducer`; raise CollectiveError if it has one already."""
         self._reducer = reducer
         self._check = ConsistencyCheck(reducer.group, reducer.timeout, reducer.settings)
         self._unused: list[Entry] = []  # reduced as zeros, because this rank did not use them
@@ -220,14 +214,6 @@ class Session:
         self._is_refused = False  # by any rank: the session has ended
         self._error: BaseException | None = None  # after it, ranks may be out of step
         self.events: list[Bucket] | None = [] if reducer.record else None
-        other = reducer.sessions.get("open")
-        if (
-            other is not None
-            and not other.is_continued
-            and (other._running is running or not other._running.locked())
-        ):
-            reducer.queue.join()  # its thread
-            other.close()
         if reducer.sessions.setdefault("open", self) is not self:  # atomic
             raise failed(
                 "reduce_scatter",
@@ -585,16 +571,16 @@ class Reducer:
         its name, for errors. `accumulate`: add to existing local gradients. `has_same_names`: False
         makes this rank's error a GradientNamesError.
         """
-        running = threading.Lock()
-        with running:
-            session = Session(self, running)
+        with _core.deferred_interrupts() as section:
+            session = Session(self)
             try:
-                if any(entry.problem for entry in entries):
-                    refusal = GradientMismatchError if has_same_names else GradientNamesError
-                    session.refusal = refusal
-                entries = sorted(entries, key=lambda entry: entry.unit.parameter_name)
-                self.reduce_entries(session, entries, accumulate=accumulate)
-                session.finish(operation)
+                with section.allowed():
+                    if any(entry.problem for entry in entries):
+                        refusal = GradientMismatchError if has_same_names else GradientNamesError
+                        session.refusal = refusal
+                    entries = sorted(entries, key=lambda entry: entry.unit.parameter_name)
+                    self.reduce_entries(session, entries, accumulate=accumulate)
+                    session.finish(operation)
             finally:
                 session.close()
 

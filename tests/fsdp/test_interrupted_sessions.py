@@ -1,10 +1,11 @@
 """Reductions after one whose clean-up was interrupted."""
 
 import contextlib
+import signal
 
 import numpy as np
 import pytest
-from interruption import raise_once
+from interruption import signal_once
 
 from mlstate.collectives import SingleGroup
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit, _backward_hook, _pass, _reducer
@@ -36,7 +37,7 @@ def check(hook, units):
         [(_pass.BackwardPass, "finish"), (_reducer.Session, "close")],
         [(_pass.BackwardPass, "finish"), (_backward_hook, "perf_counter")],
         [(_pass.BackwardPass, "add")],
-        [(_pass.BackwardPass, "add"), (_pass.BackwardPass, "abandon")],
+        [(_pass.BackwardPass, "finish"), (_pass.BackwardPass, "fail_others")],
     ],
     ids=lambda steps: "-".join(name for _, name in steps),
 )
@@ -44,7 +45,7 @@ def test_gradients_are_reduced_after_an_interrupted_reduction(hook, monkeypatch,
     units = {name: FSDPShardingUnit(name, (2,), "float64", 0) for name in "ab"}
     hook.use_units(units)
     for owner, name in steps:
-        raise_once(monkeypatch, owner, name)
+        signal_once(monkeypatch, owner, name)
     with contextlib.suppress(KeyboardInterrupt):
         hook.scatter_gradient(units["a"], np.ones(2))
     for _ in range(2):
@@ -64,7 +65,7 @@ def test_gradients_are_reduced_after_an_interrupted_begin_of_a_pass(hook, monkey
 
     def begin_and_interrupt(*arguments):
         begin(*arguments)
-        raise KeyboardInterrupt
+        signal.raise_signal(signal.SIGINT)
 
     monkeypatch.setattr(_pass.BackwardPass, "__init__", begin_and_interrupt)
     with pytest.raises(KeyboardInterrupt):

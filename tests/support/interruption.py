@@ -40,6 +40,18 @@ def raise_once(monkeypatch, owner, name):
     monkeypatch.setattr(owner, name, raise_interrupt)
 
 
+def signal_once(monkeypatch, owner, name):
+    """Press Ctrl-C at the begin of the next call of `owner.name`, which may be in a section."""
+    function = getattr(owner, name)
+
+    def press_and_call(*arguments, **keywords):
+        monkeypatch.setattr(owner, name, function)
+        signal.raise_signal(signal.SIGINT)
+        return function(*arguments, **keywords)
+
+    monkeypatch.setattr(owner, name, press_and_call)
+
+
 @contextlib.contextmanager
 def split_condition(monkeypatch):
     """Let an interrupt split the next `with condition` of the main thread: its lock is held.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from .... import _core
 from ...._common.set_module import set_module
 from ....errors import CollectiveError
 from ....fsdp._bucket import Entry, FullBucket, Terms
@@ -151,13 +151,13 @@ class _Reduction:
         unit.local_gradient = out
         entries: list[Entry] | None = [Entry(unit, source)]
         terms = self._terms._replace(divisor=divisor)
-        running = threading.Lock()
-        with running:
-            session = Session(self._reducer, running)
+        with _core.deferred_interrupts() as section:
+            session = Session(self._reducer)
             try:
-                while entries:  # again with the entries on which all ranks agree, if some differ
-                    _, entries = session.reduce([FullBucket(entries, terms)], entries)
-                session.finish("backward pass")
+                with section.allowed():
+                    while entries:  # again with those on which all ranks agree, if some differ
+                        _, entries = session.reduce([FullBucket(entries, terms)], entries)
+                    session.finish("backward pass")
             except CollectiveError as error:
                 if error.name != name:  # the group is broken
                     raise
