@@ -7,6 +7,7 @@ import os
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+from ... import _core
 from ..._common.budget import MemorySize, parse_budget
 from ..._common.set_module import set_module
 from .._options import SAVE_DEFAULTS, SaveOptions, complete_save_options, show_options
@@ -242,17 +243,11 @@ class SaveHandle:
     def _settle(self) -> None:
         """Wait until the save has ended; raise its error unless the user has seen it.
 
-        Do nothing in a forked child, which has no such save. Raises RuntimeError in a signal
-        handler, or `progress`, that the start of the save calls.
+        Do nothing in a forked child, which has no such save.
         """
-        import threading
-
         job = self._job
         if job.pid != os.getpid():
             return
-        if job.starting.locked() and job.starter == threading.get_ident() and not job.started:
-            raise RuntimeError(f"the save of {job.path} cannot wait for itself, while it starts")
-        job.end_if_lost()
         job.reached("ended")
         if not job.asked:
             job.wait_for("ended", None)
@@ -315,22 +310,28 @@ def start_job(job: SaveJob, devices: list[object], *, until_staged: bool = False
     """
     if job.target.group is None and not devices:
         job.gather()  # raises errors about the arrays here instead of in the thread
-    with job.starting:
+    with _core.deferred_interrupts() as section:
         try:
             job.reserve(devices)
             handle = SaveHandle(job)
             if job.target.request.started is not None:
                 job.target.request.started(handle)
-            job.start()
-            job.started = True
+            if not job.start():
+                with section.allowed():
+                    job.run()
             if until_staged:
-                job.reached("staged")
+                with section.allowed():
+                    job.reached("staged")
             now = time.perf_counter()
             with job.guard:
                 add_wait(job.waits, job.began, now)
             return handle
         except BaseException:
             job.give_up()
+            if job.thread is not None and job.target.group is None:  # no other rank is needed
+                with section.allowed():
+                    job.reached("ended")
+                    job.join()
             raise
 
 

@@ -84,14 +84,11 @@ class SaveJob:
         self.thread: Any = None
         self.watch: Any = None  # calls `abandon` when the handle is garbage-collected
         self.ready: list[Any] = []  # device events; after them the tensors have their values
-        # Guards the fields below. It is reentrant because a handle can be collected at any
-        # moment in any thread. RLock is implemented in C, so an interrupt cannot split `with`;
-        # it can split the methods of a Condition, which then stays locked.
+        # guards the fields below; reentrant, because a handle can be collected at any moment
         self.guard = threading.RLock()
         self.waiters = Waiters()
-        self.starting = threading.Lock()  # held by the call that starts the job
-        self.starter = threading.get_ident()  # the thread of that call
-        self.started = self.begun = self.staged = self.ended = False
+        self.runner = 0  # identifier of the thread that runs it
+        self.begun = self.staged = self.ended = False
         # `asked`: an error needs no report, as a call raised it; `abandoned`: the handle is gone
         self.cancelled = self.asked = self.abandoned = False
         self.bytes_done = 0
@@ -101,8 +98,8 @@ class SaveJob:
 
     # -- start
 
-    def start(self) -> None:
-        """Start the save in a thread; if the system has no thread left, run it in this one."""
+    def start(self) -> bool:
+        """Start the save in a thread; return False if the system has no thread left."""
         import threading
 
         name = f"mlstate save {os.path.basename(self.path)}"
@@ -110,7 +107,8 @@ class SaveJob:
         try:
             start_thread(self.thread)
         except RuntimeError:
-            self.run()
+            return False
+        return True
 
     def reserve(self, devices: list[object]) -> None:
         """Reserve group and staging memory, and note what the `devices` of the state compute now.
@@ -122,22 +120,11 @@ class SaveJob:
         self.ready = [event for event in map(_event, devices) if event is not None]
 
     def give_up(self) -> None:
-        """Stop a save whose handle did not reach the caller, for example after an interrupt.
-
-        A save that runs in its thread without a group is waited for; one with a group continues.
-        """
+        """Cancel a save whose handle does not reach the caller; end it if it has not begun."""
         self.cancelled = self.asked = True
         with self.guard:
-            if not self.ended and (not self.begun or self.thread.ident is None):
+            if not self.begun:
                 self.end(None, self.cancellation())
-        if self.thread is not None and self.target.group is None:  # no other rank is needed
-            self.reached("ended")
-            self.join()
-
-    def end_if_lost(self) -> None:
-        """End a save that will never run, as interrupts stopped its start and its `give_up`."""
-        if not self.starting.locked() and not self.started and self.pid == os.getpid():
-            self.give_up()
 
     # -- this rank's shards
 
@@ -168,25 +155,28 @@ class SaveJob:
 
     def run(self) -> None:
         """Run the whole save; do nothing if it has begun already."""
-        with self.guard:
-            if self.begun:
-                return
-            self.begun = True
-        result: os.PathLike[str] | None = None
-        failed: BaseException | None = None
-        try:
-            result = self.work()
-        except BaseException as error:
-            failed = error
-            failed.__traceback__ = None  # its frames refer to arrays, and to this job
-        finally:
+        import threading
+
+        with _core.deferred_interrupts() as section:
+            with self.guard:
+                if self.begun:
+                    return
+                self.begun, self.runner = True, threading.get_ident()
+            result: os.PathLike[str] | None = None
+            failed: BaseException | None = None
+            try:
+                with section.allowed():
+                    result = self.work()
+            except BaseException as error:
+                failed = error
+                failed.__traceback__ = None  # its frames refer to arrays, and to this job
             self.end(result, failed)
 
     def end(self, result: os.PathLike[str] | None, error: BaseException | None) -> None:
         """Record result or error, release all references and memory, and wake waiting threads.
 
-        Called where the save ran, or by `give_up` if it never began; an interrupted call is
-        repeated. An error is printed here if the handle is gone and no call has raised it.
+        Called where the save ran, or by `give_up` if it never began. An error is printed here if
+        the handle is gone and no call has raised it.
         """
         if _groups.get(id(self.target.group)) is self:
             del _groups[id(self.target.group)]
@@ -301,7 +291,7 @@ class SaveJob:
         """Raise RuntimeError in the thread of this save: it would wait for itself."""
         import threading
 
-        if threading.current_thread() is self.thread and not self.ended:
+        if threading.get_ident() == self.runner and not self.ended:
             raise RuntimeError(f"the save of {self.path} cannot wait for itself, in its progress=")
 
     def reached(self, event: str, timeout: float | None = None) -> bool:
@@ -424,7 +414,6 @@ def _reserve_group(job: SaveJob) -> None:
     group = job.target.group
     if group is None:
         return
-    _groups.get(id(group), job).end_if_lost()
     if _groups.setdefault(id(group), job) is not job:
         raise ValueError("another save uses this group: wait for it, or pass a separate group")
 

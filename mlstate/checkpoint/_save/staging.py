@@ -74,7 +74,6 @@ class Staging:
 
     def _begin(self, user: SaveJob) -> None:
         """Reserve the memory for the save `user` until `_end`; raise ValueError if it is in use."""
-        self._users.get("save", user).end_if_lost()
         if self._users.setdefault("save", user) is not user:  # atomic: one thread gets it
             raise ValueError("this Staging is in use by another save: wait for that one first")
 

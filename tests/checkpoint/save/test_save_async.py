@@ -14,7 +14,7 @@ from pathlib import Path
 import child
 import numpy as np
 import pytest
-from interruption import raise_once
+from interruption import signal_once
 from rank_threads import run_local
 from test_save import every_kind, native, random
 from thread_team import num_threads
@@ -479,13 +479,12 @@ def test_ctrl_c_ends_the_waiting_and_not_the_save(path, paused):
 def test_a_fork_does_not_wait_for_a_lost_save(path, monkeypatch, paused):
     staging, start, threads = Staging(24), save_job.start_thread, []
 
-    def start_and_interrupt(thread):
+    def start_and_note(thread):
         start(thread)
         threads.append(thread)
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(save_job, "start_thread", start_and_interrupt)
-    raise_once(monkeypatch, save_job.SaveJob, "reached")  # the wait of the clean-up
+    monkeypatch.setattr(save_job, "start_thread", start_and_note)
+    signal_once(monkeypatch, save_job, "start_thread")
     with pytest.raises(KeyboardInterrupt):
         save_async(path, {"w": np.ones(3)}, staging=staging)
     pid = os.fork()

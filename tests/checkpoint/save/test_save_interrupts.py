@@ -1,11 +1,10 @@
-"""Asynchronous saves whose start was interrupted, also in the clean-up."""
+"""Asynchronous saves after signals during their start and its clean-up."""
 
-import contextlib
 import threading
 
 import numpy as np
 import pytest
-from interruption import raise_once
+from interruption import signal_once
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, Staging, save_async
@@ -16,16 +15,21 @@ SECONDS = 20
 pytestmark = pytest.mark.timeout(120)
 
 
-def interrupt_once(monkeypatch, method):
-    """Let the next call of a method of `SaveJob` raise KeyboardInterrupt."""
-    raise_once(monkeypatch, save_job.SaveJob, method)
+def refuse(thread):
+    raise RuntimeError("can't start new thread")
 
 
-@pytest.fixture(params=["give_up", "end", "cancellation"])
-def lost_start(request, monkeypatch):
-    """One interrupt stops the start of the next save; the other, its clean-up."""
-    interrupt_once(monkeypatch, "start")
-    interrupt_once(monkeypatch, request.param)
+@pytest.fixture
+def lost_start(monkeypatch):
+    """An error stops the start of the next save; a signal arrives in its clean-up."""
+    start = save_job.SaveJob.start
+
+    def fail(job):
+        monkeypatch.setattr(save_job.SaveJob, "start", start)
+        raise MemoryError
+
+    monkeypatch.setattr(save_job.SaveJob, "start", fail)
+    signal_once(monkeypatch, save_job.SaveJob, "give_up")
 
 
 def test_a_manager_saves_after_a_lost_start(path, lost_start):
@@ -52,35 +56,37 @@ def test_a_group_is_free_after_a_lost_start(path, lost_start):
     assert mlstate.load(path).model["w"].sum() == 6
 
 
-@pytest.mark.parametrize("method", ["end", "give_up"])
-def test_a_lost_save_without_a_thread_ends(path, monkeypatch, method):
-    def refuse(thread):
-        raise RuntimeError("can't start new thread")
+@pytest.mark.parametrize("method", ["reserve", "start"])
+def test_a_save_continues_after_a_signal_during_its_start(path, monkeypatch, method):
+    signal_once(monkeypatch, save_job.SaveJob, method)
+    with CheckpointManager(path, keep=2) as manager:
+        with pytest.raises(KeyboardInterrupt):
+            manager.save_async(1, {"w": np.ones(3)})
+        manager.save_async(2, {"w": np.zeros(3)})
+    assert manager.steps() == [1, 2]
 
+
+def test_a_save_without_a_thread_ends_in_a_storm(path, monkeypatch):
     with CheckpointManager(path) as manager:
         with monkeypatch.context() as context:
             context.setattr(threading.Thread, "start", refuse)
-            interrupt_once(context, "work")
-            interrupt_once(context, method)
-            with contextlib.suppress(KeyboardInterrupt):
+            signal_once(context, save_job.SaveJob, "work")
+            signal_once(context, save_job.SaveJob, "end")
+            with pytest.raises(KeyboardInterrupt):
                 manager.save_async(1, {"w": np.ones(3)})
-        with contextlib.suppress(KeyboardInterrupt):  # the interrupt may be the save's error
-            manager.save_async(2, {"w": np.ones(3)})
         manager.save_async(2, {"w": np.ones(3)})
     assert manager.steps() == [2]
 
 
-def test_a_signal_handler_cannot_wait_for_the_save_that_it_interrupts(path, monkeypatch):
+def test_a_save_without_a_thread_cannot_wait_for_itself(path, monkeypatch):
     manager = CheckpointManager(path)
-    start = save_job.SaveJob.start
+    monkeypatch.setattr(threading.Thread, "start", refuse)
 
-    def save_and_start(job):
-        monkeypatch.setattr(save_job.SaveJob, "start", start)
-        manager.save(2, {"w": np.ones(3)})  # as a handler would
-        start(job)
+    def progress(_):
+        manager.save(2, {"w": np.ones(3)})  # as a signal handler would
 
-    monkeypatch.setattr(save_job.SaveJob, "start", save_and_start)
-    with pytest.raises(RuntimeError, match="cannot wait for itself, while it starts"):
-        manager.save_async(1, {"w": np.ones(3)})
+    handle = manager.save_async(1, {"w": np.ones(3)}, progress=progress)
+    with pytest.raises(RuntimeError, match="cannot wait for itself"):
+        handle.wait()
     manager.save(2, {"w": np.ones(3)})
     assert manager.steps() == [2]
