@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="its models are what is planned here")
 
-from interruption import raise_once  # noqa: E402
+from interruption import signal_once  # noqa: E402
 from planned_models import (  # noqa: E402
     Cached,
     Language,
@@ -148,31 +148,20 @@ def test_the_state_dict_and_the_class_stay():
 
 
 @pytest.mark.parametrize("steps", [["_intercept", "remove"], ["_intercept"], ["Block", "remove"]])
-def test_a_plan_is_applied_after_an_interrupted_one(monkeypatch, steps):
+def test_signals_during_the_application_leave_no_plan(monkeypatch, steps):
     model, x = perceptron()
     model.eval()
     plans = importlib.import_module("mlstate.integrations.torch._activation.apply_plan")
-    intercept, calls = plans.Interceptor._intercept, []
-
-    def intercept_and_interrupt(*arguments):
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return intercept(*arguments)
-
     with monkeypatch.context() as patch:
         for step in steps:
-            if step == "_intercept":
-                patch.setattr(plans.Interceptor, step, intercept_and_interrupt)
-            else:
-                owner = plans if step == "Block" else plans.Interceptor
-                raise_once(patch, owner, step)
+            signal_once(patch, plans if step == "Block" else plans.Interceptor, step)
         with pytest.raises(KeyboardInterrupt):
             planned(segments(5, 1)).apply(model)
+    assert not any("_compiled_call_impl" in block.__dict__ for block in model)
+    assert not any(block._forward_pre_hooks for block in model)
     expected = model(x)
     with planned(segments(5, 1)).apply(model):
         assert torch.equal(model(x), expected)
-    assert "_compiled_call_impl" not in model[0].__dict__ and not model[0]._forward_pre_hooks
 
 
 def test_a_plan_that_another_thread_or_handler_applies_is_refused(monkeypatch):

@@ -8,6 +8,7 @@ import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .... import _core
 from ...._common.local_path import local_path
 from ...._common.set_module import set_module
 from .module_patterns import modules_named, refuse_overlap
@@ -82,30 +83,21 @@ def _children(module: torch.nn.Module, count: int | None) -> list[tuple[str, Any
 class _Entry(partial[Any]):
     """Replacement of a module's call."""
 
-    interceptor: Interceptor
-
 
 class Interceptor:
     """Intercepts the calls of modules, before their hooks, until `remove`.
 
     Calls `enter` with the positions of the called block (a tuple of its indexes in the list of
-    blocks), its original call, and the arguments, once the caller has set `is_applied`.
+    blocks), its original call, and the arguments. The caller creates it in a section of deferred
+    interrupts.
     """
 
-    def __init__(
-        self,
-        blocks: Sequence[tuple[str, Any]],
-        enter: Callable[..., Any],
-        starting: threading.Lock,
-    ) -> None:
+    def __init__(self, blocks: Sequence[tuple[str, Any]], enter: Callable[..., Any]) -> None:
         """Make each call of a block call `enter` instead; `calls` has the blocks' own functions.
 
         `blocks`: names and modules, or other callables, which cannot be intercepted. A module that
         is listed several times is replaced once. Raises ValueError for a module that has a plan.
-        `starting`: a lock that the caller holds until it has set `is_applied`.
         """
-        self.is_applied = False  # then entries, which an interrupt may leave, change no call
-        self.starting = starting
         self.calls: list[Callable[..., Any]] = []
         self._undo: list[tuple[Any, Any, Any, Any]] = []
         self._positions: dict[int, list[int]] = {}
@@ -133,15 +125,10 @@ class Interceptor:
             call: Callable[..., Any] = block
             return call
         before = block.__dict__.get(_HOOK)
-        other = before.interceptor if isinstance(before, _Entry) else None
-        if other is not None and not other.starting.locked() and not other.is_applied:
-            other.remove()
-            before = block.__dict__.get(_HOOK)
         if isinstance(before, _Entry):
             raise ValueError(f"{name} already has a plan: call remove() first")
         original: Callable[..., Any] = before or block._call_impl
-        hook = _Entry(self._call, enter, tuple(self._positions[id(block)]), original)
-        hook.interceptor = self
+        hook = _Entry(enter, tuple(self._positions[id(block)]), original)
         handle = None
         # not in a block that is compiled itself: this would break its own graph
         if not before and not isinstance(block, torch.jit.ScriptModule):
@@ -150,31 +137,17 @@ class Interceptor:
         block.__dict__[_HOOK] = hook
         return original
 
-    def _call(
-        self,
-        enter: Callable[..., Any],
-        positions: tuple[int, ...],
-        original: Callable[..., Any],
-        /,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        """Call `enter`, or the original if it is not applied; the parameters are of `enter`."""
-        if self.is_applied:
-            return enter(positions, original, *args, **kwargs)
-        return original(*args, **kwargs)
-
     def remove(self) -> None:
         """Restore the blocks' own calls; later calls do nothing."""
-        self.is_applied = False
-        for block, before, hook, handle in reversed(self._undo):
-            if block.__dict__.get(_HOOK) is hook:
-                del block.__dict__[_HOOK]
-                if before is not None:
-                    block.__dict__[_HOOK] = before
-            if handle is not None:
-                handle.remove()
-        self._undo = []
+        with _core.deferred_interrupts():
+            for block, before, hook, handle in reversed(self._undo):
+                if block.__dict__.get(_HOOK) is hook:
+                    del block.__dict__[_HOOK]
+                    if before is not None:
+                        block.__dict__[_HOOK] = before
+                if handle is not None:
+                    handle.remove()
+            self._undo = []
 
 
 def _break_graph(module: torch.nn.Module, args: Any) -> None:
@@ -257,14 +230,18 @@ class PlannedModel:
         self._local = threading.local()
         self._compiled: Callable[..., Any] | None = None
         refuse_overlap(blocks)
-        starting = threading.Lock()
-        with starting:
-            self._interceptor: Interceptor | None = Interceptor(blocks, self._enter, starting)
-            self._blocks = [
-                Block(name, call, block)
-                for (name, block), call in zip(blocks, self._interceptor.calls, strict=True)
-            ]
-            self._interceptor.is_applied = True
+        with _core.deferred_interrupts() as section:
+            self._interceptor: Interceptor | None = Interceptor(blocks, self._enter)
+            try:
+                self._blocks = [
+                    Block(name, call, block)
+                    for (name, block), call in zip(blocks, self._interceptor.calls, strict=True)
+                ]
+                with section.allowed():
+                    pass  # a signal of the section undoes it
+            except BaseException:
+                self.remove()
+                raise
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, or the blocks in sequence.

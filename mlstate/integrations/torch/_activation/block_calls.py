@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .... import _core
 from .._tensors.state import restore_table
 from .apply_plan import Interceptor, find_blocks, run_blocks
 from .rng_and_buffers import (
@@ -212,14 +212,12 @@ class SampledModel:
                 out = after(out)
             return out
 
-        starting = threading.Lock()
-        with starting:
-            interceptor = Interceptor(self.named_blocks, enter, starting)
+        with _core.deferred_interrupts() as section:
+            interceptor = Interceptor(self.named_blocks, enter)
             try:
-                interceptor.is_applied = True
-                result = self.run(enter, *copy_objects((self.args, self.kwargs)))
+                with section.allowed():
+                    result = self.run(enter, *copy_objects((self.args, self.kwargs)))
             finally:
-                interceptor.is_applied = False  # before a call, which an interrupt can stop
                 interceptor.remove()
         if reached < len(self.names):
             raise ValueError(f"the model did not call {self.names[reached]}")

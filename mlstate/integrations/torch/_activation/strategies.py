@@ -7,6 +7,7 @@ import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from .... import _core
 from ...._common.set_module import set_module
 from ....errors import GradientWarning
 from .argument_contents import ArgumentContents, arguments_to_compare
@@ -34,24 +35,26 @@ class AppliedStrategy:
         self._forwards: list[_Forward] = []
         # Hooks of torch cannot replace a block's forward pass; its own `forward` can.
         warned: set[str] = set()
-        # True between the last replacement and `remove`; None before
-        self._applied: list[bool | None] = [None]
-        try:
-            for number, (name, block) in enumerate(blocks.items()):
-                forward = _Forward(manager, name, number, block, self._applied, warned)
-                self._forwards.append(forward)
-                block.forward = forward
-            self._applied[0] = True
-        finally:
-            if self._applied[0] is None:  # no call, which an interrupt could stop
-                self._applied[0] = False
+        self._applied = [True]  # until `remove`
+        with _core.deferred_interrupts() as section:
+            try:
+                for number, (name, block) in enumerate(blocks.items()):
+                    forward = _Forward(manager, name, number, block, self._applied, warned)
+                    self._forwards.append(forward)
+                    block.forward = forward
+                with section.allowed():
+                    pass  # a signal of the section undoes it
+            except BaseException:
+                self.remove()
+                raise
 
     def remove(self) -> None:
         """Restore the blocks' own forward; later calls do nothing."""
-        self._applied[0] = False
-        for forward in self._forwards:
-            forward.restore()
-        self._forwards = []
+        with _core.deferred_interrupts():
+            self._applied[0] = False
+            for forward in self._forwards:
+                forward.restore()
+            self._forwards = []
 
     def __enter__(self) -> AppliedStrategy:
         return self
@@ -65,7 +68,7 @@ class _Forward:
 
     # Older pickles lack these.
     _before: Any = None  # the attribute `forward` of the block itself, if it has one
-    applied: Sequence[bool | None] = (True,)  # unless it is True, the block runs as it is
+    applied: Sequence[bool] = (True,)  # unless it is True, the block runs as it is
 
     def __init__(
         self,
@@ -73,7 +76,7 @@ class _Forward:
         name: str,
         number: int,
         block: torch.nn.Module,
-        applied: list[bool | None],
+        applied: list[bool],
         warned: set[str],
     ) -> None:
         self.applied, self._before = applied, vars(block).get("forward")
@@ -243,7 +246,7 @@ def apply_strategy(
     for name, block in chosen.items():
         forward = vars(block).get("forward")
         if isinstance(forward, _Forward) and forward.applied[0] is False:
-            forward.restore()  # an interrupt stopped the start or `remove`
+            forward.restore()  # another replacement was above it at `remove`
         elif isinstance(forward, _Forward):
             raise ValueError(f"block {name!r} already has a manager: call remove() on that first")
         if isinstance(block, torch.nn.ModuleList | torch.nn.ModuleDict):
