@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -21,19 +21,11 @@ if TYPE_CHECKING:
     from .._types import NDArray
 
 
-class _Put:
-    """A put that is not written yet."""
+class _Put(NamedTuple):
+    """A put that is not written yet: its tokens, and the bytes of its copies."""
 
-    def __init__(self, tokens: NDArray, nbytes: int) -> None:
-        """Describe the put of `tokens`, whose copies have `nbytes` bytes."""
-        self.tokens = tokens
-        self.nbytes = nbytes
-        self.starting = Lock()  # held by the call that submits the put
-        self.is_submitted = False
-
-    def is_lost(self) -> bool:
-        """Return whether the call ended before it submitted the put, by an error or interrupt."""
-        return not self.starting.locked() and not self.is_submitted
+    tokens: NDArray
+    nbytes: int
 
 
 class PendingPuts:
@@ -57,7 +49,7 @@ class PendingPuts:
     @property
     def nbytes(self) -> int:
         """Bytes of the copies."""
-        return sum(put.nbytes for put in self._queue if not put.is_lost())
+        return sum(put.nbytes for put in self._queue)
 
     def _check_process(self) -> None:
         """Forget the thread of the parent, which a forked process does not have."""
@@ -71,7 +63,6 @@ class PendingPuts:
         """
         self._check_process()
         with self._lock:
-            self._drop_lost()
             return max((_common_tokens(ids, put.tokens) for put in self._queue), default=0)
 
     def submit(
@@ -86,31 +77,29 @@ class PendingPuts:
         """
         put = _Put(ids, sum(part.nbytes for *_, parts in records for part in parts))
         done = PutHandle()
-        with put.starting:
-            self._waiters.wait_for(lambda: self._reserve(put))
-            if put.nbytes <= self._most:
-                copies = [(*rest, [copied(part) for part in parts]) for *rest, parts in records]
-                with _core.deferred_interrupts():
-                    self._thread.run(
-                        "put", lambda: self._run_put(put, copies, write, done), async_op=True
-                    )
-                    put.is_submitted = True
-                return done
-        done.finish(write(records))
+        with _core.deferred_interrupts() as section:
+            try:
+                with section.allowed():
+                    self._waiters.wait_for(lambda: self._reserve(put))
+                    if put.nbytes > self._most:
+                        done.finish(write(records))
+                        return done
+                    copies = [(*rest, [copied(part) for part in parts]) for *rest, parts in records]
+                self._thread.run(
+                    "put", lambda: self._run_put(put, copies, write, done), async_op=True
+                )
+            except BaseException:
+                self._forget(put)
+                raise
         return done
 
     def _reserve(self, put: _Put) -> bool:
         """Return whether there is room for a put, which is then queued unless it is too large."""
         with self._lock:
-            self._drop_lost()
             has_room = not self._queue or self.nbytes + put.nbytes <= self._most
             if has_room and put.nbytes <= self._most:
                 self._queue.append(put)
             return has_room
-
-    def _drop_lost(self) -> None:
-        """Take puts out of the queue that the thread will not write; the caller holds the lock."""
-        self._queue = [put for put in self._queue if not put.is_lost()]
 
     def _run_put(
         self,

@@ -126,10 +126,12 @@ def test_an_interrupted_put_takes_no_room_of_the_queue(store, monkeypatch, step)
         raise_once(monkeypatch, _pending, "copied")
     else:
         raise_once(monkeypatch, _pending.OperationQueue, "run")
+    make, puts = _pending._Put, []
+    monkeypatch.setattr(_pending, "_Put", lambda *put: puts.append(make(*put)) or puts[-1])
     with pytest.raises(KeyboardInterrupt):
         store.put(TOKENS, state, asynchronous=True)
     assert store.stats()["pending_bytes"] == 0
-    store._pending._most = store._pending._queue[0].nbytes  # full with one put
+    store._pending._most = puts[0].nbytes  # full with one put
     assert store.put(TOKENS, state, asynchronous=True).result(10) == len(TOKENS)
     with store.match(TOKENS, full=True) as match:
         assert match.length == len(TOKENS)
