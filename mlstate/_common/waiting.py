@@ -96,12 +96,10 @@ class Monitor(RLock):  # type: ignore[misc]
 
         A signal handler can have taken it again.
         """
-        count = 0
-        try:
-            while self._is_owned():  # type: ignore[attr-defined]
-                count += 1  # first, because an interrupt can follow the release
-                self.release()
-            self._waiters.wait_for(has_changed)
-        finally:
-            for _ in range(count):
-                self.acquire()
+        with _core.deferred_interrupts() as section:
+            state = self._release_save()  # type: ignore[attr-defined]
+            try:
+                with section.allowed():
+                    self._waiters.wait_for(has_changed)
+            finally:
+                self._acquire_restore(state)  # type: ignore[attr-defined]

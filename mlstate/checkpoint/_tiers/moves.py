@@ -336,13 +336,10 @@ class TierMoves:
         return unit
 
     def _await_move(self, unit: Unit, move: Move) -> None:
-        """Wait for a move, or end it if interrupts stopped its end; the caller holds the lock."""
-        if not move.running.locked():
-            self._end_move(unit, move)
-        elif move.thread == threading.get_ident():
+        """Wait for a move of another thread; the caller holds the lock."""
+        if move.thread == threading.get_ident():
             raise BufferError(f"unit {unit.name!r} is moving in this thread")
-        else:
-            self._changed.wait_for(lambda: unit.move is not move or not move.running.locked())
+        self._changed.wait_for(lambda: unit.move is not move)
 
     def _refuse_used(self, unit: Unit) -> None:
         """Raise BufferError if a block uses the unit; the caller holds the lock."""
@@ -373,49 +370,45 @@ class TierMoves:
         interrupt it may be in the new one.
         """
         move = Move(to)
-        with move.running:
+        with _core.deferred_interrupts() as section:
             try:
-                with self._changed:
-                    self._unit_at_rest(unit.name)
-                    if unit.tier == to:
-                        return False
-                    self._refuse_used(unit)
-                    if checks:
-                        self._check_fits(unit, to)
-                    with _core.deferred_interrupts():
+                with section.allowed():
+                    with self._changed:
+                        self._unit_at_rest(unit.name)
+                        if unit.tier == to:
+                            return False
+                        self._refuse_used(unit)
+                        if checks:
+                            self._check_fits(unit, to)
                         unit.move = move
                         self._policy.begin(unit.name, to)
-                began = time.perf_counter()
-                move.arrays = arrays_in(unit, to, self._path(unit), self._device)
-                move.seconds = time.perf_counter() - began
-                move.is_ready = True
+                    began = time.perf_counter()
+                    arrays = arrays_in(unit, to, self._path(unit), self._device)
+                    move.seconds = time.perf_counter() - began
+                    # None: the parts keep their arrays
+                    pairs = zip(unit.parts, arrays or (), strict=arrays is not None)
+                    move.changes = [part.change_to(array) for part, array in pairs]
             finally:
                 self._end_move(unit, move)
         return True
 
     def _end_move(self, unit: Unit, move: Move) -> None:
-        """Give the parts their new arrays if these are ready, and end the move if it has not ended.
-
-        After an interrupt before it, or an error in it, `_await_move` calls it.
-        """
-        with self._changed, _core.deferred_interrupts():
+        """End a move, if it has begun: make its changes if they are ready."""
+        with self._changed:
             if unit.move is not move:
                 return
-            source, to = unit.tier, move.to
+            source, to, is_ready = unit.tier, move.to, move.changes is not None
             traffic = self._traffic.get((source, to), Traffic(source, to, 0, 0, 0.0))
-            if move.is_ready:
-                arrays = move.arrays
-                # None: the parts keep their arrays
-                pairs = zip(unit.parts, arrays or (), strict=arrays is not None)
-                exchange([part.change_to(array) for part, array in pairs])
+            if is_ready:
                 traffic = traffic._replace(
                     moves=traffic.moves + 1,
                     nbytes=traffic.nbytes + unit.nbytes,
                     seconds=traffic.seconds + move.seconds,
                 )
-            self._policy.end(unit.name, moved=move.is_ready)
+                exchange(move.changes or ())
+            self._policy.end(unit.name, moved=is_ready)
             unit.move = None
-            if move.is_ready:
+            if is_ready:
                 unit.tier = to
                 self._traffic[source, to] = traffic
             self._changed.wake()

@@ -12,7 +12,7 @@ import math
 import os
 from contextlib import suppress
 from functools import partial
-from threading import Lock, get_ident
+from threading import get_ident
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -165,15 +165,13 @@ class Part:
 class Move:
     """A move of a unit to another tier."""
 
-    __slots__ = ("arrays", "is_ready", "running", "seconds", "thread", "to")
+    __slots__ = ("changes", "seconds", "thread", "to")
 
     def __init__(self, to: Tier) -> None:
         """Prepare a move to the tier `to`."""
         self.to: Tier = to
-        self.running: Lock = Lock()  # held by the call that moves the unit
         self.thread: int = get_ident()
-        self.is_ready: bool = False  # whether the parts can get `arrays`
-        self.arrays: list[Any] | None = None  # of the parts in the new tier; None: their own
+        self.changes: list[partial[Any]] | None = None  # that end it; None: they are not ready
         self.seconds: float = 0.0
 
 
@@ -188,7 +186,7 @@ class Unit:
         self.tier: Tier = tier
         self.parts: list[Part] = []
         self.file: str = file_of(name)
-        self.move: Move | None = None  # also one whose end was interrupted
+        self.move: Move | None = None
         self.is_durable: bool = False  # whether the file is known to be complete and on disk
 
     @property
