@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import threading
     from collections.abc import Callable
 
+_POLL = 0.05  # seconds in a section until signals are handled
 _RECHECK = 1.0  # seconds until a waiting thread tests again, if an interrupt stopped `wake`
 
 
@@ -30,6 +31,25 @@ def start_thread(thread: threading.Thread) -> None:
     """
     with _core.deferred_interrupts():
         thread.start()
+
+
+def join_thread(thread: threading.Thread, timeout: float | None = None) -> bool:
+    """Wait until a thread has ended; return False after `timeout` seconds.
+
+    An interrupt ends the wait. In `Thread.join` it could leave a lock locked, for which the
+    interpreter waits at exit.
+    """
+    end = None if timeout is None else time.monotonic() + timeout
+    with _core.deferred_interrupts() as section:
+        while True:
+            left = _POLL if end is None else min(_POLL, end - time.monotonic())
+            thread.join(max(left, 0))
+            if not thread.is_alive():
+                return True
+            if left < _POLL:
+                return False
+            with section.allowed():
+                pass
 
 
 def remove_folder(path: str) -> None:

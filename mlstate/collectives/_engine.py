@@ -12,10 +12,11 @@ from collections import deque
 from operator import methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
+from .. import _core
 from .._common.arguments import check_flags
 from .._common.arrays import is_torch
 from .._common.streams import on_current_stream
-from .._common.waiting import Waiters, start_thread
+from .._common.waiting import Waiters, join_thread, start_thread
 from ._arguments import (
     ReduceOp,
     check_array,
@@ -103,7 +104,7 @@ class OperationQueue:
         RuntimeError if the system has no thread left.
         """
         work, task = Work(operation, self._rank), on_current_stream(task)
-        with self._lock:
+        with _core.deferred_interrupts(), self._lock:
             self._queue.append((work, task))
             try:
                 self._start_worker()
@@ -114,10 +115,7 @@ class OperationQueue:
         return work
 
     def _start_worker(self) -> None:
-        """Start the thread, unless it runs; the caller holds the lock.
-
-        An interrupt can stop the start. A second thread would do no harm: one at a time runs tasks.
-        """
+        """Start the thread, unless it runs; the caller is in a section, and holds the lock."""
         import threading
 
         if self._worker is None or not self._worker.is_alive():  # also in a forked child
@@ -156,13 +154,11 @@ class OperationQueue:
     def join(self) -> None:
         """Wait until all queued operations have ended."""
         with self._lock:
-            if self._queue:
-                self._start_worker()
             worker = self._worker
             self._is_joining = True
         self._changed.wake()
         if worker is not None:
-            worker.join()
+            join_thread(worker)
 
 
 class Call(NamedTuple):

@@ -8,9 +8,9 @@ import threading
 import time
 
 import pytest
-from interruption import raise_once, split_condition
+from interruption import signal_once, split_condition
 
-from mlstate._common.waiting import Monitor, Waiters, remove_folder, start_thread
+from mlstate._common.waiting import Monitor, Waiters, join_thread, remove_folder, start_thread
 from mlstate.collectives import _engine
 
 SECONDS = 20
@@ -30,6 +30,27 @@ def test_a_thread_starts_although_its_start_is_interrupted(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         start_thread(threading.Thread(target=has_run.set))
     assert has_run.wait(SECONDS)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+def test_a_storm_ends_waits_for_a_thread_and_not_the_thread():
+    ends, interrupts = threading.Event(), 0
+    thread = threading.Thread(target=ends.wait, args=[SECONDS])
+    thread.start()
+    assert not join_thread(thread, 0) and not join_thread(thread, 0.01)
+    for _ in range(3):
+        timer = threading.Timer(
+            0.02, signal.pthread_kill, [threading.main_thread().ident, signal.SIGINT]
+        )
+        timer.start()
+        try:
+            join_thread(thread)
+        except KeyboardInterrupt:
+            interrupts += 1
+        assert thread.is_alive()
+        timer.join()
+    ends.set()
+    assert join_thread(thread, SECONDS) and interrupts == 3
 
 
 def test_a_waiting_thread_sees_a_change_after_an_interrupted_wake():
@@ -113,9 +134,9 @@ def test_an_operation_without_a_thread_does_not_run_later(monkeypatch):
 
 
 @pytest.mark.parametrize("ends_by", ["operation", "join"])
-def test_operations_run_after_an_interrupted_start_of_the_thread(monkeypatch, ends_by):
+def test_operations_run_after_a_signal_at_the_start_of_the_thread(monkeypatch, ends_by):
     queue, results = _engine.OperationQueue("queue", 0), []
-    raise_once(monkeypatch, _engine, "start_thread")
+    signal_once(monkeypatch, _engine, "start_thread")
     with pytest.raises(KeyboardInterrupt):
         queue.run("first", lambda: results.append(1), async_op=True)
     if ends_by == "operation":

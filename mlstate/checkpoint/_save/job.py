@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import _core
 from ..._common.store_error import store_error
-from ..._common.waiting import Waiters, start_thread
+from ..._common.waiting import Waiters, join_thread, start_thread
 from ..._sharding.layout import Shard
 from ...errors import StoreError
 from .commit import write_and_commit
@@ -338,7 +338,7 @@ class SaveJob:
         import threading
 
         if self.thread.ident is not None and self.thread is not threading.current_thread():
-            self.thread.join()
+            join_thread(self.thread)
 
     def abandon(self) -> None:
         """Print an error that no call has raised, when the handle is collected or Python exits.
