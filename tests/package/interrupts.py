@@ -2,7 +2,7 @@
 
     python interrupts.py lines CASE MOST
     python interrupts.py signals CASE TRIES SEED
-    python interrupts.py storms CASE TRIES SEED [SIGNALS]
+    python interrupts.py storm CASE SIGNALS SEED
 
 Each case runs in its own process, whose descriptors and threads are counted, and whose exit is part
 of the test. The output is one line of JSON. `MOST` is the number of lines to try (0: all).
@@ -10,6 +10,7 @@ of the test. The output is one line of JSON. `MOST` is the number of lines to tr
 
 import _thread
 import ast
+import atexit
 import faulthandler
 import functools
 import gc
@@ -28,6 +29,7 @@ from collections import Counter
 from pathlib import Path
 from types import MappingProxyType
 
+import changed_objects
 import numpy as np
 from any_format import read_any, write_any
 from toy_caches import HYBRID, TOKENS, check_every_match, prefilled, store_at
@@ -71,11 +73,15 @@ class Save:
     files = (PACKAGE,)
     options = MappingProxyType({})
     kept = error = None  # the interrupt; another exception that followed it
+    rounds = 1  # calls in a storm before a check
     is_storm = False  # then temporary files may stay, because their deletion was interrupted
 
     def prepare(self, folder):
         """Prepare the inputs of the call."""
         mlstate.save(folder / "ckpt", OLD, **self.options)
+
+    def begin_round(self):
+        """Prepare another call of a storm."""
 
     def call(self, folder):
         """Make the call that is interrupted."""
@@ -533,7 +539,56 @@ class Reductions(Save):
         assert parts == [[4.0, 4.0], [3.0, 3.0]], parts
 
 
+class Change(Save):
+    """A change in place: the object keeps its content, or is empty, and can be changed again."""
+
+    def __init__(self, functions, contents):
+        (self.make, self.operate, self.content), self.contents = functions, contents
+        self.target = self.make()
+
+    rounds = 50
+
+    def prepare(self, folder):
+        """Prepare nothing."""
+
+    def call(self, folder):
+        self.operate(self.target)
+
+    def begin_round(self):
+        """Check the target, and replace it by a new one."""
+        content = self.content(self.target)
+        assert content is None or content in self.contents, "neither the old content nor the new"
+        self.target = self.make()
+
+    def check(self, folder):
+        target = self.target
+        self.begin_round()
+        self.operate(target)
+        assert self.content(target) == self.contents[1]
+
+
+def change_of(case):
+    """Return a function that makes the `Change` of a case of changed_objects.py."""
+
+    @functools.cache
+    def prepared():
+        folder = tempfile.mkdtemp(prefix="interrupts-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        make, operate, content = functions = case(Path(folder))
+        target = make()
+        before = content(target)
+        operate(target)
+        return functions, (before, content(target))
+
+    return lambda: Change(*prepared())
+
+
+CHANGES = {
+    case.__name__: change_of(case)
+    for case in [*changed_objects.CASES, *changed_objects.TRANSFORMERS, *changed_objects.MLX]
+}
 CASES = {
+    **CHANGES,
     "save": Save,
     "new": New,
     "incremental": Incremental,
@@ -700,9 +755,9 @@ class Bench:
         shutil.copytree(self.model, folder)
         case = self.make()
         faulthandler.dump_traceback_later(3 * SECONDS, exit=True)
-        result = call(case, folder)
-        wrong = None
+        result = wrong = None
         try:
+            result = call(case, folder)
             if case.error is not None:
                 raise case.error
             threads_end()
@@ -750,9 +805,10 @@ def run_signalled(case, folder, delay, later=()):
     The exceptions are kept until the end, with the frames of their tracebacks.
     """
     pending = list(later)
-    case.is_storm = bool(pending)
+    case.is_storm, case.signals = bool(pending), 0
 
     def interrupt(number, frame):
+        case.signals += 1
         if pending:
             signal.setitimer(signal.ITIMER_REAL, pending.pop())
         raise KeyboardInterrupt
@@ -790,17 +846,16 @@ def run_timed(case, folder):
     return time.perf_counter() - start
 
 
-def try_signals(name, tries, seed, signals=1):
-    """Interrupt a case at random moments; with several signals, its clean-up too."""
+def try_signals(name, tries, seed):
+    """Interrupt a case at random moments."""
     bench = Bench(name)
-    seconds, _ = bench.try_once(lambda case, folder: run_timed(case, folder))
+    seconds, _ = bench.try_once(run_timed)
     chance = random.Random(seed)
     came = 0
     for number in range(tries):
         delay = chance.uniform(1e-6, seconds)
-        later = [10 ** chance.uniform(-5, -3) for _ in range(signals - 1)]
         in_time, wrong = bench.try_once(
-            lambda case, folder, delay=delay, later=later: run_signalled(case, folder, delay, later)
+            lambda case, folder, delay=delay: run_signalled(case, folder, delay)
         )
         came += in_time
         if wrong is not None:
@@ -808,14 +863,33 @@ def try_signals(name, tries, seed, signals=1):
     return {"tried": tries, "came": came, "failures": bench.failures}
 
 
-def try_storms(name, tries, seed, signals=3):
-    """Interrupt a case at random moments, and its clean-up."""
-    return try_signals(name, tries, seed, signals)
+def try_storm(name, count, seed, most=6):
+    """Interrupt calls of a case until `count` signals were handled, 1 to `most` for each call."""
+    bench = Bench(name)
+    seconds = min(bench.try_once(run_timed)[0] for _ in range(5))
+    chance = random.Random(seed)
+
+    def run(case, folder):
+        handled = 0
+        for _ in range(case.rounds):
+            case.begin_round()
+            later = [10 ** chance.uniform(-5, -3) for _ in range(chance.randrange(most))]
+            run_signalled(case, folder, chance.uniform(1e-6, seconds), later)
+            handled += case.signals
+        return handled
+
+    tries = signals = 0
+    while signals < count and len(bench.failures) < 20:
+        handled, wrong = bench.try_once(run)
+        tries, signals = tries + 1, signals + (handled or 0)
+        if wrong is not None:
+            bench.failures.append(f"{tries}: {wrong}")
+    return {"tried": tries, "signals": signals, "failures": bench.failures}
 
 
 def main(kind, name, *numbers):
     """Print the result as JSON."""
-    kinds = {"lines": try_lines, "signals": try_signals, "storms": try_storms}
+    kinds = {"lines": try_lines, "signals": try_signals, "storm": try_storm}
     result = kinds[kind](name, *map(int, numbers))
     print(json.dumps(result))
 
