@@ -9,7 +9,7 @@ Short steps that must not be split run in a section of `_core.deferred_interrupt
 from __future__ import annotations
 
 import time
-from _thread import RLock, allocate_lock
+from _thread import TIMEOUT_MAX, RLock, allocate_lock
 from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _POLL = 0.05  # seconds in a section until signals are handled
-_RECHECK = 1.0  # seconds until a waiting thread tests again, if an interrupt stopped `wake`
 
 
 def start_thread(thread: threading.Thread) -> None:
@@ -65,7 +64,10 @@ def remove_folder(path: str) -> None:
 
 
 class Waiters:
-    """The threads that wait for a change; each has a lock, so an interrupt affects no other."""
+    """The threads that wait for a change; each has a lock, so an interrupt affects no other.
+
+    In the main thread, a change and its `wake` are in one section, unless no other thread waits.
+    """
 
     __slots__ = ("_locks",)
 
@@ -85,7 +87,7 @@ class Waiters:
         """
         end = None if timeout is None else time.monotonic() + timeout
         while not has_changed():
-            left = _RECHECK if end is None else end - time.monotonic()
+            left = TIMEOUT_MAX if end is None else min(end - time.monotonic(), TIMEOUT_MAX)
             if not left > 0:  # also NaN
                 return False
             lock = allocate_lock()
@@ -94,7 +96,7 @@ class Waiters:
             try:
                 if has_changed():
                     return True
-                lock.acquire(timeout=min(left, _RECHECK))
+                lock.acquire(timeout=left)
             finally:
                 with suppress(ValueError, IndexError):  # `wake` has removed it
                     self._locks.remove(lock)

@@ -111,7 +111,7 @@ class OperationQueue:
             except RuntimeError:
                 self._queue.pop()
                 raise
-        self._changed.wake()
+            self._changed.wake()
         return work
 
     def _start_worker(self) -> None:
@@ -153,10 +153,10 @@ class OperationQueue:
 
     def join(self) -> None:
         """Wait until all queued operations have ended."""
-        with self._lock:
+        with _core.deferred_interrupts(), self._lock:
             worker = self._worker
             self._is_joining = True
-        self._changed.wake()
+            self._changed.wake()
         if worker is not None:
             join_thread(worker)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import _core
 from .._common.waiting import Waiters
 from ._arguments import check_timeout, failed
 
@@ -114,9 +115,7 @@ class Work:
         >>> work.done()
         True
         """
-        self._result = result
-        self._is_done = True
-        self._waiters.wake()
+        self._complete(result, None)
 
     def set_error(self, error: BaseException) -> None:
         """Complete the operation with an error, which `wait` raises.
@@ -136,6 +135,9 @@ class Work:
         Traceback (most recent call last):
         mlstate.errors.CollectiveError: rank 1 is gone
         """
-        self._error = error
-        self._is_done = True
-        self._waiters.wake()
+        self._complete(None, error)
+
+    def _complete(self, result: object, error: BaseException | None) -> None:
+        with _core.deferred_interrupts():
+            self._result, self._error, self._is_done = result, error, True
+            self._waiters.wake()

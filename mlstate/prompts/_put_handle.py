@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING, NoReturn
 
+from .. import _core
 from .._common.log import log
 from .._common.set_module import set_module
 from .._common.waiting import Waiters
@@ -96,10 +97,11 @@ class PutHandle:
 
     def cancel(self) -> bool:
         """Cancel the put if it is not being written yet; return whether it is cancelled."""
-        is_new = not self._claim
-        self._claim.setdefault("by", "cancel")  # one call in C: the first one decides
-        if is_new and self.cancelled():
-            self._notify()
+        with _core.deferred_interrupts():
+            is_new = not self._claim
+            self._claim.setdefault("by", "cancel")  # one call in C: the first one decides
+            if is_new and self.cancelled():
+                self._notify()
         return self.cancelled()
 
     def cancelled(self) -> bool:

@@ -11,7 +11,8 @@ import pytest
 from interruption import signal_once, split_condition
 
 from mlstate._common.waiting import Monitor, Waiters, join_thread, remove_folder, start_thread
-from mlstate.collectives import _engine
+from mlstate.collectives import Work, _engine
+from mlstate.prompts import PutHandle
 
 SECONDS = 20
 pytestmark = pytest.mark.timeout(SECONDS)
@@ -53,13 +54,28 @@ def test_a_storm_ends_waits_for_a_thread_and_not_the_thread():
     assert join_thread(thread, SECONDS) and interrupts == 3
 
 
-def test_a_waiting_thread_sees_a_change_after_an_interrupted_wake():
-    waiters, changed = Waiters(), []
-    thread = threading.Thread(target=waiters.wait_for, args=[lambda: bool(changed)])
+@pytest.mark.parametrize("complete", ["result", "error", "cancel"])
+def test_a_waiting_thread_sees_a_change_that_a_signal_interrupts(monkeypatch, complete):
+    work = Work("operation", 0) if complete != "cancel" else PutHandle()
+    thread = threading.Thread(target=work._waiters.wait_for, args=[work.done])
     thread.start()
-    changed.append(True)  # no wake follows
-    thread.join()
-    assert not waiters.wait_for(lambda: False, 0.01)
+    signal_once(monkeypatch, Waiters, "wake")
+    with pytest.raises(KeyboardInterrupt):
+        if complete == "cancel":
+            work.cancel()
+        else:
+            getattr(work, f"set_{complete}")(MemoryError())
+    thread.join(5)
+    assert not thread.is_alive() and work.done()
+
+
+@pytest.mark.parametrize("timeout", [1e300, float("inf")])
+def test_a_wait_takes_any_timeout(timeout):
+    waiters, changed = Waiters(), []
+    timer = threading.Timer(0.01, lambda: (changed.append(1), waiters.wake()))
+    timer.start()
+    assert waiters.wait_for(lambda: bool(changed), timeout)
+    timer.join()
 
 
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), 0.001])
