@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from interruption import raise_once
+from interruption import signal_once
 
 from mlstate.collectives import SingleGroup
 from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
@@ -20,7 +20,7 @@ def test_a_module_trains_after_an_interrupted_registration(monkeypatch, gradient
     hook = FSDPBackwardHook(FSDP(SingleGroup()))
     owners = {"_NodeHook": backward, "get_gradient_edge": torch.autograd.graph}
     with monkeypatch.context() as patch:
-        raise_once(patch, owners.get(step, backward.ModuleHooks), step)
+        signal_once(patch, owners.get(step, backward.ModuleHooks), step)
         if gradients == "full" or step == "_make_live":
             with pytest.raises(KeyboardInterrupt):
                 hook.register_hooks(model, units, gradients=gradients)

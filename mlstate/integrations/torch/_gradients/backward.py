@@ -8,6 +8,7 @@ import weakref
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
+from .... import _core
 from ...._common.text import names_hint
 from ....collectives._arguments import check_group, check_timeout, dtype_name
 from ....errors import CollectiveError, GradientWarning
@@ -80,26 +81,25 @@ class ModuleHooks(Hooks):
         self._earlier: dict[str, torch.Tensor] = {}  # gradients of earlier passes
         self._own: dict[str, Any] = {}  # gradients of the running pass
         self.bindings = Bindings(module, units)
-        self._is_complete = False  # hooks that an interrupt left do nothing
         _watch_steps()
-        for name, parameter in self.parameters.items():
-            units[name].like = parameter.detach()
-            register: Any = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(partial(self._run, partial(receive, name))))
-            if self._reduces_alone:
-                from torch.autograd.graph import get_gradient_edge
+        with _core.deferred_interrupts() as section:
+            try:
+                for name, parameter in self.parameters.items():
+                    units[name].like = parameter.detach()
+                    register: Any = parameter.register_post_accumulate_grad_hook
+                    self._handles.append(register(partial(receive, name)))
+                    if self._reduces_alone:
+                        from torch.autograd.graph import get_gradient_edge
 
-                node = get_gradient_edge(parameter).node
-                # before torch adds this pass's gradient to parameter.grad
-                before = partial(self._run, partial(self._set_aside, name))
-                self._handles.append(_NodeHook(node, before))
-        self._make_live()
-        self._is_complete = True
-
-    def _run(self, function: Callable[[Any], None], argument: object) -> None:
-        """Call a hook's function, if all hooks were registered."""
-        if self._is_complete:
-            function(argument)
+                        node = get_gradient_edge(parameter).node
+                        # before torch adds this pass's gradient to parameter.grad
+                        self._handles.append(_NodeHook(node, partial(self._set_aside, name)))
+                self._make_live()
+                with section.allowed():
+                    pass  # a signal of the section undoes it
+            except BaseException:
+                self.remove()
+                raise
 
     def begin_pass(self, on_end: Callable[[], None], rank: int) -> weakref.ref[object]:
         """Call `on_end` at the end of the running backward pass, unless an error aborts the pass.
