@@ -173,7 +173,7 @@ def test_a_section_in_a_handler_that_runs_at_the_entry_changes_nothing():
     assert handled == [signal.SIGUSR1] * 2 and not deferred_interrupts.is_active()
 
 
-# ---- blocks in which signals are handled ----
+# ---- blocks that handle signals ----
 
 
 @pytest.mark.parametrize("is_noted", [False, True], ids=["in the block", "before the block"])

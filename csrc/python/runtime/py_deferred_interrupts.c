@@ -31,7 +31,7 @@
 static const int deferrable[] = {SIGINT, SIGALRM, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2};
 enum { SIGNALS = sizeof deferrable / sizeof *deferrable };
 
-/* Only the main thread changes these, but for the notes of the signals. */
+/* Only the main thread changes these, except the notes of the signals. */
 static struct {
     int depth;        /* sections entered and not left */
     pthread_t thread; /* of the sections */
@@ -204,7 +204,7 @@ static PyObject *section___exit__(section_object *self, PyObject *unused)
     Py_RETURN_NONE;
 }
 
-/* allowed() -> a block in which signals are handled */
+/* allowed() -> a block that handles signals */
 static PyObject *section_allowed(section_object *self, PyObject *unused)
 {
     PyTypeObject *type = Py_TYPE(self);

@@ -108,9 +108,9 @@ def take_options(options: Mapping[str, Any] | None) -> StoreOptions:
     wrong = [key for key in left if not isinstance(key, str)]
     if wrong:
         raise TypeError(f"keys of storage_options must be str, got {type(wrong[0]).__name__}")
-    taken = {name: _take_number(left, name, least) for name, least in _LEAST.items()}
-    taken |= {name: _take_folder(left, name) for name in ("scratch_folder", "cache_folder")}
-    if taken["cache_folder"] is None and taken["cache_bytes"] is not None:
+    fields = {name: _take_number(left, name, least) for name, least in _LEAST.items()}
+    fields |= {name: _take_folder(left, name) for name in ("scratch_folder", "cache_folder")}
+    if fields["cache_folder"] is None and fields["cache_bytes"] is not None:
         raise ValueError("storage_options['cache_bytes'] needs 'cache_folder'")
     passed = _take_keywords(left)
-    return StoreOptions(left, passed, **taken)
+    return StoreOptions(left, passed, **fields)
