@@ -6,6 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 from changed_objects import CASES, MLX, TRANSFORMERS
+from fake_states import use_fake_arrays
 from injected_errors import half_changed
 from needs import needs
 
@@ -82,6 +83,12 @@ def few_of(cases, *modules):
     return [pytest.param(case, id=case.__name__, marks=needs(*modules)) for case in cases]
 
 
+@pytest.fixture
+def fake_arrays(monkeypatch):
+    use_fake_arrays(monkeypatch)
+
+
+@pytest.mark.usefixtures("fake_arrays")
 @pytest.mark.parametrize(
     "case",
     [

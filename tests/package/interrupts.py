@@ -31,7 +31,9 @@ from types import MappingProxyType
 
 import changed_objects
 import numpy as np
+import pytest
 from any_format import read_any, write_any
+from fake_states import use_fake_arrays
 from toy_caches import HYBRID, TOKENS, check_every_match, prefilled, store_at
 
 import mlstate
@@ -583,6 +585,7 @@ def change_of(case):
     return lambda: Change(*prepared())
 
 
+use_fake_arrays(pytest.MonkeyPatch())
 CHANGES = {
     case.__name__: change_of(case)
     for case in [*changed_objects.CASES, *changed_objects.TRANSFORMERS, *changed_objects.MLX]

@@ -1,14 +1,14 @@
 """The users of `_common/changes.py`: a target, the operation that changes it, and its content.
 
 Each case is a function of a folder. It returns three functions: `make` returns a target, `operate`
-changes it, and `content` returns its content, or None if it reports no token.
+changes it, and `content` returns its content, or None if it reports no token. The caller lets
+states of Core AI have fake arrays.
 """
 
 from functools import partial
 
 import numpy as np
-import pytest
-from fake_states import FakeArray, fake_model, use_fake_arrays
+from fake_states import FakeArray, fake_model
 from toy_caches import HYBRID, TOKENS, empty_state, prefill, spec_of, store_at
 
 import mlstate
@@ -168,8 +168,6 @@ def restored_manager_case(tmp_path):
 
 
 def coreai_case(tmp_path):
-    use_fake_arrays(pytest.MonkeyPatch())
-
     def make():
         manager = coreai.StateManager(coreai.state_specs({"k": (2, 1, 2, None, 4)}), (8, 16, 32))
         for name, array in manager.state.items():
