@@ -78,7 +78,7 @@ def test_values_that_cannot_be_restored_are_named(first):
 # ---- every user, with an error at every line ----
 
 
-def few_of(cases, *modules):
+def cases_with(cases, *modules):
     """Return cases that need modules as parameters of a test."""
     return [pytest.param(case, id=case.__name__, marks=needs(*modules)) for case in cases]
 
@@ -93,8 +93,8 @@ def fake_arrays(monkeypatch):
     "case",
     [
         *(pytest.param(case, id=case.__name__) for case in CASES),
-        *few_of(TRANSFORMERS, "torch", "transformers"),
-        *few_of(MLX, "mlx", "mlx_lm"),
+        *cases_with(TRANSFORMERS, "torch", "transformers"),
+        *cases_with(MLX, "mlx", "mlx_lm"),
     ],
 )
 def test_an_error_at_any_line_leaves_no_mixture(tmp_path, case):
