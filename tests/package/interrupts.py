@@ -447,13 +447,10 @@ class Follow(Save):
             assert same(follower.state, NEAR)
 
 
-class Tiers(Save):
+class Tiers(New):
     """Units that are used and moved, within a budget."""
 
     tiers = None
-
-    def prepare(self, folder):
-        """Prepare nothing."""
 
     def call(self, folder):
         weights = {name: np.full(8, number, np.float32) for number, name in enumerate("abc")}
@@ -481,13 +478,10 @@ class Tiers(Save):
         shutil.rmtree(folder / "tiers")
 
 
-class Group(Save):
+class Group(New):
     """Asynchronous operations of a group."""
 
     group = None
-
-    def prepare(self, folder):
-        """Prepare nothing."""
 
     def call(self, folder):
         (self.group,) = LocalGroup.threads(1)
@@ -506,13 +500,10 @@ class Group(Save):
         group.close()
 
 
-class Reductions(Save):
+class Reductions(New):
     """Gradients that are reduced in a backward pass and without one."""
 
     hook = None
-
-    def prepare(self, folder):
-        """Prepare nothing."""
 
     def call(self, folder):
         hook = FSDPBackwardHook(FSDP(SingleGroup()))
@@ -541,7 +532,7 @@ class Reductions(Save):
         assert parts == [[4.0, 4.0], [3.0, 3.0]], parts
 
 
-class Change(Save):
+class Change(New):
     """A change in place: the object keeps its content, or is empty, and can be changed again."""
 
     def __init__(self, functions, contents):
@@ -549,9 +540,6 @@ class Change(Save):
         self.target = self.make()
 
     rounds = 50
-
-    def prepare(self, folder):
-        """Prepare nothing."""
 
     def call(self, folder):
         self.operate(self.target)
