@@ -806,28 +806,18 @@ def run_signalled(case, folder, delay, later=()):
 
     signal.signal(signal.SIGALRM, interrupt)
     came = False
-    try:
+    with deferred_interrupts() as section:
         try:
-            signal.setitimer(signal.ITIMER_REAL, delay)
-            case.call(folder)
-            pending.clear()
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            with section.allowed():
+                signal.setitimer(signal.ITIMER_REAL, delay)
+                case.call(folder)
         except KeyboardInterrupt as error:
-            came = True
-            case.kept = error
-            signal.setitimer(signal.ITIMER_REAL, 0)
+            came, case.kept = True, error
         except Exception as error:
             case.error = error
-        pending.clear()
-    except KeyboardInterrupt as error:  # the next one came here
-        case.kept = error
-    while True:
-        try:
-            signal.signal(signal.SIGALRM, signal.SIG_IGN)
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        except KeyboardInterrupt:  # the last one came here
-            continue
-        return came
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    return came
 
 
 def run_timed(case, folder):
