@@ -125,7 +125,7 @@ static void use_log(mls_prompt_log *log)
         items[i].parts = &part;
         items[i].part_count = 1;
     }
-    require(mls_prompt_list(log, visit, &sum, &st) == MLS_OK);
+    require(mls_prompt_list(log, visit, &sum, NULL, &st) == MLS_OK);
     require(mls_prompt_lock(log, &busy, &st) == MLS_OK && !busy);
     require(mls_prompt_verify(log, true, NULL, &damage, &count, &st) == MLS_OK);
     mls_free(damage);
@@ -146,7 +146,7 @@ static void use_log(mls_prompt_log *log)
     }
     mls_prompt_match_free(match);
     require(mls_prompt_lock(log, &busy, &st) == MLS_OK && !busy);
-    require(mls_prompt_prune(log, 2000, &sum, &st) == MLS_OK);
+    require(mls_prompt_prune(log, 2000, NULL, &sum, &st) == MLS_OK);
     mls_prompt_unlock(log);
     require(mls_prompt_stats_of(log, &stats, &st) == MLS_OK && stats.records < 1000);
 }

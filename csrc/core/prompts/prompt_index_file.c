@@ -185,6 +185,7 @@ mls_code mls_prompt_index_save(mls_prompt_log *log, mls_status *st)
 typedef struct row_reader {
     int fd;
     const mls_crc_kernels *crc;
+    const mls_progress *progress;
     unsigned char *buffer; /* BUFFER bytes */
     size_t at, filled;     /* the next row, and the end of the bytes */
     uint64_t offset;       /* of the next bytes of the file */
@@ -192,7 +193,8 @@ typedef struct row_reader {
     uint32_t sum;
 } row_reader;
 
-/* Return the next row of `bytes` bytes, or NULL if it cannot be read. Valid until the
+/* Return the next row of `bytes` bytes, or NULL if it cannot be read or the log's
+ * progress stops the reading: then it stops the scan that follows, too. Valid until the
  * next call. If the buffer lacks a part of it, fill the buffer from the file and add the
  * new bytes to the checksum. */
 static const unsigned char *next_row(row_reader *r, size_t bytes)
@@ -203,8 +205,9 @@ static const unsigned char *next_row(row_reader *r, size_t bytes)
             r->left < BUFFER - rest ? (size_t)r->left : (size_t)BUFFER - rest;
         mls_status ignored;
         memmove(r->buffer, r->buffer + r->at, rest);
-        if (rest + step < bytes || mls_file_read_at(r->fd, r->buffer + rest, step,
-                                                    r->offset, &ignored) != MLS_OK) {
+        if (rest + step < bytes || !mls_progress_report(r->progress, 0) ||
+            mls_file_read_at(r->fd, r->buffer + rest, step, r->offset, &ignored) !=
+                MLS_OK) {
             return NULL;
         }
         r->sum = r->crc->update(r->sum, r->buffer + rest, step);
@@ -386,7 +389,7 @@ static bool load_rows(mls_prompt_log *log, row_reader *rows, uint64_t length)
  * used costs only time: the segments have all records. */
 bool mls_prompt_index_load(mls_prompt_log *log)
 {
-    row_reader rows = {.crc = log->crc};
+    row_reader rows = {.crc = log->crc, .progress = log->progress};
     uint64_t length = 0;
     mls_status ignored;
     if (mls_file_open_at(log->folder, MLS_PROMPT_INDEX, false /* no links */, &rows.fd,

@@ -55,7 +55,9 @@ mls_code mls_prompt_tokens(const mls_tensor *view, uint32_t **out, mls_status *s
 /* Open the log in the folder `path` and read its records' entries. With `create`, a
  * missing folder is created, and a log in it if it is empty. Without write permission,
  * the log can only be read. The caller frees `*out` with mls_prompt_log_free; the kernels
- * must outlive it. `progress` (may be NULL) can stop the reading.
+ * must outlive it. `progress` (may be NULL), which must outlive it too, can stop the
+ * reading of the files, at the opening and in later calls. It is called while the log is
+ * locked, so it must not use the log.
  * MLS_E_IO; MLS_E_FORMAT: another folder, a newer version, a link; MLS_E_MEMORY;
  * MLS_E_STOPPED. */
 mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *kernels,
@@ -63,7 +65,8 @@ mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *k
                              mls_status *st);
 
 /* Write the index file if much was stored since the last one, and no other process
- * writes. Failures are ignored: the next opening reads more of the segments. */
+ * writes. Failures are ignored, also MLS_E_STOPPED: the next opening reads more of the
+ * segments. */
 void mls_prompt_log_save_index(mls_prompt_log *log);
 
 /* Close and free a log. Accepts NULL. Its matches stay valid. No call may be in
@@ -103,7 +106,8 @@ struct mls_prompt_match {
  * open. The token ids, the parent's key and the fingerprint of each record are compared.
  * Damaged records end the chain and are listed in `damage`. If nothing is stored, the
  * match has no hits and the length 0. The caller frees `*out` with mls_prompt_match_free.
- * MLS_E_MEMORY; MLS_E_IO: the folder cannot be read. `*out` is untouched then. */
+ * MLS_E_MEMORY; MLS_E_IO: the folder cannot be read; MLS_E_STOPPED. `*out` is untouched
+ * then. */
 mls_code mls_prompt_match_new(mls_prompt_log *log, const mls_prompt_prefix *prefix,
                               mls_prompt_match **out, mls_status *st);
 void mls_prompt_match_free(mls_prompt_match *match); /* accepts NULL */
@@ -141,8 +145,8 @@ mls_code mls_prompt_read_piece(const mls_prompt_match *match,
 /* Try to become the writer; never waits. Sets `*busy` if another writer is active, and
  * then locks nothing and returns MLS_OK. Cuts incomplete records that a killed writer
  * left behind.
- * MLS_E_IO (EACCES, EROFS: the log was opened for reading); MLS_E_MEMORY. Nothing is
- * locked then. */
+ * MLS_E_IO (EACCES, EROFS: the log was opened for reading); MLS_E_MEMORY; MLS_E_STOPPED.
+ * Nothing is locked then. */
 mls_code mls_prompt_lock(mls_prompt_log *log, bool *busy, mls_status *st);
 void mls_prompt_unlock(mls_prompt_log *log);
 
@@ -169,7 +173,8 @@ typedef struct mls_prompt_item {
 /* Store the `count` records of one prompt, parents first, and set the result of each.
  * Evicts other records first if the log would exceed `max_bytes`; UINT64_MAX: unlimited.
  * Syncs once for each segment that is written to. On failure, segments that were complete
- * before stay; the rest is as before.
+ * before stay; the rest is as before. `progress` (may be NULL) here and below can stop
+ * the work, also a compaction.
  * MLS_E_VALUE: an item's end is wrong, or it has more tokens, parts or meta than a header
  * may have; nothing is stored then. MLS_E_SIZE: an item or the log is too large;
  * MLS_E_IO; MLS_E_MEMORY; MLS_E_STOPPED. */
@@ -180,18 +185,20 @@ mls_code mls_prompt_put(mls_prompt_log *log, const mls_prompt_prefix *prefix,
 /* Change the state of the `count` records with indices `hits` in a match, durably.
  * MLS_PROMPT_DELETE removes those that are not the parent of another record;
  * MLS_PROMPT_DROP removes all. `*changed` receives the number of changed records.
- * MLS_E_IO; MLS_E_MEMORY; MLS_E_SIZE: nothing changed. */
+ * MLS_E_IO; MLS_E_MEMORY; MLS_E_SIZE: nothing changed. MLS_E_STOPPED: all changed, but
+ * the log is not compacted. */
 mls_code mls_prompt_mark(mls_prompt_log *log, const mls_prompt_match *match,
                          const size_t *hits, size_t count, mls_prompt_operation operation,
-                         size_t *changed, mls_status *st);
+                         const mls_progress *progress, size_t *changed, mls_status *st);
 
 /* Evict the least recently used records until the log has at most `max_bytes`
  * (UINT64_MAX: evict none), and compact it. Pinned records and their ancestors stay, even
  * if they exceed `max_bytes`, unless an ancestor was removed; that is not an error.
  * `*freed` receives the number of bytes that the files have become shorter. MLS_E_IO;
- * MLS_E_MEMORY; MLS_E_SIZE; MLS_E_FORMAT: `index` is not a regular file. */
-mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *freed,
-                          mls_status *st);
+ * MLS_E_MEMORY; MLS_E_SIZE; MLS_E_STOPPED; MLS_E_FORMAT: `index` is not a regular
+ * file. */
+mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes,
+                          const mls_progress *progress, uint64_t *freed, mls_status *st);
 
 /* ---- the whole log ---- */
 
@@ -212,17 +219,17 @@ typedef struct mls_prompt_listed {
 
 /* Call visit(context, ...) with each record whose header can be read, in the order of
  * segments and of places in them, until it returns false. Needs no lock. MLS_E_MEMORY,
- * MLS_E_IO. */
+ * MLS_E_IO, MLS_E_STOPPED. */
 mls_code mls_prompt_list(mls_prompt_log *log,
                          bool (*visit)(void *context, const mls_prompt_listed *listed),
-                         void *context, mls_status *st);
+                         void *context, const mls_progress *progress, mls_status *st);
 
 typedef struct mls_prompt_stats {
     uint64_t records, blocks, pinned, live_bytes, disk_bytes, segments, memory_bytes;
 } mls_prompt_stats;
 
-/* Read the changes of other processes and set `*out`. MLS_E_MEMORY, MLS_E_IO: `*out` is
- * unchanged. */
+/* Read the changes of other processes and set `*out`. MLS_E_MEMORY, MLS_E_IO,
+ * MLS_E_STOPPED: `*out` is unchanged. */
 mls_code mls_prompt_stats_of(mls_prompt_log *log, mls_prompt_stats *out, mls_status *st);
 
 #endif

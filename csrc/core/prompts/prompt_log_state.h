@@ -70,7 +70,7 @@ struct mls_prompt_log {
     uint64_t index_bytes;  /* length of the index file */
     uint32_t synced_segment;      /* this process made this segment durable, */
     uint64_t synced_bytes;        /* up to here */
-    const mls_progress *progress; /* during the opening, which it can stop; else NULL */
+    const mls_progress *progress; /* stops scans, which hold `state`; or NULL */
 };
 
 /* ---- prompt_segments.c ---- */
@@ -173,15 +173,16 @@ mls_code mls_prompt_payload_check(int fd, uint64_t offset,
 
 /* Read the whole log anew: the index file, then the ends of the segments; without the
  * index file if `lacks_pinned`. A damaged header is skipped together with its record.
- * After a failure the log is empty and stale. MLS_E_IO, MLS_E_MEMORY. */
+ * After a failure the log is empty and stale. MLS_E_IO, MLS_E_MEMORY, MLS_E_STOPPED. */
 mls_code mls_prompt_load(mls_prompt_log *log, mls_status *st);
 
 /* Read the records that other processes appended since; the whole log if it was
- * compacted. Does nothing while this process writes. MLS_E_IO, MLS_E_MEMORY. */
+ * compacted. Does nothing while this process writes. MLS_E_IO, MLS_E_MEMORY,
+ * MLS_E_STOPPED: a later call continues. */
 mls_code mls_prompt_follow(mls_prompt_log *log, mls_status *st);
 
 /* Enter the records behind a damaged header at the end of the newest segment. MLS_E_IO,
- * MLS_E_MEMORY. */
+ * MLS_E_MEMORY, MLS_E_STOPPED. */
 mls_code mls_prompt_scan_behind_damage(mls_prompt_log *log, mls_status *st);
 
 /* Enter a record, or apply notes, whose header is at `offset` of `segment`: the new end
@@ -270,16 +271,17 @@ void mls_prompt_append_abort(mls_prompt_append *append);
 
 /* Evict and compact until `bytes` more bytes fit into `max_bytes`, and set `*fits` to
  * whether they do. Entries that are flagged MLS_PROMPT_KEPT stay; an eviction clears the
- * flags. If `bytes` exceeds `max_bytes`, nothing is evicted. MLS_E_IO, MLS_E_MEMORY,
- * MLS_E_SIZE. */
+ * flags. If `bytes` exceeds `max_bytes`, nothing is evicted. `progress` (may be NULL)
+ * can stop the compaction. MLS_E_IO, MLS_E_MEMORY, MLS_E_SIZE, MLS_E_STOPPED. */
 mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes,
-                              bool *fits, mls_status *st);
+                              const mls_progress *progress, bool *fits, mls_status *st);
 
 /* Compact the segments whose larger part is dead, and write the index file if it lacks
  * many records. `max_bytes`: the log's limit (UINT64_MAX: none), on which the length of a
- * segment depends; nothing is evicted. Errors as mls_prompt_append_commit and
- * mls_prompt_index_save. */
-mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status *st);
+ * segment depends; nothing is evicted. Failures are ignored, since no record is lost,
+ * but for MLS_E_STOPPED of `progress` (may be NULL). */
+mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes,
+                            const mls_progress *progress, mls_status *st);
 
 /* Append notes, durably. Errors as mls_prompt_append_commit; nothing changed then. */
 mls_code mls_prompt_write_notes(mls_prompt_log *log, const mls_prompt_note *notes,

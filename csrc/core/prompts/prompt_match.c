@@ -316,7 +316,7 @@ static bool is_damage(mls_code code)
 /* Check all proposals, in the order of the chain, and keep the good ones; set the length
  * of the match to the end of its last good block. A damaged one sets `*damaged`, is
  * listed in the match, and loses its entry. Those behind a damaged block are dropped:
- * nothing after it can be restored. MLS_E_IO, MLS_E_MEMORY. */
+ * nothing after it can be restored. MLS_E_IO, MLS_E_MEMORY, MLS_E_STOPPED. */
 static mls_code check_hits(search *s, bool *damaged, mls_status *st)
 {
     mls_prompt_match *match = s->match;
@@ -327,6 +327,9 @@ static mls_code check_hits(search *s, bool *damaged, mls_status *st)
     for (size_t i = 0; i < match->count; i++) {
         mls_prompt_hit *hit = &match->hits[i];
         const bool is_behind = is_cut && hit->start > match->length;
+        if (code == MLS_OK && !mls_progress_report(s->log->progress, 0)) {
+            code = mls_fail(st, MLS_E_STOPPED, "stopped");
+        }
         const mls_code result =
             code != MLS_OK || is_behind ? MLS_E_STOPPED : check_hit(s, i, st);
         if (result == MLS_OK) {

@@ -236,7 +236,6 @@ mls_code mls_prompt_log_open(const char *path, bool create, const mls_kernels *k
     if (code == MLS_OK) {
         code = mls_prompt_load(log, st);
     }
-    log->progress = NULL;
     if (code != MLS_OK) {
         mls_prompt_log_free(log);
         return code;

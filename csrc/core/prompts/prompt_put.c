@@ -263,9 +263,10 @@ static mls_code put_batch(put_work *w, size_t *next, mls_status *st)
      * entries in the index file */
     const uint64_t overhead =
         2 * MLS_PROMPT_FILE_HEAD + MLS_PROMPT_UNIT * (*next - first);
-    mls_code code = bytes == 0 ? MLS_OK
-                               : mls_prompt_make_room(w->log, bytes + overhead,
-                                                      w->max_bytes, &fits, st);
+    mls_code code = bytes == 0
+                        ? MLS_OK
+                        : mls_prompt_make_room(w->log, bytes + overhead, w->max_bytes,
+                                               w->progress, &fits, st);
     mls_prompt_lock_state(w->log);
     protect_stored(w, false);
     mls_prompt_unlock_state(w->log);
@@ -321,9 +322,8 @@ mls_code mls_prompt_put(mls_prompt_log *log, const mls_prompt_prefix *prefix,
     for (size_t next = 0; code == MLS_OK && next < count;) {
         code = put_batch(&w, &next, st);
     }
-    if (code == MLS_OK) { /* the records are stored, whether or not this succeeds */
-        mls_status ignored;
-        (void)mls_prompt_compact(log, max_bytes, &ignored);
+    if (code == MLS_OK) {
+        code = mls_prompt_compact(log, max_bytes, progress, st);
     }
     mls_free(w.chain);
     mls_free(w.headers);

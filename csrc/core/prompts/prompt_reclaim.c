@@ -140,6 +140,13 @@ static bool is_mostly_dead(const mls_prompt_segment *segment)
 
 /* ---- compaction ---- */
 
+/* How to compact; `limit` as in mls_prompt_append_begin. */
+typedef struct compaction {
+    mls_prompt_log *log;
+    uint64_t limit;
+    const mls_progress *progress; /* or NULL */
+} compaction;
+
 /* Return the numbers of the entries of segment `number`, and their `*count`. The caller
  * frees them. NULL: memory ran out. */
 static uint32_t *list_entries(const mls_prompt_log *log, uint32_t number, size_t *count)
@@ -264,11 +271,12 @@ static mls_code move_notes(mls_prompt_append *append, mls_prompt_file *file,
 }
 
 /* Append the live records (`live` bytes) and notes of the segment `file` of `length`
- * bytes, whose number is `segment`, to the newest segment, and commit them; `limit` as in
- * mls_prompt_append_begin. On failure the newest segment is as before. */
-static mls_code copy_live(mls_prompt_log *log, mls_prompt_file *file, uint64_t length,
-                          uint64_t live, uint32_t segment, uint64_t limit, mls_status *st)
+ * bytes, whose number is `segment`, to the newest segment, and commit them. On failure
+ * the newest segment is as before. */
+static mls_code copy_live(const compaction *c, mls_prompt_file *file, uint64_t length,
+                          uint64_t live, uint32_t segment, mls_status *st)
 {
+    mls_prompt_log *log = c->log;
     mls_prompt_append append;
     size_t count = 0;
     mls_prompt_lock_state(log);
@@ -277,7 +285,8 @@ static mls_code copy_live(mls_prompt_log *log, mls_prompt_file *file, uint64_t l
     if (numbers == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to compact a segment");
     }
-    mls_code code = mls_prompt_append_begin(log, live, limit, NULL, &append, st);
+    mls_code code =
+        mls_prompt_append_begin(log, live, c->limit, c->progress, &append, st);
     for (size_t i = 0; code == MLS_OK && i < count; i++) {
         code = move_record(&append, file, length, numbers[i], st);
     }
@@ -310,11 +319,10 @@ static mls_code remove_segment(mls_prompt_log *log, uint32_t number, mls_status 
 }
 
 /* Copy the live records of segment `number` to the newest one, and delete it. If it is
- * the newest, it gets a successor first, because it must stay as it is. `limit` as in
- * mls_prompt_append_begin. */
-static mls_code compact_segment(mls_prompt_log *log, uint32_t number, uint64_t limit,
-                                mls_status *st)
+ * the newest, it gets a successor first, because it must stay as it is. */
+static mls_code compact_segment(const compaction *c, uint32_t number, mls_status *st)
 {
+    mls_prompt_log *log = c->log;
     mls_prompt_file *file = NULL;
     mls_code code = MLS_OK;
     mls_prompt_lock_state(log);
@@ -329,7 +337,7 @@ static mls_code compact_segment(mls_prompt_log *log, uint32_t number, uint64_t l
     }
     mls_prompt_unlock_state(log);
     if (code == MLS_OK) {
-        code = copy_live(log, file, length, live, number, limit, st);
+        code = copy_live(c, file, length, live, number, st);
     }
     mls_prompt_file_release(file);
     return code == MLS_OK ? remove_segment(log, number, st) : code;
@@ -352,16 +360,15 @@ static uint32_t find_mostly_dead(mls_prompt_log *log, uint32_t last)
 }
 
 /* Compact all segments that are mostly dead; the newest too if `newest_too`. Segments
- * that this creates are left alone: one that has only notes is mostly dead. `limit` as in
- * mls_prompt_append_begin. */
-static mls_code compact_all(mls_prompt_log *log, uint64_t limit, bool newest_too,
-                            mls_status *st)
+ * that this creates are left alone: one that has only notes is mostly dead. */
+static mls_code compact_all(const compaction *c, bool newest_too, mls_status *st)
 {
+    mls_prompt_log *log = c->log;
     const uint32_t last = log->highest - !newest_too; /* only the writer changes it */
     mls_code code = MLS_OK;
     for (uint32_t number; code == MLS_OK && log->highest > 0 &&
                           (number = find_mostly_dead(log, last)) != MLS_PROMPT_NONE;) {
-        code = compact_segment(log, number, limit, st);
+        code = compact_segment(c, number, st);
     }
     return code;
 }
@@ -369,10 +376,11 @@ static mls_code compact_all(mls_prompt_log *log, uint64_t limit, bool newest_too
 /* Compact mostly dead segments, and save or pack the index if that pays. The newest
  * segment is not compacted: it still grows. If the file `used` is half full, apply and
  * empty it. */
-mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status *st)
+mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes,
+                            const mls_progress *progress, mls_status *st)
 {
-    mls_code code =
-        compact_all(log, mls_prompt_segment_limit(max_bytes), false /* older ones */, st);
+    const compaction c = {log, mls_prompt_segment_limit(max_bytes), progress};
+    mls_code code = compact_all(&c, false /* older ones */, st);
     mls_prompt_lock_state(log);
     if (used_bytes(log) > MLS_PROMPT_USED_MOST / 2) {
         merge_uses(log);
@@ -383,7 +391,7 @@ mls_code mls_prompt_compact(mls_prompt_log *log, uint64_t max_bytes, mls_status 
         code = mls_prompt_index_pack(&log->index, st);
     }
     mls_prompt_unlock_state(log);
-    return code;
+    return code == MLS_E_STOPPED ? code : MLS_OK;
 }
 
 /* ---- eviction ---- */
@@ -492,9 +500,9 @@ static bool evict_entry(mls_prompt_log *log, uint32_t number)
  * suffice. Then evict record by record; space becomes free only when a segment is mostly
  * dead and is compacted. */
 mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_bytes,
-                              bool *fits, mls_status *st)
+                              const mls_progress *progress, bool *fits, mls_status *st)
 {
-    const uint64_t limit = mls_prompt_segment_limit(max_bytes);
+    const compaction c = {log, mls_prompt_segment_limit(max_bytes), progress};
     size_t count = 0;
     *fits = max_bytes == UINT64_MAX || has_room(log, bytes, max_bytes);
     if (*fits || bytes > max_bytes) {
@@ -507,11 +515,11 @@ mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_
     if (list == NULL) {
         return mls_fail(st, MLS_E_MEMORY, "no memory to choose records to evict");
     }
-    mls_code code = compact_all(log, limit, true /* newest too */, st);
+    mls_code code = compact_all(&c, true /* newest too */, st);
     *fits = code == MLS_OK && has_room(log, bytes, max_bytes);
     for (size_t i = 0; code == MLS_OK && !*fits && i < count; i++) {
         if (evict_entry(log, list[i].number)) {
-            code = compact_all(log, limit, true /* newest too */, st);
+            code = compact_all(&c, true /* newest too */, st);
             *fits = code == MLS_OK && has_room(log, bytes, max_bytes);
         }
     }
@@ -522,17 +530,17 @@ mls_code mls_prompt_make_room(mls_prompt_log *log, uint64_t bytes, uint64_t max_
 /* Evict and compact. Compact the newest segment too, and write the index file, which is
  * then as short as possible. Returns MLS_OK even if the log does not fit: pinned records
  * may exceed the limit. `*freed` is set on failure too, to the bytes freed until then. */
-mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes, uint64_t *freed,
-                          mls_status *st)
+mls_code mls_prompt_prune(mls_prompt_log *log, uint64_t max_bytes,
+                          const mls_progress *progress, uint64_t *freed, mls_status *st)
 {
+    const compaction c = {log, mls_prompt_segment_limit(max_bytes), progress};
     bool fits = false;
     mls_prompt_lock_state(log);
     const uint64_t before = mls_prompt_disk_bytes(log);
     mls_prompt_unlock_state(log);
-    mls_code code = mls_prompt_make_room(log, 0, max_bytes, &fits, st);
+    mls_code code = mls_prompt_make_room(log, 0, max_bytes, progress, &fits, st);
     if (code == MLS_OK) {
-        code = compact_all(log, mls_prompt_segment_limit(max_bytes),
-                           true /* newest too */, st);
+        code = compact_all(&c, true /* newest too */, st);
     }
     mls_prompt_lock_state(log);
     if (code == MLS_OK) {
@@ -614,11 +622,10 @@ static size_t choose_notes(mls_prompt_log *log, const mls_prompt_match *match,
     return chosen;
 }
 
-/* Change the state of records by notes. The notes are durable before the log is
- * compacted, so a failed compaction is ignored. */
+/* Change the state of records by notes, which are durable before the log is compacted. */
 mls_code mls_prompt_mark(mls_prompt_log *log, const mls_prompt_match *match,
                          const size_t *hits, size_t count, mls_prompt_operation operation,
-                         size_t *changed, mls_status *st)
+                         const mls_progress *progress, size_t *changed, mls_status *st)
 {
     mls_prompt_note *notes = mls_alloc(count, sizeof *notes);
     size_t chosen = 0;
@@ -634,12 +641,11 @@ mls_code mls_prompt_mark(mls_prompt_log *log, const mls_prompt_match *match,
     if (chosen > 0) {
         code = mls_prompt_write_notes(log, notes, chosen, st);
     }
-    if (code == MLS_OK && chosen > 0) {
-        mls_status ignored;
-        (void)mls_prompt_compact(log, UINT64_MAX, &ignored);
+    *changed = code == MLS_OK ? chosen : 0;
+    if (*changed > 0) {
+        code = mls_prompt_compact(log, UINT64_MAX, progress, st);
     }
     mls_free(children);
     mls_free(notes);
-    *changed = code == MLS_OK ? chosen : 0;
     return code;
 }

@@ -429,6 +429,7 @@ mls_code mls_prompt_follow(mls_prompt_log *log, mls_status *st)
     if (!changed && read_hint(log) > log->highest) {
         code = scan_folder(log, st);
         changed = log->is_stale;
+        log->is_stale = changed || code != MLS_OK; /* what it skipped is not known */
     } else if (!changed && log->segment_count > 0) {
         code = scan_newest(log, false /* end at damage */, &changed, st);
     }

@@ -124,7 +124,7 @@ static bool is_system_error(mls_code code, const mls_status *st)
  * a segment that is gone, are left out. */
 mls_code mls_prompt_list(mls_prompt_log *log,
                          bool (*visit)(void *context, const mls_prompt_listed *listed),
-                         void *context, mls_status *st)
+                         void *context, const mls_progress *progress, mls_status *st)
 {
     mls_prompt_entry *entries = NULL;
     size_t count = 0;
@@ -135,6 +135,10 @@ mls_code mls_prompt_list(mls_prompt_log *log,
         mls_prompt_listed listed = {.is_pinned =
                                         (entries[i].flags & MLS_PROMPT_PINNED) != 0,
                                     .used = entries[i].used};
+        if (!mls_progress_report(progress, 0)) {
+            code = mls_fail(st, MLS_E_STOPPED, "stopped");
+            break;
+        }
         const mls_code result =
             read_entry(log, &entries[i], header_buffer, &listed.hit, st);
         const bool is_gone = result == MLS_E_IO && st->os_error == ENOENT;
@@ -191,6 +195,9 @@ static mls_code verify_entry(verification *v, const mls_prompt_entry *entry,
 {
     unsigned char header_buffer[MLS_PROMPT_HEAD_READ];
     mls_prompt_hit hit;
+    if (!mls_progress_report(v->progress, 0)) {
+        return mls_fail(st, MLS_E_STOPPED, "stopped");
+    }
     mls_code code = read_entry(v->log, entry, header_buffer, &hit, st);
     const bool is_gone = code == MLS_E_IO && st->os_error == ENOENT;
     if (code == MLS_OK) {

@@ -58,25 +58,25 @@ static mls_code cut_newest(mls_prompt_log *log, mls_status *st)
     return reason == 0 ? MLS_OK : mls_fail_os(st, reason, "cannot repair %s", name);
 }
 
-/* Return whether the record of an entry, in the segment `fd` whose records end at `end`,
- * is damaged. An error of the system does not prove it. `buffer` has BUFFER bytes. */
-static bool is_damaged(const mls_prompt_log *log, const mls_prompt_entry *entry, int fd,
-                       uint64_t end, unsigned char *buffer)
+/* Compare the record of an entry, in the segment `fd` whose records end at `end`, with
+ * its checksums. `buffer` has BUFFER bytes. Errors as mls_prompt_header_read and
+ * mls_prompt_payload_check. */
+static mls_code check_record(const mls_prompt_log *log, const mls_prompt_entry *entry,
+                             int fd, uint64_t end, unsigned char *buffer, mls_status *st)
 {
     const uint64_t offset = mls_prompt_entry_offset(entry);
     unsigned char header_buffer[MLS_PROMPT_HEAD_READ], *bytes = header_buffer;
     mls_prompt_header header;
-    mls_status ignored;
     mls_code code = mls_prompt_header_read(fd, offset, end - offset, log->crc,
-                                           header_buffer, &bytes, &header, &ignored);
+                                           header_buffer, &bytes, &header, st);
     if (code == MLS_OK) {
         code = mls_prompt_payload_check(fd, offset, &header, log->crc, buffer, BUFFER,
-                                        NULL, &ignored);
+                                        log->progress, st);
     }
     if (bytes != header_buffer) {
         mls_free(bytes);
     }
-    return code == MLS_E_CHECKSUM || code == MLS_E_FORMAT;
+    return code;
 }
 
 /* Return whether the last put wrote the record of an entry. The records of one commit are
@@ -110,8 +110,8 @@ static mls_code add_deletion(note_list *list, const mls_prompt_entry *entry,
 }
 
 /* Append a deletion to `out` for each damaged record of the last put. Does nothing if no
- * put is newer than the index file: it is written after the records are durable.
- * MLS_E_MEMORY, MLS_E_IO, MLS_E_FORMAT. */
+ * put is newer than the index file: it is written after the records are durable. An error
+ * of the system proves no damage. MLS_E_MEMORY, MLS_E_IO, MLS_E_FORMAT, MLS_E_STOPPED. */
 static mls_code list_damage_of_last_put(mls_prompt_log *log, note_list *out,
                                         mls_status *st)
 {
@@ -125,9 +125,14 @@ static mls_code list_damage_of_last_put(mls_prompt_log *log, note_list *out,
                                    : mls_prompt_segment_hold(log, segment, &file, st);
     for (uint32_t i = 0; code == MLS_OK && i < log->index.count; i++) {
         const mls_prompt_entry *entry = &log->index.entries[i];
-        if (is_of_last_put(log, entry) &&
-            is_damaged(log, entry, file->fd, segment->bytes, buffer)) {
+        const mls_code result =
+            is_of_last_put(log, entry)
+                ? check_record(log, entry, file->fd, segment->bytes, buffer, st)
+                : MLS_OK;
+        if (result == MLS_E_CHECKSUM || result == MLS_E_FORMAT) {
             code = add_deletion(out, entry, st);
+        } else if (result == MLS_E_STOPPED) {
+            code = result;
         }
     }
     mls_prompt_file_release(file);

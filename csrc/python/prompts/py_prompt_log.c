@@ -5,6 +5,7 @@
 #include "arguments/progress.h"
 #include "arguments/results.h"
 #include "array/array_view.h"
+#include "common/attempts.h"
 #include "common/errors.h"
 #include "common/functions.h"
 #include "common/gil.h"
@@ -64,6 +65,25 @@ static void end_call(mlspy_prompt_log *self)
     }
 }
 
+/* Raise the error of a call of the core; after MLS_E_STOPPED the exception of a signal
+ * handler is set already. Does nothing after MLS_OK. Returns NULL. */
+static PyObject *raise_failure(const mlspy_state *state, mls_code code,
+                               const mls_status *st, PyObject *path)
+{
+    if (code != MLS_OK && code != MLS_E_STOPPED) {
+        mlspy_raise(state, st, path);
+    }
+    return NULL;
+}
+
+/* Begin work without the GIL and without the log's own lock: a signal stops it, and its
+ * handler runs meanwhile. The caller ends it with mlspy_progress_end. */
+static void begin_work(mlspy_progress *progress)
+{
+    (void)mlspy_progress_init(progress, Py_None); /* cannot fail with None */
+    mlspy_progress_begin(progress);
+}
+
 static void log_dealloc(mlspy_prompt_log *self)
 {
     mls_prompt_log_free(self->log);
@@ -75,11 +95,12 @@ static void log_dealloc(mlspy_prompt_log *self)
  * and it is missing. Raises the exceptions of mls_prompt_log_open, with `path`. */
 static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
+    static const mls_progress progress = {.report = mlspy_attempt_goes_on};
     const mlspy_state *state = mlspy_state_of_type(type);
     PyObject *path, *encoded = NULL;
     int create;
     mls_status st;
-    mls_code code;
+    mls_code code = MLS_E_STOPPED;
     if (mlspy_take_positional(type, args, kwargs, "Op", &path, &create) < 0 ||
         !PyUnicode_FSConverter(path, &encoded)) {
         return NULL;
@@ -88,15 +109,11 @@ static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
     if (self != NULL) {
         self->path = PyUnicode_DecodeFSDefault(PyBytes_AS_STRING(encoded));
         const char *name = PyBytes_AS_STRING(encoded);
-        mlspy_progress progress;
-        (void)mlspy_progress_init(&progress, Py_None); /* cannot fail with None */
-        mlspy_progress_begin(&progress);
-        code = mls_prompt_log_open(name, create, state->kernels, &progress.core,
-                                   &self->log, &st);
-        mlspy_progress_end(&progress);
-        if (code != MLS_OK && code != MLS_E_STOPPED) {
-            mlspy_raise(state, &st, path);
+        for (mlspy_attempts attempts = {0}; mlspy_attempt(&attempts, code);) {
+            MLSPY_WITHOUT_GIL(code = mls_prompt_log_open(name, create, state->kernels,
+                                                         &progress, &self->log, &st));
         }
+        raise_failure(state, code, &st, path);
         if (code != MLS_OK || self->path == NULL) {
             Py_CLEAR(self);
         }
@@ -111,12 +128,19 @@ static PyObject *log_close(mlspy_prompt_log *self, PyObject *unused)
 {
     (void)unused;
     mls_prompt_log *log = begin_call(self);
+    mlspy_attempts attempts = {0};
     if (log == NULL) {
         PyErr_Clear(); /* it is closed already */
     } else {
-        MLSPY_WITHOUT_GIL(mls_prompt_log_save_index(log));
+        if (mlspy_attempt(&attempts, MLS_E_STOPPED)) {
+            MLSPY_WITHOUT_GIL(mls_prompt_log_save_index(log));
+            (void)mlspy_attempt(&attempts, MLS_OK); /* the first one is enough */
+        }
         end_call(self);
         close_log(self);
+        if (PyErr_Occurred()) { /* of a signal handler */
+            return NULL;
+        }
     }
     Py_RETURN_NONE;
 }
@@ -177,7 +201,7 @@ static PyObject *log_match(mlspy_prompt_log *self, PyObject *const *args,
     mls_prompt_prefix prefix = {0};
     mls_prompt_match *match = NULL;
     mls_status st;
-    mls_code code;
+    mls_code code = MLS_E_STOPPED;
     if (mlspy_take_count("match", 3, count) < 0 ||
         take_prefix(state, args, &prefix) < 0) {
         return NULL;
@@ -185,9 +209,11 @@ static PyObject *log_match(mlspy_prompt_log *self, PyObject *const *args,
     mls_prompt_log *log = begin_call(self);
     PyObject *result = NULL;
     if (log != NULL) {
-        MLSPY_WITHOUT_GIL(code = mls_prompt_match_new(log, &prefix, &match, &st));
+        for (mlspy_attempts attempts = {0}; mlspy_attempt(&attempts, code);) {
+            MLSPY_WITHOUT_GIL(code = mls_prompt_match_new(log, &prefix, &match, &st));
+        }
         result = code == MLS_OK ? mlspy_prompt_match_of(state, match, self->path)
-                                : mlspy_raise(state, &st, self->path);
+                                : raise_failure(state, code, &st, self->path);
         end_call(self);
     }
     release_prefix(&prefix);
@@ -219,15 +245,17 @@ static int become_writer(const mlspy_state *state, mlspy_prompt_log *self, doubl
     for (;;) {
         bool busy = false;
         mls_status st;
-        mls_code code;
-        MLSPY_WITHOUT_GIL(code = mls_prompt_lock(self->log, &busy, &st));
+        mls_code code = MLS_E_STOPPED;
+        for (mlspy_attempts attempts = {0}; mlspy_attempt(&attempts, code);) {
+            MLSPY_WITHOUT_GIL(code = mls_prompt_lock(self->log, &busy, &st));
+        }
         if (code == MLS_OK && busy && read_seconds() >= end) {
             code = mls_fail_os(&st, EBUSY,
                                "another process or thread writes to the prompt store; "
                                "to wait longer, pass lock_timeout= in seconds");
         }
         if (code != MLS_OK) {
-            mlspy_raise(state, &st, self->path);
+            raise_failure(state, code, &st, self->path);
             return -1;
         }
         if (!busy) {
@@ -467,17 +495,14 @@ static PyObject *put_locked(const mlspy_state *state, mlspy_prompt_log *self,
     for (size_t i = 0; i < all->count; i++) {
         all->items[i].source = &source.core;
     }
-    (void)mlspy_progress_init(&progress, Py_None); /* cannot fail with None */
-    mlspy_progress_begin(&progress);
+    begin_work(&progress);
     const mls_code code = mls_prompt_put(self->log, prefix, all->items, all->count,
                                          max_bytes, &progress.core, &st);
     mls_prompt_unlock(self->log);
     mlspy_progress_end(&progress);
     mlspy_view_release(&source.view);
-    if (code == MLS_E_STOPPED) {
-        return NULL; /* the signal's exception is set */
-    }
-    return code == MLS_OK ? put_results(all) : mlspy_raise(state, &st, self->path);
+    return code == MLS_OK ? put_results(all)
+                          : raise_failure(state, code, &st, self->path);
 }
 
 /* put(fingerprint, tokens, block_tokens, records, max_bytes, timeout) -> [int, ...]:
@@ -562,7 +587,6 @@ static PyObject *mark_records(const mlspy_state *state, mlspy_prompt_log *self,
     PyObject *result = NULL;
     size_t changed = 0;
     mls_status st;
-    mls_code code;
     size_t *hits = take_hits(match, numbers);
     if (hits == NULL || begin_call(self) == NULL) {
         mls_free(hits);
@@ -570,11 +594,14 @@ static PyObject *mark_records(const mlspy_state *state, mlspy_prompt_log *self,
     }
     if (become_writer(state, self, timeout) == 0) {
         const size_t count = (size_t)PyTuple_GET_SIZE(numbers);
-        MLSPY_WITHOUT_GIL(code = mls_prompt_mark(self->log, match, hits, count, operation,
-                                                 &changed, &st);
-                          mls_prompt_unlock(self->log));
+        mlspy_progress progress;
+        begin_work(&progress);
+        const mls_code code = mls_prompt_mark(self->log, match, hits, count, operation,
+                                              &progress.core, &changed, &st);
+        mls_prompt_unlock(self->log);
+        mlspy_progress_end(&progress);
         result = code == MLS_OK ? PyLong_FromSize_t(changed)
-                                : mlspy_raise(state, &st, self->path);
+                                : raise_failure(state, code, &st, self->path);
     }
     end_call(self);
     mls_free(hits);
@@ -617,7 +644,6 @@ static PyObject *log_prune(mlspy_prompt_log *self, PyObject *const *args,
     uint64_t max_bytes = 0, freed = 0;
     double timeout = 0;
     mls_status st;
-    mls_code code;
     PyObject *result = NULL;
     if (mlspy_take_count("prune", 2, count) < 0 ||
         take_limit(state, args[0], &max_bytes) < 0 ||
@@ -625,16 +651,35 @@ static PyObject *log_prune(mlspy_prompt_log *self, PyObject *const *args,
         return NULL;
     }
     if (become_writer(state, self, timeout) == 0) {
-        MLSPY_WITHOUT_GIL(code = mls_prompt_prune(self->log, max_bytes, &freed, &st);
-                          mls_prompt_unlock(self->log));
+        mlspy_progress progress;
+        begin_work(&progress);
+        const mls_code code =
+            mls_prompt_prune(self->log, max_bytes, &progress.core, &freed, &st);
+        mls_prompt_unlock(self->log);
+        mlspy_progress_end(&progress);
         result = code == MLS_OK ? PyLong_FromUnsignedLongLong(freed)
-                                : mlspy_raise(state, &st, self->path);
+                                : raise_failure(state, code, &st, self->path);
     }
     end_call(self);
     return result;
 }
 
 /* ---- the whole log ---- */
+
+/* Read the changes of other processes, and set `*out`. A signal stops this reading, but
+ * not the one that the core repeats before it lists or verifies records, which is
+ * short then. Returns -1 with an exception set. */
+static int read_changes(const mlspy_state *state, mlspy_prompt_log *self,
+                        mls_prompt_stats *out)
+{
+    mls_status st;
+    mls_code code = MLS_E_STOPPED;
+    for (mlspy_attempts attempts = {0}; mlspy_attempt(&attempts, code);) {
+        MLSPY_WITHOUT_GIL(code = mls_prompt_stats_of(self->log, out, &st));
+    }
+    raise_failure(state, code, &st, self->path);
+    return code == MLS_OK ? 0 : -1;
+}
 
 /* Return a list of (name of the segment, offset, text) for `count` damaged records. */
 static PyObject *damage_list(const mls_prompt_damage *damage, size_t count)
@@ -661,8 +706,7 @@ static PyObject *verify_log(const mlspy_state *state, mlspy_prompt_log *self, bo
     mlspy_progress progress;
     mls_status st;
     PyObject *result = NULL;
-    (void)mlspy_progress_init(&progress, Py_None); /* cannot fail with None */
-    mlspy_progress_begin(&progress);
+    begin_work(&progress);
     const mls_code code =
         mls_prompt_verify(self->log, repair, &progress.core, &damage, &count, &st);
     if (repair) {
@@ -671,8 +715,8 @@ static PyObject *verify_log(const mlspy_state *state, mlspy_prompt_log *self, bo
     mlspy_progress_end(&progress);
     if (code == MLS_OK) {
         result = damage_list(damage, count);
-    } else if (code != MLS_E_STOPPED) {
-        mlspy_raise(state, &st, self->path);
+    } else {
+        raise_failure(state, code, &st, self->path);
     }
     mls_free(damage);
     return result;
@@ -683,9 +727,13 @@ static PyObject *verify_log(const mlspy_state *state, mlspy_prompt_log *self, bo
 static PyObject *log_verify(mlspy_prompt_log *self, PyObject *unused)
 {
     (void)unused;
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
+    mls_prompt_stats ignored;
     PyObject *result = NULL;
     if (begin_call(self) != NULL) {
-        result = verify_log(mlspy_state_of_type(Py_TYPE(self)), self, false);
+        if (read_changes(state, self, &ignored) == 0) {
+            result = verify_log(state, self, false);
+        }
         end_call(self);
     }
     return result;
@@ -725,7 +773,7 @@ static PyObject *tokens_array(const mls_prompt_header *header)
  * exception. */
 typedef struct record_list {
     PyObject *list;
-    PyThreadState *saved;
+    mlspy_progress progress;
 } record_list;
 
 /* The callback of mls_prompt_list: append one record, with the GIL held meanwhile.
@@ -735,7 +783,7 @@ static bool list_record(void *context, const mls_prompt_listed *listed)
     record_list *records = context;
     const mls_prompt_hit *hit = &listed->hit;
     const mls_prompt_header *header = &hit->header;
-    PyEval_RestoreThread(records->saved);
+    PyEval_RestoreThread(records->progress.saved);
     PyObject *tokens = tokens_array(header);
     mlspy_append(&records->list,
                  Py_BuildValue("(y#y#Iny#KNINy#)", header->key.bytes,
@@ -746,9 +794,8 @@ static bool list_record(void *context, const mls_prompt_listed *listed)
                                (unsigned long long)hit->payload_bytes,
                                PyBool_FromLong(listed->is_pinned), (unsigned)listed->used,
                                tokens, header->meta, (Py_ssize_t)header->meta_bytes));
-    const bool goes_on = records->list != NULL && PyErr_CheckSignals() == 0;
-    records->saved = PyEval_SaveThread();
-    return goes_on;
+    records->progress.saved = PyEval_SaveThread();
+    return records->list != NULL;
 }
 
 /* records() -> [(key, parent, kind, end, fingerprint, bytes, pinned, used, tokens, meta),
@@ -757,23 +804,23 @@ static bool list_record(void *context, const mls_prompt_listed *listed)
  * later. */
 static PyObject *log_records(mlspy_prompt_log *self, PyObject *unused)
 {
+    const mlspy_state *state = mlspy_state_of_type(Py_TYPE(self));
     (void)unused;
+    mls_prompt_stats ignored;
     mls_status st;
-    mls_prompt_log *log = begin_call(self);
-    if (log == NULL) {
+    if (begin_call(self) == NULL) {
         return NULL;
     }
     record_list records = {.list = PyList_New(0)};
-    if (records.list != NULL) {
-        records.saved = PyEval_SaveThread();
-        const mls_code code = mls_prompt_list(log, list_record, &records, &st);
-        PyEval_RestoreThread(records.saved);
-        if (code != MLS_OK) {
-            mlspy_raise(mlspy_state_of_type(Py_TYPE(self)), &st, self->path);
-        }
-        if (PyErr_Occurred()) {
-            Py_CLEAR(records.list);
-        }
+    if (records.list != NULL && read_changes(state, self, &ignored) == 0) {
+        begin_work(&records.progress);
+        const mls_code code = mls_prompt_list(self->log, list_record, &records,
+                                              &records.progress.core, &st);
+        mlspy_progress_end(&records.progress);
+        raise_failure(state, code, &st, self->path);
+    }
+    if (PyErr_Occurred()) {
+        Py_CLEAR(records.list);
     }
     end_call(self);
     return records.list;
@@ -786,16 +833,13 @@ static PyObject *log_stats(mlspy_prompt_log *self, PyObject *unused)
 {
     (void)unused;
     mls_prompt_stats stats = {0};
-    mls_status st;
-    mls_code code;
-    mls_prompt_log *log = begin_call(self);
-    if (log == NULL) {
+    if (begin_call(self) == NULL) {
         return NULL;
     }
-    MLSPY_WITHOUT_GIL(code = mls_prompt_stats_of(log, &stats, &st));
+    const int failed = read_changes(mlspy_state_of_type(Py_TYPE(self)), self, &stats);
     end_call(self);
-    if (code != MLS_OK) {
-        return mlspy_raise(mlspy_state_of_type(Py_TYPE(self)), &st, self->path);
+    if (failed < 0) {
+        return NULL;
     }
     return Py_BuildValue("{sKsKsKsKsKsKsK}", "records", stats.records, "blocks",
                          stats.blocks, "pinned", stats.pinned, "live_bytes",

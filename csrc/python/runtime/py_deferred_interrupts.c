@@ -18,11 +18,13 @@
  *         finally:
  *             end()
  */
+#include "common/attempts.h"
 #include "common/functions.h"
 
 #include <pthread.h>
 #include <signal.h>
 #include <stdbool.h>
+#include <time.h>
 #include <unistd.h>
 #ifdef __linux__
 #    include <sys/syscall.h>
@@ -30,11 +32,13 @@
 
 static const int deferrable[] = {SIGINT, SIGALRM, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2};
 enum { SIGNALS = sizeof deferrable / sizeof *deferrable };
+enum { PATIENCE = 20 * 1000 * 1000 }; /* nanoseconds, of a second attempt at least */
 
 /* Only the main thread changes these, except the notes of the signals. */
 static struct {
-    int depth;        /* sections entered and not left */
-    pthread_t thread; /* of the sections */
+    int depth;          /* sections entered and not left */
+    int64_t stops_from; /* signals stop an attempt from this time on; 0: it is not one */
+    pthread_t thread;   /* of the sections */
     bool installed[SIGNALS];
     struct sigaction replaced[SIGNALS];
     volatile sig_atomic_t noted[NSIG];
@@ -224,15 +228,21 @@ static PyObject *section_is_active(PyObject *unused, PyObject *none)
     return PyBool_FromLong(sections.depth > 0 && in_main_thread());
 }
 
+/* Return whether a signal waits for the end of the section. */
+static bool is_pending(void)
+{
+    bool pending = false;
+    for (int i = 0; i < SIGNALS; i++) {
+        pending = pending || sections.noted[deferrable[i]];
+    }
+    return pending;
+}
+
 /* is_pending() -> whether a signal waits for the end of the section */
 static PyObject *section_is_pending(section_object *self, PyObject *unused)
 {
-    bool pending = false;
     (void)unused;
-    for (int i = 0; i < SIGNALS && self->entered; i++) {
-        pending = pending || sections.noted[deferrable[i]];
-    }
-    return PyBool_FromLong(pending);
+    return PyBool_FromLong(self->entered && is_pending());
 }
 
 /* A lost section ends, in the main thread. */
@@ -246,6 +256,57 @@ static void section_dealloc(section_object *self)
         (void)Py_AddPendingCall(leave, NULL);
     }
     mlspy_free(self);
+}
+
+/* ---- attempts ---- */
+
+/* Return a monotonic time in nanoseconds. */
+static int64_t read_nanoseconds(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+/* End an attempt, and return whether another one follows. */
+static bool end_attempt(mlspy_attempts *attempts, mls_code code)
+{
+    const int64_t took = read_nanoseconds() - attempts->began;
+    attempts->patience = took > PATIENCE / 2 ? 2 * took : PATIENCE;
+    if (attempts->is_section) {
+        sections.stops_from = sections.depth == 1 ? 0 : sections.stops_from;
+        leave(NULL);
+    }
+    return code == MLS_E_STOPPED && PyErr_CheckSignals() == 0;
+}
+
+/* Signals stop only the outermost section: any other one is a part of a longer one. */
+bool mlspy_attempt(mlspy_attempts *attempts, mls_code code)
+{
+    if (attempts->is_running && !end_attempt(attempts, code)) {
+        return false;
+    }
+    attempts->is_running = true;
+    attempts->is_section = in_main_thread();
+    attempts->began = read_nanoseconds();
+    if (attempts->is_section) {
+        if (enter() < 0) {
+            leave(NULL);
+            return false;
+        }
+        if (sections.depth == 1) {
+            sections.stops_from = attempts->began + attempts->patience;
+        }
+    }
+    return true;
+}
+
+bool mlspy_attempt_goes_on(void *unused, uint64_t bytes)
+{
+    (void)unused;
+    (void)bytes;
+    return !in_main_thread() || sections.stops_from == 0 || !is_pending() ||
+           read_nanoseconds() < sections.stops_from;
 }
 
 /* ---- the type ---- */

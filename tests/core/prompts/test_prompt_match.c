@@ -55,9 +55,10 @@ static void *work(void *context)
         bool busy = false;
         uint64_t freed;
         if (i % 3 == 0 && mls_prompt_lock(shared, &busy, &st) == MLS_OK && !busy) {
-            mls_code code = i % 15 == 0 ? mls_prompt_prune(shared, 4000, &freed, &st)
-                                        : mls_prompt_put(shared, &prefix, items, 3,
-                                                         UINT64_MAX, NULL, &st);
+            mls_code code =
+                i % 15 == 0
+                    ? mls_prompt_prune(shared, 4000, NULL, &freed, &st)
+                    : mls_prompt_put(shared, &prefix, items, 3, UINT64_MAX, NULL, &st);
             __atomic_add_fetch(&wrong, code != MLS_OK, __ATOMIC_RELAXED);
             mls_prompt_unlock(shared);
         }

@@ -14,7 +14,7 @@ static uint64_t prune(mls_prompt_log *log, uint64_t max_bytes)
     uint64_t freed = 0;
     bool busy = true;
     CHECK(mls_prompt_lock(log, &busy, &status) == MLS_OK && !busy);
-    CHECK(mls_prompt_prune(log, max_bytes, &freed, &status) == MLS_OK);
+    CHECK(mls_prompt_prune(log, max_bytes, NULL, &freed, &status) == MLS_OK);
     mls_prompt_unlock(log);
     return freed;
 }
@@ -28,7 +28,7 @@ TEST(pins_stay_with_their_ancestors)
     CHECK(put_bytes(log, &p, 3, PAYLOAD, UINT64_MAX) == 3);
     mls_prompt_match *match = match_tokens(log, &p, 12);
     REQUIRE(mls_prompt_lock(log, &busy, &status) == MLS_OK && !busy);
-    CHECK(mls_prompt_mark(log, match, &tip, 1, MLS_PROMPT_PIN, &changed, &status) ==
+    CHECK(mls_prompt_mark(log, match, &tip, 1, MLS_PROMPT_PIN, NULL, &changed, &status) ==
           MLS_OK);
     CHECK(changed == 1);
     mls_prompt_unlock(log);
@@ -59,8 +59,8 @@ TEST(pins_of_a_circular_chain_end)
     mls_prompt_match *match = match_tokens(log, &p, 12);
     log->index.entries[0].parent = 2; /* forged: the last block */
     REQUIRE(mls_prompt_lock(log, &busy, &status) == MLS_OK && !busy);
-    CHECK(mls_prompt_mark(log, match, &middle, 1, MLS_PROMPT_PIN, &changed, &status) ==
-          MLS_OK);
+    CHECK(mls_prompt_mark(log, match, &middle, 1, MLS_PROMPT_PIN, NULL, &changed,
+                          &status) == MLS_OK);
     mls_prompt_unlock(log);
     mls_prompt_match_free(match);
     CHECK(changed == 1);

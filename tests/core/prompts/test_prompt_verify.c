@@ -17,10 +17,12 @@ TEST(records_are_listed_until_the_visitor_has_enough)
     mls_prompt_log *log = open_log();
     size_t count = 0;
     CHECK(put_blocks(log, 1, 3) == 3);
-    CHECK(mls_prompt_list(log, count_records, &count, &status) == MLS_OK && count == 3);
+    CHECK(mls_prompt_list(log, count_records, &count, NULL, &status) == MLS_OK &&
+          count == 3);
     CHECK(put_blocks(log, 2, 3) == 3);
     count = 0;
-    CHECK(mls_prompt_list(log, count_records, &count, &status) == MLS_OK && count == 5);
+    CHECK(mls_prompt_list(log, count_records, &count, NULL, &status) == MLS_OK &&
+          count == 5);
     mls_prompt_log_free(log);
 }
 
@@ -49,7 +51,7 @@ TEST(too_many_open_files_are_no_damage)
     bool busy = true;
     CHECK(put_bytes(log, &p, 3, 40000, 1 << 20) == 3 && log->segment_count > 1);
     REQUIRE(mls_prompt_lock(log, &busy, &status) == MLS_OK && !busy);
-    CHECK(mls_prompt_prune(log, UINT64_MAX, &freed, &status) == MLS_OK);
+    CHECK(mls_prompt_prune(log, UINT64_MAX, NULL, &freed, &status) == MLS_OK);
     mls_prompt_unlock(log);
     mls_prompt_log_free(log);
     log = open_log(); /* only the newest segment is open */
@@ -59,7 +61,7 @@ TEST(too_many_open_files_are_no_damage)
     const struct rlimit none = {.rlim_cur = (rlim_t)lowest, .rlim_max = before.rlim_max};
     REQUIRE(setrlimit(RLIMIT_NOFILE, &none) == 0);
     const mls_code code = mls_prompt_verify(log, true, NULL, &damage, &count, &status);
-    CHECK(mls_prompt_list(log, count_records, &count, &status) == MLS_E_IO);
+    CHECK(mls_prompt_list(log, count_records, &count, NULL, &status) == MLS_E_IO);
     REQUIRE(setrlimit(RLIMIT_NOFILE, &before) == 0);
     mls_prompt_unlock(log);
     CHECK(code == MLS_E_IO && status.os_error == EMFILE);

@@ -139,8 +139,8 @@ static inline bool mark_all(mls_prompt_log *log, uint32_t number,
     }
     mls_code code = mls_prompt_lock(log, &busy, &status);
     if (code == MLS_OK && !busy) {
-        code =
-            mls_prompt_mark(log, match, hits, match->count, operation, changed, &status);
+        code = mls_prompt_mark(log, match, hits, match->count, operation, NULL, changed,
+                               &status);
         mls_prompt_unlock(log);
     }
     mls_prompt_match_free(match);
