@@ -32,6 +32,6 @@ bool mlspy_attempt(mlspy_attempts *attempts, mls_code code);
 
 /* For mls_progress.report: false if a signal stops the attempt of this thread. Does not
  * need the GIL. */
-bool mlspy_attempt_goes_on(void *unused, uint64_t bytes);
+bool mlspy_attempt_continues(void *unused, uint64_t bytes);
 
 #endif

@@ -95,7 +95,7 @@ static void log_dealloc(mlspy_prompt_log *self)
  * and it is missing. Raises the exceptions of mls_prompt_log_open, with `path`. */
 static PyObject *log_new(PyTypeObject *type, PyObject *args, PyObject *kwargs)
 {
-    static const mls_progress progress = {.report = mlspy_attempt_goes_on};
+    static const mls_progress progress = {.report = mlspy_attempt_continues};
     const mlspy_state *state = mlspy_state_of_type(type);
     PyObject *path, *encoded = NULL;
     int create;

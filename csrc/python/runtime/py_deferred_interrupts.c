@@ -301,7 +301,7 @@ bool mlspy_attempt(mlspy_attempts *attempts, mls_code code)
     return true;
 }
 
-bool mlspy_attempt_goes_on(void *unused, uint64_t bytes)
+bool mlspy_attempt_continues(void *unused, uint64_t bytes)
 {
     (void)unused;
     (void)bytes;
