@@ -5,15 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from follow_tables import encode_by_tensor
+from follow_tables import encode_by_tensor, pack, unpack
 from golden import make_follow as golden
 
-from mlstate import _core
 from mlstate.errors import FormatError
 from mlstate.follow import Follower, Publisher, _publisher
 from mlstate.follow._version import encode_changes
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "follow"
+GOLDEN = Path(__file__).parents[1] / "golden"
 HUGE = (1 << 64) - 1
 NAME, DTYPE, RANK, LAYOUT, PART, CRC, UNIT, GAPS, VALUES = range(9)
 
@@ -23,24 +22,6 @@ def model_of(step):
     model["a"][0, :step] = -1
     model["größe"][1 : step * 3] = step
     return model
-
-
-def unpack(table):
-    rows, lengths = table["rows"], table["lengths"]
-    numbers = table["table"]
-    table["columns"] = numbers[: 9 * rows].reshape(9, rows).copy()
-    table["shapes"] = numbers[9 * rows :][:lengths]
-    table["names"] = numbers[9 * rows + lengths :].view(np.uint8)[: table["name_bytes"]]
-    return table
-
-
-def pack(table):
-    columns, shapes, names = (table.pop(name) for name in ("columns", "shapes", "names"))
-    table |= {"rows": columns.shape[1], "lengths": shapes.size, "name_bytes": names.size}
-    words = np.append(names, np.zeros(-names.size % 8, np.uint8)).view(np.uint64)
-    table["table"] = np.concatenate([columns.reshape(-1), shapes, words])
-    table["crc32c"] = _core.array_crc32c(table["table"], 0)
-    return table
 
 
 def encoder(change):
@@ -208,8 +189,9 @@ def test_two_rows_with_one_name_are_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("start", [None, 0, 1])
 @pytest.mark.parametrize("step", [1, 2])
-def test_a_golden_folder_of_the_earlier_form_is_read(tmp_path, start, step):
-    folder = shutil.copytree(GOLDEN, tmp_path / "w")
+@pytest.mark.parametrize("form", ["follow", "follow_columns"])
+def test_a_golden_folder_of_each_form_is_read(tmp_path, start, step, form):
+    folder = shutil.copytree(GOLDEN / form, tmp_path / "w")
     into = {name: np.zeros_like(array) for name, array in golden.model(0).items()}
     follower = Follower(folder, into=into)
     if start is not None:

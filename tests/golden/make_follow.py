@@ -1,7 +1,7 @@
-"""Write the golden folder of versions whose tables have a dict for each tensor.
+"""Write the golden folder of versions whose tables have columns.
 
-The folder was written before the tables had columns. The program describes its content; today's
-publisher writes columns.
+The folder ``follow`` was written before, by the same program: its tables have a dict for each
+tensor.
 """
 
 from pathlib import Path
@@ -10,7 +10,7 @@ import numpy as np
 
 from mlstate.follow import Publisher
 
-FOLDER = Path(__file__).parent / "follow"
+FOLDER = Path(__file__).parent / "follow_columns"
 
 
 def model(step):

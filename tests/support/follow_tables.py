@@ -1,6 +1,8 @@
-"""Tables of versions in the earlier form, which has a dict for each tensor."""
+"""Tables of versions: changed ones, and the earlier form, which has a dict for each tensor."""
 
 import numpy as np
+
+from mlstate import _core
 
 
 def encode_by_tensor(changes, rank):
@@ -17,3 +19,23 @@ def encode_by_tensor(changes, rank):
             "values": None if delta is None else delta.values.view(np.uint8),
         }
     return {"rank": rank, "tensors": tensors}
+
+
+def unpack(table):
+    """Split the numbers of a table, in place, into `columns`, `shapes` and `names`."""
+    rows, lengths = table["rows"], table["lengths"]
+    numbers = table["table"]
+    table["columns"] = numbers[: 9 * rows].reshape(9, rows).copy()
+    table["shapes"] = numbers[9 * rows :][:lengths]
+    table["names"] = numbers[9 * rows + lengths :].view(np.uint8)[: table["name_bytes"]]
+    return table
+
+
+def pack(table):
+    """Undo `unpack`, with the checksum of the changed table."""
+    columns, shapes, names = (table.pop(name) for name in ("columns", "shapes", "names"))
+    table |= {"rows": columns.shape[1], "lengths": shapes.size, "name_bytes": names.size}
+    words = np.append(names, np.zeros(-names.size % 8, np.uint8)).view(np.uint64)
+    table["table"] = np.concatenate([columns.reshape(-1), shapes, words])
+    table["crc32c"] = _core.array_crc32c(table["table"], 0)
+    return table
