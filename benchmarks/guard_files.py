@@ -10,18 +10,32 @@ import json
 import os
 import shutil
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from checkpoint_states import reload_page_cache, sync
-from guard_rows import GIB, KIB, MIB, SINGLE, SIZES, Arrays, Operation, state_of, touched_state
+from guard_rows import (
+    GIB,
+    KIB,
+    MANY,
+    MIB,
+    SINGLE,
+    SIZES,
+    Arrays,
+    Operation,
+    state_of,
+    touched_state,
+)
 from optional import optional
 from paired import Case
 
 import mlstate
 from mlstate.checkpoint import Staging, save_async
+from mlstate.follow import Follower, Publisher
+from mlstate.prompts._pending import PendingPuts
 
 safetensors = optional("safetensors.numpy")
 FILE_SIZES = tuple(size for size in SIZES if size < GIB)
@@ -262,6 +276,67 @@ def staging(root: Path, nbytes: int, tensors: int) -> Case:
     )
 
 
+def following(root: Path, how: str, nbytes: int, tensors: int) -> Case:
+    """Publish a version of `MANY` tensors, or follow it; or save or load them twice."""
+    folder = fresh_folder(root, "follow")
+    state, simple = state_of(nbytes, MANY), folder / "simple"
+    publisher = Publisher(folder / "ours", anchor_every=1 << 20)
+    follower = Follower(folder / "ours", into=touched_state(state))
+    publisher.publish(0, state)
+    follower.advance()
+    step = [0]
+    close = partial(shutil.rmtree, folder)
+
+    def change() -> None:
+        step[0] += 1
+        for number, array in enumerate(state.values()):
+            array[(step[0] + number) % 100 :: 100] += 1  # 1 % of the elements
+
+    def publish() -> None:
+        publisher.publish(step[0], state)
+
+    def change_and_publish() -> None:
+        change()
+        publish()
+
+    def save_twice() -> None:
+        for name in ("a", "b"):
+            mlstate.save(simple / name, state)
+
+    def load_twice() -> None:
+        for name in ("a", "b"):
+            mlstate.load(simple / name)
+
+    if how == "publish":
+        clear = partial(shutil.rmtree, simple, ignore_errors=True)
+        return Case(save_twice, publish, MANY, before_simple=clear, before_ours=change, close=close)
+    save_twice()
+    return Case(load_twice, follower.advance, MANY, before_ours=change_and_publish, close=close)
+
+
+def submitting(nbytes: int, tensors: int) -> Case:
+    """Give the copy of an array to a thread; its work is not timed."""
+    array = np.ones(nbytes, np.uint8)
+    tokens, records = np.arange(600), [(0, 256, b"", [array])]
+    pool, puts = ThreadPoolExecutor(1), PendingPuts(1 << 30)
+    handle: list[Any] = [None]
+
+    def simple() -> None:
+        handle[0] = pool.submit(len, [array.copy()])
+
+    def submit() -> None:
+        handle[0] = puts.submit(tokens, records, len)
+
+    def wait() -> None:
+        handle[0].result()
+
+    def close() -> None:
+        puts.close()
+        pool.shutdown()
+
+    return Case(simple, submit, after_simple=wait, after_ours=wait, close=close)
+
+
 def operations(root: Path) -> tuple[Operation, ...]:
     """Return the table; files are written below `root`, and to memory below `shared`."""
     shared = Path("/dev/shm") / root.name if Path("/dev/shm").is_dir() else root
@@ -354,5 +429,32 @@ def operations(root: Path) -> tuple[Operation, ...]:
             many=True,
             fixed_us=550.0,
             why="a thread starts that writes, and the memory for it is shared out",
+        ),
+        of_files(
+            "publish, 1 % changed",
+            "twice mlstate.save of the 1,000 tensors",
+            following,
+            shared,
+            "publish",
+            sizes=(MANY * 8 * KIB,),
+            threads=(1,),
+        ),
+        of_files(
+            "advance, 1 % changed",
+            "twice mlstate.load of the 1,000 tensors",
+            following,
+            shared,
+            "advance",
+            sizes=(MANY * 8 * KIB,),
+            threads=(1,),
+        ),
+        of_files(
+            "PromptStore.put, submission",
+            "ThreadPoolExecutor.submit(work, array.copy())",
+            submitting,
+            sizes=(64 * KIB,),
+            threads=(1,),
+            fixed_us=3.0,
+            why="the put gets its place in the queue, in a section that no signal interrupts",
         ),
     )

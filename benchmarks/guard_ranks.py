@@ -9,11 +9,12 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
 import numpy as np
-from guard_rows import SINGLE, UP_TO_256, Operation, filled, touched
+from guard_rows import KIB, SINGLE, UP_TO_256, Operation, filled, touched
 from paired import Case
 
 from mlstate.collectives import LocalGroup
@@ -106,6 +107,37 @@ def on_two_ranks(operation: str, nbytes: int, tensors: int) -> Case:
     )
 
 
+def submitting(nbytes: int, tensors: int) -> Case:
+    """Start an operation that both threads take part in; it is not timed."""
+    groups = LocalGroup.threads(2, timeout=60)
+    source, pool = filled(nbytes, SINGLE), ThreadPoolExecutor(1)
+    handles: list[Any] = []
+
+    def submit(rank: int) -> None:
+        handles.append(groups[rank].all_reduce(source, async_op=True))
+
+    def wait() -> None:
+        submit(1)
+        while handles:
+            handles.pop().wait()
+
+    def simple() -> None:
+        handles.append(pool.submit(len, source))
+
+    def close() -> None:
+        pool.shutdown()
+        for group in groups:
+            group.close()
+
+    return Case(
+        simple,
+        partial(submit, 0),
+        after_simple=lambda: handles.pop().result(),
+        after_ours=wait,
+        close=close,
+    )
+
+
 # ---- the table ----
 
 WAKING = "the threads sleep until both are there, and wake each other"
@@ -116,15 +148,26 @@ COLLECTIVES = {  # the simple code, and the fixed microseconds
     "broadcast": ("np.copyto", 90.0),
 }
 
-RANKS = tuple(
+RANKS = (
+    *(
+        Operation(
+            f"collectives.{name}",
+            f"each of two threads: barrier, its half of the work, barrier: {simple}",
+            partial(on_two_ranks, name.partition(" ")[0]),
+            UP_TO_256,
+            threads=(2,),
+            fixed_us=fixed_us,
+            why=WAKING,
+        )
+        for name, (simple, fixed_us) in COLLECTIVES.items()
+    ),
     Operation(
-        f"collectives.{name}",
-        f"each of two threads: barrier, its half of the work, barrier: {simple}",
-        partial(on_two_ranks, name.partition(" ")[0]),
-        UP_TO_256,
-        threads=(2,),
-        fixed_us=fixed_us,
-        why=WAKING,
-    )
-    for name, (simple, fixed_us) in COLLECTIVES.items()
+        "all_reduce async_op=, submission",
+        "ThreadPoolExecutor.submit(work)",
+        submitting,
+        (64 * KIB,),
+        threads=(1,),
+        fixed_us=15.0,
+        why="the arguments are checked, and the operation gets its place in the order",
+    ),
 )

@@ -415,12 +415,14 @@ class Follower:
         state = self._state
         if state.version is None:
             return None
-        for name in sorted(arrays.keys() | state.parts.keys()):
+        for name in {**arrays, **state.parts}:
             array, old, part = arrays.get(name), state.arrays.get(name), state.parts.get(name)
             if array is None or old is None or part is None:
                 return name
-            shard = self._shards.get(name, part)
-            if old.shape != array.shape or (self._dtypes[name], *shard[2:]) != part[1:]:
+            shard = self._shards.get(name)
+            if old.shape != array.shape or self._dtypes[name] != part.dtype:
+                return name
+            if shard is not None and shard[2:] != part[2:]:
                 return name
             is_known = old is array or is_same_memory(old, array)
             if is_known and not (reads and name in state.checksums):
@@ -522,8 +524,9 @@ class Follower:
                 text = f"{self.path}: step {version.step} has other tensors than its anchor"
                 raise format_error(text, self.path)
         anchor = _read_model(loaders[0], parts) if is_anchor else {}
+        same = set() if is_anchor else _published_names(parts, published)
         if not is_anchor:
-            self._refuse_changed(published[-1], parts)
+            self._refuse_changed(published[-1], parts, same)
         state = self._state
         arrays = state.arrays  # without two buffers, changed in place
         if self._double_buffer:
@@ -537,7 +540,6 @@ class Follower:
 
         def change() -> None:
             checked = self._checked_names(parts, versions[-1]) | sharing
-            same = set() if is_anchor else _published_names(parts, published)
             checksums.update(_update_same(same, arrays, steps, checked, log))
             for name, part in parts.items():
                 if name in same:
@@ -562,18 +564,19 @@ class Follower:
         undo.run(change)
 
     def _refuse_changed(
-        self, published: Mapping[str, list[Change]], parts: Mapping[str, Part]
+        self, published: Mapping[str, list[Change]], parts: Mapping[str, Part], same: set[str]
     ) -> None:
         """Raise ChecksumError if an array changed since the last version.
 
         Only for arrays that are not published parts, because the publisher's checksum does not
-        cover these. `published`: changes of the last version; `parts`: of the arrays. All are
-        compared before any change, because tied tensors have the same memory.
+        cover these. `published`: changes of the last version; `parts`: of the arrays; `same`: names
+        of those that are published parts in all versions. All are compared before any change,
+        because tied tensors have the same memory.
         """
-        same = _published_names(parts, [published])
-        for name, crc32c in () if self._check == "none" else self._state.checksums.items():
-            if name not in same and not _same_arrays(parts[name], published[name]):
-                _compare_checksum(name, self._state.arrays[name], crc32c)
+        checksums = self._state.checksums
+        for name in () if self._check == "none" else [n for n in checksums if n not in same]:
+            if not _same_arrays(parts[name], published[name]):
+                _compare_checksum(name, self._state.arrays[name], checksums[name])
 
     def _checked_names(self, parts: Mapping[str, Part], version: Version) -> set[str]:
         """Return the names of the tensors that ``check=`` chooses in a version.
