@@ -63,12 +63,12 @@ static uint64_t *take_numbers(input *rest, size_t count)
 }
 
 /* Copy up to `count` bytes to memory of exactly their size, which ASan guards. */
-static unsigned char *take_bytes(input *rest, size_t count, size_t *taken)
+static unsigned char *take_bytes(input *rest, size_t count, size_t *copied)
 {
-    *taken = count < rest->size ? count : rest->size;
-    unsigned char *bytes = malloc(*taken);
-    require(bytes != NULL || *taken == 0);
-    for (size_t i = 0; i < *taken; i++) {
+    *copied = count < rest->size ? count : rest->size;
+    unsigned char *bytes = malloc(*copied);
+    require(bytes != NULL || *copied == 0);
+    for (size_t i = 0; i < *copied; i++) {
         bytes[i] = take_byte(rest);
     }
     return bytes;

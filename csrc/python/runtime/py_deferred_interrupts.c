@@ -167,6 +167,7 @@ static void forget_in_child(void)
     if (sections.depth > 0 && !pthread_equal(sections.thread, pthread_self())) {
         uninstall();
         sections.depth = 0;
+        sections.stops_from = 0;
     }
 }
 
