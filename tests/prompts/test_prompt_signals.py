@@ -126,29 +126,30 @@ def test_the_signals_of_an_outer_section_do_not_stop_a_scan(damaged):
     assert length == BLOCK and len(records) == 1
 
 
+def put_many(log, token, count, max_bytes=None):
+    """Store a prompt of `count` blocks without parts; return it."""
+    tokens = np.full(count * BLOCK, token)
+    records = [(0, (number + 1) * BLOCK, b"", []) for number in range(count)]
+    log.put(FINGERPRINT, tokens, BLOCK, records, max_bytes, 5.0)
+    return tokens
+
+
 @pytest.mark.parametrize("name", ["prune", "put"])
 def test_a_signal_stops_a_compaction_and_no_record_is_lost(tmp_path, name):
-    log = PromptLog(tmp_path / "log", True)
-    parts = [np.full(4 << 20, number, np.uint8) for number in range(25)]
-    for tokens, more in ((LOST, parts[:9]), (KEPT, [])):  # more than half of the segment is dead
-        records = [(0, BLOCK, b"", parts + more)]
-        log.put(FINGERPRINT, np.array(tokens), BLOCK, records, None, 5.0)
-    log.mark(match(log, LOST), [0], "delete", 5.0)
-    before, limit = segment(log).stat().st_size, 300 << 20
-    with alarms(refuse, 0.008), pytest.raises(Interrupted):
+    log, count = PromptLog(tmp_path / "log", True), 25_000
+    lost, kept = put_many(log, 1, count + 1), put_many(log, 2, count)
+    log.mark(match(log, lost), range(count + 1), "delete", 5.0)  # more than half of the segment
+    before = segment(log).stat().st_size
+    with alarms(refuse), pytest.raises(Interrupted):
         if name == "prune":
             log.prune(None, 5.0)
         else:
-            log.put(FINGERPRINT, np.array(NEW), BLOCK, [(0, BLOCK, b"", parts)], limit, 5.0)
+            put_many(log, 3, count, log.stats()["disk_bytes"])
     assert segment(log).stat().st_size == before
     for opened in (log, PromptLog(log.path, False)):
-        result, into = match(opened, KEPT), np.zeros(4 << 20, np.uint8)
-        assert result.length == BLOCK and not result.read([(0, 7, into)])
-        assert (into == 7).all() and match(opened, LOST).length == 0
-    assert log.prune(None, 5.0) > 50 << 20 and log.verify() == []
-    assert match(log, KEPT).length == BLOCK
-    log.mark(match(log, KEPT), [0], "delete", 5.0)
-    log.prune(0, 5.0)
+        assert match(opened, kept).length == len(kept) and match(opened, lost).length == 0
+    assert log.prune(None, 5.0) > before / 3 and log.verify() == []
+    assert match(log, kept).length == len(kept)
 
 
 def write_sparse(path, data, at=0):
