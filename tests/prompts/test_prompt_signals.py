@@ -137,7 +137,7 @@ def put_many(log, token, count, max_bytes=None):
 @pytest.mark.parametrize("name", ["prune", "put"])
 def test_a_signal_stops_a_compaction_and_no_record_is_lost(tmp_path, name):
     log, count = PromptLog(tmp_path / "log", True), 25_000
-    lost, kept = put_many(log, 1, count + 1), put_many(log, 2, count)
+    lost, live = put_many(log, 1, count + 1), put_many(log, 2, count)
     log.mark(match(log, lost), range(count + 1), "delete", 5.0)  # more than half of the segment
     before = segment(log).stat().st_size
     with alarms(refuse), pytest.raises(Interrupted):
@@ -147,9 +147,9 @@ def test_a_signal_stops_a_compaction_and_no_record_is_lost(tmp_path, name):
             put_many(log, 3, count, log.stats()["disk_bytes"])
     assert segment(log).stat().st_size == before
     for opened in (log, PromptLog(log.path, False)):
-        assert match(opened, kept).length == len(kept) and match(opened, lost).length == 0
+        assert match(opened, live).length == len(live) and match(opened, lost).length == 0
     assert log.prune(None, 5.0) > before / 3 and log.verify() == []
-    assert match(log, kept).length == len(kept)
+    assert match(log, live).length == len(live)
 
 
 def write_sparse(path, data, at=0):
