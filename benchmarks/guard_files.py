@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -33,13 +34,14 @@ from optional import optional
 from paired import Case
 
 import mlstate
-from mlstate.checkpoint import Staging, save_async
+from mlstate.checkpoint import Checkpoint, Staging, save_async
 from mlstate.follow import Follower, Publisher
 from mlstate.prompts._pending import PendingPuts
 
 safetensors = optional("safetensors.numpy")
 FILE_SIZES = tuple(size for size in SIZES if size < GIB)
 STATE_BYTES = 512  # of the array in a named state
+SHOWN = 200_000  # tensors of a checkpoint that is shown
 PARTS = 4  # arrays of a checkpoint, unless it has 1,000
 
 
@@ -247,6 +249,24 @@ def loading_states(root: Path, nbytes: int, tensors: int) -> Case:
     return Case(load_twice, load, tensors, close=partial(shutil.rmtree, folder))
 
 
+def showing(root: Path, show: Any, nbytes: int, tensors: int) -> Case:
+    """Show a checkpoint of many tensors by `show`, or make a row for each in the same order."""
+    folder = fresh_folder(root, "names")
+    count = nbytes // SINGLE.itemsize
+    state = {f"layers.{i // 20}.w{i % 20}": np.ones(1, SINGLE) for i in range(count)}
+    checkpoint = mlstate.save(folder / "ours", state)
+
+    def order(item: tuple[str, Any]) -> list[Any]:
+        return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", item[0])]
+
+    def make_rows() -> str:
+        rows = sorted(state.items(), key=order)
+        return "\n".join(f"{name} {each.dtype} {each.shape} {each.nbytes}" for name, each in rows)
+
+    ours = partial(show, checkpoint)
+    return Case(make_rows, ours, tensors, close=partial(shutil.rmtree, folder))
+
+
 def staging(root: Path, nbytes: int, tensors: int) -> Case:
     """Start a save, and wait until training may continue; the writing is not timed."""
     folder = fresh_folder(root, "async")
@@ -418,6 +438,17 @@ def operations(root: Path) -> tuple[Operation, ...]:
             loading_states,
             root,
             sizes=(MIB // 4, MIB),
+        ),
+        *(
+            of_files(
+                f"{name} of many tensors",
+                "a row of text for each tensor, sorted by the numbers in the names",
+                showing,
+                root,
+                show,
+                sizes=(SHOWN * SINGLE.itemsize,),
+            )
+            for name, show in (("repr", repr), ("HTML", Checkpoint._repr_html_))
         ),
         of_files("load mmap=True", "the same, np.memmap", loading, root, "mmap", many=True),
         of_files(

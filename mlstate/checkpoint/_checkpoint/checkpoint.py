@@ -24,7 +24,7 @@ from .._store.open_path import RootPath
 from .._verify import verify
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
     from typing import Unpack
 
     from .._sources.protocol import Index, Source
@@ -332,9 +332,7 @@ class Checkpoint:
     @property
     def parameters(self) -> int:
         """Number of elements of the model's tensors."""
-        tensors = self._index.tensors()
-        params = SECTIONS[0]
-        return sum(prod(shape) for section, _, _, _, _, shape, *_ in tensors if section == params)
+        return _count_parameters(self._index.tensors())
 
     def tensors(self) -> list[TensorRecord]:
         """List the tensors, parameters first, by name.
@@ -424,16 +422,18 @@ class Checkpoint:
         """
         return verify(self._source, **keywords)
 
-    def _title(self) -> str:
-        """Return the first line of `repr` and HTML: kind, counts, sizes, ranks, step, date."""
-        tensors = sum(len(self._index.keys(number)) for number in range(len(SECTIONS)))
+    def _title(self, rows: list[tuple[Any, ...]]) -> str:
+        """Return the first line of `repr` and HTML: kind, counts, sizes, ranks, step, date.
+
+        `rows`: as `_tensor_rows` returns them.
+        """
         label = "Checkpoint"
         if self._manifest.weights is not None:
             is_folder = self._source.format == "huggingface"
             label = "Hugging Face folder" if is_folder else os.path.basename(self.path)
         parts = [
-            f"{label}: {count_text(tensors, 'tensor')}",
-            count_text(self.parameters, "parameter"),
+            f"{label}: {count_text(len(rows), 'tensor')}",
+            count_text(_count_parameters(rows), "parameter"),
             stored_text(self.nbytes, self.stored_nbytes),
             count_text(len(self.files()), "file"),
             f"{self.world_size} rank{'' if self.world_size == 1 else 's'}",
@@ -442,17 +442,23 @@ class Checkpoint:
         return ", ".join([*parts, self.created])
 
     def __repr__(self) -> str:
+        rows = self._tensor_rows()
         first: list[tuple[Any, ...]] = []
-        for _, rows in groupby(self._tensor_rows(), itemgetter(0)):  # sections are in order
-            first += first_by_number(rows, itemgetter(1), _ROWS - len(first))  # by key
+        for _, section in groupby(rows, itemgetter(0)):  # sections are in order
+            first += first_by_number(section, itemgetter(1), _ROWS - len(first))  # by key
         texts = [tensor_row(TensorRecord._make(row)) for row in first]
-        total = sum(len(self._index.keys(number)) for number in range(len(SECTIONS)))
-        return f"{self._title()}\n{table_text(TENSOR_HEADERS, texts, _ROWS, total=total)}"
+        return f"{self._title(rows)}\n{table_text(TENSOR_HEADERS, texts, _ROWS, total=len(rows))}"
 
     def _repr_html_(self) -> str:
         from .._pages.html import checkpoint_html
 
-        return checkpoint_html(self._title(), [*map(TensorRecord._make, self._tensor_rows())])
+        rows = self._tensor_rows()
+        return checkpoint_html(self._title(rows), [*map(TensorRecord._make, rows)])
+
+
+def _count_parameters(rows: Iterable[tuple[Any, ...]]) -> int:
+    """Return the number of elements of the model's tensors; `rows`: as of a merged index."""
+    return sum(prod(row[5]) for row in rows if row[0] == SECTIONS[0])
 
 
 def inspect(

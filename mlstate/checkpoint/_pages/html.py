@@ -105,13 +105,13 @@ def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: 
     `unfolded`: show the table at first.
     """
     label = _name(group.name) if group.name else "<em>without a layer</em>"
-    count = count_text(len(group.parameters), "parameter")
+    count = count_text(len(group.records), "parameter")
     summary = f"{_bar(group.nbytes, columns, largest)}{label}<em>{bytes_text(group.total)}, {count}"
-    first = first_by_number(group.parameters.values(), lambda parameter: parameter.name, rows)
+    first = first_by_number(group.records, str, rows)
     heads = [shorten(column, 20) for column in columns]
     headers = ["parameter", "dtype", "shape", *heads, "shards", "version"]
-    cells = [_row(parameter, group.name, columns) for parameter in first]
-    total = len(group.parameters)
+    cells = [_row(group.parameter(name, columns), group.name, columns) for name in first]
+    total = len(group.records)
     table = table_html("", headers, cells, style=False, limit=len(cells), total=total)
     is_open = " open" if unfolded else ""
     return f"<details{is_open}><summary>{summary}</em></summary>{table}</details>"
@@ -121,7 +121,7 @@ def _hidden_layers(groups: Sequence[Group]) -> str:
     """Return the line that counts the layers that a page leaves out, with bytes and parameters."""
     size = bytes_text(sum(group.total for group in groups))
     layers = count_text(len(groups), "layer")
-    parameters = count_text(sum(len(group.parameters) for group in groups), "parameter")
+    parameters = count_text(sum(len(group.records) for group in groups), "parameter")
     return f"<p>… {layers} more<em>{size}, {parameters}</em>"
 
 

@@ -54,16 +54,23 @@ class Parameter:
 
 @dataclass(slots=True)
 class Group:
-    """A layer: its parameters, and bytes by state."""
+    """A layer: its tensors by parameter, and bytes by state."""
 
     name: str
-    parameters: dict[str, Parameter] = field(default_factory=dict)
+    records: dict[str, list[TensorRecord]] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=Counter)  # by column
 
     @property
     def total(self) -> int:
         """The bytes of all states."""
         return sum(self.nbytes.values())
+
+    def parameter(self, name: str, columns: list[str]) -> Parameter:
+        """Return a parameter with its tensors; `columns`: as `columns_of` returns them."""
+        parameter = Parameter(name)
+        for record in self.records[name]:
+            parameter.add(record, column_of(record, columns))
+        return parameter
 
 
 def column_of(record: TensorRecord, columns: Iterable[str]) -> str:
@@ -91,15 +98,17 @@ def columns_of(records: Iterable[TensorRecord]) -> list[str]:
 
 
 def groups_of(records: Iterable[TensorRecord], columns: list[str]) -> list[Group]:
-    """Return the layers with their parameters; layers are in the order of numbers in their names.
+    """Return the layers with their tensors; layers are in the order of numbers in their names.
 
     `columns`: as `columns_of` returns them.
     """
     groups: dict[str, Group] = {}
+    by_start: dict[str, Group] = {}  # by the names of parameters up to their last dot
     for record in records:
-        name, column = layer_of(record.parameter), column_of(record, columns)
-        group = groups.setdefault(name, Group(name))
-        parameter = group.parameters.setdefault(record.parameter, Parameter(record.parameter))
-        parameter.add(record, column)
-        group.nbytes[column] += record.nbytes
+        start = record.parameter.rpartition(".")[0]
+        if (group := by_start.get(start)) is None:
+            name = layer_of(record.parameter)
+            group = by_start[start] = groups.setdefault(name, Group(name))
+        group.records.setdefault(record.parameter, []).append(record)
+        group.nbytes[column_of(record, columns)] += record.nbytes
     return sorted(groups.values(), key=lambda group: number_order(group.name))
