@@ -15,7 +15,7 @@ from ..state._kind import restore_kind
 from ..state._load_into import check_rules, unused_rules
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Iterator, Mapping
+    from collections.abc import Container, Iterable, Mapping
 
     from .._sharding.layout import Cutting, Steps
     from ._sources.protocol import Index
@@ -46,6 +46,10 @@ class TensorRow(NamedTuple):
 class Section:
     """The tensors of the model, the optimizer, or one named state."""
 
+    __slots__ = (
+        "_prefix", "_stored", "is_optimizer", "kind", "label", "names", "number", "saved", "state"
+    )  # fmt: skip
+
     def __init__(
         self,
         label: str,
@@ -74,6 +78,8 @@ class Section:
         """Return the index keys of the tensors `names`."""
         if not self._stored and not self._prefix:
             return list(names)
+        if not self._stored:
+            return [self._prefix + name for name in names]
         return [self._prefix + self._stored.get(name, name) for name in names]
 
     def key_of(self, stored: str) -> str:
@@ -181,25 +187,20 @@ def sections_of(merged: Index, manifest: Manifest) -> list[Section]:
         Section("model", 0, manifest.model, merged.keys(0)),
         Section("optimizer", OPTIMIZER, manifest.optimizer, merged.keys(OPTIMIZER)),
     ]
-    if manifest.states is None:
-        return sections
-    keys: dict[str, list[str]] = {name: [] for name in manifest.states}
-    for key in merged.keys(STATES):
-        for name in states_of(key, keys):
+    kinds = {name: kind for name, kind in (manifest.states or {}).items() if kind["kind"] != "tree"}
+    keys: dict[str, list[str]] = {name: [] for name in kinds}
+    for key in merged.keys(STATES) if kinds else ():
+        if (name := state_name(key)) in keys:
             keys[name].append(key)
-    for name, kind in manifest.states.items():
-        if kind["kind"] != "tree":
-            sections.append(Section(f"states[{name!r}]", STATES, kind, keys[name], f"{name}/"))
-    return sections
+    return sections + [
+        Section(f"states[{name!r}]", STATES, kind, keys[name], f"{name}/")
+        for name, kind in kinds.items()
+    ]
 
 
-def states_of(key: str, states: Container[str]) -> Iterator[str]:
-    """Yield the named `states` that have the index key `key`: usually one."""
-    end = key.find("/")
-    while end >= 0:
-        if key[:end] in states:
-            yield key[:end]
-        end = key.find("/", end + 1)
+def state_name(key: str) -> str:
+    """Return the named state that has an index key; its name has no slash."""
+    return key.partition("/")[0]
 
 
 def rename_sections(sections: list[Section], rules: Mapping[str, str]) -> None:

@@ -377,7 +377,7 @@ def read_changes(loader: Loader) -> dict[str, list[Change]]:
     kind = loader.states.get(STATE)
     if kind is None or kind["kind"] != "tree":
         raise format_error(f"{path}: step {loader.manifest.step} is not a version", path)
-    value = load_trees(loader, [STATE], at_once=True)[STATE]
+    value = load_trees(loader, [STATE])[STATE]
     changes: dict[str, list[Change]] = {}
     name = STATE
     try:

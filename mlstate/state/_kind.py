@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .. import _core
 from .._common.json_values import check_json_values
 from ..errors import FormatError
 from ._optimizer_state import OptimizerStateDict
@@ -111,7 +112,7 @@ def restore_kind(arrays: dict[str, object], description: Any, path: object) -> S
         ValueError,
     ) as reason:
         raise _format_error(reason, path) from None
-    state.update(arrays)
+    _core.StateDict.update(state, arrays)  # no modules, which the method of the class converts
     return state
 
 

@@ -220,9 +220,10 @@ def load(
     cast : bool or dtype, default False
         With True, convert between float16, bfloat16, float32 and float64 if a target of `into` has
         another dtype, rounding to nearest; targets of these dtypes also receive the values of
-        8-bit floats and quantized weights. This needs memory for these tensors. With one of these
-        four dtypes, of NumPy, ml_dtypes or torch, or its name, return the floating-point tensors of
-        the model, and of named states that are modules or dicts of tensors alone, in this dtype.
+        8-bit floats and quantized weights, which `names` may choose by either name. This needs
+        memory for these tensors. With one of these four dtypes, of NumPy, ml_dtypes or torch, or
+        its name, return the floating-point tensors of the model, and of named states that are
+        modules or dicts of tensors alone, in this dtype.
         The result has the values of quantized weights instead of codes and scales, also of 4-bit
         floats and int8; 8-bit floats without scales are converted by their values. Integers, bool
         and complex numbers keep their dtypes, and so do all tensors of optimizers and of other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from copy import deepcopy
+from itertools import chain
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -12,26 +13,27 @@ from ..._common.backend import TensorBackend, backend_of, torch_backend
 from ..._common.caller import find_caller
 from ..._common.converted import converted, is_converted
 from ..._common.dtypes import numpy_dtype
-from ..._sharding.layout import Layout
+from ..._common.scales import value_name
 from ...errors import CompatibilityError
 from ...state._state_dict import StateDict
 from .._folder.names import SECTIONS
 from .._loaded_state import LoadedState
 from .._quantized.pairs import WHOLE, box_of
 from .._quantized.parts import pairs_of_sections, scale_parts
-from .._sections import OPTIMIZER, STATES, TensorRow, rename_sections, sections_of, states_of
+from .._sections import OPTIMIZER, STATES, TensorRow, rename_sections, sections_of, state_name
 from .._sources.indexed import IndexedSource
 from .._states.containers import mapped
 from .._states.modules import shown_states
 from .._states.restore import load_trees
 from .._store.chosen_names import chosen_names
 from .._store.name_globs import ALL_NAMES
+from .decoded import ScaleBlocks
 from .targets import names_error
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable
 
-    from ..._sharding.layout import Cuts, Cutting, Steps
+    from ..._sharding.layout import Cuts, Cutting
     from .._quantized.pairs import Pair
     from .._sections import Section
     from .._sources.protocol import How, Source
@@ -114,7 +116,20 @@ class Loader:
         if self.request.names is None:
             return ALL_NAMES, names
         weights, is_renamed = self.manifest.weights, bool(self.options["rename"])
-        return chosen_names(names, self.request.names, self.folder, weights, is_renamed)
+        values = self._names_of_values() if self.request.cast else {}
+        every = [[*names[0], *values], *names[1:]]
+        choice, chosen = chosen_names(every, self.request.names, self.folder, weights, is_renamed)
+        chosen[0] = list(dict.fromkeys(values.get(name, name) for name in chosen[0]))
+        return choice, chosen
+
+    def _names_of_values(self) -> dict[str, str]:
+        """Return the names of the model's codes by those of their values, if these are others."""
+        pairs = self.pairs.get(self.sections[0].label)
+        return {
+            value_name(name): name
+            for name, stored in self.sections[0].old_names().items()
+            if pairs is not None and stored in pairs.by_codes and value_name(name) != name
+        }
 
     # ---- reading ----
 
@@ -151,9 +166,8 @@ class Loader:
             groups: dict[Any, dict[str, TensorRow]] = {}
             for fields in index.tensors():
                 row = TensorRow._make(fields[: len(TensorRow._fields)])
-                is_named = row.section == SECTIONS[STATES]
-                for name in states_of(row.key, self.named) if is_named else [None]:
-                    groups.setdefault((row.section, name), {})[row.key] = row
+                name = state_name(row.key) if row.section == SECTIONS[STATES] else None
+                groups.setdefault((row.section, name), {})[row.key] = row
             self._grouped = index, groups
         return self._grouped[1].get((SECTIONS[section.number], section.state), {})
 
@@ -194,7 +208,7 @@ class Loader:
     def _load_arrays(self, section: Section, names: list[str]) -> dict[str, Any]:
         """Return the tensors `names` by name, cut and converted as requested."""
         keys, request, mmap = section.keys(names), self.request, self.options["mmap"]
-        arrays = self._pair_values(section, names) | self._scale_parts(section, names)
+        arrays = self._computed(section, names)
         others = [key for key in keys if key not in arrays] if arrays else keys
         for batch, dtype in self._batches(section, others):
             loaded = self.load_keys(section.number, batch, request.cutting, mmap=mmap)
@@ -212,13 +226,16 @@ class Loader:
         chosen = ((name, pairs.by_codes.get(old_names[name])) for name in names)
         return {name: pair for name, pair in chosen if pair is not None}
 
-    def _pair_values(self, section: Section, names: list[str]) -> dict[str, Any]:
-        """Return the values of those `names` of a section that are quantized, by key of the codes.
+    def _computed(self, section: Section, names: list[str]) -> dict[str, Any]:
+        """Return those tensors `names` that are not read as they are stored, by key.
 
-        Raises FormatError if the scales are missing or do not fit.
+        These are the values of quantized weights, by the keys of their codes, or without a dtype,
+        the scales of parts. Raises FormatError if scales are missing or do not fit.
         """
-        dtype = self.request.dtype
-        pairs = self._chosen_pairs(section, names).values() if dtype else ()
+        if not (dtype := self.request.dtype):
+            parts, mmap = self.scale_parts(section, names).values(), self.options["mmap"]
+            return {part.row.key: part.read(self, section, mmap=mmap) for part in parts}
+        pairs = self._chosen_pairs(section, names).values()
         cuttings = [(pair, self.cutting_of(section, pair)) for pair in pairs]
         return {section.key_of(p.codes): self.decode(section, p, cut, dtype) for p, cut in cuttings}
 
@@ -236,57 +253,31 @@ class Loader:
         steps, _, world = self.request.cutting
         if steps is not None or not world:
             return self.request.cutting
-        cut, index = self._part_of(section, pair.codes)[0]
+        cut, index = self.rows(section)[section.key_of(pair.codes)].part(self.request.cutting)
         return (pair.value_steps(cut), index, world) if cut else WHOLE
 
-    def _part_of(self, section: Section, stored: str) -> tuple[tuple[Steps, int], tuple[int, ...]]:
-        """Return steps and index of the part to load of a stored tensor, and its shape."""
-        row = self.rows(section)[section.key_of(stored)]
-        return row.part(self.request.cutting), row.shape
-
-    def _scale_parts(self, section: Section, names: list[str]) -> dict[str, Any]:
-        """Return the scales among `names` that belong to a part of a quantized weight, by key.
+    def scale_parts(self, section: Section, names: Iterable[str]) -> dict[str, ScaleBlocks]:
+        """Return the parts of those scales among `names` that are not cut by themselves, by name.
 
         A rank receives the scales of all blocks that its codes touch, and whole those tensors that
-        describe all codes. {} for a load of whole tensors, or with ``cast``.
+        describe all codes or, without a layout, were saved whole. {} for a load of whole tensors,
+        or with a dtype.
         """
-        if self.request.dtype or not self.request.cutting[2] or section.is_optimizer:
+        cutting = self.request.cutting
+        if self.request.dtype or not cutting[2] or section.is_optimizer:
             return {}
-        parts, old_names = scale_parts(self, section), section.old_names()
+        parts, rows, old_names = scale_parts(self, section), self.rows(section), section.old_names()
         result = {}
-        for name in names:
-            if (part := parts.get(old_names[name])) is not None:
-                key = section.key_of(old_names[name])
-                (steps, index), shape = self._part_of(section, part.codes)
-                mmap = self.options["mmap"]
-                scales = self.load_keys(section.number, [key], WHOLE, mmap=mmap)[key]
-                result[key] = part.take(scales, box_of((steps, index, 1), shape))
-        return result
-
-    def refuse_scales_of_other_codes(self, section: Section, names: list[str]) -> None:
-        """Raise CompatibilityError if a rank's part of scales is not that of its codes.
-
-        `names`: of tensors that are cut one by one, into targets.
-        """
-        import numpy as np
-
-        if not self.request.cutting[2] or section.is_optimizer:
-            return
-        parts, old_names = scale_parts(self, section), section.old_names()
         for name in names:
             if (part := parts.get(old_names[name])) is None:
                 continue
-            (steps, index), shape = self._part_of(section, part.codes)
-            (own_steps, own_index), own_shape = self._part_of(section, old_names[name])
-            numbers = np.arange(prod(own_shape)).reshape(own_shape)
-            needed = part.take(numbers, box_of((steps, index, 1), shape))
-            if not np.array_equal(needed, Layout(own_steps).take(numbers, own_index)):
-                raise CompatibilityError(
-                    f"{self.folder}: this rank's part of {part.codes!r} needs other scales than "
-                    f"its part of {name!r}, which into= would receive: load the part without "
-                    "into=, or its values with cast=True",
-                    name=name,
-                )
+            row, codes = (rows[section.key_of(each)] for each in (old_names[name], part.codes))
+            slices = part.slices(row.shape, box_of((*codes.part(cutting), 1), codes.shape))
+            box = box_of((*row.part(cutting), 1), row.shape)
+            is_saved_whole = cutting[0] is None and not row.layout
+            if not is_saved_whole and (box.elements is not None or box.slices() != slices):
+                result[name] = ScaleBlocks(row, slices, part.codes)
+        return result
 
     def _batches(self, section: Section, keys: list[str]) -> list[tuple[list[str], str]]:
         """Return batches of keys to load at the same time, each with a dtype to convert to, or "".
@@ -317,18 +308,33 @@ class Loader:
     def load_named(self) -> dict[str, Any]:
         """Return the named states: of the saved classes, with the changes of the load."""
         values, saved = dict.fromkeys(self.states), self.source.saved
-        device, trees = self.options["device"], []
+        device, trees, sections = self.options["device"], [], {}
         for name in values:
-            label, section = f"states[{name!r}]", self.named.get(name)
-            if label in saved:
+            section = self.named.get(name)
+            if saved and (label := f"states[{name!r}]") in saved:
                 value = saved[label] if section is None else self._changed_state(section)
                 value = deepcopy(value) if self.source.is_mapped else value
                 values[name] = value if device is None else _moved_to(device, value)
             elif section is not None:
-                values[name] = self.load_state(section, section.names, {})
+                sections[name] = section
             else:
                 trees.append(name)
-        return values | load_trees(self, trees)
+        return (
+            values | load_trees(self, trees) | (self._load_sections(sections) if sections else {})
+        )
+
+    def _load_sections(self, sections: dict[str, Section]) -> dict[str, Any]:
+        """Return the named states `sections`, which have tensors: whole ones are read together."""
+        request = self.request
+        if request.dtype or request.cutting[2] or self.options["device"] is not None:
+            return {name: self.load_state(each, each.names, {}) for name, each in sections.items()}
+        keys = {name: each.keys(each.names) for name, each in sections.items()}
+        loaded = self.load_keys(STATES, [*chain(*keys.values())], WHOLE, mmap=self.options["mmap"])
+        values = {}
+        for name, section in sections.items():
+            arrays = zip(section.names, map(loaded.__getitem__, keys[name]), strict=True)
+            values[name] = section.restore(dict(arrays), self.folder)
+        return values
 
     def _changed_state(self, section: Section) -> Any:
         """Return a state of tensors that is in memory, renamed, cut and converted as requested.

@@ -39,7 +39,7 @@ from .._states.modules import prepare_units, stored_entries, text_of_section
 from .._states.restore import Sources, prepare_object, prepare_tree, read_trees, refuse_overlaps
 from .._store.name_globs import ALL_NAMES
 from .._ties import TiedName, refuse_other_bytes
-from .decoded import check_decoded, decode_names, decoded_part, refuse_other_part
+from .decoded import computed_parts, decode_names, refuse_other_part
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from .._states.restore import Action
     from .._store.name_globs import Names
     from .arguments import Targets
-    from .decoded import Decoded
+    from .decoded import Decoded, ScaleBlocks
     from .loader import Loader
 
 _NUMBERED = re.compile(r"param_\d+\.", re.ASCII)  # of an optimizer saved without its module
@@ -123,7 +123,7 @@ class _Target:
         self.names: list[str] = []
         self.cuts: Cuts = self.request.cutting
         self.casts: dict[str, Any] = {}  # targets of another dtype, by name
-        self.decoded: dict[str, Decoded] = {}  # quantized weights whose targets receive values
+        self.computed: dict[str, Decoded | ScaleBlocks] = {}  # not read as they are stored
 
     def prepare(self, selected: list[str], target: Any, module: Any, prepared: Prepared) -> None:
         """Find the memory and the names to read; shapes are checked later.
@@ -158,12 +158,9 @@ class _Target:
         if not loader.options["strict"]:
             self._refuse_unrelated(chosen)
         names = self._fit_names(selected)
-        self.decoded = {
-            name: decoded_part(loader, self.section, self.filling, name, pairs[name])
-            for name in names
-            if name in pairs
-        }
-        self.names = [name for name in names if name not in pairs]
+        if pairs or self.request.cutting[2]:
+            self.computed = computed_parts(loader, self.section, self.filling, pairs, names)
+        self.names = [name for name in names if name not in self.computed]
         self._find_cuts()
         if self.request.cast:
             self._stage_casts()
@@ -252,10 +249,8 @@ class _Target:
             self._check_shards()
         elif self.request.by_target:
             self.cuts = self.filling.cuts(self.names)
-            return
         else:
             self.filling.whole()  # raises TypeError if the target is a part itself
-        self.loader.refuse_scales_of_other_codes(self.section, self.names)
 
     def _check_shards(self) -> None:
         """Raise CompatibilityError for a `Shard` of another part than the one that is read."""
@@ -293,8 +288,8 @@ class _Target:
         for name, target in self.casts.items():  # from any float
             like = np.empty(filling.arrays[name].shape, np.float32)
             check_load({name: target}, {name: like}, strict=True, cast=True)
-        for name, decoded in self.decoded.items():
-            check_decoded(name, decoded, filling.arrays[name])
+        for name, part in self.computed.items():
+            part.check(loader, name, filling.arrays[name])
 
     def fill(self) -> None:
         """Read the section's tensors into the target; shapes and dtypes were checked.
@@ -310,19 +305,18 @@ class _Target:
             if name_of(array.dtype) in FLOAT8S:
                 array = converted(array, name_of(target.dtype))
             load_into({name: target}, {name: array}, cast=True)
-        for name, (pair, cutting, elements) in self.decoded.items():
+        for name, part in self.computed.items():
             target = filling.arrays[name]
             target = target.array if isinstance(target, Shard) else target
-            values = loader.decode(self.section, pair, cutting, name_of(target.dtype))
-            values = values if elements is None else values.reshape(-1)[elements]
-            load_into({name: target}, {name: values})
-        filling.finish([*self.names, *self.decoded])
+            values = part.load(loader, self.section, name_of(target.dtype))
+            load_into({name: target}, {name: values}, cast=self.request.cast)
+        filling.finish([*self.names, *self.computed])
 
     def filled(self) -> set[tuple[str, str]]:
         """Return state and name of the targets that the load fills, if it may leave out some."""
         if hasattr(self.filling, "optimizer"):  # it loses the states that are left out
             return set()
-        names = (*self.names, *self.decoded, *self.filling.zeros)
+        names = (*self.names, *self.computed, *self.filling.zeros)
         return {(self.section.label, name) for name in names}
 
     # ---- tied weights ----
@@ -546,7 +540,7 @@ class Prepared:
     def _add_states(self) -> None:
         """Add the targets of named states, and the actions that restore nested values."""
         loader, modules = self.loader, modules_of(self.model, self.states)
-        trees = read_trees(loader, [name for name in self.states if name not in loader.named])
+        trees = dict(read_trees(loader, [n for n in self.states if n not in loader.named]))
         for name, target in self.states.items():
             if name in trees:
                 [stored] = trees.pop(name)
@@ -616,7 +610,7 @@ class Prepared:
 
         Raises ValueError if targets, or caches among them, share memory in any other way.
         """
-        memories = [(t.section.label, [*t.names, *t.decoded], t.memory()) for t in self.ready]
+        memories = [(t.section.label, [*t.names, *t.computed], t.memory()) for t in self.ready]
         targets = [
             (label, names, each.filling.targets)
             for (label, names, _), each in zip(memories, self.ready, strict=True)
@@ -635,24 +629,25 @@ class Prepared:
         """Leave out names whose memory a later name shares: one read fills both.
 
         Raises CompatibilityError if stored tensors for one memory have different bytes or are
-        decoded, ValueError if targets share memory in any other way.
+        computed, ValueError if targets share memory in any other way.
         """
         if not self._has_ties():
             return
         names_of: dict[Any, list[tuple[_Target, str]]] = {}
         for each in self.ready:
             arrays = each.memory()
-            for name in (*each.names, *each.decoded):
+            for name in (*each.names, *each.computed):
                 key = _memory_id(each.filling.targets[name], arrays[name])
                 if key is not None:
                     names_of.setdefault(key, []).append((each, name))
         groups = [group for group in names_of.values() if len(group) > 1]
         for group in groups:
-            if any(name in each.decoded for each, name in group):
+            if any(name in each.computed for each, name in group):
                 (_, other), (_, name), *_ = group
                 raise CompatibilityError(
-                    f"{name!r} and {other!r} are one memory, and quantized weights are decoded "
-                    "into a tensor of their own: pass a tensor for each, or load one by names=",
+                    f"{name!r} and {other!r} are one memory, and values or blocks of scales of "
+                    "quantized weights fill a tensor of their own: pass a tensor for each, or load "
+                    "one by names=",
                     name=name,
                     path=self.loader.folder,
                 )

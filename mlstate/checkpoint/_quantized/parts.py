@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import suppress
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..._common.scales import CODE_FLOATS, codes_of, is_scale, layer_of, refuse_codes
@@ -14,7 +15,6 @@ from .pairs import find_pairs
 
 if TYPE_CHECKING:
     from ..._common.scales import Stored
-    from ..._types import NDArray
     from .._load.loader import Loader
     from .._sections import Section
     from .._sources.protocol import Source
@@ -89,58 +89,79 @@ class ScalePart(NamedTuple):
     """How scales follow the part of their codes."""
 
     codes: str
-    shape: tuple[int, ...]  # of the codes
-    blocks: tuple[int, ...]  # indices of the codes that share a scale, by axis; (): unknown
+    # by axis: an index of the codes or of the scales for how many of the other; None: unknown
+    blocks: tuple[tuple[int, int] | None, ...]
 
-    def take(self, scales: NDArray, box: Box) -> NDArray:
-        """Return the scales of all blocks that a box of the codes touches."""
-        index = []
-        for axis, count in enumerate(scales.shape[: len(self.blocks)]):
-            begin, length, block = box.starts[axis], box.lengths[axis], self.blocks[axis]
-            is_one = count == 1 or block == 0
-            index.append(
-                slice(None) if is_one else slice(begin // block, -(-(begin + length) // block))
-            )
-        return scales[tuple(index)]
+    def slices(self, shape: tuple[int, ...], box: Box) -> tuple[slice, ...]:
+        """Return the scales of all blocks that a box of the codes touches, as an index.
+
+        `shape`: of all scales. Scales of unknown blocks come whole.
+        """
+        index = [slice(0, count) for count in shape]
+        for axis, (count, block) in enumerate(zip(shape, self.blocks, strict=False)):
+            if count != 1 and block is not None:
+                begin, end = box.starts[axis], box.starts[axis] + box.lengths[axis]
+                codes, scales = block
+                index[axis] = slice(begin * scales // codes, -(-end * scales // codes))
+        return tuple(index)
 
 
 def _blocks_of(shape: tuple[int, ...], scales: tuple[int, ...], pair: Pair | None) -> Any:
-    """Return the indices of codes of `shape` that share one of `scales`, by axis; 0: unknown."""
-    blocks = [n // m if m and not n % m else 0 for n, m in zip(shape, scales, strict=False)]
-    if pair is not None and pair.problem is None and len(shape) == len(scales) >= 2:
-        blocks[-2:] = [pair.block[0], max(pair.block[1] // pair.unit, 1)]
+    """Return how many of the codes of `shape` have how many of `scales`, by axis; None: unknown.
+
+    A code that packs several numbers may have several scales. Without a pair that tells it, the
+    side of a block is a power of 2, as in pairs.py.
+    """
+    if pair is not None and pair.problem is not None:
+        return ()
+    blocks = []
+    for n, m in zip(shape, scales, strict=False):
+        side = n // m if m and not n % m else 0
+        is_packed = bool(n) and not m % n
+        blocks.append((1, m // n) if is_packed else (side, 1) if side.bit_count() == 1 else None)
+    if pair is not None and len(shape) == len(scales) >= 2:
+        blocks[-2:] = (pair.block[0], 1), (max(pair.block[1] // pair.unit, 1), 1)
     return tuple(blocks)
 
 
 def scale_parts(loader: Loader, section: Section) -> dict[str, ScalePart]:
     """Return how the scales of a section follow parts of their codes, by stored name.
 
-    Raises CompatibilityError if the method has no parts: EXL2, and GPTQ in the order of
-    activations.
+    Raises as `parts_of_scales`.
     """
-    tensors = _tensors_of(loader, section)
     entry = known_entry(loader.source) if section.number == 0 else None
-    _refuse_methods_without_parts(loader.folder, entry, tensors)
+    return parts_of_scales(loader.folder, entry, _tensors_of(loader, section))
+
+
+def parts_of_scales(
+    path: str, entry: dict[str, Any] | None, tensors: dict[str, Stored]
+) -> dict[str, ScalePart]:
+    """Return how scales among `tensors` follow parts of their codes, by name.
+
+    `path`: of the checkpoint, for errors. `entry`: its ``quantization_config``, or None. Raises
+    CompatibilityError if the method has no parts: EXL2, and GPTQ in the order of activations.
+    """
+    _refuse_methods_without_parts(path, entry, tensors)
     pairs: Pairs | None = None
     with suppress(CompatibilityError):
-        pairs = find_pairs(loader.folder, entry, tensors)
+        pairs = find_pairs(path, entry, tensors)
     by_codes = {} if pairs is None else pairs.by_codes
+    scales_of_codes = codes_of(tensors)
+    owners = {name: codes for codes, scales in scales_of_codes.items() for name in scales.names}
+    layers = {layer_of(codes): codes for codes in scales_of_codes}
+    layers |= {layer_of(codes): codes for codes in tensors if codes.endswith(_PACKED[0])}
     parts = {}
-    for codes, scales in codes_of(tensors).items():
-        shape = tensors[codes][1]
-        for name in scales.names:
-            blocks = _blocks_of(shape, tensors[name][1], by_codes.get(codes))
-            parts[name] = ScalePart(codes, shape, blocks)
-    layers = {layer_of(codes): codes for codes in tensors if codes.endswith(_PACKED[0])}
     for name, (_, shape) in tensors.items():
         layer = layer_of(name)
-        leaf = name[len(layer) :]
-        codes = layers.get(layer, "")
-        if codes and leaf in _PACKED[1:]:
-            code_shape = tensors[codes][1]
-            parts[name] = ScalePart(codes, code_shape, _blocks_of(code_shape, shape, None))
-        elif leaf.endswith(_WHOLE):
-            parts[name] = ScalePart(codes or name, (), ())
+        codes, leaf = layers.get(layer, ""), name[len(layer) :]
+        is_number = bool(layers) and is_scale(name) and prod(shape) == 1
+        if name not in owners and leaf not in _PACKED[1:] and not leaf.endswith("zero_point"):
+            if leaf.endswith(_WHOLE) or is_number:
+                parts[name] = ScalePart(codes or name, ())
+        elif codes := owners.get(name, codes):
+            parts[name] = ScalePart(
+                codes, _blocks_of(tensors[codes][1], shape, by_codes.get(codes))
+            )
     return parts
 
 

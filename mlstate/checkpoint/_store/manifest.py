@@ -26,6 +26,7 @@ _INT64 = (1 << 63) - 1
 _GENERATION = re.compile(r"[0-9a-f]{16}\Z", re.ASCII)
 _CRCS = re.compile(r"(?:[0-9a-f]{8})*\Z", re.ASCII)
 _MOST_DEPTH = 128  # of nested arrays and objects, so that recursive readers are safe
+_STATE_KINDS = ("state", "model", "optimizer", "tree")
 _MOST_GROUPS = 32  # MLS_PATTERN_GROUPS
 
 
@@ -169,9 +170,9 @@ def _states(members: dict[str, Any]) -> dict[str, dict[str, Any]] | None:
     if "states" not in members:
         return None
     listed = _member(members, "states", dict)
-    for name in listed:
-        kind = _kind(listed, name, ("state", "model", "optimizer", "tree"))
-        if kind is None or not name or "/" in name:
+    for name, kind in listed.items():
+        is_kind = isinstance(kind, dict) and kind.get("kind") in _STATE_KINDS
+        if not (is_kind or _kind(listed, name, _STATE_KINDS)) or not name or "/" in name:
             raise _WrongError(f'"states" has an invalid entry {name[:80]!r}')
         if "ranks" in kind:
             _member(kind, "ranks", int, 1, _MOST_RANKS)

@@ -7,12 +7,25 @@ import random
 import ml_dtypes
 import numpy as np
 import pytest
-from quantized_layouts import E4M3, LAYOUTS, PLACES, config_files, write_folder
+from quantized_layouts import (
+    E4M3,
+    LAYOUTS,
+    PLACES,
+    config_files,
+    deepseek_v3,
+    modelopt_nvfp4,
+    mxfp4,
+    packed_mxfp4,
+    packed_rows,
+    spread,
+    write_folder,
+)
+from rank_threads import run_local
 
 import mlstate
 from mlstate.checkpoint import Layout, Shard, export_huggingface, inspect, reshard
 from mlstate.cli import main
-from mlstate.errors import CompatibilityError, FormatError, MLStateError
+from mlstate.errors import CompatibilityError, FormatError, MLStateError, TensorNotFoundError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:overflow", "ignore::mlstate.errors.CheckpointWarning"
@@ -198,6 +211,30 @@ def test_targets_of_codes_receive_codes_and_scales(tmp_path):
         mlstate.state.load_into({"a.weight": np.zeros((4, 4))}, {"a.weight": codes})
 
 
+@pytest.mark.parametrize("layout", [deepseek_v3, packed_mxfp4, mxfp4], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("is_renamed", [False, True])
+def test_names_choose_values_by_stored_and_decoded_names(tmp_path, layout, is_renamed):
+    folder, values = write_layout(tmp_path / "m", layout)
+    layer, rules = ("a", {"l.": "a."}) if is_renamed else ("l", None)
+    codes = next(n for n in mlstate.load(folder).model if n.endswith(("_packed", "_blocks", "ht")))
+    scale = next(n for n in mlstate.load(folder).model if n.startswith("l.") and n != codes)
+    codes, scale, value = (name.replace("l.", f"{layer}.") for name in (codes, scale, "l.weight"))
+    for names in (value, codes, layer, [codes, value], f"{value}*", [f"{layer}.*", "norm"]):
+        target = {value: np.zeros_like(values), "norm": np.zeros(6, np.float32)}
+        options = {"into": {"model": target}, "cast": True, "rename": rules}
+        mlstate.load(folder, names=names, **options)
+        assert np.array_equal(target[value], values)
+        assert target["norm"].any() == ("norm" in names)
+    target[value][:] = 0
+    for names in ([value, "l.weigth"], f"{value}x*"):
+        with pytest.raises(TensorNotFoundError):
+            mlstate.load(folder, names=names, **options)
+    for names in (scale, ["norm", scale], [f"*{scale[1:]}"]):  # the target has no scale
+        with pytest.raises(CompatibilityError, match=f"Unexpected.*{scale}"):
+            mlstate.load(folder, names=names, **options)
+    assert not target[value].any()
+
+
 def test_decoded_weights_in_one_memory_are_refused(tmp_path):
     arrays = {name: np.full((4, 4), 2, E4M3) for name in ("a.weight", "b.weight")}
     arrays |= {f"{name}_scale": np.full(1, 0.25, np.float32) for name in arrays}
@@ -296,6 +333,7 @@ def test_scales_of_touched_blocks_come_with_a_part(tmp_path):
     arrays["l.weight_scale_inv"] = np.arange(6, dtype=np.float32).reshape(3, 2)
     arrays |= {"g.weight": np.ones((4, 4), E4M3), "g.weight_scale": np.ones(1, np.float32)}
     arrays |= {"g.weight_g_idx": np.arange(4), "g.weight_shape": np.array([4, 4])}
+    arrays |= {"g.input_scale": np.ones(1, np.float32), "a.k_scale": np.ones(1, np.float32)}
     config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
     folder = write_folder(tmp_path / "m", arrays, {"config.json": {"quantization_config": config}})
     for rank, (begin, end) in enumerate([(0, 2), (1, 3)]):
@@ -303,8 +341,37 @@ def test_scales_of_touched_blocks_come_with_a_part(tmp_path):
         assert part["l.weight"].shape == (150, 256)
         expected = arrays["l.weight_scale_inv"][begin:end]
         assert np.array_equal(part["l.weight_scale_inv"], expected)
-        for name in ("g.weight_scale", "g.weight_g_idx", "g.weight_shape"):
+        for name in arrays.keys() - {"l.weight", "l.weight_scale_inv", "g.weight"}:
             assert np.array_equal(part[name], arrays[name])
+
+
+def test_scales_of_unknown_blocks_come_whole(tmp_path):
+    scales = np.arange(2, dtype=np.float32).reshape(2, 1)  # of blocks of 80 or 128 rows
+    arrays = {"l.weight": np.ones((160, 64), E4M3), "l.weight_scale_inv": scales}
+    mlstate.save_file(arrays, tmp_path / "m.safetensors")
+    part = mlstate.load(tmp_path / "m.safetensors", layout="rows", rank=1, world_size=2).model
+    assert np.array_equal(part["l.weight_scale_inv"], scales)
+
+
+def test_packed_integers_have_several_scales(tmp_path):
+    arrays = {"l.qweight": np.ones((128, 6), np.int32), "l.qzeros": np.ones((2, 6), np.int32)}
+    arrays |= {"l.scales": np.arange(96.0).reshape(2, 48)}  # AWQ packs 8 columns
+    arrays |= {"p.weight_packed": np.ones((64, 16), np.int32)}  # compressed-tensors
+    arrays |= {"p.weight_scale": np.arange(64.0).reshape(64, 1)}
+    arrays |= {"p.weight_zero_point": np.arange(8, dtype=np.int32).reshape(8, 1)}
+    mlstate.save_file(arrays, tmp_path / "m.safetensors")
+    for rank in range(3):
+        for cut in (Layout.rows(3), Layout.axis(1, 3)):
+            part = mlstate.load(tmp_path / "m.safetensors", layout=cut, rank=rank).model
+            columns = cut.take(np.arange(6)[None].repeat(128, 0), rank)[0]
+            groups = np.unique(cut.take(np.arange(128)[:, None].repeat(6, 1) // 64, rank))
+            expected = arrays["l.scales"].reshape(2, 6, 8)[groups][:, columns]
+            assert np.array_equal(part["l.scales"], expected.reshape(len(groups), -1))
+            assert part["l.qzeros"].shape == (len(groups), len(columns))
+            rows = cut.take(np.arange(64)[:, None].repeat(16, 1), rank)[:, 0]
+            assert np.array_equal(part["p.weight_scale"], arrays["p.weight_scale"][rows])
+            zero_points = arrays["p.weight_zero_point"][np.unique(rows // 8)]
+            assert np.array_equal(part["p.weight_zero_point"], zero_points)
 
 
 def test_groups_of_gptq_come_with_a_part(tmp_path):
@@ -410,30 +477,152 @@ def test_random_folders_have_their_values_or_are_refused(tmp_path, capsys):
     assert ends["right"] > count * 0.75, ends
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("kind", ["file", "checkpoint"])
-def test_targets_get_no_scales_of_other_codes(tmp_path, kind, world_size):
+# ---- targets of parts without cast= ----
+
+CUTS = [Layout.rows(2), Layout.rows(3), Layout.axis(1, 3), Layout.flat(2), Layout.rows(1)]
+# Indices of codes that share a scale.
+BLOCKS = {deepseek_v3: (128, 128), packed_rows: (1, 160), packed_mxfp4: (1, 16),
+          modelopt_nvfp4: (1, 8)}  # fmt: skip
+
+
+def zeros(state, kind):
+    """Return arrays of zeros like the arrays of a state, and targets of a kind in their memory."""
+    arrays = {name: np.zeros_like(each) for name, each in state.items()}
+    return arrays, mlstate.StateDict(arrays).to_torch() if kind == "torch" else arrays
+
+
+def contents(state):
+    return {name: (each.shape, each.tobytes()) for name, each in state.items()}
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda each: each.__name__)
+def test_targets_of_parts_receive_the_scales_of_their_blocks(tmp_path, request, layout, kind):
+    if kind == "torch":
+        request.getfixturevalue("torch")
+    folder, _ = write_layout(tmp_path / "m", layout, (416, 160))
+    assert run("convert", folder, tmp_path / "own")
+    arrays = mlstate.load(folder).model
+    for path in (folder, folder / "model.safetensors", tmp_path / "own"):
+        for cut in CUTS:
+            for rank in range(cut.parts):
+                part = mlstate.load(path, layout=cut, rank=rank).model
+                received, into = zeros(part, kind)
+                mlstate.load(path, into={"model": into}, layout=cut, rank=rank)
+                assert contents(received) == contents(part)
+                if layout in BLOCKS and cut != Layout.flat(2):
+                    scale = next(n for n in arrays if n.endswith(("weight_scale", "_scale_inv")))
+                    codes = next(n for n in arrays if n.endswith(("weight", "_packed")))
+                    order = np.arange(arrays[scale].size).reshape(arrays[scale].shape)
+                    owners = spread(order, arrays[codes].shape, BLOCKS[layout])
+                    expected = arrays[scale].reshape(-1)[np.unique(cut.take(owners, rank))]
+                    assert received[scale].tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+@pytest.mark.parametrize("source", ["file", "checkpoint"])
+def test_targets_of_other_scales_than_the_part_needs_are_refused(tmp_path, request, source, kind):
+    if kind == "torch":
+        request.getfixturevalue("torch")
     scales = np.arange(4, dtype=np.float32).reshape(2, 2)
-    codes = np.ones((256, 256), ml_dtypes.float8_e4m3fn)
-    state = {"l.weight": codes, "l.weight_scale_inv": scales, "bias": np.ones(8, np.float32)}
+    state = {"l.weight": np.ones((256, 256), E4M3), "l.weight_scale_inv": scales}
+    state |= {"bias": np.ones(8, np.float32)}
     path = tmp_path / "m.safetensors"
-    if kind == "file":
+    if source == "file":
         mlstate.save_file(state, path)
     else:
         path = mlstate.save(tmp_path / "c", state).path
-    rows = 256 // world_size
-    for rank in range(world_size):
-        into = {
-            "l.weight": np.zeros((rows, 256), codes.dtype),
-            "l.weight_scale_inv": np.zeros((-(-2 // world_size), 2), np.float32),
-            "bias": np.zeros(8 // world_size, np.float32),
-        }
-        part = {"rank": rank, "world_size": world_size, "layout": "rows"}
-        if world_size == 4 and rank > 0:  # two ranks share the scales of a block
-            with pytest.raises(mlstate.CompatibilityError, match="needs other scales"):
-                mlstate.load(path, into={"model": into}, **part)
-            assert not into["bias"].any()
-        else:
-            mlstate.load(path, into={"model": into}, **part)
-            expected = mlstate.load(path, **part).model
-            assert all(np.array_equal(into[name], expected[name]) for name in state)
+    for cut in (Layout.rows(4), Layout.rows(3)):
+        for rank in range(cut.parts):
+            part = mlstate.load(path, layout=cut, rank=rank).model
+            for shape in [(0, 2), (1, 2), (2, 2), (1, 1), (2,)]:
+                received, into = zeros(part | {"l.weight_scale_inv": np.zeros(shape, "f4")}, kind)
+                if shape == part["l.weight_scale_inv"].shape:
+                    mlstate.load(path, into={"model": into}, layout=cut, rank=rank)
+                    assert contents(received) == contents(part)
+                    continue
+                with pytest.raises(CompatibilityError, match=r"weight_scale_inv'.* target") as info:
+                    mlstate.load(path, into={"model": into}, layout=cut, rank=rank)
+                assert info.value.name == "l.weight_scale_inv" and str(shape) in str(info.value)
+                assert not any(map(np.any, received.values()))
+    received, into = zeros(part | {"l.weight_scale_inv": scales[1:].astype("f2")}, kind)
+    with pytest.raises(CompatibilityError, match="float16"):
+        mlstate.load(path, into={"model": into}, layout=cut, rank=2)
+    for value in into.values():
+        value[:] = 1
+    mlstate.load(path, into={"model": into}, layout=cut, rank=2, cast=True)
+    assert np.array_equal(received["l.weight_scale_inv"], scales[1:])
+
+
+def test_tied_targets_beside_scales_of_several_blocks(tmp_path):
+    scales = np.arange(4, dtype=np.float32).reshape(2, 2)
+    state = {
+        "w": np.ones((256, 256), E4M3),
+        "w_scale_inv": scales,
+        "x": np.ones(4),
+        "y": np.ones(4),
+    }
+    mlstate.save(tmp_path / "c", state)
+    part = {"layout": "rows", "rank": 2, "world_size": 4}
+    _, into = zeros(mlstate.load(tmp_path / "c", **part).model, "numpy")
+    into["y"] = into["x"]
+    mlstate.load(tmp_path / "c", into={"model": into}, **part)
+    assert into["x"].all() and np.array_equal(into["w_scale_inv"], scales[1:])
+    into |= {"u": into["w_scale_inv"]}
+    mlstate.save(tmp_path / "u", state | {"u": np.ones((4, 2), np.float32)})
+    with pytest.raises(CompatibilityError, match="are one memory, and values or"):
+        mlstate.load(tmp_path / "u", into={"model": into}, **part)
+
+
+def test_shards_of_scales_are_the_part_that_the_codes_need(tmp_path):
+    scales = np.arange(4, dtype=np.float32).reshape(2, 2)
+    mlstate.save(tmp_path / "c", {"w": np.ones((256, 256), E4M3), "w_scale_inv": scales})
+    codes = np.zeros((64, 256), E4M3)
+    for layout, rank, rows, fits in [
+        (Layout.rows(2), 1, [1], True),
+        (Layout.rows(2), 0, [0], False),
+        (Layout.rows(4), 2, [], False),
+        (Layout.whole(), 0, [0, 1], False),
+    ]:
+        shard = Shard(np.zeros((len(rows), 2), np.float32), layout, rank, shape=(2, 2))
+        into = {"w": Shard(codes, Layout.rows(4), 2, shape=(256, 256)), "w_scale_inv": shard}
+        options = {"into": {"model": into}, "layout": "rows", "rank": 2, "world_size": 4}
+        if fits:
+            mlstate.load(tmp_path / "c", **options)
+            assert np.array_equal(shard.array, scales[rows])
+            continue
+        with pytest.raises(CompatibilityError, match=r"w_scale_inv.*shape"):
+            mlstate.load(tmp_path / "c", **options)
+
+
+@pytest.mark.parametrize("rows", [256, 192])
+def test_parts_as_they_were_saved_have_the_scales_of_their_blocks(tmp_path, rows):
+    def saved(rank):
+        shape, scales = (rows, 64), np.arange(2, dtype="f4").reshape(2, 1)
+        codes = np.full((rows // 2, 64), rank + 1, E4M3)
+        codes = Shard(codes, Layout.rows(2), rank, shape=shape)
+        own_scale = Shard(scales[rank : rank + 1], Layout.rows(2), rank, shape=(2, 1))
+        return {"v": codes, "v_scale": scales, "w": codes, "w_scale": own_scale}
+
+    def work(group):
+        mlstate.save(tmp_path / "c", saved(group.rank), group=group)
+        parts = {name: getattr(each, "array", each) for name, each in saved(group.rank).items()}
+        received, into = zeros(parts, "numpy")
+        loaded = mlstate.load(tmp_path / "c", rank=group.rank, world_size=2).model
+        if rows == 256:
+            mlstate.load(tmp_path / "c", into={"model": into}, group=group)
+            assert contents(received) == contents(parts) == contents(loaded)
+        else:  # blocks of 96 rows, or of 128
+            with pytest.raises(
+                CompatibilityError, match=r"'w_scale', which has the shape \(2, 1\)"
+            ):
+                mlstate.load(tmp_path / "c", into={"model": into}, group=group)
+            assert loaded["w_scale"].shape == (2, 1)
+
+    run_local(work)
+    reshard(tmp_path / "c", tmp_path / "three", layout="rows", world_size=3)
+    for rank in range(3):
+        part = mlstate.load(tmp_path / "three", rank=rank, world_size=3).model
+        first, last = 86 * rank // 128, -(-min(86 * (rank + 1), 256) // 128)
+        blocks = slice(first, last) if rows == 256 else slice(0, 2)
+        assert np.array_equal(part["w_scale"], np.arange(2)[blocks, None])
