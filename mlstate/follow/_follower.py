@@ -33,6 +33,8 @@ from .._common.store_error import format_error, store_error
 from .._common.text import steps_text
 from .._sharding.layout import Shard
 from ..checkpoint._load.arguments import ranks_of
+from ..checkpoint._quantized.pairs import box_of
+from ..checkpoint._quantized.parts import parts_of_scales
 from ..checkpoint._store.open_path import open_files
 from ..errors import (
     CheckpointWarning,
@@ -632,7 +634,33 @@ class Follower:
             part = f" of this rank's part of {source.shape}" if target.layout.steps else ""
             _require_equal(name, f"shape{part}", shape, tuple(array.shape))
             parts[name] = target
+        if self._cutting[2]:
+            self._refuse_other_scales({n: each[0].part for n, each in published.items()}, parts)
         return parts
+
+    def _refuse_other_scales(
+        self, published: Mapping[str, Part], parts: Mapping[str, Part]
+    ) -> None:
+        """Raise CompatibilityError if a part of codes needs other scales than those followed.
+
+        A `Shard` is the part that the caller wants. `published`: one part of each tensor.
+        """
+        tensors = {name: (part.dtype, part.shape) for name, part in published.items()}
+        for name, scales in parts_of_scales(self.path, None, tensors).items():
+            box, codes = (
+                box_of((parts[each].layout.steps, parts[each].number, 1), tensors[each][1])
+                for each in (name, scales.codes)
+            )
+            is_whole = parts[name].layout is WHOLE and self._cutting[0] is None
+            slices = scales.slices(tensors[name][1], codes)
+            is_same = box.elements is None and box.slices() == slices
+            if not (is_whole or is_same or name in self._shards):
+                error = CompatibilityError(
+                    f"{self.path}: this rank's part of {scales.codes!r} needs other scales than "
+                    f"its part of {name!r}: follow the whole tensors, or pass a Shard of each part"
+                )
+                error.name = name
+                raise error
 
     def _layout_of_part(self, published: Part) -> tuple[Layout, int]:
         """Return layout and number of the followed part of a tensor whose array is not a `Shard`.

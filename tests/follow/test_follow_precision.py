@@ -182,3 +182,27 @@ def test_scales_of_quantized_weights_are_not_narrowed(tmp_path, codes):
     into = zeros_like(model)
     Follower(publisher.path, into=into, cast=True).advance()
     assert same(into, model)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_parts_of_codes_have_the_scales_of_their_blocks(tmp_path, world_size):
+    scales = np.arange(1, 5, dtype=np.float32).reshape(2, 2)
+    model = {"w": np.ones((256, 256), ml_dtypes.float8_e4m3fn), "w_scale_inv": scales}
+    path = Publisher(tmp_path / "w").path
+    Publisher(path).publish(1, model)
+    for rank in range(world_size):
+        part = {"layout": "rows", "rank": rank, "world_size": world_size}
+        rows = scales[rank : rank + 1]  # cut as every tensor; 4 ranks share 2 blocks
+        into = {"w": np.zeros((256 // world_size, 256), model["w"].dtype)}
+        into["w_scale_inv"] = np.zeros_like(rows)
+        if rank < 1 or world_size == 2:
+            Follower(path, into=into, **part).advance()
+            assert np.array_equal(into["w_scale_inv"], rows)
+            continue
+        with pytest.raises(CompatibilityError, match="part of 'w' needs other scales"):
+            Follower(path, into=into, **part).advance()
+        assert not into["w"].any()
+        needed = scales[rank // 2 :][:1]
+        shard = Shard(np.zeros_like(needed), Layout.rows(2), rank // 2, shape=(2, 2))
+        Follower(path, into=into | {"w_scale_inv": shard}, **part).advance()
+        assert np.array_equal(shard.array, needed)
