@@ -39,15 +39,15 @@ def _damage_of(path: str, progress: Progress) -> tuple[str, str | None]:
     A good entry matches its CRC-32. Entries that share bytes are damage: such a small file could
     take hours to read. `progress` is called with the bytes of each block read.
     """
-    damage = "the list of its entries is damaged: "
     try:
         archive = zipfile.ZipFile(path)
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        return f"{damage}{error}", None
+        text = f"the list of its entries is damaged: {error}"
+        return text, None
     with archive:  # errors of `progress` are the caller's
         entries = archive.infolist()
         if sum(entry.compress_size for entry in entries) > os.path.getsize(path):
-            return f"{damage}its entries overlap", None
+            return "the list of its entries is damaged: its entries overlap", None
         for entry in entries:
             for nbytes in _read_sizes(archive, entry):
                 if nbytes is None:

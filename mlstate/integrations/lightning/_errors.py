@@ -42,7 +42,7 @@ def name_conversion_in_errors() -> None:
     Strategies that store checkpoints themselves, such as ModelParallelStrategy, warn.
     """
     for name in _STRATEGIES:
-        for cls in vars(sys.modules.get(name, object)).values():
+        for cls in vars(sys.modules.get(name) or object).values():
             save = vars(cls).get("save_checkpoint") if isinstance(cls, type) else None
             if hasattr(cls, "load_checkpoint") and save and not hasattr(save, "warns"):
                 cls.save_checkpoint = _with_warning(save)
