@@ -40,4 +40,4 @@ def test_checkpoint_html(state, tmp_path):
     mlstate.save(tmp_path / "ckpt", {**state, **one_layer})
     page = mlstate.inspect(tmp_path / "ckpt")._repr_html_()
     assert shown_order(page, [f"layers.{i}<" for i in (0, 1, 2, 10, 11)])
-    assert shown_order(page, ["<code>2<", "<code>10<"])
+    assert shown_order(page, ["<td>2<", "<td>10<"])

@@ -100,17 +100,18 @@ def no_metric(path: str, monitor: str | None) -> ValueError:
 def check_choice(step: int | str | None, monitor: str | None, mode: str | None) -> None:
     """Raise ValueError if `monitor` and `mode` do not fit the step: "best" alone has them."""
     best = "step='best' (--step best on the command line)"
+    metric = "monitor='loss' (--monitor loss on the command line)"
     if step == "best" and monitor is None:
         raise ValueError(
-            f"{best} needs the metric: pass monitor='loss' (--monitor loss on the command line) or "
-            "another key of the metadata, and mode='max' (--mode max on the command line) if the "
-            "largest is best"
+            f"{best} needs the metric: pass {metric} or another key of the metadata, and "
+            "mode='max' (--mode max on the command line) if the largest is best"
         )
+    needed = f"{best} and {metric}" if monitor is None else best
     for name, value in (("monitor", monitor), ("mode", mode)):
         if step != "best" and value is not None:
             raise ValueError(
                 f"{name}={value!r} (--{name} {value} on the command line) tells which step is the "
-                f"best: pass {best} too, or leave it out"
+                f"best: pass {needed} too, or leave it out"
             )
 
 
