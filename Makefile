@@ -53,9 +53,9 @@ test: $(STAMP)-test $(MPI) $(READERS) install ## Run the tests: C, Python, torch
 test-all: $(STAMP)-test $(MPI) $(READERS) install ## Run the rest: more ranks and engines, leaks, faults.
 	@$(RUN) -m pytest $(PARALLEL:loadfile=worksteal) -m long $(PYTEST_ARGS)
 
-test-all-slice: $(STAMP)-test $(MPI) $(READERS) install ## Run a quarter of `test-all`, on each commit another one.
+test-all-slice: $(STAMP)-test $(MPI) $(READERS) install ## Run an eighth of `test-all`, on each commit another one.
 	@commits=$$(git rev-list --count HEAD 2>/dev/null || echo 0); $(RUN) -m pytest \
-	    $(PARALLEL:loadfile=worksteal) -m long --part=$$((commits % 4 + 1))/4 $(PYTEST_ARGS)
+	    $(PARALLEL:loadfile=worksteal) -m long --part=$$((commits % 8 + 1))/8 $(PYTEST_ARGS)
 
 mpi: $(MPI) ## Install both MPIs for the tests of their groups.
 
