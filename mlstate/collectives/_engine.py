@@ -104,14 +104,15 @@ class OperationQueue:
         RuntimeError if the system has no thread left.
         """
         work, task = Work(operation, self._rank), on_current_stream(task)
-        with _core.deferred_interrupts(), self._lock:
-            self._queue.append((work, task))
-            try:
-                self._start_worker()
-            except RuntimeError:
-                self._queue.pop()
-                raise
-            self._changed.wake()
+        with _core.deferred_interrupts():
+            with self._lock:
+                self._queue.append((work, task))
+                try:
+                    self._start_worker()
+                except RuntimeError:
+                    self._queue.pop()
+                    raise
+            self._changed.wake()  # after the lock, for which the thread would wait
         return work
 
     def _start_worker(self) -> None:
@@ -153,9 +154,10 @@ class OperationQueue:
 
     def join(self) -> None:
         """Wait until all queued operations have ended."""
-        with _core.deferred_interrupts(), self._lock:
-            worker = self._worker
-            self._is_joining = True
+        with _core.deferred_interrupts():
+            with self._lock:
+                worker = self._worker
+                self._is_joining = True
             self._changed.wake()
         if worker is not None:
             join_thread(worker)
