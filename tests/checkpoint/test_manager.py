@@ -207,7 +207,9 @@ def test_a_wrong_choice_of_the_best_step_shows_the_call(manager):
             with pytest.raises(ValueError, match=r"pass step='best' .*too"):
                 call(manager.directory, step=step, monitor="loss")
             for mode in ("min", "max"):
-                with pytest.raises(ValueError, match=r"pass step='best' .* and monitor='loss' .*too"):
+                with pytest.raises(
+                    ValueError, match=r"pass step='best' .* and monitor='loss' .*too"
+                ):
                     call(manager.directory, step=step, mode=mode)
         with pytest.raises(ValueError, match="no step has a number 'loss'"):
             call(manager.directory, step="best", monitor="loss")

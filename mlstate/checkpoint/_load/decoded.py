@@ -111,7 +111,8 @@ def decode_names(
 
     Weights whose targets have wider floats receive their values: codes get the names of these, and
     scales without a target have none, if the codes are selected. Other targets receive codes and
-    scales as they are stored.
+    scales as they are stored, unless the caller chose the codes by the names of their values: these
+    names stay, for the error.
     """
     pairs, old_names = loader.pairs[section.label], section.old_names()
     names: dict[str, str | None] = {}  # new ones by stored name
@@ -125,6 +126,8 @@ def decode_names(
                 names[stored] = value
                 decoded[value] = pair
                 layers |= {layer_of(stored)} if name in chosen else set()
+    lacking = {name for name in loader.by_value & chosen if old_names[name] not in names}
+    selected = [value_name(name) if name in lacking else name for name in selected]
     if not decoded:
         return section, selected, {}
     for name, stored in old_names.items():
@@ -132,7 +135,7 @@ def decode_names(
         is_chosen = loader.request.names is None or layer_of(stored) in layers
         if is_hidden and is_chosen and name not in filling.known:
             names[stored] = None
-    renamed = (names.get(old_names[name], name) for name in selected)
+    renamed = (names.get(old_names.get(name, name), name) for name in selected)
     return section.with_values(names), [name for name in renamed if name is not None], decoded
 
 

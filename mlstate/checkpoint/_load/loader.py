@@ -80,6 +80,7 @@ class Loader:
                 section.saved = saved.get(section.label)
         # the quantized weights that `cast` decodes, with their scales, by label of the section
         self.pairs = pairs_of_sections(self) if request.dtype or request.cast else {}
+        self.by_value: set[str] = set()  # codes that the caller chose by the names of their values
         for section in self.sections if request.dtype else ():
             if section.label in self.pairs:  # codes get the names of their values; scales have none
                 section.replace(self.pairs[section.label].renamed(section.names))
@@ -119,6 +120,8 @@ class Loader:
         values = self._names_of_values() if self.request.cast else {}
         every = [[*names[0], *values], *names[1:]]
         choice, chosen = chosen_names(every, self.request.names, self.folder, weights, is_renamed)
+        named = set(chosen[0])
+        self.by_value = {values[name] for name in named & values.keys()} - named
         chosen[0] = list(dict.fromkeys(values.get(name, name) for name in chosen[0]))
         return choice, chosen
 

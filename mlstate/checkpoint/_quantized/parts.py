@@ -110,10 +110,11 @@ def _blocks_of(shape: tuple[int, ...], scales: tuple[int, ...], pair: Pair | Non
     """Return how many of the codes of `shape` have how many of `scales`, by axis; None: unknown.
 
     A code that packs several numbers may have several scales. Without a pair that tells it, the
-    side of a block is a power of 2, as in pairs.py.
+    side of a block is a power of 2, as in pairs.py. A pair with a problem tells nothing, but as
+    many scales as codes of an axis belong to one each.
     """
     if pair is not None and pair.problem is not None:
-        return ()
+        return tuple((1, 1) if n == m else None for n, m in zip(shape, scales, strict=False))
     blocks = []
     for n, m in zip(shape, scales, strict=False):
         side = n // m if m and not n % m else 0

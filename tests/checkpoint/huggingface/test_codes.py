@@ -233,6 +233,25 @@ def test_names_choose_values_by_stored_and_decoded_names(tmp_path, layout, is_re
         with pytest.raises(CompatibilityError, match=f"Unexpected.*{scale}"):
             mlstate.load(folder, names=names, **options)
     assert not target[value].any()
+    if codes != value:
+        raw = mlstate.load(folder, rename=rules).model
+        raw = {name: np.zeros_like(array) for name, array in raw.items()}
+        with pytest.raises(CompatibilityError, match=f"Unexpected.*{value}"):
+            mlstate.load(folder, names=value, into={"model": raw}, cast=True, rename=rules)
+        assert not any(array.view(np.uint8).any() for array in raw.values())
+
+
+@pytest.mark.parametrize("scale", ["scale", "weight_scale_inv", "weight_scale"])
+@pytest.mark.parametrize("dtype", ["i1", "u1"])
+def test_a_part_of_rows_has_the_scales_of_its_rows(tmp_path, scale, dtype):
+    scales = np.arange(16, dtype=np.float32).reshape(16, 1)
+    mlstate.save(tmp_path / "c", {"l.weight": np.ones((16, 8), dtype), f"l.{scale}": scales})
+    part = {"rank": 1, "world_size": 2, "layout": "rows"}
+    target = {"l.weight": np.zeros((8, 8), dtype), f"l.{scale}": np.zeros((8, 1), np.float32)}
+    mlstate.load(tmp_path / "c", into={"model": target}, **part)
+    loaded = mlstate.load(tmp_path / "c", **part).model
+    assert np.array_equal(loaded[f"l.{scale}"], scales[8:])
+    assert np.array_equal(target[f"l.{scale}"], scales[8:]) and target["l.weight"].all()
 
 
 def test_decoded_weights_in_one_memory_are_refused(tmp_path):
