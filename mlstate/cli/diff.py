@@ -110,7 +110,7 @@ class _Side:
         labels = {name: f"states[{name!r}]" for name in kinds}
         # nested values in memory, and those that are read now
         values = {n: source.saved[label] for n, label in labels.items() if label in source.saved}
-        stored = [n for n, kind in kinds.items() if kind["kind"] == "tree" and n not in values]
+        stored = {n for n, kind in kinds.items() if kind["kind"] == "tree" and n not in values}
         records = [*map(TensorRecord._make, source.index.tensors())]
         # dtypes and shapes by name, of the model, the optimizer, and the states
         facts: list[dict[str, Any]] = [
@@ -129,10 +129,10 @@ class _Side:
         if isinstance(source, IndexedSource) and stored:
             opened = IndexedSource(source.files, source.root, manifest)
             loader = Loader(check_request({**LOAD_DEFAULTS}), opened, takes_deltas=True)
-            values |= load_trees(loader, stored)
+            values |= load_trees(loader, [name for name in kinds if name in stored])
         nested = [*list_entries((), values)] if values else []
         arrays = name_entries(nested, lambda keys: "/".join(map(str, keys)))
-        refused = [key for key, array in arrays.items() if not _is_comparable(array)]
+        refused = {key: None for key, array in arrays.items() if not _is_comparable(array)}
         if refused:
             text = f"{self.path}: these values cannot be compared: {', '.join(refused)}"
             warnings.warn(text, CheckpointWarning, stacklevel=2)
