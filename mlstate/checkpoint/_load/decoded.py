@@ -116,26 +116,26 @@ def decode_names(
     """
     pairs, old_names = loader.pairs[section.label], section.old_names()
     names: dict[str, str | None] = {}  # new ones by stored name
-    decoded, layers, chosen = {}, set(), set(selected)
+    decoded = {}
+    chosen_codes = filter(pairs.by_codes.__contains__, map(old_names.__getitem__, selected))
+    layers = {*map(layer_of, chosen_codes)}
     for name, stored in old_names.items():
         pair = pairs.by_codes.get(stored)
         if pair is not None:
             value = name if pair.name == pair.codes else value_name(name)
             target = filling.arrays.get(value)
             if target is not None and name_of(target.dtype) in FLOATS:
-                names[stored] = value
                 decoded[value] = pair
-                layers |= {layer_of(stored)} if name in chosen else set()
-    lacking = {name for name in loader.by_value & chosen if old_names[name] not in names}
-    selected = [value_name(name) if name in lacking else name for name in selected]
-    if not decoded:
+            if value in decoded or name in loader.by_value:
+                names[stored] = value
+    if not names:
         return section, selected, {}
     for name, stored in old_names.items():
         is_hidden = stored in pairs.hidden and stored not in pairs.by_codes
         is_chosen = loader.request.names is None or layer_of(stored) in layers
         if is_hidden and is_chosen and name not in filling.known:
             names[stored] = None
-    renamed = (names.get(old_names.get(name, name), name) for name in selected)
+    renamed = (names.get(old_names[name], name) for name in selected)
     return section.with_values(names), [name for name in renamed if name is not None], decoded
 
 
