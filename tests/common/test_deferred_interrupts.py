@@ -155,7 +155,7 @@ def test_a_child_that_another_thread_forks_is_in_no_section():
     assert status == [0]
 
 
-def test_a_section_in_a_handler_that_runs_at_the_entry_changes_nothing():
+def test_a_section_in_a_handler_at_the_entry_leaves_the_handlers():
     handled = []
 
     def enter_section(number, frame):
@@ -203,7 +203,7 @@ def test_a_signal_is_handled_in_an_allowed_block_and_not_in_the_clean_up(is_note
     assert not deferred_interrupts.is_active()
 
 
-def test_an_allowed_block_changes_nothing_within_another_section():
+def test_an_allowed_block_within_another_section_still_defers():
     steps = []
     outer, section = deferred_interrupts(), deferred_interrupts()
     handled = handler(signal.SIGUSR1, refuse)

@@ -48,7 +48,7 @@ TEST(a_stopped_match_loses_no_record_of_another_writer)
     mls_prompt_log_free(reader);
 }
 
-TEST(a_stopped_lock_changes_nothing)
+TEST(a_stopped_lock_keeps_the_log)
 {
     int calls = 0;
     for (mls_code code = MLS_E_STOPPED; code == MLS_E_STOPPED; calls++) {
