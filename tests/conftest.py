@@ -52,6 +52,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_runtest_setup():
+    """Remove Hypothesis's callback, in which the exception of a signal handler would be lost."""
+    gc.callbacks.clear()
+
+
 @pytest.fixture(scope="session")
 def torch():
     """The module torch; tests that take it are skipped if it is not installed."""
