@@ -38,7 +38,7 @@ READERS := build/readers-$(HERE)
 BENCHMARKS := $(filter-out %/bench_guard.py,$(wildcard benchmarks/bench_*.py))
 CORE_MK := $(MAKE) --no-print-directory -f tools/core.mk
 
-.PHONY: help demo test test-all test-all-slice mpi test-hosts test-gpu test-arm64 notebooks build core libmlstate-kv core-test lint format files sanitize sanitize-slice tsan tsan-slice coverage \
+.PHONY: help demo test test-all test-all-slice mpi test-hosts test-gpu test-arm64 notebooks build core libmlstate-kv core-test lint format files sizes sanitize sanitize-slice tsan tsan-slice coverage \
 	faults faults-slice faults-store fuzz fuzz-slice bench bench-guard docs cross cross-slice wheel wheel-test wheel-slice install dev clean
 
 help: ## List the targets.
@@ -81,6 +81,9 @@ core-test: ## Run the C tests of the core.
 
 lint: dev ## Check style, types, the stub, and that no compiler warns.
 	@tools/lint.sh $(RUN)
+
+sizes: ## Print lines of code by folder and by capability.
+	@$(PYTHON) tools/code_lines.py
 
 files: ## Print every source file with its purpose.
 	@$(PYTHON) tools/file_purposes.py $(FOLDERS)

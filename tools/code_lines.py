@@ -1,26 +1,23 @@
 #!/usr/bin/env python3
-"""Count lines of code by top folder, without comments, docstrings and blank lines.
+"""Print lines of code by folder and by capability, without comments, docstrings and blank lines.
 
-    code_lines.py              print the counts of the files that git tracks
-    code_lines.py --check      fail if a folder has more lines than code_lines.json allows
-    code_lines.py --lower      write lower counts to code_lines.json; never higher ones
-
-A folder may grow only together with a line in CHANGELOG.md that names the capability that needs
-the lines: then edit code_lines.json by hand.
+A new capability has at most 2,500 lines of source, and at most as many lines of tests. A file
+belongs to the first capability of `CAPABILITIES` whose words its path contains.
 """
 
 from __future__ import annotations
 
+import ast
 import io
-import json
 import pathlib
 import re
 import subprocess
-import sys
+import textwrap
 import tokenize
+from collections import Counter
+from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
-LIMITS = ROOT / "tools" / "code_lines.json"
 FOLDERS = (
     "csrc/core",
     "csrc/public",
@@ -33,6 +30,25 @@ FOLDERS = (
     "docs",
     "include",
 )
+CAPABILITIES = {
+    "tools, examples, benchmarks": r"^(tools|examples|docs|benchmarks)/",
+    "prompts stored once": r"prompt",
+    "followed weights": r"follow|delta|published",
+    "object stores": r"remote|object_server|gcs|azure|s3_",
+    "Hugging Face, quantised files": r"huggingface|quantized_(?!kv)|_quantized|scale|block_codes",
+    "Core ML, Core AI, Swift": r"coreml|coreai|swift|mlpackage|anemll",
+    "KV caches": r"/kv|kv_|cache|mlx|attention",
+    "activation and plans": r"activation|planning|planner|strateg|plan_model",
+    "groups of ranks": r"collectives|shm|distributed|/mpi|group_|rank_jobs|rank_threads|hosts",
+    "gradients": r"fsdp|gradient|hook|reduce|bucket",
+    "tiers": r"tier",
+    "values beside tensors": r"_states|states_|optimizer|trainers|lightning|resume|training",
+    "foreign files": r"convert|foreign|_files|_layouts|_sources|safetensors|/files|any_format",
+    "state dicts": r"/state/|state_|_tensors|diff|load_into",
+    "attacks": r"tests/(faults|hostile|leaks|golden)",
+    "checkpoints": r"checkpoint|sharding|crc32c",
+    "commands": r"cli|command|plot|demo",
+}
 C_TOKENS = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'', re.DOTALL)
 # Tokens that do not count as code.
 LAYOUT = {
@@ -88,37 +104,57 @@ COUNTERS = {
 }
 
 
-def count() -> dict[str, int]:
-    """Return the lines of code of each top folder."""
+def counted_files() -> Iterator[tuple[str, str, int]]:
+    """Yield name, text and number of lines of code of each file that git tracks."""
     names = subprocess.run(
         ["git", "ls-files", *FOLDERS], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    counts = dict.fromkeys(FOLDERS, 0)
     for name in names.stdout.splitlines():
         path = ROOT / name
         counter = COUNTERS.get(path.suffix)
         if counter and path.exists():
-            folder = next(f for f in FOLDERS if name.startswith(f"{f}/"))
-            counts[folder] += counter(path.read_text(encoding="utf-8"))
-    return counts
+            text = path.read_text(encoding="utf-8")
+            yield name, text, counter(text)
+
+
+def lines_of_tests(text: str) -> int:
+    """Return the lines of code inside the test functions of a Python file."""
+    rows = text.splitlines()
+    inside: list[str] = []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            inside += [*rows[first - 1 : node.end_lineno], ""]
+    return python_lines(textwrap.dedent("\n".join(inside)))
+
+
+def capability_of(name: str) -> str:
+    """Return the capability that a file belongs to."""
+    words = name.lower()
+    return next((c for c, text in CAPABILITIES.items() if re.search(text, words)), "shared")
 
 
 def main() -> None:
-    counts = count()
-    limits = json.loads(LIMITS.read_text())
-    if "--lower" in sys.argv:
-        lower = {folder: min(n, limits.get(folder, n)) for folder, n in counts.items()}
-        LIMITS.write_text(json.dumps(lower, indent=2) + "\n")
-        return
-    for folder, lines in counts.items():
-        print(f"{folder:12} {lines:7,}  limit {limits.get(folder, 0):7,}")
-    print(f"{'all':12} {sum(counts.values()):7,}")
-    grown = [f"{f} by {n - limits[f]}" for f, n in counts.items() if n > limits[f]]
-    if "--check" in sys.argv and grown:
-        sys.exit(
-            f"lines of code grew: {', '.join(grown)}. Delete code, or raise tools/code_lines.json "
-            "and name the new capability in CHANGELOG.md"
-        )
+    """Print both tables, and the share of Python test lines that are inside tests."""
+    folders = dict.fromkeys(FOLDERS, 0)
+    source: Counter[str] = Counter()
+    tests: Counter[str] = Counter()
+    shares = Counter[str]()
+    for name, text, lines in counted_files():
+        folders[next(f for f in FOLDERS if name.startswith(f"{f}/"))] += lines
+        is_test = name.startswith("tests/")
+        (tests if is_test else source)[capability_of(name)] += lines
+        if is_test and name.endswith(".py"):
+            shares["all"] += lines
+            shares["inside"] += lines_of_tests(text)
+    for folder, lines in folders.items():
+        print(f"{folder:28}{lines:8,}")
+    print(f"{'all':28}{sum(folders.values()):8,}\n\n{'capability':28}{'source':>8}{'tests':>8}")
+    for name, lines in (source | tests).most_common():
+        ratio = f"{tests[name] / source[name]:7.2f}" if source[name] else ""
+        print(f"{name:28}{source[name]:8,}{tests[name]:8,}{ratio}")
+    share = shares["inside"] / shares["all"]
+    print(f"\n{share:.0%} of the lines of Python tests are inside tests")
 
 
 if __name__ == "__main__":

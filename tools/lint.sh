@@ -62,7 +62,6 @@ warnings() {
 
 check "ruff check" "$python" -m ruff check .
 check "ruff format" "$python" -m ruff format --check .
-check "lines of code" "$python" tools/code_lines.py --check
 check "mypy --strict" "$python" -m mypy
 check "stubtest" "$python" -m mypy.stubtest --mypy-config-file tools/stubtest.ini mlstate._core
 if [ -x "$bin/pyright" ]; then # fails if a public name has no declared type

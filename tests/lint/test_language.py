@@ -1,13 +1,31 @@
-"""Texts use plain English: the rate of unclear phrases in each folder only falls."""
+"""Texts use plain English: few unclear phrases in the lines that a branch adds."""
 
-import house
+import subprocess
+
 import pytest
 
 language = pytest.importorskip("language", reason="needs tools/ of a checkout")
 
 
-def test_no_folder_is_above_its_ceiling(capsys):
-    assert language.main([]) == 0, capsys.readouterr().out
+def test_added_lines_have_few_marks(capsys):
+    assert language.main(["--added"]) == 0, capsys.readouterr().out
+
+
+def test_marks_of_added_lines_only_are_counted(tmp_path, monkeypatch, capsys):
+    def git(*words):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=b", *words], cwd=tmp_path)
+
+    page, marks = tmp_path / "page.md", "Whoever calls is no fool.\n"
+    monkeypatch.setattr(language, "ROOT", tmp_path)
+    assert language.main(["--added"]) == 0 and "no main" in capsys.readouterr().out
+    git("init", "-q", "-b", "main")
+    for text, branch in ((9 * marks, "work"), (9 * marks + "A line.\n" + 2 * marks, "more")):
+        page.write_text(text)
+        git("add", ".")
+        git("commit", "-qm", "page: write a line")
+        assert language.main(["--added"]) == (branch == "more")
+        git("checkout", "-qb", branch)
+    assert "page.md:11: whoever: " in capsys.readouterr().out
 
 
 def test_marks_are_counted_in_comments_docstrings_and_pages_only():
@@ -37,8 +55,3 @@ def test_identifiers_are_read_as_prose():
         (False, "f"): 0,
         (True, "wire"): 1,
     }
-
-
-def test_ceilings_name_folders_that_exist():
-    folders = {name.removesuffix(" identifiers") for name in language.ceilings()}
-    assert all(name == "pages" or (house.ROOT / name).is_dir() for name in folders)

@@ -1,4 +1,4 @@
-"""Limits for the length of files and functions."""
+"""Limits for the length and complexity of functions."""
 
 import statistics
 
@@ -6,6 +6,7 @@ import house
 import pytest
 
 lizard = pytest.importorskip("lizard", reason="lizard measures the functions")
+code_lines = pytest.importorskip("code_lines", reason="needs tools/ of a checkout")
 
 MEDIAN_LINES = 15
 P90_LINES = 50
@@ -13,9 +14,6 @@ MAX_LINES = 120
 P90_COMPLEXITY = 9
 MAX_PYTHON_COMPLEXITY = 18
 SIMPLE = ("mlstate/checkpoint/", "mlstate/integrations/torch/_checkpoint/")
-MAX_FILE_LINES = 900
-HEADER_COMMENTS = 0.40
-C_TESTS_PER_CORE_LINE = 0.5
 
 
 def functions(*folders):
@@ -58,55 +56,17 @@ def test_functions_of_checkpoints_are_simple():
     )
 
 
-def source_files():
-    kinds = {".c", ".h", ".py", ".pyi", ".sh", ".mk"}
-    return [path for path in house.tracked_files() if path.suffix in kinds]
+def test_lines_of_code_are_counted_by_language():
+    python = '"""A docstring."""\n\nx = """text\nof a value"""  # a comment\n'
+    c = "/* A comment.\n * More. */\nint x; // why\n\n#define Y 1\n"
+    assert code_lines.python_lines(python) == code_lines.c_lines(c) == 2
 
 
-@pytest.mark.parametrize("path", source_files(), ids=house.relative)
-def test_file_can_be_read_in_one_sitting(path):
-    lines = path.read_text(encoding="utf-8").count("\n")
-    assert lines <= MAX_FILE_LINES, f"{house.relative(path)} has {lines} lines: split it"
+def test_helpers_are_outside_tests():
+    text = "def make():\n    return 1\n\n\ndef test_make():\n    # why\n    assert make()\n"
+    assert code_lines.lines_of_tests(text) == 2
 
 
-def counted(path):
-    """(non-blank lines, lines with a comment) of a C file."""
-    total = comments = 0
-    inside = False
-    for line in path.read_text(encoding="utf-8").splitlines():
-        text = line.strip()
-        if not text:
-            continue
-        total += 1
-        opened = text.rfind("/*")
-        comments += inside or opened >= 0 or "//" in text
-        if inside:
-            inside = "*/" not in text
-        elif opened >= 0:
-            inside = "*/" not in text[opened:]
-    return total, comments
-
-
-def test_headers_are_commented():
-    paths = [
-        p for p in house.c_files(house.CORE, house.BINDINGS, house.INCLUDE) if p.suffix == ".h"
-    ]
-    counts = {house.relative(path): counted(path) for path in paths}
-    total, comments = (sum(column) for column in zip(*counts.values(), strict=True))
-    poorest = sorted(counts, key=lambda name: counts[name][1] / counts[name][0])[:8]
-    missing = int(HEADER_COMMENTS * total) - comments
-    assert comments >= HEADER_COMMENTS * total, (
-        f"{comments / total:.0%} of lines are comments, {HEADER_COMMENTS:.0%} asked "
-        f"({missing} lines); "
-        f"poorest: {', '.join(poorest)}"
-    )
-
-
-def code_lines(folder):
-    """Lines with code: the core's many comments need no tests."""
-    return sum(sum(map(bool, house.c_code(p).split("\n"))) for p in house.c_files(folder))
-
-
-def test_c_tests_are_half_the_core():
-    core, tests = code_lines(house.CORE), code_lines(house.TESTS / "core")
-    assert tests >= C_TESTS_PER_CORE_LINE * core, f"{tests} lines test {core} lines of core"
+def test_each_capability_has_files():
+    capabilities = {code_lines.capability_of(name) for name, *_ in code_lines.counted_files()}
+    assert capabilities == {*code_lines.CAPABILITIES, "shared"}
