@@ -36,6 +36,14 @@ def test_each_public_name_is_in_the_tests(module, test_text):
     assert not set(exports(module)) - set(re.findall(r"\w+", test_text))
 
 
+@pytest.mark.parametrize("module", PUBLIC)
+def test_each_public_name_is_on_a_page(module):
+    pages = [path for path in (ROOT / "docs").glob("*.md") if path.stem != "changelog"]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in pages)
+    names = {name for name in exports(module) if not name.startswith("__")}
+    assert not names - set(re.findall(r"\w+", text))
+
+
 def test_each_command_is_in_the_tests_and_the_pages(test_text):
     pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").glob("*.md"))
     for command in COMMANDS:
