@@ -1,15 +1,9 @@
 """README and docs name existing files, headings and functions."""
 
-import inspect
 import re
 
 import house
 import pytest
-
-import mlstate
-from mlstate.checkpoint import CheckpointManager, reshard
-from mlstate.fsdp import FSDPBackwardHook
-from mlstate.state import rename
 
 DOCUMENTS = [
     path
@@ -80,21 +74,3 @@ def test_files_named_in_code_marks_exist(path):
     pattern = r"`((?:csrc|tests|tools|docs|examples|benchmarks|fuzz)/[\w./-]*\w)`"
     missing = [name for name in re.findall(pattern, text) if not (house.ROOT / name).exists()]
     assert not missing, f"{house.relative(path)} names {missing}"
-
-
-@pytest.mark.parametrize(
-    ("function", "default"),
-    [
-        (CheckpointManager, "keep=None"),
-        (reshard, "overwrite=False"),
-        (mlstate.save, "lock_timeout=0"),
-        (FSDPBackwardHook.register_hooks, 'gradients="shard"'),
-        (rename, 'unused="error"'),
-    ],
-)
-def test_changelog_names_changed_defaults(function, default):
-    name, _, value = default.partition("=")
-    assert repr(inspect.signature(function).parameters[name].default) == value.replace('"', "'")
-    text = (house.ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    section = text.partition("### Changed defaults")[2].partition("\n### ")[0]
-    assert default in section
