@@ -185,22 +185,6 @@ def backwards(run: Run, dtype: str) -> None:
     run.show(f"backward pass: {run.size(dtype)}", run.measure(dtype, turns), aims, note=note)
 
 
-def compression(run: Run) -> None:
-    """Measure gradient compression between ranks that share memory."""
-    turns = [
-        Turn("as they are", "local", "ours", baseline=True),
-        Turn("bfloat16", "local", "compressed bfloat16"),
-        Turn("float16", "local", "compressed float16"),
-        Turn("int8, a scale for each 256", "local", "compressed int8"),
-    ]
-    rows = run.measure("f32", turns)
-    full_bytes = sum(prod(shape) for shape in shapes_of(run.quick).values()) * 4
-    if "as they are" in rows:
-        rows["as they are"].extra["sent MB"] = f"{full_bytes / 2e6:.0f}"
-    note = "with error feedback; extra MiB: its residuals, a float32 for each element, and buffers"
-    run.show(f"compression on LocalGroup: {run.size('f32')}", rows, [], note=note)
-
-
 def accumulator(run: Run) -> None:
     dist_accumulator.accumulator(run.report, run.quick, run.repeats)
 
@@ -218,7 +202,6 @@ def both(part: Callable[[Run, str], None]) -> Callable[[Run], None]:
 PARTS: dict[str, Callable[[Run], None]] = {
     "reduce": both(reducing),
     "backward": both(backwards),
-    "compression": compression,
     "accumulator": accumulator,
 }
 

@@ -159,7 +159,6 @@ class Ours(Way):
     """`scatter_multiple` over a group."""
 
     bucket_bytes = BUCKET_BYTES
-    compression: str | None = None
 
     def __init__(self, rank: Rank, group: Any) -> None:
         super().__init__(rank)
@@ -168,7 +167,7 @@ class Ours(Way):
             name: FSDPShardingUnit(name, shape, rank.dtype, rank.rank)
             for name, shape in rank.shapes.items()
         }
-        fsdp = FSDP(group, bucket_bytes=self.bucket_bytes, compression=self.compression)
+        fsdp = FSDP(group, bucket_bytes=self.bucket_bytes)
         self.hook = FSDPBackwardHook(fsdp)
 
     def call(self) -> None:
@@ -199,48 +198,6 @@ class OursHook(Ours):
 
     def close(self) -> None:
         self.hook.close()
-
-
-class Counting:
-    """A group that counts the bytes it sends."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-        self.sent = 0
-
-    def __getattr__(self, name: str) -> Any:
-        # these send without going through the counted calls
-        if name in ("_reduce_bucket", "_gather_overlapped"):
-            raise AttributeError(name)
-        return getattr(self._group, name)
-
-    def all_to_all(self, array: Any, **keywords: Any) -> Any:
-        self.sent += array.nbytes
-        return self._group.all_to_all(array, **keywords)
-
-    def gather_bytes(self, data: bytes, **keywords: Any) -> Any:
-        self.sent += len(data)
-        return self._group.gather_bytes(data, **keywords)
-
-
-class OursCompressed(Ours):
-    """Gradient compression."""
-
-    def __init__(self, rank: Rank, compression: str) -> None:
-        self.compression = compression
-        self.counting = Counting(rank.local)
-        super().__init__(rank, self.counting)
-
-    def call(self) -> None:
-        self.counting.sent = 0
-        super().call()
-
-    def parts(self) -> None:
-        return None
-
-    def sent(self) -> int:
-        """Bytes that a step sent."""
-        return self.counting.sent
 
 
 # ---- torch.distributed ----
@@ -415,9 +372,6 @@ def ways_of(rank: Rank) -> dict[str, Callable[[], Way]]:
         ways = {
             "limit": partial(Shared, rank),
             "limit numpy": partial(SharedNumpy, rank),
-            "compressed bfloat16": partial(OursCompressed, rank, "bfloat16"),
-            "compressed float16": partial(OursCompressed, rank, "float16"),
-            "compressed int8": partial(OursCompressed, rank, "int8"),
         }
         ways |= mlstate_ways(rank, rank.local)
     elif rank.engine == "gloo":

@@ -150,7 +150,7 @@ def main() -> None:
     for folder, lines in folders.items():
         print(f"{folder:28}{lines:8,}")
     print(f"{'all':28}{sum(folders.values()):8,}\n\n{'capability':28}{'source':>8}{'tests':>8}")
-    for name, lines in (source | tests).most_common():
+    for name, _ in (source | tests).most_common():
         ratio = f"{tests[name] / source[name]:7.2f}" if source[name] else ""
         print(f"{name:28}{source[name]:8,}{tests[name]:8,}{ratio}")
     share = shares["inside"] / shares["all"]

@@ -695,7 +695,7 @@ class FSDPBackwardHook:
             compares a signed sum of its local part with the same sum over all ranks' gradients;
             the sign of an element is a hash of its index. For sums and means only.
         atol : float, default 1e-5
-            Largest difference of an element. Pass a larger value if gradients are compressed.
+            Largest difference of an element.
 
         Returns
         -------

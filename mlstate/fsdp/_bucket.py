@@ -16,7 +16,7 @@ from .._common.arrays import is_masked, is_torch
 from .._common.backend import backend_of
 from ..collectives._arguments import dtype_name
 from ._backend import GradientBackend
-from ._gradient_ops import add, detached, location_of, memory_of, on_host, packed
+from ._gradient_ops import add, detached, location_of, memory_of, packed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,7 +35,6 @@ class Terms(NamedTuple):
     reduce_dtype: str = ""  # of the local gradients; empty: the dtype of the full ones
     nonfinite: str = "error"  # or "allow"
     accumulate: bool = False  # whether sums are added to the local gradients
-    compression: str = ""  # dtype of the sent elements; empty: not compressed
 
 
 class Entry:
@@ -55,7 +54,6 @@ class Entry:
         "out",
         "problem",
         "replaces",
-        "residual",
         "source",
         "unit",
     )
@@ -81,8 +79,6 @@ class Entry:
         elif gradient is None:
             problem = problem or absence
         self.replaces = True  # False: `store` added the sum to the local gradient
-        # copy of the unit's compression error from before an unused gradient is sent
-        self.residual: Any = None
         self.on_failure = on_failure
         self.out: Any = None  # this rank's part of the sum; None before `find_memory`
         self.nonfinite = 0  # non-finite elements in this rank's part of the sum
@@ -117,10 +113,6 @@ class Entry:
             self.out = _output_memory(self.unit, self.gradient, terms)
             if terms.accumulate:
                 _check_sum(self.unit.local_gradient, self.out)
-            if terms.compression and not on_host(self.source):
-                self.problem = (
-                    f"compression of a gradient on {self.source.device}, not in main memory"
-                )
         except Exception as error:  # all ranks raise it together
             self.problem = f"{type(error).__name__}: {error}"
 
@@ -147,12 +139,9 @@ class Entry:
         """Undo `store` for a parameter that no rank used, whose stored sum is zeros.
 
         The local gradient becomes None, or keeps the sum of earlier passes if `store` added to it.
-        The error of compression is restored from before this pass.
         """
         if self.replaces:
             self.unit.local_gradient = None
-        if self.residual is not None:
-            self.unit.residual()[:] = self.residual
 
     def fail(self) -> None:
         """Set the unit's local gradient to None, even one of an earlier pass, as it is out of date.

@@ -1,4 +1,4 @@
-"""`FSDP`: checks and defaults of op, divisor, `reduce_dtype`, `bucket_bytes`, `compression`."""
+"""`FSDP`: checks and defaults of op, divisor, `reduce_dtype`, `bucket_bytes`."""
 
 from __future__ import annotations
 
@@ -44,11 +44,6 @@ class FSDP:
         ``find_unused_parameters=True``: with ``gradients="full"``, ``parameter.grad`` does not
         change; otherwise ``unit.local_gradient`` is None, or unchanged with ``accumulate=True``.
         If every rank has missing gradients, the ranks exchange their names at the end of the pass.
-    compression : {"float16", "bfloat16", "int8"}, optional
-        Send float32 gradients in this dtype; ``"int8"`` has a scale for each 256 elements.
-        The rounding error of an element is added to it in the next step (error feedback). For
-        that, each unit keeps a full float32 array (`FSDPShardingUnit.residual`). Useful if the
-        network is slower than memory. For sums and means of float32 only.
     timeout : float, optional
         Timeout of each operation in seconds. Default: the group's timeout.
     record : bool, default False
@@ -87,7 +82,6 @@ class FSDP:
         bucket_bytes: int | str = 25 << 20,
         nonfinite: str = "error",
         allow_unused: bool = False,
-        compression: str | None = None,
         timeout: float | None = None,
         record: bool = False,
     ) -> None:
@@ -98,12 +92,6 @@ class FSDP:
         self.bucket_bytes: int = parse_size("bucket_bytes", bucket_bytes)
         if nonfinite not in ("error", "allow"):
             raise ValueError(f"nonfinite must be 'error' or 'allow', got {nonfinite!r}")
-        if compression not in (None, "float16", "bfloat16", "int8"):
-            raise ValueError(
-                f"compression must be 'float16', 'bfloat16', 'int8' or None, got {compression!r}"
-            )
-        if compression and self._op not in ("sum", "mean"):
-            raise ValueError(f"compression needs op='sum' or 'mean', got op={self._op!r}")
         check_flags(allow_unused=allow_unused, record=record)
         self.allow_unused: bool = bool(allow_unused)
         self._terms = Terms(
@@ -112,7 +100,6 @@ class FSDP:
             divisor=self._divisor(gradient_divide_factor),
             reduce_dtype=_reduce_dtype(reduce_dtype),
             nonfinite=nonfinite,
-            compression=compression or "",
         )
         settings = {
             "op": self._op,
@@ -120,7 +107,6 @@ class FSDP:
             "bucket_bytes": self.bucket_bytes,
             "nonfinite": nonfinite,
             "allow_unused": self.allow_unused,
-            "compression": compression,
         }
         self._timeout = check_timeout(timeout)
         self._reducer = Reducer(

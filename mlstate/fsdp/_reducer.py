@@ -276,9 +276,6 @@ class Session:
         """
         first, terms, _ = buckets[0]  # `first`: its entries
         handles = self._reducer.prepare(buckets)
-        # others are packed after the exchange: compression changes residuals, so it must not run if
-        # the ranks disagree
-        can_pack = handles[0] is not None and not terms.compression
         settings = {"gradient_divide_factor": terms.divisor, "accumulate": terms.accumulate}
         headers, count = self._check.exchange_buckets(
             [entry.unit.fact for entry in first],
@@ -288,7 +285,7 @@ class Session:
             | (CALL_REFUSED if self.refusal is not None else 0),
             ready=len(handles),
             plan=plan,
-            pack=(lambda: self._reducer.pack(handles[0])) if can_pack else None,
+            pack=(lambda: self._reducer.pack(handles[0])) if handles[0] is not None else None,
         )
         agreed = perf_counter()
         self._store_pending(headers)
@@ -485,15 +482,14 @@ class Reducer:
     def terms(self, unit: FSDPShardingUnit, *, accumulate: bool = False) -> Terms:
         """Return the reduction terms of a unit's gradient; they depend on its dtype.
 
-        `reduce_dtype` applies to floats below 32 bits, compression to float32. `accumulate`: a
-        member of the terms: the sum is added to an existing local gradient.
+        `reduce_dtype` applies to floats below 32 bits. `accumulate`: a member of the terms: the sum
+        is added to an existing local gradient.
         """
         terms = self._terms_of.get((unit.dtype, accumulate))
         if terms is None:
             terms = self._terms_of[unit.dtype, accumulate] = self._terms._replace(
                 accumulate=accumulate,
                 reduce_dtype=self._terms.reduce_dtype if unit.dtype in NARROW_FLOATS else "",
-                compression=self._terms.compression if unit.dtype == "float32" else "",
             )
         return terms
 
@@ -605,8 +601,8 @@ class Reducer:
 
     def drop_buffers(self) -> None:
         """Free the message buffers; the next bucket allocates new ones."""
-        # messages to the other ranks, messages from them, and this rank's own, if compressed
-        self._send = self._receive = self._own_message = np.empty(0, np.uint8)
+        # messages to the other ranks, and messages from them
+        self._send = self._receive = np.empty(0, np.uint8)
         self._packed = None
 
     def prepare(self, buckets: Sequence[FullBucket]) -> list[Any]:
@@ -633,7 +629,7 @@ class Reducer:
         problem of the entry that causes it. If none alone causes one, local gradients share memory,
         and all sums get new memory.
         """
-        if not terms.accumulate and not terms.compression:
+        if not terms.accumulate:
             handle = self._reuse_outputs(entries, terms)
             if handle is not None:
                 return handle
@@ -696,10 +692,9 @@ class Reducer:
         The messages are in `_send`. Returns the number of bytes for each rank, and the number that
         each other rank sends to this one.
         """
-        sizes, own_bytes = _core.bucket_sizes(handle, None)
+        sizes, own_bytes = _core.bucket_sizes(handle)
         self._send = _ensure_size(self._send, sum(sizes))
-        # no compression, so neither residuals nor a copy of this rank's own message
-        _core.bucket_pack(handle, None, None, self._send, None)
+        _core.bucket_pack(handle, self._send)
         self._packed = sizes, own_bytes
         return self._packed
 
@@ -713,36 +708,15 @@ class Reducer:
         if handle is None:
             reduce_on_device = backend_named("torch", GradientBackend).reduce_on_device
             partials = [reduce_on_device(self.group, e, terms, self.timeout) for e in entries]
-        elif terms.compression:
-            partials = self._sum_compressed(handle, entries, terms.compression)
         elif hasattr(self.group, "_reduce_bucket"):
             text = f"{terms.op} of {len(entries)} arrays"
             partials = self.group._reduce_bucket(handle, text, self.timeout)
         else:
             self._exchange_parts(*self._packed or self.pack(handle))
-            partials = _core.bucket_reduce(handle, None, None, self._receive)
+            partials = _core.bucket_reduce(handle, self._receive)
         self._packed = None
         for entry, (_, nonfinite) in zip(entries, partials, strict=True):
             entry.nonfinite = nonfinite
-
-    def _sum_compressed(
-        self, handle: Any, entries: list[Entry], compression: str
-    ) -> list[tuple[float, int]]:
-        """Sum the gradients of a bucket, sent in the dtype `compression`, into its outputs.
-
-        Returns each one's sum of squares and number of non-finite elements. Rounding errors go to
-        the units' residuals. This rank's own part is encoded too, in `_own_message`.
-        """
-        sizes, own_bytes = _core.bucket_sizes(handle, compression)
-        self._send = _ensure_size(self._send, sum(sizes))
-        self._own_message = _ensure_size(self._own_message, own_bytes)
-        residuals = tuple(entry.unit.residual() for entry in entries)
-        for entry, residual in zip(entries, residuals, strict=True):
-            # for `undo_unused`, as packing changes the residual
-            entry.residual = residual.copy() if entry.is_unused else None
-        _core.bucket_pack(handle, compression, residuals, self._send, self._own_message)
-        self._exchange_parts(sizes, own_bytes)
-        return _core.bucket_reduce(handle, compression, self._own_message, self._receive)
 
     def _exchange_parts(self, sizes: list[int], own_bytes: int) -> None:
         """Send each rank its part of the packed message, and receive this rank's part from each.

@@ -115,7 +115,6 @@ class FSDPShardingUnit:
         "_counts",
         "_layout",
         "_local_shape",
-        "_residual",
         "_world_size",
         "dtype",
         "fact",
@@ -154,7 +153,6 @@ class FSDPShardingUnit:
             )
         self.dtype: str = dtype_text(dtype)
         self.local_gradient: Any = None
-        self._residual: Any = None
         self.like: Any = None  # the parameter, if it is a torch tensor
         self._layout = layout
         self._world_size: int | None = None
@@ -251,25 +249,6 @@ class FSDPShardingUnit:
     def item_bytes(self) -> int:
         """Size of an element in bytes."""
         return _item_bytes(self.dtype)
-
-    def residual(self) -> Any:
-        """Return the error that compression has accumulated in this rank's gradients.
-
-        Returns
-        -------
-        ndarray
-            One-dimensional float32 array with all elements of the full gradient; zeros before
-            the first step. Save it with the optimizer state to resume bit-identically.
-
-        Examples
-        --------
-        >>> from mlstate.fsdp import FSDPShardingUnit
-        >>> FSDPShardingUnit("w", (2, 2), "float32", 0).residual()
-        array([0., 0., 0., 0.], dtype=float32)
-        """
-        if self._residual is None:
-            self._residual = np.zeros(prod(self.shape), np.float32)
-        return self._residual
 
     def zeros(self) -> Any:
         """Return a new full gradient of zeros, in place of a missing one.

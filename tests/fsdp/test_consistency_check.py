@@ -368,7 +368,6 @@ SETTINGS = {
     "reduce_dtype": ({}, {"reduce_dtype": "float32"}),
     "nonfinite": ({}, {"nonfinite": "allow"}),
     "allow_unused": ({}, {"allow_unused": True}),
-    "compression": ({}, {"compression": "int8"}),
     "bucket_bytes": ({"bucket_bytes": 30}, {"bucket_bytes": 100}),
 }
 
@@ -548,13 +547,11 @@ def test_allow_unused_counts_missing_gradients_as_zero(group):
 
 
 @pytest.mark.parametrize("path", ["together", "one by one", "a pass", "a pass with None"])
-@pytest.mark.parametrize("compression", [None, "int8"])
-def test_a_parameter_that_no_rank_used_has_no_gradient(group, path, compression):
+def test_a_parameter_that_no_rank_used_has_no_gradient(group, path):
     units = units_of(group)
-    hook = FSDPBackwardHook(FSDP(group, allow_unused=True, compression=compression))
+    hook = FSDPBackwardHook(FSDP(group, allow_unused=True))
     first = gradients_of(group, units)
     hook.scatter_multiple(units, first)
-    residuals = {name: unit.residual().copy() for name, unit in units.items()}
     gradients = {**first, "a": None, "b": None if group.rank else first["b"]}
     if path == "together":
         hook.scatter_multiple(units, gradients)
@@ -567,7 +564,6 @@ def test_a_parameter_that_no_rank_used_has_no_gradient(group, path, compression)
             if path == "a pass with None" or gradients[name] is not None:
                 hook.add_gradient(name, gradients[name])
         hook.finish()
-    assert (units["a"].residual() == residuals["a"]).all()
     assert {n for n, unit in units.items() if unit.local_gradient is None} == {"a"}
 
 

@@ -249,7 +249,7 @@ def test_bucket_checks_output_dtype_and_shape(wrong):
             _core.bucket([segment], 1, 0, "sum", 1.0)
     else:
         bucket = _core.bucket([segment], 1, 0, "sum", 1.0)
-        _core.bucket_reduce(bucket, None, None, np.empty(0, np.uint8))
+        _core.bucket_reduce(bucket, np.empty(0, np.uint8))
         assert out.tolist() == [1, 1]
 
 

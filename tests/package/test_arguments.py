@@ -164,7 +164,6 @@ WORDS = {
     "manager mode": lambda v: CheckpointManager("run", keep_best=1, monitor="x", mode=v),
     "FSDP op": lambda v: fsdp.FSDP(SingleGroup(), op=v),
     "FSDP nonfinite": lambda v: fsdp.FSDP(SingleGroup(), nonfinite=v),
-    "FSDP compression": lambda v: fsdp.FSDP(SingleGroup(), compression=v),
     "unit layout": lambda v: fsdp.FSDPShardingUnit("w", (2,), "float32", 0, layout=v),
     "units layout": lambda v: fsdp.ReduceScatterOperation(
         SingleGroup(), (2,), "float32", 0, layout=v

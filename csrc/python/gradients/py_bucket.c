@@ -1,5 +1,5 @@
 /* py_bucket: buckets of gradients: which arrays are used without a copy or refused;
- * messages, residuals; sketches.
+ * messages; sketches.
  *
  * A bucket is parsed once, from tuples (array, counts, out), into a capsule that keeps
  * the arrays alive. Packing and reducing then need no Python objects.
@@ -18,7 +18,6 @@
 #include "base/memory.h"
 #include "base/size.h"
 #include "gradients/ams_sketch.h"
-#include "gradients/gradient_compression.h"
 
 /* A bucket, with references that keep its arrays alive. */
 typedef struct held_bucket {
@@ -413,66 +412,22 @@ PyObject *core_bucket(mlspy_state *state, PyObject *const *args)
  * stay valid while the GIL is released.
  */
 
-/* How the messages of a bucket are encoded. */
-typedef struct message_format {
-    bool compressed;
-    mls_gradient_compression compression; /* if compressed */
-} message_format;
-
-/* Parses the first two arguments of the functions below: a bucket, which is returned
- * (borrowed), and None or the name of a compression for buckets of float32 sums, for
- * `*m`. Every call checks the bucket, because the core casts the arrays of a compressed
- * one to float without a check. Returns NULL with an exception set. */
-static mls_bucket *take_bucket(const mlspy_state *state, PyObject *const *args,
-                               message_format *m)
-{
-    mls_str text;
-    mls_status st;
-    mls_bucket *b = mlspy_bucket_of(args[0]);
-    m->compressed = args[1] != Py_None;
-    if (b == NULL || !m->compressed) {
-        return b;
-    }
-    if (mlspy_take_text(args[1], "compression", &text) < 0) {
-        return NULL;
-    }
-    if (!mls_gradient_compression_from_name(text, &m->compression)) {
-        PyErr_Format(PyExc_ValueError,
-                     "compression must be 'float16', 'bfloat16' or 'int8', not %R",
-                     args[1]);
-        return NULL;
-    }
-    return mlspy_check(state, mls_gradient_compression_check(b, &st), &st) < 0 ? NULL : b;
-}
-
-/* Sets `*out` to the bytes of the message with the parts of `rank`, of all segments.
- * Returns -1 with CapacityError set on overflow. */
-static int part_bytes(const mlspy_state *state, const mls_bucket *b,
-                      const message_format *m, size_t rank, size_t *out)
-{
-    mls_status st;
-    if (m->compressed) {
-        *out = mls_gradient_compression_bucket_bytes(b, m->compression, rank);
-        return 0;
-    }
-    return mlspy_check(state, mls_bucket_bytes(b, rank, out, &st), &st);
-}
-
-/* bucket_sizes(bucket, compression) -> ([bytes of the message to each rank, 0 for this
- * one], bytes of the message from each other rank)
+/* bucket_sizes(bucket) -> ([bytes of the message to each rank, 0 for this one], bytes of
+ * the message from each other rank)
  *
  * Every other rank sends the same number of bytes: the size of this rank's parts.
  */
 PyObject *core_bucket_sizes(mlspy_state *state, PyObject *const *args)
 {
-    message_format m;
-    const mls_bucket *b = take_bucket(state, args, &m);
+    mls_status st;
+    const mls_bucket *b = mlspy_bucket_of(args[0]);
     PyObject *to = b == NULL ? NULL : PyList_New((Py_ssize_t)b->world);
     size_t own_bytes = 0;
     for (size_t rank = 0; to != NULL && rank < b->world; rank++) {
         size_t bytes;
         const bool is_local = rank == b->rank;
-        const int failed = part_bytes(state, b, &m, rank, &bytes);
+        const int failed =
+            mlspy_check(state, mls_bucket_bytes(b, rank, &bytes, &st), &st);
         mlspy_put(&to, (Py_ssize_t)rank,
                   failed < 0 ? NULL : PyLong_FromSize_t(is_local ? 0 : bytes));
         own_bytes = is_local ? bytes : own_bytes;
@@ -501,109 +456,22 @@ static int view_messages(const mlspy_state *state, PyObject *array, size_t byte_
         available, (int)MLS_BUCKET_ALIGN);
 }
 
-/* Everything that a call of bucket_pack holds while the GIL is released. */
-typedef struct pack_job {
-    mlspy_view send, keep; /* memory for the messages to all other ranks, and, if
-                              compressed, for this rank's own part */
-    mlspy_view *views;     /* of the residuals; NULL for none */
-    float **residuals;     /* data of `views`; NULL for none */
-    size_t count;
-} pack_job;
-
-/* Releases what a job holds. Accepts a partly filled or zeroed one; `count` is the number
- * of views. */
-static void pack_fini(pack_job *job)
-{
-    mlspy_views_release(job->views, job->count);
-    mlspy_view_release(&job->send);
-    mlspy_view_release(&job->keep);
-    mls_free(job->views);
-    mls_free(job->residuals);
-}
-
-/* Views the residuals, a tuple of a writable float32 array for each segment, with as many
- * elements; None means no residuals. Returns -1 with an exception set; pack_fini releases
- * the views.
- *
- * A residual covers the whole array, not only this rank's part, because the messages to
- * all ranks lose precision.
- */
-static int take_residuals(const mlspy_state *state, const mls_bucket *b,
-                          PyObject *residuals, pack_job *job)
-{
-    if (residuals == Py_None) {
-        return 0;
-    }
-    if (!PyTuple_Check(residuals) ||
-        PyTuple_GET_SIZE(residuals) != (Py_ssize_t)b->count) {
-        return MLSPY_REFUSE(PyExc_TypeError,
-                            "residuals must be a tuple, one for each segment");
-    }
-    job->views = mls_alloc(b->count, sizeof *job->views);
-    job->residuals = mls_alloc(b->count, sizeof *job->residuals);
-    if (job->views == NULL || job->residuals == NULL) {
-        return mlspy_no_memory();
-    }
-    for (size_t i = 0; i < b->count; i++) {
-        size_t elements = 0;
-        mlspy_view *view = &job->views[i];
-        if (view_packed(state, PyTuple_GET_ITEM(residuals, (Py_ssize_t)i), "a residual",
-                        true /* writable */, view) < 0) {
-            return -1;
-        }
-        job->count++; /* from here on pack_fini releases the view */
-        if (view->tensor.dtype != MLS_F32 ||
-            !mls_tensor_count(&view->tensor, &elements) ||
-            elements != mls_segment_elements(&b->segments[i], b->world)) {
-            return MLSPY_REFUSE(PyExc_ValueError,
-                                "a residual is float32, and has the gradient's elements");
-        }
-        job->residuals[i] = (float *)(void *)view->tensor.data;
-    }
-    return 0;
-}
-
-/* bucket_pack(bucket, compression, residuals, send, keep)
- *
- * Writes the messages to all other ranks into the array `send`, in rank order. With
- * compression, also writes this rank's own part into `keep` and updates the residuals, so
- * a bucket must be packed once in each training step; without it, residuals and `keep`
- * are None. Everything is checked before the first residual changes.
- */
+/* bucket_pack(bucket, send): writes the messages to all other ranks into the array
+ * `send`, in rank order. */
 PyObject *core_bucket_pack(mlspy_state *state, PyObject *const *args)
 {
-    message_format m;
-    pack_job job = {0};
+    mlspy_view send = {0};
     mls_status st;
-    size_t sent_bytes, own_bytes;
-    PyObject *result = NULL;
-    const mls_bucket *b = take_bucket(state, args, &m);
-    if (b == NULL || part_bytes(state, b, &m, b->rank, &own_bytes) < 0) {
+    size_t sent_bytes;
+    const mls_bucket *b = mlspy_bucket_of(args[0]);
+    if (b == NULL ||
+        mlspy_check(state, mls_bucket_sent_bytes(b, &sent_bytes, &st), &st) < 0 ||
+        view_messages(state, args[1], sent_bytes, true /* writable */, &send) < 0) {
         return NULL;
     }
-    if (m.compressed) {
-        sent_bytes = mls_gradient_compression_sent_bytes(b, m.compression);
-    } else if (mlspy_check(state, mls_bucket_sent_bytes(b, &sent_bytes, &st), &st) < 0) {
-        return NULL;
-    }
-    if (take_residuals(state, b, args[2], &job) < 0 ||
-        view_messages(state, args[3], sent_bytes, true /* writable */, &job.send) < 0 ||
-        (m.compressed &&
-         view_messages(state, args[4], own_bytes, true /* writable */, &job.keep) < 0)) {
-        goto done;
-    }
-    Py_BEGIN_ALLOW_THREADS
-        if (m.compressed) {
-            mls_gradient_compression_pack(b, state->kernels, m.compression, job.residuals,
-                                          job.send.tensor.data, job.keep.tensor.data);
-        } else {
-            mls_bucket_pack(b, job.send.tensor.data);
-        }
-    Py_END_ALLOW_THREADS
-    result = Py_NewRef(Py_None);
-done:
-    pack_fini(&job);
-    return result;
+    MLSPY_WITHOUT_GIL(mls_bucket_pack(b, send.tensor.data));
+    mlspy_view_release(&send);
+    Py_RETURN_NONE;
 }
 
 /* Returns a new pair (squares, nonfinite). */
@@ -620,56 +488,35 @@ PyObject *mlspy_bucket_norm_partials(const mls_bucket *b)
     return list;
 }
 
-/* bucket_reduce(bucket, compression, keep, received) -> [(squares, nonfinite), ...]
+/* bucket_reduce(bucket, received) -> [(squares, nonfinite), ...]
  *
  * Reduces the messages in `received`, one from each other rank in rank order, and this
- * rank's part into the outputs of the bucket. `keep` was filled by bucket_pack; None
- * without compression. The norm partials, one for each segment, belong to the divided
- * outputs. The bucket stores them, so only one thread at a time may reduce it.
+ * rank's part into the outputs of the bucket. The norm partials, one for each segment,
+ * belong to the divided outputs. The bucket stores them, so only one thread at a time may
+ * reduce it.
  */
 PyObject *core_bucket_reduce(mlspy_state *state, PyObject *const *args)
 {
-    message_format m;
-    mlspy_view keep = {0}, received = {0};
+    mlspy_view received = {0};
     mls_status st;
-    size_t own_bytes, received_bytes;
-    const void **sources = NULL;
-    PyObject *result = NULL;
-    mls_bucket *b = take_bucket(state, args, &m);
-    if (b == NULL || part_bytes(state, b, &m, b->rank, &own_bytes) < 0) {
-        return NULL;
-    }
-    if (m.compressed) {
-        received_bytes = own_bytes * (b->world - 1);
-    } else if (mlspy_check(state, mls_bucket_received_bytes(b, &received_bytes, &st),
-                           &st) < 0) {
-        return NULL;
-    }
-    if ((m.compressed &&
-         view_messages(state, args[2], own_bytes, false /* read-only */, &keep) < 0) ||
-        view_messages(state, args[3], received_bytes, false /* read-only */, &received) <
+    size_t received_bytes;
+    mls_bucket *b = mlspy_bucket_of(args[0]);
+    if (b == NULL ||
+        mlspy_check(state, mls_bucket_received_bytes(b, &received_bytes, &st), &st) < 0 ||
+        view_messages(state, args[1], received_bytes, false /* read-only */, &received) <
             0) {
-        goto done;
+        return NULL;
     }
-    sources = mls_alloc(b->world, sizeof *sources);
+    const void **sources = mls_alloc(b->world, sizeof *sources);
     if (sources == NULL) {
-        PyErr_NoMemory();
-        goto done;
+        mlspy_view_release(&received);
+        return PyErr_NoMemory();
     }
-    Py_BEGIN_ALLOW_THREADS
-        if (m.compressed) {
-            mls_gradient_compression_reduce(b, state->kernels, m.compression,
-                                            keep.tensor.data, received.tensor.data);
-        } else {
-            mls_bucket_reduce(b, state->kernels, received.tensor.data, sources);
-        }
-    Py_END_ALLOW_THREADS
-    result = mlspy_bucket_norm_partials(b);
-done:
+    MLSPY_WITHOUT_GIL(
+        mls_bucket_reduce(b, state->kernels, received.tensor.data, sources));
     mls_free((void *)sources);
-    mlspy_view_release(&keep);
     mlspy_view_release(&received);
-    return result;
+    return mlspy_bucket_norm_partials(b);
 }
 
 /* sketch(array, start, seed) -> (signed sum, sum of absolute values)
