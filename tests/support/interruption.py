@@ -29,13 +29,13 @@ def interrupt(call, *, after, within):
         timer.join()
 
 
-def raise_once(monkeypatch, owner, name):
-    """Let the next call of `owner.name` raise KeyboardInterrupt at its begin."""
+def raise_once(monkeypatch, owner, name, error=KeyboardInterrupt):
+    """Let the next call of `owner.name` raise an error at its begin."""
     function = getattr(owner, name)
 
     def raise_interrupt(*_, **__):
         monkeypatch.setattr(owner, name, function)
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr(owner, name, raise_interrupt)
 

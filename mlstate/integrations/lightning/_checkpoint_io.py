@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from ..._common.atomic_file import Target
 from ..._common.caller import find_caller
 from ..._common.local_path import local_folder
 from ..._common.set_module import set_module
@@ -157,8 +158,8 @@ class MLStateCheckpointIO:
 
         Notes
         -----
-        A file or link at the path is first renamed, to ``.mlstate-new-<digest>.old`` in its folder:
-        a process that is killed then leaves it there, next to the new checkpoint.
+        A file or link at the path is renamed, to ``.mlstate-new-<digest>.old`` in its folder, when
+        the checkpoint takes its place: a process that is killed then may leave it there.
         """
         if storage_options is not None:
             raise TypeError("MLStateCheckpointIO takes no storage_options")
@@ -169,24 +170,23 @@ class MLStateCheckpointIO:
             target = SaveFolder(folder, any_suffix=True)
             save_checkpoint(checkpoint, target, **self._options)
             return
-        # the name appears with the whole checkpoint, and a link or a file is replaced
+        target = Target.of(folder, follow_links=False)  # a link is replaced
+        if target.is_folder and not target.is_vacant:
+            raise store_error(
+                OSError(errno.ENOTEMPTY, "the folder is not empty"),
+                "cannot replace the path by a checkpoint",
+                folder,
+            )
         parent, name = os.path.split(folder)
         digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:32]
         temporary = os.path.join(parent, f".mlstate-new-{digest}")
-        old = f"{temporary}.old"
         _delete_remains(temporary)  # of a process that was killed
         save_checkpoint(checkpoint, temporary, **self._options)
-        if os.path.islink(folder) or os.path.isfile(folder):
-            os.replace(folder, old)  # a folder cannot replace it
         try:
-            os.rename(temporary, folder)
+            target.put(temporary)  # the name appears with the whole checkpoint
         except BaseException:
-            if os.path.lexists(old):
-                os.replace(old, folder)
             _delete_remains(temporary)
             raise
-        with suppress(FileNotFoundError):
-            os.unlink(old)
 
     def load_checkpoint(
         self,

@@ -3,6 +3,7 @@
 import collections
 import datetime
 import enum
+import errno
 import os
 import pathlib
 import random
@@ -20,10 +21,13 @@ torch = pytest.importorskip("torch")
 
 import killed_jobs  # noqa: E402
 from child import PATHS, run  # noqa: E402
+from interruption import raise_once  # noqa: E402
 from needs import needs  # noqa: E402
 from regression import digest  # noqa: E402
 
 import mlstate  # noqa: E402
+from mlstate._common import atomic_file  # noqa: E402
+from mlstate._common.atomic_file import Target  # noqa: E402
 from mlstate.cli import main  # noqa: E402
 from mlstate.integrations.lightning import MLStateCheckpointIO  # noqa: E402
 
@@ -191,7 +195,7 @@ def test_names_of_equal_crc_do_not_share_a_temporary_folder(tmp_path, monkeypatc
     first, second = "plumless.ckpt", "buckeroo.ckpt"
     assert zlib.crc32(first[:8].encode()) == zlib.crc32(second[:8].encode())
     plugin, names = MLStateCheckpointIO(), []
-    monkeypatch.setattr(os, "rename", lambda source, target: names.append(source))
+    monkeypatch.setattr(Target, "put", lambda target, source: names.append(source))
     for name in (first, second):
         plugin.save_checkpoint({"global_step": 1}, tmp_path / name)
     assert len(set(names)) == 2
@@ -202,7 +206,7 @@ def test_a_failed_rename_keeps_the_file_or_link(tmp_path, monkeypatch, kind):
     place = tmp_path / "last.ckpt"
     (tmp_path / "target").write_text("old")
     place.symlink_to("target") if kind == "link" else place.write_text("old")
-    monkeypatch.setattr(os, "rename", lambda *names: (_ for _ in ()).throw(OSError("full")))
+    raise_once(monkeypatch, atomic_file._core, "path_rename", OSError(errno.ENOSPC, "full"))
     with pytest.raises(OSError, match="full"):
         MLStateCheckpointIO().save_checkpoint({"global_step": 1}, place)
     assert place.read_text() == "old" and place.is_symlink() == (kind == "link")
@@ -215,7 +219,7 @@ def test_a_save_over_a_folder_of_others_leaves_no_other_folder(tmp_path):
     folder = tmp_path / "last.ckpt"
     folder.mkdir()
     (folder / "note").write_text("mine")
-    with pytest.raises(OSError, match="not empty"):
+    with pytest.raises(OSError, match="the folder is not empty"):
         MLStateCheckpointIO().save_checkpoint(checkpoint(), folder)
     assert [path.name for path in tmp_path.rglob("*")] == ["last.ckpt", "note"]
 
@@ -466,7 +470,7 @@ def test_a_link_is_replaced_and_its_target_kept(tmp_path):
 def test_a_killed_save_leaves_no_name(tmp_path, monkeypatch):
     plugin = MLStateCheckpointIO()
     for _ in range(2):
-        monkeypatch.setattr(os, "rename", lambda *names: (_ for _ in ()).throw(KeyboardInterrupt))
+        raise_once(monkeypatch, Target, "put", KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
             plugin.save_checkpoint({"global_step": 1}, tmp_path / "last.ckpt")
         monkeypatch.undo()
