@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..._common.backend import is_optimizer
 from ..._common.caller import find_caller
 from ..._common.local_path import local_path
 from ..._common.set_module import set_module
@@ -65,6 +66,22 @@ def _set_states(states: list[tuple[object, str, object]]) -> None:
     """Set generators to the states that `_states_of` returned."""
     for each, library, state in states:
         set_state(each, library, state)
+
+
+def _after_first_step(optimizer: Any) -> Any:
+    """Return a copy of an optimizer with the states of its first step; None if it is unknown.
+
+    The random generators keep their states.
+    """
+    if not is_optimizer(optimizer):
+        return None
+    from ..torch._checkpoint.first_step import after_first_step
+
+    before = _states_of(_generators())
+    try:
+        return after_first_step(optimizer)
+    finally:
+        _set_states(before)
 
 
 def _is_inside(directory: Any, output: str) -> bool:
@@ -170,11 +187,14 @@ class MLStateCallback:
     resumed with a warning. If the number of ranks has changed, generators are not restored, as
     in the Trainer itself. ``save_total_limit``, ``save_strategy="best"``,
     ``load_best_model_at_end`` and, in one process, ``enable_jit_checkpoint`` work as without the
-    callback. An optimizer that cannot be stored raises `CompatibilityError` when training begins,
-    or after the first step, which creates its states. A training that starts anew keeps the steps
-    that it finds in `directory`, and warns. `CompatibilityError` is raised when training begins
-    for ``deepspeed``, ``hyperparameter_search``, ``push_to_hub`` with steps in the output folder,
-    and, with several ranks, ``enable_jit_checkpoint`` or ``save_on_each_node`` without `directory`.
+    callback. A training that starts anew keeps the steps that it finds in `directory`, and warns.
+    `CompatibilityError` is raised when training begins for ``deepspeed``,
+    ``hyperparameter_search``, ``push_to_hub`` with steps in the output folder, and, with several
+    ranks, ``enable_jit_checkpoint`` or ``save_on_each_node`` without `directory`.
+
+    An optimizer that cannot be stored raises `CompatibilityError` when training begins. To find
+    states that only its first step creates, a copy of it makes a step with small parameters. If
+    this is not possible, for example with sharded parameters, they are found after the first step.
 
     Examples
     --------
@@ -325,7 +345,7 @@ class MLStateCallback:
             `directory` has steps.
         """
         _check_arguments(args, state, self._directory)
-        self._check_optimizer(args, model, optimizer)
+        self._check_optimizer(args, model, optimizer, tries_step=True)
         self._is_checked = False
         manager = self._open(args)
         self._restored, self._signal_step = [], None
@@ -356,14 +376,20 @@ class MLStateCallback:
                 "has saved"
             )
 
-    def _check_optimizer(self, args: Any, model: Any, optimizer: Any) -> None:
+    def _check_optimizer(
+        self, args: Any, model: Any, optimizer: Any, *, tries_step: bool = False
+    ) -> None:
         """Raise CompatibilityError if a save could not store the optimizer; all ranks call it.
 
-        `args`, `model`, `optimizer`: of the Trainer.
+        `args`, `model`, `optimizer`: of the Trainer. `tries_step`: check the states that the first
+        step will create too.
         """
         wrapped = getattr(optimizer, "optimizer", optimizer)
         try:
             check_optimizer(model, wrapped, self._exclude, args.world_size)
+            stepped = _after_first_step(wrapped) if tries_step else None
+            if stepped is not None:
+                check_optimizer(model, stepped, self._exclude, args.world_size)
         except (TypeError, ValueError) as cause:
             raise CompatibilityError(
                 f"MLStateCallback cannot store {type(wrapped).__name__} (optim={args.optim}): "
@@ -478,8 +504,7 @@ class MLStateCallback:
     def on_step_end(self, args: object, state: object, control: object, **objects: object) -> None:
         """Save the step if a signal has made the Trainer save here.
 
-        After the first step, which creates the optimizer's states, raises CompatibilityError if
-        they cannot be stored.
+        After the first step, raises CompatibilityError if the optimizer's states cannot be stored.
         """
         if not self._is_checked:
             self._check_optimizer(args, objects.get("model"), objects.get("optimizer"))
