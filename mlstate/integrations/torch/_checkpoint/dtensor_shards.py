@@ -86,7 +86,7 @@ def _sharding_order(name: str, value: Any) -> list[int]:
                 name,
                 value,
                 f"axis {entry.tensor_dim} is divided by the mesh dimensions {entry.mesh_dims} in "
-                "this order; redistribute() it to the order of the mesh",
+                "this order; redistribute() it to Replicate first, then to the order of the mesh",
             )
     return order
 
@@ -122,7 +122,8 @@ def _part_of_dtensor(name: str, value: Any) -> Any:
             name,
             value,
             f"part {index} of {layout!r} of shape {shape} has shape {layout.shape(shape, index)}, "
-            f"the local tensor has {tuple(local.shape)}; redistribute() it to even shards",
+            f"the local tensor has {tuple(local.shape)}; join the parts, and divide the whole by "
+            "distribute_tensor()",
         )
     return Shard(_detached_memory(name, local), layout, index, shape=shape, replica=replica)
 

@@ -74,7 +74,7 @@ def encode_value(
         return json_value
     tree = encode(value, where, exact=True, sorts=True, name=name, excluded=excluded)
     if any(isinstance(array, Shard) for array in tree.arrays.values()):
-        raise TypeError(f"{where} contains a DTensor: use a plain tensor")
+        raise TypeError(f"{where} contains a DTensor: use a plain tensor, its full_tensor()")
     arrays = whole_arrays(tree)
     nbytes = _bytes_of(tree)
     if nbytes > _MOST_BYTES:
