@@ -167,8 +167,8 @@ class MLStateCheckpointIO:
         folder = local_folder(path)
         if is_checkpoint(folder) and not os.path.islink(folder):
             # Lightning names it .ckpt; `save` replaces a checkpoint atomically
-            target = SaveFolder(folder, any_suffix=True)
-            save_checkpoint(checkpoint, target, **self._options)
+            named = SaveFolder(folder, any_suffix=True)
+            save_checkpoint(checkpoint, named, **self._options)
             return
         target = Target.of(folder, follow_links=False)  # a link is replaced
         if target.is_folder and not target.is_vacant:
