@@ -1,29 +1,38 @@
 """One state file compared with safetensors and plain writes: see docs/benchmarks.md.
 
 ``python benchmarks/bench_file.py [--quick] [--json]``; mlstate must be installed, safetensors takes
-part if it is.  Files go to the folder for temporary files (TMPDIR).
+part if it is.
 """
 
 from __future__ import annotations
 
 import os
-import tempfile
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from checkpoint_states import sync
-from harness import Candidate, Report, add_rates, measure, option_parser
+from checkpoint_states import read_all, sync
+from harness import Run, main
 from optional import optional
+from rows import Row, Ways
 
 import mlstate
 
 safetensors = optional("safetensors.numpy")
 TENSORS = 16
 TENSOR_BYTES = 16 << 20
+SIZE = TENSORS * TENSOR_BYTES
 
 
-def write_raw(state: dict[str, np.ndarray], path: Path, durable: bool) -> None:
+def make_state() -> dict[str, np.ndarray]:
+    random = np.random.default_rng(1)
+    return {
+        f"layer.{i}": random.standard_normal(TENSOR_BYTES // 4, np.float32) for i in range(TENSORS)
+    }
+
+
+def write_raw(state: dict[str, np.ndarray], path: Path, durable: bool = False) -> None:
     """Write the bytes alone."""
     with path.open("wb", buffering=0) as file:
         for array in state.values():
@@ -35,83 +44,53 @@ def write_raw(state: dict[str, np.ndarray], path: Path, durable: bool) -> None:
 def read_raw(path: Path, target: np.ndarray) -> None:
     """Read the bytes alone into memory that was touched before."""
     with path.open("rb", buffering=0) as file:
-        view = memoryview(target)
-        done = 0
-        while done < target.size:
-            done += file.readinto(view[done:])
+        read_all(file.fileno(), memoryview(target))
 
 
-def save_safetensors(state: dict[str, np.ndarray], path: Path, durable: bool) -> None:
-    """Save as most programs do, or with the fsync that they omit."""
-    safetensors.save_file(state, path)
-    if durable:
-        sync(path)
-
-
-def saving(report: Report, state: dict[str, np.ndarray], folder: Path, repeats: int) -> None:
-    """Time writing, with and without waiting for the disk."""
-    candidates = [
-        Candidate(
-            "raw write + fsync", partial(write_raw, state, folder / "raw-sync", True), limit=True
-        ),
-        Candidate("raw write", partial(write_raw, state, folder / "raw", False)),
-        Candidate(
-            "mlstate.save_file (durable, checksums)",
-            partial(mlstate.save_file, state, folder / "ours.safetensors"),
-        ),
-    ]
+def saving(run: Run) -> Iterator[Row]:
+    """Compare writing, with and without waiting for the disk."""
+    state, folder = make_state(), run.folder
+    peers: Ways = {}
     if safetensors is not None:
-        for name, durable in (("safetensors", False), ("safetensors + fsync", True)):
-            path = folder / f"{name}.safetensors"
-            call = partial(save_safetensors, state, path, durable)
-            candidates.append(Candidate(name, call, baseline=durable))
-    show(report, "save", candidates, repeats)
+        path = folder / "peer.safetensors"
+        save = partial(safetensors.save_file, state, path)
+        peers["safetensors + fsync"] = lambda: (save(), sync(path))
+        peers["safetensors"] = save
+    yield Row(
+        f"save: {TENSORS} tensors, {SIZE >> 20} MiB",
+        {
+            "mlstate.save_file (durable, checksums)": partial(
+                mlstate.save_file, state, folder / "ours.safetensors"
+            )
+        },
+        peers,
+        {
+            "raw write": partial(write_raw, state, folder / "raw"),
+            "raw write + fsync": partial(write_raw, state, folder / "raw-sync", durable=True),
+        },
+        nbytes=SIZE,
+    )
 
 
-def loading(report: Report, state: dict[str, np.ndarray], folder: Path, repeats: int) -> None:
-    """Time reading files from the page cache."""
-    mlstate_file, raw = folder / "ours.safetensors", folder / "raw"
-    mlstate.save_file(state, mlstate_file)
-    write_raw(state, raw, False)
-    target = np.ones(TENSORS * TENSOR_BYTES, np.uint8)
-    candidates = [
-        Candidate("raw read into touched memory", partial(read_raw, raw, target), limit=True),
-        Candidate("mlstate.load_file", partial(mlstate.load_file, mlstate_file)),
-        Candidate(
-            "mlstate.load_file, verify=False",
-            partial(mlstate.load_file, mlstate_file, verify=False),
-        ),
-        Candidate(
-            "mlstate.load_file, mmap, verify=False",
-            partial(mlstate.load_file, mlstate_file, mmap=True, verify=False),
-        ),
-    ]
-    if safetensors is not None:
-        candidates.append(
-            Candidate("safetensors", partial(safetensors.load_file, mlstate_file), baseline=True)
-        )
-    show(report, "load, files in the system's cache", candidates, repeats)
-
-
-def show(report: Report, title: str, candidates: list[Candidate], repeats: int) -> None:
-    """Time and print, with the rate."""
-    size = TENSORS * TENSOR_BYTES
-    rows = add_rates(measure(candidates, repeats), size)
-    report.table(f"{title}: {TENSORS} tensors, {size >> 20} MiB", rows)
-
-
-def main() -> None:
-    options = option_parser(__doc__, "3 repeats instead of 9").parse_args()
-    report = Report.open("mlstate: one state file", "file", options)
-    random = np.random.default_rng(1)
-    state = {
-        f"layer.{i}": random.standard_normal(TENSOR_BYTES // 4, np.float32) for i in range(TENSORS)
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        for part in (saving, loading):
-            part(report, state, Path(folder), 3 if options.quick else 9)
-    report.close()
+def loading(run: Run) -> Iterator[Row]:
+    """Compare reading files from the page cache."""
+    state, path, raw = make_state(), run.folder / "ours.safetensors", run.folder / "raw"
+    mlstate.save_file(state, path)
+    write_raw(state, raw)
+    load = partial(mlstate.load_file, path)
+    yield Row(
+        f"load, files in the system's cache: {TENSORS} tensors, {SIZE >> 20} MiB",
+        {
+            "mlstate.load_file": load,
+            "mlstate.load_file, verify=False": partial(load, verify=False),
+            "mlstate.load_file, mmap, verify=False": partial(load, mmap=True, verify=False),
+        },
+        {} if safetensors is None else {"safetensors": partial(safetensors.load_file, path)},
+        {"raw read into touched memory": partial(read_raw, raw, np.ones(SIZE, np.uint8))},
+        nbytes=SIZE,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    parts = {"save": saving, "load": loading}
+    main(__doc__, "file", "mlstate: one state file", parts, quick="3 repeats instead of 9")

@@ -4,17 +4,21 @@
 turns: one call each per round, in a shuffled order.  All data fits the second-level cache, where
 the differences are largest; one thread.
 
-Run one row with ``python benchmarks/bench_kernels.py --only diff``.
+Run one part with ``python benchmarks/bench_kernels.py --only diff``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
+from multiprocessing.connection import Connection
 
 import ml_dtypes
 import numpy as np
-from forced import Server, answer, server_parser, take_turns
-from harness import Candidate, Report, rows_of
+from harness import Run, main
+from processes import Processes, answer_times, timed_in
+from rows import Action, Row
 
 from mlstate import _core
 
@@ -32,16 +36,18 @@ CONVERSIONS = (
     ("bfloat16", "float32"),
     ("bfloat16", "float16"),
 )
-CASES = (
-    "copy float32",
-    *(f"convert {source} to {target}" for source, target in CONVERSIONS),
-    "CRC32C",
-    *(f"diff {name}, all changed" for name in DTYPES),
-    *(f"add {name} in place" for name in DTYPES),
-    *(f"add {name} in place, with norm" for name in DTYPES),
-    "add bfloat16 to float32, scaled",
-    "plan of 60 blocks",
-)
+CASES = {
+    "copy": ("copy float32",),
+    "convert": [f"convert {source} to {target}" for source, target in CONVERSIONS],
+    "CRC32C": ("CRC32C",),
+    "diff": [f"diff {name}, all changed" for name in DTYPES],
+    "add": (
+        *(f"add {name} in place" for name in DTYPES),
+        *(f"add {name} in place, with norm" for name in DTYPES),
+        "add bfloat16 to float32, scaled",
+    ),
+    "plan": ("plan of 60 blocks",),
+}
 
 
 def values(name: str, seed: int) -> np.ndarray:
@@ -49,18 +55,17 @@ def values(name: str, seed: int) -> np.ndarray:
     return np.random.default_rng(seed).random(COUNT, np.float32).astype(DTYPES[name])
 
 
-def plan_call() -> Callable[[], object]:
+def plan_call() -> Action:
     """Plan a chain of 60 blocks for half of its saved bytes."""
     from activation_planning import random_chain
 
     from mlstate.activation import plan
 
     chain = random_chain(60)
-    budget = int(chain.saved_bytes.sum()) // 2
-    return lambda: plan(chain, budget, slots=500)
+    return partial(plan, chain, int(chain.saved_bytes.sum()) // 2, slots=500)
 
 
-def call_of(case: str) -> Callable[[], object]:
+def call_of(case: str) -> Action:
     """Prepare the call of a case."""
     from mlstate.kv import transition_kv_state
     from mlstate.state import diff, load_into
@@ -69,43 +74,45 @@ def call_of(case: str) -> Callable[[], object]:
     if words[0] == "plan":
         return plan_call()
     if words[0] == "CRC32C":
-        data = values("float32", 1)
-        return lambda: _core.crc32c(data)
+        return partial(_core.crc32c, values("float32", 1))
     first, second = values(words[1], 1), values(words[1], 2)
-    if words[0] == "copy":
-        return lambda: load_into({"w": first}, {"w": second})
-    if words[0] == "diff":
-        return lambda: diff({"w": first}, {"w": second})
+    if words[0] in ("copy", "diff"):
+        return partial(load_into if words[0] == "copy" else diff, {"w": first}, {"w": second})
     if words[0] == "convert":
         source = first.reshape(1, 1, -1, 64)
         out = np.zeros(source.shape, DTYPES[words[3]])
-        return lambda: transition_kv_state(source, source.shape[2], out=out)
-    target = np.zeros(COUNT, DTYPES["float32" if words[-1] == "scaled" else words[1]])
-    scale = 0.5 if words[-1] == "scaled" else 1.0
-    wants_norms = words[-1] == "norm"
+        return partial(transition_kv_state, source, source.shape[2], out=out)
+    is_scaled = words[-1] == "scaled"
+    target = np.zeros(COUNT, DTYPES["float32" if is_scaled else words[1]])
     small = (first.astype(np.float32) * 1e-6).astype(first.dtype)
-    return lambda: _core.accumulate(["w"], [target], [small], scale, wants_norms)
+    scale, wants_norms = 0.5 if is_scaled else 1.0, words[-1] == "norm"
+    return partial(_core.accumulate, ["w"], [target], [small], scale, wants_norms)
 
 
-def main() -> None:
-    """Measure and print."""
-    options = server_parser(__doc__).parse_args()
-    if options.serve:
-        answer(lambda case: {"ours": call_of(case)}, threads=1, repeats=REPEATS)
-        return
-    report = Report.open("mlstate: kernels with each instruction set", "kernels", options)
-    sets = _core.cpu_offered()
-    servers = {name: Server(__file__, {"MLSTATE_CPU": name}) for name in sets}
-    candidates = [Candidate(n, lambda: None, baseline=n == sets[0]) for n in sets]
-    for case in CASES:
-        if options.only in case:
-            asks = {name: (server, "ours") for name, server in servers.items()}
-            samples = take_turns(case, asks, 5 if options.quick else 41, 1e-3 / REPEATS)
-            report.table(case, rows_of(candidates, samples), unit="us")
-    for server in servers.values():
-        server.close()
-    report.close()
+def serve(pipe: Connection) -> None:
+    """Run calls with one instruction set, on one thread."""
+    answer_times(pipe, call_of, REPEATS)
+
+
+def kernels(run: Run, part: str) -> Iterator[Row]:
+    """Compare the instruction sets; the simplest one is the base."""
+    first, *sets = _core.cpu_offered()
+    with ExitStack() as stack:
+        processes = {
+            name: stack.enter_context(Processes(serve, [()], variables={"MLSTATE_CPU": name}))
+            for name in (first, *sets)
+        }
+        for case in CASES[part]:
+            ways = {name: timed_in(process, case) for name, process in processes.items()}
+            yield Row(case, ways, {first: ways.pop(first)}, unit="us")
 
 
 if __name__ == "__main__":
-    main()
+    main(
+        __doc__,
+        "kernels",
+        "mlstate: kernels with each instruction set",
+        {part: partial(kernels, part=part) for part in CASES},
+        quick="few rounds",
+        rounds=(41, 5),
+    )

@@ -6,19 +6,17 @@ and ml_dtypes take part if they are.
 
 from __future__ import annotations
 
-import json
-import statistics
-import subprocess
-import sys
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import peers
-from first_call import CALLS
-from harness import Candidate, MemoryLimit, Report, count_threads, measure, option_parser, rows_of
+from first_call import first_call
+from harness import Run, count_threads, main
 from optional import optional
+from rows import Bar, Lines, Row, Way, Ways
 
 import mlstate
 from mlstate.kv import compact_kv_state, transition_kv_state
@@ -26,8 +24,7 @@ from mlstate.kv import compact_kv_state, transition_kv_state
 torch, ml_dtypes = optional("torch"), optional("ml_dtypes")
 THREADS = mlstate.get_num_threads()
 TORCH_THREADS = torch.get_num_threads() if torch else 1
-SMALL = (36, 1, 256, 256)
-LARGE = (28, 8, 2048, 128)
+HALF, SINGLE = np.dtype(np.float16), np.dtype(np.float32)
 
 
 def use_threads(threads: int) -> None:
@@ -45,96 +42,83 @@ def use_torch_threads(threads: int) -> None:
         torch.ones(1 << 21).add_(1)
 
 
-def random_cache(shape: tuple[int, ...], dtype: object) -> np.ndarray:
-    """Make a cache of normal values."""
-    values = np.random.default_rng(1).standard_normal(shape, np.float32)
-    return values.astype(dtype)
-
-
-def torch_rows(
-    how: str, source: np.ndarray, length: int, position: int, dtype: object
-) -> list[Candidate]:
-    """Make torch's candidates: one thread and, if different, its default."""
-    if torch is None:
-        return []
-    tensor = peers.to_torch(source)
-    target_dtype = getattr(torch, np.dtype(dtype).name)
-    call = peers.torch_compact if how == "zeros" else peers.torch_expand
-    return [
-        Candidate(
-            f"torch peer: {how} + to + copy, {count_threads(count)}",
-            partial(call, tensor, length, position, target_dtype),
-            partial(use_torch_threads, count),
-        )
-        for count in sorted({1, TORCH_THREADS})
-    ]
-
-
-def mlstate_rows(
-    name: str, make: Callable[[], Callable[[], object]], at_least: float | None = None
-) -> list[Candidate]:
-    """Make mlstate's candidates: one thread and the default; the target is for the default.
+def with_threads(
+    name: str, make: Callable[[], Any], use: Callable[[int], None], counts: tuple[int, ...]
+) -> Ways:
+    """Make a way for each number of threads.
 
     Each has its own call and `out`, because lines that another core wrote arrive slowly.
     """
-    return [
-        Candidate(
-            f"{name}, {count_threads(count)}",
-            make(),
-            partial(use_threads, count),
-            at_least=at_least if count == THREADS else None,
-        )
-        for count in sorted({1, THREADS})
-    ]
+    return {
+        f"{name}, {count_threads(count)}": Way(make(), partial(use, count))
+        for count in sorted(set(counts))
+    }
+
+
+class MemoryLimit:
+    """The machine's time for a result's bytes with the C library alone, in one thread.
+
+    `np.copyto` (a memcpy) of as many bytes as the result has in tokens, and memset of as many as it
+    has in padding, each in one block, from the source to touched memory.
+    """
+
+    def __init__(self, source: np.ndarray, target: np.ndarray, token_bytes: int) -> None:
+        self.source = source.reshape(-1).view(np.uint8)[:token_bytes]
+        self.target = target.reshape(-1).view(np.uint8)
+
+    def __call__(self) -> None:
+        """Move the bytes once."""
+        tokens = self.source.size
+        np.copyto(self.target[:tokens], self.source)
+        ctypes.memset(self.target.ctypes.data + tokens, 0, self.target.size - tokens)
 
 
 def transition(
-    report: Report,
-    repeats: int,
     shape: tuple[int, ...],
     length: int,
-    dtypes: tuple[object, object],
+    dtypes: tuple[np.dtype[Any], np.dtype[Any]] = (HALF, HALF),
     *,
-    position: int | None = None,
-    out_target: float | None = None,
-    fresh_target: float | None = None,
-) -> None:
-    """Time one transition in every available way."""
-    compact = length < shape[2]
-    used = shape[2] if position is None else position
-    kind, target_dtype = np.dtype(dtypes[0]), np.dtype(dtypes[1])
-    source = random_cache(shape, kind)
-    out = np.ones(peers.longer(shape, length), target_dtype)
+    used: int = 0,
+    bars: dict[str, float] | None = None,
+    rounds: float = 1,
+) -> Row:
+    """Compare one transition in every available way; `bars` are for the default of threads."""
+    compact, used = length < shape[2], used or shape[2]
+    kind, to = dtypes
+    source = np.random.default_rng(1).standard_normal(shape, np.float32).astype(kind)
+    out = np.ones(peers.longer(shape, length), to)
     move = partial(compact_kv_state if compact else transition_kv_state, source, length, used)
-    peer = peers.numpy_compact if compact else peers.numpy_expand
     how = "zeros" if compact else "full"
-    candidates = [
-        Candidate(
-            f"NumPy peer: {how} + astype + copy",
-            partial(peer, source, length, used, target_dtype),
-            baseline=True,
-        ),
-        Candidate(
-            "NumPy: zeros + copy", partial(peers.numpy_zeros, source, length, used, target_dtype)
-        ),
-        Candidate(
-            "NumPy into a preallocated target", partial(peers.numpy_into, source, used, out.copy())
-        ),
-        *torch_rows(how, source, length, used, target_dtype),
-        *mlstate_rows("mlstate fresh", lambda: partial(move, dtype=target_dtype), fresh_target),
-    ]
+    peer = f"NumPy peer: {how} + astype + copy"
+    others: Ways = {
+        peer: partial(peers.numpy_filled, source, length, used, to, how),
+        "NumPy: zeros + copy": partial(peers.numpy_zeros, source, length, used, to),
+        "NumPy into a preallocated target": partial(peers.numpy_into, source, used, out.copy()),
+    }
+    if torch is not None:
+        tensor = peers.to_torch(source), length, used, getattr(torch, to.name), how
+        name, make = f"torch peer: {how} + to + copy", lambda: partial(peers.torch_filled, *tensor)
+        others |= with_threads(name, make, use_torch_threads, (1, TORCH_THREADS))
+    counts = (1, THREADS)
+    make = partial(partial, move, dtype=to)
+    ways = with_threads("mlstate fresh", make, use_threads, counts)
     if out.nbytes >= 32 << 20:
-        candidates += mlstate_rows(
-            "mlstate fresh, low_memory", lambda: partial(move, dtype=target_dtype, low_memory=True)
-        )[-1:]
-    candidates += mlstate_rows("mlstate out=", lambda: partial(move, out=out.copy()), out_target)
+        make = partial(partial, move, dtype=to, low_memory=True)
+        ways |= with_threads("mlstate fresh, low_memory", make, use_threads, counts[1:])
+    ways |= with_threads("mlstate out=", lambda: partial(move, out=out.copy()), use_threads, counts)
     limit = MemoryLimit(source, out, out.nbytes // length * used)
-    candidates.append(Candidate("limit: memcpy + memset, touched memory", limit, limit=True))
-    dtype_text = kind.name if kind == target_dtype else f"{kind.name} -> {target_dtype.name}"
-    report.table(
-        f"{'compact' if compact else 'expand'} {dtype_text}, {shape} -> {length} "
+    text = kind.name if kind == to else f"{kind.name} -> {to.name}"
+    return Row(
+        f"{'compact' if compact else 'expand'} {text}, {shape} -> {length} "
         f"at {used} tokens: {mib(source.nbytes)} -> {mib(out.nbytes)}",
-        measure(candidates, repeats),
+        ways,
+        others,
+        {"limit: memcpy + memset, touched memory": limit},
+        [
+            Bar(f"{name}, {count_threads(THREADS)}", bound, peer, faster=True)
+            for name, bound in (bars or {}).items()
+        ],
+        rounds=rounds,
     )
 
 
@@ -143,79 +127,58 @@ def mib(size: int) -> str:
     return f"{size / (1 << 20):.4g} MiB"
 
 
-def cold(report: Report, repeats: int) -> None:
-    """Time the first call of new processes, which take turns."""
-    names = [name for name in CALLS if torch is not None or "torch" not in name]
-    script = str(Path(__file__).parent / "first_call.py")
-    samples: dict[str, list[float]] = {name: [] for name in names}
-    extra: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(repeats):
-        for name in names:
-            command = [sys.executable, script, name]
-            result = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
-            samples[name].append(result["ms"])
-            extra[name].append(result["extra_mib"])
-    base = names[0]
-    candidates = [
-        Candidate(
-            name, print, baseline=name == base, at_least=10 if name == "mlstate fresh" else None
-        )
-        for name in names
-    ]
-    rows = rows_of(candidates, samples)
-    base_extra = statistics.median(extra[base])
-    for row in rows:
-        mid = statistics.median(extra[row.name])
-        row.extra = {"extra MiB": f"{mid:.0f}", "of base": f"{mid / base_extra:.2f}"}
-    report.table(
-        f"first call of a new process, expand float16 {LARGE} -> 4096",
-        rows,
+def expanding(run: Run) -> Iterator[Row]:
+    """Compare the expansions that keep their dtype."""
+    yield transition((36, 1, 256, 256), 512, bars={"mlstate out=": 3.5}, rounds=5)
+    yield transition((28, 8, 2048, 128), 4096, bars={"mlstate out=": 5})
+
+
+def converting(run: Run) -> Iterator[Row]:
+    """Compare the expansions that convert."""
+    shape, bars = (28, 8, 512, 128), {"mlstate out=": 10.0, "mlstate fresh": 5.0}
+    yield transition(shape, 1024, (SINGLE, HALF), bars=bars, rounds=2)
+    if ml_dtypes is not None:
+        yield transition(shape, 1024, (np.dtype(ml_dtypes.bfloat16), HALF), rounds=2)
+    else:
+        run.log("\nbfloat16 -> float16: skipped, ml_dtypes is not installed")
+
+
+def compacting(run: Run) -> Iterator[Row]:
+    """Compare the two compactions."""
+    yield transition((36, 1, 512, 256), 256, used=200, rounds=5)
+    yield transition((28, 8, 4096, 128), 2048, used=1800)
+
+
+def cold(run: Run) -> Iterator[Row]:
+    """Compare the first call of new processes, which take turns."""
+    peer_names = ["NumPy peer: full + astype + copy", "NumPy: zeros + copy"]
+    peer_names += ["torch peer: full + to + copy"] * (torch is not None)
+    own_names = ["mlstate fresh, 1 thread", "mlstate fresh", "mlstate fresh, low_memory"]
+    own_names += ["KVState.reserve (consumes the source)", "KVState.resize within its capacity"]
+    peer_ways, our_ways = (
+        {name: Way(partial(first_call, name), measures_itself=True) for name in names}
+        for names in (peer_names, own_names)
+    )
+
+    def compare_memory(lines: Lines) -> list[str]:
+        for line in lines.values():
+            line.extra["of base"] = (
+                line.extra["extra MiB"] / lines[peer_names[0]].extra["extra MiB"]
+            )
+        return []
+
+    yield Row(
+        "first call of a new process, expand float16 (28, 8, 2048, 128) -> 4096",
+        our_ways,
+        peer_ways,
+        bars=[Bar("mlstate fresh", 10, peer_names[0], faster=True)],
         note="to reach: 10x the base, or a third of its extra memory",
+        judge=compare_memory,
     )
 
 
-def compacting(report: Report, repeats: int) -> None:
-    """Time the two compactions."""
-    half = (np.float16, np.float16)
-    transition(report, 5 * repeats, (36, 1, 512, 256), 256, half, position=200)
-    transition(report, repeats, (28, 8, 4096, 128), 2048, half, position=1800)
-
-
-def expanding(report: Report, repeats: int) -> None:
-    """Time the expansions that keep their dtype."""
-    half = (np.float16, np.float16)
-    transition(report, 5 * repeats, SMALL, 512, half, out_target=3.5)
-    transition(report, repeats, LARGE, 4096, half, out_target=5)
-
-
-def converting(report: Report, repeats: int) -> None:
-    """Time the expansions that convert."""
-    shape = (28, 8, 512, 128)
-    single = (np.float32, np.float16)
-    transition(report, 2 * repeats, shape, 1024, single, out_target=10, fresh_target=5)
-    if ml_dtypes is not None:
-        brain = (ml_dtypes.bfloat16, np.float16)
-        transition(report, 2 * repeats, shape, 1024, brain)
-    else:
-        report.log("\nbfloat16 -> float16: skipped, ml_dtypes is not installed")
-
-
-PARTS: dict[str, Callable[[Report, int], None]] = {
-    "expand": expanding,
-    "convert": converting,
-    "compact": compacting,
-    "cold": cold,
-}
-
-
-def main() -> None:
-    options = option_parser(__doc__, "3 repeats instead of 9", PARTS).parse_args()
-    report = Report.open("mlstate: KV-cache transitions", "kv", options)
-    report.log("figures are medians; 'x base': times faster than the first line of the table")
-    report.log("'/limit': times the duration of what the C library needs for the same bytes")
-    report.run_parts(PARTS, options.only, 3 if options.quick else 9)
-    report.close()
-
+PARTS = {"expand": expanding, "convert": converting, "compact": compacting, "cold": cold}
 
 if __name__ == "__main__":
-    main()
+    quick = "3 repeats instead of 9"
+    main(__doc__, "kv", "mlstate: KV-cache transitions", PARTS, quick=quick)

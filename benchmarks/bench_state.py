@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import numpy as np
 from guard_rows import copy_each, numpy_diff
-from harness import Candidate, Report, add_rates, count_threads, measure, option_parser
+from harness import Run, count_threads, main
 from optional import optional
+from rows import Bar, Row, Ways
 
 import mlstate
 from mlstate import StateDict
 from mlstate.state import check_compatibility, diff, keys_match, load_into, shapes_match
 
 torch, ml_dtypes = optional("torch"), optional("ml_dtypes")
-NAMES = 10_000
-PARTS = ["w", "b", "q", "k", "v", "o", "up", "down", "norm"]
+PARTS = ("w", "b", "q", "k", "v", "o", "up", "down", "norm")  # of a layer
 
 libc = ctypes.CDLL(None)
 Arrays = dict[str, np.ndarray]
@@ -32,21 +33,12 @@ for function in (libc.memcmp, libc.memmove):
     function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
-def small() -> Arrays:
-    """10,000 tensors in 1,112 layers."""
-    return {
-        f"model.layers.{i // 9}.{PARTS[i % 9]}.weight": np.zeros((4, 4), np.float32)
-        for i in range(NAMES)
-    }
-
-
-def large(dtype: str, seed: int = 0) -> Arrays:
+def large(dtype: str) -> Arrays:
     """A gigabyte: eight tensors of 120 MB, the rest in small ones."""
-    generator = np.random.default_rng(seed)
-    item = np.dtype(dtype).itemsize
+    generator = np.random.default_rng(0)
 
     def tensor(nbytes: int) -> np.ndarray:
-        values = generator.random(nbytes // item, np.float32)
+        values = generator.random(nbytes // np.dtype(dtype).itemsize, np.float32)
         return values.astype(dtype, copy=False)
 
     state = {f"layers.{i}.w": tensor(120_000_000) for i in range(8)}
@@ -57,40 +49,30 @@ def bytes_of(state: Arrays) -> int:
     return sum(array.nbytes for array in state.values())
 
 
-def address(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]
-
-
-def share_out(jobs: list[Job], threads: int) -> list[list[Job]]:
-    """Give each thread a part of every large job, and every n-th of the small jobs."""
-    shares: list[list[Job]] = [[] for _ in range(threads)]
-    for turn, (first, second, size) in enumerate(jobs):
-        if size < 1 << 20:
-            shares[turn % threads].append((first, second, size))
-            continue
-        for i, share in enumerate(shares):
-            start, end = i * size // threads & ~63, (i + 1) * size // threads & ~63
-            end = size if i == threads - 1 else end
-            share.append((first + start, second + start, end - start))
-    return shares
-
-
 def by_threads(function: Callable[..., object], jobs: list[Job], threads: int) -> Callable:
-    """Call a function of the C library for each job, with this many threads."""
+    """Call a function of the C library for each job, each of the threads with an equal part."""
 
-    def work(share: list[Job]) -> None:
-        for job in share:
-            function(*job)
+    def work(number: int) -> None:
+        for first, second, size in jobs:
+            start, end = number * size // threads, (number + 1) * size // threads
+            function(first + start, second + start, end - start)
 
-    shares = share_out(jobs, threads)
     if threads == 1:
-        return partial(work, shares[0])
+        return partial(work, 0)
     pool = ThreadPoolExecutor(threads)
-    return lambda: list(pool.map(work, shares))
+    return lambda: list(pool.map(work, range(threads)))
 
 
-def thread_counts() -> list[int]:
-    return sorted({1, mlstate.get_num_threads()})
+def each_thread_count() -> Iterator[int]:
+    """Use one thread, then the default number."""
+    for threads in sorted({1, mlstate.get_num_threads()}):
+        mlstate.set_num_threads(threads)
+        yield threads
+
+
+def tensors_over(state: Arrays) -> dict[str, Any]:
+    """Return torch tensors over the arrays' memory."""
+    return {name: torch.from_numpy(array) for name, array in state.items()}
 
 
 # ---- names and shapes ----
@@ -98,8 +80,7 @@ def thread_counts() -> list[int]:
 
 def spec_check(a: Arrays, b: Arrays) -> bool:
     """Compare as the source document does, in plain Python."""
-    keys1, keys2 = set(a.keys()), set(b.keys())
-    if keys1 != keys2:
+    if set(a.keys()) != set(b.keys()):
         return False
     for name, tensor in a.items():
         other = b.get(name)
@@ -108,69 +89,41 @@ def spec_check(a: Arrays, b: Arrays) -> bool:
     return True
 
 
-def spec_result(a: Arrays, b: Arrays) -> tuple:
+def spec_result(a: Arrays, b: Arrays) -> tuple[set[str], set[str], bool]:
     """The whole StateCompatibilityChecker of the source document."""
-    missing = set(a.keys())
-    missing.difference_update(b.keys())
-    unexpected = set(b.keys())
-    unexpected.difference_update(a.keys())
-    return missing, unexpected, spec_check(a, b)
+    return set(a) - set(b), set(b) - set(a), spec_check(a, b)
 
 
-def comparison(report: Report, repeats: int) -> None:
-    """Compare names and shapes of two states of 10,000 tensors."""
-    a = small()
-    shuffled = list(a)
-    random.Random(1).shuffle(shuffled)
+def comparison(run: Run) -> Iterator[Row]:
+    """Compare names and shapes of two states of 10,000 tensors in 1,112 layers."""
+    names = [f"model.layers.{i // 9}.{PARTS[i % 9]}.weight" for i in range(10_000)]
+    a = {name: np.zeros((4, 4), np.float32) for name in names}
     same = {name: array.copy() for name, array in a.items()}
+    random.Random(1).shuffle(names)
     cases = {
         "NumPy arrays, in the same order": (a, same),
-        "NumPy arrays, in another order": (a, {name: same[name] for name in shuffled}),
+        "NumPy arrays, in another order": (a, {name: same[name] for name in names}),
     }
     if torch is not None:
         cases["torch tensors, in the same order"] = (tensors_over(a), tensors_over(same))
-    for case, (first, second) in cases.items():
-        rows = measure(
-            [
-                Candidate("plain Python", partial(spec_check, first, second), baseline=True),
-                Candidate(
-                    "keys_match and shapes_match",
-                    lambda a=first, b=second: keys_match(a, b) and shapes_match(a, b),
-                    at_least=None if "torch" in case else 5,
-                ),
-            ],
-            3 * repeats,
+    check, python = "keys_match and shapes_match", "plain Python"
+    for case, pair in cases.items():
+        yield Row(
+            f"names and shapes of 10,000 {case}",
+            {
+                check: lambda pair=pair: keys_match(*pair) and shapes_match(*pair),
+                "check_compatibility": partial(check_compatibility, *pair),
+            },
+            {
+                python: partial(spec_check, *pair),
+                "plain Python, with lists": partial(spec_result, *pair),
+            },
+            bars=[] if "torch" in case else [Bar(check, 5, python, faster=True)],
+            rounds=3,
         )
-        rows += measure(
-            [
-                Candidate(
-                    "plain Python, with lists", partial(spec_result, first, second), baseline=True
-                ),
-                Candidate("check_compatibility", partial(check_compatibility, first, second)),
-            ],
-            3 * repeats,
-        )
-        report.table(f"names and shapes of 10,000 {case}", rows)
-
-
-def tensors_over(state: Arrays) -> dict:
-    """Return torch tensors over the arrays' memory."""
-    return {name: torch.from_numpy(array) for name, array in state.items()}
 
 
 # ---- elements ----
-
-
-def reading(threads: int, *states: Arrays) -> Callable:
-    """Make a call that reads every byte once, at the speed of the C library.
-
-    It compares the two equal halves of each array, so that memcmp continues to the end.
-    """
-    arrays = [array for state in states for array in state.values()]
-    halves = [array.nbytes // 2 for array in arrays]
-    places = [address(array) for array in arrays]
-    jobs = [(at, at + half, half) for at, half in zip(places, halves, strict=True)]
-    return by_threads(libc.memcmp, jobs, threads)
 
 
 def with_equal_halves(state: Arrays) -> Arrays:
@@ -181,86 +134,77 @@ def with_equal_halves(state: Arrays) -> Arrays:
     return state
 
 
-def elements(report: Report, repeats: int) -> None:
+def reading(threads: int, *states: Arrays) -> Callable:
+    """Make a call that reads every byte once, at the speed of the C library.
+
+    It compares the two equal halves of each array, so that memcmp continues to the end.
+    """
+    arrays = [array for state in states for array in state.values()]
+    places = [(array.ctypes.data, array.nbytes // 2) for array in arrays]
+    return by_threads(libc.memcmp, [(at, at + half, half) for at, half in places], threads)
+
+
+def elements(run: Run) -> Iterator[Row]:
     """Measure differences over a gigabyte."""
-    dtypes = ["float32", "float16"] + ([] if ml_dtypes is None else ["bfloat16"])
-    for dtype in dtypes:
+    limit = "reading both (memcmp)"
+    for dtype in ["float32", "float16"] + ["bfloat16"] * (ml_dtypes is not None):
         a = with_equal_halves(large(dtype))
         same = {name: array.copy() for name, array in a.items()}
         near = {name: array * np.array(1.01, dtype) for name, array in a.items()}
         near = with_equal_halves(near)
-        nbytes = 2 * bytes_of(a)
-        for threads in thread_counts():
-            mlstate.set_num_threads(threads)
-            limit = reading(threads, a, near)
-            candidates = [
-                Candidate("reading both (memcmp)", limit, baseline=True, limit=True),
-                Candidate("diff, all changed", partial(diff, a, near), at_least=0.7),
-                Candidate("diff, nothing changed", partial(diff, a, same), at_least=0.7),
-                Candidate("==, nothing changed", lambda a=a, b=same: StateDict(a) == b),
-            ]
-            if threads == 1 and dtype == "float32":
-                candidates.append(Candidate("NumPy", partial(numpy_diff, a, near)))
-            report.table(
+        for threads in each_thread_count():
+            numpy = {"NumPy": partial(numpy_diff, a, near)}
+            calls: Ways = {
+                "diff, all changed": partial(diff, a, near),
+                "diff, nothing changed": partial(diff, a, same),
+                "==, nothing changed": lambda a=a, b=same: StateDict(a) == b,
+            }
+            yield Row(
                 f"differences of two states of 1 GB, {dtype}, {count_threads(threads)}",
-                add_rates(measure(candidates, repeats), nbytes, digits=1),
+                calls,
+                numpy if threads == 1 and dtype == "float32" else {},
+                {limit: reading(threads, a, near)},
+                [Bar(name, 0.7, limit, faster=True) for name in calls if name.startswith("diff")],
+                base=limit,
+                nbytes=2 * bytes_of(a),
             )
-        del a, same, near, limit, candidates
+        del a, same, near, calls, numpy
 
 
 # ---- loading ----
 
 
-def copying(threads: int, target: Arrays, source: Arrays) -> Callable:
-    """Make a call of memcpy for each tensor."""
-    jobs = [(address(a), address(source[name]), a.nbytes) for name, a in target.items()]
-    return by_threads(libc.memmove, jobs, threads)
-
-
-def module_of(state: Arrays) -> object:
-    """Make a torch module whose parameters use the arrays' memory."""
-    module = torch.nn.Module()
-    for name, array in state.items():
-        module.register_parameter(
-            name.replace(".", "_"), torch.nn.Parameter(torch.from_numpy(array))
-        )
-    return module
-
-
 def by_torch(target: Arrays, source: Arrays) -> Callable:
-    """Make a call of torch's load_state_dict."""
+    """Make a call of torch's load_state_dict, to parameters that use the target's memory."""
+    module = torch.nn.Module()
+    for name, tensor in tensors_over(target).items():
+        module.register_parameter(name.replace(".", "_"), torch.nn.Parameter(tensor))
     named = {name.replace(".", "_"): array for name, array in source.items()}
-    return partial(module_of(target).load_state_dict, tensors_over(named))
+    return partial(module.load_state_dict, tensors_over(named))
 
 
-def loading(report: Report, repeats: int) -> None:
+def loading(run: Run) -> Iterator[Row]:
     """Copy a gigabyte into existing arrays."""
     source = large("float32")
     target = {name: np.ones_like(array) for name, array in source.items()}
-    for threads in thread_counts():
-        mlstate.set_num_threads(threads)
-        memcpy = copying(threads, target, source)
-        candidates = [
-            Candidate("memcpy", memcpy, baseline=True, limit=True),
-            Candidate("np.copyto, 1 thread", partial(copy_each, target, source)),
-            Candidate("load_into", partial(load_into, target, source), at_least=0.9),
-        ]
+    pairs = [(target[name], array) for name, array in source.items()]
+    jobs = [(to.ctypes.data, at.ctypes.data, at.nbytes) for to, at in pairs]
+    for threads in each_thread_count():
+        peers: Ways = {"np.copyto, 1 thread": partial(copy_each, target, source)}
         if torch is not None:
             torch.set_num_threads(threads)
-            candidates.append(Candidate("torch: module.load_state_dict", by_torch(target, source)))
-        rows = add_rates(measure(candidates, repeats), bytes_of(source), digits=1)
-        report.table(f"load_into, 1 GB in 1,008 tensors, {count_threads(threads)}", rows)
-
-
-ALL = {"comparison": comparison, "elements": elements, "loading": loading}
-
-
-def main() -> None:
-    options = option_parser(__doc__, "3 repeats instead of 9", ALL).parse_args()
-    report = Report.open("mlstate: state dicts", "state", options)
-    report.run_parts(ALL, options.only, 3 if options.quick else 9)
-    report.close()
+            peers["torch: module.load_state_dict"] = by_torch(target, source)
+        yield Row(
+            f"load_into, 1 GB in 1,008 tensors, {count_threads(threads)}",
+            {"load_into": partial(load_into, target, source)},
+            peers,
+            {"memcpy": by_threads(libc.memmove, jobs, threads)},
+            [Bar("load_into", 0.9, "memcpy", faster=True)],
+            base="memcpy",
+            nbytes=bytes_of(source),
+        )
 
 
 if __name__ == "__main__":
-    main()
+    parts = {"comparison": comparison, "elements": elements, "loading": loading}
+    main(__doc__, "state", "mlstate: state dicts", parts, quick="3 repeats instead of 9")

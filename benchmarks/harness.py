@@ -9,22 +9,25 @@ because users pay for freeing memory too.
 from __future__ import annotations
 
 import argparse
-import ctypes
+import contextlib
 import gc
 import json
 import os
 import platform
 import random
 import shlex
+import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Any, TypeVar
 
-import numpy as np
+import rows as rows_module
 import stored
 
 Action = Callable[[], object]
@@ -176,24 +179,6 @@ def add_rates(rows: list[Row], nbytes: int, digits: int = 2) -> list[Row]:
     return rows
 
 
-class MemoryLimit:
-    """The machine's time for a result's bytes with the C library alone, in one thread.
-
-    `np.copyto` (a memcpy) of as many bytes as the result has in tokens, and memset of as many as it
-    has in padding, each in one block, from the candidates' source to touched memory.
-    """
-
-    def __init__(self, source: np.ndarray, target: np.ndarray, token_bytes: int) -> None:
-        self.source = source.reshape(-1).view(np.uint8)[:token_bytes]
-        self.target = target.reshape(-1).view(np.uint8)
-
-    def __call__(self) -> None:
-        """Move the bytes once."""
-        tokens = self.source.size
-        np.copyto(self.target[:tokens], self.source)
-        ctypes.memset(self.target.ctypes.data + tokens, 0, self.target.size - tokens)
-
-
 class Report:
     """Prints tables at once, or all of them as JSON at the end."""
 
@@ -247,11 +232,20 @@ class Report:
             line += f"{show(low) + '-' + show(high):>16}"
             line += f"{row.ratio:>8.1f}" if row.ratio is not None else ""
             line += f"{row.limit_ratio:>8.2f}" if row.limit_ratio is not None else ""
-            line += "".join(f"{row.extra.get(name, '')!s:>14}" for name in extras)
-            self.log(f"{line}  {row.target()}".rstrip())
+            line += "".join(f"{cell(row.extra.get(name, '')):>14}" for name in extras)
+            self.log(f"{line}  {row.target() if isinstance(row, Row) else ''}".rstrip())
         self.tables.append(
             {"title": title, "unit": unit, "note": note, "rows": [as_dict(r) for r in rows]}
         )
+
+    def show(self, row: rows_module.Row, rounds: int) -> None:
+        """Measure a row, and print its table and its verdicts."""
+        lines = row.measure(rounds)
+        verdicts = row.judge(lines)
+        verdicts = [bar.verdict(lines, row.unit) for bar in row.bars] + verdicts
+        self.table(row.name, list(lines.values()), unit=row.unit, note=row.note)
+        if verdicts:
+            self.judge(verdicts)
 
     def judge(self, verdicts: list[str]) -> None:
         """Print the verdicts, after the last table."""
@@ -271,6 +265,66 @@ class Report:
             print(json.dumps(document, indent=2))
 
 
+@dataclass
+class Run:
+    """The options that the parts of a benchmark share."""
+
+    quick: bool
+    rounds: int
+    folder: Path  # empty, and removed after the part
+    report: Report
+
+    def log(self, text: str) -> None:
+        """Print a line."""
+        self.report.log(text)
+
+
+Part = Callable[[Run], Iterable[rows_module.Row]]
+
+
+def main(
+    text: str,
+    name: str,
+    title: str,
+    parts: dict[str, Part],
+    *,
+    quick: str,
+    rounds: tuple[int, int] = (9, 3),
+    notes: Sequence[str] = (),
+) -> None:
+    """Run the command line of the benchmark `name`: measure the rows of each part.
+
+    `text` is the module's docstring, `quick` the help of that option, and `rounds` the numbers of
+    rounds without and with it.
+    """
+    parser = option_parser(text, quick, parts)
+    parser.add_argument("--repeats", type=int, help=f"rounds, {rounds[0]} if not given")
+    parser.add_argument("--folder", type=Path, help="where, on a disk; default: here")
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that folders are removed
+    report = Report.open(title, name, options)
+    report.log("medians; 'x base': times as fast as the base; '/limit': times the limit's duration")
+    for note in notes:
+        report.log(note)
+    count = options.repeats or rounds[options.quick]
+    for part in [options.only] if options.only else parts:
+        place = tempfile.TemporaryDirectory(dir=options.folder or Path.cwd(), prefix="bench-")
+        with place as folder:
+            run = Run(options.quick, count, Path(folder), report)
+            with contextlib.closing(iter(parts[part](run))) as measured:
+                for row in measured:
+                    report.show(row, count)
+                    del row  # with its arrays
+    report.close()
+
+
+def cell(value: object) -> str:
+    """Format a value of a column."""
+    if isinstance(value, float):
+        return f"{value:.0f}" if value.is_integer() else show(value)
+    return str(value)
+
+
 def relative(path: str) -> str:
     """Return a path relative to the working folder: results do not contain absolute paths."""
     return os.path.relpath(path) if os.path.isabs(path) else path  # noqa: PTH117
@@ -287,7 +341,7 @@ def as_dict(row: Row) -> dict[str, object]:
         "repeats": len(row.values),
         "times_baseline": row.ratio,
         "times_limit": row.limit_ratio,
-        "to_reach": row.target() or None,
+        "to_reach": (isinstance(row, Row) and row.target()) or None,
     } | row.extra
 
 

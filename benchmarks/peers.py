@@ -21,16 +21,10 @@ def longer(shape: tuple[int, ...], length: int, axis: int = -2) -> tuple[int, ..
     return (*shape[:axis], length, *shape[axis + 1 :])
 
 
-def numpy_expand(source: Any, length: int, position: int, dtype: Any) -> Any:
-    """Fill, convert, copy."""
-    target = np.full(longer(source.shape, length), 0.0, dtype)
-    target[:, :, :position] = source[:, :, :position].astype(dtype)
-    return target
-
-
-def numpy_compact(source: Any, length: int, position: int, dtype: Any) -> Any:
-    """Compact as in `numpy_expand`, with a target from np.zeros."""
-    target = np.zeros(longer(source.shape, length), dtype)
+def numpy_filled(source: Any, length: int, position: int, dtype: Any, how: str = "full") -> Any:
+    """Fill, convert, copy; `how` is "zeros" where the algorithm compacts."""
+    shape = longer(source.shape, length)
+    target = np.full(shape, 0.0, dtype) if how == "full" else np.zeros(shape, dtype)
     target[:, :, :position] = source[:, :, :position].astype(dtype)
     return target
 
@@ -162,20 +156,13 @@ def torch_dequantize(codes: Any, scales: Any, biases: Any, bits: int, group: int
     return x.flatten(-2).to(scales.dtype)
 
 
-def torch_expand(source: Any, length: int, position: int, dtype: Any) -> Any:
-    """Fill, convert, copy, with torch."""
+def torch_filled(source: Any, length: int, position: int, dtype: Any, how: str = "full") -> Any:
+    """Do the same with torch."""
     import torch
 
-    target = torch.full(longer(source.shape, length), 0.0, dtype=dtype)
-    target[:, :, :position] = source[:, :, :position].to(dtype)
-    return target
-
-
-def torch_compact(source: Any, length: int, position: int, dtype: Any) -> Any:
-    """Compact in the same way, with torch."""
-    import torch
-
-    target = torch.zeros(longer(source.shape, length), dtype=dtype)
+    shape = longer(source.shape, length)
+    is_full = how == "full"
+    target = torch.full(shape, 0.0, dtype=dtype) if is_full else torch.zeros(shape, dtype=dtype)
     target[:, :, :position] = source[:, :, :position].to(dtype)
     return target
 
@@ -215,7 +202,7 @@ def expand_state(source: Any, target: Any, position: int) -> None:
     name, _ = find_state(source)
     target_name, shape = find_state(target)
     value = source.read_state(name)
-    target.write_state(target_name, numpy_expand(value, shape[-2], position, value.dtype))
+    target.write_state(target_name, numpy_filled(value, shape[-2], position, value.dtype))
 
 
 def keep_tokens(
