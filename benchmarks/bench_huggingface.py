@@ -1,48 +1,45 @@
 """Hugging Face folders: written by two ranks and by one process, and read.
 
 ``python benchmarks/bench_huggingface.py [--quick] [--json] [--store] [--only PART]``; mlstate must
-be installed, with torch; transformers and safetensors take part if they are.  PART is ranks, save
-or load.  Files go to the folder for temporary files (TMPDIR), which should be on a disk.  See
-docs/benchmarks.md.
+be installed, with torch; transformers and safetensors take part if they are.
+See docs/huggingface.md.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
-import tempfile
+import time
 import warnings
-from datetime import timedelta
+from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from checkpoint_peers import join
 from checkpoint_states import files_below
 from checkpoint_states import sync as sync_file
-from harness import Candidate, Report, Row, add_rates, option_parser
+from harness import Run, main
+from processes import Processes, Ranks, answer
 from resident import forget_peak, peak, trim
-from spawned import Spawned, answer
-from turns import Aim, take_turns
+from rows import Bar, Row, Way, Ways
 
 import mlstate
 from mlstate.checkpoint import checksum, export_huggingface
 
 RANKS = 2
 TENSORS, ROWS, QUICK_ROWS, COLUMNS = 16, 4096, 64, 1024  # of float32: 16 MiB each
-OURS = "mlstate export (durable, checksums)"
+EXPORT = "mlstate export (durable, checksums)"
 DCP = "torch DCP for Hugging Face, consolidated"
 GATHER = "gather on rank 0, safetensors, fsync"
-RAW = "raw write + fsync"
 PRETRAINED = "transformers: save_pretrained"
-LOAD, LOAD_PLAIN = "mlstate.load", "mlstate.load(mmap=True)"
-SAFETENSORS = "safetensors: load_file"
-SLICES = "safetensors: get_slice of 1/8 of the rows"
+LOAD = "mlstate.load"
 CHECKED, UNCHECKED = f"{LOAD}, checksums compared", f"{LOAD}, verify=False"
 CHECKED_BOUNDS = {1: 1.25, 2: 1.1}  # times the duration without, by threads
-OUR_ROWS = "mlstate.load of 1/8 of the rows"
+LOAD_ROWS = "mlstate.load of 1/8 of the rows"
 
 
 def sync(folder: Path) -> None:
@@ -51,112 +48,11 @@ def sync(folder: Path) -> None:
         sync_file(path)
 
 
-def remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def removing(folder: Path) -> Any:
+    return partial(shutil.rmtree, folder, ignore_errors=True)
 
 
-# ---- two ranks: each has half of the rows of every tensor ----
-
-
-def serve(pipe: Connection, rank: int, store: str, rows: int) -> None:
-    """Run the commands of one rank."""
-    warnings.simplefilter("ignore")
-    import torch
-    import torch.distributed as dist
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter
-    from torch.distributed.checkpoint import save as save_dcp
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    from mlstate.integrations.torch import TorchGroup
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        store=dist.FileStore(store, RANKS),
-        rank=rank,
-        world_size=RANKS,
-        timeout=timedelta(seconds=120),
-    )
-    mesh = init_device_mesh("cpu", (RANKS,))
-    module = torch.nn.ParameterDict()
-    for number in range(TENSORS):
-        local = torch.randn(rows // RANKS, COLUMNS)
-        tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-        module[f"w{number}"] = torch.nn.Parameter(tensor, requires_grad=False)
-    group = TorchGroup()
-
-    def dcp(folder: str) -> None:
-        names = dict.fromkeys(module.state_dict(), 1)
-        writer = HuggingFaceStorageWriter(
-            folder, names, save_distributed=True, enable_consolidation=True
-        )
-        save_dcp(module.state_dict(), storage_writer=writer)
-
-    def gather(folder: str) -> None:
-        from safetensors.torch import save_file
-
-        full_state = {name: value.full_tensor() for name, value in module.state_dict().items()}
-        if rank == 0:
-            Path(folder).mkdir()
-            save_file(full_state, Path(folder) / "model.safetensors", {"format": "pt"})
-            sync(Path(folder))
-        dist.barrier()
-
-    def measured(call: Any, folder: str) -> float:
-        """Return the growth of the peak of resident memory in MiB."""
-        trim()
-        before = forget_peak()
-        call(folder)
-        return peak() - before
-
-    answer(pipe, {
-        "export": partial(measured, lambda path: export_huggingface(path, module, group=group)),
-        "dcp": partial(measured, dcp),
-        "gather": partial(measured, gather),
-    })  # fmt: skip
-
-
-def by_ranks(report: Report, folder: Path, rows: int, repeats: int) -> None:
-    """Time exports by two ranks."""
-    store = str(folder / "store")
-    ranks = Spawned(serve, [(rank, store, rows) for rank in range(RANKS)])
-    grown: dict[str, list[float]] = {}
-    nbytes = TENSORS * rows * COLUMNS * 4
-
-    def run(name: str, command: str) -> None:
-        rows_measured = ranks.ask(command, str(folder / command))
-        grown.setdefault(name, []).append(max(rows_measured))
-
-    def candidate(name: str, command: str, **keywords: Any) -> Candidate:
-        before = partial(remove, folder / command)
-        return Candidate(name, partial(run, name, command), before, **keywords)
-
-    try:
-        candidates = [candidate(OURS, "export"), candidate(DCP, "dcp", baseline=True)]
-        if importlib.util.find_spec("safetensors") is not None:
-            candidates.append(candidate(GATHER, "gather"))
-        candidates.append(raw_write(folder, nbytes))
-        rows_measured = take_turns(candidates, repeats)
-    finally:
-        ranks.close()
-    for row in add_rates(rows_measured, nbytes):
-        if row.name in grown:
-            row.extra["MiB/rank"] = f"{sorted(grown[row.name])[len(grown[row.name]) // 2]:.0f}"
-    report.table(f"export by {RANKS} ranks: {TENSORS} tensors, {nbytes >> 20} MiB", rows_measured)
-    report.judge([Aim(OURS, 2.0, DCP, faster=True).verdict(rows_measured)])
-
-
-def compare(
-    report: Report, title: str, candidates: list[Candidate], repeats: int, nbytes: int
-) -> list[Row]:
-    """Time and print, with the rate."""
-    rows = add_rates(take_turns(candidates, repeats), nbytes)
-    report.table(title, rows)
-    return rows
-
-
-def raw_write(folder: Path, nbytes: int) -> Candidate:
+def raw_write(folder: Path, nbytes: int) -> Ways:
     """Write as many bytes to one file, and wait for the disk."""
     data = np.ones(min(nbytes, 16 << 20), np.uint8)
 
@@ -166,74 +62,148 @@ def raw_write(folder: Path, nbytes: int) -> Candidate:
                 file.write(data.data)
             os.fsync(file.fileno())
 
-    return Candidate(RAW, write, partial(remove_file, folder / "raw"), limit=True)
+    return {"raw write + fsync": Way(write, partial((folder / "raw").unlink, missing_ok=True))}
 
 
-def remove_file(path: Path) -> None:
-    path.unlink(missing_ok=True)
+# ---- two ranks: each has half of the rows of every tensor ----
+
+
+def serve(pipe: Connection, rows: int, rank: int, world: int, meeting: str) -> None:
+    """Run the commands of one rank."""
+    join(rank, world, meeting)
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint import save as save_dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from mlstate.integrations.torch import TorchGroup
+
+    mesh = init_device_mesh("cpu", (world,))
+    module = torch.nn.ParameterDict()
+    for number in range(TENSORS):
+        local = torch.randn(rows // world, COLUMNS)
+        tensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        module[f"w{number}"] = torch.nn.Parameter(tensor, requires_grad=False)
+    group = TorchGroup()
+
+    def dcp(folder: Path) -> None:
+        names = dict.fromkeys(module.state_dict(), 1)
+        writer = HuggingFaceStorageWriter(
+            str(folder), names, save_distributed=True, enable_consolidation=True
+        )
+        save_dcp(module.state_dict(), storage_writer=writer)
+
+    def gather(folder: Path) -> None:
+        from safetensors.torch import save_file
+
+        full_state = {name: value.full_tensor() for name, value in module.state_dict().items()}
+        if rank == 0:
+            folder.mkdir()
+            save_file(full_state, folder / "model.safetensors", {"format": "pt"})
+            sync(folder)
+        dist.barrier()
+
+    calls = {
+        EXPORT: lambda folder: export_huggingface(folder, module, group=group),
+        DCP: dcp,
+        GATHER: gather,
+    }
+
+    def grow(name: str, folder: Path) -> float:
+        """Return the growth of the peak of resident memory in MiB."""
+        trim()
+        before = forget_peak()
+        calls[name](folder)
+        return peak() - before
+
+    answer(pipe, {"grow": grow})
+
+
+def way_of_ranks(ranks: Processes, name: str, folder: Path) -> Way:
+    """Let all ranks export, and return the time and the largest growth."""
+
+    def export() -> dict[str, float]:
+        start = time.perf_counter()
+        grown = max(ranks.ask("grow", name, folder))
+        return {"ms": 1e3 * (time.perf_counter() - start), "MiB/rank": grown}
+
+    return Way(export, removing(folder), measures_itself=True)
+
+
+def by_ranks(run: Run) -> Iterator[Row]:
+    """Compare exports by two ranks."""
+    rows = QUICK_ROWS if run.quick else ROWS
+    nbytes = TENSORS * rows * COLUMNS * 4
+    with Ranks(serve, RANKS, rows) as ranks:
+        names = [DCP] + [GATHER] * (find_spec("safetensors") is not None)
+        yield Row(
+            f"export by {RANKS} ranks: {TENSORS} tensors, {nbytes >> 20} MiB",
+            {EXPORT: way_of_ranks(ranks, EXPORT, run.folder / "export")},
+            {name: way_of_ranks(ranks, name, run.folder / name) for name in names},
+            raw_write(run.folder, nbytes),
+            [Bar(EXPORT, 2.0, DCP, faster=True)],
+            nbytes=nbytes,
+            frees=False,
+        )
 
 
 # ---- one process ----
 
 
-def llama(quick: bool) -> Any:
-    """A model of transformers with random weights, of about 250 MiB."""
+def by_one_process(run: Run) -> Iterator[Row]:
+    """Compare exports of a model of transformers, with random weights, of about 250 MiB."""
+    if find_spec("transformers") is None:
+        run.log("\ntransformers is not installed: save_pretrained is left out")
+        return
     warnings.simplefilter("ignore")
     import transformers as tf
 
-    width = 64 if quick else 1024
-    return tf.LlamaForCausalLM(
+    width = 64 if run.quick else 1024
+    model = tf.LlamaForCausalLM(
         tf.LlamaConfig(
             vocab_size=16 * width, hidden_size=width, intermediate_size=2 * width,
             num_hidden_layers=4, num_attention_heads=8, tie_word_embeddings=True,
         )
     )  # fmt: skip
-
-
-def by_one_process(report: Report, folder: Path, quick: bool, repeats: int) -> None:
-    """Time exports of a model of transformers."""
-    if importlib.util.find_spec("transformers") is None:
-        report.log("\ntransformers is not installed: save_pretrained is left out")
-        return
-    model = llama(quick)
     nbytes = sum(value.nbytes for value in model.parameters())
-    mlstate_folder, peer_folder, synced = (folder / name for name in ("ours", "theirs", "synced"))
-
-    def pretrained_synced() -> None:
-        model.save_pretrained(synced)
-        sync(synced)
-
-    export = partial(export_huggingface, mlstate_folder, model)
-    save = partial(model.save_pretrained, peer_folder)
-    candidates = [
-        Candidate(OURS, export, partial(remove, mlstate_folder)),
-        Candidate(PRETRAINED, save, partial(remove, peer_folder)),
-        Candidate(f"{PRETRAINED} + fsync", pretrained_synced, partial(remove, synced), True),
-        raw_write(folder, nbytes),
-    ]
-    title = f"export by one process: Llama, {nbytes >> 20} MiB"
-    rows_measured = compare(report, title, candidates, repeats, nbytes)
-    report.judge([Aim(OURS, 1.0, f"{PRETRAINED} + fsync", faster=True).verdict(rows_measured)])
+    exported, pretrained, synced = (run.folder / name for name in ("export", "peer", "synced"))
+    save = partial(model.save_pretrained, pretrained)
+    save_synced, synced_name = partial(model.save_pretrained, synced), f"{PRETRAINED} + fsync"
+    yield Row(
+        f"export by one process: Llama, {nbytes >> 20} MiB",
+        {EXPORT: Way(partial(export_huggingface, exported, model), removing(exported))},
+        {
+            synced_name: Way(lambda: (save_synced(), sync(synced)), removing(synced)),
+            PRETRAINED: Way(save, removing(pretrained)),
+        },
+        raw_write(run.folder, nbytes),
+        [Bar(EXPORT, 1.0, synced_name, faster=True)],
+        nbytes=nbytes,
+        frees=False,
+    )
 
 
 # ---- reading ----
 
 
-def reading(report: Report, folder: Path, rows: int, repeats: int) -> None:
-    """Time reading a folder of four files from the page cache."""
-    if importlib.util.find_spec("safetensors") is None:
-        report.log("\nsafetensors is not installed: reading is left out")
+def reading(run: Run) -> Iterator[Row]:
+    """Compare reading a folder of four files from the page cache."""
+    if find_spec("safetensors") is None:
+        run.log("\nsafetensors is not installed: reading is left out")
         return
     from safetensors import safe_open
     from safetensors.numpy import load_file, save_file
 
-    source, copied_folder = folder / "read", folder / "plain"
+    rows = QUICK_ROWS if run.quick else ROWS
+    source, copied_folder = run.folder / "read", run.folder / "plain"
     state = {f"w{i}": np.full((rows, COLUMNS), i, np.float32) for i in range(TENSORS)}
     export_huggingface(source, state, max_shard_bytes=TENSORS * rows * COLUMNS)
     shutil.copytree(source, copied_folder)
-    for path in copied_folder.glob("*.safetensors"):  # as other programs write them: no checksums
-        save_file(load_file(path), path, {"format": "pt"})
     files = sorted(copied_folder.glob("*.safetensors"))
+    for path in files:  # as other programs write them: no checksums
+        save_file(load_file(path), path, {"format": "pt"})
     nbytes = TENSORS * rows * COLUMNS * 4
 
     def slices() -> list[np.ndarray]:
@@ -243,59 +213,49 @@ def reading(report: Report, folder: Path, rows: int, repeats: int) -> None:
                 parts += [file.get_slice(name)[rows // 8 : rows // 4] for name in file.keys()]  # noqa: SIM118
         return parts
 
-    part = {"rank": 1, "world_size": 8, "layout": "rows"}
-    candidates = [
-        Candidate(f"{LOAD}, with checksums", partial(mlstate.load, source)),
-        Candidate(f"{LOAD}, files without checksums", partial(mlstate.load, copied_folder)),
-        Candidate(LOAD_PLAIN, partial(mlstate.load, copied_folder, mmap=True, verify=False)),
-        Candidate(SAFETENSORS, lambda: [load_file(path) for path in files], baseline=True),
-    ]
-    title = f"load: {len(files)} files, {nbytes >> 20} MiB, in the system's cache"
-    compare(report, title, candidates, repeats, nbytes)
-    candidates = [
-        Candidate(f"{OUR_ROWS}, with checksums", partial(mlstate.load, source, **part)),
-        Candidate(OUR_ROWS, partial(mlstate.load, copied_folder, **part)),
-        Candidate(SLICES, slices, baseline=True),
-    ]
-    title = f"one of 8 ranks: {nbytes >> 23} MiB, in the system's cache"
-    compare(report, title, candidates, repeats, nbytes // 8)
+    load, load_plain = (partial(mlstate.load, folder) for folder in (source, copied_folder))
+    yield Row(
+        f"load: {len(files)} files, {nbytes >> 20} MiB, in the system's cache",
+        {
+            f"{LOAD}, with checksums": load,
+            f"{LOAD}, files without checksums": load_plain,
+            f"{LOAD}(mmap=True)": partial(load_plain, mmap=True, verify=False),
+        },
+        {"safetensors: load_file": lambda: [load_file(path) for path in files]},
+        nbytes=nbytes,
+        frees=False,
+    )
+    part: dict[str, Any] = {"rank": 1, "world_size": 8, "layout": "rows"}
+    yield Row(
+        f"one of 8 ranks: {nbytes >> 23} MiB, in the system's cache",
+        {
+            f"{LOAD_ROWS}, with checksums": partial(load, **part),
+            LOAD_ROWS: partial(load_plain, **part),
+        },
+        {"safetensors: get_slice of 1/8 of the rows": slices},
+        nbytes=nbytes // 8,
+        frees=False,
+    )
     checksum(copied_folder)
     for threads, bound in CHECKED_BOUNDS.items():
-        checked(report, copied_folder, threads, bound, nbytes, repeats)
-
-
-def checked(
-    report: Report, folder: Path, threads: int, bound: float, nbytes: int, repeats: int
-) -> None:
-    """Time a load of a folder with checksums of `checksum`, with and without comparing them."""
-    before = mlstate.get_num_threads()
-    mlstate.set_num_threads(threads)
-    candidates = [
-        Candidate(CHECKED, partial(mlstate.load, folder)),
-        Candidate(UNCHECKED, partial(mlstate.load, folder, verify=False), baseline=True),
-    ]
-    title = f"load with checksums of `checksum`, {threads} threads"
-    rows_measured = compare(report, title, candidates, 2 * repeats, nbytes)
-    mlstate.set_num_threads(before)
-    report.judge([Aim(CHECKED, bound, UNCHECKED).verdict(rows_measured)])
-
-
-def main() -> None:
-    parser = option_parser(__doc__, "a few MB and 3 repeats")
-    parser.add_argument("--only", choices=("ranks", "save", "load"))
-    options = parser.parse_args()
-    report = Report.open("mlstate: Hugging Face folders", "huggingface", options)
-    rows, repeats = (QUICK_ROWS, 3) if options.quick else (ROWS, 7)
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        if options.only in (None, "ranks"):
-            by_ranks(report, folder, rows, repeats)
-        if options.only in (None, "save"):
-            by_one_process(report, folder, options.quick, repeats)
-        if options.only in (None, "load"):
-            reading(report, folder, rows, repeats)
-    report.close()
+        mlstate.set_num_threads(threads)
+        yield Row(
+            f"load with checksums of `checksum`, {threads} threads",
+            {CHECKED: load_plain, UNCHECKED: partial(load_plain, verify=False)},
+            bars=[Bar(CHECKED, bound, UNCHECKED)],
+            base=UNCHECKED,
+            nbytes=nbytes,
+            frees=False,
+            rounds=2,
+        )
 
 
 if __name__ == "__main__":
-    main()
+    main(
+        __doc__,
+        "huggingface",
+        "mlstate: Hugging Face folders",
+        {"ranks": by_ranks, "save": by_one_process, "load": reading},
+        quick="a few MB and 3 repeats",
+        rounds=(7, 3),
+    )

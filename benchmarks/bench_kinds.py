@@ -10,21 +10,22 @@ bytes that it reads. See docs/coming_from.md.
 
 from __future__ import annotations
 
-import tempfile
 import warnings
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from checkpoint_states import read
 from from_tests import import_from_tests
-from harness import Candidate, Report, Row, option_parser
-from turns import Aim, take_turns
+from harness import Run, main
+from rows import Bar, Lines, Row, Ways, verdict
 
 import mlstate
 
 WIDTH, QUICK_WIDTH = 2048, 128
-OWN, OURS, PART = "its own reader", "mlstate.load", "mlstate.load, 1/8"
+PEER, WHOLE, PART = "its own reader", "mlstate.load", "mlstate.load, 1/8"
 MAPPED = "mlstate.load(mmap=True)"
 
 
@@ -36,58 +37,48 @@ def touch(state: dict[str, Any]) -> None:
         flat[: flat.size // 8 * 8].view(np.uint64).max(initial=0)
 
 
-def time_kind(
-    name: str, kind: Any, folder: Path, width: int, repeats: int
-) -> tuple[list[Row], Any]:
-    """Write a checkpoint of a kind, and time its readers."""
-    path = kind.write(folder, width)
-    state = mlstate.load(path).model
-    size = sum(state[key].nbytes for key in state)
-
-    def load_part() -> object:
-        return mlstate.load(path, rank=3, world_size=8, layout="rows")
-
-    candidates = [
-        Candidate(OWN, lambda: touch(kind.read(path)), baseline=True),
-        Candidate(OURS, lambda: touch(dict(mlstate.load(path).model))),
-        Candidate(PART, load_part),
-    ]
+def row_of(name: str, kind: Any, path: Path) -> Row:
+    """Compare the readers of a checkpoint."""
+    load = partial(mlstate.load, path)
+    load_part = partial(load, rank=3, world_size=8, layout="rows")
+    ways: Ways = {WHOLE: lambda: touch(dict(load().model)), PART: load_part}
     if kind.has_ranges:
-        candidates.append(
-            Candidate(
-                MAPPED, lambda: touch(dict(mlstate.load(path, mmap=True, verify=False).model))
-            )
-        )
-    rows = take_turns(candidates, repeats)
-    before = read()
-    load_part()  # mapped bytes are not counted
-    share = (read() - before) / size
-    for row in rows:
-        row.extra["MB"] = f"{size / 1e6:.0f}"
-    rows[2].extra["read"] = f"{share:.3f}"
-    verdict = f"{name}: reads {share:.3f} of the bytes for 1/8 of the rows"
-    if kind.has_ranges:
-        verdict += f" <= 0.15: {'met' if share <= 0.15 else 'NOT MET'}"
-    return rows, [Aim(MAPPED if kind.has_ranges else OURS, 1.2, OWN).verdict(rows), verdict]
+        ways[MAPPED] = lambda: touch(dict(load(mmap=True, verify=False).model))
+    size = sum(tensor.nbytes for tensor in load().model.values())
+
+    def judge(lines: Lines) -> list[str]:
+        before = read()
+        load_part()  # mapped bytes are not counted
+        share = (read() - before) / size
+        for line in lines.values():
+            line.extra["MB"] = f"{size / 1e6:.0f}"
+        lines[PART].extra["read"] = f"{share:.3f}"
+        label = f"{name}: reads of the bytes for 1/8 of the rows"
+        return [verdict(label, share, 0.15) if kind.has_ranges else f"{label}: {share:.3f}"]
+
+    bar = Bar(MAPPED if kind.has_ranges else WHOLE, 1.2, PEER)
+    return Row(name, ways, {PEER: lambda: touch(kind.read(path))}, bars=[bar], judge=judge)
 
 
-def main() -> None:
-    """Time all kinds whose libraries are installed."""
-    options = option_parser(__doc__, "small models").parse_args()
+def reading(run: Run) -> Iterator[Row]:
+    """Compare the readers of all kinds whose libraries are installed."""
     warnings.simplefilter("ignore")
-    report = Report.open("Checkpoints of twelve kinds", "kinds", options)
-    width, repeats = (QUICK_WIDTH, 2) if options.quick else (WIDTH, 7)
     for name, kind in import_from_tests("checkpoint_kinds").KINDS.items():
         missing = kind.missing()
         if missing:
-            report.log(f"\n{name}: {missing} is not installed")
+            run.log(f"\n{name}: {missing} is not installed")
             continue
-        with tempfile.TemporaryDirectory() as folder:
-            rows, verdicts = time_kind(name, kind, Path(folder), width, repeats)
-            report.table(name, rows)
-            report.judge(verdicts)
-    report.close()
+        folder = run.folder / name.replace("'", "")
+        folder.mkdir()
+        yield row_of(name, kind, kind.write(folder, QUICK_WIDTH if run.quick else WIDTH))
 
 
 if __name__ == "__main__":
-    main()
+    main(
+        __doc__,
+        "kinds",
+        "Checkpoints of twelve kinds",
+        {"read": reading},
+        quick="small models",
+        rounds=(7, 2),
+    )

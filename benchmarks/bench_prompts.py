@@ -1,58 +1,36 @@
 """The log of prompt stores, compared with raw files, safetensors and mlx-lm.
 
-``python benchmarks/bench_prompts.py [--quick] [--json] [--only PART]``; the files are in the folder
-for temporary files (TMPDIR). Peers that are not installed are left out.
+``python benchmarks/bench_prompts.py [--quick] [--json] [--only PART]``. Peers that are not
+installed are left out.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shutil
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from importlib.util import find_spec
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from harness import Candidate, Report, Row, measure, met, option_parser, show
+from harness import Run, main
+from processes import Processes
 from prompt_peers import MlxCache, RawFile, Safetensors
+from rows import Bar, Row, Way, Ways, verdict
 
 import mlstate
 from mlstate._core import PromptLog
 
 BLOCK = 256
-LAYERS = 28
 PART = (8, BLOCK, 128)  # (heads, tokens, head_dim) of float16: 512 KiB
-PARTS = 2 * LAYERS  # K and V: 28 MiB a block
+PARTS = 2 * 28  # K and V of each layer: 28 MiB a block
 BLOCKS = 8  # of the prompt that is restored: 2,048 tokens, 224 MiB
 STORED = 100_000
 CHAIN = 1_000  # blocks of each stored prompt
-FINGERPRINT = b"benchmark"
-
-
-class Aims:
-    """The aims of all parts, and the figures that were measured."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[str, float, float, str]] = []
-
-    def add(self, name: str, figure: float, at_most: float, unit: str = "") -> None:
-        """Note one figure."""
-        self.rows.append((name, figure, at_most, unit))
-
-    def judge(self, report: Report) -> None:
-        """Print all of them."""
-        report.log("\naim")
-        report.judge(
-            [
-                f"{name:<56}{'at most ' + format(at_most, 'g') + unit:>16}"
-                f"{show(figure) + unit:>12}  {met(figure <= at_most)}"
-                for name, figure, at_most, unit in self.rows
-            ]
-        )
 
 
 def make_parts() -> list[np.ndarray]:
@@ -61,69 +39,72 @@ def make_parts() -> list[np.ndarray]:
     return [part.copy() for _ in range(PARTS)]
 
 
-class Appender:
-    """Appends blocks of a new prompt to a store."""
+def make_cache() -> list[np.ndarray]:
+    """Return an existing cache, twice as long as the prompt that is restored."""
+    return [np.ones((8, 2 * BLOCKS * BLOCK, 128), np.float16) for _ in range(PARTS)]
 
-    def __init__(self, log: PromptLog, parts: list[np.ndarray]) -> None:
-        self.log, self.parts = log, parts
-        self.tokens = 0
 
-    def append(self) -> None:
+class Store:
+    """A log with blocks of 256 tokens."""
+
+    def __init__(self, folder: Path, writable: bool = True) -> None:
+        self.log = PromptLog(folder, writable)
+        self.count = 0
+
+    def put_blocks(self, tokens: np.ndarray, payloads: list[Any], first: int = 0) -> Any:
+        """Store the payload of each block of a prompt, from the block `first` on."""
+        records = [(0, (first + i + 1) * BLOCK, b"", each) for i, each in enumerate(payloads)]
+        return self.log.put(b"benchmark", tokens, BLOCK, records, None, 60.0)
+
+    def match_tokens(self, tokens: np.ndarray) -> Any:
+        return self.log.match(b"benchmark", tokens, BLOCK)
+
+    def append_new(self, parts: list[np.ndarray]) -> None:
         """Store one block of a prompt that no other block begins with."""
-        self.tokens += 1
-        tokens = np.full(BLOCK, self.tokens, np.uint32)
-        done = self.log.put(FINGERPRINT, tokens, BLOCK, [(0, BLOCK, b"", self.parts)], None, 60.0)
-        assert done == [1]
+        self.count += 1
+        assert self.put_blocks(np.full(BLOCK, self.count, np.uint32), [parts]) == [1]
+
+    def fill(self) -> np.ndarray:
+        """Store many blocks without much payload; return the tokens of one prompt."""
+        payloads = [[np.zeros(64, np.uint8)]] * CHAIN
+        for prompt in range(STORED // CHAIN):
+            tokens = np.random.default_rng(prompt).integers(0, 150_000, CHAIN * BLOCK, np.uint32)
+            self.put_blocks(tokens, payloads)
+        return tokens
 
 
-def fill(log: PromptLog, count: int) -> np.ndarray:
-    """Store `count` blocks without much payload; return the tokens of one prompt."""
-    tokens = np.zeros(CHAIN * BLOCK, np.uint32)
-    payload = [np.zeros(64, np.uint8)]
-    for prompt in range(count // CHAIN):
-        tokens = np.random.default_rng(prompt).integers(0, 150_000, CHAIN * BLOCK, np.uint32)
-        records = [(0, (i + 1) * BLOCK, b"", payload) for i in range(CHAIN)]
-        log.put(FINGERPRINT, tokens, BLOCK, records, None, 60.0)
-    return tokens
-
-
-def appending(report: Report, aims: Aims, folder: Path, repeats: int) -> None:
-    """Time an append to an empty store and to one with many blocks."""
-    parts = make_parts()
-    raw = RawFile(folder, parts)
-    empty = Appender(PromptLog(folder / "empty", True), parts)
-    full = Appender(PromptLog(folder / "full", True), parts)
-    fill(full.log, STORED)
-    candidates = [
-        Candidate("raw append + fdatasync", raw.append, limit=True),
-        Candidate("put", empty.append),
-        Candidate(f"put, {STORED:,} blocks stored", full.append),
-    ]
+def appending(run: Run) -> Iterator[Row]:
+    """Compare an append to an empty store and to one with many blocks."""
+    parts, folder = make_parts(), run.folder
+    empty, full = Store(folder / "empty"), Store(folder / "full")
+    full.fill()
+    ways = {
+        "put": partial(empty.append_new, parts),
+        f"put, {STORED:,} blocks stored": partial(full.append_new, parts),
+    }
+    peers: Ways = {}
     if find_spec("safetensors"):
-        candidates.append(
-            Candidate("safetensors save_file + fsync", Safetensors(folder, parts).append)
-        )
+        peers["safetensors save_file + fsync"] = Safetensors(folder, parts).append
     if find_spec("mlx_lm"):
-        saved = MlxCache(folder, parts, 1)
-        candidates.append(Candidate("mlx-lm save_prompt_cache + fsync", saved.save))
-    rows = measure(candidates, repeats)
-    report.table("append 256 tokens: 28 MiB", rows)
-    for row in rows[1:3]:
-        aims.add(f"{row.name}, times a raw append", row.limit_ratio or 0, 1.25)
+        peers["mlx-lm save_prompt_cache + fsync"] = MlxCache(folder, parts, 1).save
+    raw = "raw append + fdatasync"
+    yield Row(
+        "append 256 tokens: 28 MiB",
+        ways,
+        peers,
+        {raw: RawFile(folder, parts).append},
+        [Bar(name, 1.25, raw) for name in ways],
+        base="",
+    )
 
 
-Restore = Callable[[int], None]
-
-
-def stored_prompt(folder: Path, parts: list[np.ndarray]) -> Restore:
+def stored_prompt(folder: Path, parts: list[np.ndarray]) -> Callable[[int], None]:
     """Store 2,048 tokens; return a function that restores them."""
-    log = PromptLog(folder / "restored", True)
+    store = Store(folder / "restored")
     tokens = np.arange(BLOCKS * BLOCK, dtype=np.uint32)
     for block in range(BLOCKS):
-        records = [(0, (block + 1) * BLOCK, b"", parts)]
-        log.put(FINGERPRINT, tokens, BLOCK, records, None, 60.0)
-    cache = [np.ones((8, 2 * BLOCKS * BLOCK, 128), np.float16) for _ in range(PARTS)]
-    match = log.match(FINGERPRINT, tokens, BLOCK)
+        store.put_blocks(tokens, [parts], block)
+    cache, match = make_cache(), store.match_tokens(tokens)
     requests = [
         (block, part, cache[part][:, block * BLOCK : (block + 1) * BLOCK])
         for block in range(BLOCKS)
@@ -137,122 +118,116 @@ def stored_prompt(folder: Path, parts: list[np.ndarray]) -> Restore:
     return restore
 
 
-def restoring(report: Report, aims: Aims, folder: Path, repeats: int) -> None:
-    """Time the restore of 2,048 tokens into existing arrays."""
-    parts = make_parts()
-    restore = stored_prompt(folder, parts)
-    raw = RawFile(folder, parts)
+def restoring(run: Run) -> Iterator[Row]:
+    """Compare the restore of 2,048 tokens into existing arrays."""
+    parts, folder = make_parts(), run.folder
+    restore, raw = stored_prompt(folder, parts), RawFile(folder, parts)
     flat = [np.ones(8 * BLOCKS * BLOCK * 128, np.float16) for _ in range(PARTS)]
-    candidates = [
-        Candidate("pread, 1 thread", partial(raw.read, flat), limit=True),
-        Candidate("read, verified, 1 thread", partial(restore, 1)),
-        Candidate("read, verified, 2 threads", partial(restore, 2)),
-        Candidate("pread, 2 threads", partial(raw.read_in_threads, flat)),
-    ]
-    peers = [raw]
+    peers: Ways = {"pread, 2 threads": partial(raw.read_in_threads, flat)}
+    stores: list[Any] = [raw]
     if find_spec("safetensors"):
         files = Safetensors(folder, parts)
-        peers.append(files)
-        cache = [np.ones((8, 2 * BLOCKS * BLOCK, 128), np.float16) for _ in range(PARTS)]
-        call = partial(files.read, cache, BLOCKS)
-        candidates.append(Candidate("safetensors load_file, and a copy to the cache", call))
+        stores.append(files)
+        call = partial(files.read, make_cache(), BLOCKS)
+        peers["safetensors load_file, and a copy to the cache"] = call
     if find_spec("mlx_lm"):
         saved = MlxCache(folder, parts, BLOCKS)
         saved.save()
-        candidates.append(Candidate("mlx-lm load_prompt_cache, to new arrays", saved.load))
-    for peer in peers:
+        peers["mlx-lm load_prompt_cache, to new arrays"] = saved.load
+    for store in stores:
         for _ in range(BLOCKS):
-            peer.append()
-    rows = measure(candidates, repeats)
-    report.table("restore 2,048 tokens: 224 MiB, warm", rows)
-    for row, at_most in zip(rows[1:3], (1.5, 1.3), strict=True):
-        aims.add(f"{row.name}, times pread on 1 thread", row.limit_ratio or 0, at_most)
-
-
-def looking_up(report: Report, aims: Aims, folder: Path, repeats: int) -> None:
-    """Time a match among many blocks, and the opening of their store."""
-    log = PromptLog(folder / "looked-up", True)
-    tokens = fill(log, STORED)[: BLOCKS * BLOCK]
-    assert log.match(FINGERPRINT, tokens, BLOCK).length == len(tokens)
-    log.close()
-    log = PromptLog(folder / "looked-up", False)
-    match = Candidate("match 2,048 tokens", partial(log.match, FINGERPRINT, tokens, BLOCK))
-    (matching,) = measure([match], 20 * repeats, unit=1e-3)
-    match.name += ", processor time"
-    rows = measure([match], 20 * repeats, unit=1e-3, clock=time.thread_time_ns)
-    report.table(f"{STORED:,} blocks stored", [matching, *rows], unit="us")
-    opening = Candidate("open", partial(PromptLog, folder / "looked-up", False))
-    scanning = Candidate(
-        "open without its index file",
-        partial(PromptLog, folder / "looked-up", False),
-        partial((folder / "looked-up" / "index").unlink, missing_ok=True),
+            store.append()
+    single, double = "read, verified, 1 thread", "read, verified, 2 threads"
+    yield Row(
+        "restore 2,048 tokens: 224 MiB, warm",
+        {single: partial(restore, 1), double: partial(restore, 2)},
+        peers,
+        {"pread, 1 thread": partial(raw.read, flat)},
+        [Bar(single, 1.5, "pread, 1 thread"), Bar(double, 1.3, "pread, 1 thread")],
+        base="",
     )
-    rows = measure([opening], repeats)
-    rows += measure([scanning], min(repeats, 5))
-    report.table("open the same store", rows)
-    aims.add("match of 2,048 tokens", matching.median, 50, " us")
-    aims.add(f"open, {STORED:,} blocks", rows[0].median, 50, " ms")
-    aims.add("index in memory, a block", log.stats()["memory_bytes"] / STORED, 100, " B")
 
 
-def write_beside(folder: Path, ours: bool) -> None:
-    """Append blocks until this process is terminated."""
-    folder.mkdir()
-    parts = make_parts()
-    appender = Appender(PromptLog(folder / "log", True), parts)
-    raw = RawFile(folder, parts)
+def looking_up(run: Run) -> Iterator[Row]:
+    """Measure a match among many blocks, and the opening of their store."""
+    folder = run.folder / "looked-up"
+    store = Store(folder)
+    tokens = store.fill()[: BLOCKS * BLOCK]
+    assert store.match_tokens(tokens).length == len(tokens)
+    store.log.close()
+    store = Store(folder, False)
+    name, title = "match 2,048 tokens", f"{STORED:,} blocks stored"
+    match, many = {name: partial(store.match_tokens, tokens)}, {"unit": "us", "rounds": 20}
+    yield Row(title, match, bars=[Bar(name, 50)], **many)
+    match = {f"{name}, processor time": match[name]}
+    yield Row(f"{title}, processor time", match, clock=time.thread_time_ns, **many)
+    scan = Way(partial(Store, folder, False), partial((folder / "index").unlink, missing_ok=True))
+    memory = store.log.stats()["memory_bytes"] / STORED
+    yield Row(
+        "open the same store",
+        {"open": partial(Store, folder, False)},
+        bars=[Bar("open", 50)],
+        judge=lambda lines: [verdict("index in memory, a block", memory, 100, " B")],
+    )
+    yield Row("scan the same store", {"open without its index file": scan}, rounds=1 / 3)
+
+
+def serve_writer(pipe: Connection, place: str) -> None:
+    """Append blocks of mlstate, or of a raw file, until this process is ended."""
+    folder, parts = Path(place), make_parts()
+    store, raw = Store(folder / "log"), RawFile(folder, parts)
+    pipe.send((True, None))
+    append = partial(store.append_new, parts) if folder.name == "ours" else raw.append
     for turn in range(1 << 30):
-        (appender if ours else raw).append()
+        append()
         if turn % 73 == 72:  # 2 GiB
-            appender.log.prune(0, 60.0)
+            store.log.prune(0, 60.0)
             os.ftruncate(raw.file, 0)
             raw.end = 0
 
 
-def beside_a_writer(report: Report, aims: Aims, folder: Path, repeats: int) -> None:
-    """Time a restore while another process appends: our writer, and a raw one, in turns."""
-    restore = stored_prompt(folder, make_parts())
-    rows: dict[str, Row] = {}
-    for turn in range(6):
-        name = "beside our writer" if turn % 2 else "beside a raw writer"
-        place = folder / f"turn-{turn}"
-        writer = multiprocessing.get_context("spawn").Process(
-            target=write_beside, args=(place, bool(turn % 2)), daemon=True
-        )
-        writer.start()
-        while not (place / "raw").exists():
-            time.sleep(0.01)
-        (row,) = measure([Candidate(name, partial(restore, 1))], repeats)
-        assert writer.is_alive()
-        writer.terminate()
-        writer.join()
-        shutil.rmtree(place)
-        rows.setdefault(name, Row(name, [])).values.extend(row.values)
-    report.table("restore 224 MiB while another process appends", list(rows.values()))
-    raw, ours = rows.values()
-    aims.add("restore beside our writer, times beside a raw one", ours.median / raw.median, 1.1)
+def restore_during_appends(restore: Callable[[int], None], folder: Path) -> dict[str, float]:
+    """Restore several times while another process appends to a folder; return the median."""
+    folder.mkdir()
+    seconds = []
+    with Processes(serve_writer, [(str(folder),)]) as writer:
+        for _ in range(9):
+            start = time.perf_counter()
+            restore(1)
+            seconds.append(time.perf_counter() - start)
+        assert writer.processes[0].poll() is None
+    shutil.rmtree(folder)
+    return {"ms": 1e3 * float(np.median(seconds))}
 
 
-PARTS_OF_REPORT: dict[str, Callable[[Report, Aims, Path, int], None]] = {
-    "append": appending,
-    "restore": restoring,
-    "match": looking_up,
-    "beside": beside_a_writer,
-}
-
-
-def main() -> None:
-    """Print the tables."""
-    options = option_parser(__doc__, "3 repeats instead of 15", PARTS_OF_REPORT).parse_args()
-    report = Report.open("mlstate: prompt store", "prompts", options)
-    aims = Aims()
-    for name, part in PARTS_OF_REPORT.items():
-        if options.only in (None, name):
-            with tempfile.TemporaryDirectory() as folder:
-                part(report, aims, Path(folder), 3 if options.quick else 15)
-    aims.judge(report)
-    report.close()
+def during_appends(run: Run) -> Iterator[Row]:
+    """Compare a restore while another process appends: our writer, and a raw one, in turns."""
+    restore = stored_prompt(run.folder, make_parts())
+    own_name, raw_name = "beside our writer", "beside a raw writer"
+    own_way, raw_way = (
+        {
+            name: Way(
+                partial(restore_during_appends, restore, run.folder / place), measures_itself=True
+            )
+        }
+        for name, place in ((own_name, "ours"), (raw_name, "raw"))
+    )
+    yield Row(
+        "restore 224 MiB while another process appends",
+        own_way,
+        raw_way,
+        bars=[Bar(own_name, 1.1, raw_name)],
+        rounds=1 / 3,
+    )
 
 
 if __name__ == "__main__":
-    main()
+    parts = {"append": appending, "restore": restoring, "match": looking_up}
+    main(
+        __doc__,
+        "prompts",
+        "mlstate: prompt store",
+        parts | {"beside": during_appends},
+        quick="3 repeats instead of 15",
+        rounds=(15, 3),
+    )
