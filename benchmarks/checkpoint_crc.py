@@ -11,13 +11,14 @@ import os
 import shutil
 import subprocess
 import zlib
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Candidate, Report, Row, add_rates, met
-from turns import take_turns
+from harness import Run
+from rows import Bar, Lines, Row, Ways, verdict
 
 from mlstate import _core
 
@@ -25,9 +26,9 @@ CORE = Path(__file__).resolve().parent.parent / "csrc" / "core"
 SETS = ("scalar", "avx2", "avx512", "neon")  # in the order of csrc/core/runtime/cpu_features.h
 COMPILER_OPTIONS = ("-O2", "-std=c11", "-ffp-contract=off", "-D_GNU_SOURCE", "-fPIC", "-shared")
 COPY, CHECKSUM = "memcpy, 1 thread", "core: CRC32C"
-FUSED, TWO_PASSES = "core: copy with CRC32C", "memcpy, then core: CRC32C"
+FUSED = "core: copy with CRC32C"
 STORES = {"plain": 0, "stream1": 2}  # mls_store of csrc/core/runtime/cpu_store_choice.h
-AIM_GBS, AIM_SHARE = 15.0, 0.9
+LEAST_GBS = 15.0
 
 
 class Destination(ctypes.Structure):
@@ -94,57 +95,47 @@ def copier(library: Any, kernels: Any, forced: bytes | None) -> Any:
     return copy
 
 
-def candidates(folder: Path, mib: int) -> list[Candidate]:
-    """Checksums and copies of this many MiB, between touched memory."""
+def checksums(run: Run) -> Iterator[Row]:
+    """Compare checksums and copies between touched memory."""
+    mib = 1 if run.quick else 64
     source = np.random.default_rng(3).integers(0, 255, mib << 20, np.uint8, endpoint=True)
     target = np.ones_like(source)
     at, to, size = source.ctypes.data, target.ctypes.data, source.nbytes
-    candidate_list = [
-        Candidate(COPY, partial(np.copyto, target, source), limit=True),
-        Candidate("zlib.crc32", partial(zlib.crc32, source)),
-    ]
+    ways: Ways = {}
     if hasattr(_core, "crc32c"):
-        candidate_list.append(Candidate("the extension: CRC32C", partial(_core.crc32c, source)))
-    library = build(folder)
+        ways["the extension: CRC32C"] = partial(_core.crc32c, source)
+    library = build(run.folder)
     if library is None:
-        return candidate_list
-    kernels = library.mls_crc_of(SETS.index(_core.cpu_name())).contents
+        run.log("copy with CRC32C is left out: it needs csrc/core and a C compiler")
+    else:
+        kernels = library.mls_crc_of(SETS.index(_core.cpu_name())).contents
 
-    def two_passes() -> None:
-        np.copyto(target, source)
-        kernels.update(0, to, size)
+        def two_passes() -> None:
+            np.copyto(target, source)
+            kernels.update(0, to, size)
 
-    return [
-        *candidate_list,
-        Candidate(CHECKSUM, partial(kernels.update, 0, at, size)),
-        Candidate(FUSED, partial(copier(library, kernels, None), to, at, size)),
-        *(
-            Candidate(f"{FUSED}, {store}", partial(kernels.copy, 0, to, at, size, number))
-            for store, number in STORES.items()
-            if kernels.copy_variants & 1 << number
-        ),
-        Candidate(TWO_PASSES, two_passes),
-    ]
+        ways[CHECKSUM] = partial(kernels.update, 0, at, size)
+        ways[FUSED] = partial(copier(library, kernels, None), to, at, size)
+        for store, number in STORES.items():
+            if kernels.copy_variants & 1 << number:
+                ways[f"{FUSED}, {store}"] = partial(kernels.copy, 0, to, at, size, number)
+        ways["memcpy, then core: CRC32C"] = two_passes
 
+    def judge(lines: Lines) -> list[str]:
+        if CHECKSUM not in lines or _core.cpu_name() != "avx512":
+            return []
+        milliseconds = size / LEAST_GBS * 1e-6
+        label = f"{CHECKSUM}, {LEAST_GBS:g} GB/s with AVX-512"
+        return [verdict(label, lines[CHECKSUM].median, milliseconds, " ms")]
 
-def verdicts(rows: list[Row], mib: int) -> list[str]:
-    """Return the verdicts."""
-    speeds = {row.name: (mib << 20) / row.median * 1e-6 for row in rows}
-    if FUSED not in speeds:
-        return ["copy with CRC32C: not measured, it needs csrc/core and a C compiler"]
-    speed, share = speeds[CHECKSUM], speeds[FUSED] / speeds[COPY]
-    text = f"copy with CRC32C >= {AIM_SHARE:g}x the speed of memcpy: {share:.2f}"
-    verdict_lines = [f"{text}, {met(share >= AIM_SHARE)}"]
-    if _core.cpu_name() == "avx512":
-        text = f"CRC32C >= {AIM_GBS:g} GB/s with AVX-512: {speed:.1f}"
-        verdict_lines.append(f"{text}, {met(speed >= AIM_GBS)}")
-    return verdict_lines
-
-
-def measure_crc(report: Report, folder: Path, quick: bool) -> list[str]:
-    """Time and print; return the verdicts."""
-    mib = 1 if quick else 64
-    rows = take_turns(candidates(folder, mib), 1 if quick else 15)
-    add_rates(rows, mib << 20, digits=1)
-    report.table(f"CRC32C of {mib} MiB, {_core.cpu_name()}", rows)
-    return verdicts(rows, mib)
+    yield Row(
+        f"CRC32C of {mib} MiB, {_core.cpu_name()}",
+        ways,
+        {"zlib.crc32": partial(zlib.crc32, source)},
+        {COPY: partial(np.copyto, target, source)},
+        [Bar(FUSED, 0.9, COPY, faster=True)],
+        base="",
+        nbytes=size,
+        rounds=3,
+        judge=judge,
+    )

@@ -1,4 +1,4 @@
-"""Ways to save and load a state, for `bench_checkpoint.py`: mlstate and other packages.
+"""Libraries that save and load a state, for `bench_checkpoint.py`: mlstate and others.
 
 Each method follows the documentation of its package.
 """
@@ -13,17 +13,16 @@ from typing import Any
 
 import numpy as np
 from checkpoint_states import STATES, Arrays, sync, touch
-from spawned import SpawnedRanks, answer
+from processes import answer
 
 import mlstate
 
-OURS = "mlstate"
 
-
-class Way:
-    """A way to save and load; unsupported operations are not defined."""
+class Library:
+    """A library that saves and loads a state; `lazy` is None if it cannot map files."""
 
     name = ""
+    lazy: Any = None
     durable = False  # whether `save` itself waits for the disk
 
     def __init__(self, state: Arrays) -> None:
@@ -40,14 +39,11 @@ class Way:
     def load(self, path: Path) -> object:
         raise NotImplementedError
 
-    def close(self) -> None:
-        """Release resources other than memory."""
 
-
-class Mlstate(Way):
+class Mlstate(Library):
     """A pool: a file for each array; small arrays share files."""
 
-    name = OURS
+    name = "mlstate"
     durable = True
 
     def __init__(self, state: Arrays) -> None:
@@ -77,7 +73,7 @@ class Mlstate(Way):
         touch(mlstate.load(path, mmap=True, verify=False).optimizer.values())
 
 
-class Safetensors(Way):
+class Safetensors(Library):
     """safetensors.numpy; lazy loads use the torch API, which maps the file."""
 
     name = "safetensors"
@@ -99,7 +95,7 @@ class Safetensors(Way):
             touch([file.get_tensor(name).numpy() for name in file.keys()])  # noqa: SIM118
 
 
-class Savez(Way):
+class Savez(Library):
     """np.savez; np.load checks zlib's CRC of each array."""
 
     name = "np.savez"
@@ -113,7 +109,7 @@ class Savez(Way):
             return dict(file)
 
 
-class Torch(Way):
+class Torch(Library):
     """torch.save and torch.load."""
 
     name = "torch.save"
@@ -164,20 +160,7 @@ class Dcp(Torch):
         dcp.load(self.into, storage_reader=dcp.FileSystemReader(path), no_dist=True)
         return None
 
-    lazy = None  # type: ignore[assignment]
-
-
-class Ranks(SpawnedRanks):
-    """Torch DCP with the rows of each tensor divided among the ranks."""
-
-    def __init__(self, letter: str, quick: bool, world: int) -> None:
-        super().__init__(serve, world, letter, quick)
-
-    def save(self, path: Path) -> None:
-        self.ask("save", path)
-
-    def load(self, path: Path) -> None:
-        self.ask("load", path)
+    lazy = None
 
 
 def join(rank: int, world: int, meeting: str) -> None:
@@ -230,12 +213,12 @@ def rows_of_rank(state: Arrays, rank: int, world: int) -> dict[str, Any]:
     return tensors
 
 
-def ways() -> dict[str, type[Way]]:
-    """All ways that are available here, by name."""
-    kinds: list[type[Way]] = [Mlstate]
+def libraries() -> list[type[Library]]:
+    """All libraries that are installed, mlstate first."""
+    kinds: list[type[Library]] = [Mlstate]
     if importlib.util.find_spec("safetensors"):
         kinds.append(Safetensors)
     kinds.append(Savez)
     if importlib.util.find_spec("torch"):
         kinds += [Torch, Dcp]
-    return {way.name: way for way in kinds}
+    return kinds
