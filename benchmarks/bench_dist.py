@@ -1,4 +1,4 @@
-"""Gradients across two ranks: mlstate's engines, gloo, MPI, DDP and FSDP2.
+"""Gradients across two ranks: mlstate's engines, gloo and MPI.
 
 Each engine has two processes, which are started first and then take turns in a new random order
 each round; the others sleep. A figure is the time of the slower rank, measured from a barrier. All
@@ -9,239 +9,214 @@ shared memory, so that nothing is sent: each rank sums its half.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import signal
+import os
 import tempfile
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import dist_accumulator
-from dist_jobs import NAMES, Job, JobError, reason_against
-from dist_model import DTYPES, shapes_of
-from harness import Candidate, Report, Row, option_parser, rows_of, settle, show, shuffled_turns
-from turns import Aim
+import numpy as np
+import torch
+from dist_model import DTYPES, WORLD, Tensors, gradients_one_by_one, shapes_of, size_text
+from dist_rank import serve
+from from_tests import import_from_tests
+from harness import Run, main
+from processes import Processes
+from rows import Bar, EndedError, Lines, Row, Way, Ways
 
-COMMAND_SECONDS = 120.0
-ENGINES = ("local", "gloo", "mpich", "openmpi")
+from mlstate.fsdp import GradientAccumulator
 
+MICRO_BATCHES = 4
+ENGINES = {"local": "LocalGroup", "gloo": "gloo", "mpich": "MPICH", "openmpi": "Open MPI"}
 LIMIT = "limit: C add, memory that is shared"
 HOOK = "mlstate LocalGroup: hook"
-GLOO = "gloo: 25 MB buckets"
-MPICH = "MPICH: 25 MB buckets"
+GLOO, MPICH = "gloo: 25 MB buckets", "MPICH: 25 MB buckets"
+# engine and way of each line
+LIMITS = {"NumPy add, memory that is shared": ("local", "limit numpy"), LIMIT: ("local", "limit")}
+REDUCTIONS = {
+    HOOK: ("local", "ours hook"),
+    "mlstate LocalGroup: scatter_multiple": ("local", "ours"),
+    "mlstate LocalGroup: a bucket each": ("local", "ours each"),
+    "mlstate TorchGroup over gloo: hook": ("gloo", "ours hook"),
+    "mlstate MPIGroup over MPICH: hook": ("mpich", "ours hook"),
+    "mlstate MPIGroup over Open MPI: hook": ("openmpi", "ours hook"),
+}
+PEERS = {
+    GLOO: ("gloo", "bucketed"),
+    "gloo: per parameter": ("gloo", "each"),
+    MPICH: ("mpich", "bucketed"),
+    "MPICH: per parameter": ("mpich", "each"),
+    "Open MPI: 25 MB buckets": ("openmpi", "bucketed"),
+    "Open MPI: per parameter": ("openmpi", "each"),
+}
+Named = dict[str, tuple[str, str]]
 
 
-@dataclass
-class Turn:
-    """A candidate: an engine and a way."""
+class Jobs:
+    """Two ranks for each engine that is installed; the gradients of one dtype."""
 
-    name: str
-    engine: str
-    way: str
-    baseline: bool = False
-    limit: bool = False
-
-
-class Run:
-    """Shared by all parts."""
-
-    def __init__(self, report: Report, quick: bool, repeats: int, folder: Path) -> None:
-        self.report = report
-        self.quick = quick
-        self.repeats = repeats
-        self.folder = folder
-        self.jobs: dict[str, Job] = {}
-
-    def start(self) -> None:
-        """Start all engines that are installed."""
-        for engine in ENGINES:
-            reason = reason_against(engine)
+    def __init__(self, run: Run, engines: list[str], dtype: str) -> None:
+        self.stack = ExitStack()
+        # in memory if possible, because the limit's arrays are in this folder
+        parent = "/dev/shm" if Path("/dev/shm").is_dir() else run.folder
+        folder = self.stack.enter_context(tempfile.TemporaryDirectory(dir=parent, prefix="bench-"))
+        self.jobs: dict[str, Processes] = {}
+        self.bits: dict[str, str] = {}  # by name of a line
+        for engine in engines:
             try:
-                if not reason:
-                    self.jobs[engine] = Job(engine, self.folder, COMMAND_SECONDS)
-            except JobError as error:
-                reason = str(error)
-            if reason:
-                self.report.log(reason)
+                job = self.stack.enter_context(start(engine, Path(folder)))
+                job.ask("load", dtype, run.quick)
+                self.jobs[engine] = job
+            except EndedError as error:
+                run.log(f"{ENGINES[engine]} is left out: {error}")
 
-    def stop(self) -> None:
-        for job in self.jobs.values():
-            job.close()
-        self.jobs.clear()
+    def __enter__(self) -> Jobs:
+        return self
 
-    def ask(self, engine: str, command: str, *arguments: Any) -> list[Any] | None:
-        """Send a command to a running engine; an engine that fails is dropped."""
-        if engine not in self.jobs:
-            return None
-        try:
-            return self.jobs[engine].ask(command, *arguments)
-        except JobError as error:
-            self.jobs.pop(engine).close()
-            self.report.log(f"\n{NAMES[engine]} is out: {error}")
-            return None
+    def __exit__(self, *_: object) -> None:
+        self.stack.close()
 
-    # ---- tables ----
+    def ways(self, named: Named) -> Ways:
+        """Make the ways of the engines that run, and return them by name."""
+        ways: Ways = {}
+        for name, (engine, way) in named.items():
+            if engine in self.jobs:
+                ranks = self.jobs[engine].ask("make", way)
+                self.bits[name] = max(
+                    (rank["bits"] for rank in ranks), key=lambda text: text != "same"
+                )
+                figures = {"extra MiB": max(rank["mib"] for rank in ranks)}
+                call = partial(time_step, self.jobs[engine], way, figures)
+                ways[name] = Way(call, measures_itself=True)
+        return ways
 
-    def measure(self, dtype: str, turns: list[Turn]) -> dict[str, Row]:
-        """Make the ways, let them take turns, and return their rows."""
-        engines = [e for e in ENGINES if e in self.jobs and any(t.engine == e for t in turns)]
-        facts_of_turns: dict[tuple[str, str], dict[str, Any]] = {}
-        for engine in engines:
-            names = [turn.way for turn in turns if turn.engine == engine]
-            self.ask(engine, "load", dtype, self.quick)
-            for rank in self.ask(engine, "make", names) or []:
-                for way, facts in rank.items():
-                    turn_facts = facts_of_turns.setdefault((engine, way), facts)
-                    turn_facts["mib"] = max(turn_facts["mib"], facts["mib"])
-                    if facts["bits"] != "same":
-                        turn_facts["bits"] = facts["bits"]
-        samples = self._take_turns([t for t in turns if (t.engine, t.way) in facts_of_turns])
-        for engine in engines:
-            self.ask(engine, "drop")
-        complete_turns = [turn for turn in turns if len(samples.get(turn.name, [])) == self.repeats]
-        candidates = [
-            Candidate(t.name, settle, baseline=t.baseline, limit=t.limit) for t in complete_turns
-        ]
-        rows = rows_of(candidates, samples)
-        for row, turn in zip(rows, complete_turns, strict=True):
-            facts = facts_of_turns[turn.engine, turn.way]
-            if facts["bits"]:
-                row.extra["bits"] = facts["bits"]
-            row.extra["extra MiB"] = f"{facts['mib']:.0f}"
-            if "sent" in facts:
-                row.extra["sent MB"] = f"{facts['sent'] / 1e6:.0f}"
-        return {row.name: row for row in rows}
+    def show_bits(self, lines: Lines) -> list[str]:
+        """Add a column with the bits of the results."""
+        for name, text in self.bits.items():
+            if text and name in lines:
+                lines[name].extra["bits"] = text
+        return []
 
-    def _take_turns(self, turns: list[Turn]) -> dict[str, list[float]]:
-        samples: dict[str, list[float]] = {turn.name: [] for turn in turns}
-        for number, turn in shuffled_turns(turns, 1 + self.repeats):
-            settle()
-            answer = self.ask(turn.engine, "time", turn.way)
-            if answer is not None and number > 0:
-                samples[turn.name].append(max(answer))
-        return samples
 
-    def show(self, title: str, rows: dict[str, Row], aims: list[Aim], *, note: str = "") -> None:
-        self.report.table(title, list(rows.values()), note=note)
-        self.report.judge([aim.verdict(list(rows.values())) for aim in aims])
+def start(engine: str, folder: Path) -> Processes:
+    """Start the ranks of an engine."""
+    job = f"bench-dist-{os.getpid()}-{engine}"
+    arguments = [(engine, job, rank, folder) for rank in range(WORLD)]
+    if engine in ("local", "gloo"):
+        return Processes(serve, arguments)
+    mpi_jobs = import_from_tests("mpi_jobs")
+    if mpi_jobs is None or mpi_jobs.home(engine) is None:
+        raise EndedError("it is not installed (see tools/mpi.sh)")
+    launcher = partial(mpi_jobs.command, engine, WORLD)
+    return Processes(serve, arguments, variables=mpi_jobs.environment(engine), launcher=launcher)
 
-    def size(self, dtype: str) -> str:
-        """Describe the amount of data to reduce."""
-        shapes = shapes_of(self.quick)
-        count = sum(prod(shape) for shape in shapes.values())
-        size = count * DTYPES[dtype].itemsize
-        amount = f"{size / 1e6:.0f} MB" if size >= 1e6 else f"{size / 1e3:.0f} kB"
-        return f"{len(shapes)} parameters, {count / 1e6:.3g} M elements, {dtype}, {amount} a rank"
+
+def time_step(job: Processes, way: str, figures: dict[str, float]) -> dict[str, float]:
+    """Reduce once; the slower rank counts."""
+    return {"ms": max(job.ask("time", way))} | figures
 
 
 # ---- parts ----
 
 
-def reducing(run: Run, dtype: str) -> None:
+def reducing(run: Run) -> Iterator[Row]:
     """Compare reduce-scatters of gradients that exist."""
-    turns = [
-        Turn(LIMIT, "local", "limit", limit=True),
-        Turn(HOOK, "local", "ours hook"),
-        Turn("mlstate LocalGroup: scatter_multiple", "local", "ours"),
-        Turn("mlstate LocalGroup: a bucket each", "local", "ours each"),
-        Turn("mlstate TorchGroup over gloo: hook", "gloo", "ours hook"),
-        Turn("mlstate MPIGroup over MPICH: hook", "mpich", "ours hook"),
-        Turn("mlstate MPIGroup over Open MPI: hook", "openmpi", "ours hook"),
-        Turn(GLOO, "gloo", "bucketed", baseline=True),
-        Turn("gloo: per parameter", "gloo", "each"),
-        Turn(MPICH, "mpich", "bucketed"),
-        Turn("MPICH: per parameter", "mpich", "each"),
-        Turn("Open MPI: 25 MB buckets", "openmpi", "bucketed"),
-        Turn("Open MPI: per parameter", "openmpi", "each"),
-    ]
-    if dtype == "f32":
-        turns.insert(1, Turn("NumPy add, memory that is shared", "local", "limit numpy"))
-    aims = [
-        Aim(HOOK, 1.3, LIMIT),
-        Aim(HOOK, 8, GLOO, faster=True),
-        Aim(HOOK, 2, MPICH, faster=True),
-    ]
-    note = "bits: against float32 sums in the order of ranks; extra MiB: first call, a rank"
-    run.show(f"reduce-scatter: {run.size(dtype)}", run.measure(dtype, turns), aims, note=note)
+    for dtype in DTYPES:
+        with Jobs(run, list(ENGINES), dtype) as jobs:
+            limits = LIMITS if dtype == "f32" else {LIMIT: LIMITS[LIMIT]}
+            yield Row(
+                f"reduce-scatter: {size_text(run.quick, dtype)}",
+                jobs.ways(REDUCTIONS),
+                jobs.ways(PEERS),
+                jobs.ways(limits),
+                [
+                    Bar(HOOK, 1.3, LIMIT),
+                    Bar(HOOK, 8, GLOO, faster=True),
+                    Bar(HOOK, 2, MPICH, faster=True),
+                ],
+                base=GLOO,
+                note="bits: against float32 sums in the order of ranks; extra MiB: first call, "
+                "a rank",
+                judge=jobs.show_bits,
+            )
 
 
-def backwards(run: Run, dtype: str) -> None:
-    """Compare backward passes of wrapped modules."""
-    torch_name, mlstate_name = "FSDP2", "FSDP2, mlstate LocalGroup plugged in"
-    turns = [
-        Turn("copies of the gradients alone", "gloo", "alone"),
-        Turn("DDP", "gloo", "ddp"),
-        Turn("DDP, mlstate LocalGroup plugged in", "gloo", "ddp ours"),
-        Turn(torch_name, "gloo", "fsdp2", baseline=True),
-        Turn(mlstate_name, "gloo", "fsdp2 ours"),
-        Turn("FSDP2, mlstate TorchGroup plugged in", "gloo", "fsdp2 ours gloo"),
-    ]
-    aims = [Aim(mlstate_name, 3.0 if dtype == "f32" else 2.5, torch_name, faster=True)]
-    note = "over gloo; parameters are gathered in the forward pass, untimed; autograd copies"
-    run.show(f"backward pass: {run.size(dtype)}", run.measure(dtype, turns), aims, note=note)
+# ---- micro-batches, in this process ----
 
 
-def accumulator(run: Run) -> None:
-    dist_accumulator.accumulator(run.report, run.quick, run.repeats)
+def cloning(batches: list[Any], clone: Callable[[Any], Any]) -> Any:
+    """The specification's way: a clone for each micro-batch, and a sum of clones at the end."""
+    batches_by_name: dict[str, list[Any]] = {}
+    for batch in batches:
+        for name, gradient in batch.items():
+            batches_by_name.setdefault(name, []).append(clone(gradient))
+    sums = {}
+    for name, gradients in batches_by_name.items():
+        total = clone(gradients[0])
+        for gradient in gradients[1:]:
+            total += gradient
+        sums[name] = total
+    return sums
 
 
-def both(part: Callable[[Run, str], None]) -> Callable[[Run], None]:
-    """Run a part for both dtypes."""
-
-    def of_each(run: Run) -> None:
-        for dtype in DTYPES:
-            part(run, dtype)
-
-    return of_each
-
-
-PARTS: dict[str, Callable[[Run], None]] = {
-    "reduce": both(reducing),
-    "backward": both(backwards),
-    "accumulator": accumulator,
-}
+def summing(batches: list[Tensors]) -> Any:
+    """Clone the first gradients and add to them, as torch's autograd does."""
+    sums = {name: gradient.clone() for name, gradient in batches[0].items()}
+    for batch in batches[1:]:
+        for name, gradient in batch.items():
+            sums[name].add_(gradient)
+    return sums
 
 
-def options() -> argparse.Namespace:
-    parser = option_parser(__doc__, "a small model, two rounds", PARTS)
-    parser.add_argument("--repeats", type=int, help="rounds, 5 if not given")
-    return parser.parse_args()
+def accumulate(accumulator: GradientAccumulator, batches: list[Any]) -> Any:
+    for batch in batches:
+        accumulator.add_gradients(batch)
+    return accumulator.get_and_clear_gradients()
 
 
-def interrupted(*_: object) -> None:
-    """End all jobs on an interrupt."""
-    raise SystemExit(143)
+def accumulating(run: Run) -> Iterator[Row]:
+    """Compare ways to add up four micro-batches of the whole model; the first part.
 
-
-def main() -> None:
-    arguments = options()
-    signal.signal(signal.SIGTERM, interrupted)
-    report = Report.open("mlstate: gradients across ranks", "dist", arguments)
-    report.log("medians; 'x base': times as fast as the base; '/limit': times the limit's duration")
-    chosen = [arguments.only] if arguments.only else list(PARTS)
-    repeats = arguments.repeats or (2 if arguments.quick else 5)
-    began = time.perf_counter()
-    # in memory if possible, because the limit's arrays are in this folder
-    shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else None
-    with tempfile.TemporaryDirectory(dir=shared, prefix="bench-dist-") as folder:
-        run = Run(report, arguments.quick, repeats, Path(folder))
-        try:
-            if chosen != ["accumulator"]:
-                run.start()
-            for part in chosen:
-                if part == "accumulator":
-                    run.stop()
-                PARTS[part](run)
-        finally:
-            with contextlib.suppress(KeyboardInterrupt):
-                run.stop()
-    report.log(f"\n{show(time.perf_counter() - began)} s in all")
-    report.close()
+    The time of clones depends on malloc: in a new process their pages are new, which takes twice as
+    long as with a heap that has grown.
+    """
+    torch.set_num_threads(1)
+    shapes = shapes_of(run.quick)
+    pair = [dict(gradients_one_by_one(n, shapes, torch.float32)) for n in range(2)]
+    batches = pair * (MICRO_BATCHES // 2)
+    arrays = [{name: t.numpy() for name, t in batch.items()} for batch in batches]
+    in_place, over_arrays = GradientAccumulator(MICRO_BATCHES), GradientAccumulator(MICRO_BATCHES)
+    sums = accumulate(in_place, batches)
+    for name, expected in cloning(batches, torch.clone).items():
+        if not torch.equal(sums[name], expected):
+            raise RuntimeError(f"{name}: sums differ")
+    count = sum(t.numel() for t in batches[0].values())
+    clones, name = "clone per micro-batch (torch)", "mlstate.fsdp.GradientAccumulator"
+    yield Row(
+        f"{MICRO_BATCHES} micro-batches of float32 gradients, {count / 1e6:.0f} M elements each",
+        {
+            name: partial(accumulate, in_place, batches),
+            "mlstate, NumPy arrays": partial(accumulate, over_arrays, arrays),
+        },
+        {
+            clones: partial(cloning, batches, torch.clone),
+            "clone per micro-batch (NumPy)": partial(cloning, arrays, np.copy),
+            "running sum, torch: clone, add_": partial(summing, batches),
+        },
+        bars=[Bar(name, 8, clones, faster=True)],
+        note="memory by the C library as it is set up, in a process that did nothing else before; "
+        "mlstate's with norm and finite report",
+    )
 
 
 if __name__ == "__main__":
-    main()
+    main(
+        __doc__,
+        "dist",
+        "mlstate: gradients across ranks",
+        {"accumulator": accumulating, "reduce": reducing},
+        quick="a small model, two rounds",
+        rounds=(5, 2),
+    )

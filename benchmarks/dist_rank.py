@@ -1,111 +1,304 @@
-"""One rank of `bench_dist.py`: `python dist_rank.py ENGINE JOB RANK ADDRESS FOLDER`.
+"""One rank of `bench_dist.py`, and its ways to reduce gradients: mlstate and other packages.
 
-It obeys commands of the benchmark from a socket, and sleeps in between. With MPI, the rank is
-MPI's; the argument is ignored.
+Each method follows the documentation of its package. It keeps its memory from one step to the next,
+as a training loop does. With MPI, the rank is MPI's; the argument is ignored.
 """
 
 from __future__ import annotations
 
 import gc
 import os
-import sys
 import time
 import warnings
-from multiprocessing.connection import Client
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+from math import prod
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from checkpoint_states import keep_memory
+from dist_model import (
+    DTYPES,
+    WORLD,
+    Shapes,
+    Tensors,
+    buckets_of,
+    gradients_one_by_one,
+    shapes_of,
+    sums_in_order,
+)
+from processes import answer
 from resident import forget_peak, peak, trim
-from spawned import answer
+from rows import settle
 
-SPIN_SECONDS = 0.002  # spin before a call, as a training loop would be busy
+from mlstate import _core
+from mlstate.collectives import LocalGroup
+from mlstate.fsdp import FSDP, FSDPBackwardHook, FSDPShardingUnit
+
+BUCKET_BYTES = 25 << 20
+LIMIT_SECONDS = 60.0
 
 
-class Server:
-    """The commands of a rank."""
+class Rank:
+    """This process: its rank, its gradients and its groups."""
 
-    def __init__(self, rank: Any, ways: dict[str, Any]) -> None:
-        self.rank = rank
-        self.known = ways
-        self.ways: dict[str, Any] = {}
+    def __init__(self, engine: str, job: str, rank: int, folder: Path) -> None:
+        self.engine, self.rank, self.folder = engine, rank, folder
+        self.local = LocalGroup.join(job, rank, WORLD, operation_timeout=LIMIT_SECONDS)
+        self.group: Any = self.local
+        if engine == "gloo":
+            from mlstate.integrations.torch import TorchGroup
+
+            self.group = TorchGroup(torch.distributed.new_group())
+        elif engine != "local":
+            from mlstate.integrations.mpi import MPIGroup
+
+            self.group = MPIGroup()
+        self.shapes: Shapes = {}
+        self.dtype = torch.float32
+        self.gradients: Tensors = {}
+        self.ways: dict[str, Reduction] = {}
+
+    # ---- commands of the benchmark ----
 
     def load(self, dtype: str, quick: bool) -> None:
-        """Make gradients, and drop all earlier ways."""
-        self.drop()
-        self.rank.load(dtype, quick)
-
-    def drop(self) -> None:
-        """Free all memory of a part."""
+        """Make gradients, and free all memory of an earlier part."""
         for way in self.ways.values():
             way.close()
-        self.ways.clear()
-        self.rank.gradients = {}
+        self.ways, self.gradients = {}, {}
         gc.collect()
         trim()
+        self.dtype, self.shapes = DTYPES[dtype], shapes_of(quick)
+        self.gradients = dict(gradients_one_by_one(self.rank, self.shapes, self.dtype))
 
-    def make(self, names: list[str]) -> dict[str, Any]:
-        """Make ways, call each once, and return their memory and the bits of their results."""
-        facts = {}
-        for name in names:
-            gc.collect()
-            trim()
-            before = forget_peak()
-            way = self.ways[name] = self.known[name]()
-            self.time(name)
-            facts[name] = {"mib": peak() - before, "bits": way.check()}
-            sent = getattr(way, "sent", None)
-            if sent is not None:
-                facts[name]["sent"] = sent()
-        return facts
+    def make(self, name: str) -> dict[str, Any]:
+        """Make a way, call it once, and return its memory and the bits of its results."""
+        gc.collect()
+        trim()
+        before = forget_peak()
+        way = self.ways[name] = WAYS[name](self)
+        self.time(name)
+        return {"mib": peak() - before, "bits": way.check()}
 
     def time(self, name: str) -> float:
         """Call a way at the same moment as the other rank; return milliseconds a step."""
-        way = self.ways[name]
-        way.before()
         gc.collect()
         gc.disable()
-        end = time.perf_counter() + SPIN_SECONDS
-        while time.perf_counter() < end:
-            pass
-        self.rank.local.barrier()
+        settle()  # as a training loop would be busy
+        self.local.barrier()
         start = time.perf_counter_ns()
-        way.call()
+        self.ways[name].call()
         elapsed = time.perf_counter_ns() - start
         gc.enable()
         return elapsed * 1e-6
 
 
-def start(engine: str, job: str, rank: int, folder: Path) -> Server:
-    """Join all groups."""
-    import torch
-    from dist_ways import Rank, ways_of
-
+def serve(pipe: Connection, engine: str, job: str, rank: int, folder: Path) -> None:
+    """Join all groups, and run commands."""
+    warnings.simplefilter("ignore")
+    keep_memory()
     torch.set_num_threads(1)
     if engine == "gloo":
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/{job}", rank=rank, world_size=2
+            "gloo", init_method=f"file://{folder}/{job}", rank=rank, world_size=WORLD
         )
     elif engine != "local":
         from mpi4py import MPI
 
         rank = MPI.COMM_WORLD.Get_rank()
-    rank_object = Rank(engine, job, rank, folder)
-    return Server(rank_object, ways_of(rank_object))
+    of_rank = Rank(engine, job, rank, folder)
+    answer(pipe, {"load": of_rank.load, "make": of_rank.make, "time": of_rank.time})
 
 
-def main() -> None:
-    engine, job, number, address, folder = sys.argv[1:]
-    warnings.simplefilter("ignore")
-    keep_memory()
-    server = start(engine, job, int(number), Path(folder))
-    with Client(address, "AF_UNIX") as pipe:
-        pipe.send((server.rank.rank, os.getpid()))
-        commands = {"load": server.load, "make": server.make, "time": server.time}
-        answer(pipe, {**commands, "drop": server.drop})
-    if engine in ("local", "gloo"):
-        os._exit(0)  # MPI has files to remove; otherwise nothing is left to wait for
+class Reduction(ABC):
+    """A way to reduce; `call` is timed, on every rank at the same moment."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+    @abstractmethod
+    def call(self) -> None:
+        """Reduce the gradients once."""
+
+    def parts(self) -> Tensors | None:
+        """This rank's parts of the sums, flat, by parameter; None if there is nothing to check."""
+        return None
+
+    def close(self) -> None:  # noqa: B027 - most ways have nothing to give back
+        """Release resources other than memory."""
+
+    def check(self) -> str:
+        """Compare with sums in the order of ranks: this rank has one of equal chunks."""
+        parts = self.parts()
+        if parts is None:
+            return ""
+        differ = count = 0
+        for name, total in sums_in_order(self.rank.shapes, self.rank.dtype):
+            expected = total.view(-1).chunk(WORLD)[self.rank.rank]
+            same = bits(parts[name].view(-1)) == bits(expected)
+            differ += len(same) - int(same.sum())
+            count += len(same)
+        return "same" if differ == 0 else f"{100 * differ / count:.0f} % differ"
 
 
-if __name__ == "__main__":
-    main()
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    """Elements as integers."""
+    size = torch.int32 if tensor.element_size() == 4 else torch.int16
+    integers: np.ndarray = tensor.contiguous().view(size).numpy()
+    return integers
+
+
+# ---- the limit ----
+
+
+class Shared(Reduction):
+    """Every rank's gradients in shared memory: each rank adds up its half."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
+        count = sum(map(prod, rank.shapes.values()))
+        self.paths = [rank.folder / f"{type(self).__name__}-{number}" for number in range(WORLD)]
+        arrays = [shared(path, count, rank.dtype) for path in self.paths]
+        torch.cat([g.view(-1) for g in rank.gradients.values()], out=arrays[rank.rank])
+        half = count // WORLD
+        self.sources = [array[rank.rank * half : (rank.rank + 1) * half] for array in arrays]
+        self.out = torch.zeros(half, dtype=rank.dtype)
+        rank.local.barrier()
+
+    def call(self) -> None:
+        _core.reduce(self.sources, self.out, "sum", 1.0)
+
+    def close(self) -> None:
+        self.rank.local.barrier()
+        if self.rank.rank == 0:
+            for path in self.paths:
+                path.unlink()
+
+
+def shared(path: Path, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Map a file that all ranks map."""
+    with path.open("ab") as file:
+        os.truncate(file.fileno(), count * dtype.itemsize)
+    return torch.from_numpy(np.memmap(path, np.uint8, "r+")).view(dtype)
+
+
+class SharedNumpy(Shared):
+    """The same with NumPy's loop, which does not support bfloat16."""
+
+    def call(self) -> None:
+        np.add(self.sources[0].numpy(), self.sources[1].numpy(), out=self.out.numpy())
+
+
+# ---- mlstate ----
+
+
+class Ours(Reduction):
+    """`scatter_multiple` over a group."""
+
+    def __init__(self, rank: Rank, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(rank)
+        self.units = {
+            name: FSDPShardingUnit(name, shape, rank.dtype, rank.rank)
+            for name, shape in rank.shapes.items()
+        }
+        self.hook = FSDPBackwardHook(FSDP(rank.group, bucket_bytes=bucket_bytes))
+
+    def call(self) -> None:
+        self.hook.scatter_multiple(self.units, self.rank.gradients)
+
+    def parts(self) -> Tensors | None:
+        return {name: unit.local_gradient for name, unit in self.units.items()}
+
+
+class OursHook(Ours):
+    """Gradients arrive one after the other, as in a backward pass, from the last to the first."""
+
+    def __init__(self, rank: Rank) -> None:
+        super().__init__(rank)
+        self.hook.use_units(self.units)
+        self.order = list(reversed(rank.gradients.items()))
+
+    def call(self) -> None:
+        for name, gradient in self.order:
+            self.hook.add_gradient(name, gradient)
+        self.hook.finish()
+
+    def close(self) -> None:
+        self.hook.close()
+
+
+# ---- torch.distributed and MPI ----
+
+
+def gloo_reduce(rank: Rank) -> Any:
+    """Return the reduce-scatter of torch.distributed."""
+    from torch.distributed import reduce_scatter_tensor
+
+    return lambda packed, out: reduce_scatter_tensor(out, packed)
+
+
+def mpi_reduce(rank: Rank) -> Any:
+    """Return mpi4py's Reduce_scatter_block; bfloat16 by an operation of ours: MPI has none."""
+    from mpi4py import MPI
+
+    def add_bfloat16(inputs: Any, results: Any, _: Any) -> None:
+        torch.frombuffer(results, dtype=torch.bfloat16).add_(
+            torch.frombuffer(inputs, dtype=torch.bfloat16)
+        )
+
+    is_wide = rank.dtype == torch.float32
+    op = MPI.SUM if is_wide else MPI.Op.Create(add_bfloat16, commute=True)
+
+    def reduce(packed: torch.Tensor, out: torch.Tensor) -> None:
+        integers = packed if is_wide else packed.view(torch.uint16)
+        place = out if is_wide else out.view(torch.uint16)
+        MPI.COMM_WORLD.Reduce_scatter_block(integers.numpy(), place.numpy(), op)
+
+    return reduce
+
+
+class Bucketed(Reduction):
+    """Gradients packed rank after rank into one buffer, bucket by bucket."""
+
+    def __init__(self, rank: Rank, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(rank)
+        self.reduce = (gloo_reduce if rank.engine == "gloo" else mpi_reduce)(rank)
+        self.buckets = buckets_of(rank.shapes, rank.dtype.itemsize, bucket_bytes)
+        sizes = [sum(rank.gradients[n].numel() for n in bucket) for bucket in self.buckets]
+        self.buffer = torch.zeros(max(sizes), dtype=rank.dtype)
+        self.out = [torch.zeros(size // WORLD, dtype=rank.dtype) for size in sizes]
+
+    def pack(self, bucket: list[str]) -> torch.Tensor:
+        gradients = [self.rank.gradients[name].view(WORLD, -1) for name in bucket]
+        count = sum(g.numel() for g in gradients)
+        if len(gradients) == 1:  # already contiguous
+            return gradients[0].view(-1)
+        packed = self.buffer[:count].view(WORLD, -1)
+        torch.cat(gradients, dim=1, out=packed)
+        return packed.view(-1)
+
+    def call(self) -> None:
+        for bucket, out in zip(self.buckets, self.out, strict=True):
+            self.reduce(self.pack(bucket), out)
+
+    def parts(self) -> Tensors:
+        parts: Tensors = {}
+        for bucket, out in zip(self.buckets, self.out, strict=True):
+            sizes = [self.rank.gradients[name].numel() // WORLD for name in bucket]
+            parts |= dict(zip(bucket, out.split(sizes), strict=True))
+        return parts
+
+
+WAYS: dict[str, Callable[[Rank], Reduction]] = {
+    "limit": Shared,
+    "limit numpy": SharedNumpy,
+    "ours": Ours,
+    "ours each": partial(Ours, bucket_bytes=0),
+    "ours hook": OursHook,
+    "bucketed": Bucketed,
+    "each": partial(Bucketed, bucket_bytes=0),
+}

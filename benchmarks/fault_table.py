@@ -8,7 +8,6 @@ limit: hanging ranks are killed and reported as such.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import importlib.util
 import json
@@ -23,9 +22,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dist_jobs import rank_environment, start_process
 from fault_rank import LEFT_OUT, ODD, SECONDS, WORLD
 from from_tests import import_from_tests
+from processes import end, rank_environment, start_process
 
 HERE = Path(__file__).resolve().parent
 ENGINES = {
@@ -108,20 +107,6 @@ def wait_for(processes: list[Any], folder: Path, engine: str) -> bool:
             return False
         time.sleep(0.05)
     return True
-
-
-def end(processes: list[Any]) -> None:
-    """End all processes of a job."""
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()  # mpiexec ends its ranks
-    deadline = time.monotonic() + 5
-    for process in processes:
-        while process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def job(engine: str, fault: str, first: int, last: int, folder: Path) -> list[Reports]:
