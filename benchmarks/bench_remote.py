@@ -7,92 +7,51 @@ another process of this machine, so the figures contain no network. See docs/obj
 
 from __future__ import annotations
 
-import functools
-import gc
-import random
-import statistics
-import tempfile
 import time
-import urllib.request
 import warnings
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Report, Row, option_parser, settle
-from remote_server import BUCKET, RemoteServer
-from remote_ways import RANKS, Arrays, Boto3, Dcp, Mlstate, Obstore, Way, expect, part_of
+from harness import Report, Run, main
+from remote_clients import RANKS, Arrays, Boto3, Client, Dcp, Mlstate, Obstore, expect, part_of
+from remote_server import RemoteServer
 from resident import forget_peak, peak, trim
+from rows import Lines, Row, Way, verdict
 
 MIB = 1 << 20
-ROUNDS = {64: 4, 256: 2}  # rounds by MiB of the state
-MOST_READ = 1.1  # times the bytes of the rows
+SIZES = (64, 256)  # MiB of the state
 METHODS = ("PUT", "GET", "POST")
-STAGED = ", until the arrays may change"
+NEEDED = ("moto", "flask", "obstore")
 
 
-@dataclass
-class Task:
-    """One operation of one way; `expected` is the state that it must return."""
+def way_of(server: RemoteServer, call: Callable[[], Any], expected: Arrays | None = None) -> Way:
+    """Measure time, processor time, memory, requests and bytes of a call.
 
-    name: str
-    call: Callable[[], Any]
-    expected: Arrays | None = None
-    samples: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    `expected` is the state that it must return.
+    """
 
-    def run(self, server: RemoteServer) -> None:
-        """Call once, and note time, processor time, memory, requests and bytes."""
-        gc.collect()
+    def measure() -> dict[str, float]:
         trim()
-        settle()
         server.take()
         before = forget_peak()
         cpu, start = time.process_time(), time.perf_counter()
-        result = self.call()
+        result = call()
         elapsed = time.perf_counter() - start
         figures = {"ms": elapsed * 1e3, "CPU ms": (time.process_time() - cpu) * 1e3}
         figures["peak MiB"] = peak() - before
-        if self.expected is not None and result is not None:
-            expect(result, self.expected)
+        if expected is not None and result is not None:
+            expect(result, expected)
         counts = server.take()
-        for name in ("sent", "received"):
-            figures[f"{name} MiB"] = counts.pop(name, 0) / MIB
-        for name in METHODS:
-            figures[name] = counts.pop(name, 0)
+        figures |= {f"{name} MiB": counts.pop(name, 0) / MIB for name in ("sent", "received")}
+        figures |= {name: counts.pop(name, 0) for name in METHODS} | {"other": 0}
         figures["other"] = sum(counts.values())
-        if isinstance(result, dict) and "staged" in result:
-            figures["staged"] = result["staged"]
-        for name, value in figures.items():
-            self.samples[name].append(value)
+        return figures | (result if isinstance(result, dict) and "staged ms" in result else {})
 
-    def rows(self) -> list[Row]:
-        """Return the line of the table, and one until the arrays may change if it exists."""
-        extra: dict[str, object] = {}
-        for name, values in self.samples.items():
-            if name not in ("ms", "staged"):
-                middle = statistics.median(values)
-                extra[name] = f"{middle:.2f}" if "sent" in name or "rec" in name else round(middle)
-        rows = [Row(self.name, self.samples["ms"], extra=extra)]
-        if "staged" in self.samples:
-            rows.append(Row(self.name + STAGED, self.samples["staged"]))
-        return rows
-
-
-def take_turns(tasks: list[Task], server: RemoteServer, rounds: int) -> list[Row]:
-    """Run all tasks in shuffled rounds, after one that is not counted."""
-    order = random.Random(20)
-    for turn in range(1 + rounds):
-        for task in order.sample(tasks, len(tasks)):
-            task.run(server)
-        if turn == 0:
-            for task in tasks:
-                task.samples.clear()
-    return [row for task in tasks for row in task.rows()]
+    return Way(measure, measures_itself=True)
 
 
 def make_state(mib: int) -> Arrays:
@@ -105,55 +64,49 @@ def make_state(mib: int) -> Arrays:
     }
 
 
-def saving(report: Report, ways: dict[str, Any], server: RemoteServer, rounds: int) -> None:
-    """Compare writes of the whole state."""
-    tasks = [Task(f"{name} save", way.save) for name, way in ways.items()]
-    tasks.append(Task("mlstate save_async", ways["mlstate"].save_async))
-    show(report, "save", ways, take_turns(tasks, server, rounds))
+def rows_of(clients: dict[str, Any], server: RemoteServer, mib: int) -> Iterator[Row]:
+    """Compare writes and reads of a whole state, and reads of one eighth of the rows."""
+    client = clients["mlstate"]
+    versions = dict.fromkeys(name for each in clients.values() for name in each.versions())
+    size = f"{len(client.state)} tensors, {mib} MiB"
+    options: dict[str, Any] = {
+        "note": ", ".join([f"moto {metadata.version('moto')}", *versions]),
+        "frees": False,
+        "rounds": 64 / max(mib, 64),
+        "base": "",
+    }
 
-
-def loading(report: Report, ways: dict[str, Any], server: RemoteServer, rounds: int) -> None:
-    """Compare reads of the whole state."""
-    tasks = [Task(f"{name} load", way.load, way.state) for name, way in ways.items()]
-    show(report, "load", ways, take_turns(tasks, server, rounds))
-
-
-def loading_rows(report: Report, ways: dict[str, Any], server: RemoteServer, rounds: int) -> None:
-    """Compare reads of one eighth of the rows, and the bytes read with the rows' size."""
-    mlstate_way = ways["mlstate"]
-    part = part_of(mlstate_way.state)
+    saves = {f"{name} save": way_of(server, each.save) for name, each in clients.items()}
+    own_saves = {
+        "mlstate save": saves.pop("mlstate save"),
+        "mlstate save_async": way_of(server, client.save_async),
+    }
+    yield Row(f"save: {size}", own_saves, saves, **options)
+    loads = {f"{n} load": way_of(server, each.load, each.state) for n, each in clients.items()}
+    yield Row(f"load: {size}", {"mlstate load": loads.pop("mlstate load")}, loads, **options)
+    part = part_of(client.state)
     nbytes = sum(array.nbytes for array in part.values())
-    unverified = functools.partial(mlstate_way.rows, verify=False)
-    tasks = [
-        Task("mlstate load", mlstate_way.rows, part),
-        Task("mlstate load, verify=False", unverified, part),
-        Task("obstore get_ranges", ways["obstore"].rows, part),
-    ]
-    rows = take_turns(tasks, server, rounds)
-    for task, row in zip(tasks, rows, strict=True):
-        read = statistics.median(task.samples["received MiB"]) * MIB
-        row.extra["bytes / rows"] = f"{read / nbytes:.4f}"
-    show(report, f"load one of {RANKS} parts of the rows", ways, rows)
-    verdicts = []
-    for row in rows[:2]:
-        ratio = float(str(row.extra["bytes / rows"]))
-        verdict = "met" if ratio <= MOST_READ else "NOT MET"
-        verdicts.append(f"[{row.name}] bytes / rows <= {MOST_READ}: {ratio:.4f}, {verdict}")
-    report.judge(verdicts)
+    names = "mlstate load", "mlstate load, verify=False"
+    calls = client.rows, partial(client.rows, verify=False)
+
+    def judge(lines: Lines) -> list[str]:
+        for line in lines.values():
+            line.extra["bytes / rows"] = f"{line.extra['received MiB'] * MIB / nbytes:.4f}"
+        ratios = {name: float(lines[name].extra["bytes / rows"]) for name in names}
+        return [verdict(f"[{name}] bytes / rows", ratio, 1.1) for name, ratio in ratios.items()]
+
+    yield Row(
+        f"load one of {RANKS} parts of the rows: {size}",
+        {name: way_of(server, call, part) for name, call in zip(names, calls, strict=True)},
+        {"obstore get_ranges": way_of(server, clients["obstore"].rows, part)},
+        judge=judge,
+        **options,
+    )
 
 
-def show(report: Report, label: str, ways: dict[str, Any], rows: list[Row]) -> None:
-    """Print one table."""
-    state = ways["mlstate"].state
-    mib = sum(array.nbytes for array in state.values()) // MIB
-    packages = dict.fromkeys(name for way in ways.values() for name in way.versions())
-    note = ", ".join([f"moto {metadata.version('moto')}", *packages])
-    report.table(f"{label}: {len(state)} tensors, {mib} MiB", rows, note=note)
-
-
-def kinds_of(report: Report) -> list[type[Way]]:
-    """Return the ways whose packages are installed; print the reason for the others."""
-    kinds: list[type[Way]] = []
+def kinds_of(report: Report) -> list[type[Client]]:
+    """Return the clients whose packages are installed; print the reason for the others."""
+    kinds: list[type[Client]] = []
     for kind in (Mlstate, Obstore, Boto3, Dcp):
         missing = kind.missing()
         if missing:
@@ -163,41 +116,23 @@ def kinds_of(report: Report) -> list[type[Way]]:
     return kinds
 
 
-def server_missing() -> str:
-    """Return the packages without which nothing can be measured, if they are not installed."""
-    return ", ".join(name for name in ("moto", "flask", "obstore") if find_spec(name) is None)
-
-
-def measure_size(
-    report: Report, kinds: list[type[Way]], server: RemoteServer, mib: int, rounds: int
-) -> None:
-    """Measure one size of the state in a new bucket."""
-    for method, path in (("POST", "moto-api/reset"), ("PUT", BUCKET)):
-        url = f"{server.endpoint}/{path}"
-        urllib.request.urlopen(urllib.request.Request(url, method=method)).close()
-    with tempfile.TemporaryDirectory() as folder:
-        state = make_state(mib)
-        ways = {kind.name: kind(state, server.endpoint, Path(folder)) for kind in kinds}
-        for part in (saving, loading, loading_rows):
-            part(report, ways, server, rounds)
-
-
-def main() -> None:
-    options = option_parser(__doc__, "one round of 16 MiB").parse_args()
-    report = Report.open("mlstate: checkpoints in an object store", "remote", options)
+def measuring(run: Run) -> Iterator[Row]:
+    """Measure each size of the state in a new bucket."""
     warnings.filterwarnings("ignore", module="torch")
-    kinds = kinds_of(report)
-    missing = server_missing()
+    kinds = kinds_of(run.report)
+    missing = ", ".join(name for name in NEEDED if find_spec(name) is None)
     if missing:
-        report.log(f"nothing was measured: not installed: {missing}")
+        run.log(f"nothing was measured: not installed: {missing}")
         return
-    try:
-        with RemoteServer() as server:
-            for mib, rounds in ({16: 1} if options.quick else ROUNDS).items():
-                measure_size(report, kinds, server, mib, rounds)
-    finally:
-        report.close()
+    with RemoteServer() as server:
+        for mib in (16,) if run.quick else SIZES:
+            server.reset()
+            state = make_state(mib)
+            clients = {kind.name: kind(state, server.endpoint, run.folder) for kind in kinds}
+            yield from rows_of(clients, server, mib)
 
 
 if __name__ == "__main__":
-    main()
+    title = "mlstate: checkpoints in an object store"
+    parts = {"remote": measuring}
+    main(__doc__, "remote", title, parts, quick="one round of 16 MiB", rounds=(4, 1))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable
 from functools import partial
 from multiprocessing.connection import Connection
@@ -21,8 +20,8 @@ from typing import Any
 
 import numpy as np
 from harness import load
+from processes import Processes, answer
 from remote_server import BUCKET, RemoteServer, storage_options
-from spawned import Spawned, answer
 
 from mlstate.follow import Follower, Publisher
 
@@ -100,7 +99,7 @@ def run(
     hosts = [options] * PROCESSES
     if options is not None and cache is not None:
         hosts = [options | {"cache_folder": f"{cache}{host}"} for host in range(PROCESSES)]
-    workers = Spawned(serve, [(followers // PROCESSES, path, each) for each in hosts])
+    workers = Processes(serve, [(followers // PROCESSES, path, each) for each in hosts])
     rows = []
     step = -1
 
@@ -163,8 +162,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, RemoteServer() as server:
         rows = run(f"{folder}/weights", followers)
         print_table("local folder", "reads", rows, followers)
-        request = urllib.request.Request(f"{server.endpoint}/{BUCKET}", method="PUT")
-        urllib.request.urlopen(request).close()
         options = storage_options(server.endpoint)
         rows = run(f"s3://{BUCKET}/weights", followers, options, server)
         print_table("object store", "requests", rows, followers)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import collections
 import logging
 import threading
+import urllib.request
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
-from spawned import Spawned, answer
+from processes import Processes, answer
 
 BUCKET = "bucket"
 
@@ -66,22 +67,24 @@ def serve(pipe: Connection) -> None:
     answer(pipe, {"port": lambda: server.server_port, "take": application.take})
 
 
-class RemoteServer:
-    """The running server; a context manager."""
+class RemoteServer(Processes):
+    """The running server, with an empty bucket."""
 
-    def __enter__(self) -> RemoteServer:
-        self.process = Spawned(serve, [()])
-        (port,) = self.process.ask("port")
-        self.endpoint = f"http://127.0.0.1:{port}"
-        return self
+    def __init__(self) -> None:
+        super().__init__(serve, [()])
+        self.endpoint = f"http://127.0.0.1:{self.ask('port')[0]}"
+        self.reset()
 
-    def __exit__(self, *_: object) -> None:
-        self.process.close()
+    def reset(self) -> None:
+        """Remove all objects, and make the bucket."""
+        for method, path in (("POST", "moto-api/reset"), ("PUT", BUCKET)):
+            request = urllib.request.Request(f"{self.endpoint}/{path}", method=method)
+            urllib.request.urlopen(request).close()
 
     def take(self) -> dict[str, int]:
         """Return the requests by method, and the bytes that clients sent and received.
 
         The counts begin at the last call.
         """
-        counts: dict[str, int] = self.process.ask("take")[0]
+        counts: dict[str, int] = self.ask("take")[0]
         return counts

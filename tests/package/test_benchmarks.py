@@ -279,7 +279,7 @@ def test_store_benchmark_counts_bytes_and_requests():
 
 
 def test_store_client_without_its_package_is_skipped(module, monkeypatch, capsys):
-    bench, ways, harness = module("bench_remote"), module("remote_ways"), module("harness")
+    bench, ways, harness = module("bench_remote"), module("remote_clients"), module("harness")
     monkeypatch.setattr(ways.Obstore, "needs", ("json",))
     monkeypatch.setattr(ways.Mlstate, "needs", ())
     monkeypatch.setattr(ways.Boto3, "needs", ("json", "no_such_package"))

@@ -1,4 +1,4 @@
-"""Ways to save and load a state in an object store, for `bench_remote.py`."""
+"""Clients that save and load a state in an object store, for `bench_remote.py`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def expect(actual: Any, state: Arrays) -> None:
             raise AssertionError(f"{name}: not the saved values")
 
 
-class Way:
-    """A way to save and load; `needs` are the packages that it imports."""
+class Client:
+    """A client that saves and loads a state; `needs` are the packages that it imports."""
 
     name = ""
     needs: tuple[str, ...] = ()
@@ -59,7 +59,7 @@ class Way:
         return [f"{package} {metadata.version(package)}" for package in cls.needs]
 
 
-class Mlstate(Way):
+class Mlstate(Client):
     """mlstate with its default options."""
 
     name = "mlstate"
@@ -82,7 +82,7 @@ class Mlstate(Way):
         handle.staged()
         staged = (time.perf_counter() - start) * 1e3
         handle.wait()
-        return {"staged": staged}
+        return {"staged ms": staged}
 
     def load(self) -> Any:
         return mlstate.load(self.url, storage_options=self.options).model
@@ -92,7 +92,7 @@ class Mlstate(Way):
         return mlstate.load(self.url, storage_options=self.options, **how).model
 
 
-class Obstore(Way):
+class Obstore(Client):
     """One object with the bytes of all arrays: the engine of mlstate alone."""
 
     name = "obstore"
@@ -131,7 +131,7 @@ class Obstore(Way):
         }
 
 
-class Boto3(Way):
+class Boto3(Client):
     """Multipart transfers of one local file with the same bytes: parts of 8 MiB, 10 threads."""
 
     name = "boto3"
@@ -158,7 +158,7 @@ class Boto3(Way):
         self.client.download_file(BUCKET, "boto3", str(self.target))
 
 
-class Dcp(Way):
+class Dcp(Client):
     """torch DCP in one process, through fsspec and s3fs, into tensors that exist."""
 
     name = "torch DCP"
