@@ -1,6 +1,6 @@
 """The file operations of `bench_guard.py`, each with the simple code that it replaces.
 
-`operations` is the table. A durable write of the simple code does what a careful user does: a
+`FILES` is the table. A durable write of the simple code does what a careful user does: a
 temporary file, fsync, rename, fsync of the folder. Files to read are in the page cache.
 """
 
@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import zlib
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,42 @@ FILE_SIZES = tuple(size for size in SIZES if size < GIB)
 STATE_BYTES = 512  # of the array in a named state
 SHOWN = 200_000  # tensors of a checkpoint that is shown
 PARTS = 4  # arrays of a checkpoint, unless it has 1,000
+
+
+DURABLE = "temporary file, fsync, os.replace, fsync of the folder"
+EACH = "for each tensor: array.tofile, fsync; then a JSON manifest in the same way"
+READ = "json.load of the manifest; for each tensor: np.fromfile"
+CHECK = ", zlib.crc32 compared with the stored value"
+READ_FIRST = "commit record, index and manifest are read and checked"
+CHECKED_TARGETS = "the same, and the targets are checked against the manifest; threads start"
+SORTED = "a row of text for each tensor, sorted by the numbers in the names"
+TENSORS: dict[str, Any] = {"many": True, "needs": safetensors}
+SMALL: dict[str, Any] = {"sizes": (64 * KIB, MIB), "needs": safetensors}
+FOLLOWED: dict[str, Any] = {"sizes": (MANY * 8 * KIB,), "threads": (1,)}
+FILES: list[tuple[str, str, Any, tuple[Any, ...], dict[str, Any]]] = []  # the table
+
+
+def operation(name: str, simple: str, *arguments: Any, **options: Any) -> Callable[[Any], Any]:
+    """Add an operation to the table; the function makes its case from a folder and these."""
+
+    def add(build: Any) -> Any:
+        FILES.append((name, simple, build, arguments, {"sizes": FILE_SIZES} | options))
+        return build
+
+    return add
+
+
+def operations(root: Path) -> list[Operation]:
+    """Return the table; files are written below `root`."""
+    return [
+        Operation(name, simple, partial(build, root, *arguments), **options)
+        for name, simple, build, arguments, options in FILES
+    ]
+
+
+def in_memory(root: Path) -> Path:
+    """Return a folder in shared memory instead of `root`, if there is one."""
+    return Path("/dev/shm") / root.name if Path("/dev/shm").is_dir() else root
 
 
 def replace_durably(path: Path, temporary: Path) -> None:
@@ -140,6 +177,8 @@ def fresh_folder(root: Path, name: str) -> Path:
     return folder
 
 
+@operation("save_file, safetensors", f"safetensors.save_file, {DURABLE}", "safetensors", **TENSORS)
+@operation("save_file", f"np.save, {DURABLE}", "numpy")
 def saving_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
     """Save one state file."""
     folder = fresh_folder(root, "file")
@@ -151,6 +190,24 @@ def saving_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
     return Case(simple, save, tensors, close=partial(shutil.rmtree, folder))
 
 
+@operation("load_file mmap=True", 'np.load(mmap_mode="r")', "mmap")
+@operation(
+    "load_file, safetensors unchecked",
+    "safetensors.load_file, which ignores the checksums",
+    "unchecked",
+    **SMALL,
+)
+@operation(
+    "load_file, safetensors' file", "safetensors.load_file, neither checks", "foreign", **SMALL
+)
+@operation(
+    "load_file, safetensors",
+    f"safetensors.load_file; for each tensor{CHECK}",
+    "safetensors",
+    **TENSORS,
+)
+@operation("load_file verify=False", "np.load", "verify=False")
+@operation("load_file", f"np.load{CHECK}", "numpy")
 def loading_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
     """Load one state file."""
     folder = fresh_folder(root, "file")
@@ -160,19 +217,13 @@ def loading_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
     np.save(npy, next(iter(state.values())))
     reload_page_cache(folder)
     sums = {name: zlib.crc32(array) for name, array in state.items()}
-    ways = {
-        "numpy": (
-            partial(read_npy, npy, next(iter(sums.values()))),
-            partial(mlstate.load_file, path),
-        ),
-        "verify=False": (partial(np.load, npy), partial(mlstate.load_file, path, verify=False)),
-        "mmap": (
-            partial(np.load, npy, mmap_mode="r"),
-            partial(mlstate.load_file, path, mmap=True, verify=False),
-        ),
+    load = partial(mlstate.load_file, path)
+    ways: dict[str, Any] = {
+        "numpy": (partial(read_npy, npy, next(iter(sums.values()))), load),
+        "verify=False": (partial(np.load, npy), partial(load, verify=False)),
+        "mmap": (partial(np.load, npy, mmap_mode="r"), partial(load, mmap=True, verify=False)),
     }
     if safetensors is not None:
-        load = partial(mlstate.load_file, path)
         foreign = folder / "foreign.safetensors"
         safetensors.save_file(state, foreign)
         ways["safetensors"] = (partial(read_safetensors, path, sums), load)
@@ -181,10 +232,16 @@ def loading_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
             partial(safetensors.load_file, foreign),
             partial(mlstate.load_file, foreign),
         )
-    simple, load = ways[how]
-    return Case(simple, load, tensors, close=partial(shutil.rmtree, folder))
+    return Case(*ways[how], tensors, close=partial(shutil.rmtree, folder))
 
 
+@operation(
+    "save",
+    EACH,
+    many=True,
+    fixed_us=4000.0,
+    why="lock, index, manifest and commit record: extra syncs",
+)
 def saving(root: Path, nbytes: int, tensors: int) -> Case:
     """Save a checkpoint to a folder that does not exist."""
     folder = fresh_folder(root, "save")
@@ -204,6 +261,17 @@ def saving(root: Path, nbytes: int, tensors: int) -> Case:
     )
 
 
+@operation("load mmap=True", "the same, np.memmap", "mmap", many=True)
+@operation(
+    "load into=",
+    f"the same, file.readinto(target){CHECK}",
+    "into=",
+    many=True,
+    fixed_us=180.0,
+    why=CHECKED_TARGETS,
+)
+@operation("load verify=False", READ, "verify=False", fixed_us=60.0, why=READ_FIRST)
+@operation("load", READ + CHECK, "fresh", many=True, fixed_us=30.0, why=READ_FIRST)
 def loading(root: Path, how: str, nbytes: int, tensors: int) -> Case:
     """Load a checkpoint."""
     folder = fresh_folder(root, "load")
@@ -213,26 +281,26 @@ def loading(root: Path, how: str, nbytes: int, tensors: int) -> Case:
     write_each(state, simple, sums=how in ("fresh", "into="))
     mlstate.save(mlstate_folder, state)
     reload_page_cache(folder)
+    read, load = partial(read_each, simple), partial(mlstate.load, mlstate_folder)
     ways: dict[str, Any] = {
-        "fresh": (partial(read_each, simple), partial(mlstate.load, mlstate_folder)),
-        "verify=False": (
-            partial(read_each, simple),
-            partial(mlstate.load, mlstate_folder, verify=False),
-        ),
-        "mmap": (
-            partial(map_each, simple),
-            partial(mlstate.load, mlstate_folder, mmap=True, verify=False),
-        ),
+        "fresh": (read, load),
+        "verify=False": (read, partial(load, verify=False)),
+        "mmap": (partial(map_each, simple), partial(load, mmap=True, verify=False)),
     }
     if how == "into=":
         targets = [touched_state(state) for _ in range(2)]
         ways[how] = (
             partial(read_into, simple, targets[0]),
-            partial(mlstate.load, mlstate_folder, into={"model": targets[1]}),
+            partial(load, into={"model": targets[1]}),
         )
     return Case(*ways[how], parts, close=partial(shutil.rmtree, folder))
 
 
+@operation(
+    "load of many states",
+    "twice a load of one state with as many dicts",
+    sizes=(MIB // 4, MIB),
+)
 def loading_states(root: Path, nbytes: int, tensors: int) -> Case:
     """Load named states of one array and one number each, or twice one state of as many dicts."""
     folder = fresh_folder(root, "states")
@@ -249,6 +317,8 @@ def loading_states(root: Path, nbytes: int, tensors: int) -> Case:
     return Case(load_twice, load, tensors, close=partial(shutil.rmtree, folder))
 
 
+@operation("HTML of many tensors", SORTED, Checkpoint._repr_html_, sizes=(SHOWN * SINGLE.itemsize,))
+@operation("repr of many tensors", SORTED, repr, sizes=(SHOWN * SINGLE.itemsize,))
 def showing(root: Path, show: Any, nbytes: int, tensors: int) -> Case:
     """Show a checkpoint of many tensors by `show`, or make a row for each in the same order."""
     folder = fresh_folder(root, "names")
@@ -267,9 +337,17 @@ def showing(root: Path, show: Any, nbytes: int, tensors: int) -> Case:
     return Case(make_rows, ours, tensors, close=partial(shutil.rmtree, folder))
 
 
+@operation(
+    "save_async, staged",
+    "for each tensor: np.copyto(kept, tensor)",
+    sizes=tuple(size for size in FILE_SIZES if size <= 64 * MIB),
+    many=True,
+    fixed_us=550.0,
+    why="a thread starts that writes, and the memory for it is shared out",
+)
 def staging(root: Path, nbytes: int, tensors: int) -> Case:
     """Start a save, and wait until training may continue; the writing is not timed."""
-    folder = fresh_folder(root, "async")
+    folder = fresh_folder(in_memory(root), "async")
     state = state_of(nbytes, tensors)
     target = touched_state(state)
     memory = Staging(nbytes)
@@ -296,9 +374,11 @@ def staging(root: Path, nbytes: int, tensors: int) -> Case:
     )
 
 
+@operation("advance, 1 % changed", "twice mlstate.load of the 1,000 tensors", "advance", **FOLLOWED)
+@operation("publish, 1 % changed", "twice mlstate.save of the 1,000 tensors", "publish", **FOLLOWED)
 def following(root: Path, how: str, nbytes: int, tensors: int) -> Case:
     """Publish a version of `MANY` tensors, or follow it; or save or load them twice."""
-    folder = fresh_folder(root, "follow")
+    folder = fresh_folder(in_memory(root), "follow")
     state, simple = state_of(nbytes, MANY), folder / "simple"
     publisher = Publisher(folder / "ours", anchor_every=1 << 20)
     follower = Follower(folder / "ours", into=touched_state(state))
@@ -334,7 +414,15 @@ def following(root: Path, how: str, nbytes: int, tensors: int) -> Case:
     return Case(load_twice, follower.advance, MANY, before_ours=change_and_publish, close=close)
 
 
-def submitting(nbytes: int, tensors: int) -> Case:
+@operation(
+    "PromptStore.put, submission",
+    "ThreadPoolExecutor.submit(work, array.copy())",
+    sizes=(64 * KIB,),
+    threads=(1,),
+    fixed_us=3.0,
+    why="the put gets its place in the queue, in a section that no signal interrupts",
+)
+def submitting(root: Path, nbytes: int, tensors: int) -> Case:
     """Give the copy of an array to a thread; its work is not timed."""
     array = np.ones(nbytes, np.uint8)
     tokens, records = np.arange(600), [(0, 256, b"", [array])]
@@ -355,137 +443,3 @@ def submitting(nbytes: int, tensors: int) -> Case:
         pool.shutdown()
 
     return Case(simple, submit, after_simple=wait, after_ours=wait, close=close)
-
-
-def operations(root: Path) -> tuple[Operation, ...]:
-    """Return the table; files are written below `root`, and to memory below `shared`."""
-    shared = Path("/dev/shm") / root.name if Path("/dev/shm").is_dir() else root
-    durable = "temporary file, fsync, os.replace, fsync of the folder"
-    each = "for each tensor: array.tofile, fsync; then a JSON manifest in the same way"
-    read = "json.load of the manifest; for each tensor: np.fromfile"
-    check = ", zlib.crc32 compared with the stored value"
-
-    def of_files(name: str, simple: str, build: Any, *arguments: Any, **options: Any) -> Operation:
-        options = {"sizes": FILE_SIZES} | options
-        return Operation(name, simple, partial(build, *arguments), **options)
-
-    save, load = partial(saving_file, root), partial(loading_file, root)
-    tensors: dict[str, Any] = {"many": True, "needs": safetensors}
-    small: dict[str, Any] = {"sizes": (64 * KIB, MIB), "needs": safetensors}
-    read_first = "commit record, index and manifest are read and checked"
-    checked_targets = "the same, and the targets are checked against the manifest; threads start"
-    return (
-        of_files("save_file", f"np.save, {durable}", save, "numpy"),
-        of_files(
-            "save_file, safetensors",
-            f"safetensors.save_file, {durable}",
-            save,
-            "safetensors",
-            **tensors,
-        ),
-        of_files("load_file", f"np.load{check}", load, "numpy"),
-        of_files("load_file verify=False", "np.load", load, "verify=False"),
-        of_files(
-            "load_file, safetensors",
-            f"safetensors.load_file; for each tensor{check}",
-            load,
-            "safetensors",
-            **tensors,
-        ),
-        of_files(
-            "load_file, safetensors' file",
-            "safetensors.load_file, neither checks",
-            load,
-            "foreign",
-            **small,
-        ),
-        of_files(
-            "load_file, safetensors unchecked",
-            "safetensors.load_file, which ignores the checksums",
-            load,
-            "unchecked",
-            **small,
-        ),
-        of_files("load_file mmap=True", 'np.load(mmap_mode="r")', load, "mmap"),
-        of_files(
-            "save",
-            each,
-            saving,
-            root,
-            many=True,
-            fixed_us=4000.0,
-            why="lock, index, manifest and commit record: extra syncs",
-        ),
-        of_files(
-            "load", read + check, loading, root, "fresh", many=True, fixed_us=30.0, why=read_first
-        ),
-        of_files(
-            "load verify=False", read, loading, root, "verify=False", fixed_us=60.0, why=read_first
-        ),
-        of_files(
-            "load into=",
-            f"the same, file.readinto(target){check}",
-            loading,
-            root,
-            "into=",
-            many=True,
-            fixed_us=180.0,
-            why=checked_targets,
-        ),
-        of_files(
-            "load of many states",
-            "twice a load of one state with as many dicts",
-            loading_states,
-            root,
-            sizes=(MIB // 4, MIB),
-        ),
-        *(
-            of_files(
-                f"{name} of many tensors",
-                "a row of text for each tensor, sorted by the numbers in the names",
-                showing,
-                root,
-                show,
-                sizes=(SHOWN * SINGLE.itemsize,),
-            )
-            for name, show in (("repr", repr), ("HTML", Checkpoint._repr_html_))
-        ),
-        of_files("load mmap=True", "the same, np.memmap", loading, root, "mmap", many=True),
-        of_files(
-            "save_async, staged",
-            "for each tensor: np.copyto(kept, tensor)",
-            staging,
-            shared,
-            sizes=tuple(size for size in FILE_SIZES if size <= 64 * MIB),
-            many=True,
-            fixed_us=550.0,
-            why="a thread starts that writes, and the memory for it is shared out",
-        ),
-        of_files(
-            "publish, 1 % changed",
-            "twice mlstate.save of the 1,000 tensors",
-            following,
-            shared,
-            "publish",
-            sizes=(MANY * 8 * KIB,),
-            threads=(1,),
-        ),
-        of_files(
-            "advance, 1 % changed",
-            "twice mlstate.load of the 1,000 tensors",
-            following,
-            shared,
-            "advance",
-            sizes=(MANY * 8 * KIB,),
-            threads=(1,),
-        ),
-        of_files(
-            "PromptStore.put, submission",
-            "ThreadPoolExecutor.submit(work, array.copy())",
-            submitting,
-            sizes=(64 * KIB,),
-            threads=(1,),
-            fixed_us=3.0,
-            why="the put gets its place in the queue, in a section that no signal interrupts",
-        ),
-    )

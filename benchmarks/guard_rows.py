@@ -56,12 +56,25 @@ class Operation:
     name: str
     simple: str
     build: Build
-    sizes: tuple[int, ...] = SIZES
+    sizes: tuple[int, ...] = UP_TO_256
     many: bool = False  # also with 1,000 tensors
     threads: tuple[int, ...] = (1, 2)
     needs: object = True  # None or False: a package is missing
     fixed_us: float = 0.0  # additional microseconds that a call may cost
     why: str = ""  # the reason for these
+
+
+MEMORY: list[Operation] = []  # the table
+
+
+def operation(name: str, simple: str, *arguments: Any, **options: Any) -> Callable[[Any], Any]:
+    """Add an operation to the table; the function makes its case from these arguments."""
+
+    def add(build: Any) -> Any:
+        MEMORY.append(Operation(name, simple, partial(build, *arguments), **options))
+        return build
+
+    return add
 
 
 # ---- sources ----
@@ -111,21 +124,50 @@ def random_cache(shape: tuple[int, ...], dtype: Any) -> Any:
     return filled(count * np.dtype(dtype).itemsize, dtype).reshape(shape)
 
 
+# ---- the simple ways ----
+
+ZEROS = "new = np.zeros(...); new[:, :, :n] = cache"
+INTO = "out[:, :, :n] = cache[:, :, :n]; out[:, :, n:] = 0"
+INNERMOST = "out[..., :n] = cache[..., :n]; out[..., n:] = 0"
+ROTATE = "x, y = keys halves as f32; np.concatenate((x * cos - y * sin, y * cos + x * sin))"
+TORCH_INTO = "the same two lines on torch tensors, as many threads"
+COPYTO = "for each tensor: np.copyto(target, source)"
+NUMPY_DIFF = "for each tensor: d = np.abs(a - b); np.nanmax(d); np.count_nonzero(d)"
+QUANTIZE = "scales, biases and np.rint((x - bias) / scale) of groups in float32"
+DEQUANTIZE = "codes.view(np.uint8).astype(np.float32) * scale + bias"
+ROWS = "np.full(-inf); for each row: mask[row, low:high] = 0"
+MAPPED = "new = mmap.mmap(-1, ...) as an array; new[:, :, :n] = cache"
+SMALL_PAGES = MAPPED + ", after madvise(MADV_NOHUGEPAGE)"
+SUM = "sum += gradient; np.vdot(sum, sum); np.count_nonzero(~np.isfinite(sum))"
+
 # ---- KV caches ----
 
 
+def into_outs(
+    simple: Any, move: Any, source: Any, shape: tuple[int, ...], length: int, used: int, **axis: Any
+) -> Case:
+    """Write to separate targets of this shape."""
+    simple_out, out = (touched(np.empty(shape, HALF)) for _ in range(2))
+    return Case(
+        partial(simple, source, used, simple_out),
+        partial(move, source, length, used, out=out, **axis),
+    )
+
+
+@operation("kv.expand bf16-f16 out=", INTO, BFLOAT16, "out=", needs=BFLOAT16)
+@operation("kv.expand bf16-f16 fresh", ZEROS, BFLOAT16, "fresh", needs=BFLOAT16)
+@operation("kv.expand f32-f16 out=", INTO, SINGLE, "out=")
+@operation("kv.expand f32-f16 fresh", ZEROS, SINGLE, "fresh")
+@operation("kv.expand low_memory", SMALL_PAGES, HALF, "low_memory")
+@operation("kv.expand out=", INTO, HALF, "out=", sizes=SIZES)
+@operation("kv.expand fresh", ZEROS, HALF, "fresh", sizes=SIZES)
 def expanding(dtype: Any, how: str, nbytes: int, tensors: int) -> Case:
     """Double the length; the result is float16."""
-    layers, heads, length, dim = cache_shape(nbytes)
-    source = random_cache((layers, heads, length // 2, dim), dtype)
+    shape = layers, heads, length, dim = cache_shape(nbytes)
     used = length // 2
+    source = random_cache((layers, heads, used, dim), dtype)
     if how == "out=":
-        simple_out = touched(np.empty((layers, heads, length, dim), HALF))
-        out = touched(simple_out)
-        return Case(
-            partial(peers.numpy_into, source, used, simple_out),
-            partial(transition_kv_state, source, length, used, out=out),
-        )
+        return into_outs(peers.numpy_into, transition_kv_state, source, shape, length, used)
     if how == "low_memory":
         return Case(
             partial(peers.numpy_mapped, source, length, used, small_pages=True),
@@ -138,72 +180,8 @@ def expanding(dtype: Any, how: str, nbytes: int, tensors: int) -> Case:
     )
 
 
-def compacting(how: str, nbytes: int, tensors: int) -> Case:
-    """Halve the length; nine tenths of the result are tokens."""
-    layers, heads, length, dim = cache_shape(nbytes)
-    source = random_cache((layers, heads, 2 * length, dim), HALF)
-    used = length * 9 // 10
-    if how == "out=":
-        simple_out = touched(np.empty((layers, heads, length, dim), HALF))
-        out = touched(simple_out)
-        return Case(
-            partial(peers.numpy_into, source, used, simple_out),
-            partial(compact_kv_state, source, length, used, out=out),
-        )
-    return Case(
-        partial(peers.numpy_zeros, source, length, used, HALF),
-        partial(compact_kv_state, source, length, used),
-    )
-
-
-def innermost_into(source: Any, position: int, out: Any) -> None:
-    """Copy the tokens into a target with the sequence innermost, and clear the rest."""
-    out[..., :position] = source[..., :position]
-    out[..., position:] = 0
-
-
-def innermost(nbytes: int, tensors: int) -> Case:
-    """Double the length of a float16 cache whose sequence is the last axis, into a target."""
-    layers, heads, length, dim = cache_shape(nbytes)
-    used = length // 2
-    source = random_cache((layers, 1, heads * dim, 1, used), HALF)
-    simple_out = touched(np.empty((layers, 1, heads * dim, 1, length), HALF))
-    out = touched(simple_out)
-    return Case(
-        partial(innermost_into, source, used, simple_out),
-        partial(transition_kv_state, source, length, used, out=out, seq_axis=-1),
-    )
-
-
-def rotating(dtype: Any, nbytes: int, tensors: int) -> Case:
-    """Move keys to other positions."""
-    layers, heads, length, dim = cache_shape(nbytes * 2 // np.dtype(dtype).itemsize)
-    keys = random_cache((layers, heads, length, dim), dtype)
-    return Case(partial(peers.numpy_rotate, keys, -256), partial(rotate_keys, keys, -256))
-
-
-def quantizing(nbytes: int, tensors: int) -> Case:
-    """Quantize a float16 cache to 8 bits."""
-    values = random_cache(cache_shape(nbytes), HALF)
-    spec = CacheSpec([CacheEntry("keys", "full", values.shape, HALF)])
-    return Case(
-        partial(peers.numpy_quantize, values, GROUP),
-        lambda: CacheState(spec, {"keys": values}, values.shape[-2]).quantize(8, GROUP),
-    )
-
-
-def dequantizing(nbytes: int, tensors: int) -> Case:
-    """Compute a float16 cache from codes of 8 bits."""
-    values = random_cache(cache_shape(nbytes), HALF)
-    spec = CacheSpec([CacheEntry("keys", "full", values.shape, HALF)])
-    state = CacheState(spec, {"keys": values}, values.shape[-2])
-    state.quantize(8, GROUP)
-    return Case(
-        partial(peers.numpy_dequantize, *state.arrays.values()),
-        lambda: CacheState(state.spec, state.arrays, state.length).dequantize(),
-    )
-
-
+@operation("kv.expand torch bf16-f16 out=", TORCH_INTO, "bfloat16", needs=torch)
+@operation("kv.expand torch f32-f16 out=", TORCH_INTO, "float32", needs=torch)
 def torch_expanding(dtype: str, nbytes: int, tensors: int) -> Case:
     """Double the length of a torch cache into a target, with the same number of threads."""
     layers, heads, length, dim = cache_shape(nbytes)
@@ -220,6 +198,63 @@ def torch_expanding(dtype: str, nbytes: int, tensors: int) -> Case:
     )
 
 
+@operation("kv.compact out=", INTO, "out=")
+@operation("kv.compact fresh", ZEROS, "fresh")
+def compacting(how: str, nbytes: int, tensors: int) -> Case:
+    """Halve the length; nine tenths of the result are tokens."""
+    shape = layers, heads, length, dim = cache_shape(nbytes)
+    source, used = random_cache((layers, heads, 2 * length, dim), HALF), length * 9 // 10
+    if how == "out=":
+        return into_outs(peers.numpy_into, compact_kv_state, source, shape, length, used)
+    return Case(
+        partial(peers.numpy_zeros, source, length, used, HALF),
+        partial(compact_kv_state, source, length, used),
+    )
+
+
+def innermost_into(source: Any, position: int, out: Any) -> None:
+    """Copy the tokens into a target with the sequence innermost, and clear the rest."""
+    out[..., :position] = source[..., :position]
+    out[..., position:] = 0
+
+
+@operation("kv.expand innermost out=", INNERMOST)
+def innermost(nbytes: int, tensors: int) -> Case:
+    """Double the length of a float16 cache whose sequence is the last axis, into a target."""
+    layers, heads, length, dim = cache_shape(nbytes)
+    used, shape = length // 2, (layers, 1, heads * dim, 1, length)
+    source = random_cache((*shape[:-1], used), HALF)
+    return into_outs(innermost_into, transition_kv_state, source, shape, length, used, seq_axis=-1)
+
+
+@operation("kv.rotate_keys f32", ROTATE, SINGLE, sizes=UP_TO_256[1:])
+@operation("kv.rotate_keys f16", ROTATE, HALF)
+def rotating(dtype: Any, nbytes: int, tensors: int) -> Case:
+    """Move keys to other positions."""
+    keys = random_cache(cache_shape(nbytes * 2 // np.dtype(dtype).itemsize), dtype)
+    return Case(partial(peers.numpy_rotate, keys, -256), partial(rotate_keys, keys, -256))
+
+
+@operation("kv.CacheState.dequantize", DEQUANTIZE, True)
+@operation("kv.CacheState.quantize", QUANTIZE, False)
+def quantizing(back: bool, nbytes: int, tensors: int) -> Case:
+    """Quantize a float16 cache to 8 bits, or compute it from the codes."""
+    values = random_cache(cache_shape(nbytes), HALF)
+    spec = CacheSpec([CacheEntry("keys", "full", values.shape, HALF)])
+    state = CacheState(spec, {"keys": values}, values.shape[-2])
+    if back:
+        state.quantize(8, GROUP)
+        return Case(
+            partial(peers.numpy_dequantize, *state.arrays.values()),
+            lambda: CacheState(state.spec, state.arrays, state.length).dequantize(),
+        )
+    return Case(
+        partial(peers.numpy_quantize, values, GROUP),
+        lambda: CacheState(spec, {"keys": values}, state.length).quantize(8, GROUP),
+    )
+
+
+@operation("kv.KVState.from_array", MAPPED, sizes=SIZES)
 def from_array(nbytes: int, tensors: int) -> Case:
     """Make a state from an array."""
     source = random_cache(cache_shape(nbytes), HALF)
@@ -228,6 +263,7 @@ def from_array(nbytes: int, tensors: int) -> Case:
     return Case(simple, partial(KVState.from_array, source))
 
 
+@operation("kv.KVState.contiguous", "np.ascontiguousarray(state.array)", sizes=SIZES)
 def contiguous(nbytes: int, tensors: int) -> Case:
     """Copy half of a state's capacity to a contiguous array."""
     source = random_cache(cache_shape(nbytes), HALF)
@@ -235,6 +271,7 @@ def contiguous(nbytes: int, tensors: int) -> Case:
     return Case(partial(np.ascontiguousarray, state.array), state.contiguous)
 
 
+@operation("kv.KVState.resize shrink", "array[:, :, n:] = 0", sizes=SIZES)
 def shrinking(nbytes: int, tensors: int) -> Case:
     """Clear the second half of the positions: `nbytes` are cleared."""
     layers, heads, length, dim = cache_shape(nbytes)
@@ -251,22 +288,21 @@ def shrinking(nbytes: int, tensors: int) -> Case:
     return Case(simple, shrink)
 
 
+@operation("kv.KVState.reserve", MAPPED, sizes=SIZES)
 def reserving(nbytes: int, tensors: int) -> Case:
     """Double the capacity of a full state, to `nbytes`."""
     layers, heads, length, dim = cache_shape(nbytes)
     source = random_cache((layers, heads, length // 2, dim), HALF)
-    states: list[Any] = [None]
-
-    def prepare() -> None:
-        states[0] = KVState.from_array(source)
-
-    def drop() -> None:
-        states[0] = None
-
-    simple = partial(peers.numpy_mapped, source, length, length // 2)
-    return Case(simple, lambda: states[0].reserve(length), before_ours=prepare, after_ours=drop)
+    states: list[Any] = []
+    return Case(
+        partial(peers.numpy_mapped, source, length, length // 2),
+        lambda: states[0].reserve(length),
+        before_ours=lambda: states.append(KVState.from_array(source)),
+        after_ours=states.clear,
+    )
 
 
+@operation("kv.KVState append", "np.concatenate((cache, token), axis=2)")
 def appending(nbytes: int, tensors: int) -> Case:
     """Append the entries of one token."""
     layers, heads, length, dim = cache_shape(nbytes)
@@ -278,32 +314,29 @@ def appending(nbytes: int, tensors: int) -> Case:
         state.resize(length)
         state.array[:, :, -1:] = token
 
-    def drop_last() -> None:
-        state.resize(length - 1)
-
     simple = partial(np.concatenate, (source, token), axis=2)
-    return Case(simple, append, after_ours=drop_last)
+    return Case(simple, append, after_ours=partial(state.resize, length - 1))
 
 
+@operation("kv.mask out=", ROWS, "out=")
+@operation("kv.mask fresh", ROWS, "fresh")
 def masking(how: str, nbytes: int, tensors: int) -> Case:
     """Make a full mask with a window of a quarter of its length."""
     length = int((nbytes // 2) ** 0.5)
-    reach = length // 4
+    create = partial(create_attention_size_mask, length, length // 4, length)
     if how == "fresh":
-        return Case(
-            partial(peers.mask_by_rows, length, reach),
-            partial(create_attention_size_mask, length, reach, length),
-        )
-    outs = [touched(np.empty((1, 1, length, length), HALF)) for _ in range(2)]
+        return Case(partial(peers.mask_by_rows, length, length // 4), create)
+    simple_out, out = (touched(np.empty((1, 1, length, length), HALF)) for _ in range(2))
 
     def simple() -> None:
-        outs[0][...] = float("-inf")
+        simple_out[...] = float("-inf")
         for row in range(length):
-            outs[0][0, 0, row, max(0, row - reach) : row + 1] = 0
+            simple_out[0, 0, row, max(0, row - length // 4) : row + 1] = 0
 
-    return Case(simple, partial(create_attention_size_mask, length, reach, length, out=outs[1]))
+    return Case(simple, partial(create, out=out))
 
 
+@operation("kv.decode_mask", "np.full(-inf); row[low:high] = 0", sizes=SIZES[:3])
 def decode_masking(nbytes: int, tensors: int) -> Case:
     """Make one row of a mask."""
     length = nbytes // 2
@@ -322,6 +355,10 @@ def copy_each(target: Arrays, source: Arrays) -> None:
         np.copyto(array, source[name], casting="same_kind")
 
 
+@operation("state.load_into bf16-f32", COPYTO, BFLOAT16, SINGLE, needs=BFLOAT16)
+@operation("state.load_into f16-f32", COPYTO, HALF, SINGLE)
+@operation("state.load_into f32-f16", COPYTO, SINGLE, HALF, many=True)
+@operation("state.load_into f32", COPYTO, SINGLE, SINGLE, sizes=SIZES, many=True)
 def loading(source_dtype: Any, target_dtype: Any, nbytes: int, tensors: int) -> Case:
     """Copy a state into another of `nbytes`."""
     factor = np.dtype(source_dtype).itemsize / np.dtype(target_dtype).itemsize
@@ -335,6 +372,12 @@ def loading(source_dtype: Any, target_dtype: Any, nbytes: int, tensors: int) -> 
     )
 
 
+@operation(
+    "state.load_into torch f32",
+    "for each tensor: target.copy_(source), as many threads",
+    many=True,
+    needs=torch,
+)
 def torch_loading(nbytes: int, tensors: int) -> Case:
     """Copy a state of torch tensors."""
     source = {n: torch.from_numpy(a) for n, a in state_of(nbytes, tensors).items()}
@@ -362,6 +405,10 @@ def numpy_diff(a: Arrays, b: Arrays) -> None:
         np.count_nonzero(distance)
 
 
+@operation("state.diff bf16 changed", NUMPY_DIFF, BFLOAT16, 1.01, sizes=SIZES[:-2], needs=BFLOAT16)
+@operation("state.diff f16 changed", NUMPY_DIFF, HALF, 1.01)
+@operation("state.diff f32 same", NUMPY_DIFF, SINGLE, 1.0, sizes=SIZES, many=True)
+@operation("state.diff f32 changed", NUMPY_DIFF, SINGLE, 1.01, sizes=SIZES, many=True)
 def differing(dtype: Any, factor: float, nbytes: int, tensors: int) -> Case:
     """Compare two states of `nbytes` each."""
     a = state_of(nbytes, tensors, dtype)
@@ -375,6 +422,7 @@ def all_equal(a: Arrays, b: Arrays) -> bool:
     return a.keys() == b.keys() and all(np.array_equal(array, b[n]) for n, array in a.items())
 
 
+@operation("state.StateDict ==", "all(np.array_equal(a, b))", many=True)
 def equality(nbytes: int, tensors: int) -> Case:
     """Compare two equal states."""
     a = state_of(nbytes, tensors)
@@ -383,13 +431,13 @@ def equality(nbytes: int, tensors: int) -> Case:
     return Case(partial(all_equal, a, b), lambda: mlstate_state == b, tensors)
 
 
+@operation("state.StateDict deepcopy", "{n: a.copy() for ...}", many=True)
 def copying(nbytes: int, tensors: int) -> Case:
     """Copy a state, arrays included."""
     tensors_dict = state_of(nbytes, tensors)
-    mlstate_state = StateDict(tensors_dict)
     return Case(
         lambda: {name: array.copy() for name, array in tensors_dict.items()},
-        partial(copy.deepcopy, mlstate_state),
+        partial(copy.deepcopy, StateDict(tensors_dict)),
         tensors,
     )
 
@@ -403,6 +451,7 @@ def sha256_each(state: Arrays) -> str:
     return hasher.hexdigest()
 
 
+@operation("state.StateDict.digest", "hashlib.sha256, updated by each", sizes=SIZES[:-2], many=True)
 def digesting(nbytes: int, tensors: int) -> Case:
     """Hash a state."""
     tensors_dict = state_of(nbytes, tensors)
@@ -412,6 +461,9 @@ def digesting(nbytes: int, tensors: int) -> Case:
 # ---- gradients ----
 
 
+@operation("fsdp.GradientAccumulator bf16", SUM, BFLOAT16, sizes=SIZES[:-2], needs=BFLOAT16)
+@operation("fsdp.GradientAccumulator f16", SUM, HALF, sizes=SIZES[:-2])
+@operation("fsdp.GradientAccumulator f32", SUM, SINGLE, many=True)
 def adding(dtype: Any, nbytes: int, tensors: int) -> Case:
     """Add the gradients of another micro-batch, with norm and count of non-finite elements."""
     gradients = state_of(nbytes, tensors, dtype)
@@ -435,6 +487,7 @@ def adding(dtype: Any, nbytes: int, tensors: int) -> Case:
     return Case(simple, call_mlstate, tensors)
 
 
+@operation("fsdp.GradientAccumulator first", "{n: g.copy() for ...}", many=True)
 def starting(nbytes: int, tensors: int) -> Case:
     """Add the gradients of the first micro-batch, and take the sums."""
     gradients = state_of(nbytes, tensors)
@@ -445,107 +498,3 @@ def starting(nbytes: int, tensors: int) -> Case:
         accumulator.get_and_clear_gradients()
 
     return Case(lambda: {name: array.copy() for name, array in gradients.items()}, start, tensors)
-
-
-# ---- the table ----
-
-ZEROS = "new = np.zeros(...); new[:, :, :n] = cache"
-INTO = "out[:, :, :n] = cache[:, :, :n]; out[:, :, n:] = 0"
-INNERMOST = "out[..., :n] = cache[..., :n]; out[..., n:] = 0"
-ROTATE = "x, y = keys halves as f32; np.concatenate((x * cos - y * sin, y * cos + x * sin))"
-TORCH_INTO = "the same two lines on torch tensors, as many threads"
-COPYTO = "for each tensor: np.copyto(target, source)"
-NUMPY_DIFF = "for each tensor: d = np.abs(a - b); np.nanmax(d); np.count_nonzero(d)"
-QUANTIZE = "scales, biases and np.rint((x - bias) / scale) of groups in float32"
-DEQUANTIZE = "codes.view(np.uint8).astype(np.float32) * scale + bias"
-ROWS = "np.full(-inf); for each row: mask[row, low:high] = 0"
-MAPPED = "new = mmap.mmap(-1, ...) as an array; new[:, :, :n] = cache"
-SMALL_PAGES = MAPPED + ", after madvise(MADV_NOHUGEPAGE)"
-SUM = "sum += gradient; np.vdot(sum, sum); np.count_nonzero(~np.isfinite(sum))"
-
-MEMORY = (
-    Operation("kv.expand fresh", ZEROS, partial(expanding, HALF, "fresh")),
-    Operation("kv.expand out=", INTO, partial(expanding, HALF, "out=")),
-    Operation(
-        "kv.expand low_memory", SMALL_PAGES, partial(expanding, HALF, "low_memory"), UP_TO_256
-    ),
-    *(
-        Operation(
-            f"kv.expand {dtypes} {how}",
-            simple,
-            partial(expanding, dtype, how),
-            UP_TO_256,
-            needs=dtype,
-        )
-        for dtypes, dtype in (("f32-f16", SINGLE), ("bf16-f16", BFLOAT16))
-        for how, simple in (("fresh", ZEROS), ("out=", INTO))
-    ),
-    *(
-        Operation(
-            f"kv.expand torch {dtypes} out=",
-            TORCH_INTO,
-            partial(torch_expanding, dtype),
-            UP_TO_256,
-            needs=torch,
-        )
-        for dtypes, dtype in (("f32-f16", "float32"), ("bf16-f16", "bfloat16"))
-    ),
-    Operation("kv.expand innermost out=", INNERMOST, innermost, UP_TO_256),
-    Operation("kv.rotate_keys f16", ROTATE, partial(rotating, HALF), UP_TO_256),
-    Operation("kv.rotate_keys f32", ROTATE, partial(rotating, SINGLE), UP_TO_256[1:]),
-    Operation("kv.CacheState.quantize", QUANTIZE, quantizing, UP_TO_256),
-    Operation("kv.CacheState.dequantize", DEQUANTIZE, dequantizing, UP_TO_256),
-    Operation("kv.compact fresh", ZEROS, partial(compacting, "fresh"), UP_TO_256),
-    Operation("kv.compact out=", INTO, partial(compacting, "out="), UP_TO_256),
-    Operation("kv.KVState.from_array", MAPPED, from_array),
-    Operation("kv.KVState.contiguous", "np.ascontiguousarray(state.array)", contiguous),
-    Operation("kv.KVState.resize shrink", "array[:, :, n:] = 0", shrinking),
-    Operation("kv.KVState.reserve", MAPPED, reserving),
-    Operation("kv.KVState append", "np.concatenate((cache, token), axis=2)", appending, UP_TO_256),
-    Operation("kv.mask fresh", ROWS, partial(masking, "fresh"), UP_TO_256),
-    Operation("kv.mask out=", ROWS, partial(masking, "out="), UP_TO_256),
-    Operation("kv.decode_mask", "np.full(-inf); row[low:high] = 0", decode_masking, SIZES[:3]),
-    Operation("state.load_into f32", COPYTO, partial(loading, SINGLE, SINGLE), many=True),
-    Operation("state.load_into f32-f16", COPYTO, partial(loading, SINGLE, HALF), UP_TO_256, True),
-    Operation("state.load_into f16-f32", COPYTO, partial(loading, HALF, SINGLE), UP_TO_256),
-    Operation(
-        "state.load_into bf16-f32",
-        COPYTO,
-        partial(loading, BFLOAT16, SINGLE),
-        UP_TO_256,
-        needs=BFLOAT16,
-    ),
-    Operation(
-        "state.load_into torch f32",
-        "for each tensor: target.copy_(source), as many threads",
-        torch_loading,
-        UP_TO_256,
-        many=True,
-        needs=torch,
-    ),
-    Operation("state.diff f32 changed", NUMPY_DIFF, partial(differing, SINGLE, 1.01), many=True),
-    Operation("state.diff f32 same", NUMPY_DIFF, partial(differing, SINGLE, 1.0), many=True),
-    Operation("state.diff f16 changed", NUMPY_DIFF, partial(differing, HALF, 1.01), UP_TO_256),
-    Operation(
-        "state.diff bf16 changed",
-        NUMPY_DIFF,
-        partial(differing, BFLOAT16, 1.01),
-        SIZES[:-2],
-        needs=BFLOAT16,
-    ),
-    Operation("state.StateDict ==", "all(np.array_equal(a, b))", equality, UP_TO_256, True),
-    Operation("state.StateDict deepcopy", "{n: a.copy() for ...}", copying, UP_TO_256, True),
-    Operation(
-        "state.StateDict.digest", "hashlib.sha256, updated by each", digesting, SIZES[:-2], True
-    ),
-    Operation("fsdp.GradientAccumulator f32", SUM, partial(adding, SINGLE), UP_TO_256, True),
-    Operation("fsdp.GradientAccumulator f16", SUM, partial(adding, HALF), SIZES[:-2]),
-    Operation(
-        "fsdp.GradientAccumulator bf16",
-        SUM,
-        partial(adding, BFLOAT16),
-        SIZES[:-2],
-        needs=BFLOAT16,
-    ),
-    Operation("fsdp.GradientAccumulator first", "{n: g.copy() for ...}", starting, UP_TO_256, True),
-)
