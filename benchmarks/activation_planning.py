@@ -7,8 +7,12 @@ Both return the schedule, not only its time, and both are simulated.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
+
 import numpy as np
-from harness import Candidate, Report, Row, measure, met, show
+from harness import Run, count_threads
+from rows import Bar, Lines, Row, Way, Ways
 
 import mlstate
 from mlstate.activation import Chain, Plan, plan
@@ -16,8 +20,8 @@ from mlstate.activation import Chain, Plan, plan
 SLOTS = 500
 SHARES = (0.2, 0.6)  # position between the least budget and the memory of the plain run
 EXACT_BLOCKS = 50
-EXACT_AIM = 60.0  # ms
-AIMS = {24: 0.3, 100: 15.0, 500: 1500.0}  # ms
+EXACT_BOUND = 60.0  # ms
+BOUNDS = {24: 0.3, 100: 15.0, 500: 1500.0}  # ms
 NUMPY_MOST = 100  # blocks; with more, NumPy takes minutes
 NOTE = "budget at 0: the least that a schedule fits, at 1: the plain run's peak; steps included"
 
@@ -132,81 +136,52 @@ def budgets(chain: Chain) -> list[int]:
     return [int(least + share * (most - least)) for share in SHARES]
 
 
-def planning(report: Report, quick: bool, repeats: int) -> list[str]:
-    """Time the planner; return whether it reaches the aims."""
-    verdicts: list[str] = []
-    threads = mlstate.get_num_threads()
-    try:
-        for blocks, aim in AIMS.items():
-            if not quick or blocks <= NUMPY_MOST:
-                rounds = repeats if blocks >= NUMPY_MOST else 5 * repeats
-                verdicts += by_slots(report, blocks, aim, rounds, threads)
-        verdicts += to_the_byte(report, repeats, threads)
-    finally:
-        mlstate.set_num_threads(threads)
-    return verdicts
-
-
-def named(who: str, share: float) -> str:
-    return f"{who}, budget at {share:g}"
-
-
-def with_threads(count: int) -> str:
-    return f"mlstate, {count} thread{'s' if count > 1 else ''}"
-
-
-def mlstate_candidate(chain: Chain, budget: int, slots: int | None, threads: int) -> Candidate:
-    """Make a candidate that plans with this many threads."""
-    return Candidate(
-        with_threads(threads),
-        lambda: plan(chain, budget, slots=slots),
-        before=lambda: mlstate.set_num_threads(threads),
-    )
-
-
-def compare(
-    chain: Chain, slots: int | None, peer: bool, repeats: int, threads: int, aim: float
-) -> list[Row]:
-    """Time the planners at both budgets, and compare their plans."""
-    rows: list[Row] = []
-    for share, budget in zip(SHARES, budgets(chain), strict=True):
-        candidates = [
-            mlstate_candidate(chain, budget, slots, n) for n in dict.fromkeys((1, threads))
-        ]
-        candidates[-1].at_most = aim
-        if peer:
-            numpy = Candidate("NumPy", lambda b=budget: by_numpy(chain, b), baseline=True)
-            candidates.insert(0, numpy)
-        plans = {c.name: c.call() for c in candidates}
-        for row in measure(candidates, repeats, warm_up=1):
-            planned = plans[row.name]
-            if not isinstance(planned, Plan) or planned.predicted_peak_bytes > budget:
-                raise RuntimeError(f"{row.name} exceeds the budget of {budget}: {planned!r}")
-            row.name = named(row.name, share)
-            row.extra["overhead"] = f"{100 * planned.overhead:.2f} %"
-            row.extra["of budget"] = f"{100 * planned.predicted_peak_bytes / budget:.1f} %"
-            row.extra["steps"] = len(planned.steps())
-            if slots is None:
-                row.extra["exact"] = "yes" if planned.exact else "NO"
-            rows.append(row)
-    return rows
-
-
-def by_slots(report: Report, blocks: int, aim: float, repeats: int, threads: int) -> list[str]:
-    rows = compare(random_chain(blocks), SLOTS, blocks <= NUMPY_MOST, repeats, threads, aim)
-    title = f"planning, {blocks} blocks, {SLOTS} slots"
-    report.table(title, rows, note=NOTE)
-    return aims_of(rows, title, aim, threads)
-
-
-def to_the_byte(report: Report, repeats: int, threads: int) -> list[str]:
-    rows = compare(random_chain(EXACT_BLOCKS), None, False, repeats, threads, EXACT_AIM)
+def planning(run: Run) -> Iterator[Row]:
+    """Compare the planners: by slots, then to the byte."""
+    for blocks, bound in BOUNDS.items():
+        if not run.quick or blocks <= NUMPY_MOST:
+            title = f"planning, {blocks} blocks, {SLOTS} slots"
+            yield from rows_of(title, random_chain(blocks), SLOTS, bound)
     title = f"planning to the byte, {EXACT_BLOCKS} blocks"
-    report.table(title, rows, note=NOTE)
-    return aims_of(rows, title, EXACT_AIM, threads)
+    yield from rows_of(title, random_chain(EXACT_BLOCKS), None, EXACT_BOUND)
 
 
-def aims_of(rows: list[Row], title: str, aim: float, threads: int) -> list[str]:
-    """Judge the slower of both budgets."""
-    slowest = max(row.median for row in rows if row.name.startswith(with_threads(threads)))
-    return [f"{title} <= {aim:g} ms: {show(slowest)} ms, {met(slowest <= aim)}"]
+def rows_of(title: str, chain: Chain, slots: int | None, bound: float) -> Iterator[Row]:
+    """Compare the planners, and their plans, at both budgets."""
+    threads = mlstate.get_num_threads()
+    least, most = chain.least_budget_bytes, chain.plain_peak_bytes
+    for share in SHARES:
+        budget = int(least + share * (most - least))
+        ways = {
+            f"mlstate, {count_threads(count)}, budget at {share:g}": Way(
+                partial(plan, chain, budget, slots=slots), partial(mlstate.set_num_threads, count)
+            )
+            for count in dict.fromkeys((1, threads))
+        }
+        peers: Ways = {}
+        if slots and chain.blocks <= NUMPY_MOST:
+            peers[f"NumPy, budget at {share:g}"] = Way(partial(by_numpy, chain, budget))
+        plans = {name: way.call() for name, way in (peers | ways).items()}
+        yield Row(
+            f"{title}, budget at {share:g}",
+            ways,
+            peers,
+            bars=[Bar(list(ways)[-1], bound)],
+            note=NOTE,
+            rounds=1 if chain.blocks >= NUMPY_MOST else 5,
+            judge=partial(describe_plans, plans, budget),
+        )
+    mlstate.set_num_threads(threads)
+
+
+def describe_plans(plans: dict[str, Plan], budget: int, lines: Lines) -> list[str]:
+    """Add columns with the properties of the plans."""
+    for name, line in lines.items():
+        schedule = plans[name]
+        if schedule.predicted_peak_bytes > budget:
+            raise RuntimeError(f"{name} exceeds the budget of {budget}: {schedule!r}")
+        line.extra["overhead"] = f"{100 * schedule.overhead:.2f} %"
+        line.extra["of budget"] = f"{100 * schedule.predicted_peak_bytes / budget:.1f} %"
+        line.extra["steps"] = len(schedule.steps())
+        line.extra["exact"] = "yes" if schedule.exact else "NO"
+    return []

@@ -7,14 +7,16 @@ time of a step, with its head and loss, are measured for all of them.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from activation_ways import BACKEND, compared
-from harness import Candidate, Report, Row, met, rows_of, settle, shuffled_turns
+from harness import Run
+from rows import Lines, Row, Way, Ways, met, settle
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +24,7 @@ from mlstate.activation import Chain, Plan, plan
 from mlstate.integrations.torch import measure_peak
 
 PLAIN = "no checkpointing"
+BACKEND = "aot_eager_decomp_partition"  # the compiler's partition, run by eager kernels
 EVERY = "torch.utils.checkpoint, every layer"
 SHARES = (0.0, 0.25, 0.5, 0.75)  # between the least budget and the peak without a plan
 BUDGETS = (0.75, 0.5, 0.25, 0.0)  # of torch
@@ -97,163 +100,133 @@ def shapes(quick: bool) -> Iterator[Shape]:
     yield Shape("T5, its decoder", hf.T5ForConditionalGeneration(t5), "decoder.block.*", text)
 
 
-@dataclass
-class Way:
-    """One way to run the step, and its measurements."""
-
-    name: str
-    enter: Callable[[], Any]  # the model runs this way inside this context
-    step: Callable[[], None]
-    promised: Plan | None = None
-    peak_bytes: int = 0
-    gradients: str = ""
-    seconds: list[float] = field(default_factory=list)
-
-
 class Comparison:
-    """Makes the ways of one shape and measures them."""
+    """Makes the ways of one shape, with their peaks and gradients."""
 
     def __init__(self, shape: Shape, log: Callable[[str], None]) -> None:
-        self.shape, self.log = shape, log
+        self.shape = shape
         self.model = shape.model.train()
         self.chain = Chain.from_torch(self.model, shape.sample, blocks=shape.layers, repeats=9)
-        self.ways: list[Way] = []
+        self.plans: dict[str, Plan] = {}
+        self.peaks: dict[str, int] = {}  # bytes
+        self.gradients: dict[str, str] = {}
         self.expected: list[torch.Tensor] = []
-        self.add(PLAIN, nullcontext)
-        self.add(EVERY, self.every_layer)
+        self.peers = {PLAIN: self.add(PLAIN, nullcontext), EVERY: self.add(EVERY, self.every_layer)}
+        self.ways: Ways = {}
         least, most = self.chain.least_budget_bytes, self.chain.plain_peak_bytes
         for share in SHARES:
-            made = plan(self.chain, int(least + share * (most - least)))
-            self.add(f"mlstate plan, budget at {share:g}", self.applying(made), promised=made)
-        self.add_compiled()
-
-    def applying(self, made: Plan) -> Callable[[], Any]:
-        return lambda: made.apply(self.model, blocks=self.shape.layers)
-
-    def layers(self) -> list[nn.Module]:
-        parent = self.model.get_submodule(self.shape.layers.removesuffix(".*"))
-        return list(parent.children())
+            name = f"mlstate plan, budget at {share:g}"
+            self.plans[name] = plan(self.chain, int(least + share * (most - least)))
+            apply = partial(self.plans[name].apply, self.model, blocks=shape.layers)
+            self.ways[name] = self.add(name, apply)
+        self.add_compiled(log)
 
     @contextmanager
     def every_layer(self) -> Iterator[None]:
         """Recompute each layer with torch."""
-        layers = self.layers()
+        parent = self.model.get_submodule(self.shape.layers.removesuffix(".*"))
+        layers = list(parent.children())
         for layer in layers:
-            layer.forward = checkpointed(layer.forward)
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         try:
             yield
         finally:
             for layer in layers:
                 del layer.forward
 
-    def add_compiled(self) -> None:
+    def add_compiled(self, log: Callable[[str], None]) -> None:
         """Add torch's memory budgets, if the model can be compiled."""
         import torch._functorch.config as functorch
 
         for budget in BUDGETS:
             torch.compiler.reset()
             call = torch.compile(self.model, backend=BACKEND)
+            name = f"torch.compile, memory budget {budget:g}"
             try:
                 with functorch.patch(activation_memory_budget=budget):
-                    self.add(f"torch.compile, memory budget {budget:g}", nullcontext, call)
+                    self.peers[name] = self.add(name, nullcontext, call)
             except Exception as error:
                 reason = str(error).strip().partition("\n")[0]
-                self.log(f"torch.compile is left out: {type(error).__name__}: {reason:.200}")
+                log(f"torch.compile is left out: {type(error).__name__}: {reason:.200}")
                 return
 
     def add(
-        self,
-        name: str,
-        enter: Callable[[], Any],
-        call: Callable[..., Any] | None = None,
-        promised: Plan | None = None,
-    ) -> None:
-        """Make a way, and measure its memory and its gradients."""
+        self, name: str, enter: Callable[[], Any], call: Callable[..., Any] | None = None
+    ) -> Way:
+        """Make a way, and measure its memory and its gradients; the model runs inside `enter`."""
         model = self.model if call is None else call  # a compiled model has no truth value
 
         def step() -> None:
             torch.manual_seed(1)  # for dropout
             model(**self.shape.sample).loss.backward()
 
-        way = Way(name, enter, step, promised)
+        def timed_step() -> dict[str, float]:
+            with enter():
+                settle()
+                began = time.perf_counter()
+                step()
+                return {"ms": 1e3 * (time.perf_counter() - began)}
+
         with enter():
             self.model.zero_grad(set_to_none=False)
             step()  # allocates gradients, and compiles
             self.model.zero_grad(set_to_none=False)
-            way.peak_bytes = measure_peak(step).peak_bytes
+            self.peaks[name] = measure_peak(step).peak_bytes
         gradients = [p.grad.clone() for p in self.model.parameters() if p.grad is not None]
         self.expected = self.expected or gradients
-        way.gradients = compared(gradients, self.expected)
-        self.ways.append(way)
+        pairs = zip(gradients, self.expected, strict=True)
+        is_same = all(torch.equal(bits(a), bits(b)) for a, b in pairs)
+        self.gradients[name] = "same" if is_same else "OTHER"
+        return Way(timed_step, measures_itself=True)
 
-    def measure(self, repeats: int) -> None:
-        """Let the ways take turns; the first round warms up."""
-        import time
+    def row(self) -> Row:
+        """Return the row of this shape."""
+        return Row(
+            f"{self.shape.name}, whole steps",
+            self.ways,
+            self.peers,
+            note="peak: what torch allocated during a step, beyond parameters and gradients; "
+            "budget: at 0 the least that a schedule fits, at 1 the peak without a plan",
+            rounds=1.4,
+            judge=self.judge,
+        )
 
-        for number, way in shuffled_turns(self.ways, 1 + repeats):
-            with way.enter():
-                settle()
-                began = time.perf_counter()
-                way.step()
-                if number:
-                    way.seconds.append(time.perf_counter() - began)
-
-    def rows(self) -> list[Row]:
-        """Turn the measurements into rows of a table."""
-        candidates = [Candidate(w.name, settle, baseline=w.name == PLAIN) for w in self.ways]
-        rows = rows_of(candidates, {w.name: [1e3 * s for s in w.seconds] for w in self.ways})
-        for row, way in zip(rows, self.ways, strict=True):
-            made = way.promised
-            row.extra["promised MB"] = f"{made.predicted_peak_bytes / 1e6:.1f}" if made else ""
-            row.extra["peak MB"] = f"{way.peak_bytes / 1e6:.1f}"
-            row.extra["of plain"] = f"{100 * way.peak_bytes / self.ways[0].peak_bytes:.1f} %"
-            row.extra["recomputed"] = len(made.recomputed) if made else ""
-            row.extra["gradients"] = way.gradients
-        return rows
-
-    def verdicts(self) -> list[str]:
+    def judge(self, lines: Lines) -> list[str]:
         """Judge the promises, and whether recomputing every layer beats a plan in both figures."""
-        fastest = {way.name: min(way.seconds) for way in self.ways}
-        plans = [way for way in self.ways if way.promised is not None]
-        every = next(way for way in self.ways if way.name == EVERY)
+        for name, line in lines.items():
+            schedule, peak = self.plans.get(name), self.peaks[name]
+            promised = f"{schedule.predicted_peak_bytes / 1e6:.1f}" if schedule else ""
+            line.extra["promised MB"] = promised
+            line.extra["peak MB"] = f"{peak / 1e6:.1f}"
+            line.extra["of plain"] = f"{100 * peak / self.peaks[PLAIN]:.1f} %"
+            line.extra["recomputed"] = len(schedule.recomputed) if schedule else ""
+            line.extra["gradients"] = self.gradients[name]
+        fastest = {name: min(line.values) for name, line in lines.items()}
         block = int(self.chain.saved_bytes.max())
-        errors = {w.name: w.promised.predicted_peak_bytes - w.peak_bytes for w in plans}
+        errors = {n: p.predicted_peak_bytes - self.peaks[n] for n, p in self.plans.items()}
         worst = max(errors.values(), key=abs)
-        kept = all(abs(errors[w.name]) <= max(0.05 * w.peak_bytes, block) for w in plans)
+        is_kept = all(abs(e) <= max(0.05 * self.peaks[n], block) for n, e in errors.items())
         beaten = [
-            way.name
-            for way in plans
-            if every.peak_bytes < way.peak_bytes
-            and fastest[EVERY] < (1 - SAME_TIME) * fastest[way.name]
+            name
+            for name in self.plans
+            if self.peaks[EVERY] < self.peaks[name]
+            and fastest[EVERY] < (1 - SAME_TIME) * fastest[name]
         ]
-        wrong = [way.name for way in plans if way.gradients != "same"]
+        wrong = [name for name in self.plans if self.gradients[name] != "same"]
         name = self.shape.name
         return [
-            f"{name}: promises within 5 % or a layer's memory: {worst / 1e6:+.2f} MB, {met(kept)}",
+            f"{name}: promises within 5 % or a layer's memory: {worst / 1e6:+.2f} MB, "
+            f"{met(is_kept)}",
             f"{name}: recomputing every layer beats no plan in memory and time: {met(not beaten)}",
             f"{name}: gradients of plans have the bits of the plain run: {met(not wrong)}",
         ]
 
 
-def checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the forward pass of a layer that torch recomputes."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-    return run
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
 
 
-def whole_models(report: Report, quick: bool, repeats: int) -> list[str]:
-    """Compare the three ways on each shape."""
-    verdicts: list[str] = []
-    note = (
-        "peak: what torch allocated during a step, beyond parameters and gradients; budget: at 0 "
-        "the least that a schedule fits, at 1 the peak without a plan"
-    )
-    for shape in shapes(quick):
-        comparison = Comparison(shape, report.log)
-        comparison.measure(repeats)
-        report.table(f"{shape.name}, whole steps", comparison.rows(), note=note)
-        verdicts += comparison.verdicts()
-    return verdicts
+def whole_models(run: Run) -> Iterator[Row]:
+    """Compare the ways on each shape."""
+    for shape in shapes(run.quick):
+        yield Comparison(shape, run.log).row()

@@ -1,8 +1,8 @@
 """Attention sizes: the time of a decoding step, and the effect on a model: docs/attention_size.md.
 
-``OPENBLAS_NUM_THREADS=1 python benchmarks/bench_attention.py [--quick] [--json] [--only PART]
-[--store]``; mlstate must be installed, torch takes part if it is. Times are CPU times of one
-thread. The effect is measured with the demo's model on Python code that it was not trained on.
+``python benchmarks/bench_attention.py [--quick] [--json] [--only PART] [--store]``; mlstate must be
+installed, torch takes part if it is. Times are CPU times of one thread. The effect is measured with
+the demo's model on Python code that it was not trained on.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from harness import Candidate, Report, Row, measure, option_parser
+from harness import Run, main
 from optional import optional
+from rows import Line, Row, Ways
 
 from mlstate.checkpoint import load_file, load_metadata
 from mlstate.demo.model import CharModel
@@ -60,8 +61,8 @@ def attend_window(query: Array, keys: Array, values: Array, start: int, sinks: i
     return attend(query, keys[:, start:], values[:, start:])
 
 
-def layer_step(report: Report, length: int, repeats: int) -> None:
-    """Time one token's attention in one layer over a full cache."""
+def layer_step(length: int) -> Row:
+    """Compare one token's attention in one layer over a full cache."""
     generator = np.random.default_rng(1)
     keys, values = generator.standard_normal((2, HEADS, length, HEAD_DIM), np.float32)
     query = generator.standard_normal((HEADS, 1, HEAD_DIM), np.float32)
@@ -69,13 +70,14 @@ def layer_step(report: Report, length: int, repeats: int) -> None:
     start = length - 1 - ATTENTION
     window = partial(attend_window, query, keys, values, start)
     np.testing.assert_allclose(attend(query, keys, values, mask), window(), rtol=1e-4, atol=1e-5)
-    candidates = [
-        Candidate("NumPy: all positions", partial(attend, query, keys, values), baseline=True),
-        Candidate("NumPy: mask", partial(attend, query, keys, values, mask)),
-        Candidate("NumPy: window only", window),
-        Candidate(f"NumPy: window and {SINKS} sinks", partial(window, sinks=SINKS)),
-    ]
+    ways: Ways = {
+        "NumPy: all positions": partial(attend, query, keys, values),
+        "NumPy: mask": partial(attend, query, keys, values, mask),
+        "NumPy: window only": window,
+        f"NumPy: window and {SINKS} sinks": partial(window, sinks=SINKS),
+    }
     if torch is not None:
+        torch.set_num_threads(1)
         call = torch.nn.functional.scaled_dot_product_attention
         q, k, v = (torch.from_numpy(a)[None] for a in (query, keys, values))
         rows = torch.from_numpy(mask)[None]
@@ -86,47 +88,47 @@ def layer_step(report: Report, length: int, repeats: int) -> None:
         assert torch.allclose(
             call(q, k, v, attn_mask=rows), call(q, k[:, :, start:], v[:, :, start:]), atol=1e-5
         )
-        candidates += [
-            Candidate("torch: all positions", partial(call, q, k, v)),
-            Candidate("torch: mask", partial(call, q, k, v, attn_mask=rows)),
-            Candidate("torch: window only", lambda: call(q, k[:, :, start:], v[:, :, start:])),
-            Candidate(f"torch: window and {SINKS} sinks", with_sinks),
-        ]
+        ways |= {
+            "torch: all positions": partial(call, q, k, v),
+            "torch: mask": partial(call, q, k, v, attn_mask=rows),
+            "torch: window only": lambda: call(q, k[:, :, start:], v[:, :, start:]),
+            f"torch: window and {SINKS} sinks": with_sinks,
+        }
     mib = 2 * keys.nbytes / (1 << 20)
-    report.table(
+    return Row(
         f"attention of 1 token, {length} positions ({mib:.3g} MiB of keys and values), "
         f"attention size {ATTENTION}",
-        measure(candidates, repeats, unit=1e-3, clock=time.thread_time_ns),
+        ways,
+        base="NumPy: all positions",
         unit="us",
+        clock=time.thread_time_ns,
     )
 
 
-def layer_steps(report: Report, quick: bool) -> None:
-    """Time a layer's attention at several lengths."""
-    for length in LENGTHS[: 2 if quick else None]:
-        layer_step(report, length, 9 if quick else 51)
+def layer_steps(run: Run) -> Iterator[Row]:
+    """Measure a layer's attention at several lengths."""
+    for length in LENGTHS[: 2 if run.quick else None]:
+        yield layer_step(length)
 
 
-def model_step(report: Report, quick: bool) -> None:
-    """Time a whole step of the demo's model at the end of its context."""
+def model_step(run: Run) -> Iterator[Row]:
+    """Measure a whole step of the demo's model at the end of its context."""
     model = load_model()
     position = CONTEXT - 1
     cache = np.random.default_rng(1).standard_normal(model.new_cache(CONTEXT).shape)
-    cache = cache.astype(np.float16)
     mask = create_decode_mask(CONTEXT, ATTENTION, position, dtype=np.float32)
-    step = partial(model.step, 1, position, cache)
-    candidates = [
-        Candidate("all positions", step, baseline=True),
-        Candidate("mask", partial(step, mask=mask)),
-        *(
-            Candidate(f"window only, attention size {size}", partial(step, attention_size=size))
-            for size in (256, ATTENTION, 32)
-        ),
-    ]
-    report.table(
+    step = partial(model.step, 1, position, cache.astype(np.float16))
+    windows = {
+        f"window only, attention size {size}": partial(step, attention_size=size)
+        for size in (256, ATTENTION, 32)
+    }
+    yield Row(
         f"a step of the demo's model at position {position}",
-        measure(candidates, 9 if quick else 101, unit=1e-3, clock=time.thread_time_ns),
+        {"all positions": step, "mask": partial(step, mask=mask)} | windows,
+        base="all positions",
         unit="us",
+        rounds=2,
+        clock=time.thread_time_ns,
     )
 
 
@@ -195,13 +197,13 @@ def same_start(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=True)) if x != y), len(a))
 
 
-def effect(report: Report, quick: bool) -> None:
+def effect(run: Run) -> Iterable[Row]:
     """Compare the model's losses and tokens with reduced and with full attention."""
     model = load_model()
-    texts = load_texts(model, 10 if quick else PROMPTS, CONTEXT)
+    texts = load_texts(model, 10 if run.quick else PROMPTS, CONTEXT)
     right = [np.array(tokens[PROMPT:]) for tokens in texts]
     reference: tuple[list[Array], list[list[int]]] | None = None
-    rows = []
+    lines = []
     cases = [(None, 0), *((size, sinks) for sinks in (0, SINKS) for size in SIZES)]
     for size, sinks in cases:
         logits = read_all(model, texts, reduced_rows(size, sinks))
@@ -223,15 +225,16 @@ def effect(report: Report, quick: bool) -> None:
             "same start": f"{statistics.median(starts):.0f}",
             "all same": f"{100 * statistics.mean(s == CONTEXT - PROMPT for s in starts):.0f} %",
         }
-        rows.append(Row(name, bits, extra=extra))
-    report.table(
+        lines.append(Line(name, bits, extra=extra))
+    run.report.table(
         f"attention size, {len(texts)} prompts of {PROMPT} characters, {CONTEXT - PROMPT} more",
-        rows,
+        lines,
         unit="bits",
         note="bits for each character of the real text; 'next agrees': the most likely next "
         "character is the one of full attention; 'same start': characters written before the "
         "first difference, median",
     )
+    return ()
 
 
 def rolling_bits(model: CharModel, tokens: list[int], sinks: int, shift: bool) -> float:
@@ -259,11 +262,11 @@ def refilled_bits(model: CharModel, tokens: list[int]) -> float:
     return bits / (len(tokens) - CONTEXT)
 
 
-def rolling(report: Report, quick: bool) -> None:
+def rolling(run: Run) -> Iterable[Row]:
     """Compare ways to read beyond the model's context."""
     model = load_model()
-    texts = load_texts(model, 4 if quick else ROLLED_TEXTS, ROLLED)
-    rows = []
+    texts = load_texts(model, 4 if run.quick else ROLLED_TEXTS, ROLLED)
+    lines = []
     ways: tuple[tuple[str, Callable[[list[int]], float]], ...] = (
         (f"refill {CONTEXT} with the newest half", partial(refilled_bits, model)),
         ("rolling, no sinks", lambda t: rolling_bits(model, t, 0, False)),
@@ -272,35 +275,26 @@ def rolling(report: Report, quick: bool) -> None:
     )
     for name, way in ways:
         bits = [way(tokens) for tokens in texts]
-        rows.append(Row(name, bits, extra={"mean": f"{statistics.mean(bits):.3f}"}))
-    report.table(
+        lines.append(Line(name, bits, extra={"mean": f"{statistics.mean(bits):.3f}"}))
+    run.report.table(
         f"characters {CONTEXT} to {ROLLED} of {len(texts)} texts, rolling cache of {CAPACITY}",
-        rows,
+        lines,
         unit="bits",
         note=f"bits for each character; the model was trained for {CONTEXT} positions",
     )
-
-
-PARTS: dict[str, Callable[[Report, bool], None]] = {
-    "layer": layer_steps,
-    "model": model_step,
-    "effect": effect,
-    "rolling": rolling,
-}
-
-
-def main() -> None:
-    parser = option_parser(__doc__, "fewer repeats, lengths and texts", PARTS)
-    options = parser.parse_args()
-    if os.environ.get("OPENBLAS_NUM_THREADS") != "1":
-        parser.error("set OPENBLAS_NUM_THREADS=1: times are CPU times of one thread")
-    if torch is not None:
-        torch.set_num_threads(1)
-    report = Report.open("mlstate: attention sizes", "attention", options)
-    report.log("figures are medians; 'x base': times faster than the first line of the table")
-    report.run_parts(PARTS, options.only, options.quick)
-    report.close()
+    return ()
 
 
 if __name__ == "__main__":
-    main()
+    if os.environ.get("OPENBLAS_NUM_THREADS") != "1":
+        # NumPy reads it at import; times are CPU times of one thread
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+        os.execve(sys.executable, [sys.executable, *sys.argv], environment)
+    main(
+        __doc__,
+        "attention",
+        "mlstate: attention sizes",
+        {"layer": layer_steps, "model": model_step, "effect": effect, "rolling": rolling},
+        quick="fewer repeats, lengths and texts",
+        rounds=(51, 9),
+    )
