@@ -24,9 +24,9 @@ import guard_files
 import numpy as np
 from guard_ranks import RANKS
 from guard_rows import GIB, KIB, MANY, MANY_SIZES, MEMORY, MIB, Operation
-from harness import Report, option_parser, show
+from harness import Report, option_parser
 from paired import SMALL_BYTES, as_row, measure_pairs
-from turns import join_freed_memory
+from rows import join_freed_memory, show
 
 import mlstate
 
@@ -175,7 +175,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--only", help="operations whose names contain this text")
     parser.add_argument("--sizes", type=int, nargs="+", help="bytes, of those in the table")
     parser.add_argument("--list", action="store_true", help="list operations and simple ways")
-    parser.add_argument("--folder", type=Path, help="where, on a disk; default: here")
     return parser.parse_args(arguments)
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from harness import Action, no_op, settle
+from rows import Action, no_op, settle
 
 CONFIDENCE = 0.95
 LEAST_RATIO = 0.95  # bound for the upper limit of the ratio
