@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import stored
+from summary import markdown
 
 from mlstate.plot._figure import AGAIN, AWAY, BUDGET, USED, new_figure
 
@@ -63,54 +64,44 @@ def percent(text: str) -> float:
 # ---- tables ----
 
 
-def time_table(tables: list[Table]) -> list[str]:
+def time_table(tables: list[Table]) -> str:
     """The time of one token's attention in a layer, by length."""
     lengths = layer_lengths(tables)
-    lines = [
-        "| µs | " + " | ".join(f"{length:,} positions" for length, _ in lengths) + " |",
-        "| --- |" + " --- |" * len(lengths),
+    head = ["µs", *(f"{length:,} positions" for length, _ in lengths)]
+    cells = [
+        [name, *(f"{rows[name]['median']:,.0f}" for _, rows in lengths)] for name in lengths[0][1]
     ]
-    for name in lengths[0][1]:
-        cells = [f"{rows[name]['median']:,.0f}" for _, rows in lengths]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
     (model,) = select(tables, "a step of the demo's model")
-    lines += ["", f"| {model['title']} | µs |", "| --- | --- |"]
-    lines += [f"| {row['name']} | {row['median']:,.0f} |" for row in model["rows"]]
-    return lines
+    steps = [[row["name"], f"{row['median']:,.0f}"] for row in model["rows"]]
+    return markdown(head, cells) + "\n" + markdown([model["title"], "µs"], steps)
 
 
-def effect_table(tables: list[Table]) -> list[str]:
+def effect_table(tables: list[Table]) -> str:
     """Log-likelihood and agreement by attention size."""
     (table,) = select(tables, "attention size")
-    lines = [
-        "| attention size | bits for a character | same next character | characters written "
-        "alike | whole text alike |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    for row in table["rows"]:
-        cells = [row[key] for key in ("name", "mean", "next agrees", "same start", "all same")]
-        lines.append(f"| {' | '.join(map(str, cells))} |")
-    return lines
+    head = ["attention size", "bits for a character", "same next character"]
+    head += ["characters written alike", "whole text alike"]
+    keys = ("name", "mean", "next agrees", "same start", "all same")
+    return markdown(head, [[str(row[key]) for key in keys] for row in table["rows"]])
 
 
-def rolling_table(tables: list[Table]) -> list[str]:
+def rolling_table(tables: list[Table]) -> str:
     """Log-likelihood beyond the model's context."""
     (table,) = select(tables, "characters ")
-    lines = ["| cache | bits for a character |", "| --- | --- |"]
-    return lines + [f"| {row['name']} | {row['mean']} |" for row in table["rows"]]
+    cells = [[row["name"], row["mean"]] for row in table["rows"]]
+    return markdown(["cache", "bits for a character"], cells)
+
+
+TABLES = {"time": time_table, "effect": effect_table, "rolling": rolling_table}
 
 
 def filled_in(page: str, tables: list[Table]) -> str:
     """Put the tables between the page's markers."""
-    for name, lines in (
-        ("time", time_table(tables)),
-        ("effect", effect_table(tables)),
-        ("rolling", rolling_table(tables)),
-    ):
+    for name, table in TABLES.items():
         before, begin, rest = page.partition(f"<!-- {name}: begin -->\n")
         _, end, after = rest.partition(f"<!-- {name}: end -->")
         assert begin and end, f"the page has no markers of {name}"
-        page = before + begin + "\n".join(lines) + "\n" + end + after
+        page = before + begin + table(tables) + end + after
     return page
 
 
@@ -195,8 +186,7 @@ def main() -> None:
         PAGE.write_text(filled_in(page, tables), encoding="utf-8")
         write_figures(tables)
     else:
-        for lines in (time_table(tables), effect_table(tables), rolling_table(tables)):
-            print("\n".join(lines), end="\n\n")
+        print("\n".join(table(tables) for table in TABLES.values()))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,11 @@ part if it is.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import numpy as np
-from checkpoint_states import read_all, sync
+from checkpoint_states import Raw, sync
 from harness import Run, main
 from optional import optional
 from rows import Row, Ways
@@ -32,24 +30,10 @@ def make_state() -> dict[str, np.ndarray]:
     }
 
 
-def write_raw(state: dict[str, np.ndarray], path: Path, durable: bool = False) -> None:
-    """Write the bytes alone."""
-    with path.open("wb", buffering=0) as file:
-        for array in state.values():
-            file.write(array.data)
-        if durable:
-            os.fsync(file.fileno())
-
-
-def read_raw(path: Path, target: np.ndarray) -> None:
-    """Read the bytes alone into memory that was touched before."""
-    with path.open("rb", buffering=0) as file:
-        read_all(file.fileno(), memoryview(target))
-
-
 def saving(run: Run) -> Iterator[Row]:
     """Compare writing, with and without waiting for the disk."""
     state, folder = make_state(), run.folder
+    raw = Raw(state)
     peers: Ways = {}
     if safetensors is not None:
         path = folder / "peer.safetensors"
@@ -65,8 +49,8 @@ def saving(run: Run) -> Iterator[Row]:
         },
         peers,
         {
-            "raw write": partial(write_raw, state, folder / "raw"),
-            "raw write + fsync": partial(write_raw, state, folder / "raw-sync", durable=True),
+            "raw write": partial(raw.write_one, folder / "raw", durable=False),
+            "raw write + fsync": partial(raw.write_one, folder / "raw-sync", durable=True),
         },
         nbytes=SIZE,
     )
@@ -74,9 +58,10 @@ def saving(run: Run) -> Iterator[Row]:
 
 def loading(run: Run) -> Iterator[Row]:
     """Compare reading files from the page cache."""
-    state, path, raw = make_state(), run.folder / "ours.safetensors", run.folder / "raw"
+    state, path = make_state(), run.folder / "ours.safetensors"
+    raw = Raw(state)
     mlstate.save_file(state, path)
-    write_raw(state, raw)
+    raw.write_one(run.folder / "raw", durable=False)
     load = partial(mlstate.load_file, path)
     yield Row(
         f"load, files in the system's cache: {TENSORS} tensors, {SIZE >> 20} MiB",
@@ -86,7 +71,7 @@ def loading(run: Run) -> Iterator[Row]:
             "mlstate.load_file, mmap, verify=False": partial(load, mmap=True, verify=False),
         },
         {} if safetensors is None else {"safetensors": partial(safetensors.load_file, path)},
-        {"raw read into touched memory": partial(read_raw, raw, np.ones(SIZE, np.uint8))},
+        {"raw read into touched memory": partial(raw.read_one, run.folder / "raw")},
         nbytes=SIZE,
     )
 

@@ -34,138 +34,50 @@ class Key:
 PEER, BACK = "NumPy peer: full + astype + copy", "NumPy peer: zeros + astype + copy"
 EXPAND = "expand float16, (28, 8, 2048, 128) -> 4096"
 CONVERT = "expand float32 -> float16, (28, 8, 512, 128)"
-SYNCED = "safetensors + fsync"
-SAVE = "mlstate.save (durable, checksums)"
-FLOAT32 = "reduce-scatter: 148 parameters, 124 M elements, f32"
-BFLOAT16 = "reduce-scatter: 148 parameters, 124 M elements, bf16"
+COMPACT = "compact float16, (28, 8, 4096, 128)"
+OUT, FRESH, LOW = (f"mlstate {how}, 2 threads" for how in ("out=", "fresh", "fresh, low_memory"))
+LOADED = "load_into, 1 GB in 1,008 tensors, 1 thread"
+DIFFERENCES = "differences of two states of 1 GB, float32, 1 thread"
+MEMCMP = "reading both (memcmp)"
+SYNCED, TENSORS = "safetensors + fsync", "safetensors"
+SAVE_FILE, SAVE = (f"mlstate.{name} (durable, checksums)" for name in ("save_file", "save"))
+DIRECT = "raw: one file, O_DIRECT + fsync"
+STAGED, COPY = "mlstate.save_async, staging 100 %", "memcpy, touched memory"
+BLOCKED = "time that a save blocks training"
+FLOAT32, BFLOAT16 = (
+    f"reduce-scatter: 148 parameters, 124 M elements, {dtype}" for dtype in ("f32", "bf16")
+)
+HOOK, SHARED = "mlstate LocalGroup: hook", "limit: C add, memory that is shared"
+SUM, CLONES = "mlstate.fsdp.GradientAccumulator", "clone per micro-batch (torch)"
+PLAN, NUMPY_PLAN = "mlstate, 2 threads, budget at 0.2", "NumPy, budget at 0.2"
+FUSED, MEMCPY = "core: copy with CRC32C", "memcpy, 1 thread"
 
 KEYS = (
-    Key("expand a 112 MiB cache, `out=`", "kv", EXPAND, "mlstate out=, 2 threads", PEER, "NumPy"),
-    Key("the same, new result", "kv", EXPAND, "mlstate fresh, 2 threads", PEER, "NumPy"),
+    Key("expand a 112 MiB cache, `out=`", "kv", EXPAND, OUT, PEER, "NumPy"),
+    Key("the same, new result", "kv", EXPAND, FRESH, PEER, "NumPy"),
+    Key("the same, `low_memory`", "kv", EXPAND, LOW, PEER, "NumPy"),
+    Key("expand f32 to f16, 56 MiB, `out=`", "kv", CONVERT, OUT, PEER, "NumPy"),
+    Key("compact 224 to 112 MiB, `out=`", "kv", COMPACT, OUT, BACK, "NumPy"),
+    Key("`load_into`, 1 GB, 1 thread", "state", LOADED, "load_into", "memcpy", "memcpy"),
     Key(
-        "the same, `low_memory`",
-        "kv",
-        EXPAND,
-        "mlstate fresh, low_memory, 2 threads",
-        PEER,
-        "NumPy",
-    ),
-    Key(
-        "expand f32 to f16, 56 MiB, `out=`", "kv", CONVERT, "mlstate out=, 2 threads", PEER, "NumPy"
-    ),
-    Key(
-        "compact 224 to 112 MiB, `out=`",
-        "kv",
-        "compact float16, (28, 8, 4096, 128)",
-        "mlstate out=, 2 threads",
-        BACK,
-        "NumPy",
-    ),
-    Key(
-        "`load_into`, 1 GB, 1 thread",
-        "state",
-        "load_into, 1 GB in 1,008 tensors, 1 thread",
-        "load_into",
-        "memcpy",
-        "memcpy",
-    ),
-    Key(
-        "`diff`, 1 GB of f32, 1 thread",
-        "state",
-        "differences of two states of 1 GB, float32, 1 thread",
-        "diff, all changed",
-        "reading both (memcmp)",
+        "`diff`, 1 GB of f32, 1 thread", "state", DIFFERENCES, "diff, all changed", MEMCMP,
         "reading both",
     ),
+    Key("`save_file`, 256 MiB, durable", "file", "save: 16", SAVE_FILE, SYNCED, TENSORS),
+    Key("`load_file`, 256 MiB, verified", "file", "load", "mlstate.load_file", TENSORS, TENSORS),
+    Key("copy with CRC32C, 64 MiB", "checkpoint", "CRC32C of 64 MiB", FUSED, MEMCPY, "memcpy"),
     Key(
-        "`save_file`, 256 MiB, durable",
-        "file",
-        "save: 16 tensors",
-        "mlstate.save_file (durable, checksums)",
-        SYNCED,
-        "safetensors",
-    ),
-    Key(
-        "`load_file`, 256 MiB, verified",
-        "file",
-        "load, files in",
-        "mlstate.load_file",
-        "safetensors",
-        "safetensors",
-    ),
-    Key(
-        "copy with CRC32C, 64 MiB",
-        "checkpoint",
-        "CRC32C of 64 MiB",
-        "core: copy with CRC32C",
-        "memcpy, 1 thread",
-        "memcpy",
-    ),
-    Key(
-        "`save`, 996 MB in 296 arrays",
-        "checkpoint",
-        "A: save, disk",
-        SAVE,
-        "raw: one file, O_DIRECT + fsync",
+        "`save`, 996 MB in 296 arrays", "checkpoint", "A: save, disk", SAVE, DIRECT,
         "one O_DIRECT file",
     ),
-    Key(
-        "`save`, 665 MB in 20,000 arrays",
-        "checkpoint",
-        "B: save, disk",
-        SAVE,
-        SYNCED,
-        "safetensors",
-    ),
-    Key(
-        "`load`, 996 MB, verified",
-        "checkpoint",
-        "A: load, disk",
-        "mlstate.load",
-        "safetensors",
-        "safetensors",
-    ),
-    Key(
-        "`save_async`, until staged, 2 ranks",
-        "training",
-        "time that a save blocks training",
-        "mlstate.save_async, staging 100 %",
-        "memcpy, touched memory",
-        "memcpy",
-    ),
-    Key(
-        "reduce-scatter, 498 MB of f32, 2 ranks",
-        "dist",
-        FLOAT32,
-        "mlstate LocalGroup: hook",
-        "limit: C add, memory that is shared",
-        "adding in place",
-    ),
-    Key(
-        "the same, 249 MB of bf16",
-        "dist",
-        BFLOAT16,
-        "mlstate LocalGroup: hook",
-        "limit: C add, memory that is shared",
-        "adding in place",
-    ),
-    Key(
-        "gradients of 4 micro-batches, 124 M f32",
-        "dist",
-        "4 micro-batches of float32",
-        "mlstate.fsdp.GradientAccumulator",
-        "clone per micro-batch (torch)",
-        "clones",
-    ),
-    Key(
-        "activation plan, 100 blocks",
-        "activation",
-        "planning, 100 blocks",
-        "mlstate, 2 threads, budget at 0.2",
-        "NumPy, budget at 0.2",
-        "NumPy",
-    ),
-)
+    Key("`save`, 665 MB in 20,000 arrays", "checkpoint", "B: save, disk", SAVE, SYNCED, TENSORS),
+    Key("`load`, 996 MB, verified", "checkpoint", "A: load", "mlstate.load", TENSORS, TENSORS),
+    Key("`save_async`, until staged, 2 ranks", "training", BLOCKED, STAGED, COPY, "memcpy"),
+    Key("reduce-scatter, 498 MB of f32, 2 ranks", "dist", FLOAT32, HOOK, SHARED, "adding in place"),
+    Key("the same, 249 MB of bf16", "dist", BFLOAT16, HOOK, SHARED, "adding in place"),
+    Key("gradients of 4 micro-batches, 124 M f32", "dist", "4 micro", SUM, CLONES, "clones"),
+    Key("activation plan, 100 blocks", "activation", "planning, 100", PLAN, NUMPY_PLAN, "NumPy"),
+)  # fmt: skip
 
 
 def title_of(processor: dict[str, str]) -> str:
