@@ -18,13 +18,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from fault_rank import LEFT_OUT, ODD, SECONDS, WORLD
 from from_tests import import_from_tests
 from processes import end, rank_environment, start_process
+from summary import markdown
 
 HERE = Path(__file__).resolve().parent
 ENGINES = {
@@ -216,28 +216,22 @@ def row(engine: str, fault: str, runs: int, most: int, folder: Path) -> dict[str
         failures += len(run_reports) == before
         if failures > MOST_FAILURES:
             raise SystemExit(f"{engine}: the ranks do not meet: {(place / 'log').read_text()}")
-    right = [others_right(engine, run_report, fault) for run_report in run_reports]
-    survivors = [
-        [line for line in run_report.values() if line["outcome"] != LEFT_OUT]
-        for run_report in run_reports
-    ]
-    seen = Counter(line.get("seen") for run_report in run_reports for line in run_report.values())
-    texts = [
-        line["said"]
-        for run_report in run_reports
-        for line in run_report.values()
-        if line.get("said")
+    lines = [line for reports in run_reports for line in reports.values()]
+    right = [others_right(engine, reports, fault) for reports in run_reports]
+    usable = [
+        all(line["usable"] for line in reports.values() if line["outcome"] != LEFT_OUT)
+        for reports in run_reports
     ]
     return {
         "engine": engine,
         "fault": fault,
         "runs": len(run_reports),
         "jobs": jobs,
-        "outcomes": dict(Counter(verdict(run_report) for run_report in run_reports)),
+        "outcomes": dict(Counter(map(verdict, run_reports))),
         "others": None if right[0] is None else sum(map(bool, right)),
-        "usable": sum(all(line["usable"] for line in lines) for lines in survivors),
-        "verified": {str(names): count for names, count in seen.items() if names is not None},
-        "said": texts[-1] if texts else "",
+        "usable": sum(usable),
+        "verified": dict(Counter(line["seen"] for line in lines if line.get("seen") is not None)),
+        "said": next((line["said"] for line in reversed(lines) if line.get("said")), ""),
     }
 
 
@@ -257,48 +251,30 @@ def cells_of(result_row: dict[str, Any]) -> list[tuple[str, ...]]:
 
 def names_of(engines: list[str], fault: str) -> str:
     """Name engines; if all engines of mlstate are meant, name them together."""
-    mlstate_engines = [
+    mlstate_engines = {
         name for name in ENGINES if not name.startswith("raw") and is_applicable(name, fault)
-    ]
-    if set(mlstate_engines) <= set(engines):
+    }
+    if mlstate_engines <= set(engines):
         rest = [ENGINES[name] for name in engines if name not in mlstate_engines]
         return ", ".join(["all groups of mlstate", *rest])
     return ", ".join(ENGINES[name] for name in engines)
 
 
-def markdown(rows: Iterable[dict[str, Any]]) -> str:
-    """Write the table; engines with the same results share lines."""
+def table(rows: list[dict[str, Any]]) -> str:
+    """Write the table in Markdown; engines with the same results share lines."""
     alike: dict[Any, list[str]] = {}
-    for result_row in rows:
-        alike.setdefault((result_row["fault"], tuple(cells_of(result_row))), []).append(
-            result_row["engine"]
-        )
-    lines = [
-        f"| rank {ODD} | engine | what the ranks see | in | others right | usable after |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    for fault in FAULTS:
+        for result_row in rows:
+            if result_row["fault"] == fault:
+                engines = alike.setdefault((fault, tuple(cells_of(result_row))), [])
+                engines.append(result_row["engine"])
+    cells = []
     for (fault, listed), engines in alike.items():
-        start = [FAULTS[fault], names_of(engines, fault)]
-        for cells in listed:
-            lines.append(f"| {' | '.join([*start, *cells])} |")
-            start = ["", ""]
-    return "\n".join(lines)
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    """Print the table and the machine."""
-    faults, engines = list(FAULTS), list(ENGINES)
-    rows.sort(
-        key=lambda result_row: (
-            faults.index(result_row["fault"]),
-            engines.index(result_row["engine"]),
-        )
-    )
-    print(markdown(rows))
-    print(
-        f"\n{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} processors, "
-        f"{WORLD} ranks, timeout {SECONDS:g} s."
-    )
+        first, *others = listed
+        cells.append([FAULTS[fault], names_of(engines, fault), *first])
+        cells += [["", "", *other] for other in others]
+    head = [f"rank {ODD}", "engine", "what the ranks see", "in", "others right", "usable after"]
+    return markdown(head, cells)
 
 
 def main() -> None:
@@ -311,13 +287,7 @@ def main() -> None:
         "--jobs", type=int, default=5, help="at most, where each run needs one of its own"
     )
     parser.add_argument("--json", type=Path, help="write all that is known here, too")
-    parser.add_argument(
-        "--read", type=Path, nargs="+", help="print what --json wrote, and run nothing"
-    )
     options = parser.parse_args()
-    if options.read:
-        show([row for path in options.read for row in json.loads(path.read_text("utf-8"))])
-        return
     rows, left_out = [], []
     with tempfile.TemporaryDirectory(prefix="mlstate-faults-") as name:
         for engine in options.engines:
@@ -333,7 +303,11 @@ def main() -> None:
                 rows.append(result_row)
                 if options.json:
                     options.json.write_text(json.dumps(rows, indent=1), encoding="utf-8")
-    show(rows)
+    print(table(rows))
+    print(
+        f"{datetime.date.today()}, {platform.machine()}, {os.cpu_count()} processors, "
+        f"{WORLD} ranks, timeout {SECONDS:g} s."
+    )
     for text in left_out:
         print(text)
 

@@ -8,16 +8,14 @@ of its resident memory.
 """
 
 import argparse
-import json
 import platform
-import subprocess
-import sys
 import tempfile
 import time
 from datetime import date
 from pathlib import Path
 
 from from_tests import import_from_tests
+from processes import Processes, answer
 from resident import forget_peak, peak
 
 moe_model = import_from_tests("moe_model")
@@ -44,17 +42,21 @@ def one(operation, folder, world, across, layers, stacked, rank):
     return {"seconds": min(seconds), "kib": (peak() - before) * 1024}
 
 
+def serve(pipe):
+    answer(pipe, {"one": one})
+
+
 def measure(*arguments):
     """Run `one` in a new process."""
-    command = [sys.executable, __file__, "--one", json.dumps(arguments)]
-    return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    with Processes(serve, [()]) as process:
+        return process.ask("one", *arguments)[0]
 
 
 def mib(count):
     return f"{count / 2**20:,.2f}"
 
 
-def figures(world, layers, stacked, rank):
+def cells(world, layers, stacked, rank):
     """Counts, times and memory of one rank's plans: to save, to load, to reshard."""
     moe = moe_model.Moe(world, layers=layers, stacked=stacked)
     new = moe_model.Moe(world // 4 * 3, across=48, layers=layers, stacked=stacked)
@@ -67,19 +69,19 @@ def figures(world, layers, stacked, rank):
             measure("load", str(simulated), world, 64, layers, stacked, rank),
             measure("load", str(simulated), new.world, 48, layers, stacked, rank),
         ]
-    return {
-        "world": world,
-        "manifest_bytes": simulated.manifest_bytes,
-        "shards": save.shards,
-        "files": len(save.files),
-        "data_bytes": save.data_bytes,
-        "index_bytes": save.index_bytes,
-        "indexes": len(load.indexes),
-        "reshard_indexes": len(reshard.indexes),
-        "reshard_bytes": reshard.nbytes,
-        "seconds": [t["seconds"] for t in timed],
-        "kib": [t["kib"] for t in timed],
-    }
+    return [
+        f"{world:,}",
+        mib(simulated.manifest_bytes),
+        f"{save.shards:,}",
+        f"{len(save.files):,}",
+        f"{save.data_bytes / 1e9:.2f}",
+        mib(save.index_bytes),
+        f"{len(load.indexes):,}",
+        f"{len(reshard.indexes):,}",
+        f"{reshard.nbytes / 1e9:.2f}",
+        *(f"{t['seconds'] * 1e3:,.0f}" for t in timed),
+        *(f"{t['kib'] / 1024:,.0f}" for t in timed),
+    ]
 
 
 HEAD = [
@@ -87,24 +89,6 @@ HEAD = [
     "indexes read to load", "to reshard", "GB read to reshard", "ms to plan save", "load",
     "reshard", "peak MiB to plan save", "load", "reshard",
 ]  # fmt: skip
-
-
-def row(figures):
-    """The line of one world."""
-    cells = [
-        f"{figures['world']:,}",
-        mib(figures["manifest_bytes"]),
-        f"{figures['shards']:,}",
-        f"{figures['files']:,}",
-        f"{figures['data_bytes'] / 1e9:.2f}",
-        mib(figures["index_bytes"]),
-        f"{figures['indexes']:,}",
-        f"{figures['reshard_indexes']:,}",
-        f"{figures['reshard_bytes'] / 1e9:.2f}",
-        *(f"{seconds * 1e3:,.0f}" for seconds in figures["seconds"]),
-        *(f"{kib / 1024:,.0f}" for kib in figures["kib"]),
-    ]
-    return "| " + " | ".join(cells) + " |"
 
 
 def head(layers):
@@ -123,14 +107,11 @@ def main():
     parser.add_argument("--worlds", type=int, nargs="+", default=[64, 256, 1024, 4096])
     parser.add_argument("--layers", type=int, default=61)
     parser.add_argument("--separate", action="store_true", help="each expert by itself")
-    parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        print(json.dumps(one(*json.loads(options.one))))
-        return
     print("\n".join(head(options.layers)))
     for world in options.worlds:
-        print(row(figures(world, options.layers, not options.separate, world // 3)), flush=True)
+        texts = cells(world, options.layers, not options.separate, world // 3)
+        print(f"| {' | '.join(texts)} |", flush=True)
 
 
 if __name__ == "__main__":
