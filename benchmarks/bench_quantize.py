@@ -83,52 +83,35 @@ def row_of(name: str, values: Any, bits: int, ways: Ways, others: Ways, bars: An
     )
 
 
-def compare(name: str, values: Any, bits: int, ways: Ways, others: Ways) -> Row:
-    """Compare with mlx and torch."""
-    bars = [Bar(way, BOUND, other, faster=True) for way in ways for other in others]
-    return row_of(name, values, bits, ways, others, bars)
-
-
-def quantizing(run: Run) -> Iterator[Row]:
-    """Quantize every dtype to every width."""
-    for values in all_values():
-        for bits in BITS:
-            arrays = [array.copy() for array in quantized_state(values, bits).arrays.values()]
-            others: Ways = {}
-            if mx is not None:
-                call = partial(run_mlx, mx.quantize, [to_mlx(values)], bits)
-                others["mlx.core.quantize"] = call
-            if torch is not None:
-                call = partial(peers.torch_quantize, peers.to_torch(values), bits, GROUP)
-                others["torch operations"] = call
-            ways = {
-                "mlstate, new arrays": partial(quantized_state, values, bits),
-                "mlstate, arrays that exist": partial(kv_quantize, values, *arrays, bits, GROUP),
-            }
-            yield compare("quantize", values, bits, ways, others)
-
-
-def dequantizing(run: Run) -> Iterator[Row]:
-    """Dequantize to every dtype from every width."""
+def quantizing(run: Run, name: str) -> Iterator[Row]:
+    """Quantize every dtype to every width, or dequantize."""
+    back, core = name == "dequantize", kv_dequantize if name == "dequantize" else kv_quantize
     for values in all_values():
         for bits in BITS:
             state = quantized_state(values, bits)
-            arrays = list(state.arrays.values())
+            arrays = [array.copy() for array in state.arrays.values()]
+            codes, *scales = arrays
             others: Ways = {}
             if mx is not None:
-                mlx_arrays = [to_mlx(array) for array in arrays]
-                others["mlx.core.dequantize"] = partial(run_mlx, mx.dequantize, mlx_arrays, bits)
+                inputs = [to_mlx(array) for array in (arrays if back else [values])]
+                call = partial(run_mlx, getattr(mx, name), inputs, bits)
+                others[f"mlx.core.{name}"] = call
             if torch is not None:
-                codes, *scales = arrays
-                tensors = [peers.to_torch(array) for array in (codes.view(np.int32), *scales)]
-                call = partial(peers.torch_dequantize, *tensors, bits, GROUP)
+                inputs = [codes.view(np.int32), *scales] if back else [values]
+                peer = peers.torch_dequantize if back else peers.torch_quantize
+                call = partial(peer, *map(peers.to_torch, inputs), bits, GROUP)
                 others["torch operations"] = call
-            out = np.ones_like(values)
+            fresh = partial(dequantize_copy, state)
+            fresh = fresh if back else partial(quantized_state, values, bits)
+            target = np.ones_like(values) if back else values
             ways = {
-                "mlstate, new array": partial(dequantize_copy, state),
-                "mlstate, array that exists": partial(kv_dequantize, out, *arrays, bits, GROUP),
+                f"mlstate, new array{'' if back else 's'}": fresh,
+                f"mlstate, array{' that exists' if back else 's that exist'}": partial(
+                    core, target, *arrays, bits, GROUP
+                ),
             }
-            yield compare("dequantize", values, bits, ways, others)
+            bars = [Bar(way, BOUND, other, faster=True) for way in ways for other in others]
+            yield row_of(name, values, bits, ways, others, bars)
 
 
 def two_steps(values: Any, bits: int) -> None:
@@ -157,7 +140,8 @@ if __name__ == "__main__":
         __doc__,
         "quantize",
         "mlstate: quantized caches, one thread",
-        {"quantize": quantizing, "dequantize": dequantizing, "fused": fused},
+        {name: partial(quantizing, name=name) for name in ("quantize", "dequantize")}
+        | {"fused": fused},
         quick="5 repeats instead of 15",
         rounds=(15, 5),
     )

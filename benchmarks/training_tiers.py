@@ -78,16 +78,13 @@ class Moves:
 
 def moving(run: Run) -> Iterator[Row]:
     """Compare moves to files and back, and to a device and back."""
-    import torch
-
     moves = Moves(run, run.folder / "files")
     yield demoting(moves)
     yield promoting(moves)
     moves.tiers.close()
-    for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():  # "cpu": separate memory
-        moves = Moves(run, run.folder / device, device=device)
-        yield copying(moves, device)
-        moves.tiers.close()
+    moves = Moves(run, run.folder / "cpu", device="cpu")
+    yield copying(moves)
+    moves.tiers.close()
 
 
 def demoting(moves: Moves) -> Row:
@@ -158,40 +155,20 @@ def promoting(moves: Moves) -> Row:
     )
 
 
-def copying(moves: Moves, device: str) -> Row:
-    """Move a unit to the memory of a device, and back."""
-    promote = f"TieredState.promote, warm to hot ({device})"
-    demote = f"TieredState.demote, hot ({device}) to warm"
-    raw = raw_copies(moves, device)
-    forth, back = next(iter(raw)), list(raw)[-1]
+def copying(moves: Moves) -> Row:
+    """Move a unit to separate memory, the stand-in for a device, and back."""
+    promote, demote = (
+        "TieredState.promote, warm to hot (cpu)",
+        "TieredState.demote, hot (cpu) to warm",
+    )
     return moves.row(
-        f"hot on {device!r}",
+        "hot on 'cpu'",
         {
             promote: Way(partial(moves.tiers.promote, MOVED, to="hot"), partial(moves.put, "warm")),
             demote: Way(partial(moves.tiers.demote, MOVED, to="warm"), partial(moves.put, "hot")),
         },
         {},
-        {**raw, COPY: moves.raw.copy},
-        least={promote: forth, demote: back},
+        {COPY_NEW: lambda: [array.copy() for array in moves.arrays], COPY: moves.raw.copy},
+        least={promote: COPY_NEW, demote: COPY_NEW},
         note="a move takes new memory and gives back the old; a process that keeps its memory",
     )
-
-
-def raw_copies(moves: Moves, device: str) -> Ways:
-    """Plain copies of the unit's arrays, there and back."""
-    if device == "cpu":
-        return {COPY_NEW: lambda: [array.copy() for array in moves.arrays]}
-    import torch
-
-    near = [torch.from_numpy(array) for array in moves.arrays]
-    far = [tensor.to(device) for tensor in near]
-
-    def there() -> object:
-        moved = [tensor.to(device) for tensor in near]
-        torch.cuda.synchronize()
-        return moved
-
-    return {
-        f"torch: to {device}, new memory": there,
-        f"torch: from {device}, new memory": lambda: [tensor.to("cpu") for tensor in far],
-    }
