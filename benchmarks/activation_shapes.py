@@ -61,12 +61,7 @@ def shapes(quick: bool) -> Iterator[Shape]:
     )
     yield Shape("Llama", hf.LlamaForCausalLM(llama), "model.layers.*", text)
     gpt2 = hf.GPT2Config(
-        vocab_size=words,
-        n_embd=width,
-        n_layer=count,
-        n_head=4,
-        n_positions=tokens,
-        use_cache=False,
+        vocab_size=words, n_embd=width, n_layer=count, n_head=4, n_positions=tokens, use_cache=False
     )
     yield Shape("GPT-2", hf.GPT2LMHeadModel(gpt2), "transformer.h.*", text)
     vit = hf.ViTConfig(

@@ -13,14 +13,7 @@ from functools import partial
 from statistics import fmean
 
 import numpy as np
-from checkpoint_states import (
-    Arrays,
-    bytes_of,
-    clear,
-    clear_and_wait,
-    files_below,
-    keep_memory,
-)
+from checkpoint_states import Arrays, bytes_of, clear, clear_and_wait, files_below, keep_memory
 from harness import Run, main
 from processes import Processes, Ranks
 from rows import Bar, Lines, Row, Way, Ways

@@ -56,6 +56,7 @@ SORTED = "a row of text for each tensor, sorted by the numbers in the names"
 TENSORS: dict[str, Any] = {"many": True, "needs": safetensors}
 SMALL: dict[str, Any] = {"sizes": (64 * KIB, MIB), "needs": safetensors}
 FOLLOWED: dict[str, Any] = {"sizes": (MANY * 8 * KIB,), "threads": (1,)}
+IN_MEMORY = ("staging", "following")  # functions below; what they write to disk is not timed
 FILES: list[tuple[str, str, Any, tuple[Any, ...], dict[str, Any]]] = []  # the table
 
 
@@ -72,14 +73,27 @@ def operation(name: str, simple: str, *arguments: Any, **options: Any) -> Callab
 def operations(root: Path) -> list[Operation]:
     """Return the table; files are written below `root`."""
     return [
-        Operation(name, simple, partial(build, root, *arguments), **options)
+        Operation(name, simple, partial(in_folder, build, root, arguments), **options)
         for name, simple, build, arguments, options in FILES
     ]
 
 
-def in_memory(root: Path) -> Path:
-    """Return a folder in shared memory instead of `root`, if there is one."""
-    return Path("/dev/shm") / root.name if Path("/dev/shm").is_dir() else root
+def in_folder(build: Any, root: Path, arguments: Any, nbytes: int, tensors: int) -> Case:
+    """Make a case in an empty folder, which it removes at its end."""
+    if build.__name__ in IN_MEMORY and Path("/dev/shm").is_dir():
+        root = Path("/dev/shm") / root.name
+    folder = root / build.__name__
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    case: Case = build(folder, *arguments, nbytes, tensors)
+    close = case.close
+
+    def close_and_remove() -> None:
+        close()
+        shutil.rmtree(folder)
+
+    case.close = close_and_remove
+    return case
 
 
 def replace_durably(path: Path, temporary: Path) -> None:
@@ -169,25 +183,16 @@ def read_safetensors(path: Path, sums: dict[str, int]) -> Arrays:
     return state
 
 
-def fresh_folder(root: Path, name: str) -> Path:
-    """Return an empty folder of this name."""
-    folder = root / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    return folder
-
-
 @operation("save_file, safetensors", f"safetensors.save_file, {DURABLE}", "safetensors", **TENSORS)
 @operation("save_file", f"np.save, {DURABLE}", "numpy")
-def saving_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
+def saving_file(folder: Path, how: str, nbytes: int, tensors: int) -> Case:
     """Save one state file."""
-    folder = fresh_folder(root, "file")
     state = state_of(nbytes, tensors)
     simple = partial(safetensors_of, state, folder)
     if how == "numpy":
         simple = partial(file_of, next(iter(state.values())), folder)
     save = partial(mlstate.save_file, state, folder / "ours.safetensors")
-    return Case(simple, save, tensors, close=partial(shutil.rmtree, folder))
+    return Case(simple, save, tensors)
 
 
 @operation("load_file mmap=True", 'np.load(mmap_mode="r")', "mmap")
@@ -208,9 +213,8 @@ def saving_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
 )
 @operation("load_file verify=False", "np.load", "verify=False")
 @operation("load_file", f"np.load{CHECK}", "numpy")
-def loading_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
+def loading_file(folder: Path, how: str, nbytes: int, tensors: int) -> Case:
     """Load one state file."""
-    folder = fresh_folder(root, "file")
     state = state_of(nbytes, tensors)
     path, npy = folder / "ours.safetensors", folder / "simple.npy"
     mlstate.save_file(state, path)
@@ -232,7 +236,7 @@ def loading_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
             partial(safetensors.load_file, foreign),
             partial(mlstate.load_file, foreign),
         )
-    return Case(*ways[how], tensors, close=partial(shutil.rmtree, folder))
+    return Case(*ways[how], tensors)
 
 
 @operation(
@@ -242,22 +246,18 @@ def loading_file(root: Path, how: str, nbytes: int, tensors: int) -> Case:
     fixed_us=4000.0,
     why="lock, index, manifest and commit record: extra syncs",
 )
-def saving(root: Path, nbytes: int, tensors: int) -> Case:
+def saving(folder: Path, nbytes: int, tensors: int) -> Case:
     """Save a checkpoint to a folder that does not exist."""
-    folder = fresh_folder(root, "save")
     parts = tensors if tensors > 1 else PARTS
     state = state_of(nbytes, parts)
 
-    def clear(name: str) -> None:
-        shutil.rmtree(folder / name, ignore_errors=True)
-
+    simple, saved = folder / "simple", folder / "ours"
     return Case(
-        partial(write_each, state, folder / "simple"),
-        partial(mlstate.save, folder / "ours", state),
+        partial(write_each, state, simple),
+        partial(mlstate.save, saved, state),
         parts,
-        before_simple=partial(clear, "simple"),
-        before_ours=partial(clear, "ours"),
-        close=partial(shutil.rmtree, folder),
+        before_simple=partial(shutil.rmtree, simple, ignore_errors=True),
+        before_ours=partial(shutil.rmtree, saved, ignore_errors=True),
     )
 
 
@@ -272,9 +272,8 @@ def saving(root: Path, nbytes: int, tensors: int) -> Case:
 )
 @operation("load verify=False", READ, "verify=False", fixed_us=60.0, why=READ_FIRST)
 @operation("load", READ + CHECK, "fresh", many=True, fixed_us=30.0, why=READ_FIRST)
-def loading(root: Path, how: str, nbytes: int, tensors: int) -> Case:
+def loading(folder: Path, how: str, nbytes: int, tensors: int) -> Case:
     """Load a checkpoint."""
-    folder = fresh_folder(root, "load")
     parts = tensors if tensors > 1 else PARTS
     state = state_of(nbytes, parts)
     simple, mlstate_folder = folder / "simple", folder / "ours"
@@ -293,17 +292,14 @@ def loading(root: Path, how: str, nbytes: int, tensors: int) -> Case:
             partial(read_into, simple, targets[0]),
             partial(load, into={"model": targets[1]}),
         )
-    return Case(*ways[how], parts, close=partial(shutil.rmtree, folder))
+    return Case(*ways[how], parts)
 
 
 @operation(
-    "load of many states",
-    "twice a load of one state with as many dicts",
-    sizes=(MIB // 4, MIB),
+    "load of many states", "twice a load of one state with as many dicts", sizes=(MIB // 4, MIB)
 )
-def loading_states(root: Path, nbytes: int, tensors: int) -> Case:
+def loading_states(folder: Path, nbytes: int, tensors: int) -> Case:
     """Load named states of one array and one number each, or twice one state of as many dicts."""
-    folder = fresh_folder(root, "states")
     count = nbytes // STATE_BYTES
     states = {f"s{i}": {"array": np.ones(STATE_BYTES // 4, SINGLE), "i": i} for i in range(count)}
     mlstate.save(folder / "ours", states=states)
@@ -314,14 +310,13 @@ def loading_states(root: Path, nbytes: int, tensors: int) -> Case:
             mlstate.load(folder / "simple")
 
     load = partial(mlstate.load, folder / "ours")
-    return Case(load_twice, load, tensors, close=partial(shutil.rmtree, folder))
+    return Case(load_twice, load, tensors)
 
 
 @operation("HTML of many tensors", SORTED, Checkpoint._repr_html_, sizes=(SHOWN * SINGLE.itemsize,))
 @operation("repr of many tensors", SORTED, repr, sizes=(SHOWN * SINGLE.itemsize,))
-def showing(root: Path, show: Any, nbytes: int, tensors: int) -> Case:
+def showing(folder: Path, show: Any, nbytes: int, tensors: int) -> Case:
     """Show a checkpoint of many tensors by `show`, or make a row for each in the same order."""
-    folder = fresh_folder(root, "names")
     count = nbytes // SINGLE.itemsize
     state = {f"layers.{i // 20}.w{i % 20}": np.ones(1, SINGLE) for i in range(count)}
     checkpoint = mlstate.save(folder / "ours", state)
@@ -334,7 +329,7 @@ def showing(root: Path, show: Any, nbytes: int, tensors: int) -> Case:
         return "\n".join(f"{name} {each.dtype} {each.shape} {each.nbytes}" for name, each in rows)
 
     ours = partial(show, checkpoint)
-    return Case(make_rows, ours, tensors, close=partial(shutil.rmtree, folder))
+    return Case(make_rows, ours, tensors)
 
 
 @operation(
@@ -345,9 +340,8 @@ def showing(root: Path, show: Any, nbytes: int, tensors: int) -> Case:
     fixed_us=550.0,
     why="a thread starts that writes, and the memory for it is shared out",
 )
-def staging(root: Path, nbytes: int, tensors: int) -> Case:
+def staging(folder: Path, nbytes: int, tensors: int) -> Case:
     """Start a save, and wait until training may continue; the writing is not timed."""
-    folder = fresh_folder(in_memory(root), "async")
     state = state_of(nbytes, tensors)
     target = touched_state(state)
     memory = Staging(nbytes)
@@ -364,28 +358,19 @@ def staging(root: Path, nbytes: int, tensors: int) -> Case:
         for name, array in target.items():
             np.copyto(array, state[name])
 
-    return Case(
-        copy,
-        stage,
-        tensors,
-        before_ours=clear,
-        after_ours=lambda: handle[0].wait(),
-        close=partial(shutil.rmtree, folder),
-    )
+    return Case(copy, stage, tensors, before_ours=clear, after_ours=lambda: handle[0].wait())
 
 
 @operation("advance, 1 % changed", "twice mlstate.load of the 1,000 tensors", "advance", **FOLLOWED)
 @operation("publish, 1 % changed", "twice mlstate.save of the 1,000 tensors", "publish", **FOLLOWED)
-def following(root: Path, how: str, nbytes: int, tensors: int) -> Case:
+def following(folder: Path, how: str, nbytes: int, tensors: int) -> Case:
     """Publish a version of `MANY` tensors, or follow it; or save or load them twice."""
-    folder = fresh_folder(in_memory(root), "follow")
     state, simple = state_of(nbytes, MANY), folder / "simple"
     publisher = Publisher(folder / "ours", anchor_every=1 << 20)
     follower = Follower(folder / "ours", into=touched_state(state))
     publisher.publish(0, state)
     follower.advance()
     step = [0]
-    close = partial(shutil.rmtree, folder)
 
     def change() -> None:
         step[0] += 1
@@ -409,9 +394,9 @@ def following(root: Path, how: str, nbytes: int, tensors: int) -> Case:
 
     if how == "publish":
         clear = partial(shutil.rmtree, simple, ignore_errors=True)
-        return Case(save_twice, publish, MANY, before_simple=clear, before_ours=change, close=close)
+        return Case(save_twice, publish, MANY, before_simple=clear, before_ours=change)
     save_twice()
-    return Case(load_twice, follower.advance, MANY, before_ours=change_and_publish, close=close)
+    return Case(load_twice, follower.advance, MANY, before_ours=change_and_publish)
 
 
 @operation(
@@ -422,7 +407,7 @@ def following(root: Path, how: str, nbytes: int, tensors: int) -> Case:
     fixed_us=3.0,
     why="the put gets its place in the queue, in a section that no signal interrupts",
 )
-def submitting(root: Path, nbytes: int, tensors: int) -> Case:
+def submitting(folder: Path, nbytes: int, tensors: int) -> Case:
     """Give the copy of an array to a thread; its work is not timed."""
     array = np.ones(nbytes, np.uint8)
     tokens, records = np.arange(600), [(0, 256, b"", [array])]

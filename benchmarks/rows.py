@@ -86,7 +86,7 @@ class Bar:
 
     def verdict(self, lines: Lines, unit: str) -> str:
         """Return the verdict, if the lines exist."""
-        if not self.reference:
+        if not self.reference and self.name in lines:
             return verdict(self.name, lines[self.name].median, self.bound, f" {unit}")
         sign = ">=" if self.faster else "<="
         speed = "as fast as " if self.faster else ""
