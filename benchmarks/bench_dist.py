@@ -19,8 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from dist_model import DTYPES, WORLD, Tensors, gradients_one_by_one, shapes_of, size_text
-from dist_rank import serve
+from dist_rank import DTYPES, WORLD, Tensors, gradients_one_by_one, serve, shapes_of, size_text
 from from_tests import import_from_tests
 from harness import Run, main
 from processes import Processes

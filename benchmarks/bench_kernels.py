@@ -57,7 +57,7 @@ def values(name: str, seed: int) -> np.ndarray:
 
 def plan_call() -> Action:
     """Plan a chain of 60 blocks for half of its saved bytes."""
-    from activation_planning import random_chain
+    from bench_activation import random_chain
 
     from mlstate.activation import plan
 
