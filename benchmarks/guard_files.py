@@ -56,7 +56,7 @@ SORTED = "a row of text for each tensor, sorted by the numbers in the names"
 TENSORS: dict[str, Any] = {"many": True, "needs": safetensors}
 SMALL: dict[str, Any] = {"sizes": (64 * KIB, MIB), "needs": safetensors}
 FOLLOWED: dict[str, Any] = {"sizes": (MANY * 8 * KIB,), "threads": (1,)}
-IN_MEMORY = ("staging", "following")  # functions below; what they write to disk is not timed
+IN_MEMORY = ("staging", "following")  # functions below; their writes to disk are not timed
 FILES: list[tuple[str, str, Any, tuple[Any, ...], dict[str, Any]]] = []  # the table
 
 

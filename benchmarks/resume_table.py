@@ -32,7 +32,7 @@ CHANGES = ((2, 2), (2, 1), (2, 4), (4, 2))  # numbers of ranks
 
 
 def measure(kinds: list[str], optimizer: str) -> Iterator[tuple[str, tuple[int, int], str]]:
-    """Train, kill and resume; yield a kind, a change of ranks, and what is the same."""
+    """Train, kill and resume; yield kind, change of ranks, and result."""
     starter = import_from_tests("resume_jobs")
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
