@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from . import _core
+from ._common.report import Table
 from ._common.set_module import set_module
-from ._common.text import bytes_text, table_html
+from ._common.text import bytes_text
 from ._version import __version__
 
 __all__ = ["SystemInfo", "info"]
@@ -111,7 +112,7 @@ class SystemInfo:
         return "\n".join(f"{label:13} {text}" for label, text in self._rows())
 
     def _repr_html_(self) -> str:
-        return table_html(f"mlstate {self.version}", ("", ""), self._rows()[1:])
+        return Table(f"mlstate {self.version}", ["", ""], self._rows()[1:]).html()
 
 
 def _huge_pages_text(setting: dict[str, Any] | None) -> str:

@@ -1,4 +1,4 @@
-"""Text of numbers, bytes, ranks, tables, similar names ("did you mean"); HTML of tables."""
+"""Text of numbers, bytes, ranks, steps, similar names ("did you mean"); order of names."""
 
 from __future__ import annotations
 
@@ -10,24 +10,11 @@ if TYPE_CHECKING:
 
 _Item = TypeVar("_Item")
 
-_HTML_ROWS = 50
-_TITLE = 600  # characters of a title
 _COMPARED = 10_000  # names; comparing them takes about 100 ms
 _LISTED = 8  # ranks, or candidates for a name, that a message lists
 # Splits a name: texts are at even positions of the result, numbers at odd ones.
 _NUMBERS = re.compile("([0-9]+)").split
 _FIRST_NUMBER = re.compile("([^0-9]*)([0-9]*)").match
-_UNITS = "%|B|[KMG]iB|GB/s|s|ms|us|x"
-# Colours are inherited, for dark and light themes. Jupyter's own alignment is more specific.
-TABLE_STYLE = (
-    ".mlstate-table table{margin:.2em 0 .6em;border-collapse:collapse}"
-    ".mlstate-table caption{caption-side:top;text-align:left;min-width:36em;padding:0 0 .4em;"
-    "color:inherit}"
-    ".mlstate-table :is(td,th){text-align:left!important;vertical-align:top;"
-    "padding:2px 1.2em 2px 0}"
-    ".mlstate-table .r{text-align:right!important;white-space:nowrap;"
-    "font-variant-numeric:tabular-nums}"
-)
 
 
 def bytes_text(count: int) -> str:
@@ -114,91 +101,6 @@ def steps_text(steps: Sequence[int | None], limit: int | None = None) -> str:
     texts = ["?" if step is None else str(step) for step in sort_steps(steps)[:limit]]
     hidden = len(steps) - len(texts)
     return ", ".join(texts + ([f"{hidden:,} more"] if hidden else [])) or "none"
-
-
-def table_text(
-    headers: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    limit: int,
-    width: int = 60,
-    total: int | None = None,
-) -> str:
-    """Return rows aligned under their headers, of which at most `limit` are shown.
-
-    The last line counts the others. `total`: number of all rows, if `rows` lacks the last. Cells
-    longer than `width` are shortened in the middle.
-    """
-    cells = [[shorten(cell, width) for cell in row] for row in [headers, *rows[:limit]]]
-    column_widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, column_widths)).rstrip() for row in cells]
-    hidden = (len(rows) if total is None else total) - limit
-    return "\n".join(lines + ([f"… {hidden:,} more"] if hidden > 0 else []))
-
-
-def _collapse(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Return rows, with one row for three or more neighbours that differ only in the first cell.
-
-    The first cell of that row has the first and the last of their first cells, and their number.
-    """
-    from itertools import groupby
-
-    merged: list[Sequence[str]] = []
-    for cells, group in groupby(rows, lambda row: tuple(row[1:])):
-        names = [row[0] for row in group]
-        if len(names) > 2:
-            names = [f"{shorten(names[0], 290)} … {shorten(names[-1], 290)} ({len(names):,} alike)"]
-        merged += [(name, *cells) for name in names]
-    return merged
-
-
-def table_html(
-    title: str,
-    headers: Sequence[str],
-    rows: Sequence[Sequence[str]],
-    *,
-    collapse: bool = False,
-    style: bool = True,
-    limit: int = _HTML_ROWS,
-    total: int | None = None,
-) -> str:
-    """Return a table with a title as HTML; rows after the first `limit` are only counted.
-
-    Long titles and cells are shortened, and unprintable characters in them escaped. `total`: number
-    of all rows, if `rows` lacks the last.
-
-    Columns of numbers, with or without units, are right-aligned. `collapse` merges rows that differ
-    only in their first cell. With `style` false, the page must already have the rules.
-    """
-    from html import escape  # slow to import because of its entity tables
-
-    title = shorten(title, _TITLE)
-    visible = _collapse(rows) if collapse else rows
-    hidden = (len(visible) if total is None else total) - limit
-    visible = visible[:limit]
-    number = re.compile(rf"[+-]?\d[\d,.]*(e[+-]?\d+)?( ?({_UNITS}))?|-|")
-    # by column: right-aligned or not; the first column has names
-    is_numeric = [
-        index > 0 and all(number.fullmatch(cell) for cell in column) and any(column)
-        for index, column in enumerate(zip(*visible, strict=True))
-    ]
-
-    def line(tag: str, cells: Sequence[str]) -> str:
-        """Return a row of HTML cells; `tag`: td or th."""
-        html_cells = (
-            f"<{tag}{' class=r' * right}>{escape(shorten(cell, 600))}</{tag}>"
-            for cell, right in zip(cells, is_numeric, strict=True)
-        )
-        return f"<tr>{''.join(html_cells)}</tr>"
-
-    rules = f"<style>{TABLE_STYLE}</style>" if style else ""
-    more = f"<p>… {hidden:,} more</p>" if hidden > 0 else ""
-    if not visible:
-        return f"<div class=mlstate-table>{rules}<p>{escape(title)}</p>{more}</div>"
-    head = f"<thead>{line('th', headers)}</thead>" if any(headers) else ""
-    body = "".join(line("td", row) for row in visible)
-    caption = f"<caption>{escape(title)}</caption>" if title else ""
-    table = f"<table>{caption}{head}<tbody>{body}</tbody></table>"
-    return f"<div class=mlstate-table>{rules}{table}{more}</div>"
 
 
 def number_order(name: str) -> list[tuple[bool, int, str]]:

@@ -12,7 +12,8 @@ from .. import _core
 from .._common.arguments import check_int, check_items, check_number
 from .._common.backend import backend_named
 from .._common.budget import Budget, parse_budget
-from .._common.text import bytes_text, count_text, table_html, table_text
+from .._common.report import Shown, Table
+from .._common.text import bytes_text, count_text
 from ._backend import ActivationBackend
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from .._common.budget import MemorySize
     from .._types import NDArray
 
-_ROWS = 40
 _MOST_BYTES = 1 << 62
 _FORMAT = "mlstate.chain"
 _SECONDS = ("forward_seconds", "backward_seconds")
@@ -35,7 +35,8 @@ _BYTES = (
 )
 _OUTSIDE = ("outside_bytes", "head_bytes", "outside_seconds")
 _RATES = ("offload_bytes_per_second", "load_bytes_per_second")
-_HEADERS = ["block", "forward", "backward", "input", "saved", "gradient", "temporary"]
+_COLUMNS = ["block", "forward [s]", "backward [s]"]
+_COLUMNS += [f"{kind} [B]" for kind in ("input", "saved", "gradient", "temporary")]
 
 
 def freeze_numbers(
@@ -98,7 +99,7 @@ def check_names(names: Iterable[str] | None, count: int, label: str) -> tuple[st
     return checked
 
 
-class Chain:
+class Chain(Shown):
     """Costs of n blocks that run in sequence, forward and then backward.
 
     A chain is immutable; its arrays are read-only copies.
@@ -343,12 +344,12 @@ class Chain:
     @property
     def plain_seconds(self) -> float:
         """Time of forward and backward pass without recomputation."""
-        return self._plain[0]
+        return self._cost_without_plan[0]
 
     @property
     def plain_peak_bytes(self) -> int:
         """Peak memory without recomputation; a budget of this size needs no plan."""
-        return self._plain[1]
+        return self._cost_without_plan[1]
 
     def _budget(self, value: MemorySize) -> Budget:
         """Parse a budget for this chain.
@@ -383,7 +384,7 @@ class Chain:
         return _core.plan_least(self._arrays, False)  # without offloading
 
     @cached_property
-    def _plain(self) -> tuple[float, int]:
+    def _cost_without_plan(self) -> tuple[float, int]:
         """Seconds and peak bytes of the schedule that saves every block and recomputes none."""
         n = self.blocks + self._has_head
         steps = np.empty((2 * n, 2), np.int32)  # (kind, block); kinds are indices of `_plan.KINDS`
@@ -533,36 +534,16 @@ class Chain:
             return title
         return f"{title}; measured times vary by up to {self._spread.max():.0%}"
 
-    def _headers(self) -> list[str]:
-        return _HEADERS if self._spread is None else [*_HEADERS, "spread of time"]
-
-    def _rows(self) -> list[list[str]]:
-        """Return one row of texts for each block, in the columns of `_headers`."""
+    def _table(self) -> Table:
+        """Return a row for each block; the title has a second line about memory outside of them."""
         forward, backward, activations, gradients, saved, *temporary = self._numbers
-        return [
-            [
-                name,
-                f"{forward[i]:.4g} s",
-                f"{backward[i]:.4g} s",
-                bytes_text(int(activations[i])),
-                bytes_text(int(saved[i])),
-                bytes_text(int(gradients[i])),
-                bytes_text(int(max(array[i] for array in temporary))),
-                *([] if self._spread is None else [f"{self._spread[i]:.0%}"]),
-            ]
-            for i, name in enumerate(self.names)
-        ]
-
-    def __repr__(self) -> str:
-        return f"<Chain: {self._title()}>"
-
-    def __str__(self) -> str:
-        lines = [self._title(), self._outside_text()]
-        return "\n".join([*filter(None, lines), table_text(self._headers(), self._rows(), _ROWS)])
-
-    def _repr_html_(self) -> str:
-        title = "; ".join(filter(None, (self._title(), self._outside_text())))
-        return table_html(title, self._headers(), self._rows(), collapse=True)
+        most = np.max(temporary, axis=0)
+        values = [self.names, forward, backward, activations, saved, gradients, most]
+        columns = _COLUMNS
+        if self._spread is not None:
+            columns, values = [*columns, "spread of time [.0%]"], [*values, self._spread]
+        lines = self._title(), self._outside_text()
+        return Table(lines, columns, [*zip(*values, strict=False)], collapse=True)
 
 
 def _check_spread(stated: Any, count: int) -> NDArray | None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from .. import _core
 from .._common.arguments import check_int
 from .._common.backend import backend_named
-from .._common.text import bytes_text, table_html, table_text
+from .._common.report import Shown, Table
+from .._common.text import bytes_text
 from ._backend import ActivationBackend
 from ._combinators import check_strategy, name_of
 
@@ -19,8 +20,8 @@ if TYPE_CHECKING:
     from ._backend import AppliedStrategy
     from ._combinators import CheckpointStrategy
 
-_ROWS = 40
-_HEADERS = ["layer", "index", "decisions", "checkpointed", "activation", "dropped in all"]
+_COLUMNS = ["layer", "index [n]", "decisions [n]", "checkpointed [n]", "activation [B]"]
+_COLUMNS += ["dropped in all [B]"]
 
 
 class LayerDecisions(NamedTuple):
@@ -73,7 +74,7 @@ class _Layer:
         self.is_checkpointed = False
 
 
-class ActivationManager:
+class ActivationManager(Shown):
     """Query a strategy about the layers of a model, and record its decisions.
 
     Call `decide` in a custom training loop, or `apply` for a torch module.
@@ -302,34 +303,22 @@ class ActivationManager:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.Lock())
 
-    def _title(self, layers: list[LayerDecisions]) -> str:
-        """Return one line: strategy, number of checkpointed layers, and bytes that they drop.
-
-        It is about the last decision for each of `layers`.
-        """
+    def _table(self) -> Table:
+        """Return a row for each layer, under a title about the last decision for each."""
+        layers = self.layers()
         checkpointed = [layer for layer in layers if layer.is_checkpointed]
         dropped, total = (
             bytes_text(sum(layer.activation_bytes for layer in selected))
             for selected in (checkpointed, layers)
         )
-        return (
+        title = (
             f"{name_of(self.strategy)}: {len(checkpointed):,} of {len(layers):,} layers "
             f"checkpointed, {dropped} of {total} of activations dropped"
         )
+        return Table(title, _COLUMNS, [(*layer[:4], *layer[5:]) for layer in layers])
 
-    def _rows(self, layers: list[LayerDecisions]) -> list[list[str]]:
-        """Return one row of texts for each layer, in the columns `_HEADERS`."""
-        return [
-            [
-                layer.layer_id,
-                f"{layer.layer_index:,}",
-                f"{layer.decisions:,}",
-                f"{layer.checkpointed:,}",
-                bytes_text(layer.activation_bytes),
-                bytes_text(layer.dropped_bytes),
-            ]
-            for layer in layers
-        ]
+    def _title(self) -> str:
+        return self._table().lines[0]
 
     def report(self) -> str:
         """Return a table of the layers; its title summarises the last decision about each.
@@ -340,13 +329,4 @@ class ActivationManager:
         >>> print(ActivationManager(SmartStrategy()).report())
         Smart: 0 of 0 layers checkpointed, 0 B of 0 B of activations dropped
         """
-        layers = self.layers()
-        table = f"\n{table_text(_HEADERS, self._rows(layers), _ROWS)}" if layers else ""
-        return self._title(layers) + table
-
-    def __repr__(self) -> str:
-        return f"<ActivationManager: {self._title(self.layers())}>"
-
-    def _repr_html_(self) -> str:
-        layers = self.layers()
-        return table_html(self._title(layers), _HEADERS, self._rows(layers))
+        return str(self)

@@ -13,7 +13,8 @@ import numpy as np
 from .. import _core
 from .._common.arguments import check_int, check_items
 from .._common.backend import backend_named
-from .._common.text import bytes_text, table_text
+from .._common.report import Shown, Table
+from .._common.text import bytes_text
 from ._backend import ActivationBackend
 from ._chain import Chain, check_chain, parse_json
 from ._combinators import check_strategy, name_of
@@ -30,7 +31,7 @@ _MOST_PASSES = 1000
 _FORMAT = "mlstate.plan"
 KINDS = ("forward", "save", "backward", "drop", "offload", "load")  # index: the core's number
 _FORWARD, _SAVE, _BACKWARD, _DROP, _OFFLOAD, _LOAD = range(len(KINDS))
-_HEADERS = ["step", "", "before", "peak", "after", "time"]
+_COLUMNS = ["step", "", "before [B]", "peak [B]", "after [B]", "time [s]"]
 
 
 class Step(NamedTuple):
@@ -138,7 +139,7 @@ def _is_head(steps: NDArray, chain: Chain) -> NDArray:
     return is_head
 
 
-class Plan:
+class Plan(Shown):
     """A valid schedule of a chain, with its time and peak memory.
 
     `plan` and `Pareto.plan` return plans. A plan is immutable.
@@ -570,21 +571,28 @@ class Plan:
             f"{len(self.offloaded)} offloaded"
         )
 
-    def _rows(self) -> list[list[str]]:
-        """Return one row of texts for each step, in the columns `_HEADERS`."""
-        simulation = self.simulate()
+    def _table(self) -> Table:
+        """Return a row for each step; the title also tells which blocks are not kept, and why."""
         names = self.chain.names
-        return [
-            [
+        unplanned = bytes_text(self.chain.plain_peak_bytes)
+        lines = [
+            self._title(),
+            f"without a plan: {self.chain.plain_seconds:.4g} s, peak {unplanned}",
+        ]
+        for label in ("recomputed", "offloaded"):
+            if blocks := getattr(self, label):
+                listed = ", ".join(names[i] for i in blocks[:20])
+                lines.append(f"{label}: {listed}{', …' if len(blocks) > 20 else ''}")
+        lines += [self.chain._outside_text(), self._describe_search()]
+        rows = [
+            (
                 f"{kind} {index}",
                 names[index] if kind != "drop" and names[index] != str(index) else "",
-                bytes_text(int(simulation.before_bytes[i])),
-                bytes_text(int(simulation.peak_bytes[i])),
-                bytes_text(int(simulation.after_bytes[i])),
-                f"{simulation.seconds[i]:.4g} s",
-            ]
-            for i, (kind, index) in enumerate(self.steps())
+                *numbers,
+            )
+            for (kind, index), *numbers in zip(self.steps(), *self.simulate(), strict=True)
         ]
+        return Table(lines, _COLUMNS, rows)
 
     def report(self) -> str:
         """Return a readable description of the plan and its steps.
@@ -605,19 +613,7 @@ class Plan:
         the fastest of all persistent schedules within the budget, to the byte
         <BLANKLINE>
         """
-        unplanned = bytes_text(self.chain.plain_peak_bytes)
-        names = self.chain.names
-        lines = [
-            self._title(),
-            f"without a plan: {self.chain.plain_seconds:.4g} s, peak {unplanned}",
-        ]
-        for label in ("recomputed", "offloaded"):
-            blocks = getattr(self, label)
-            if blocks:
-                listed = ", ".join(names[i] for i in blocks[:20])
-                lines.append(f"{label}: {listed}{', …' if len(blocks) > 20 else ''}")
-        lines += filter(None, (self.chain._outside_text(), self._describe_search()))
-        return "\n".join([*lines, table_text(_HEADERS, self._rows(), _ROWS)])
+        return self._table().text(_ROWS)
 
     def _describe_search(self) -> str:
         """Return a line about how the schedule was found, and whether it is the fastest."""
@@ -634,7 +630,4 @@ class Plan:
     def _repr_html_(self) -> str:
         from ._plan_html import plan_html
 
-        before, peak, after, seconds = self.simulate()
-        parts = (self._title(), self.chain._outside_text(), self._describe_search())
-        title = "; ".join(filter(None, parts))
-        return plan_html(title, self.steps(), self.chain.names, (before, peak, after), seconds)
+        return plan_html(self._table(), self)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._common.text import bytes_text, table_html
+from .._common.report import Table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
-    from .._types import NDArray
+    from ._plan import Plan
 
-_HEADERS = ["steps", "blocks", "before", "peak", "after", "time"]
+_COLUMNS = ["steps", "blocks", "before [B]", "peak [B]", "after [B]", "time [s]"]
 
 
 class Phase(NamedTuple):
@@ -64,44 +64,22 @@ def _is_next_block(phase: Phase, block: int) -> bool:
     )
 
 
-def plan_html(
-    title: str,
-    steps: Sequence[tuple[str, int]],
-    names: Sequence[str],
-    nbytes: tuple[NDArray, NDArray, NDArray],
-    seconds: NDArray,
-) -> str:
-    """Return an HTML table of a plan's phases, which unfolds to its steps.
+def plan_html(steps: Table, plan: Plan) -> str:
+    """Return the phases of a plan as HTML, which unfold to its `steps`."""
+    before, peak, after, seconds = plan.simulate()
+    names = [*plan.chain.names, "output"]  # a drop frees the input of this block, or the output
 
-    `title`: text above the table. `steps`: (kind, index) pairs. `names`: of the blocks. `nbytes`:
-    arrays with the memory before, at the peak of and after each step, in bytes. `seconds`: time of
-    each step.
-    """
-    before, peak, after = nbytes
-    names = [*names, "output"]  # a drop frees the input of the block with this name, or the output
-
-    def row(phase: Phase) -> list[str]:
-        """Return the table row of a phase, as texts in the columns `_HEADERS`."""
+    def row(phase: Phase) -> tuple[object, ...]:
+        """Return the values of a phase in `_COLUMNS`."""
         part = slice(phase.first_step, phase.last_step + 1)
-        ends = [names[phase.first_block]]
-        if phase.last_block != phase.first_block:
-            ends.append(names[phase.last_block])
-        return [
-            ", ".join(phase.kinds),
-            " … ".join(ends),
-            bytes_text(int(before[phase.first_step])),
-            bytes_text(int(peak[part].max())),
-            bytes_text(int(after[phase.last_step])),
-            f"{seconds[part].sum():.4g} s",
-        ]
+        ends = dict.fromkeys((names[phase.first_block], names[phase.last_block]))
+        memory = before[phase.first_step], peak[part].max(), after[phase.last_step]
+        return ", ".join(phase.kinds), " … ".join(ends), *memory, seconds[part].sum()
 
-    phases = find_phases(steps)
-    table = table_html(title, _HEADERS, [row(phase) for phase in phases])
-    if len(phases) == len(steps):
-        return table
-    step_rows = [
-        row(Phase((kind,), block, block, number, number))
-        for number, (kind, block) in enumerate(steps)
-    ]
-    step_table = table_html("", _HEADERS, step_rows, style=False)
-    return f"{table}<details><summary>all {len(steps):,} steps</summary>{step_table}</details>"
+    phases = find_phases(plan.steps())
+    page = Table(steps.lines, _COLUMNS, [*map(row, phases)]).html()
+    if len(phases) == steps.total:
+        return page
+    steps.lines = []
+    inner = steps.html(style=False)
+    return f"{page}<details><summary>all {steps.total:,} steps</summary>{inner}</details>"

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Literal
 
 from .. import _core
 from .._common.arguments import FLAG, check_flags, check_int
-from .._common.text import bytes_text, count_text, table_html, table_text
+from .._common.report import Shown, Table
+from .._common.text import bytes_text, count_text
 from ._chain import check_chain
 from ._plan import Plan
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ._chain import Chain
 
 _ROWS = 40
-_HEADERS = ["budget", "of plain peak", "time", "over plain time"]
+_COLUMNS = ["budget [B]", "of plain peak [%]", "time [s]", "over plain time [+.1%]"]
 _CLASSES = ("persistent", "any")  # values of `schedules`
 # for reports: how the core searched; {} is the number of slots
 _METHODS = {
@@ -183,7 +184,7 @@ def _plan_any(chain: Chain, budget: int, slots: int, offload: bool) -> Plan:
     )
 
 
-class Pareto:
+class Pareto(Shown):
     """Trade-off curve between memory budget and time.
 
     `pareto` returns it. `len`, iteration and indexing give (budget, seconds) pairs.
@@ -284,8 +285,8 @@ class Pareto:
             f"{bytes_text(high)}, found {self.method}"
         )
 
-    def _rows(self) -> list[list[str]]:
-        """Return one row of texts for each point of the curve, in the columns `_HEADERS`.
+    def _table(self) -> Table:
+        """Return one row for each point of the curve.
 
         Of more than `_ROWS` points, those rows are at about equal distances, with both ends.
         """
@@ -296,19 +297,13 @@ class Pareto:
         peak, unplanned_seconds = self.chain.plain_peak_bytes, self.chain.plain_seconds
         rows = []
         for budget, seconds in (self[i] for i in rows_shown):
-            share = f"{budget / peak:.1%}" if peak else ""
-            over = f"{seconds / unplanned_seconds - 1:+.1%}" if unplanned_seconds else ""
-            rows.append([bytes_text(budget), share, f"{seconds:.4g} s", over])
-        return rows
+            share = budget / peak if peak else None
+            over = seconds / unplanned_seconds - 1 if unplanned_seconds else None
+            rows.append((budget, share, seconds, over))
+        return Table(self._title(), _COLUMNS, rows)
 
     def __repr__(self) -> str:
         return f"<Pareto of {self._title()}>"
-
-    def __str__(self) -> str:
-        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS)}"
-
-    def _repr_html_(self) -> str:
-        return table_html(self._title(), _HEADERS, self._rows())
 
 
 def pareto(chain: Chain, *, slots: int | None = None, offload: bool = False) -> Pareto:

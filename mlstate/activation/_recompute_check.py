@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from .._common.backend import backend_named
-from .._common.text import count_text, shorten, table_html
+from .._common.report import Shown, Table
+from .._common.text import count_text, shorten
 from ._backend import ActivationBackend
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 _ROWS = 40
 _CELL = 600  # characters of a name or text in reports
-_HEADERS = ["block", "where", "what", "in detail"]
+_COLUMNS = ["block", "where", "what", "in detail"]
 
 
 class Finding(NamedTuple):
@@ -46,7 +47,7 @@ class Finding(NamedTuple):
     text: str
 
 
-class RecomputeReport:
+class RecomputeReport(Shown):
     """Result of `check`; true if there are no findings.
 
     Parameters
@@ -88,8 +89,8 @@ class RecomputeReport:
             return f"{blocks} run again: all gave the same bits"
         return f"{blocks} run again: {count_text(finding_count, 'finding')}"
 
-    def _rows(self) -> list[list[str]]:
-        return [[f.block, f.where, f.kind, f.text] for f in self.findings]
+    def _table(self) -> Table:
+        return Table(self._title(), _COLUMNS, self.findings)
 
     def __str__(self) -> str:
         """Return the title and the first findings as lines."""
@@ -102,12 +103,6 @@ class RecomputeReport:
         hidden = len(self.findings) - _ROWS
         more = [f"… {hidden:,} more"] if hidden > 0 else []
         return "\n".join([self._title(), *lines, *more])
-
-    def __repr__(self) -> str:
-        return f"<RecomputeReport: {self._title()}>"
-
-    def _repr_html_(self) -> str:
-        return table_html(self._title(), _HEADERS, self._rows())
 
 
 def check(

@@ -7,12 +7,13 @@ import os
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from .._common.report import Table
 from .._common.store_error import store_error
-from .._common.text import bytes_text, count_text, printable, table_text
+from .._common.text import bytes_text, count_text
 from ..errors import ChecksumError, CompatibilityError, FormatError, MLStateError, StoreError
 
 _ROWS = 20
-PROBLEM_HEADERS = ["problem", "file", "tensor", "bytes", "what"]
+PROBLEM_COLUMNS = ["problem", "file", "tensor", "bytes", "what"]
 
 
 class Problem(NamedTuple):
@@ -188,19 +189,20 @@ class VerifyReport:
             return count_text(len(self.problems), "problem")
         return "intact, but load refuses it" if self.refusal else "good"
 
-    def _rows(self) -> list[list[str]]:
-        """Return a row of texts for each problem, in `PROBLEM_HEADERS` columns.
+    def _table(self) -> Table:
+        """Return a row for each problem.
 
         The bytes are a range: begin and end in the file. The text names the file as `path` does.
+        The title has a second line with the reason why a load refuses it, if any.
         """
         place = self.path if "://" in self.path else os.path.abspath(os.path.expanduser(self.path))
         is_file = os.path.isfile(place)
         rows = []
         for p in self.problems:
             text = p.text.replace(place if is_file else f"{place}/{p.path}", p.path)
-            span = f"{p.offset}-{p.offset + p.length}" if p.length else ""
-            rows.append([p.kind, p.path, p.name or "", span, text.removeprefix(f"{p.path}: ")])
-        return rows
+            span = f"{p.offset}-{p.offset + p.length}" if p.length else None
+            rows.append((p.kind, p.path, p.name, span, text.removeprefix(f"{p.path}: ")))
+        return Table([self._title(), self.refusal], PROBLEM_COLUMNS, rows)
 
     def _title(self) -> str:
         """Return one line: path, result, step, bytes read, and the checksums that were compared."""
@@ -212,23 +214,19 @@ class VerifyReport:
             parts += [f"compared with {' and '.join(self.compared)}"] if self.compared else []
         else:
             parts.append("no checksums: only its structure was looked at")
-        return printable(f"{self.path}: {', '.join(parts)}")
-
-    def _lines(self) -> list[str]:
-        """Return the title, and the reason why a load refuses it, if any."""
-        return [self._title(), *([printable(self.refusal)] if self.refusal else [])]
+        return f"{self.path}: {', '.join(parts)}"
 
     def __repr__(self) -> str:
         files = (("left over", self.leftover), ("that mlstate did not write", self.strange))
-        counts = [f"{count_text(len(names), 'file')} {label}" for label, names in files if names]
-        table = [table_text(PROBLEM_HEADERS, self._rows(), _ROWS)] if self.problems else []
-        repaired = [f"repaired: generation {self.repaired}"] if self.repaired else []
-        return "\n".join([*self._lines(), *counts, *repaired, *table])
+        table = self._table()
+        table.lines += [f"{count_text(len(names), 'file')} {of}" for of, names in files if names]
+        table.lines += [f"repaired: generation {self.repaired}"] if self.repaired else []
+        return table.text(_ROWS)
 
     def _repr_html_(self) -> str:
         from ._pages.html import report_html
 
-        return report_html(self, PROBLEM_HEADERS)
+        return report_html(self)
 
 
 def note_refusal(report: VerifyReport, error: MLStateError, name: str) -> None:

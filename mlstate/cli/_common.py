@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .._common.local_path import local_path
-from .._common.text import shorten, table_text
+from .._common.report import Table
+from .._common.text import printable, shorten
 from ..checkpoint._folder.local import hub_hint
 from ..checkpoint._sources.open_source import Choice, open_source
 from ..checkpoint._steps.step_choice import check_choice
@@ -17,7 +18,7 @@ from ..checkpoint._store.chosen_names import chosen_names
 from ..checkpoint._store.open_path import is_url
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from ..checkpoint._sources.protocol import Source
 
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 # by the usage of an argument: its help text, or keywords of `add_argument`
 Usages: TypeAlias = "Mapping[str, Any]"
-Table: TypeAlias = "tuple[Sequence[str], Sequence[Sequence[str]]]"  # headers and rows
 
 PATH_HELP = "a checkpoint, a run, a Hugging Face model, a folder or file of torch, or a .npz file"
 NO_CHOICE: Choice = (None, None, None)
@@ -180,16 +180,15 @@ def print_result(
 ) -> int:
     """Print the result of a command, as JSON or as lines and tables; return the exit status.
 
-    An empty table is not printed.
+    Of an empty table, only the title is printed.
     """
     if arguments.json:
         print(json.dumps(data, indent=2))
         return status
     for line in lines:
-        if isinstance(line, str):
-            print(line)
-        elif line[1]:
-            print(table_text(*line, len(line[1]), _WIDTH))
+        text = printable(line) if isinstance(line, str) else line.text(line.total, _WIDTH)
+        if text or line == "":
+            print(text)
     return status
 
 

@@ -6,8 +6,7 @@ import argparse
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.text import printable
-from ..kv._model_states import state_row
+from ..kv._model_states import state_table
 from ._common import Commands, Usages, add_actions_of, add_command, print_result
 
 if TYPE_CHECKING:
@@ -67,9 +66,8 @@ def _run_states(which: ModelFormat, arguments: argparse.Namespace) -> int:
     }
     lines = []
     for name, states in functions.items():
-        label = printable(name)
-        lines.append(f"{label} (default)" if name == default and len(functions) > 1 else label)
-        rows = [tuple(map(printable, state_row(spec))) for spec in states.values()]
+        lines.append(f"{name} (default)" if name == default and len(functions) > 1 else name)
+        rows = state_table("", states.values()).texts()
         width = max((len(row[0]) for row in rows), default=0)
         for state, shape, dtype, nbytes in rows:
             lines.append(f"  {state:{width}}  {dtype}  {shape}  {nbytes}")
@@ -85,4 +83,4 @@ def _run_plan(which: ModelFormat, arguments: argparse.Namespace) -> int:
         if action.option_strings and action.dest not in ("help", "json", "at")
     }
     plan = which.plan(arguments.source, arguments.target, arguments.at, **options)
-    return print_result(arguments, plan.to_dict(), [str(plan)], 0 if plan.fits else 1)
+    return print_result(arguments, plan.to_dict(), str(plan).splitlines(), 0 if plan.fits else 1)

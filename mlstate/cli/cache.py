@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from .._common.atomic_file import Target, new_file
 from .._common.dtypes import name_of
 from .._common.local_path import local_path, refuse_same_path
-from .._common.text import bytes_text, count_text, printable
+from .._common.report import Table
+from .._common.text import bytes_text, count_text
 from .._safetensors import save_file
 from ..checkpoint._convert.read_write import begin_write
 from ..checkpoint._files.safetensors_verify import read_header
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add"]
 
-_HEADERS = ("layer", "class", "tokens", "numbers", "array", "shape", "dtype", "bytes")
+_COLUMNS = ["layer", "class", "tokens [n]", "numbers", "array", "shape", "dtype", "bytes [B]"]
 _VERSIONS = dict(zip(GENERATIONS, ("0.31 or earlier", "0.32 or later"), strict=True))
 _NO_VERIFY = "--no-verify"
 
@@ -95,21 +96,20 @@ def _layer_data(name: str, layer: LayerValues) -> dict[str, Any]:
     }
 
 
-def _layer_rows(name: str, layer: LayerValues) -> list[list[str]]:
-    """Return a row in `_HEADERS` columns for each array of a layer, or one row without an array.
+def _layer_rows(layer: dict[str, Any], is_empty: bool) -> list[list[object]]:
+    """Return a row for each array of a layer, as `_layer_data` returns it, or one without an array.
 
-    `name`: its place, as `_flat` returns it. Only the first row has place, class, tokens, numbers.
+    Only the first row has place, class, tokens, numbers.
     """
-    numbers = ", ".join(f"{key} {value}" for key, value in _numbers_of(layer).items())
-    tokens = "-" if layer.tokens is None or layer.is_empty else f"{layer.tokens:,}"
-    head = [name, layer.cls.name, tokens, numbers]
+    numbers = ", ".join(f"{key} {value}" for key, value in layer["numbers"].items())
+    tokens = "-" if layer["tokens"] is None or is_empty else layer["tokens"]
+    head = [layer["layer"], layer["class"], tokens, numbers]
     rows = [
-        [key, str(array.shape), name_of(array.dtype), bytes_text(array.nbytes)]
-        for key, array in _arrays_of(layer).items()
+        [key, tuple(array["shape"]), array["dtype"], array["bytes"]]
+        for key, array in layer["arrays"].items()
     ]
-    return [
-        [*(head if i == 0 else [""] * len(head)), *row] for i, row in enumerate(rows or [[""] * 4])
-    ]
+    none = [None] * 4
+    return [[*(none if i else head), *row] for i, row in enumerate(rows or [none])]
 
 
 def run_show(arguments: argparse.Namespace) -> int:
@@ -118,6 +118,7 @@ def run_show(arguments: argparse.Namespace) -> int:
     prompt = read_prompt(arguments.file, verify=arguments.verify, mmap=True, remedy=_NO_VERIFY)
     header = read_header(str(local_path(arguments.file)), verify=arguments.verify)
     layers, tokens = _flat(prompt.layers), _tokens_of(prompt)
+    listed = [_layer_data(*each) for each in layers]
     data = {
         "path": arguments.file,
         "mlx_lm": prompt.generation,
@@ -125,7 +126,7 @@ def run_show(arguments: argparse.Namespace) -> int:
         "bytes": prompt.nbytes,
         "checksums": header.has_checksums,
         "metadata": prompt.metadata,
-        "layers": [_layer_data(*each) for each in layers],
+        "layers": listed,
     }
     parts = [
         f"prompt cache of mlx-lm {_VERSIONS[prompt.generation]}",
@@ -135,10 +136,12 @@ def run_show(arguments: argparse.Namespace) -> int:
         "with checksums" if header.has_checksums else "no checksums",
         *(["not compared"] if header.has_checksums and not arguments.verify else []),
     ]
-    lines = [f"{printable(arguments.file)}: {', '.join(parts)}"]
+    lines = [f"{arguments.file}: {', '.join(parts)}"]
     lines += value_lines("metadata", prompt.metadata)
-    table = _HEADERS, [row for each in layers for row in _layer_rows(*each)]
-    return print_result(arguments, data, [*lines, table])
+    rows: list[list[object]] = []
+    for each, (_, layer) in zip(listed, layers, strict=True):
+        rows += _layer_rows(each, layer.is_empty)
+    return print_result(arguments, data, [Table(lines, _COLUMNS, rows)])
 
 
 def run_convert(arguments: argparse.Namespace) -> int:
@@ -166,5 +169,5 @@ def run_convert(arguments: argparse.Namespace) -> int:
         "bytes": nbytes,
     }
     size = f"{count_text(len(prompt.layers), 'layer')}, {bytes_text(nbytes)}"
-    text = f"{printable(arguments.target)}: {size}, for mlx-lm {_VERSIONS[arguments.to]}"
+    text = f"{arguments.target}: {size}, for mlx-lm {_VERSIONS[arguments.to]}"
     return print_result(arguments, data, [text])

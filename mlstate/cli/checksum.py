@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from .._common.text import bytes_text, count_text, printable
+from .._common.text import bytes_text, count_text
 from ..checkpoint import checksum
 from ._common import Commands, add_command, bytes_of_files, print_result, stat_path
 from ._progress import progress_of
@@ -29,5 +29,5 @@ def run_checksum(arguments: argparse.Namespace) -> int:
     with progress_of("checksum", lambda: bytes_of_files(arguments.path)) as progress:
         files = checksum(arguments.path, overwrite=arguments.force, progress=progress)
     size = f"{count_text(len(files), 'file')}, {bytes_text(sum(files.values()))}"
-    text = f"{printable(arguments.path)}: checksums of {size}, written"
+    text = f"{arguments.path}: checksums of {size}, written"
     return print_result(arguments, {"path": arguments.path, "files": files}, [text])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .._common.converted import float_name
-from .._common.text import bytes_text, count_text, printable
+from .._common.text import bytes_text, count_text
 from ..checkpoint._convert.convert import Conversion, convert
 from ..checkpoint._convert.formats import FLAT
 from ..checkpoint._convert.formats import NAMES as FORMATS
@@ -107,8 +107,8 @@ def run_convert(arguments: argparse.Namespace) -> int:
         for name, size in sizes.items()
         if size is not None
     ]
-    texts += [f"states {', '.join(map(printable, written.states))}"] if written.states else []
-    lines = [f"{printable(arguments.target)} ({written.format}): {'; '.join(texts)}"]
+    texts += [f"states {', '.join(written.states)}"] if written.states else []
+    lines = [f"{arguments.target} ({written.format}): {'; '.join(texts)}"]
     if written.format in FLAT and None not in sizes.values():
         text = "names begin with model. and optimizer.; --only model writes the model's own names"
         lines.append(text)

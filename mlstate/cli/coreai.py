@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 
-from .._common.text import printable
 from ..coreai import plan_transition, verify
 from ..coreai._specs import read_functions
 from ..errors import FormatError
@@ -46,5 +45,5 @@ def run_verify(arguments: argparse.Namespace) -> int:
         problem = str(error)
     status = 0 if problem is None else 1
     facts = {"path": arguments.model, "good": not status, "sha256": digest, "problem": problem}
-    good = f"{printable(arguments.model)}: good, SHA-256 {digest}"
-    return print_result(arguments, facts, [printable(problem or "") or good], status)
+    good = f"{arguments.model}: good, SHA-256 {digest}"
+    return print_result(arguments, facts, [problem or good], status)

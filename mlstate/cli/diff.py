@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from .._common.arrays import copy_of
 from .._common.batches import batches_of
+from .._common.report import Table
 from .._common.scales import codes_of
-from .._common.text import printable
 from ..checkpoint._checkpoint.checkpoint import TensorRecord
 from ..checkpoint._convert.lightning import as_folder
 from ..checkpoint._diff import Settings, diff_settings, list_entries, name_entries
@@ -24,11 +24,10 @@ from ..checkpoint._sources.whole import WholeSource
 from ..checkpoint._states.restore import load_trees
 from ..errors import CheckpointWarning
 from ..state import diff
-from ..state._diff import StateDiff, diff_states, join_diffs, table_of
+from ..state._diff import StateDiff, diff_states, join_diffs
 from ._common import (
     PATH_HELP,
     Commands,
-    Table,
     add_command,
     choice_of,
     chosen_keys,
@@ -248,13 +247,13 @@ def _diff_data(difference: StateDiff) -> dict[str, Any]:
     return data
 
 
-def _lines(sides: list[_Side], differences: list[StateDiff]) -> Iterator[str | Table]:
-    """Yield a title and a table for each section, without those that both sides lack."""
+def _lines(sides: list[_Side], differences: list[StateDiff]) -> Iterator[Table]:
+    """Yield a table for each section, without those that both sides lack."""
     for section, (name, difference) in enumerate(zip(_SECTIONS, differences, strict=True)):
         if sides[0].entries[section] or sides[1].entries[section] or not difference.identical:
-            title, headers, rows = table_of(difference)
-            yield f"{name}: {printable(title)}"
-            yield headers, rows
+            table = difference._table()
+            table.lines[0] = f"{name}: {table.lines[0]}"
+            yield table
 
 
 def run_diff(arguments: argparse.Namespace) -> int:

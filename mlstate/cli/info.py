@@ -20,4 +20,4 @@ def run_info(arguments: argparse.Namespace) -> int:
     from .._info import info
 
     facts = info()
-    return print_result(arguments, facts.to_dict(), [str(facts)])
+    return print_result(arguments, facts.to_dict(), str(facts).splitlines())

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .._common.text import bytes_text, count_text, printable, steps_text
+from .._common.report import Table
+from .._common.text import bytes_text, count_text, steps_text
 from ..checkpoint import CheckpointManager, inspect
-from ..checkpoint._checkpoint.checkpoint import TENSOR_HEADERS, in_order, stored_text, tensor_row
+from ..checkpoint._checkpoint.checkpoint import in_order, stored_text, tensor_table
 from ..checkpoint._folder.names import SECTIONS
 from ._common import (
     PATH_HELP,
     Commands,
-    Table,
     add_arguments,
     add_command,
     choice_of,
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add"]
 
-_SHARDS = ("shard", "rank", "shape", "bytes", "version", "file", "offset")
+_SHARDS = ["shard", "rank", "shape", "bytes", "version", "file", "offset"]
 # attributes of a checkpoint that --json prints
 _SIZES = ("parameters", "nbytes", "stored_nbytes")
 _SAVE = ("generation", "sequence", "step", "created", "writer", "world_size")
@@ -61,22 +61,22 @@ def _data_of(facts: dict[str, Any]) -> dict[str, Any]:
     return data
 
 
-def _shard_rows(record: ShardRecord) -> list[list[str]]:
+def _shard_rows(record: ShardRecord) -> list[list[object]]:
     """Return a table row for the shard, and one for each layer of a sparse or compressed shard.
 
     Hidden bytes of a layer are those that later layers replace.
     """
     place, size = f"{record.key} [{record.part}]", bytes_text(record.nbytes)
-    row = [place, str(record.rank), str(record.shape), size, str(record.version)]
+    row = [place, record.rank, record.shape, size, record.version]
     if record.layers is None:
-        return [[*row, str(record.path), str(record.offset)]]
+        return [[*row, record.path, record.offset]]
     storage = count_text(len(record.layers), "layer") if record.layers else "all zeros"
-    rows = [[*row, storage, ""]]
+    rows: list[list[object]] = [[*row, storage, None]]
     for layer in record.layers:
         hidden = layer.held_nbytes - layer.visible_nbytes
         size = bytes_text(layer.nbytes) + (f" {layer.codec}" if layer.codec else "")
         size += f", {bytes_text(hidden)} hidden" if hidden else ""
-        rows.append(["", "", "", size, "", layer.path, str(layer.offset)])
+        rows.append([None, None, None, size, None, layer.path, layer.offset])
     return rows
 
 
@@ -149,22 +149,22 @@ def _lines(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[str | 
         parts.append(count_text(checkpoint.world_size, "rank"))
     if kind in ("huggingface", "safetensors"):
         parts.append("with checksums" if _has_checksums(checkpoint) else "no checksums")
-    lines = [f"{printable(arguments.path)}: {', '.join(parts)}"]
+    lines = [f"{arguments.path}: {', '.join(parts)}"]
     if kind == "checkpoint":
         saved = f"saved {checkpoint.created} by {checkpoint.writer}"
-        lines.append(printable(f"{saved}, generation {checkpoint.generation}"))
+        lines.append(f"{saved}, generation {checkpoint.generation}")
     for label, state in (("model", checkpoint.model), ("optimizer", checkpoint.optimizer)):
         lines += value_lines(label, state if state != {"kind": "state"} else None)
     if checkpoint.states:
-        lines.append(f"states: {printable(', '.join(sorted(checkpoint.states)))}")
+        lines.append(f"states: {', '.join(sorted(checkpoint.states))}")
     if checkpoint.quantization:
-        lines.append(f"quantized: {printable(checkpoint.quantization)}")
+        lines.append(f"quantized: {checkpoint.quantization}")
     lines += value_lines("metadata", checkpoint.metadata)
     if steps := _steps(checkpoint):
         lines.append(f"steps: {steps_text(steps)}")
     shards = _shards(checkpoint, tensors) if arguments.shards else []
     rows = [row for shard in shards for row in _shard_rows(shard)]
-    return [*lines, (TENSOR_HEADERS, [*map(tensor_row, tensors)]), (_SHARDS, rows)]
+    return [*lines, tensor_table("", tensors), Table("", _SHARDS, rows)]
 
 
 def run_inspect(arguments: argparse.Namespace) -> int:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 from .. import _core
 from .._common.budget import parse_size
 from .._common.local_path import local_folder
-from .._common.text import bytes_text, count_text, printable
+from .._common.report import Table
+from .._common.text import bytes_text, count_text
 from ..checkpoint._options import check_timeout
-from ..prompts._listing import HEADERS, StoredPrompt, list_prompts
+from ..prompts._listing import StoredPrompt, list_prompts, prompt_table
 from ._common import Commands, add_actions_of, add_command, print_result, shared
 
 if TYPE_CHECKING:
@@ -54,8 +55,7 @@ def run_ls(arguments: argparse.Namespace) -> int:
         prompts, stats = list_prompts(log, arguments.path), log.stats()
     facts = {"path": arguments.path, "prompts": [each.facts() for each in prompts], **stats}
     size = f"{count_text(len(prompts), 'prompt')}, {bytes_text(stats['disk_bytes'])} on disk"
-    table = HEADERS, [each.row() for each in prompts]
-    return print_result(arguments, facts, [f"{printable(arguments.path)}: {size}", table])
+    return print_result(arguments, facts, [prompt_table(f"{arguments.path}: {size}", prompts)])
 
 
 def run_show(arguments: argparse.Namespace) -> int:
@@ -71,12 +71,12 @@ def run_show(arguments: argparse.Namespace) -> int:
     more = "" if len(tokens) <= _TOKENS else " ..."
     lines = [
         f"{prompt.key}: {count_text(len(tokens), 'token')}, {bytes_text(prompt.nbytes)}",
-        f"model: {printable(prompt.model)}, fingerprint sha256:{prompt.fingerprint}",
+        f"model: {prompt.model}, fingerprint sha256:{prompt.fingerprint}",
         f"tokens: {' '.join(map(str, tokens[:_TOKENS]))}{more}",
     ]
-    rows = [(e["name"], e["kind"], str(tuple(e["shape"])), e["dtype"]) for e in entries]
-    table = ("entry", "kind", "shape without positions", "dtype"), rows
-    return print_result(arguments, facts, [*lines, table])
+    rows = [(e["name"], e["kind"], tuple(e["shape"]), e["dtype"]) for e in entries]
+    columns = ["entry", "kind", "shape without positions", "dtype"]
+    return print_result(arguments, facts, [Table(lines, columns, rows)])
 
 
 def _choose_prompt(prompts: list[StoredPrompt], prefix: str) -> StoredPrompt:
@@ -117,11 +117,10 @@ def _print_damage(
 
     `damage`: (file, offset in bytes, text) of each. Return the exit status.
     """
-    listed = [dict(zip(("file", "offset", "text"), each, strict=True)) for each in damage]
-    facts = {"path": arguments.path, "damage": listed}
-    table = ("file", "offset", "damage"), [tuple(map(str, each)) for each in damage]
-    title = f"{printable(arguments.path)}: {summary}"
-    return print_result(arguments, facts, [title, table], status)
+    columns = ["file", "offset", "damage"]
+    table = Table(f"{arguments.path}: {summary}", columns, damage)
+    facts = {"path": arguments.path, "damage": table.data(damage="text")}
+    return print_result(arguments, facts, [table], status)
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
@@ -135,4 +134,4 @@ def run_prune(arguments: argparse.Namespace) -> int:
         freed, stats = log.prune(most, check_timeout(arguments.lock_timeout)), log.stats()
     facts = {"path": arguments.path, "freed_bytes": freed, **stats}
     size = f"{bytes_text(freed)} freed, {bytes_text(stats['disk_bytes'])} on disk"
-    return print_result(arguments, facts, [f"{printable(arguments.path)}: {size}"])
+    return print_result(arguments, facts, [f"{arguments.path}: {size}"])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from .._common.text import bytes_text, count_text, printable, sort_steps, steps_text
+from .._common.report import Table
+from .._common.text import count_text, sort_steps, steps_text
 from ..checkpoint import prune
 from ..checkpoint._store.open_path import is_url
 from ._common import Commands, add_command, find, print_result, shared
@@ -61,10 +62,10 @@ def run_prune(arguments: argparse.Namespace) -> int:
         "kept": sort_steps(report.kept),
         "bytes": report.nbytes,
     }
-    lines = [f"{printable(arguments.path)}: {report._title()}"]
+    lines = [f"{arguments.path}: {report._title()}"]
     if report.steps:
         verb = "would go" if report.dry_run else "gone"
         lines.append(f"{count_text(len(report.steps), 'step')} {verb}: {steps_text(report.steps)}")
         lines.append(f"kept: {steps_text(report.kept)}")
-    rows = [[name, bytes_text(size)] for name, size in report.files.items()]
-    return print_result(arguments, data, [*lines, (("file", "bytes"), rows)])
+    files = Table(lines, ["file", "bytes [B]"], [*report.files.items()])
+    return print_result(arguments, data, [files])

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from .._common.text import bytes_text, count_text, printable, steps_text
+from .._common.report import Table
+from .._common.text import count_text, steps_text
 from ..checkpoint import verify
 from ..checkpoint._folder.names import MANIFEST, Root
 from ..checkpoint._manager.prune import delete_roots
@@ -48,7 +49,7 @@ def _read_lineage(path: str) -> tuple[CheckpointFiles, Lineage]:
 def run_list(arguments: argparse.Namespace) -> int:
     """Print one row for each version that followers can reach; return 0."""
     files, lineage = _read_lineage(arguments.path)
-    rows: list[dict[str, Any]] = []
+    rows = []
     is_reachable = False  # by versions from an anchor on
     for version in lineage.versions:
         try:
@@ -60,17 +61,13 @@ def run_list(arguments: argparse.Namespace) -> int:
         if not is_reachable:
             continue
         nbytes = sum(record.data_bytes for record in manifest.indexes)
-        facts = {"step": version.step, "kind": version.kind, "bytes": nbytes}
-        rows.append({**facts, "ranks": manifest.world_size, "created": manifest.created})
-    data = {"path": files.path, "lineage": lineage.name, "versions": rows}
-    count = count_text(len(rows), "version")
-    title = f"{printable(arguments.path)}: {count}, lineage {printable(lineage.name)}"
-    texts = [
-        [bytes_text(cell) if name == "bytes" else str(cell) for name, cell in row.items()]
-        for row in rows
-    ]
-    headers = ("step", "kind", "bytes", "ranks", "created")
-    return print_result(arguments, data, [title, (headers, texts)])
+        row = version.step, version.kind, nbytes, manifest.world_size, manifest.created
+        rows.append(row)
+    title = f"{arguments.path}: {count_text(len(rows), 'version')}, lineage {lineage.name}"
+    columns = ["step", "kind", "bytes [B]", "ranks", "created"]
+    table = Table(title, columns, rows)
+    data = {"path": files.path, "lineage": lineage.name, "versions": table.data()}
+    return print_result(arguments, data, [table])
 
 
 def run_verify(arguments: argparse.Namespace) -> int:
@@ -98,13 +95,13 @@ def run_verify(arguments: argparse.Namespace) -> int:
         rows.append({**facts, "problems": problems})
     is_good = all(row["good"] for row in rows)
     data = {"path": files.path, "good": is_good, "versions": rows}
-    title = f"{printable(arguments.path)}: {'good' if is_good else 'damaged'}"
-    texts = []
-    for row in rows:
-        result = "; ".join(map(printable, row["problems"])) or "good"
-        texts.append([str(row["step"]), row["kind"], bytes_text(row["bytes"]), result])
-    table = ("step", "kind", "read", "result"), texts
-    return print_result(arguments, data, [title, table], 0 if is_good else 1)
+    columns = ["step", "kind", "read [B]", "result"]
+    cells = [
+        (row["step"], row["kind"], row["bytes"], "; ".join(row["problems"]) or "good")
+        for row in rows
+    ]
+    table = Table(f"{arguments.path}: {'good' if is_good else 'damaged'}", columns, cells)
+    return print_result(arguments, data, [table], 0 if is_good else 1)
 
 
 def run_prune(arguments: argparse.Namespace) -> int:
@@ -129,5 +126,5 @@ def run_prune(arguments: argparse.Namespace) -> int:
     report = delete_roots(files, choose, dry_run=False, timeout=timeout)
     data = {**report._asdict(), "bytes": report.nbytes}
     del data["dry_run"]
-    title = f"{printable(arguments.path)}: {report._title()}"
+    title = f"{arguments.path}: {report._title()}"
     return print_result(arguments, data, [title, f"kept: {steps_text(report.kept)}"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from .. import _core
-from .._common.text import bytes_text, count_text, names_hint, printable
+from .._common.text import bytes_text, count_text, names_hint
 from .._sharding.layout import LAYOUT_NAMES
 from ..checkpoint import Layout, inspect, reshard
 from ._common import Commands, add_command, choice_of, find, print_result, shared
@@ -95,5 +95,5 @@ def run_reshard(arguments: argparse.Namespace) -> int:
         "files": files,
     }
     amount = f"{bytes_text(resharded.nbytes)} in {count_text(files, 'file')}"
-    text = f"{printable(arguments.target)}: {amount}, for {count_text(ranks, 'rank')}"
+    text = f"{arguments.target}: {amount}, for {count_text(ranks, 'rank')}"
     return print_result(arguments, data, [text])

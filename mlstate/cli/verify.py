@@ -7,9 +7,10 @@ import os
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from .._common.text import bytes_text, count_text, printable, shorten
+from .._common.report import Table
+from .._common.text import bytes_text, count_text, shorten
 from ..checkpoint._folder.names import MANIFEST
-from ..checkpoint._report import PROBLEM_HEADERS, VerifyReport
+from ..checkpoint._report import PROBLEM_COLUMNS, VerifyReport
 from ..checkpoint._sources.indexed import IndexedSource
 from ..checkpoint._sources.verify_root import list_others, verify_root
 from ..checkpoint._store.checkpoint_files import CheckpointFiles
@@ -19,7 +20,6 @@ from ._common import (
     NO_CHOICE,
     PATH_HELP,
     Commands,
-    Table,
     add_arguments,
     add_command,
     bytes_of_files,
@@ -144,8 +144,8 @@ def _json_data(
     }
 
 
-def _lines_of_steps(path: str, reports: dict[str | None, VerifyReport]) -> list[str | Table]:
-    """Return a line about all steps of a run, a row for each step, then a row for each problem.
+def _tables_of_steps(path: str, reports: dict[str | None, VerifyReport]) -> list[Table]:
+    """Return a row for each step, under a title about all of them, then a row for each problem.
 
     `path`: as the user gave it. `reports`: on each step, by its root.
     """
@@ -153,14 +153,15 @@ def _lines_of_steps(path: str, reports: dict[str | None, VerifyReport]) -> list[
     total = count_text(len(reports), "checkpoint")
     result = f"{damaged:,} of {total} damaged" if damaged else f"{total} good"
     read = bytes_text(sum(report.bytes for report in reports.values()))
-    steps, problems = [], []
+    steps: list[list[Any]] = []
+    problems: list[list[Any]] = []
     for root, report in reports.items():
-        step = "?" if report.step is None else str(report.step)
-        steps.append([step, report._result(), bytes_text(report.bytes), root or ""])
-        problems += [[step, *row] for row in report._rows()]
-    title = f"{printable(path)}: {result}, {read} read"
-    headers = ("step", "result", "read", "manifest")
-    return [title, (headers, steps), (("step", *PROBLEM_HEADERS), problems)]
+        step = "?" if report.step is None else report.step
+        steps.append([step, report._result(), report.bytes, root])
+        problems += [[step, *row] for row in report._table().rows]
+    headers = ["step", "result", "read [B]", "manifest"]
+    listed = Table(f"{path}: {result}, {read} read", headers, steps)
+    return [listed, Table("", ["step", *PROBLEM_COLUMNS], problems)]
 
 
 def _lines_of_files(label: str, names: list[str]) -> list[str]:
@@ -213,9 +214,9 @@ def run_verify(arguments: argparse.Namespace) -> int:
     status = 1 if not good else 3 if of_folder.refusal else 0
     data = _json_data(reports, of_folder, kind, status == 0)
     of_folder.path = path
-    lines = _lines_of_steps(path, reports)
-    if not arguments.all_steps:
-        lines = [*of_folder._lines(), (PROBLEM_HEADERS, of_folder._rows())]
+    lines: list[str | Table] = [of_folder._table()]
+    if arguments.all_steps:
+        lines = [*_tables_of_steps(path, reports)]
     lines += _lines_of_files("left over, which mlstate prune deletes", of_folder.leftover)
     text = {"checkpoint": "of another program", "files": "that the checksums do not list"}.get(
         kind, "that the index or the checksums do not name"

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from .._common.text import bytes_text, table_html, table_text
+from .._common.report import Shown, Table
+from .._common.text import bytes_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-_ROWS = 40
-_HEADERS = ["bucket", "parameters", "bytes", "full", "agreed after", "reduced in", "GB/s"]
+
+_COLUMNS = ["bucket", "parameters", "bytes [B]", "full [ms]", "agreed after [ms]"]
+_COLUMNS += ["reduced in [ms]", "GB/s [.2f]"]
 
 
 class Bucket(NamedTuple):
@@ -45,7 +47,7 @@ class Bucket(NamedTuple):
     waits: tuple[float, ...]
 
 
-class BackwardReport:
+class BackwardReport(Shown):
     """Timing of the gradients and buckets of one backward pass.
 
     `FSDPBackwardHook.report` returns it. ``print`` and notebooks show it as a table, and
@@ -154,8 +156,8 @@ class BackwardReport:
             text += f"; each of the others waited {seconds * 1e3:.1f} ms for rank {rank}"
         return text
 
-    def _rows(self) -> list[list[str]]:
-        """Return one row of texts for each bucket, in the columns `_HEADERS`.
+    def _table(self) -> Table:
+        """Return one row for each bucket.
 
         A bucket's parameters are their number, and the first and the last name. The times are: when
         its last gradient arrived, how much later all ranks agreed on it, and how long its reduction
@@ -165,24 +167,7 @@ class BackwardReport:
         for number, bucket in enumerate(self.buckets):
             names, seconds = bucket.names, bucket.ended - bucket.agreed
             last = f" … {names[-1]}" if len(names) > 1 else ""
-            rows.append(
-                [
-                    str(number),
-                    f"{len(names)}: {names[0]}{last}",
-                    bytes_text(bucket.bytes),
-                    f"{bucket.ready * 1e3:.2f} ms",
-                    f"{(bucket.agreed - bucket.ready) * 1e3:.2f} ms",
-                    f"{seconds * 1e3:.2f} ms",
-                    f"{bucket.bytes / max(seconds, 1e-9) / 1e9:.2f}",
-                ]
-            )
-        return rows
-
-    def __str__(self) -> str:
-        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), _ROWS)}"
-
-    def __repr__(self) -> str:
-        return f"<BackwardReport: {self._title()}>"
-
-    def _repr_html_(self) -> str:
-        return table_html(self._title(), _HEADERS, self._rows())
+            times = bucket.ready, bucket.agreed - bucket.ready, seconds
+            speed = bucket.bytes / max(seconds, 1e-9) / 1e9
+            rows.append((number, f"{len(names)}: {names[0]}{last}", bucket.bytes, *times, speed))
+        return Table(self._title(), _COLUMNS, rows)

@@ -12,7 +12,8 @@ import numpy as np
 from .. import _core
 from .._common.arrays import is_torch, refuse_masked
 from .._common.dtypes import as_numbers
-from .._common.text import names_hint, table_html, table_text
+from .._common.report import Shown, Table
+from .._common.text import names_hint
 from ._gradient_ops import packed
 
 if TYPE_CHECKING:
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from ._sharding_unit import FSDPShardingUnit
 
 _BLOCK = 1 << 20  # elements that are compared at a time
-_LISTED = 20  # rows of the table
 # Relative rounding error of an element, by dtype; others are float64 or exact.
 _ROUNDING = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-24}
 
@@ -50,7 +50,7 @@ class Mismatch(NamedTuple):
     actual: complex | str
 
 
-class GradientReport:
+class GradientReport(Shown):
     """Result of a verification; true if all gradients match.
 
     Attributes
@@ -84,23 +84,12 @@ class GradientReport:
         verb = "differs" if wrong == 1 else "differ"
         return f"{wrong} of {self.compared} gradients {verb} by more than {self.atol:g}"
 
-    def _rows(self) -> tuple[list[str], list[list[str]]]:
-        """Return the headers and one row of texts for each mismatch."""
-        headers = ["parameter", "rank", "element", "expected", "actual"]
-        rows = [
-            [m.parameter, str(m.rank), f"{m.element:,}" if m.element is not None else ""]
-            for m in self.mismatches
-        ]
-        for row, m in zip(rows, self.mismatches, strict=True):
-            row += [str(m.expected), str(m.actual)]
-        return headers, rows
+    def _table(self) -> Table:
+        columns = ["parameter", "rank", "element [n]", "expected", "actual"]
+        return Table(self._title(), columns, self.mismatches)
 
     def __repr__(self) -> str:
-        headers, rows = self._rows()
-        return f"{self._title()}\n{table_text(headers, rows, _LISTED)}" if rows else self._title()
-
-    def _repr_html_(self) -> str:
-        return table_html(self._title(), *self._rows())
+        return str(self)
 
 
 def _iterate_blocks(array: Array) -> Iterator[Any]:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args, overload
 
 from .. import _core
 from .._common.dtypes import DTYPES, dtype_name
+from .._common.report import Table
 from .._common.set_module import set_module
-from .._common.text import bytes_text, count_text, names_hint, shorten, table_html
+from .._common.text import bytes_text, count_text, names_hint, shorten
 from ..errors import TensorNotFoundError
 from ._arguments import as_count, as_counts, capacity_error, incompatible
 from ._axis import sequence_axis, with_length
@@ -461,17 +462,19 @@ class CacheSpec(CopiedByValue):
 
     def _repr_html_(self) -> str:
         """Return the entries as an HTML table for notebooks."""
-        rows = [
-            (e.name, *e._facts(), str(e.shape), _axis_text(e), e.dtype, bytes_text(e.nbytes))
-            for e in self.entries
-        ]
-        headers = ["name", "kind", "parameters", "shape", "sequence axis", "dtype", "memory"]
+        rows = []
+        for entry in self.entries:
+            axis = "-" if entry.seq_axis is None else entry.seq_axis
+            name_and_facts = entry.name, *entry._facts()
+            rows.append((*name_and_facts, entry.shape, axis, entry.dtype, entry.nbytes))
         title = f"CacheSpec: {self._title()}, {bytes_text(self.nbytes)}"
-        return table_html(title, headers, rows, collapse=True)
+        columns = entry_columns("shape", "sequence axis")
+        return Table(title, columns, rows, collapse=True).html()
 
 
-def _axis_text(entry: CacheEntry) -> str:
-    return "-" if entry.seq_axis is None else str(entry.seq_axis)
+def entry_columns(*headers: str) -> list[str]:
+    """Return the columns of a table of entries; `headers`: those before dtype and memory."""
+    return ["name", "kind", "parameters", *headers, "dtype", "memory [B]"]
 
 
 def _common_capacity(entries: tuple[CacheEntry, ...]) -> int | None:

@@ -14,12 +14,13 @@ from .. import _core
 from .._common.arguments import check_flags
 from .._common.arrays import overwrite, overwrite_with_zeros
 from .._common.changes import UndoLog
+from .._common.report import Table
 from .._common.set_module import set_module
-from .._common.text import bytes_text, count_text, table_html
+from .._common.text import bytes_text, count_text
 from ._arguments import as_count, as_integer, capacity_error, incompatible
 from ._axis import along
 from ._cache_checks import check_array, check_length, check_names, refuse_negative
-from ._cache_spec import CacheEntry, CacheSpec, entry_error
+from ._cache_spec import CacheEntry, CacheSpec, entry_columns, entry_error
 from ._copies import (
     CopiedByValue,
     attributes_of,
@@ -811,14 +812,13 @@ class CacheState(CopiedByValue):
         spec, length = self._cache.spec, self._cache.length
         rows = []
         for entry in spec:
-            tokens = "-" if entry.seq_length is None else f"{min(length, entry.seq_length):,}"
-            shape = str(entry.shape)
+            tokens = "-" if entry.seq_length is None else min(length, entry.seq_length)
             rows.append(
-                (entry.name, *entry._facts(), tokens, shape, entry.dtype, bytes_text(entry.nbytes))
+                (entry.name, *entry._facts(), tokens, entry.shape, entry.dtype, entry.nbytes)
             )
-        headers = ["name", "kind", "parameters", "tokens held", "shape", "dtype", "memory"]
         title = f"CacheState: {_tokens_text(spec, length)}, {bytes_text(spec.nbytes)}"
-        return table_html(title, headers, rows, collapse=True)
+        columns = entry_columns("tokens held [n]", "shape")
+        return Table(title, columns, rows, collapse=True).html()
 
 
 def _tokens_text(spec: CacheSpec, length: int) -> str:

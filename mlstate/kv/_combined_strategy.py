@@ -387,18 +387,17 @@ class CombinedStrategy:
 
     def _repr_html_(self) -> str:
         """Return the stages as an HTML table for notebooks."""
-        from .._common.text import table_html
+        from .._common.report import Table
 
-        def cells(stage: tuple[int, int | None]) -> list[str]:
-            """Return the texts of a stage's size and attention size."""
-            size, attention_size = stage
-            return [f"{size:,}", "full" if attention_size is None else f"{attention_size:,}"]
-
-        last = f"{self._expand_at:,}"
+        (large, wide), (small, narrow) = (
+            (size, "full" if attention is None else attention)
+            for size, attention in (self._prefill, self._generate)
+        )
         rows = [
-            ["prefill", *cells(self._prefill), f"compact if below {last} tokens"],
-            ["generate", *cells(self._generate), f"expand after {last} tokens"],
-            ["expanded", cells(self._prefill)[0], cells(self._generate)[1], "stop when full"],
+            ("prefill", large, wide, f"compact if below {self._expand_at:,} tokens"),
+            ("generate", small, narrow, f"expand after {self._expand_at:,} tokens"),
+            ("expanded", large, narrow, "stop when full"),
         ]
-        title = f"CombinedStrategy: prefill {rows[0][1]}, generate {rows[1][1]} positions"
-        return table_html(title, ["stage", "size", "attention", "then"], rows)
+        title = f"CombinedStrategy: prefill {large:,}, generate {small:,} positions"
+        columns = ["stage", "size [n]", "attention [n]", "then"]
+        return Table(title, columns, rows).html()

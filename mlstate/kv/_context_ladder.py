@@ -684,7 +684,7 @@ class ContextLadder:
 
     def _repr_html_(self) -> str:
         """Return the sizes as an HTML table for notebooks."""
-        from .._common.text import table_html
+        from .._common.report import Table
 
         names = [f"{size:,}" for size in self._sizes]
         starts = [0, *(size + 1 for size in self._sizes)]  # one too many, which `zip` leaves out
@@ -694,4 +694,4 @@ class ContextLadder:
             for name, start, text in zip(names, starts, after, strict=False)
         ]
         title = f"ContextLadder: {', '.join(names)} positions, overflow {self._overflow!r}"
-        return table_html(title, ["size", "tokens", "when full"], rows)
+        return Table(title, ["size", "tokens", "when full"], rows).html()

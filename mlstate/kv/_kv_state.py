@@ -303,7 +303,7 @@ class KVState(CopiedByValue):
 
     def _repr_html_(self) -> str:
         """Return shape, capacity and bytes as an HTML table for notebooks."""
-        from .._common.text import bytes_text, table_html
+        from .._common.report import Table
 
         shape, capacity = self._buffer.extent()
         axis = self.seq_axis
@@ -311,12 +311,9 @@ class KVState(CopiedByValue):
         if len(shape) == 4 and axis == 2:
             names = ["layers", "heads", "positions", "head dimension"]
         names[axis] = "positions"
-        row = {name: f"{size:,}" for name, size in zip(names, shape, strict=True)}
-        row |= {
-            "capacity": f"{capacity:,}",
-            "dtype": str(label_of(self.dtype) or self.dtype),
-            "used": bytes_text(self.nbytes),
-            "reserved": bytes_text(self.reserved_nbytes),
-        }
+        counts = [f"{name} [n]" for name in (*names, "capacity")]
+        columns = [*counts, "dtype", "used [B]", "reserved [B]"]
+        dtype = label_of(self.dtype) or self.dtype
         title = f"KVState: {shape[axis]:,} of {capacity:,} positions"
-        return table_html(title, list(row), [list(row.values())])
+        row = *shape, capacity, dtype, self.nbytes, self.reserved_nbytes
+        return Table(title, columns, [row]).html()

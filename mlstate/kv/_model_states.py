@@ -7,13 +7,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .._common.regular_file import open_regular
+from .._common.report import Table
 from .._common.store_error import store_error
-from .._common.text import bytes_text, count_text, names_hint, shorten, table_html
+from .._common.text import count_text, names_hint, shorten
 from ..errors import FormatError
 from ._arguments import incompatible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
 
 Spec = TypeVar("Spec")  # has a name, shape, dtype and nbytes
 
@@ -43,14 +45,16 @@ class FunctionStates(dict[str, Spec]):
         self.default_function = default_function
 
     def _repr_html_(self) -> str:
-        """Return the states as an HTML table for notebooks."""
+        return self._table().html()
+
+    def _table(self) -> Table:
+        """Return a row for each state."""
         count = count_text(len(self), "state")
         title = f"{type(self).__name__}: {count} of function {shorten(self.function, 100)!r}"
         others = [name for name in self.functions if name != self.function]
         if others:
             title += f"; other functions: {quoted(others)}"
-        headings = ("state", "shape", "dtype", "bytes")
-        return table_html(title, headings, [state_row(spec) for spec in self.values()])
+        return state_table(title, self.values())
 
 
 def choose_function(functions: Mapping[str, object], function: str | None) -> str:
@@ -126,7 +130,9 @@ def shape_text(shape: Sequence[int | None] | None) -> str:
     return "x".join("?" if length is None else str(length) for length in shape)
 
 
-def state_row(spec: Any) -> tuple[str, str, str, str]:
-    """Return name, shape, dtype and bytes of a state as text."""
-    nbytes = "?" if spec.nbytes is None else bytes_text(spec.nbytes)
-    return spec.name, shape_text(spec.shape), str(spec.dtype), nbytes
+def state_table(title: str, specs: Iterable[Any]) -> Table:
+    """Return a row with name, shape, dtype and bytes for each state."""
+    rows = [
+        (s.name, shape_text(s.shape), s.dtype, "?" if s.nbytes is None else s.nbytes) for s in specs
+    ]
+    return Table(title, ["state", "shape", "dtype", "bytes [B]"], rows)

@@ -286,19 +286,19 @@ class RollingKVState(CopiedByValue):
 
     def _repr_html_(self) -> str:
         """Return shape, tokens and capacity as an HTML table for notebooks."""
-        from .._common.text import bytes_text, table_html
+        from .._common.report import Table
 
         length, evicted, next_position, _ = self._buffer.counts()
-        row = {
-            "shape": str(self.shape),
-            "sequence axis": str(self.seq_axis),
-            "tokens": f"{length:,}",
-            "capacity": f"{self.capacity:,}",
-            "sinks": f"{self.sinks:,}",
-            "evicted": f"{evicted:,}",
-            "next position": f"{next_position:,}",
-            "dtype": str(label_of(self.dtype) or self.dtype),
-            "reserved": bytes_text(self.nbytes),
-        }
+        dtype = label_of(self.dtype) or self.dtype
+        columns = [
+            "shape",
+            "sequence axis",
+            "tokens [n]",
+            "capacity [n]",
+            "sinks [n]",
+            "evicted [n]",
+        ]
+        columns += ["next position [n]", "dtype", "reserved [B]"]
+        row = self.shape, self.seq_axis, length, self.capacity, self.sinks, evicted, next_position
         title = f"RollingKVState: {length:,} of {self.capacity:,} positions"
-        return table_html(title, list(row), [list(row.values())])
+        return Table(title, columns, [(*row, dtype, self.nbytes)]).html()

@@ -16,7 +16,8 @@ import numpy as np
 
 from .._common.arguments import check_flags
 from .._common.changes import exchange
-from .._common.text import bytes_text, names_hint, table_html
+from .._common.report import Table
+from .._common.text import names_hint
 from ..errors import CompatibilityError, MLStateError
 from ._arguments import as_count, capacity_error, incompatible
 from ._axis import valid_axis
@@ -825,14 +826,10 @@ class StateManagerBase:
         for size in self._ladder.sizes:
             specs = self._specs.get(size)
             states = "?" if specs is None else "; ".join(map(_states_text, specs))
-            nbytes = (
-                "?"
-                if specs is None
-                else bytes_text(
-                    sum(prod(s.shape) * s.dtype.itemsize for group in specs for s in group.values())
-                )
-            )
+            stored = [state for group in specs or () for state in group.values()]
+            nbytes = sum(prod(state.shape) * state.dtype.itemsize for state in stored)
             marks = ["loaded"] if size in self._contexts else []
             marks += ["current"] if size == self._size else []
-            rows.append([f"{size:,}", states, nbytes, ", ".join(marks)])
-        return table_html(repr(self), ["size", "states", "bytes", "model"], rows)
+            rows.append((size, states, "?" if specs is None else nbytes, ", ".join(marks)))
+        columns = ["size [n]", "states", "bytes [B]", "model"]
+        return Table(repr(self), columns, rows).html()

@@ -8,8 +8,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from .._common.report import Table
 from .._common.set_module import set_module
-from .._common.text import bytes_text, printable, table_html
+from .._common.text import bytes_text, printable
 from ..errors import CapacityError, CompatibilityError
 from ._arguments import as_integer, capacity_error
 from ._model_states import shape_text
@@ -101,19 +102,13 @@ class TransitionPlan(NamedTuple):
             "moves": [move._asdict() for move in self.moves],
         }
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        """Return one row of texts for each state, for the tables."""
-        return [
-            (
-                move.name,
-                move.direction,
-                shape_text(move.source_shape),
-                shape_text(move.target_shape),
-                bytes_text(move.copied_bytes),
-                bytes_text(move.zeroed_bytes),
-            )
-            for move in self.moves
+    def _table(self, title: str = "") -> Table:
+        """Return a row for each state."""
+        rows = [
+            (name, direction, shape_text(source), shape_text(target), *nbytes)
+            for name, direction, source, target, *nbytes, _ in self.moves
         ]
+        return Table(title, _COLUMNS, rows)
 
     def _summary(self) -> str:
         """Return one line: whether the states can move, and the bytes of all of them."""
@@ -128,26 +123,20 @@ class TransitionPlan(NamedTuple):
 
     def __str__(self) -> str:
         """Return the states as a table of text, a summary, and the problems."""
-        rows = [_HEADINGS, *([printable(cell) for cell in row] for row in self._rows())]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
-        lines = []
-        for row in rows:
-            left = [cell.ljust(width) for cell, width in zip(row[:4], widths, strict=False)]
-            right = [cell.rjust(width) for cell, width in zip(row[4:], widths[4:], strict=True)]
-            lines.append("  ".join([*left, *right]).rstrip())
-        lines.append(printable(self._summary()))
-        lines += [f"problem: {printable(problem)}" for problem in self.problems]
-        return "\n".join(lines)
+        table = self._table().text(len(self.moves), _WIDTH, right_numbers=True)
+        lines = [self._summary(), *(f"problem: {problem}" for problem in self.problems)]
+        return "\n".join([table, *map(printable, lines)])
 
     def _repr_html_(self) -> str:
         from html import escape
 
-        table = table_html(self._summary(), _HEADINGS, self._rows())
+        table = self._table(self._summary()).html()
         problems = "".join(f"<li>{escape(text[:500])}</li>" for text in self.problems[:_HTML_ROWS])
         return table + (f"<ul>{problems}</ul>" if problems else "")
 
 
-_HEADINGS = ("state", "move", "source", "target", "copied", "zeroed")
+_COLUMNS = ["state", "move", "source", "target", "copied [B]", "zeroed [B]"]
+_WIDTH = 200  # characters of a cell
 _HTML_ROWS = 50
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .._common.text import bytes_text
+from .._common.report import Table
 from ..errors import FormatError
 from ._match import SNAPSHOT, Head, head_of
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .. import _core
     from .._types import NDArray
 
-HEADERS = ("prompt", "model", "tokens", "ends with", "bytes", "pinned")
+_COLUMNS = ["prompt", "model", "tokens [n]", "ends with", "bytes [B]", "pinned"]
 _DIGITS = 12  # of a key, in tables
 
 
@@ -49,17 +49,6 @@ class StoredPrompt(NamedTuple):
         """Return all token ids."""
         return [token for ids in self.token_ids for token in ids.tolist()]
 
-    def row(self) -> tuple[str, ...]:
-        """Return the cells of a table with `HEADERS`."""
-        return (
-            self.key[:_DIGITS],
-            self.model,
-            f"{self.length:,}",
-            self.kind,
-            bytes_text(self.nbytes),
-            "yes" if self.pinned else "no",
-        )
-
     def facts(self) -> dict[str, Any]:
         """Return the members as JSON, without token ids and head."""
         return {
@@ -72,6 +61,15 @@ class StoredPrompt(NamedTuple):
             "pinned": self.pinned,
             "last_used": self.last_used,
         }
+
+
+def prompt_table(title: str, prompts: list[StoredPrompt]) -> Table:
+    """Return a row for each prompt."""
+    rows = [
+        (p.key[:_DIGITS], p.model, p.length, p.kind, p.nbytes, "yes" if p.pinned else "no")
+        for p in prompts
+    ]
+    return Table(title, _COLUMNS, rows)
 
 
 def list_prompts(log: _core.PromptLog, path: str) -> list[StoredPrompt]:

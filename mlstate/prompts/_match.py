@@ -7,9 +7,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Self
 
 from .._common.log import log
+from .._common.report import Table
 from .._common.set_module import set_module
 from .._common.store_error import format_error
-from .._common.text import bytes_text, table_html
 from ..errors import FormatError
 from ._layout import DIGEST_BYTES, StoredSpec
 
@@ -194,19 +194,15 @@ class Match:
         """Return the records as an HTML table for notebooks, with those that `restore` reads."""
         records = self._log_match.records
         used = {block.record for block in self._blocks if block.stop <= self.length}
-        rows = [
-            (
-                "block" if kind == BLOCK else "snapshot",
-                f"{start:,}",
-                f"{end:,}",
-                bytes_text(size),
-                "yes" if index in used or (kind != BLOCK and end == self.length) else "no",
-            )
-            for index, (kind, start, end, size) in enumerate(records)
-        ]
+        columns = ["record", "from token [n]", "to token [n]", "bytes [B]", "restored"]
+        rows = []
+        for index, (kind, start, end, size) in enumerate(records):
+            is_read = index in used or (kind != BLOCK and end == self.length)
+            name, restored = "block" if kind == BLOCK else "snapshot", "yes" if is_read else "no"
+            rows.append((name, start, end, size, restored))
         limit = "" if self.limit is None else f", ended by {self.limit}"
         title = f"Match: {self.length:,} tokens{limit}"
-        return table_html(title, ["record", "from token", "to token", "bytes", "restored"], rows)
+        return Table(title, columns, rows).html()
 
 
 def make_match(

@@ -13,9 +13,10 @@ from .._common.budget import parse_size
 from .._common.changes import UndoLog
 from .._common.local_path import local_folder
 from .._common.log import log
+from .._common.report import Table
 from .._common.set_module import set_module
 from .._common.store_error import store_error
-from .._common.text import bytes_text, shorten, table_html
+from .._common.text import bytes_text, shorten
 from ..errors import CompatibilityError, FormatError
 from ..kv._cache_spec import CacheSpec
 from ._caches import as_tokens, check_encoder, layers_of, state_of
@@ -587,7 +588,7 @@ class PromptStore:
             for name, n in self.stats().items()
         ]
         title = f"PromptStore: {self._path}, model {shorten(self._label, 200)}"
-        return table_html(title, ["", "value"], rows)
+        return Table(title, ["", "value"], rows).html()
 
 
 def _label_of(model: Any) -> str:

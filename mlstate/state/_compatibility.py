@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from .. import _core
 from .._common.arguments import check_flags
 from .._common.backend import backend_of, is_module
+from .._common.report import Shown, Table
 from .._common.text import shorten
 from ._backend import StateBackend
 from ._group_merge import match_groups, split_group
@@ -47,7 +48,7 @@ class Difference(NamedTuple):
     target: Any = None
 
 
-class CompatibilityResult:
+class CompatibilityResult(Shown):
     """The result of `check_compatibility`; callers may add their own errors and warnings.
 
     Attributes
@@ -161,11 +162,11 @@ class CompatibilityResult:
         """
         self.warnings.append(warning)
 
-    def _rows(self) -> list[tuple[str, str]]:
-        """Return the rows of the table: level and text."""
-        return [("error", text) for text in self.errors] + [
-            ("warning", text) for text in self.warnings
-        ]
+    def _table(self) -> Table:
+        """Return a row for each error, then for each warning."""
+        rows = [("error", text) for text in self.errors]
+        rows += [("warning", text) for text in self.warnings]
+        return Table(self._title(), ["", "finding"], rows)
 
     def _verdict(self) -> str:
         """Return the first words of the text: the result, and how many names match."""
@@ -192,16 +193,9 @@ class CompatibilityResult:
         ]
         return ", ".join([verdict, *counts])
 
-    def __repr__(self) -> str:
-        return f"<CompatibilityResult: {self._title()}>"
-
     def __str__(self) -> str:
-        return "\n".join([self._title()] + [f"  {level}: {text}" for level, text in self._rows()])
-
-    def _repr_html_(self) -> str:
-        from .._common.text import table_html
-
-        return table_html(self._title(), ("", "finding"), self._rows())
+        lines = (f"  {level}: {text}" for level, text in self._table().rows)
+        return "\n".join([self._title(), *lines])
 
 
 def as_dict(state: Mapping[str, Any]) -> dict[str, Any]:

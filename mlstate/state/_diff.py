@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .. import _core
+from .._common.report import Table
 from .._common.scales import codes_of, facts_of
 from ..errors import CompatibilityError
 from ._compatibility import as_dict
@@ -98,41 +99,32 @@ class StateDiff(NamedTuple):
         ]
         return ", ".join(f"{count:,} {label}" for count, label in parts if count)
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        """Return the rows of the table: shape and dtype mismatches, then the largest changes.
+    def _table(self) -> Table:
+        """Return a row for each shape and dtype mismatch, then for the largest changes.
 
         Names that only one state has come last.
         """
-        rows: list[tuple[str, ...]] = []
+        rows: list[tuple[object, ...]] = []
         for label, pairs in (("shape", self.shapes), ("dtype", self.dtypes)):
-            rows += [(name, label, "", "", f"{a} -> {b}") for name, a, b in pairs]
-        changes = sorted(self.changes, key=lambda c: (-c.nan, -c.max_rel, -c.max_abs))
-        rows += [
-            (c.name, f"{c.changed:,} of {c.size:,}", f"{c.max_abs:.3g}", f"{c.max_rel:.3g}",
-             f"{c.nan:,} NaN" if c.nan else "")
-            for c in changes
-        ]  # fmt: skip
-        rows += [(name, "only in the first", "", "", "") for name in self.missing]
-        rows += [(name, "only in the second", "", "", "") for name in self.unexpected]
-        return rows
+            rows += [(name, label, None, None, f"{a} -> {b}") for name, a, b in pairs]
+        for c in sorted(self.changes, key=lambda c: (-c.nan, -c.max_rel, -c.max_abs)):
+            nan = f"{c.nan:,} NaN" if c.nan else None
+            rows.append((c.name, f"{c.changed:,} of {c.size:,}", c.max_abs, c.max_rel, nan))
+        for label, names in (("first", self.missing), ("second", self.unexpected)):
+            rows += [(name, f"only in the {label}", None, None, None) for name in names]
+        return Table(self._title(), _COLUMNS, rows)
 
     def __repr__(self) -> str:  # the title only: there may be 10,000 tensors
         return f"<StateDiff: {self._title()}>"
 
     def __str__(self) -> str:
-        from .._common.text import table_text
-
-        if self.identical:
-            return self._title()
-        return f"{self._title()}\n{table_text(_HEADERS, self._rows(), LISTED)}"
+        return self._table().text(LISTED)
 
     def _repr_html_(self) -> str:
-        from .._common.text import table_html
-
-        return table_html(self._title(), _HEADERS, self._rows())
+        return self._table().html()
 
 
-_HEADERS = ("tensor", "changed", "max abs", "max rel", "")
+_COLUMNS = ["tensor", "changed", "max abs [.3g]", "max rel [.3g]", ""]
 
 
 def diff(
@@ -239,8 +231,3 @@ def join_diffs(first: StateDiff, second: StateDiff) -> StateDiff:
     """Return the differences of both, of states with different names."""
     fields: Iterable[tuple[Any, Any]] = zip(first, second, strict=True)
     return StateDiff(*[a + b for a, b in fields])
-
-
-def table_of(difference: StateDiff) -> tuple[str, tuple[str, ...], list[tuple[str, ...]]]:
-    """Return title, headers and all rows of a diff, for tables outside this module."""
-    return difference._title(), _HEADERS, difference._rows()

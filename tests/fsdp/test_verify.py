@@ -349,8 +349,8 @@ def test_reports_are_bounded_and_escaped():
     wrong = [Mismatch(f"{hostile}{i}", 0, 0, 1.0, 2.0) for i in range(500)]
     report = GradientReport(wrong, 500, 1e-5)
     text, html = str(report), report._repr_html_()
-    assert len(text.split("\n")) == 23
-    assert "… 480 more" in text
+    assert len(text.split("\n")) == 43
+    assert "… 460 more" in text
     assert max(map(len, text.split("\n"))) < 200
     assert "<script>" not in html
     assert "&lt;script&gt;" in html

@@ -9,7 +9,8 @@ from math import prod
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..._common.text import bytes_text, count_text, first_by_number, number_order, table_text
+from ..._common.report import Table
+from ..._common.text import bytes_text, count_text, first_by_number, number_order
 from ..._sharding.layout import Layout
 from ...errors import FormatError, StoreError
 from .._folder.names import SECTIONS
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from .._sources.protocol import Index, Source
 
 _ROWS = 20
-TENSOR_HEADERS = ["tensor", "state", "dtype", "shape", "shards", "bytes", "version"]
+_COLUMNS = ["tensor", "state", "dtype", "shape", "shards", "bytes", "version"]
 
 
 def stored_text(nbytes: int, stored: int) -> str:
@@ -101,11 +102,13 @@ def in_order(tensors: list[TensorRecord]) -> list[TensorRecord]:
     return sorted(tensors, key=lambda t: (SECTIONS.index(t.section), number_order(t.key)))
 
 
-def tensor_row(tensor: TensorRecord) -> list[str]:
-    """Return the texts of a tensor in a table, in `TENSOR_HEADERS` columns."""
-    size = stored_text(tensor.nbytes, tensor.stored_nbytes)
-    texts = (tensor.parameter, tensor.state or "", tensor.dtype, tensor.shape, tensor.shards)
-    return [*map(str, texts), size, str(tensor.version)]
+def tensor_table(title: str, tensors: Iterable[TensorRecord], total: int | None = None) -> Table:
+    """Return a row for each tensor; `total`: number of all, if `tensors` are not all."""
+    rows = [
+        (t.parameter, t.state, *t[4:6], t.shards, stored_text(t.nbytes, t.stored_nbytes), t.version)
+        for t in tensors
+    ]
+    return Table(title, _COLUMNS, rows, total=total)
 
 
 class LayerRecord(NamedTuple):
@@ -446,8 +449,8 @@ class Checkpoint:
         first: list[tuple[Any, ...]] = []
         for _, section in groupby(rows, itemgetter(0)):  # sections are in order
             first += first_by_number(section, itemgetter(1), _ROWS - len(first))  # by key
-        texts = [tensor_row(TensorRecord._make(row)) for row in first]
-        return f"{self._title(rows)}\n{table_text(TENSOR_HEADERS, texts, _ROWS, total=len(rows))}"
+        records = map(TensorRecord._make, first)
+        return tensor_table(self._title(rows), records, len(rows)).text(_ROWS)
 
     def _repr_html_(self) -> str:
         from .._pages.html import checkpoint_html

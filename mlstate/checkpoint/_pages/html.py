@@ -1,28 +1,23 @@
-"""Notebook pages of checkpoints, managers, running saves, loaded states, reports of `verify`."""
+"""Notebook pages of checkpoints, managers, saves, loaded states, tiers, reports of `verify`."""
 
 from __future__ import annotations
 
 from html import escape
 from typing import TYPE_CHECKING
 
-from ..._common.text import (
-    TABLE_STYLE,
-    bytes_text,
-    count_text,
-    first_by_number,
-    shorten,
-    table_html,
-)
+from ..._common.report import TABLE_STYLE, Table
+from ..._common.text import bytes_text, count_text, first_by_number, shorten
 from .table import Group, Parameter, columns_of, groups_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from .._checkpoint.checkpoint import TensorRecord
     from .._checkpoint.save_async import SaveTimes
     from .._loaded_state import LoadedState
     from .._report import VerifyReport
     from .._store.manifest import Manifest
+    from .._tiers.report import TierReport
 
 MOST_BYTES = 30_000
 ROWS = 160  # of parameters, in total
@@ -51,7 +46,7 @@ def _page(content: str) -> str:
     return f"<div class=mlstate-ckpt><style>{TABLE_STYLE}{_STYLE}</style>{content}</div>"
 
 
-def fit_page(make: Callable[[int], str], rows: int) -> str:
+def _fit_page(make: Callable[[int], str], rows: int) -> str:
     """Return a page with as many rows as fit the limit of `MOST_BYTES`.
 
     `make`: returns the page with a number of rows. `rows`: number to begin with; it is halved until
@@ -68,34 +63,34 @@ def _name(text: str, limit: int = 80) -> str:
     return f"<code>{escape(shorten(text, limit))}</code>"
 
 
+def _bar(parts: Iterable[tuple[int, float]]) -> str:
+    """Return an HTML bar; each part has a colour, an index of `_COLOURS`, and a share up to 1."""
+    spans = (f'<s class=c{colour} style="width:{100 * share:.1f}%"></s>' for colour, share in parts)
+    return f"<u>{''.join(spans)}</u>"
+
+
 # ---- a checkpoint ----
 
 
-def _bar(nbytes: dict[str, int], columns: list[str], largest: int) -> str:
+def _layer_bar(nbytes: dict[str, int], columns: list[str], largest: int) -> str:
     """Return an HTML bar of a layer's bytes, one colour for each state.
 
     `nbytes`: by column. `columns`: names, whose places determine the colours. `largest`: bytes of a
     bar of full length.
     """
-    parts = [
-        f'<s class=c{place} style="width:{100 * nbytes[column] / largest:.1f}%"></s>'
-        for place, column in enumerate(columns)
-        if nbytes.get(column)
-    ]
-    return f"<u>{''.join(parts)}</u>"
+    sizes = ((place, nbytes.get(column, 0)) for place, column in enumerate(columns))
+    return _bar((place, size / largest) for place, size in sizes if size)
 
 
-def _row(parameter: Parameter, layer: str, columns: list[str]) -> list[str]:
+def _row(parameter: Parameter, layer: str, columns: list[str]) -> tuple[object, ...]:
     """Return a table row: name, dtype, shape, bytes by column, shards, version of a parameter.
 
     `layer`: the name of its layer, which the shown name omits. `columns`: parameter and state
     names.
     """
-    sizes = [bytes_text(parameter.nbytes[c]) if c in parameter.nbytes else "" for c in columns]
     name = shorten(parameter.name[len(layer) + 1 :] if layer else parameter.name, 60)
-    shape = "" if parameter.shape is None else str(parameter.shape)
-    counts = f"{parameter.shards:,}", f"{parameter.version:,}"
-    return [name, parameter.dtype, shape, *sizes, *counts]
+    sizes = map(parameter.nbytes.get, columns)
+    return name, parameter.dtype, parameter.shape, *sizes, parameter.shards, parameter.version
 
 
 def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: bool) -> str:
@@ -106,13 +101,14 @@ def _layer(group: Group, columns: list[str], largest: int, rows: int, unfolded: 
     """
     label = _name(group.name) if group.name else "<em>without a layer</em>"
     count = count_text(len(group.records), "parameter")
-    summary = f"{_bar(group.nbytes, columns, largest)}{label}<em>{bytes_text(group.total)}, {count}"
+    summary = (
+        f"{_layer_bar(group.nbytes, columns, largest)}{label}<em>{bytes_text(group.total)}, {count}"
+    )
     first = first_by_number(group.records, str, rows)
-    heads = [shorten(column, 20) for column in columns]
-    headers = ["parameter", "dtype", "shape", *heads, "shards", "version"]
+    sizes = [f"{column} [B]" for column in columns]
+    headers = ["parameter", "dtype", "shape", *sizes, "shards [n]", "version [n]"]
     cells = [_row(group.parameter(name, columns), group.name, columns) for name in first]
-    total = len(group.records)
-    table = table_html("", headers, cells, style=False, limit=len(cells), total=total)
+    table = Table("", headers, cells, total=len(group.records)).html(style=False, limit=len(cells))
     is_open = " open" if unfolded else ""
     return f"<details{is_open}><summary>{summary}</em></summary>{table}</details>"
 
@@ -153,7 +149,7 @@ def checkpoint_html(title: str, records: Sequence[TensorRecord]) -> str:
             layers.insert(first, _hidden_layers(hidden))
         return _page(head + "".join(layers))
 
-    return fit_page(make, ROWS)
+    return _fit_page(make, ROWS)
 
 
 # ---- a verification report ----
@@ -166,30 +162,28 @@ def _files(label: str, names: Sequence[str]) -> str:
     """
     if not names:
         return ""
-    cells = [[shorten(name, 120)] for name in names[:_LIST]]
-    table = table_html("", ("",), cells, style=False, limit=_LIST, total=len(names))
+    rows = [[shorten(name, 120)] for name in names]
+    table = Table("", [""], rows).html(style=False, limit=_LIST)
     return f"<details><summary>{count_text(len(names), 'file')} {label}</summary>{table}</details>"
 
 
-def report_html(report: VerifyReport, headers: Sequence[str]) -> str:
-    """Return the page of a verification: whether the checkpoint is good, its problems by file.
-
-    `headers`: of the columns of problems.
-    """
+def report_html(report: VerifyReport) -> str:
+    """Return the page of a verification: whether the checkpoint is good, its problems by file."""
     mark = "<b class=good>✓</b>" if report else "<b class=bad>✗</b>"
-    title, *lines = (escape(shorten(line, 600)) for line in report._lines())
-    head = f"<p>{mark} {'</p><p>'.join([title, *lines])}</p>"
-    problems = [[shorten(cell, 240) for cell in row] for row in report._rows()]
+    table = report._table()
+    head = "</p><p>".join(escape(shorten(line, 600)) for line in table.lines if line)
+    rows = [[shorten(cell, 240) for cell in row] for row in table.texts()]
+    problems = Table("", table.headers, rows)
 
     def make(rows: int) -> str:
         """Return the page with the first `rows` problems; 0: without problems and files."""
-        table = table_html("", headers, problems, style=False, limit=rows) if problems else ""
+        listed = problems.html(style=False, limit=rows) if report.problems else ""
         files = _files("left over", report.leftover) + _files(
             "that mlstate did not write", report.strange
         )
-        return _page(head + table + (files if rows else ""))
+        return _page(f"<p>{mark} {head}</p>{listed}{files if rows else ''}")
 
-    return fit_page(make, 50)
+    return _fit_page(make, 50)
 
 
 # ---- a running save ----
@@ -241,8 +235,7 @@ def save_html(
         why = f"<p class=bad>{type(error).__name__}: {escape(shorten(str(error), 600))}</p>"
     return _page(
         f"<p>{mark}{state}: {_name(path, 120)}</p>"
-        f'<p><u><s class=c{colour} style="width:{100 * share:.1f}%"></s></u>'
-        f"{bytes_text(done)} of {bytes_text(total)}"
+        f"<p>{_bar([(colour, share)])}{bytes_text(done)} of {bytes_text(total)}"
         f"<em>{', '.join(_durations(times, now, error is not None))}</em></p>{why}"
     )
 
@@ -262,20 +255,20 @@ def manager_html(title: str, manifests: Sequence[Manifest]) -> str:
 
     `title`: the first line. `manifests`: oldest first.
     """
-    headers = ("step", "saved", "ranks", "bytes", "metadata")
+    columns = ["step [n]", "saved", "ranks [n]", "bytes [B]", "metadata"]
     rows = [
         (
-            "?" if manifest.step is None else f"{manifest.step:,}",
+            "?" if manifest.step is None else manifest.step,
             manifest.created,
-            f"{manifest.world_size:,}",
-            bytes_text(sum(record.data_bytes for record in manifest.indexes)),
+            manifest.world_size,
+            sum(record.data_bytes for record in manifest.indexes),
             _metadata(manifest.metadata, 200),
         )
         for manifest in manifests[: -_STEPS - 1 : -1]  # the last ones, in reverse order
     ]
     older = len(manifests) - len(rows)
     count = count_text(len(manifests), "step") + (f", the newest {_STEPS}" if older else "")
-    return table_html(f"{title}: {count}", headers, rows)
+    return Table(f"{title}: {count}", columns, rows).html()
 
 
 def loaded_html(loaded: LoadedState) -> str:
@@ -294,3 +287,36 @@ def loaded_html(loaded: LoadedState) -> str:
         inner = write() if write else f"<p>{kind}</p>"
         parts.append(f"<details open><summary>{name}<em>{kind}</em></summary>{inner}</details>")
     return _page("".join(parts))
+
+
+# ---- the tiers of a state ----
+
+_TIER_COLOURS = {"hot": 4, "warm": 1, "cold": 0}  # indices of _COLOURS
+
+
+def tiers_html(report: TierReport) -> str:
+    """Return the page of a report: tiers with bars, moves, and the units, the most used first.
+
+    A bar is the used share of the budget, or without a budget of the bytes of the largest tier.
+    """
+    largest = max((nbytes for nbytes, _ in report.totals.values()), default=0) or 1
+    lines = [f"<p>{escape(report.summary)}</p>"]
+    for tier, (nbytes, budget) in report.totals.items():
+        bar = _bar([(_TIER_COLOURS[tier], min(nbytes / (budget or largest), 1))])
+        count = count_text(sum(unit.tier == tier for unit in report.units), "unit")
+        limit = "no limit" if budget is None else f"of {bytes_text(budget)}"
+        size = bytes_text(nbytes) if tier == "cold" else f"{bytes_text(nbytes)}, {limit}"
+        lines.append(f"<p>{bar}{tier}<em>{count}, {size}</em></p>")
+    lines += [f"<p>{move}</p>" for move in report._moves()]
+    table = report._table(sorted(report.units, key=lambda unit: -unit.lately))
+    unfolded = " open" if table.total <= 20 else ""
+
+    def make(rows: int) -> str:
+        """Return the page with the first `rows` units."""
+        units = (
+            f"<summary>units, the most used first</summary>{table.html(style=False, limit=rows)}"
+        )
+        details = f"<details{unfolded}>{units}</details>" if table.total else ""
+        return _page("".join(lines) + details)
+
+    return _fit_page(make, ROWS)

@@ -20,7 +20,7 @@ from ...state._state_dict import StateDict
 from .backend import TierBackend
 from .moves import FARTHER, NEARER, TierMoves, given_states
 from .policy import USE
-from .report import TierRecord, TierReport, tiers_html
+from .report import TierRecord, TierReport
 from .unit_file import read_unit
 from .unit_handle import TieredUnit
 
@@ -635,7 +635,7 @@ class TieredState(TierMoves):
         return self.report().summary
 
     def _repr_html_(self) -> str:
-        return tiers_html(self.report())
+        return self.report()._repr_html_()
 
     # ---- closing ----
 

@@ -701,7 +701,7 @@ def test_reports_are_short_and_escaped(folder):
     assert page == report._repr_html_() and "… " in page
     with TieredState(None, None, folder.parent / "none") as tiers:
         assert repr(tiers) == repr(tiers.report()) == "TieredState: 0 units, 0 B"
-        assert "<table>" in tiers._repr_html_()
+        assert "warm<em>0 units, 0 B, no limit</em>" in tiers._repr_html_()
 
 
 # ---- arrays that share memory, and blocks in blocks ----

@@ -5,8 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...._common.report import Shown, Table
 from ...._common.set_module import set_module
-from ...._common.text import bytes_text, table_text
+from ...._common.text import bytes_text
 from .block_calls import BlockCall, SampledModel, loss_of, seed_of
 from .peak_memory import Allocations
 from .recompute_end import RecomputeEnd, StopRecompute
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from ....activation._plan import Plan
 
 _ROWS = 60
-_HEADERS = ["step", "predicted", "as run", "measured", "why it differs"]
+_COLUMNS = ["step", "predicted [B]", "as run [B]", "measured [B]", "why it differs"]
 # Reasons why a step's memory in torch differs from the plan's count.
 _EARLY = "ends after the operator that saved its last tensor"
 _HELD = "more: the model still holds what was dropped before its next block ran"
@@ -63,7 +64,7 @@ class StepUse(NamedTuple):
 
 
 @set_module("mlstate.integrations.torch")
-class PlanUse:
+class PlanUse(Shown):
     """Peak memory of a plan, predicted and measured; `measure_plan` returns it.
 
     Attributes
@@ -110,6 +111,10 @@ class PlanUse:
         the largest measured one: save 1
         <BLANKLINE>
         """
+        return self._table().text(_ROWS)
+
+    def _table(self) -> Table:
+        """Return a row for each step; the title has lines about the steps with the peaks."""
         by_plan = max(self.steps, key=lambda step: step.predicted_bytes)
         by_torch = max(self.steps, key=lambda step: step.measured_bytes)
         lines = [
@@ -118,14 +123,8 @@ class PlanUse:
             + (f", {by_plan.why}" if by_plan.why else ""),
             f"the largest measured one: {by_torch.kind} {by_torch.block}",
         ]
-        rows = [
-            [f"{step.kind} {step.block}", *map(bytes_text, step[2:5]), step.why]
-            for step in self.steps
-        ]
-        return "\n".join([*lines, table_text(_HEADERS, rows, _ROWS)])
-
-    def __repr__(self) -> str:
-        return f"<PlanUse: {self._title()}>"
+        rows = [(f"{step.kind} {step.block}", *step[2:5], step.why) for step in self.steps]
+        return Table(lines, _COLUMNS, rows)
 
 
 class _Recompute(NamedTuple):
