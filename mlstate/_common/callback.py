@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
     from types import TracebackType
 
 Progress: TypeAlias = "Callable[[int], object] | None"  # called with the bytes since the last call
+# called with a function that returns the number of all bytes
+CountedProgress: TypeAlias = "Callable[[Callable[[], int]], AbstractContextManager[Progress]]"
 
 
 class _CallbackError(Exception):

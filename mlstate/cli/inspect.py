@@ -44,8 +44,8 @@ def add(commands: Commands) -> None:
     text = "list what a checkpoint or a file holds"
     usages = {"path": PATH_HELP, **shared("--step", "--monitor", "--mode", "--names")}
     parser = add_command(commands, "inspect", text, run_inspect, usages)
-    shown = parser.add_mutually_exclusive_group()
-    add_arguments(shown, {"--shards": "list shards too", "--summary": "list no tensors"})
+    detail = parser.add_mutually_exclusive_group()
+    add_arguments(detail, {"--shards": "list shards too", "--summary": "list no tensors"})
 
 
 def _data_of(facts: dict[str, Any]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from command_table import CHECKPOINT_COMMANDS, call_of
 from needs import needs
 
 import mlstate
-from mlstate.checkpoint import CheckpointManager
+from mlstate.checkpoint import CheckpointManager, _diff_sources
 from mlstate.checkpoint._folder.local import LocalFolder
-from mlstate.cli import diff as checkpoint_diff
+from mlstate.checkpoint._sources.open_source import open_source
 from mlstate.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -462,12 +462,12 @@ def test_diff_between_kinds_and_layouts(place, run, monkeypatch):
     assert run("reshard", "ckpt", "cut", "--layout", "axis:1=2,flat=3")[0] == 0
     assert run("diff", "ckpt", "both.safetensors")[0] == 0
     assert run("diff", "both.safetensors", "cut")[0] == 0
-    monkeypatch.setattr(checkpoint_diff, "_BATCH_BYTES", 1)
+    monkeypatch.setattr(_diff_sources, "_BATCH_BYTES", 1)
     assert run("diff", "cut", "ckpt")[1] == [
         "model: identical: 2 tensors",
         "optimizer: identical: 1 tensor",
     ]
-    monkeypatch.setattr(checkpoint_diff, "_BATCH_TENSORS", 1)
+    monkeypatch.setattr(_diff_sources, "_BATCH_TENSORS", 1)
     assert run("diff", "ckpt", "run")[0] == 1
 
 
@@ -475,10 +475,11 @@ def test_diff_puts_few_tensors_together_at_a_time(place, monkeypatch):
     state = {f"t{i}": np.ones((64, 64), np.float32) for i in range(8)}
     mlstate.save("whole", state)
     mlstate.checkpoint.reshard("whole", "cut", layout="rows", world_size=2)
-    monkeypatch.setattr(checkpoint_diff, "_BATCH_BYTES", 3 * 64 * 64 * 4)
-    sides = [checkpoint_diff._Side(checkpoint_diff.find(name)) for name in ("whole", "cut")]
-    assert [len(batch) for batch in checkpoint_diff._batches(0, sides)] == [3, 3, 2]
-    assert [len(b) for b in checkpoint_diff._batches(0, [sides[0], sides[0]])] == [8]
+    monkeypatch.setattr(_diff_sources, "_BATCH_BYTES", 3 * 64 * 64 * 4)
+    sides = [_diff_sources.Side(open_source(name)) for name in ("whole", "cut")]
+    names = list(state)
+    assert [len(batch) for batch in _diff_sources._batches(0, sides, names)] == [3, 3, 2]
+    assert [len(b) for b in _diff_sources._batches(0, [sides[0], sides[0]], names)] == [8]
 
 
 def test_diff_with_a_file_that_is_gone(place, refused):

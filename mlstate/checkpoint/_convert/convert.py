@@ -31,19 +31,13 @@ from .read_write import begin_write, read_parts, write_parts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
-    from contextlib import AbstractContextManager
-    from typing import TypeAlias
 
     from ... import _core
+    from ..._common.callback import CountedProgress
     from .._files.parts import Parts, Selection
     from .._load.loader import Loader
     from .._options import LoadOptions
     from .._sources.protocol import Source
-
-    # called with a function that returns the number of bytes to write
-    Progress: TypeAlias = Callable[
-        [Callable[[], int]], AbstractContextManager[Callable[[int], object] | None]
-    ]
 
 _BATCH_BYTES = 64 << 20  # of the tensors that are in memory at the same time
 
@@ -72,7 +66,7 @@ def convert(
     path: str | os.PathLike[str],
     target: str | os.PathLike[str],
     request: Conversion,
-    progress: Progress,
+    progress: CountedProgress,
     open_path: Callable[[str | os.PathLike[str]], Source] = open_source,
 ) -> Converted:
     """Write the content at `path` to `target`, atomically.
@@ -141,7 +135,7 @@ def _size_of(state: Mapping[str, Any] | None) -> dict[str, int] | None:
 
 
 def _export(
-    source: Source, request: Conversion, start: Target, progress: Progress
+    source: Source, request: Conversion, start: Target, progress: CountedProgress
 ) -> dict[str, int]:
     """Export the model of the source to a Hugging Face folder; return its size, as of `_size_of`.
 
@@ -184,7 +178,7 @@ def _export(
 
 
 def _export_loaded(
-    loader: Loader, options: Mapping[str, Any], start: Target, progress: Progress
+    loader: Loader, options: Mapping[str, Any], start: Target, progress: CountedProgress
 ) -> dict[str, int]:
     """Export the model of `loader` to a Hugging Face folder; return its size, as of `_size_of`.
 
