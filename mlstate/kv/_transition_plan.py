@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from .._common.report import Table
 from .._common.set_module import set_module
-from .._common.text import bytes_text, printable
+from .._common.text import bytes_text, printable, shorten
 from ..errors import CapacityError, CompatibilityError
 from ._arguments import as_integer, capacity_error
 from ._model_states import shape_text
@@ -131,7 +131,9 @@ class TransitionPlan(NamedTuple):
         from html import escape
 
         table = self._table(self._summary()).html()
-        problems = "".join(f"<li>{escape(text[:500])}</li>" for text in self.problems[:_HTML_ROWS])
+        problems = "".join(
+            f"<li>{escape(shorten(text, 500))}</li>" for text in self.problems[:_HTML_ROWS]
+        )
         return table + (f"<ul>{problems}</ul>" if problems else "")
 
 

@@ -304,8 +304,8 @@ def tiers_html(report: TierReport) -> str:
     for tier, (nbytes, budget) in report.totals.items():
         bar = _bar([(_TIER_COLOURS[tier], min(nbytes / (budget or largest), 1))])
         count = count_text(sum(unit.tier == tier for unit in report.units), "unit")
-        limit = "no limit" if budget is None else f"of {bytes_text(budget)}"
-        size = bytes_text(nbytes) if tier == "cold" else f"{bytes_text(nbytes)}, {limit}"
+        limit = ", no limit" if budget is None else f" of {bytes_text(budget)}"
+        size = bytes_text(nbytes) + ("" if tier == "cold" else limit)
         lines.append(f"<p>{bar}{tier}<em>{count}, {size}</em></p>")
     lines += [f"<p>{move}</p>" for move in report._moves()]
     table = report._table(sorted(report.units, key=lambda unit: -unit.lately))
