@@ -14,7 +14,6 @@ from .._common.text import printable, shorten
 from ..checkpoint._folder.local import hub_hint
 from ..checkpoint._sources.open_source import Choice, open_source
 from ..checkpoint._steps.step_choice import check_choice
-from ..checkpoint._store.chosen_names import chosen_names
 from ..checkpoint._store.open_path import is_url
 
 if TYPE_CHECKING:
@@ -111,12 +110,6 @@ def add_actions_of(commands: Commands, name: str, help_text: str) -> Commands:
     """Add a command that has actions, and return the object that adds them."""
     parser = commands.add_parser(name, help=help_text, description=help_text)
     return parser.add_subparsers(title="actions", metavar="ACTION", required=True)
-
-
-def chosen_keys(listed: list[str] | None, sections: list[list[str]]) -> list[set[str]]:
-    """Return the names in each section that ``--names`` selects; raise for one without a match."""
-    _, chosen = chosen_names(sections, listed, "")
-    return [set(names) for names in chosen]
 
 
 def choice_of(arguments: argparse.Namespace, option: str = "step") -> Choice:

@@ -10,13 +10,13 @@ from .._common.text import bytes_text, count_text, steps_text
 from ..checkpoint import CheckpointManager, inspect
 from ..checkpoint._checkpoint.checkpoint import in_order, stored_text, tensor_table
 from ..checkpoint._folder.names import SECTIONS
+from ..checkpoint._store.chosen_names import chosen_names
 from ._common import (
     PATH_HELP,
     Commands,
     add_arguments,
     add_command,
     choice_of,
-    chosen_keys,
     find,
     kind_of,
     print_result,
@@ -99,10 +99,8 @@ def _tensors(checkpoint: Checkpoint, arguments: argparse.Namespace) -> list[Tens
     """
     tensors = in_order(checkpoint.tensors())
     keys = [[t.key for t in tensors if t.section == section] for section in SECTIONS]
-    chosen = chosen_keys(arguments.names, keys)
-    if arguments.summary:
-        return []
-    return [t for t in tensors if t.key in chosen[SECTIONS.index(t.section)]]
+    chosen = dict(zip(SECTIONS, map(set, chosen_names(keys, arguments.names, "")[1]), strict=True))
+    return [] if arguments.summary else [t for t in tensors if t.key in chosen[t.section]]
 
 
 def _checkpoint_data(checkpoint: Checkpoint, arguments: argparse.Namespace) -> dict[str, Any]:
