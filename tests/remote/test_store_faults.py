@@ -10,11 +10,13 @@ from datetime import timedelta
 
 import numpy as np
 import pytest
+from interruption import signal_once
 from s3_fault_proxy import KINDS, at, at_random, since
 from thread_team import calling_in_background, thread_outcomes
 
 import mlstate
 from mlstate.checkpoint import CheckpointManager, prune, reshard
+from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
 from mlstate.checkpoint._store.open_path import open_folder
 from mlstate.errors import FormatError, StoreError
 
@@ -253,6 +255,18 @@ def test_an_interrupted_save_is_continued_by_the_next_one(url, store):
     assert report and not report.leftover
     # after a commit nothing is interrupted
     assert save_and_count() >= 3 * nbytes
+
+
+def test_a_signal_ends_the_deletion_of_objects_after_an_error(url, store, monkeypatch):
+    def refuse_bytes(count):
+        raise RuntimeError("enough")
+
+    deleted = []
+    monkeypatch.setattr(CheckpointFiles, "discard", lambda *_: deleted.append(True))
+    signal_once(monkeypatch, CheckpointFiles, "discard")
+    with pytest.raises(KeyboardInterrupt):  # at once: the store may not answer
+        mlstate.save(url, state_of(1), progress=refuse_bytes, storage_options=store.options())
+    assert not deleted
 
 
 def test_an_object_that_cannot_be_copied_is_uploaded(url, store):

@@ -86,28 +86,24 @@ def _write_all_ranks(
     call. After an error up to the commit, the target's old checkpoint is unchanged.
     """
     commit = Commit(target, world_size)
-    with commit.holder:
-        try:
-            commit.begin(states=like.states is not None)
-            for rank in range(world_size):
-                gathered = GatheredShards({})
-                gathered.shards, _ = _core.shards_collect(
-                    (rank, world_size),
-                    states(rank),
-                    Shard,
-                    None,  # all names
-                    (),  # no layout for arrays
-                )
-                commit.write(gathered, progress)
-            header = {name: getattr(like, name) for name in _KEPT}
-            commit.commit(header | {"writer": WRITER, "world_size": world_size})
-            commit.delete_replaced()
-        except BaseException:
-            commit.abort()
-            raise
-        finally:
-            commit.close()
-    return commit.result()
+
+    def save() -> None:
+        commit.begin(states=like.states is not None)
+        for rank in range(world_size):
+            gathered = GatheredShards({})
+            gathered.shards, _ = _core.shards_collect(
+                (rank, world_size),
+                states(rank),
+                Shard,
+                None,  # all names
+                (),  # no layout for arrays
+            )
+            commit.write(gathered, progress)
+        header = {name: getattr(like, name) for name in _KEPT}
+        commit.commit(header | {"writer": WRITER, "world_size": world_size})
+        commit.delete_replaced()
+
+    return commit.run(save)
 
 
 def _open_both(

@@ -21,21 +21,17 @@ with each save and so orders them. Four rules make a save atomic:
 A `Commit` is one such save. With a group, every rank has one and all make the same calls; only
 rank 0 holds the claim and replaces the manifest, and an error of one rank is raised on all::
 
-    commit = Commit(target)
-    with commit.holder:          # no interrupt keeps the claim
-        try:
-            commit.begin()           take the claim, delete what a killed writer left, choose a
-                                     generation, note it in the lock; tell it to the other ranks
-            commit.write(gathered)   write this rank's shard files and index, and make them durable
-            commit.commit(header)    collect the ranks' reports, check that they make a complete
-                                     checkpoint, read back what will be committed, and replace the
-                                     manifest; after an error of any rank, delete all new files
-            commit.delete_replaced() delete a manager's old roots, and the files that no root needs
-        except BaseException:
-            commit.abort()           delete the new files, unless the manifest may name them
-            raise
-        finally:
-            commit.close()           remove the note from the lock if no file is left
+    commit.begin()           take the claim, delete what a killed writer left, choose a generation,
+                             note it in the lock; tell it to the other ranks
+    commit.write(gathered)   write this rank's shard files and index, and make them durable
+    commit.commit(header)    collect the ranks' reports, check that they make a complete checkpoint,
+                             read back what will be committed, and replace the manifest; after an
+                             error of any rank, delete all new files
+    commit.delete_replaced() delete a manager's old roots, and the files that no root needs
+
+`Commit.run` calls a function that makes them. After an exception it deletes the new files, unless
+the manifest may name them. At the end it removes the note from the lock if no file is left, and
+ends the claim.
 
 A writer that is killed before the commit leaves files that no root names, and its generation in the
 lock: the next `begin` deletes them. One that is killed after it leaves files of the old checkpoint:
@@ -63,7 +59,6 @@ from .replica_assignment import check_copies
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from contextlib import AbstractContextManager
 
     from ..._common.callback import Progress
     from ...collectives import ProcessGroup
@@ -102,10 +97,6 @@ class Commit:
         self._keeps_shards = world_size is None
         self._world_size = world_size or target.world_size
         self._claim: Claim | None = target.claim if target.rank == 0 else None
-        # ends the claim at the end of its `with` statement
-        self.holder: AbstractContextManager[object] = (
-            nullcontext() if self._claim is None else self._claim.holder
-        )
         self._generation = ""  # identifier of the save, part of its files' names; "" before `begin`
         self._replaced = Replaced(None, 0, has_steps=False)  # of rank 0, after `begin`
         self._error: BaseException | None = None  # of this rank, to be raised by `commit`
@@ -118,6 +109,33 @@ class Commit:
         self._merged_indexes: dict[str, _core.MergedIndex] = {}  # by generation, as read back
         self.manifest: Manifest | None = None  # as committed and read back; on rank 0
         self.warning: str | None = None  # of `delete_replaced`
+
+    def run(self, save: Callable[[], object]) -> RootPath:
+        """Call `save`, which makes the steps from `begin` to `delete_replaced`; end the claim.
+
+        Returns the saved root, with what this rank wrote; warns if old files remain. After an
+        exception, the new files are deleted unless a root may name them. A signal waits until that
+        is done, except in a store, which may not answer.
+        """
+        holder = nullcontext() if self._claim is None else self._claim.holder
+        with holder, _core.deferred_interrupts() as section:
+            try:
+                with section.allowed():
+                    save()
+            except BaseException:
+                with nullcontext() if self._folder.is_local else section.allowed():
+                    self._abort()
+                raise
+            finally:
+                self._close()
+        if self._group is not None:
+            # No rank returns before rank 0 has ended the claim, so that a save that follows can
+            # take it.
+            self._group.barrier()
+        if self.warning is not None:
+            self._target.caller.warn(self.warning)
+        root = RootPath(self._files, manifest=self.manifest, report=self._written)
+        return root.with_manifest()
 
     # ---- begin: rank 0 takes the claim and chooses the generation ----
 
@@ -322,7 +340,7 @@ class Commit:
 
     # ---- abort: the files of a save that is not committed ----
 
-    def abort(self) -> None:
+    def _abort(self) -> None:
         """After an error, delete the files of this save unless a root may name them.
 
         Does nothing if the ranks have decided about the save, or must do so together.
@@ -438,21 +456,11 @@ class Commit:
             warning = f"deleting old files of the checkpoint met an error: {first_error}"
         return warning
 
-    def close(self) -> None:
-        """Remove the note of this save from the lock, unless files are left for the next save.
-
-        The claim itself ends with `holder`, which the caller leaves afterwards.
-        """
+    def _close(self) -> None:
+        """Remove the note of this save from the lock, unless files are left for the next save."""
         self._error = None
         if self._claim is not None and self._is_clean:
             self._claim.note(None)
-
-    def result(self) -> RootPath:
-        """Return the saved root, with what this rank wrote; warn if old files remain."""
-        if self.warning is not None:
-            self._target.caller.warn(self.warning)
-        root = RootPath(self._files, manifest=self.manifest, report=self._written)
-        return root.with_manifest()
 
 
 def write_and_commit(
@@ -469,19 +477,11 @@ def write_and_commit(
     CollectiveError, or a warning that is raised) the new one is current.
     """
     commit = Commit(target)
-    with commit.holder:
-        try:
-            commit.begin(states=bool(gathered.header.get("states")))
-            commit.write(gathered, progress, freed)
-            commit.commit(gathered.header, gathered.copies)
-            commit.delete_replaced()
-        except BaseException:
-            commit.abort()
-            raise
-        finally:
-            commit.close()
-    if target.group is not None:
-        # No rank returns before rank 0 has released the lock, so that a save that follows can take
-        # it.
-        target.group.barrier()
-    return commit.result()
+
+    def save() -> None:
+        commit.begin(states=bool(gathered.header.get("states")))
+        commit.write(gathered, progress, freed)
+        commit.commit(gathered.header, gathered.copies)
+        commit.delete_replaced()
+
+    return commit.run(save)

@@ -1,4 +1,4 @@
-"""Asynchronous saves after signals during their start and its clean-up."""
+"""Saves after signals in their clean-up; asynchronous ones also during their start."""
 
 import threading
 
@@ -7,8 +7,9 @@ import pytest
 from interruption import signal_once
 
 import mlstate
-from mlstate.checkpoint import CheckpointManager, Staging, save_async
+from mlstate.checkpoint import CheckpointManager, Staging, reshard, save_async
 from mlstate.checkpoint._save import job as save_job
+from mlstate.checkpoint._store.checkpoint_files import CheckpointFiles
 from mlstate.collectives import SingleGroup
 
 SECONDS = 20
@@ -90,3 +91,31 @@ def test_a_save_without_a_thread_cannot_wait_for_itself(path, monkeypatch):
         handle.wait()
     manager.save(2, {"w": np.ones(3)})
     assert manager.steps() == [2]
+
+
+def refuse_bytes(count):
+    raise RuntimeError("enough")
+
+
+def save_again(path):
+    mlstate.save(path, {"w": np.zeros(3)}, progress=refuse_bytes)
+
+
+def reshard_again(path):
+    mlstate.save(path.parent / "source", {"w": np.zeros(3)})
+    options = {"layout": "rows", "world_size": 2, "overwrite": True}
+    reshard(path.parent / "source", path, **options, progress=refuse_bytes)
+
+
+def content(folder):
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize("save", [save_again, reshard_again])
+def test_a_signal_waits_until_a_failed_save_has_deleted_its_files(path, monkeypatch, save):
+    mlstate.save(path, {"w": np.ones(3)})
+    before = content(path)  # also of the lock, which names no save
+    signal_once(monkeypatch, CheckpointFiles, "discard")
+    with pytest.raises(KeyboardInterrupt):
+        save(path)
+    assert content(path) == before
