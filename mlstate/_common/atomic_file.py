@@ -157,24 +157,25 @@ class Target(NamedTuple):
 
         `new`: its temporary path. Raises StoreError (EEXIST) if the target changed since the
         writing began. The target is unchanged after this and every other error before the last
-        sync.
+        sync. A signal waits until one content is in place and the other one is deleted.
         """
         old = f"{new}.old"
-        try:
-            if self.is_vacant:
-                self._take_vacant(new)
-            else:
-                self._exchange(new, old)
-        except StoreError:
-            raise
-        except OSError as error:
-            if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
-                raise self._changed() from None
-            raise store_error(error, "cannot write the target", self.path) from None
-        try:
-            _core.folder_sync(os.path.dirname(self.path))
-        finally:  # also after an interrupt: the new content is in place
-            _remove(old)
+        with _core.deferred_interrupts():
+            try:
+                if self.is_vacant:
+                    self._take_vacant(new)
+                else:
+                    self._exchange(new, old)
+            except StoreError:
+                raise
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR, errno.EISDIR):
+                    raise self._changed() from None
+                raise store_error(error, "cannot write the target", self.path) from None
+            try:
+                _core.folder_sync(os.path.dirname(self.path))
+            finally:  # the new content is in place
+                _remove(old)
 
     def _take_vacant(self, new: str) -> None:
         """Rename `new` to the target, which must still be missing or an empty folder."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from any_format import read_any, write_any
+from interruption import signal_once
 
 import mlstate
 from mlstate import _core
@@ -246,6 +247,35 @@ def test_interrupt_between_renames_restores_the_old_folder(tmp_path, monkeypatch
     with pytest.raises(KeyboardInterrupt), new_path(start) as new:
         Path(new).mkdir()
     assert content(target) == {"notes": b"mine"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.usefixtures("_exchange")
+def test_a_signal_waits_until_the_old_folder_is_restored(tmp_path, monkeypatch):
+    target, swap = tmp_path / "m", Target._swap
+    make_folder(target)
+
+    def swap_and_fail(*arguments):
+        monkeypatch.setattr(Target, "_swap", swap)
+        swap(*arguments)
+        raise MemoryError
+
+    monkeypatch.setattr(Target, "_swap", swap_and_fail)
+    signal_once(monkeypatch, Target, "_restore")
+    with pytest.raises(KeyboardInterrupt), new_path(Target.of(target)) as new:
+        Path(new).mkdir()
+    assert content(target) == {"notes": b"mine"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
+
+
+@pytest.mark.usefixtures("_exchange")
+def test_a_signal_waits_until_the_new_folder_is_in_place(tmp_path, monkeypatch):
+    target = tmp_path / "m"
+    make_folder(target)
+    signal_once(monkeypatch, os, "rename")
+    with pytest.raises(KeyboardInterrupt), new_path(Target.of(target)) as new:
+        (Path(new) / "new").mkdir(parents=True)
+    assert [entry.name for entry in target.iterdir()] == ["new"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
 
 
