@@ -388,37 +388,39 @@ def write_folder(
     `batches`: shards of this rank, requested as they are written. `files_from`, `progress`: as for
     `export_huggingface`. `start`: as for `export`. `written`: called when this rank's shards are no
     longer needed; if it raises, the export fails. After a failure, all ranks raise and no folder
-    remains.
+    remains; a signal waits until it is deleted.
     """
     group, folder = target.group, os.path.realpath(target.path)
     is_first, temporary = target.rank == 0, _temporary_name(folder)
     share, other_files, final = b"", dict[str, Any](), Target(folder, ())
-    try:
-        with _agreed(group):
+    with _core.deferred_interrupts() as section:
+        try:
+            with section.allowed():
+                with _agreed(group):
+                    if is_first:
+                        if files_from is not None:
+                            source = open_folder(files_from, reads=True)
+                            other_files = _files_to_copy(source)
+                            # the other files there belong to weights of this name
+                            plan = _checked_entry(source, plan.named(stem_of(source.names(""))))
+                        final = _target_of(folder, start)
+                        _begin(temporary, plan)
+                if group is not None:
+                    names = next(iter(group.gather_bytes(os.fsencode(f"{plan.stem}\0{temporary}"))))
+                    stem, _, temporary = os.fsdecode(names).partition("\0")
+                    plan = plan.named(stem)
+                with _agreed(group):
+                    share = _write_parts(temporary, plan, batches, not is_first, progress)
+                    if written is not None:
+                        written()
+                shares = [share] if group is None else group.gather_bytes(share)
+                with _agreed(group):
+                    if is_first:
+                        _finish(temporary, final, plan, _checksums(plan, shares), other_files)
+        except BaseException:
             if is_first:
-                if files_from is not None:
-                    source = open_folder(files_from, reads=True)
-                    other_files = _files_to_copy(source)
-                    # the other files there belong to weights of this name
-                    plan = _checked_entry(source, plan.named(stem_of(source.names(""))))
-                final = _target_of(folder, start)
-                _begin(temporary, plan)
-        if group is not None:
-            names = next(iter(group.gather_bytes(os.fsencode(f"{plan.stem}\0{temporary}"))))
-            stem, _, temporary = os.fsdecode(names).partition("\0")
-            plan = plan.named(stem)
-        with _agreed(group):
-            share = _write_parts(temporary, plan, batches, not is_first, progress)
-            if written is not None:
-                written()
-        shares = [share] if group is None else group.gather_bytes(share)
-        with _agreed(group):
-            if is_first:
-                _finish(temporary, final, plan, _checksums(plan, shares), other_files)
-    except BaseException:
-        if is_first:
-            remove_folder(temporary)
-        raise
+                remove_folder(temporary)
+            raise
 
 
 def take_export(
@@ -546,8 +548,8 @@ def export_huggingface(
     Notes
     -----
     The export is atomic: files are written to a folder ``.NAME.mlstate-*.tmp`` in the target's
-    parent, synced and renamed. After an error this folder is deleted; a process that is killed, or
-    interrupted again while it deletes it, leaves it behind, and it can be deleted.
+    parent, synced and renamed. After an error or interrupt this folder is deleted; a process that
+    is killed leaves it behind, and it can be deleted.
 
     Tied weights are stored under the first of their names, as ``save_pretrained`` does. The files
     have the checksums of `save_file`, which `load` and `verify` compare. A rank's memory does not

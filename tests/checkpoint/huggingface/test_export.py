@@ -11,6 +11,7 @@ import rank_threads
 from checkpoint_model import flip, flip_shard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from interruption import signal_once
 from weight_folder import write_folder
 
 import mlstate
@@ -297,6 +298,16 @@ def test_interrupted_export_keeps_the_target(tmp_path, monkeypatch, step, overwr
     export()  # a leftover of the killed one is not in the way
     assert_holds(target, state_of())
     assert (target / "config.json").exists()
+
+
+def test_a_signal_waits_until_a_failed_export_has_deleted_its_folder(tmp_path, monkeypatch):
+    def refuse_bytes(count):
+        raise RuntimeError("enough")
+
+    signal_once(monkeypatch, export_module, "remove_folder")
+    with pytest.raises(KeyboardInterrupt):
+        export_huggingface(tmp_path / "m", state_of(), progress=refuse_bytes)
+    assert not list(tmp_path.iterdir())
 
 
 # ---- from a checkpoint ----
