@@ -1,7 +1,8 @@
 """Atomic replacement of files and folders of other formats: permissions, owner, undo, fsync.
 
-A writer takes a `Target` when it begins, writes under a temporary name in the same folder, and
-ends with `Target.put`, which replaces only the content that the target had at the beginning.
+A writer takes a `Target` when it begins, writes under a temporary name in the same folder
+(`Target.write_path`), and ends with `Target.put`, which replaces only the content that the target
+had at the beginning.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from typing import IO, TYPE_CHECKING, NamedTuple, TypeAlias
 
 from .. import _core
@@ -19,7 +20,7 @@ from .store_error import store_error
 from .waiting import remove_folder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     # Relative path, kind, inode, size and times of a file; the first one is the target itself.
     Entry: TypeAlias = tuple[str, int, int, int, int, int]
@@ -148,9 +149,68 @@ class Target(NamedTuple):
         """Whether there was a regular file."""
         return bool(self.entries) and stat.S_ISREG(self.entries[0][1])
 
-    def temporary(self) -> str:
-        """Return an unused name in the target's folder."""
-        return os.path.join(os.path.dirname(self.path), f".mlstate-{os.urandom(8).hex()}.tmp")
+    def write_path(self, write: Callable[[str], object]) -> None:
+        """Call `write` with a temporary path; the file or folder there becomes the target.
+
+        After an exception, also of `write`, the temporary is deleted and the target is as `put`
+        leaves it: unchanged, except after an error of the last sync. A signal waits until the
+        temporary is deleted.
+        """
+        folder = os.path.dirname(self.path)
+        temporary = os.path.join(folder, f".mlstate-{os.urandom(8).hex()}.tmp")
+        with _core.deferred_interrupts() as section:
+            try:
+                with section.allowed():
+                    write(temporary)
+                self.put(temporary)
+            except BaseException as error:
+                if isinstance(error, OSError) and error.filename == temporary:
+                    error.filename = self.path  # the name that the caller knows
+                    if isinstance(error, StoreError):
+                        error.path = self.path
+                _remove(temporary)
+                raise
+
+    def write_file(self, write: Callable[[str], object]) -> None:
+        """Call `write` with a temporary path; the file there becomes the target, as `write_path`.
+
+        An existing file must be writable, and keeps its permission bits. Raises OSError for a
+        folder (EISDIR) or a read-only file (EACCES), ValueError for a FIFO, socket or device.
+        """
+        error_number = 0
+        if self.is_folder:
+            error_number = errno.EISDIR
+        elif self.entries and not self.is_file:
+            raise ValueError(
+                f"{self.path}: only a regular file can be replaced, not a FIFO, socket, device or "
+                "link"
+            )
+        elif self.is_file and not os.access(self.path, os.W_OK):
+            error_number = errno.EACCES
+        if error_number:
+            raise OSError(error_number, os.strerror(error_number), self.path)
+
+        def write_and_keep_mode(temporary: str) -> None:
+            write(temporary)
+            if self.is_file:
+                _keep_owner_and_mode(temporary, self.path)
+
+        self.write_path(write_and_keep_mode)
+
+    def write_content(self, write: Callable[[IO[bytes]], object]) -> None:
+        """Call `write` with an open file, which becomes the target durably, as `write_file`."""
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+
+        def write_and_sync(temporary: str) -> None:
+            with (
+                _core.Descriptor(temporary, flags) as descriptor,
+                open(descriptor.fileno(), "w+b", closefd=False) as file,
+            ):
+                write(file)
+                file.flush()
+                os.fsync(file.fileno())
+
+        self.write_file(write_and_sync)
 
     def put(self, new: str) -> None:
         """Rename a complete file or folder to the target, durably.
@@ -312,67 +372,3 @@ def mode_within(*paths: str) -> int:
         except OSError as error:
             raise store_error(error, "cannot read the permissions", path) from None
     return mode
-
-
-@contextmanager
-def new_path(target: Target) -> Iterator[str]:
-    """Yield a temporary path to write a file or folder at, which then becomes the target.
-
-    After an exception, also of the block, the temporary is deleted and the target is as
-    `Target.put` leaves it: unchanged, except after an error of the last sync.
-    """
-    temporary = target.temporary()
-    try:
-        yield temporary
-        target.put(temporary)
-    except BaseException as error:
-        if isinstance(error, OSError) and error.filename == temporary:
-            error.filename = target.path  # the name that the caller knows
-            if isinstance(error, StoreError):
-                error.path = target.path
-        _remove(temporary)
-        raise
-
-
-@contextmanager
-def new_file(target: Target) -> Iterator[str]:
-    """Yield a temporary path to write a file at, as `new_path` does.
-
-    An existing file must be writable, and keeps its permission bits. Raises OSError for a folder
-    (EISDIR) or a read-only file (EACCES), ValueError for a FIFO, socket or device.
-    """
-    error_number = 0
-    if target.is_folder:
-        error_number = errno.EISDIR
-    elif target.entries and not target.is_file:
-        raise ValueError(
-            f"{target.path}: only a regular file can be replaced, not a FIFO, socket, device or "
-            "link"
-        )
-    elif target.is_file and not os.access(target.path, os.W_OK):
-        error_number = errno.EACCES
-    if error_number:
-        raise OSError(error_number, os.strerror(error_number), target.path)
-    with new_path(target) as temporary:
-        yield temporary
-        if target.is_file:
-            _keep_owner_and_mode(temporary, target.path)
-
-
-@contextmanager
-def replacing(path: str | os.PathLike[str], target: Target | None = None) -> Iterator[IO[bytes]]:
-    """Yield an open file, which becomes `path` atomically and durably; see `Target.put`.
-
-    After an exception, `path` is unchanged. A symbolic link is followed and kept; an existing file
-    keeps its permission bits. `target`: `path` as it was when the caller began; None: as now.
-    """
-    target = target or Target.of(path)
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
-    with (
-        new_file(target) as temporary,
-        _core.Descriptor(temporary, flags) as descriptor,
-        open(descriptor.fileno(), "w+b", closefd=False) as file,
-    ):
-        yield file
-        file.flush()
-        os.fsync(file.fileno())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import _core
 from .._common.arguments import check_callback, check_flags
-from .._common.atomic_file import Target, replacing
+from .._common.atomic_file import Target
 from .._common.callback import Progress, ProgressErrors
 from .._common.file_checksums import BLOCK, NAME, build
 from .._common.file_kinds import is_damage
@@ -164,6 +164,6 @@ def checksum(
             file_path = os.path.join(folder, name)
             with os_errors("cannot read the file", file_path):
                 entries[name] = _read_entry(file_path, guarded)
-    with os_errors("cannot write the checksums", target_path), replacing(target_path, target) as f:
-        f.write(build(entries))
+    with os_errors("cannot write the checksums", target_path):
+        target.write_content(lambda file: file.write(build(entries)))
     return {name: entry["bytes"] for name, entry in entries.items()}

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._common.atomic_file import Target, new_file
+from .._common.atomic_file import Target
 from .._common.dtypes import name_of
 from .._common.local_path import local_path, refuse_same_path
 from .._common.report import Table
@@ -157,8 +157,7 @@ def run_convert(arguments: argparse.Namespace) -> int:
     assert isinstance(start, Target)
     prompt = read_prompt(arguments.source, verify=arguments.verify, remedy=_NO_VERIFY)
     arrays, texts = flatten_prompt(prompt.layers, prompt.metadata, arguments.to)
-    with new_file(start) as temporary:
-        save_file(arrays, temporary, texts)
+    start.write_file(lambda temporary: save_file(arrays, temporary, texts))
     nbytes = sum(array.nbytes for array in arrays.values())
     data = {
         "source": str(source.absolute()),

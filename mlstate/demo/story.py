@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .._common.atomic_file import Target, replacing
+from .._common.atomic_file import Target
 from .._common.local_path import local_path
 from ..checkpoint import load_file, load_metadata
 from ..coreml import FakeMLState, StateSpecs, plan_transition, state_specs
@@ -245,8 +245,8 @@ def _draw(
     except ImportError:
         say("\nNo picture: matplotlib is not installed (pip install 'mlstate[plot]').")
         return None
-    with replacing(path, target) as file:
-        figure.savefig(file, dpi=150, format="png")
+    target = target or Target.of(path)
+    target.write_content(lambda file: figure.savefig(file, dpi=150, format="png"))
     say(f"\nPicture of the cache: {path}")
     return path
 

@@ -14,10 +14,14 @@ from interruption import signal_once
 import mlstate
 from mlstate import _core
 from mlstate._common import atomic_file
-from mlstate._common.atomic_file import Target, new_path, replacing
+from mlstate._common.atomic_file import Target
 from mlstate.checkpoint import export_huggingface, reshard
 from mlstate.checkpoint._huggingface import export as export_module
 from mlstate.cli import main
+
+
+def write(path, data):
+    Target.of(path).write_content(lambda file: file.write(data))
 
 
 def content(path):
@@ -166,15 +170,19 @@ def test_concurrently_changed_folder_is_not_replaced(tmp_path, change):
     (target / "sub").mkdir(parents=True)
     (target / "a").write_bytes(b"old")
     (target / "sub" / "b").write_bytes(b"old")
-    start = Target.of(target)
-    with pytest.raises(mlstate.StoreError, match="was changed while"), new_path(start) as new:
+    changed_content = None
+
+    def write_and_change(new):
+        nonlocal changed_content
         Path(new).mkdir()
         change(target)
         changed_content = content(target)
+
+    with pytest.raises(mlstate.StoreError, match="was changed while"):
+        Target.of(target).write_path(write_and_change)
     assert content(target) == changed_content
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
-    with new_path(Target.of(target)) as new:
-        Path(new).mkdir()
+    Target.of(target).write_path(os.mkdir)
     assert content(target) == {}
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
 
@@ -184,21 +192,19 @@ def test_concurrently_changed_file_is_not_replaced(tmp_path):
     path = tmp_path / "a"
     path.write_bytes(b"old")
     for text in (b"new", b"longer"):
-        start = Target.of(path)
-        with (
-            pytest.raises(mlstate.StoreError, match="was changed while"),
-            replacing(path, start) as file,
-        ):
+
+        def write_and_change(file, text=text):
             file.write(b"ours")
             path.unlink()
             path.write_bytes(text)
+
+        with pytest.raises(mlstate.StoreError, match="was changed while"):
+            Target.of(path).write_content(write_and_change)
         assert path.read_bytes() == text
-    with replacing(path) as file:
-        file.write(b"ours")
+    write(path, b"ours")
     assert path.read_bytes() == b"ours"
     path.unlink()
-    with replacing(path) as file:
-        file.write(b"again")
+    write(path, b"again")
     assert path.read_bytes() == b"again"
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
@@ -213,13 +219,16 @@ def test_file_system_without_exchange_keeps_the_new_target(tmp_path, monkeypatch
 
         monkeypatch.setattr(os, "link", refuse)
     path = tmp_path / "a"
-    with pytest.raises(mlstate.StoreError, match="appeared"), replacing(path) as file:
+
+    def write_and_appear(file):
         file.write(b"ours")
         path.write_bytes(b"mine")
+
+    with pytest.raises(mlstate.StoreError, match="appeared"):
+        Target.of(path).write_content(write_and_appear)
     assert path.read_bytes() == b"mine"
     path.unlink()
-    with replacing(path) as file:
-        file.write(b"ours")
+    write(path, b"ours")
     assert path.read_bytes() == b"ours"
     assert [entry.name for entry in tmp_path.iterdir()] == ["a"]
 
@@ -244,8 +253,8 @@ def test_interrupt_between_renames_restores_the_old_folder(tmp_path, monkeypatch
 
     for owner, name in ((_core, "path_rename"), (os, "rename"), (atomic_file, "_list_path")):
         monkeypatch.setattr(owner, name, interrupted(getattr(owner, name)))
-    with pytest.raises(KeyboardInterrupt), new_path(start) as new:
-        Path(new).mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        start.write_path(os.mkdir)
     assert content(target) == {"notes": b"mine"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
 
@@ -262,8 +271,8 @@ def test_a_signal_waits_until_the_old_folder_is_restored(tmp_path, monkeypatch):
 
     monkeypatch.setattr(Target, "_swap", swap_and_fail)
     signal_once(monkeypatch, Target, "_restore")
-    with pytest.raises(KeyboardInterrupt), new_path(Target.of(target)) as new:
-        Path(new).mkdir()
+    with pytest.raises(KeyboardInterrupt):
+        Target.of(target).write_path(os.mkdir)
     assert content(target) == {"notes": b"mine"}
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
 
@@ -273,8 +282,8 @@ def test_a_signal_waits_until_the_new_folder_is_in_place(tmp_path, monkeypatch):
     target = tmp_path / "m"
     make_folder(target)
     signal_once(monkeypatch, os, "rename")
-    with pytest.raises(KeyboardInterrupt), new_path(Target.of(target)) as new:
-        (Path(new) / "new").mkdir(parents=True)
+    with pytest.raises(KeyboardInterrupt):
+        Target.of(target).write_path(lambda new: (Path(new) / "new").mkdir(parents=True))
     assert [entry.name for entry in target.iterdir()] == ["new"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["m"]
 
@@ -292,11 +301,8 @@ def test_a_folder_that_cannot_be_restored_is_named(tmp_path, monkeypatch):
             make_checkpoint(target)  # another process, between the two renames
 
     monkeypatch.setattr(os, "rename", rename_and_fill)
-    with (
-        pytest.raises(mlstate.StoreError, match="earlier content is") as caught,
-        new_path(start) as new,
-    ):
-        Path(new).mkdir()
+    with pytest.raises(mlstate.StoreError, match="earlier content is") as caught:
+        start.write_path(os.mkdir)
     assert list(mlstate.load(target).model) == ["mine"]
     [old] = [entry for entry in tmp_path.iterdir() if entry != target]
     assert content(old) == {"notes": b"mine"}
@@ -439,8 +445,7 @@ def test_a_replaced_file_exists_at_every_moment(tmp_path, monkeypatch):
     without_exchange(monkeypatch)
     monkeypatch.setattr(os, "rename", watched)
     path.write_bytes(b"old")
-    with replacing(path) as file:
-        file.write(b"new")
+    write(path, b"new")
     assert seen == [b"old", b"new"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]
 
@@ -458,7 +463,7 @@ def test_an_interrupt_between_the_steps_keeps_the_old_file(tmp_path, monkeypatch
     without_exchange(monkeypatch)
     monkeypatch.setattr(os, "rename", interrupted)
     path.write_bytes(b"old")
-    with pytest.raises(KeyboardInterrupt), replacing(path) as file:
-        file.write(b"new")
+    with pytest.raises(KeyboardInterrupt):
+        write(path, b"new")
     assert path.read_bytes() == b"old"
     assert [entry.name for entry in tmp_path.iterdir()] == ["file"]

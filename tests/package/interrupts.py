@@ -76,7 +76,6 @@ class Save:
     options = MappingProxyType({})
     kept = error = None  # the interrupt; another exception that followed it
     rounds = 1  # calls in a storm before a check
-    is_storm = False  # then temporary files may stay, because their deletion was interrupted
 
     def prepare(self, folder):
         """Prepare the inputs of the call."""
@@ -260,7 +259,7 @@ class Convert(Save):
 
     def check(self, folder):
         self.call(folder)
-        assert self.is_storm or not list(folder.glob("*.tmp"))
+        assert not list(folder.glob("*.tmp"))
 
 
 class Export(Save):
@@ -390,7 +389,7 @@ class Store(Save):
         model = mlstate.load("gs://bucket/run", storage_options=options).model
         assert same(model, OLD) or same(model, NEW)
         left = [*(folder / "scratch").iterdir(), *(folder / "cache").rglob("*.tmp")]
-        assert self.is_storm or not left, left
+        assert not left, left
         self.call(folder)
 
 
@@ -793,7 +792,7 @@ def run_signalled(case, folder, delay, later=()):
     The exceptions are kept until the end, with the frames of their tracebacks.
     """
     pending = list(later)
-    case.is_storm, case.signals = bool(pending), 0
+    case.signals = 0
 
     def interrupt(number, frame):
         case.signals += 1

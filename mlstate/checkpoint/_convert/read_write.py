@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..._common.arrays import refuse_unstorable
-from ..._common.atomic_file import Target, replacing
+from ..._common.atomic_file import Target
 from ..._common.backend import torch_backend
 from ..._common.caller import find_caller
 from ..._common.json_values import check_json_values
@@ -203,8 +203,8 @@ def _write_mlstate(target: SaveFolder, parts: Parts, step: int | None) -> None:
 
 def _write_lightning(target: Target, parts: Parts) -> None:
     checkpoint = checkpoint_from(parts, target.path)
-    with replacing(target.path, target) as file:
-        torch_backend("files of Lightning", PtBackend).write_tree(checkpoint, file)
+    backend = torch_backend("files of Lightning", PtBackend)
+    target.write_content(partial(backend.write_tree, checkpoint))
 
 
 _WRITERS: dict[str, Callable[[Target, Parts], None]] = {

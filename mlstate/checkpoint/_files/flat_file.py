@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..._common.atomic_file import Target, new_file
 from ..._common.backend import TensorBackend
 from ..._common.store_error import format_error
 from ..._safetensors import load_file, load_metadata, save_file
@@ -22,6 +21,7 @@ from ...state._state_dict import StateDict
 from .parts import MODEL, Parts
 
 if TYPE_CHECKING:
+    from ..._common.atomic_file import Target
     from ..._types import NDArray
     from ...errors import FormatError
 
@@ -107,8 +107,7 @@ def write_safetensors_parts(target: Target, parts: Parts) -> None:
         raise ValueError(f"metadata key {PARTS!r} is reserved: choose another")
     if record:
         texts[PARTS] = json.dumps(record, sort_keys=True)
-    with new_file(target) as temporary:
-        save_file(state, temporary, texts)
+    target.write_file(lambda temporary: save_file(state, temporary, texts))
 
 
 def read_file(path: Path, *, checked: bool) -> Parts:

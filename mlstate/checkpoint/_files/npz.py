@@ -15,7 +15,6 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..._common.atomic_file import Target, replacing
 from ..._common.dtypes import label_of, name_of, stored_dtype
 from ..._common.regular_file import open_regular
 from ..._common.store_error import format_error
@@ -24,6 +23,7 @@ from ...errors import CompatibilityError, FormatError, MLStateError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from ..._common.atomic_file import Target
     from ..._types import NDArray, NumpyDType
     from .parts import Parts
 
@@ -75,7 +75,8 @@ def write_npz(target: Target, arrays: Mapping[str, NDArray], record: Mapping[str
     dtypes = {name: name_of(a.dtype) for name, a in arrays.items() if _is_ml_dtype(a.dtype)}
     names = {member: name for name, member in members.items() if member != name}
     text = json.dumps({**record, "names": names, "dtypes": dtypes}, sort_keys=True)
-    with replacing(target.path, target) as file:
+
+    def write(file: IO[bytes]) -> None:
         archive = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
         try:
             _write_member(archive, RECORD, np.array(text))
@@ -84,7 +85,9 @@ def write_npz(target: Target, arrays: Mapping[str, NDArray], record: Mapping[str
                 _write_member(archive, members[name], stored)
             archive.close()
         finally:
-            archive.fp = None  # after an interrupt `close` would raise another error
+            archive.fp = None  # after an exception, `close` would raise another one
+
+    target.write_content(write)
 
 
 def _write_member(archive: zipfile.ZipFile, name: str, array: NDArray) -> None:

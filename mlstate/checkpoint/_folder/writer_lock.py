@@ -21,7 +21,7 @@ import stat
 from typing import Any
 
 from ... import _core
-from ..._common.atomic_file import Target, change_mode, mode_within, replacing
+from ..._common.atomic_file import Target, change_mode, mode_within
 from ..._common.regular_file import NOT_REGULAR
 from ..._common.store_error import store_error
 from ...errors import StoreError
@@ -279,8 +279,7 @@ class WriterLock:
             return
         # keep the text: the new file must name the unfinished generation too
         try:
-            with replacing(self._path, target) as file:
-                file.write(os.pread(descriptor.fileno(), 4096, 0))
+            target.write_content(lambda file: file.write(os.pread(descriptor.fileno(), 4096, 0)))
         except StoreError as error:
             # where the folder cannot be locked, another writer may have replaced the file first
             if error.errno not in (errno.EEXIST, errno.ENOENT):

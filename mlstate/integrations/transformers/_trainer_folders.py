@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..._common.atomic_file import Target, new_path
+from ..._common.atomic_file import Target
 from ..._common.caller import find_caller
 from ..._common.text import steps_text
 from ..._safetensors import load_metadata, save_file
@@ -279,14 +279,17 @@ def _restore_folder(output: Path, manager: CheckpointManager, step: int, positio
     other ranks may do the same; if one has written the folder meanwhile, nothing is written.
     """
     folder = folder_of(output, step)
+
+    def write(name: str) -> None:
+        temporary = Path(name)
+        temporary.mkdir()
+        model = manager.restore(step).model
+        save_file({} if model is None else model, temporary / _SAFETENSORS[0], {"format": "pt"})
+        (temporary / POSITION).write_text(position, encoding="utf-8")
+
     output.mkdir(parents=True, exist_ok=True)
     with _exclude_ranks(output, manager):
         if is_whole(folder, position):
             return folder  # another rank has restored it
-        with new_path(Target.of(folder)) as name:
-            temporary = Path(name)
-            temporary.mkdir()
-            model = manager.restore(step).model
-            save_file({} if model is None else model, temporary / _SAFETENSORS[0], {"format": "pt"})
-            (temporary / POSITION).write_text(position, encoding="utf-8")
+        Target.of(folder).write_path(write)
     return folder

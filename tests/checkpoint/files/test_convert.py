@@ -22,7 +22,7 @@ from mlstate import (
     load_file,
     save_file,
 )
-from mlstate._common.atomic_file import Target, replacing
+from mlstate._common.atomic_file import Target
 from mlstate.checkpoint._convert.formats import NAMES as FORMATS
 from mlstate.checkpoint._convert.formats import format_of
 from mlstate.checkpoint._files.flat_file import PARTS
@@ -420,9 +420,13 @@ def test_write_without_states_is_refused(tmp_path):
 def test_failed_write_keeps_the_old_file(tmp_path):
     path = tmp_path / "x"
     path.write_bytes(b"old")
-    with pytest.raises(KeyError), replacing(path) as file:
+
+    def write_and_fail(file):
         file.write(b"new")
         raise KeyError
+
+    with pytest.raises(KeyError):
+        Target.of(path).write_content(write_and_fail)
     assert path.read_bytes() == b"old"
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
@@ -432,8 +436,7 @@ def test_links_and_modes_stay(tmp_path):
     path.write_bytes(b"old")
     path.chmod(0o640)
     link.symlink_to("x")
-    with replacing(link) as file:
-        file.write(b"new")
+    Target.of(link).write_content(lambda file: file.write(b"new"))
     assert link.is_symlink()
     assert path.read_bytes() == b"new"
     assert stat.S_IMODE(path.stat().st_mode) == 0o640

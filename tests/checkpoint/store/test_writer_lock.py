@@ -19,6 +19,7 @@ from checkpoint_model import files_of
 from thread_team import thread_outcomes
 
 import mlstate
+from mlstate._common.atomic_file import Target
 from mlstate.checkpoint import CheckpointManager, prune, reshard, save_async
 from mlstate.checkpoint._folder import writer_lock as _lock
 from mlstate.checkpoint._folder.local import LocalFolder
@@ -81,14 +82,14 @@ def test_one_of_several_takes_over_a_dead_owners_lock(tmp_path):
 
 def test_a_lock_that_another_writer_took_over_first_is_busy(tmp_path, monkeypatch):
     monkeypatch.setattr(_lock, "_lock_folder", lambda folder: True)  # as on NFS
-    replace, first = _lock.replacing, LocalFolder(str(tmp_path)).claim()
+    write_content, first = Target.write_content, LocalFolder(str(tmp_path)).claim()
 
-    def late(path, target):
-        monkeypatch.setattr(_lock, "replacing", replace)
+    def late(target, write):
+        monkeypatch.setattr(Target, "write_content", write_content)
         first.acquire()
-        return replace(path, target)
+        target.write_content(write)
 
-    monkeypatch.setattr(_lock, "replacing", late)
+    monkeypatch.setattr(Target, "write_content", late)
     with (
         _dead_owner(tmp_path),
         pytest.raises(mlstate.StoreError, match="is writing it") as caught,

@@ -15,7 +15,6 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 from .... import _core
-from ...._common.atomic_file import Target, new_path
 from ...._common.regular_file import open_regular
 from ....checkpoint._layouts.entries import (
     RECORD,
@@ -30,6 +29,7 @@ from .pt_file import first_line, load_value, read_tree, tree_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
+    from ...._common.atomic_file import Target
     from ....checkpoint._files.parts import Parts, Selection
 
 # Lightning stores the entries other than model and optimizers in this file of the folder.
@@ -105,11 +105,14 @@ def write_dcp(target: Target, parts: Parts) -> None:
             f"{target.path}: exists already and is not a torch checkpoint; delete it first: a "
             "torch checkpoint needs a new directory"
         )
-    with new_path(target) as temporary:
+
+    def write(temporary: str) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that there is only one process
             dcp.save(tree, checkpoint_id=temporary, no_dist=True)  # type: ignore[attr-defined]
         _core.folder_sync(temporary)
+
+    target.write_path(write)
 
 
 def _empty_paths(value: Any, path: list[str], *, is_listed: bool = False) -> Iterator[list[str]]:

@@ -14,12 +14,11 @@ import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...._common.atomic_file import Target, replacing
 from ...._common.regular_file import open_regular
 from ....checkpoint._files.parts import Parts, Unreadable, is_flat
 from ....checkpoint._layouts.entries import RECORD, malformed, sort_entries
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     import torch
+
+    from ...._common.atomic_file import Target
 
 
 # ---- states to trees ----
@@ -385,5 +386,4 @@ def write_pt(target: Target, parts: Parts) -> None:
     Raises as `tree_of` does, before anything is written.
     """
     tree = tree_of(parts)
-    with replacing(target.path, target) as file:
-        write_tree(tree, file)
+    target.write_content(partial(write_tree, tree))
