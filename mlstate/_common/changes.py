@@ -19,7 +19,7 @@ user                                                 way
 `PromptStore.restore`: RollingKVState                prepare
 transformers, `to_cache(into=)`                      prepare; static and linear layers: empty
 mlx-lm, `to_cache(into=)`                            prepare
-`StateManager` of Core ML and Core AI                prepare
+`StateManager` of Core ML and Core AI                prepare; `refill`: undo
 `transition_coreml_state`, `compact_coreml_state`    undo
 `TieredState`: moves, the end of `use`               prepare
 `Follower.advance`                                   undo; with two buffers: prepare

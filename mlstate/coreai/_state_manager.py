@@ -320,8 +320,12 @@ class StateManager(StateManagerBase):
         raises or the task is cancelled, the former state is the current one again, unchanged.
         """
         step, batches = self._plan_refill(tokens, prefill, size)
-        if batches:
-            with self._replacing_state(step.size) as state:
-                for batch, start in batches:
-                    await prefill(batch, start, state)
+        former = self._size, self._states
+        try:
+            state = self._empty_state(step.size) if batches else None
+            for batch, start in batches:
+                await prefill(batch, start, state)
+        except BaseException:
+            self._set_current(*former)
+            raise
         return step

@@ -7,7 +7,6 @@ override its methods for models and states.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import numpy as np
 
 from .._common.arguments import check_flags
-from .._common.changes import exchange
+from .._common.changes import UndoLog, exchange
 from .._common.report import Table
 from .._common.text import names_hint
 from ..errors import CompatibilityError, MLStateError
@@ -26,7 +25,7 @@ from ._model_states import quoted
 from ._moved_positions import differ_in_sequence, moved_positions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from typing import TypeAlias
 
     from .._types import NDArray, NumpyDType
@@ -655,10 +654,16 @@ class StateManagerBase:
         raises, the former state is the current one again, unchanged.
         """
         step, batches = self._plan_refill(tokens, prefill, size)
+
+        def refill() -> None:
+            state = self._empty_state(step.size)
+            for batch, start in batches:
+                prefill(batch, start, state)
+
         if batches:
-            with self._replacing_state(step.size) as state:
-                for batch, start in batches:
-                    prefill(batch, start, state)
+            undo = UndoLog()
+            undo.note("state", partial(self._set_current, self._size, self._states))
+            undo.run(refill)
         return step
 
     def _plan_refill(
@@ -685,20 +690,11 @@ class StateManagerBase:
         tokens_kept = _select_tokens(tokens, step.kept)
         return step, [(tokens_kept[start:stop], start) for start, stop in step.batches]
 
-    @contextmanager
-    def _replacing_state(self, size: int) -> Iterator[object]:
-        """Make an empty state of `size` the current one, and yield it.
-
-        If the block raises, the former state and size are the current ones again.
-        """
-        former = self._size, self._states
+    def _empty_state(self, size: int) -> Any:
+        """Make an empty state of `size` the current one, and return it."""
         self._context(size)
         self._set_current(size, None)
-        try:
-            yield self.state
-        except BaseException:
-            self._set_current(*former)
-            raise
+        return self.state
 
     def reset(self) -> None:
         """Drop the state: the next one is empty and has the smallest size."""

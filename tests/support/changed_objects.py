@@ -158,6 +158,20 @@ def manager_case(tmp_path):
     return make, lambda manager: manager.grow_if_needed(32) and manager.grow_if_needed(32), content
 
 
+def refill_case(tmp_path):
+    models = {32: fake_model(SHAPES[0]), 64: fake_model(SHAPES[1])}
+
+    def prefill(tokens, position, state):
+        for name, shape in SHAPES[1].items():
+            state.write_state(name, np.full(shape, position + 1, np.float32))
+
+    def operate(manager):
+        assert manager.refill(range(70), prefill).action == "refill"
+
+    content = manager_case(tmp_path)[2]
+    return lambda: StateManager(models, batch_size=8), operate, content
+
+
 def restored_manager_case(tmp_path):
     make, _, content = manager_case(tmp_path)
     other = make()
@@ -347,6 +361,7 @@ CASES = [
     ring_prompt_case,
     chunk_case,
     manager_case,
+    refill_case,
     restored_manager_case,
     coreai_case,
     follower_case,
