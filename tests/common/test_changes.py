@@ -10,6 +10,7 @@ from fake_states import use_fake_arrays
 from injected_errors import half_changed
 from needs import needs
 
+import mlstate
 from mlstate._common.changes import UndoLog, exchange
 from mlstate.checkpoint import TieredState
 from mlstate.errors import MLStateError
@@ -99,6 +100,34 @@ def fake_arrays(monkeypatch):
 )
 def test_an_error_at_any_line_leaves_no_mixture(tmp_path, case):
     raised, wrong = half_changed(*case(tmp_path))
+    assert raised > 10 and not wrong
+
+
+class Counted:
+    """An object with a state."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"value": self.value}
+
+    def load_state_dict(self, state):
+        self.value = state["value"]
+
+
+def test_an_error_at_any_line_leaves_objects_with_their_states(tmp_path):
+    def make():
+        return {"a": Counted(1), "b": Counted(2)}
+
+    saved = {"a": Counted(3), "b": Counted(4)}
+    mlstate.save(tmp_path / "ckpt", {"w": np.ones(3)}, states=saved)
+
+    def operate(objects):
+        mlstate.load(tmp_path / "ckpt", into={"states": objects})
+
+    content = lambda objects: [each.value for each in objects.values()]  # noqa: E731
+    raised, wrong = half_changed(make, operate, content, files=("load.py", "restore.py"))
     assert raised > 10 and not wrong
 
 

@@ -47,13 +47,7 @@ def _load_into_targets(request: LoadRequest, source: Source) -> LoadedState:
     """
     prepared = Prepared(Loader(request, source))
     prepared.prepare()
-    if prepared.actions:
-        apply_all(prepared.actions)
-    try:
-        return prepared.fill()
-    except BaseException as error:
-        undo_all(prepared.actions, error)
-        raise
+    return apply_all(prepared.actions, prepared.fill)
 
 
 def _load_together(group: ProcessGroup, request: LoadRequest, source: IndexedSource) -> LoadedState:
@@ -112,7 +106,7 @@ def _load_together(group: ProcessGroup, request: LoadRequest, source: IndexedSou
         if not agree_on(is_last=not tries_left):
             continue
         assert prepared is not None
-        run(partial(apply_all, prepared.actions))
+        run(partial(apply_all, prepared.actions, lambda: None))
         applied = [] if error else prepared.actions
         try:
             agree_on(is_last=True)  # raises if a rank failed

@@ -2,7 +2,7 @@
 
     load_trees      named states -> their values
     prepare_tree    a stored state and a target -> actions; everything is checked and read
-    apply_all       runs the actions; if one fails, undoes those before it
+    apply_all       runs the actions and the rest of the load; if one fails, undoes the actions
 
 An action changes one object, and can undo its change.
 """
@@ -13,7 +13,7 @@ import json
 from collections import deque
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from ..._types import Array, NDArray
     from .._load.loader import Loader
 
+_Result = TypeVar("_Result")
 _WHOLE_TENSOR: Any = (None, 0, 0)
 _PLAIN = (bool, int, float, str, bytes, np.ndarray)
 
@@ -863,24 +864,28 @@ def undo_all(actions: list[Action], cause: BaseException) -> str:
     return changed
 
 
-def apply_all(actions: list[Action]) -> None:
-    """Run the actions; if one fails, undo it and those before, and raise CompatibilityError.
+def apply_all(actions: list[Action], then: Callable[[], _Result]) -> _Result:
+    """Run the actions, then `then`, and return its result; if one raises, undo all that have begun.
 
-    KeyboardInterrupt and other exceptions that are not an Exception are raised as they are.
+    An error of an action becomes a CompatibilityError. KeyboardInterrupt and other exceptions that
+    are not an Exception are raised as they are.
     """
-    for number, action in enumerate(actions):
-        try:
+    done = 0  # actions
+    try:
+        for action in actions:
             action.apply()
-        except BaseException as error:
-            # The failed action may have changed its object in part.
-            changed = undo_all(actions[: number + 1], error)
-            if not isinstance(error, Exception):
-                raise
-            result = "nothing was restored"
-            if changed:
-                result = f"{changed} may stay changed, without a state_dict() to undo that"
-            raise CompatibilityError(
-                f"{action.label}: the target refused the saved state, and {result}: "
-                f"{type(error).__name__}: {error}",
-                name=action.label,
-            ) from error
+            done += 1
+        return then()
+    except BaseException as error:
+        # The failed action may have changed its object in part.
+        changed = undo_all(actions[: done + 1], error)
+        if done == len(actions) or not isinstance(error, Exception):
+            raise
+        result = "nothing was restored"
+        if changed:
+            result = f"{changed} may stay changed, without a state_dict() to undo that"
+        raise CompatibilityError(
+            f"{actions[done].label}: the target refused the saved state, and {result}: "
+            f"{type(error).__name__}: {error}",
+            name=actions[done].label,
+        ) from error
