@@ -31,6 +31,7 @@ PAGES = {
     "mlstate/kv": "kv",
     "mlstate/plot": "activation",
     "mlstate/prompts": "prompts",
+    "mlstate/testing": "groups",
     "mlstate": "state",
     "csrc/core/activation": "activation",
     "csrc/core/planning": "activation",

@@ -17,14 +17,17 @@ if TYPE_CHECKING:
 
     from ._local_group import LocalGroup
 
-GRACE_SECONDS = 3.0  # for the other ranks to end after one has failed
+    # kind ("result", "error", "interrupted"), value (the result or the exception), traceback
+    Message = tuple[str, object, str]
+
+GRACE_SECONDS = 3.0  # for ranks to end after one has failed, or after their operations time out
 MEET_SECONDS = 120.0  # for spawned processes to import their modules
 
 
 # ---- in a rank ----
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Make the system end this process, a rank, when its parent, which called `run`, ends."""
     import signal
     import sys
@@ -67,30 +70,40 @@ def _run_rank(
     group is aborted.
     """
     group = None
-    _end_with_parent()
-    try:
-        group = join(name, rank, world_size, timeout=MEET_SECONDS)
-        message = ("result", function(group, *args), "")
-    except KeyboardInterrupt:
-        message = ("interrupted", None, "")
-    except BaseException as error:
-        import traceback
+    end_with_parent()
 
-        message = ("error", error, "".join(traceback.format_exception(error)))
+    def work() -> object:
+        """Join, and call the user's function."""
+        nonlocal group
+        group = join(name, rank, world_size, timeout=MEET_SECONDS)
+        return function(group, *args)
+
+    message = message_of(work)
     if group is not None:
         if message[0] != "result":
             group.abort()  # so that no rank waits for this one
         group.close()
     with contextlib.suppress(BrokenPipeError, KeyboardInterrupt):
-        _send_message(pipe, message)
+        pipe.send_bytes(encode_message(message))
     pipe.close()
 
 
-def _send_message(pipe: Connection, message: tuple[str, object, str]) -> None:
-    """Send a rank's message to the parent; if it cannot be pickled, a text instead.
+def message_of(work: Callable[[], object]) -> Message:
+    """Call `work`, and return the message about its result or its exception."""
+    try:
+        return ("result", work(), "")
+    except KeyboardInterrupt:
+        return ("interrupted", None, "")
+    except BaseException as error:
+        import traceback
 
-    `message`: kind ("result", "error", "interrupted"), value, traceback. The value is the result or
-    the exception; the kind of a text is "text", with the text in place of the traceback.
+        return ("error", error, "".join(traceback.format_exception(error)))
+
+
+def encode_message(message: Message) -> bytes:
+    """Return a rank's message as bytes for the parent; if it cannot be pickled, a text instead.
+
+    The kind of a text is "text", with the text in place of the traceback.
     """
     import pickle
 
@@ -103,13 +116,13 @@ def _send_message(pipe: Connection, message: tuple[str, object, str]) -> None:
         if kind == "result":
             text = f"the result, of type {type(value).__qualname__}, cannot be sent: {error!r}"
         data = pickle.dumps(("text", None, text))
-    pipe.send_bytes(data)
+    return data
 
 
 # ---- in the parent ----
 
 
-class _Rank:
+class RankProcess:
     """A rank as the parent sees it: its process, the pipe from it, and its message."""
 
     def __init__(self, rank: int, process: BaseProcess, pipe: Connection) -> None:
@@ -117,8 +130,8 @@ class _Rank:
         self.rank = rank
         self.process = process
         self.pipe = pipe
-        # as in `_send_message`; None: not received yet, or the process ended without one
-        self.message: tuple[str, object, str] | None = None
+        # None: not received yet, or the process ended without one
+        self.message: Message | None = None
         self.order = 0  # position among the received messages, from 1
         self.done = False  # nothing more comes from the rank
 
@@ -153,21 +166,21 @@ class _Rank:
         consequence = isinstance(self.message[1], CollectiveError)
         return 2 if consequence or self.message[0] == "interrupted" else 1, self.order
 
-    def error(self) -> BaseException:
-        """Return the exception for the caller of `run` about this failed rank.
+    def error(self, operation: str) -> BaseException:
+        """Return the exception for the caller of `operation` about this failed rank.
 
         It is the rank's own exception with its traceback as a note, if it could be sent; otherwise
         a CollectiveError, or KeyboardInterrupt after an interruption.
         """
         if self.message is None:
-            return failed("LocalGroup.run", self.rank, _describe_exit(self.process))
+            return failed(operation, self.rank, _describe_exit(self.process))
         kind, value, text = self.message
         if kind == "interrupted":
             return KeyboardInterrupt()
         if kind == "error" and isinstance(value, Exception):
             value.add_note(f"in rank {self.rank}:\n{text}")
             return value
-        return failed("LocalGroup.run", self.rank, text)
+        return failed(operation, self.rank, text)
 
 
 def _describe_exit(process: BaseProcess) -> str:
@@ -184,7 +197,7 @@ def _describe_exit(process: BaseProcess) -> str:
     return f"its process ended with exit status {code} before the function returned"
 
 
-def _collect_messages(ranks: list[_Rank], deadline: float | None) -> None:
+def collect_messages(ranks: list[RankProcess], deadline: float | None) -> None:
     """Receive the messages of all ranks, until all have arrived or the time is over.
 
     `deadline`: on `time.monotonic`; None: no limit. After a failure, the other ranks have
@@ -205,7 +218,7 @@ def _collect_messages(ranks: list[_Rank], deadline: float | None) -> None:
                 deadline = end if deadline is None else min(deadline, end)
 
 
-def _end_processes(processes: Iterable[BaseProcess]) -> None:
+def end_processes(processes: Iterable[BaseProcess]) -> None:
     """Wait for the ranks' processes to end, and close them; terminate, then kill those that do not.
 
     Processes that were not started are skipped.
@@ -235,7 +248,7 @@ def run(
 
     Each process calls `function` with its group and `args`. `join`: `LocalGroup.join`.
     `start_method`: None for Python's default. `timeout`: seconds, None for no limit. All processes
-    have ended afterwards. Raises the error that `_find_error` chooses if a rank has no result.
+    have ended afterwards. Raises the error that `find_error` chooses if a rank has no result.
     """
     import multiprocessing
     import secrets
@@ -244,7 +257,7 @@ def run(
     deadline = None if limit is None else time.monotonic() + limit
     context: Any = multiprocessing.get_context(start_method)
     name = f"run-{os.getpid()}-{secrets.token_hex(8)}"
-    ranks: list[_Rank] = []
+    ranks: list[RankProcess] = []
     has_results = False
     try:
         for rank in range(world_size):
@@ -254,35 +267,43 @@ def run(
                 args=(join, name, rank, world_size, child_pipe, function, args),
                 name=f"mlstate-rank-{rank}",
             )
-            ranks.append(_Rank(rank, process, parent_pipe))
+            ranks.append(RankProcess(rank, process, parent_pipe))
             process.start()
             child_pipe.close()  # so that the pipe breaks when the process ends
-        _collect_messages(ranks, deadline)
+        collect_messages(ranks, deadline)
         has_results = all(rank.has_result() for rank in ranks)
         if not has_results:
-            raise _find_error(ranks, timeout)
+            raise find_error("LocalGroup.run", ranks, timeout)
         return [rank.message[1] for rank in ranks if rank.message is not None]
     finally:
         if not has_results:
             for rank_process in ranks:
                 if rank_process.process.pid is not None and rank_process.process.exitcode is None:
                     rank_process.process.terminate()
-        _end_processes(rank.process for rank in ranks)
+        end_processes(rank.process for rank in ranks)
         for rank_process in ranks:
             rank_process.pipe.close()
 
 
-def _find_error(ranks: list[_Rank], timeout: float | None) -> BaseException:
-    """Return the error for the caller of `run`, if a rank has no result.
+def find_error(operation: str, ranks: list[RankProcess], timeout: float | None) -> BaseException:
+    """Return the error for the caller of `operation`, if a rank has no result.
 
-    It is the error of the rank that failed first; if none failed, it is about the ranks that were
-    not done after `timeout` seconds.
+    It is the error of the rank that failed first, with notes about other ranks that failed for
+    reasons of their own or were at work still; if none failed, it is about the ranks that were not
+    done after `timeout` seconds.
     """
-    ended = [rank for rank in ranks if rank.done and not rank.has_result()]
-    if ended:
-        return min(ended, key=_Rank.failure_order).error()
-    # without a failure, only a timeout ends the wait
     late = [rank.rank for rank in ranks if not rank.done]
-    return failed(
-        "LocalGroup.run", late[0], f"not done after {timeout:g} s: ranks {late} were at work still"
-    )
+    ended = [rank for rank in ranks if rank.done and not rank.has_result()]
+    if not ended:  # without a failure, only a timeout ends the wait
+        return failed(
+            operation, late[0], f"not done after {timeout:g} s: ranks {late} were at work still"
+        )
+    first, *others = sorted(ended, key=RankProcess.failure_order)
+    error = first.error(operation)
+    for other in others:
+        if other.failure_order()[0] < 2:  # it is no consequence of the first
+            text = other.message[2] if other.message else _describe_exit(other.process)
+            error.add_note(f"in rank {other.rank}:\n{text}")
+    if late:
+        error.add_note(f"ranks {late} were at work still, and were ended")
+    return error

@@ -40,6 +40,7 @@ PUBLIC = (
     "mlstate.plot",
     "mlstate.prompts",
     "mlstate.state",
+    "mlstate.testing",
     "mlstate.threads",
     "mlstate",
 )

@@ -49,6 +49,7 @@ from mlstate import (
     distributed,
     errors,
     state,
+    testing,
     threads,
 )
 from mlstate.collectives._engine import Engine
@@ -519,6 +520,12 @@ def local_processes(_):
         assert type(results[0]) is LastOfAll
 
     return run, []
+
+
+@case("run_ranks")
+def ranks_of_a_test(_):
+    array = np.ones(3)
+    return lambda: testing.run_ranks(2, lambda group: group.all_reduce(array)), [array]
 
 
 class LastOfAll:

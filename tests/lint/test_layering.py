@@ -67,7 +67,7 @@ PACKAGE_ORDER = (
     ("integrations/torch/_collectives", "integrations/torch/_gradients"),
     ("integrations/torch", "integrations/mpi", "integrations"),
     ("integrations/lightning", "integrations/transformers", "integrations/mlx"),
-    ("demo",),
+    ("testing", "demo"),
     ("cli",),
     ("__main__",),
 )

@@ -28,6 +28,15 @@ def skip_if_missing(engine, target="make test"):
         pytest.skip(f"{engine} is not installed; tools/mpi.sh does that for `{target}`")
 
 
+def put_in_path(monkeypatch, engine=None):
+    """Let `run_ranks` use an MPI (None: any that is installed), or skip the test."""
+    engine = engine or next(filter(home, ENGINES), ENGINES[0])
+    skip_if_missing(engine)
+    for name, value in environment(engine).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PATH", str(home(engine) / "bin"), prepend=os.pathsep)
+
+
 def packages(folder):
     """The folder below a prefix where pip installs packages."""
     scheme = {"base": str(folder), "platbase": str(folder)}

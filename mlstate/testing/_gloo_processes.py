@@ -1,0 +1,150 @@
+"""Ranks that are processes connected by gloo, kept for the next call of `run_ranks`."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing.util  # before `atexit.register`: it waits for processes at exit
+import os
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..collectives._arguments import failed
+from ..collectives._local_launch import (
+    GRACE_SECONDS,
+    RankProcess,
+    collect_messages,
+    end_processes,
+    find_error,
+)
+from ._function_call import FunctionReference, issue_warnings, receive_warnings
+from ._gloo_rank import JOIN_SECONDS, output_path, serve
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+    from multiprocessing.process import BaseProcess
+
+# The process that forks the ranks imports these modules first, which takes seconds.
+PRELOADED = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint.state_dict",
+    "torch._dynamo",  # of optimizers
+    "mlstate.integrations.torch",
+]
+
+
+class GlooProcesses:
+    """Processes for the functions of one module; they end after the first error."""
+
+    def __init__(self, world_size: int, module: str) -> None:
+        """Start a process for each rank, and wait until all have joined.
+
+        Raises CollectiveError, which names the rank, if one did not.
+        """
+        self.key = world_size, module, os.getpid()
+        self.is_usable = False  # by the next call
+        self._folder = tempfile.TemporaryDirectory(prefix="mlstate-ranks-")
+        self._printed = [0] * world_size  # bytes of the ranks' output that were printed here
+        self._processes: list[BaseProcess] = []
+        self._pipes: list[Connection] = []
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
+        try:
+            for rank in range(world_size):
+                pipe, child_pipe = context.Pipe()
+                arguments = rank, world_size, self._folder.name, dict(os.environ), child_pipe
+                process = context.Process(target=serve, args=arguments, name=f"gloo-rank-{rank}")
+                self._pipes.append(pipe)
+                self._processes.append(process)
+                process.start()
+                child_pipe.close()  # so that the pipe breaks when the process ends
+            self._await_all()
+        except BaseException:
+            self.close()
+            raise
+
+    def _await_all(self) -> None:
+        """Wait until all ranks have joined."""
+        deadline = time.monotonic() + JOIN_SECONDS
+        for rank, pipe in enumerate(self._pipes):
+            reason = f"did not join within {JOIN_SECONDS:g} s"
+            try:
+                if pipe.poll(max(deadline - time.monotonic(), 0)):
+                    pipe.recv()
+                    continue
+            except EOFError:
+                reason = "its process ended before it had joined"
+            self._print_output()
+            raise failed("run_ranks", rank, reason)
+
+    def call(self, function: FunctionReference, seconds: float) -> list[Any]:
+        """Call a function on all ranks, and return the results or raise the first error."""
+        self.is_usable = False
+        ranks = [
+            RankProcess(rank, process, pipe)
+            for rank, (process, pipe) in enumerate(zip(self._processes, self._pipes, strict=True))
+        ]
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):  # collect_messages finds out why
+                pipe.send((function, seconds))
+        collect_messages(ranks, time.monotonic() + seconds + GRACE_SECONDS)
+        caught, is_usable = receive_warnings(ranks)
+        self._print_output()
+        if not all(rank.has_result() for rank in ranks):
+            raise find_error("run_ranks", ranks, seconds)
+        self.is_usable = is_usable
+        issue_warnings(caught)
+        return [rank.message[1] for rank in ranks if rank.message is not None]
+
+    def _print_output(self) -> None:
+        """Print what the ranks have printed since the last call."""
+        for rank, printed in enumerate(self._printed):
+            path = Path(output_path(self._folder.name, rank))
+            if path.exists():  # otherwise its process ended very early
+                output = path.read_bytes()[printed:]
+                self._printed[rank] += len(output)
+                sys.stdout.write(output.decode(errors="replace"))
+
+    def close(self) -> None:
+        """End the processes: idle ones by closing their pipes, others at once."""
+        for process in self._processes:
+            if not self.is_usable and process.pid is not None and process.exitcode is None:
+                process.terminate()
+        for pipe in self._pipes:
+            pipe.close()
+        end_processes(self._processes)
+        self._folder.cleanup()
+
+
+_lock = threading.Lock()
+_kept: list[GlooProcesses] = []  # one at most, because each rank takes memory
+
+
+def run_gloo(world_size: int, function: Callable[..., Any], seconds: float) -> list[Any]:
+    """Implement `run_ranks` for gloo, with the processes of the last call if they fit."""
+    reference = FunctionReference.of(function)
+    with _lock:
+        if _kept and _kept[0].key != (world_size, reference.module, os.getpid()):
+            end_kept_processes()
+        if not _kept:
+            _kept.append(GlooProcesses(world_size, reference.module))
+        try:
+            return _kept[0].call(reference, seconds)
+        finally:
+            if not _kept[0].is_usable:
+                end_kept_processes()
+
+
+@atexit.register
+def end_kept_processes() -> None:
+    """End the processes that are kept for the next call, unless another process started them."""
+    while _kept:
+        processes = _kept.pop()
+        if processes.key[-1] == os.getpid():
+            processes.close()

@@ -1,0 +1,36 @@
+"""Tests whose functions run on ranks: processes of gloo. The import skips a file without gloo."""
+
+import pytest
+
+from mlstate.testing import run_ranks
+
+torch = pytest.importorskip("torch", reason="its groups connect the ranks")
+if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+    pytest.skip("this torch was built without gloo", allow_module_level=True)
+
+TIMEOUT = 100.0  # seconds, more than a busy machine needs
+
+
+def run(world_size, function):
+    """Call a function on ranks, and return their results."""
+    return run_ranks(world_size, function, "gloo", timeout=TIMEOUT)
+
+
+def run_on(*world_sizes):
+    """Make a test of a function that every rank calls with its group.
+
+    The test runs for each number of ranks; with more than two it is marked long.
+    """
+    cases = [pytest.param(n, marks=[pytest.mark.long] * (n > 2)) for n in world_sizes]
+
+    def decorate(function):
+        @pytest.mark.parametrize("world_size", cases)
+        def test(world_size):
+            run(world_size, function)
+
+        test.__name__ = function.__name__
+        test.on_rank = function
+        function.__qualname__ += ".on_rank"  # where the ranks find it
+        return test
+
+    return decorate
