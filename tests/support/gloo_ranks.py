@@ -1,5 +1,9 @@
 """Tests whose functions run on ranks: processes of gloo. The import skips a file without gloo."""
 
+import functools
+import inspect
+import warnings
+
 import pytest
 
 from mlstate.testing import run_ranks
@@ -11,22 +15,31 @@ if not (torch.distributed.is_available() and torch.distributed.is_gloo_available
 TIMEOUT = 100.0  # seconds, more than a busy machine needs
 
 
-def run(world_size, function):
-    """Call a function on ranks, and return their results."""
-    return run_ranks(world_size, function, "gloo", timeout=TIMEOUT)
+def run(world_size, function, *, warn="ignore"):
+    """Call a function on ranks, and return their results.
+
+    `warn`: what happens to warnings; torch's wrappers warn about themselves.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter(warn)
+        return run_ranks(world_size, function, "gloo", timeout=TIMEOUT)
 
 
 def run_on(*world_sizes):
     """Make a test of a function that every rank calls with its group.
 
-    The test runs for each number of ranks; with more than two it is marked long.
+    A parameter `folder` of the function is the test's `tmp_path`. The test runs for each number of
+    ranks; with more than two it is marked long.
     """
     cases = [pytest.param(n, marks=[pytest.mark.long] * (n > 2)) for n in world_sizes]
 
     def decorate(function):
+        takes_folder = "folder" in inspect.signature(function).parameters
+
         @pytest.mark.parametrize("world_size", cases)
-        def test(world_size):
-            run(world_size, function)
+        def test(world_size, tmp_path):
+            keywords = {"folder": tmp_path} if takes_folder else {}
+            run(world_size, functools.partial(function, **keywords))
 
         test.__name__ = function.__name__
         test.on_rank = function
