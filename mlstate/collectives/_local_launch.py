@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     # kind ("result", "error", "interrupted"), value (the result or the exception), traceback
     Message = tuple[str, object, str]
 
-GRACE_SECONDS = 3.0  # for ranks to end after one has failed, or after their operations time out
+GRACE_SECONDS = 3.0  # for the other ranks to end after one has failed
 MEET_SECONDS = 120.0  # for spawned processes to import their modules
 
 
@@ -101,22 +101,33 @@ def message_of(work: Callable[[], object]) -> Message:
 
 
 def encode_message(message: Message) -> bytes:
-    """Return a rank's message as bytes for the parent; if it cannot be pickled, a text instead.
+    """Return a rank's message as bytes; its value is pickled by itself.
 
-    The kind of a text is "text", with the text in place of the traceback.
+    If the value cannot be pickled, the kind becomes "text", with a text in place of the traceback.
     """
     import pickle
 
     kind, value, text = message
     try:
-        data = pickle.dumps(message)
+        data = pickle.dumps(value)
         if kind == "error":
             pickle.loads(data)  # some exceptions can be pickled and not unpickled
     except Exception as error:
         if kind == "result":
             text = f"the result, of type {type(value).__qualname__}, cannot be sent: {error!r}"
-        data = pickle.dumps(("text", None, text))
-    return data
+        kind, data = "text", pickle.dumps(None)
+    return pickle.dumps((kind, data, text))
+
+
+def decode_message(data: bytes) -> Message:
+    """Return the message of a rank; the text of the error if its value cannot be read here."""
+    import pickle
+
+    kind, value, text = pickle.loads(data)
+    try:
+        return (kind, pickle.loads(value), text)
+    except Exception as error:
+        return ("text", None, text or f"what it sent cannot be read here: {error!r}")
 
 
 # ---- in the parent ----
@@ -140,14 +151,10 @@ class RankProcess:
 
         `order`: position among all received messages, to find the rank that failed first.
         """
-        import pickle
-
         try:
-            self.message = pickle.loads(self.pipe.recv_bytes())
+            self.message = decode_message(self.pipe.recv_bytes())
         except (EOFError, OSError):
             self.process.join(GRACE_SECONDS)
-        except Exception as error:
-            self.message = ("text", None, f"what it sent cannot be read here: {error!r}")
         self.order = order
         self.done = True
 
@@ -197,11 +204,13 @@ def _describe_exit(process: BaseProcess) -> str:
     return f"its process ended with exit status {code} before the function returned"
 
 
-def collect_messages(ranks: list[RankProcess], deadline: float | None) -> None:
+def collect_messages(
+    ranks: list[RankProcess], deadline: float | None, grace_seconds: float = GRACE_SECONDS
+) -> None:
     """Receive the messages of all ranks, until all have arrived or the time is over.
 
     `deadline`: on `time.monotonic`; None: no limit. After a failure, the other ranks have
-    `GRACE_SECONDS` left.
+    `grace_seconds` left.
     """
     from multiprocessing.connection import wait
 
@@ -214,7 +223,7 @@ def collect_messages(ranks: list[RankProcess], deadline: float | None) -> None:
             order += 1
             waiting[pipe].receive_message(order)  # type: ignore[index]
             if not waiting[pipe].has_result():  # type: ignore[index]
-                end = time.monotonic() + GRACE_SECONDS
+                end = time.monotonic() + grace_seconds
                 deadline = end if deadline is None else min(deadline, end)
 
 

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     CaughtWarning = tuple[Warning | str, type[Warning], str, int]
 
 
+FAILURE_SECONDS = 10.0  # for the other ranks to end after one has failed
+
+
 class FunctionReference(NamedTuple):
     """A function for another process: its module, the module's file, and the pickled function."""
 

@@ -21,7 +21,7 @@ from ..collectives._local_launch import (
     end_processes,
     find_error,
 )
-from ._function_call import FunctionReference, issue_warnings, receive_warnings
+from ._function_call import FAILURE_SECONDS, FunctionReference, issue_warnings, receive_warnings
 from ._gloo_rank import JOIN_SECONDS, output_path, serve
 
 if TYPE_CHECKING:
@@ -42,12 +42,13 @@ PRELOADED = [
 class GlooProcesses:
     """Processes for the functions of one module; they end after the first error."""
 
-    def __init__(self, world_size: int, module: str) -> None:
+    def __init__(self, world_size: int, key: tuple[str, int]) -> None:
         """Start a process for each rank, and wait until all have joined.
 
+        `key`: the module, and the number of this process, whose children may not use the ranks.
         Raises CollectiveError, which names the rank, if one did not.
         """
-        self.key = world_size, module, os.getpid()
+        self.key = key
         self.is_usable = False  # by the next call
         self._folder = tempfile.TemporaryDirectory(prefix="mlstate-ranks-")
         self._printed = [0] * world_size  # bytes of the ranks' output that were printed here
@@ -93,7 +94,7 @@ class GlooProcesses:
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):  # collect_messages finds out why
                 pipe.send((function, seconds))
-        collect_messages(ranks, time.monotonic() + seconds + GRACE_SECONDS)
+        collect_messages(ranks, time.monotonic() + seconds + GRACE_SECONDS, FAILURE_SECONDS)
         caught, is_usable = receive_warnings(ranks)
         self._print_output()
         if not all(rank.has_result() for rank in ranks):
@@ -123,28 +124,29 @@ class GlooProcesses:
 
 
 _lock = threading.Lock()
-_kept: list[GlooProcesses] = []  # one at most, because each rank takes memory
+_kept: dict[int, GlooProcesses] = {}  # by the number of ranks, all for the same module
 
 
 def run_gloo(world_size: int, function: Callable[..., Any], seconds: float) -> list[Any]:
-    """Implement `run_ranks` for gloo, with the processes of the last call if they fit."""
+    """Implement `run_ranks` for gloo, with the processes of an earlier call if they fit."""
     reference = FunctionReference.of(function)
+    key = reference.module, os.getpid()
     with _lock:
-        if _kept and _kept[0].key != (world_size, reference.module, os.getpid()):
+        if any(processes.key != key for processes in _kept.values()):
             end_kept_processes()
-        if not _kept:
-            _kept.append(GlooProcesses(world_size, reference.module))
+        if world_size not in _kept:
+            _kept[world_size] = GlooProcesses(world_size, key)
         try:
-            return _kept[0].call(reference, seconds)
+            return _kept[world_size].call(reference, seconds)
         finally:
-            if not _kept[0].is_usable:
-                end_kept_processes()
+            if not _kept[world_size].is_usable:
+                _kept.pop(world_size).close()
 
 
 @atexit.register
 def end_kept_processes() -> None:
     """End the processes that are kept for the next call, unless another process started them."""
     while _kept:
-        processes = _kept.pop()
+        _, processes = _kept.popitem()
         if processes.key[-1] == os.getpid():
             processes.close()

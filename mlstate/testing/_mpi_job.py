@@ -25,7 +25,13 @@ from ..collectives._local_launch import (
     find_error,
 )
 from ..errors import CollectiveError
-from ._function_call import FunctionReference, call_as_rank, issue_warnings, receive_warnings
+from ._function_call import (
+    FAILURE_SECONDS,
+    FunctionReference,
+    call_as_rank,
+    issue_warnings,
+    receive_warnings,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -78,7 +84,7 @@ def run_mpi(world_size: int, function: Callable[..., Any], seconds: float) -> li
             ranks = _accept_ranks(listener, job, world_size)
             for rank in ranks:
                 rank.pipe.send((reference, seconds))
-            collect_messages(ranks, time.monotonic() + seconds + GRACE_SECONDS)
+            collect_messages(ranks, time.monotonic() + seconds + GRACE_SECONDS, FAILURE_SECONDS)
             caught, _ = receive_warnings(ranks)
             if all(rank.has_result() for rank in ranks):
                 job.join(END_SECONDS)

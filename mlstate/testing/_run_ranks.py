@@ -60,8 +60,8 @@ def run_ranks(
 
     Notes
     -----
-    Processes of gloo are kept for the next call with a function of the same module and as many
-    ranks: the first call imports torch, and the later ones take milliseconds. They start with the
+    Processes of gloo are kept for later calls with as many ranks and a function of the same
+    module: the first call imports torch, and the later ones take milliseconds. They start with the
     environment variables and the working folder of the first call, compute with one thread, and
     keep what functions change in their modules. After an error they end; the next call starts new
     ones. They also end with this process. A thread cannot be ended: if it does not return after

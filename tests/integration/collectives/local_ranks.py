@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,10 @@ def fail(group, who, kind):
         return None
     if kind == "odd":
         raise OddError("of the user", 2)
+    if kind == "module":
+        module = sys.modules["of_one_rank"] = types.ModuleType("of_one_rank")
+        module.OwnError = type("OwnError", (Exception,), {"__module__": "of_one_rank"})
+        raise module.OwnError("of the user")
     if kind == "exit":
         sys.exit(3)
     if kind == "end":
